@@ -1,0 +1,1 @@
+"""titan_moe: train Mixture-of-Experts models with PyTorch."""

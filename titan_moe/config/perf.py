@@ -1,0 +1,46 @@
+"""How fast and in what precision, as data: what `[perf]`, `[precision]`, `[compile]` and `[memory]` of a recipe may say."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Dtype = Literal["bf16", "fp32", "fp64"]
+
+
+@dataclass(frozen=True)
+class PerfConfig:
+    """Which kernels run."""
+
+    kernels: Literal["grouped_mm", "reference"] = "grouped_mm"
+    """Expert GEMMs: `grouped_mm` is torch.nn.functional.grouped_mm (bf16, and fp32 on CPU); `reference` is a plain loop, slow and right, in fp64 too."""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the rest."""
+    loss_chunk_tokens: int = 4096
+    """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once."""
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Three dtypes of training; math that needs fp32 (norms, router, scores, softmax, loss) never goes below it."""
+
+    compute: Dtype = "bf16"
+    """Parameters and activations in forward and backward."""
+    master: Dtype = "fp32"
+    """Parameters that the optimizer updates, its two moments, and the gradients that it reads."""
+    reduce: Dtype = "fp32"
+    """Gradients while they are summed over ranks."""
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """What torch.compile sees."""
+
+    regional: Literal["on_cuda", "on", "off"] = "on_cuda"
+    """Compile the dense part and the experts of every block, each as one full graph: on GPUs only, always, or never."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is recomputed in backward instead of kept."""
+
+    recompute: Literal["none", "experts", "block"] = "none"
+    """`experts` recomputes the expert MLPs (no message is repeated); `block` recomputes whole blocks, dispatch included."""

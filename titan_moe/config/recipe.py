@@ -1,0 +1,37 @@
+"""A run as frozen data (`Recipe`) and the rules that its fields must keep together (`RULES`)."""
+
+from dataclasses import dataclass, field
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
+from titan_moe.config.train import (
+    CheckpointConfig,
+    DataConfig,
+    MetricsConfig,
+    OptimConfig,
+    ProfileConfig,
+    RunConfig,
+    TrainConfig,
+    ValidationConfig,
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that a run depends on; the resolved recipe is saved in the run folder and reruns it."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    perf: PerfConfig = field(default_factory=PerfConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
