@@ -1,5 +1,7 @@
-"""Recipes as plain data: standard library only, no torch."""
+"""Recipes as plain data: what a run may say, how it is read, and the rules it must keep. Standard library only, no torch."""
 
+from titan_moe.config.parse import RecipeError, dump_recipe, load_recipe
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules import RULES, Rule, check_rules
 
-__all__ = ["Recipe"]
+__all__ = ["RULES", "Recipe", "RecipeError", "Rule", "check_rules", "dump_recipe", "load_recipe"]

@@ -114,3 +114,8 @@ class ModelConfig:
     """The attention layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """The mixture-of-experts layer."""
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Blocks whose feed-forward is a mixture of experts; they come last."""
+        return self.num_layers - self.num_dense_layers if self.moe.num_experts else 0

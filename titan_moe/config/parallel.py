@@ -1,5 +1,6 @@
-"""How a model is spread over ranks, as data: what `[parallel]` of a recipe may say."""
+"""How a model is spread over ranks, as data: what `[parallel]` of a recipe may say, and the sizes that follow from it."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,3 +33,58 @@ class ParallelConfig:
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades memory for one all-gather a block."""
     reshard_experts_after_forward: bool = True
     """The same for the gathered experts of a block (there is nothing to gather where edp = 1)."""
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Every axis of both views of the world, resolved: what `[parallel]` means on a given number of ranks."""
+
+    world: int
+    """All ranks of the run."""
+    pp: int
+    """Pipeline stages."""
+    dp_replicate: int
+    """Replicas of the sharded model; the expert view has as many (`edp_replicate`)."""
+    dp_shard: int
+    """Ranks that each dense parameter is sharded over."""
+    cp: int
+    """Context-parallel ranks."""
+    tp: int
+    """Tensor-parallel ranks."""
+    edp: int
+    """Ranks inside a replica that hold the same experts; FSDP shards each expert over them."""
+    ep: int
+    """Expert-parallel ranks."""
+    etp: int
+    """Tensor-parallel ranks inside an expert."""
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+
+def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:
+    """Give every axis its size on `world_size` ranks.
+
+    Raises: ValueError if an axis does not divide the world; `config.rules` says the same beforehand, with a way out.
+    """
+    p = parallel
+    fixed = p.pp * p.dp_replicate * p.cp * p.tp
+    dp_shard = world_size // fixed if p.dp_shard == -1 else p.dp_shard
+    if dp_shard < 1 or fixed * dp_shard != world_size:
+        raise ValueError(f"pp * dp_replicate * dp_shard * cp * tp is not the number of ranks, {world_size}: {p}")
+    expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
+    if world_size % expert_ranks:
+        raise ValueError(f"pp * dp_replicate * ep * etp = {expert_ranks} does not divide the {world_size} ranks: {p}")
+    edp = world_size // expert_ranks
+    return ParallelSizes(world_size, p.pp, p.dp_replicate, dp_shard, p.cp, p.tp, edp, p.ep, p.etp)
+
+
+def smallest_world(parallel: ParallelConfig) -> int:
+    """Find the fewest ranks that both views can be laid over: what `check` assumes when nobody says how many there are."""
+    p = parallel
+    dense_ranks = p.pp * p.dp_replicate * p.cp * p.tp
+    if p.dp_shard != -1:
+        return dense_ranks * p.dp_shard
+    return math.lcm(dense_ranks, p.pp * p.dp_replicate * p.ep * p.etp)

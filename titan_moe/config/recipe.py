@@ -1,9 +1,9 @@
-"""A run as frozen data (`Recipe`) and the rules that its fields must keep together (`RULES`)."""
+"""A run as frozen data; `config.rules` holds what its fields must keep together."""
 
 from dataclasses import dataclass, field
 
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
 from titan_moe.config.train import (
     CheckpointConfig,
@@ -35,3 +35,9 @@ class Recipe:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+def num_microbatches(recipe: Recipe, world_size: int) -> int:
+    """Count the forward and backward passes that a rank makes in one optimizer step."""
+    sequences_at_once = recipe.train.micro_batch_sequences * resolve(recipe.parallel, world_size).dp
+    return recipe.train.global_batch_sequences // sequences_at_once

@@ -1,0 +1,26 @@
+"""What the fields of a recipe must keep together, as data with reasons.
+
+A rule refuses here, in a millisecond and without torch, what would crash or mislead later on every rank at once.
+"""
+
+from titan_moe.config.parallel import smallest_world
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.model import MODEL_RULES
+from titan_moe.config.rules.parallel import PARALLEL_RULES
+from titan_moe.config.rules.perf import PERF_RULES
+from titan_moe.config.rules.ranges import RANGE_RULES
+from titan_moe.config.rules.rule import Rule
+from titan_moe.config.rules.run import RUN_RULES
+
+__all__ = ["RULES", "Rule", "check_rules"]
+
+RULES: list[Rule] = [*RANGE_RULES, *MODEL_RULES, *PARALLEL_RULES, *PERF_RULES, *RUN_RULES]
+
+
+def check_rules(recipe: Recipe, world_size: int | None = None) -> list[str]:
+    """Collect every breach of every rule, each with its reason; an empty list means that the recipe may run.
+
+    Without a `world_size` the fewest ranks that the recipe fits are assumed.
+    """
+    ranks = smallest_world(recipe.parallel) if world_size is None else world_size
+    return [f"{message} ({rule.why})" for rule in RULES for message in rule.check(recipe, max(ranks, 1))]

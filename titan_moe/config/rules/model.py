@@ -1,0 +1,156 @@
+"""Rules of the model's own shape: what cannot be built, whatever it runs on."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest
+
+
+def _class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
+    module, _, name = recipe.model.class_.partition(":")
+    if not (all(part.isidentifier() for part in module.split(".")) and name.isidentifier()):
+        yield f'model.class = "{recipe.model.class_}" must read "package.module:Class"'
+
+
+def _kv_heads_divide_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a = recipe.model.attention
+    if a.kind == "gqa" and leaves_a_rest(a.num_kv_heads, a.num_heads):
+        yield (
+            f"model.attention.num_kv_heads = {a.num_kv_heads} does not divide model.attention.num_heads = {a.num_heads}; "
+            f"the divisors are {divisors(a.num_heads)}"
+        )
+
+
+def _rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
+    key = "head_dim" if recipe.model.attention.kind == "gqa" else "qk_rope_head_dim"
+    width = getattr(recipe.model.attention, key)
+    if width % 2:
+        yield f"model.attention.{key} = {width} is odd; take {width + 1}"
+
+
+def _gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
+    for key in ("qk_norm", "qkv_bias"):
+        if recipe.model.attention.kind == "mla" and getattr(recipe.model.attention, key):
+            yield f'model.attention.{key} = true needs model.attention.kind = "gqa", which here is "mla"; set it to false'
+
+
+def _yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a = recipe.model.attention
+    if a.yarn_factor > 1 and a.yarn_beta_fast <= a.yarn_beta_slow:
+        yield (
+            f"model.attention.yarn_beta_fast = {a.yarn_beta_fast:g} is not above "
+            f"model.attention.yarn_beta_slow = {a.yarn_beta_slow:g}; the paper takes 32 and 1"
+        )
+
+
+def _dense_layers_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
+    m = recipe.model
+    if m.num_dense_layers > m.num_layers:
+        yield f"model.num_dense_layers = {m.num_dense_layers} exceeds model.num_layers = {m.num_layers}; lower it or add layers"
+
+
+def _dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
+    m = recipe.model
+    num_dense_layers = m.num_layers - m.num_moe_layers
+    if num_dense_layers > 0 and m.ffn_hidden_size == 0:
+        cause = f"num_dense_layers = {m.num_dense_layers}" if m.moe.num_experts else "moe.num_experts = 0"
+        yield (
+            f"model.ffn_hidden_size = 0, but model.{cause} makes {num_dense_layers} layers dense; "
+            "set their width, or give every layer experts"
+        )
+
+
+def _experts_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
+    m = recipe.model
+    if m.num_moe_layers > 0 and m.moe.ffn_hidden_size == 0:
+        yield (
+            f"model.moe.ffn_hidden_size = 0, but {m.num_moe_layers} layers have {m.moe.num_experts} experts; "
+            "set the width of one expert"
+        )
+
+
+def _top_k_fits_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    if 0 < moe.num_experts < moe.top_k:
+        yield (
+            f"model.moe.top_k = {moe.top_k} exceeds model.moe.num_experts = {moe.num_experts}; "
+            f"take at most {moe.num_experts}"
+        )
+
+
+def _groups_divide_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    if moe.num_experts > 0 and leaves_a_rest(moe.num_groups, moe.num_experts):
+        yield (
+            f"model.moe.num_groups = {moe.num_groups} does not divide model.moe.num_experts = {moe.num_experts}; "
+            f"the divisors are {divisors(moe.num_experts)}"
+        )
+
+
+def _top_k_groups_fit_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    if moe.top_k_groups > moe.num_groups:
+        yield (
+            f"model.moe.top_k_groups = {moe.top_k_groups} exceeds model.moe.num_groups = {moe.num_groups}; "
+            f"take at most {moe.num_groups}, or more groups"
+        )
+
+
+def _top_k_fits_chosen_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    experts_in_reach = moe.top_k_groups * (moe.num_experts // max(moe.num_groups, 1))
+    if moe.num_groups > 1 and 0 < experts_in_reach < moe.top_k <= moe.num_experts:
+        yield (
+            f"model.moe.top_k = {moe.top_k} exceeds the {experts_in_reach} experts of "
+            f"model.moe.top_k_groups = {moe.top_k_groups} groups; lower top_k or raise top_k_groups"
+        )
+
+
+def _top2_groups_hold_two(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    if moe.group_score == "top2_sum" and 1 < moe.num_groups <= moe.num_experts < 2 * moe.num_groups:
+        yield (
+            f'model.moe.group_score = "top2_sum" needs two experts a group, but {moe.num_experts} experts in '
+            f'model.moe.num_groups = {moe.num_groups} groups leave one; take fewer groups or group_score = "max"'
+        )
+
+
+def _bias_needs_sigmoid(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    if moe.bias_update_speed > 0 and moe.score_fn != "sigmoid":
+        yield (
+            f'model.moe.bias_update_speed = {moe.bias_update_speed:g} needs model.moe.score_fn = "sigmoid", '
+            f'which here is "{moe.score_fn}"; change it, or set bias_update_speed = 0 and balance with aux_loss_coef'
+        )
+
+
+def _shared_gate_needs_shared_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    if moe.shared_expert_gate and moe.shared_ffn_hidden_size == 0:
+        yield (
+            "model.moe.shared_expert_gate = true needs shared experts, but model.moe.shared_ffn_hidden_size = 0; "
+            "set their width or drop the gate"
+        )
+
+
+MODEL_RULES = [
+    Rule("the model class is addressable", _class_is_addressable, "the model is imported by this name"),
+    Rule(
+        "kv heads divide query heads",
+        _kv_heads_divide_heads,
+        "each key/value head serves the same number of query heads",
+    ),
+    Rule("the rotated width is even", _rotated_width_is_even, "RoPE rotates pairs"),
+    Rule("gqa's options need gqa", _gqa_options_need_gqa, "mla normalises its compressed latents and has no biases"),
+    Rule("YaRN's betas are ordered", _yarn_betas_are_ordered, "between them the frequencies are blended"),
+    Rule("dense layers are some of the layers", _dense_layers_fit, "they are the leading blocks of the model"),
+    Rule("dense layers have a width", _dense_layers_have_a_width, "a feed-forward layer of width 0 computes nothing"),
+    Rule("experts have a width", _experts_have_a_width, "an expert of width 0 computes nothing"),
+    Rule("top_k fits the experts", _top_k_fits_experts, "a token chooses an expert once"),
+    Rule("groups divide the experts", _groups_divide_experts, "every group holds the same number of experts"),
+    Rule("top_k_groups fits the groups", _top_k_groups_fit_groups, "a token chooses a group once"),
+    Rule("top_k fits the chosen groups", _top_k_fits_chosen_groups, "other groups are closed to the token"),
+    Rule("groups ranked by two experts hold two", _top2_groups_hold_two, "a group is ranked by its two best scores"),
+    Rule("the balancing bias needs sigmoid scores", _bias_needs_sigmoid, "the bias is on the scale of sigmoid scores"),
+    Rule("a shared gate needs shared experts", _shared_gate_needs_shared_experts, "there is nothing else to gate"),
+]

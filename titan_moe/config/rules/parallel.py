@@ -1,0 +1,135 @@
+"""Rules of the two meshes: which sizes can be laid over the ranks of a run."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.parallel import ParallelConfig, ParallelSizes, resolve
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest, nearest_multiples
+
+
+def _resolved(parallel: ParallelConfig, world_size: int) -> ParallelSizes | None:
+    """Resolve the axes if they are sound; if not, the rules about the axes themselves say so."""
+    axes = (parallel.pp, parallel.dp_replicate, parallel.cp, parallel.tp, parallel.ep, parallel.etp)
+    if min(axes) < 1:
+        return None
+    try:
+        return resolve(parallel, world_size)
+    except ValueError:
+        return None
+
+
+def _axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
+    for axis in ("pp", "cp", "tp", "etp"):
+        size = getattr(recipe.parallel, axis)
+        if size > 1:
+            yield f"parallel.{axis} = {size} does not work yet; set it to 1 and spread with dp_shard, dp_replicate and ep"
+
+
+def _dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.parallel.dp_shard == 0:
+        yield "parallel.dp_shard = 0 is no number of ranks; take 1 to shard nothing, or -1 for all ranks that are left"
+
+
+def _dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    others = p.pp * p.dp_replicate * p.cp * p.tp
+    if p.dp_shard == -1 and leaves_a_rest(others, world_size):
+        yield (
+            f"parallel.pp * dp_replicate * cp * tp = {p.pp} * {p.dp_replicate} * {p.cp} * {p.tp} = {others} does not "
+            f"divide the {world_size} ranks; the divisors are {divisors(world_size)}"
+        )
+    if p.dp_shard > 0 and others * p.dp_shard != world_size:
+        yield (
+            f"parallel.pp * dp_replicate * dp_shard * cp * tp = {p.pp} * {p.dp_replicate} * {p.dp_shard} * {p.cp} * {p.tp}"
+            f" = {others * p.dp_shard}, but the run has {world_size} ranks; set dp_shard = -1 to take what is left"
+        )
+
+
+def _expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
+    if leaves_a_rest(expert_ranks, world_size):
+        yield (
+            f"parallel.pp * dp_replicate * ep * etp = {p.pp} * {p.dp_replicate} * {p.ep} * {p.etp} = {expert_ranks} does not "
+            f"divide the {world_size} ranks; the divisors are {divisors(world_size)}"
+        )
+
+
+def _ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_experts = recipe.parallel, recipe.model.moe.num_experts
+    if num_experts > 0 and leaves_a_rest(p.ep, num_experts):
+        ranks_of_a_replica = max(world_size // max(p.pp * p.dp_replicate * p.etp, 1), 1)
+        yield (
+            f"parallel.ep = {p.ep} does not divide model.moe.num_experts = {num_experts}; "
+            f"the divisors that fit {world_size} ranks are {divisors(num_experts, ranks_of_a_replica)}"
+        )
+
+
+def _ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.parallel.ep > 1 and recipe.model.num_moe_layers <= 0:
+        yield f"parallel.ep = {recipe.parallel.ep} needs layers with experts, and this model has none; set ep = 1"
+
+
+def _ep_needs_a_wire(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.ep > 1 and p.dispatcher == "local":
+        yield (
+            f'parallel.dispatcher = "local" moves nothing, but parallel.ep = {p.ep} spreads the experts over ranks; '
+            'take "alltoall" or "allgather", or ep = 1'
+        )
+
+
+def _edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
+    sizes = _resolved(recipe.parallel, world_size)
+    key = "moe.latent_size" if recipe.model.moe.latent_size else "hidden_size"
+    width = recipe.model.moe.latent_size or recipe.model.hidden_size
+    if sizes and recipe.model.num_moe_layers > 0 and leaves_a_rest(sizes.edp, width):
+        yield (
+            f"edp = {sizes.edp} (the {world_size} ranks over pp * dp_replicate * ep * etp) does not divide "
+            f"model.{key} = {width}; raise parallel.ep or parallel.dp_replicate until it does"
+        )
+
+
+def _batch_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
+    sizes, t = _resolved(recipe.parallel, world_size), recipe.train
+    step = t.micro_batch_sequences * sizes.dp if sizes else 0
+    if leaves_a_rest(step, t.global_batch_sequences):
+        yield (
+            f"train.global_batch_sequences = {t.global_batch_sequences} is not a multiple of train.micro_batch_sequences * "
+            f"data-parallel ranks = {t.micro_batch_sequences} * {step // t.micro_batch_sequences} = {step}; "
+            f"take {nearest_multiples(t.global_batch_sequences, step)}, or another micro_batch_sequences"
+        )
+
+
+def _validation_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
+    sizes, v = _resolved(recipe.parallel, world_size), recipe.validation
+    micro_batch = recipe.train.micro_batch_sequences
+    step = micro_batch * sizes.dp if sizes else 0
+    if v.every_steps > 0 and leaves_a_rest(step, v.num_sequences):
+        yield (
+            f"validation.num_sequences = {v.num_sequences} is not a multiple of train.micro_batch_sequences * "
+            f"data-parallel ranks = {micro_batch} * {step // micro_batch} = {step}; "
+            f"take {nearest_multiples(v.num_sequences, step)}"
+        )
+
+
+PARALLEL_RULES = [
+    Rule("only working axes are used", _axes_work, "a silent 1 would be another run than the one asked for"),
+    Rule("dp_shard is a size or -1", _dp_shard_is_a_size, "dense parameters live on at least one rank"),
+    Rule("the dense view fills the world", _dense_view_fills_the_world, "every rank has one place in the dense mesh"),
+    Rule(
+        "the expert view divides the world",
+        _expert_view_divides_the_world,
+        "edp is what ep, etp, pp and dp_replicate leave of the ranks",
+    ),
+    Rule("ep divides num_experts", _ep_divides_experts, "each rank of an ep group holds the same number of experts"),
+    Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
+    Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
+    Rule(
+        "edp divides the experts' width",
+        _edp_divides_expert_width,
+        "FSDP shards each expert over edp along this width, and only in equal parts",
+    ),
+    Rule("microbatches divide the global batch", _batch_divides, "every rank makes the same number of equal passes"),
+    Rule("microbatches divide the validation", _validation_divides, "a rank with fewer passes would leave the others waiting"),
+]

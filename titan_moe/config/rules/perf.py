@@ -1,0 +1,79 @@
+"""Rules of kernels, dtypes and memory: which combinations exist on the device that the recipe names."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import Rule, nearest_multiples
+
+BYTES_OF = {"bf16": 2, "fp32": 4, "fp64": 8}
+GROUPED_MM_STRIDE_BYTES = 16
+
+
+def _grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
+    compute, device = recipe.precision.compute, recipe.run.device
+    allowed = ["bf16"] if device == "cuda" else ["bf16", "fp32"]
+    if recipe.perf.kernels == "grouped_mm" and compute not in allowed:
+        where = f'run.device = "{device}"'
+        yield (
+            f'precision.compute = "{compute}" has no perf.kernels = "grouped_mm" with {where}; '
+            f'take {" or ".join(allowed)}, or perf.kernels = "reference"'
+        )
+
+
+def _expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
+    model = recipe.model
+    if recipe.perf.kernels != "grouped_mm" or model.num_moe_layers <= 0:
+        return
+    step = GROUPED_MM_STRIDE_BYTES // BYTES_OF[recipe.precision.compute]
+    width_key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
+    widths = {width_key: model.moe.latent_size or model.hidden_size, "moe.ffn_hidden_size": model.moe.ffn_hidden_size}
+    for key, width in widths.items():
+        if width % step:
+            yield (
+                f"model.{key} = {width} is not a multiple of {step}, which grouped_mm needs in "
+                f'{recipe.precision.compute}; take {nearest_multiples(width, step)}, or perf.kernels = "reference"'
+            )
+
+
+def _precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    for key in ("master", "reduce"):
+        if BYTES_OF[getattr(p, key)] < BYTES_OF[p.compute]:
+            yield (
+                f'precision.{key} = "{getattr(p, key)}" is coarser than precision.compute = "{p.compute}"; '
+                f'take "{p.compute}" or finer'
+            )
+
+
+def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
+    backend = recipe.perf.attention
+    if recipe.run.device == "cpu" and backend in ("cudnn", "efficient"):
+        yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
+
+
+def _recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.memory.recompute == "experts" and recipe.model.num_moe_layers <= 0:
+        yield 'memory.recompute = "experts" needs layers with experts, and this model has none; take "block" or "none"'
+
+
+def _balanced_routing_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.train.force_balanced_routing and recipe.model.num_moe_layers <= 0:
+        yield "train.force_balanced_routing = true needs layers with experts, and this model has none; set it to false"
+
+
+PERF_RULES = [
+    Rule(
+        "grouped_mm knows the dtype",
+        _grouped_mm_knows_the_dtype,
+        "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only",
+    ),
+    Rule("expert rows are aligned", _expert_rows_are_aligned, "grouped_mm reads rows whose strides are multiples of 16 bytes"),
+    Rule(
+        "master and reduce are no coarser than compute",
+        _precision_does_not_sink,
+        "digits that were computed would be thrown away before the update",
+    ),
+    Rule("the attention backend exists", _attention_backend_exists, "these kernels run on GPUs only"),
+    Rule("recomputed experts exist", _recomputed_experts_exist, "nothing would be recomputed"),
+    Rule("balanced routing needs a router", _balanced_routing_needs_a_router, "there is no choice to replace"),
+]

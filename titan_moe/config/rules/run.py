@@ -1,0 +1,117 @@
+"""Rules of the run around the model: schedule, data, validation, checkpoints, reports."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import Rule
+
+BYTES_VOCABULARY = 256
+
+
+def _folder_is_named(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if not recipe.run.folder.strip():
+        yield 'run.folder = "" names no folder; take one such as "runs/my_run"'
+
+
+def _schedule_fits(recipe: Recipe, world_size: int) -> Iterator[str]:
+    o, steps = recipe.optim, recipe.train.steps
+    if o.warmup_steps + o.decay_steps > steps:
+        yield (
+            f"optim.warmup_steps + optim.decay_steps = {o.warmup_steps} + {o.decay_steps} exceeds train.steps = {steps}; "
+            "shorten them or train longer"
+        )
+
+
+def _source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
+    d = recipe.data
+    ways_out = {"text": 'a glob of files, or "python-stdlib"', "tokens": "a glob of binary files"}
+    if d.source != "synthetic" and not d.path:
+        way_out = ways_out.get(d.source, "a hub name, a folder, or a file type beside data.files")
+        yield f'data.path = "" leaves data.source = "{d.source}" nothing to read; give it {way_out}'
+
+
+def _datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[str]:
+    d = recipe.data
+    for key in ("files", "subset"):
+        if d.source != "datasets" and getattr(d, key):
+            yield f'data.{key} = "{getattr(d, key)}" means something to data.source = "datasets" only, not to "{d.source}"'
+    if d.source != "datasets" and d.is_streamed:
+        yield f'data.is_streamed = true works with data.source = "datasets" only, not with "{d.source}"; set it to false'
+
+
+def _bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
+    d, vocab_size = recipe.data, recipe.model.vocab_size
+    if d.source in ("text", "datasets") and d.tokenizer == "bytes" and vocab_size < BYTES_VOCABULARY:
+        yield (
+            f'model.vocab_size = {vocab_size} is below the {BYTES_VOCABULARY} ids of data.tokenizer = "bytes"; '
+            f"take {BYTES_VOCABULARY}"
+        )
+
+
+def _text_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.data.source in ("text", "datasets") and not recipe.data.tokenizer:
+        yield 'data.tokenizer = "" names none; take "bytes" or a folder with a tokenizer.json'
+
+
+def _streams_hold_nothing_out(recipe: Recipe, world_size: int) -> Iterator[str]:
+    d = recipe.data
+    is_stream = d.source == "datasets" and d.is_streamed
+    if is_stream and d.holdout_fraction > 0:
+        yield (
+            f"data.holdout_fraction = {d.holdout_fraction:g} cannot be taken from data.is_streamed = true; "
+            "set it to 0, or is_streamed = false"
+        )
+    if is_stream and recipe.validation.every_steps > 0:
+        yield (
+            f"validation.every_steps = {recipe.validation.every_steps} has nothing to read with data.is_streamed = true; "
+            "set it to 0, or is_streamed = false with a data.holdout_fraction"
+        )
+
+
+def _validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
+    d = recipe.data
+    holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction > 0
+    if recipe.validation.every_steps > 0 and not holds_out:
+        yield (
+            f"validation.every_steps = {recipe.validation.every_steps} needs documents that training does not see, but "
+            "data.holdout_fraction = 0; set it to 0.01, or every_steps = 0"
+        )
+
+
+def _sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
+    d, num_tokens = recipe.data, recipe.metrics.sample_tokens
+    if num_tokens > 0 and (d.source == "synthetic" or d.holdout_fraction == 0):
+        yield (
+            f'metrics.sample_tokens = {num_tokens} needs held-out text, but data.source = "{d.source}" with '
+            f"data.holdout_fraction = {d.holdout_fraction:g} has none; hold some out, or set sample_tokens = 0"
+        )
+
+
+def _two_checkpoints_are_kept(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.checkpoint.keep_latest == 1:
+        yield "checkpoint.keep_latest = 1 keeps too few; take 2 or more, or 0 for all"
+
+
+def _trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, steps = recipe.profile, recipe.train.steps
+    last_step = p.start_step + p.num_steps - 1
+    if p.start_step > 0 and last_step > steps:
+        yield (
+            f"profile.start_step + num_steps ends at step {last_step}, after train.steps = {steps}; "
+            "start earlier or trace fewer steps"
+        )
+
+
+RUN_RULES = [
+    Rule("the run has a folder", _folder_is_named, "everything that a run writes goes there"),
+    Rule("the schedule fits the run", _schedule_fits, "the decay would begin before the warm-up ends"),
+    Rule("the source has a path", _source_has_a_path, "only synthetic data comes from nowhere"),
+    Rule("datasets' options need datasets", _datasets_options_need_datasets, "another source would ignore it"),
+    Rule("bytes fit the vocabulary", _bytes_fit_the_vocabulary, "a larger id has no row in the embedding"),
+    Rule("text has a tokenizer", _text_has_a_tokenizer, "text becomes ids through it"),
+    Rule("streams hold nothing out", _streams_hold_nothing_out, "a stream has no known end to take a share of"),
+    Rule("validation has data", _validation_has_data, "a loss on the training text says nothing about other text"),
+    Rule("the sample has a prompt", _sample_has_a_prompt, "the model continues a held-out prompt"),
+    Rule("two checkpoints are kept", _two_checkpoints_are_kept, "one must be whole while the next is written"),
+    Rule("the trace ends in the run", _trace_ends_in_the_run, "a trace is written when its last step ends"),
+]
