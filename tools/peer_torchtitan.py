@@ -1,0 +1,226 @@
+"""Measure torchtitan's own Trainer on its own models: the peer that our tokens/s/GPU are held against.
+
+    torchrun --nproc-per-node 8 tools/peer_torchtitan.py --model qwen3_30b_a3b --ep 8 --batch 4 --out peer.json
+
+Written for torchtitan 0.2.2 on NVIDIA GPUs. The peer gets what its own launcher and recipes give it: expandable memory
+segments, compiled model and loss, fused AdamW, FSDP2 over all ranks, fp32 masters, bf16 compute. Only the data is ours:
+random tokens, so that nothing is downloaded and no loader is on trial.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # torch reads it once, so before the import
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import job_config as titan
+from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
+from torchtitan.tools.logging import init_logger
+from torchtitan.train import Trainer
+
+FLAVORS = {"qwen3_30b_a3b": ("qwen3", "30B-A3B"), "deepseek_v2_lite": ("deepseek_v3", "16B")}
+"""Our name of a shape -> torchtitan's model and flavor; its DeepSeek-V3 "16B" is DeepSeek-V2-Lite's shape."""
+
+PEER = "peer"
+"""Name under which the changed train spec is registered: torchtitan's Trainer finds specs by name."""
+
+
+class RandomTokens(BaseDataLoader):
+    """Feed every rank its own endless stream of uniform random tokens, labelled with their successors."""
+
+    def __init__(
+        self, vocab_size: int, *, dp_rank: int, job_config: titan.JobConfig, dp_world_size: int, tokenizer: object
+    ) -> None:
+        del dp_world_size, tokenizer  # torchtitan passes them to every loader
+        self.vocab_size = vocab_size
+        self.shape = (job_config.training.local_batch_size, job_config.training.seq_len + 1)
+        self.generator = torch.Generator().manual_seed(dp_rank)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            tokens = torch.randint(self.vocab_size, self.shape, generator=self.generator)
+            yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.generator.set_state(state_dict["generator"])
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=FLAVORS, required=True)
+    parser.add_argument("--num-layers", type=int, help="cut the model to its first layers, where it would not fit")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, default=4, help="sequences a GPU and step")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel degree; divides the number of ranks")
+    parser.add_argument("--steps", type=int, default=15, help="optimizer steps to measure")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts; they compile")
+    parser.add_argument("--recompute", choices=("selective", "none", "full"), default="selective")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--attention", choices=("sdpa", "flex"), default="sdpa", help="sdpa is plain causal attention")
+    routing = parser.add_mutually_exclusive_group()
+    routing.add_argument("--forced-balance", dest="balance_is_forced", action="store_true", default=True)
+    routing.add_argument("--natural", dest="balance_is_forced", action="store_false")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    return parser.parse_args()
+
+
+def peer_spec(args: argparse.Namespace) -> TrainSpec:
+    """Change only what a measurement must: layer count, plain causal attention, data; the rest stays torchtitan's.
+
+    The DeepSeek flavor asks for document masks, which our side does not compute here: both sides get the causal mask.
+    Flex attention insists on a tokenizer that it does not read under that mask, so an empty object stands in for one.
+    """
+    name, flavor = FLAVORS[args.model]
+    spec = get_train_spec(name)
+    model_args = spec.model_args[flavor]
+    model_args = replace(
+        model_args,
+        n_layers=args.num_layers or model_args.n_layers,
+        attn_type=args.attention,
+        attn_mask_type="causal",
+    )
+    return replace(
+        spec,
+        model_args={flavor: model_args},
+        build_dataloader_fn=partial(RandomTokens, model_args.vocab_size),
+        build_tokenizer_fn=(lambda job_config: SimpleNamespace()) if args.attention == "flex" else None,
+        build_validator_fn=None,
+        state_dict_adapter=None,
+    )
+
+
+def peer_config(args: argparse.Namespace) -> titan.JobConfig:
+    """Write the run as torchtitan's own configuration; what is not named keeps its default there."""
+    num_steps = args.warmup + args.steps
+    return titan.JobConfig(
+        model=titan.Model(name=PEER, flavor=FLAVORS[args.model][1]),
+        optimizer=titan.Optimizer(lr=1e-4, implementation="fused"),
+        lr_scheduler=titan.LRScheduler(warmup_steps=min(2, num_steps)),
+        training=titan.Training(
+            local_batch_size=args.batch,
+            seq_len=args.seq,
+            steps=num_steps,
+            dtype="float32",
+            mixed_precision_param="bfloat16",
+        ),
+        parallelism=titan.Parallelism(data_parallel_shard_degree=-1, expert_parallel_degree=args.ep),
+        activation_checkpoint=titan.ActivationCheckpoint(mode=args.recompute, selective_ac_option="op"),
+        compile=titan.Compile(enable=args.compile, components=["model", "loss"]),
+        metrics=titan.Metrics(log_freq=num_steps + 1, disable_color_printing=True),  # logs step 1, then no more
+        comm=titan.Comm(init_timeout_seconds=900, trace_buf_size=0),  # autotuning is slow; no flight recorder files
+        debug=titan.Debug(seed=0, moe_force_load_balance=args.balance_is_forced),
+    )
+
+
+def step_times_ms(trainer: Trainer, batches: Iterator[Any], num_steps: int) -> list[float]:
+    """Run whole optimizer steps as `Trainer.train` does; time each on this rank, the device idle at both ends."""
+    times_ms = []
+    for _ in range(num_steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        trainer.step += 1
+        trainer.gc_handler.run(trainer.step)
+        trainer.train_step(batches)  # data, forward, backward, clip, optimizer, learning rate schedule
+        torch.cuda.synchronize()
+        times_ms.append((time.perf_counter() - start) * 1e3)
+    return times_ms
+
+
+def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Replace each value by the largest that any rank has: a step is as slow as its slowest rank."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Build the peer, warm it up, time it, and return what it reached, agreed on by all ranks."""
+    register_train_spec(PEER, peer_spec(args))
+    trainer = Trainer(peer_config(args))
+    batches = trainer.batch_generator(trainer.dataloader)
+    step_times_ms(trainer, batches, args.warmup)
+    torch.cuda.reset_peak_memory_stats()
+    step_ms = max_over_ranks(step_times_ms(trainer, batches, args.steps), trainer.device)
+    peak_bytes = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
+    allocated_gib, reserved_gib = max_over_ranks([num_bytes / 2**30 for num_bytes in peak_bytes], trainer.device)
+    median_ms = statistics.median(step_ms)
+    trainer.close()
+    return {
+        "tokens_per_second_per_gpu": args.batch * args.seq / median_ms * 1e3,
+        "median_step_ms": median_ms,
+        "step_ms": step_ms,
+        "peak_memory_gib": allocated_gib,
+        "peak_reserved_gib": reserved_gib,
+        "num_parameters": sum(p.numel() for part in trainer.model_parts for p in part.parameters()),
+        "model_args": asdict(trainer.model_args),
+    }
+
+
+def circumstances(args: argparse.Namespace) -> dict[str, Any]:
+    """Say under which settings, on which machine and with which versions a figure was measured."""
+    return {
+        "settings": {name: value for name, value in vars(args).items() if name != "out"},
+        "num_gpus": int(os.environ["WORLD_SIZE"]),
+        "optimizer": "AdamW, fused, fp32 masters, gradients and moments; bf16 compute",
+        "alloc_conf": os.environ["PYTORCH_ALLOC_CONF"],
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            **{package: version(package) for package in ("torch", "torchtitan", "triton")},
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def write_once(path: Path, result: dict[str, Any]) -> None:
+    """Write the result unless another rank has: of several failing ranks the first one knows the cause."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x") as file:
+            json.dump(result, file, indent=2)
+    except FileExistsError:
+        pass
+
+
+def main() -> None:
+    """Measure; write the figures, or the error in their place."""
+    args = parse_args()
+    is_first_rank = int(os.environ["RANK"]) == 0
+    if is_first_rank:
+        init_logger()
+        args.out.unlink(missing_ok=True)
+    try:
+        figures = measure(args)
+    except Exception as error:
+        traceback.print_exc()
+        write_once(args.out, {"error": f"{type(error).__name__}: {error}", **circumstances(args)})
+        os._exit(1)  # the other ranks may wait in a collective, and a clean shutdown would wait for them
+    if is_first_rank:
+        result = {**figures, **circumstances(args)}
+        write_once(args.out, result)
+        print(json.dumps(result, indent=2), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
