@@ -1,0 +1,53 @@
+"""Every rank of the group sees every row and serves those that its experts want.
+
+P ranks of the group · T tokens on each of them · K choices · e experts on this rank · D width
+
+Bytes: (P-1)·T·D elements arrive and as many leave again in the reduce-scatter, whatever the routing: good for few ranks and many
+choices. Sizes are static, so the host reads nothing; the slots are bounded by P·T·min(K, e).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from titan_moe.dispatch.base import Routed, TokenDispatcher, route
+
+
+class AllGatherExchange(NamedTuple):
+    """The choices of the whole group, as this rank sees them."""
+
+    local_ids_SK: Tensor
+    """int, expert on this rank, -1 where the choice is another rank's."""
+    scores_SK: Tensor
+
+
+class AllGatherDispatcher(TokenDispatcher):
+    """Gather the rows of all ranks, reduce-scatter the results. Every rank must bring the same number of tokens."""
+
+    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+        """`num_experts` is the layer's total; `group` holds the ranks that share it."""
+        self.group = group
+        self.num_local_experts = num_experts // group.size()
+        self.first_expert = self.num_local_experts * dist.get_rank(group)
+
+    def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> AllGatherExchange:
+        ids_SK = funcol.all_gather_tensor(topk_ids_TK.contiguous(), 0, self.group) - self.first_expert
+        local_ids_SK = torch.where((ids_SK >= 0) & (ids_SK < self.num_local_experts), ids_SK, -1)
+        scores_SK = funcol.all_gather_tensor_autograd(topk_scores_TK.contiguous(), 0, self.group)
+        return AllGatherExchange(local_ids_SK, scores_SK)
+
+    def send(self, x_TD: Tensor, exchange: AllGatherExchange) -> Routed:
+        local_ids_SK, scores_SK = exchange
+        num_slots = local_ids_SK.shape[0] * min(local_ids_SK.shape[1], self.num_local_experts)
+        x_SD = funcol.all_gather_tensor_autograd(x_TD.contiguous(), 0, self.group)
+        return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, num_slots, exchange)
+
+    def send_back(self, y_SD: Tensor, exchange: AllGatherExchange) -> Tensor:
+        # the wire sums too: what a rank gets back is its tokens' results, reduced
+        return funcol.reduce_scatter_tensor_autograd(y_SD.contiguous(), "sum", 0, self.group)
+
+    def reduce(self, y: Tensor, exchange: AllGatherExchange) -> Tensor:
+        return y

@@ -1,0 +1,74 @@
+"""The dispatch contract.
+
+T tokens on this rank · K choices a token · S rows received · R expert slots · D width · e experts on this rank
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from titan_moe.kernels.permute import place_scores, plan_slots
+
+Exchange = Any
+"""What a dispatcher must remember between `prepare` and `reduce`; each dispatcher has its own named tuple."""
+
+
+class Routed(NamedTuple):
+    """The rows that this rank must serve, and who wants them.
+
+    A named tuple, because FSDP2 looks for tensors inside tuples but not inside dataclasses. A row without a slot returns
+    zero; slots past `offsets_e[-1]` are never read.
+    """
+
+    x_SD: Tensor
+    """Received rows, in a deterministic order."""
+    rows_R: Tensor
+    """int32, slot -> row of x_SD; slots are sorted by local expert."""
+    slots_SK: Tensor
+    """int32, row -> its slots, -1 for none."""
+    scores_R: Tensor
+    """fp32, routing score of each slot."""
+    offsets_e: Tensor
+    """int32 on the device, running ends of each local expert's slots."""
+    exchange: Exchange
+    """What the way back needs."""
+
+
+def route(x_SD: Tensor, local_ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, exchange: Exchange) -> Routed:
+    """Lay out the slots of rows that have arrived: the last stretch of every dispatcher."""
+    rows_R, slots_SK, offsets_e = plan_slots(local_ids_SK, num_experts, num_slots)
+    return Routed(x_SD, rows_R, slots_SK, place_scores(scores_SK, slots_SK, num_slots), offsets_e, exchange)
+
+
+class TokenDispatcher(ABC):
+    """Moves rows to their experts and partial results back.
+
+    On rows, `send` and `reduce` after `send_back` are each other's transpose, so each one's backward takes the other's way.
+    """
+
+    @abstractmethod
+    def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Exchange:
+        """Work out who gets what. Ids are global experts, -1 for none; scores are fp32."""
+
+    @abstractmethod
+    def send(self, x_TD: Tensor, exchange: Exchange) -> Routed:
+        """Bring rows, ids and scores to the ranks of the experts; differentiable in rows and scores."""
+
+    @abstractmethod
+    def send_back(self, y_SD: Tensor, exchange: Exchange) -> Tensor:
+        """Bring each row's partial result to the rank where the row came from."""
+
+    @abstractmethod
+    def reduce(self, y: Tensor, exchange: Exchange) -> Tensor:
+        """Sum a token's partial results, in at least fp32: -> [T, D]."""
+
+    @final
+    def dispatch(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Routed:
+        """`send` after `prepare`."""
+        return self.send(x_TD, self.prepare(topk_ids_TK, topk_scores_TK))
+
+    @final
+    def combine(self, y_SD: Tensor, routed: Routed) -> Tensor:
+        """`reduce` after `send_back`."""
+        return self.reduce(self.send_back(y_SD, routed.exchange), routed.exchange)

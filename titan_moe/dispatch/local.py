@@ -1,0 +1,34 @@
+"""All experts are on this rank: nothing moves."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from titan_moe.dispatch.base import Routed, TokenDispatcher, route
+
+
+class LocalExchange(NamedTuple):
+    """The choices themselves."""
+
+    ids_TK: Tensor
+    scores_TK: Tensor
+
+
+class LocalDispatcher(TokenDispatcher):
+    """Serve every row where it is; the received rows are the tokens themselves (S = T, R = T·K)."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> LocalExchange:
+        return LocalExchange(topk_ids_TK, topk_scores_TK)
+
+    def send(self, x_TD: Tensor, exchange: LocalExchange) -> Routed:
+        ids_TK, scores_TK = exchange
+        return route(x_TD, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange)
+
+    def send_back(self, y_SD: Tensor, exchange: LocalExchange) -> Tensor:
+        return y_SD
+
+    def reduce(self, y: Tensor, exchange: LocalExchange) -> Tensor:
+        return y

@@ -1,0 +1,51 @@
+"""The list of operations that tests and benchmarks walk."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operation: the arguments, and how many leading ones are differentiable."""
+
+    name: str
+    args: tuple[Any, ...]
+    num_differentiable: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operation, the plain PyTorch function that defines it, and inputs on which the two must agree.
+
+    `samples(device, dtype)` draws fresh inputs. `valid(output, args)` selects the part of an output that the operation
+    promises to write (rows past the last slot are never written); None means all of it.
+    """
+
+    name: str
+    op: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    samples: Callable[[torch.device, torch.dtype], list[Sample]]
+    valid: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+
+
+KERNELS: dict[str, Kernel] = {}
+
+
+def register(kernel: Kernel) -> Kernel:
+    """Add an operation to the list; a name may be taken once."""
+    if kernel.name in KERNELS:
+        raise ValueError(f"kernel {kernel.name!r} is registered already")
+    KERNELS[kernel.name] = kernel
+    return kernel
+
+
+def load_all() -> dict[str, Kernel]:
+    """Import every kernel file, so that its entry is in the list, and return the list."""
+    from titan_moe.kernels import cross_entropy, grouped_mm, permute, swiglu  # noqa: F401
+
+    return KERNELS

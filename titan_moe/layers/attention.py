@@ -1,0 +1,85 @@
+"""Causal grouped-query attention (arXiv:2305.13245) and what every attention shares.
+
+B batch · N sequence · H heads · D model width
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.layers.rope import rotation
+
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def attention_backend(name: str) -> AbstractContextManager[None]:
+    """Prefer one backend of scaled dot product attention, the rest behind it; "auto" leaves the choice to PyTorch."""
+    if name == "auto":
+        return nullcontext()
+    preferred = BACKENDS[name]
+    return sdpa_kernel([preferred, *(b for b in BACKENDS.values() if b != preferred)], set_priority=True)
+
+
+class Context(NamedTuple):
+    """What all blocks of a forward pass share."""
+
+    cos_NR: Tensor
+    """RoPE cosines, fp32."""
+    sin_NR: Tensor
+    """RoPE sines, fp32."""
+    document_ids_BN: Tensor | None
+    """Document of each token, where tokens must attend to their own document only."""
+
+
+def causal_attention(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context, scale: float) -> Tensor:
+    """Scaled dot product attention in which a token sees its past, and its own document if the context names documents.
+
+    Shapes: q [B, N, H, Dqk], k [B, N, Hkv, Dqk], v [B, N, Hkv, Dv], Hkv divides H -> [B, N, H, Dv].
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNHD, v_BNHD))
+    is_grouped = q.shape[1] != k.shape[1]
+    if context.document_ids_BN is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    else:
+        mask = _document_mask(context.document_ids_BN)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    return out.transpose(1, 2)
+
+
+def _document_mask(document_ids_BN: Tensor) -> Tensor:
+    """True where a query (row) may look at a key (column): same document, not later. [B, 1, N, N]"""
+    same_BNN = document_ids_BN[:, :, None] == document_ids_BN[:, None, :]
+    return same_BNN.tril()[:, None]
+
+
+class GroupedQueryAttention(nn.Module):
+    """Attention whose key/value heads serve several query heads each; optional per-head query and key norms (Qwen3)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        a = config.attention
+        self.num_heads, self.num_kv_heads, self.head_dim = a.num_heads, a.num_kv_heads, a.head_dim
+        self.scale = a.head_dim**-0.5
+        self.rotate = rotation(a)
+        self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)
+        self.q_norm = nn.RMSNorm(a.head_dim, config.norm_eps) if a.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(a.head_dim, config.norm_eps) if a.qk_norm else nn.Identity()
+        self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, x_BND: Tensor, context: Context) -> Tensor:
+        """[B, N, D] -> [B, N, D]."""
+        heads = self.qkv(x_BND).unflatten(-1, (-1, self.head_dim))
+        q_BNHD, k_BNHD, v_BNHD = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=2)
+        q_BNHD = self.rotate(self.q_norm(q_BNHD), context.cos_NR, context.sin_NR)
+        k_BNHD = self.rotate(self.k_norm(k_BNHD), context.cos_NR, context.sin_NR)
+        return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

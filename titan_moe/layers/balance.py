@@ -1,0 +1,81 @@
+"""Keeping experts evenly loaded: counts, the per-sequence auxiliary loss, the router z-loss.
+
+B batch · N sequence · E experts · K choices a token
+
+Per sequence: `L = coef · E / (K·N) · Σ_i count_i · P_i` with P_i the mean normalised score of expert i (arXiv:2101.03961 per
+sequence as in arXiv:2412.19437 section 2.1.2). A sequence lives on one rank, so the loss does not depend on the layout.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.config.model import MoEConfig
+
+
+class _Account(torch.autograd.Function):
+    """Identity on the scores whose backward books the counts and the auxiliary loss, and sends its gradient.
+
+    Backward runs once a microbatch, whatever is recomputed or captured, and not at all in validation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, aux_loss: Tensor, counts_E: Tensor, booked_E: Tensor, booked: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(aux_loss.detach(), counts_E, booked_E, booked, scale)
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        aux_loss, counts_E, booked_E, booked, scale = ctx.saved_tensors
+        booked_E.add_(counts_E)
+        booked.add_(aux_loss * scale)
+        return grad, scale.to(aux_loss.dtype), None, None, None, None
+
+
+class LoadBalance(nn.Module):
+    """Books what each expert was given and attaches the balancing losses to the scores.
+
+    `scale` is the scale of the main loss (one over the tokens of the optimizer step, set by the step), so that the
+    gradients of both have the same meaning under every layout and accumulation. `sum_over_tokens` makes per-rank sums
+    whole where a layout splits a sequence; the default, identity, is right where it does not.
+    """
+
+    tokens_per_expert_E: Tensor
+    aux_loss: Tensor
+    scale: Tensor
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.aux_loss_coef, self.z_loss_coef = config.aux_loss_coef, config.z_loss_coef
+        self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.sum_over_tokens: Callable[[Tensor], Tensor] = _identity
+        self.register_buffer("tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("aux_loss", torch.zeros((), dtype=torch.float32), persistent=False)
+        self.register_buffer("scale", torch.ones((), dtype=torch.float32), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """Forget what was booked."""
+        self.tokens_per_expert_E.zero_()
+        self.aux_loss.zero_()
+        self.scale.fill_(1.0)
+
+    def forward(self, topk_scores_BNK: Tensor, topk_ids_BNK: Tensor, scores_BNE: Tensor, logits_BNE: Tensor) -> Tensor:
+        """The chosen scores, unchanged, with losses attached and counts to be booked."""
+        num_sequences, num_tokens, num_experts = scores_BNE.shape
+        counts_BE = torch.zeros(num_sequences, num_experts, dtype=torch.int64, device=scores_BNE.device)
+        counts_BE.scatter_add_(1, topk_ids_BNK.flatten(1), torch.ones_like(topk_ids_BNK).flatten(1))
+        shares_BNE = scores_BNE / (scores_BNE.sum(-1, keepdim=True) + 1e-20)
+        score_sums_BE = self.sum_over_tokens(shares_BNE.sum(1))
+        load_BE = self.sum_over_tokens(counts_BE).to(scores_BNE.dtype)
+        # each sequence weighs as many tokens as it has, like the main loss
+        aux_loss = (load_BE * score_sums_BE).sum() * (self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens))
+        z_loss = self.z_loss_coef * torch.logsumexp(logits_BNE, dim=-1).square().sum()
+        return _Account.apply(
+            topk_scores_BNK, aux_loss + z_loss, counts_BE.sum(0), self.tokens_per_expert_E, self.aux_loss, self.scale
+        )
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,38 @@
+"""One transformer block, as pieces.
+
+B batch · N sequence · D model width
+"""
+
+from torch import Tensor, nn
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.layers.attention import Context, GroupedQueryAttention
+from titan_moe.layers.mla import MultiHeadLatentAttention
+from titan_moe.layers.mlp import MLP
+from titan_moe.layers.moe import MoE
+
+ATTENTIONS = {"gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward around a residual stream; the feed-forward is dense or a mixture of experts.
+
+    `front` is everything that needs no other rank, up to the door of the feed-forward layer.
+    """
+
+    def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: str = "grouped_mm") -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = ATTENTIONS[config.attention.kind](config)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.feed_forward = MLP(config.hidden_size, config.ffn_hidden_size) if is_dense else MoE(config, kernels)
+
+    def front(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Attention and both norms: -> the residual stream and what the feed-forward layer reads, both [B, N, D]."""
+        h_BND = x_BND + self.attention(self.attention_norm(x_BND), context)
+        return h_BND, self.ffn_norm(h_BND)
+
+    def forward(self, x_BND: Tensor, context: Context) -> Tensor:
+        """[B, N, D] -> [B, N, D]."""
+        h_BND, normed_BND = self.front(x_BND, context)
+        return h_BND + self.feed_forward(normed_BND)

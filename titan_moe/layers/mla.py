@@ -1,0 +1,46 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values are rebuilt from a narrow latent.
+
+B batch · N sequence · H heads · D model width
+"""
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.layers.attention import Context, causal_attention
+from titan_moe.layers.rope import rotation, yarn_scale
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Attention with low-rank keys and values; one small rotated key part is shared by all heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        a, width = config.attention, config.hidden_size
+        self.nope_dim, self.rope_dim, self.v_dim = a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim
+        self.kv_lora_rank, self.num_heads = a.kv_lora_rank, a.num_heads
+        self.qk_dim = a.qk_nope_head_dim + a.qk_rope_head_dim
+        self.scale = self.qk_dim**-0.5 * yarn_scale(a.yarn_factor, a.yarn_mscale_all_dim) ** 2
+        self.rotate = rotation(a)
+        if a.q_lora_rank:
+            self.q_down = nn.Linear(width, a.q_lora_rank, bias=False)
+            self.q_norm = nn.RMSNorm(a.q_lora_rank, config.norm_eps)
+        else:
+            self.q_down, self.q_norm = nn.Identity(), nn.Identity()
+        self.q_up = nn.Linear(a.q_lora_rank or width, a.num_heads * self.qk_dim, bias=False)
+        self.kv_down = nn.Linear(width, a.kv_lora_rank + a.qk_rope_head_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(a.kv_lora_rank, config.norm_eps)
+        self.kv_up = nn.Linear(a.kv_lora_rank, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), bias=False)
+        self.out = nn.Linear(a.num_heads * a.v_head_dim, width, bias=False)
+
+    def forward(self, x_BND: Tensor, context: Context) -> Tensor:
+        """[B, N, D] -> [B, N, D]."""
+        q_BNHD = self.q_up(self.q_norm(self.q_down(x_BND))).unflatten(-1, (self.num_heads, self.qk_dim))
+        q_nope, q_rope = q_BNHD.split([self.nope_dim, self.rope_dim], dim=-1)
+        latent, k_rope = self.kv_down(x_BND).split([self.kv_lora_rank, self.rope_dim], dim=-1)
+        kv_BNHD = self.kv_up(self.kv_norm(latent)).unflatten(-1, (self.num_heads, -1))
+        k_nope, v_BNHD = kv_BNHD.split([self.nope_dim, self.v_dim], dim=-1)
+        q_rope = self.rotate(q_rope, context.cos_NR, context.sin_NR)
+        k_rope = self.rotate(k_rope[:, :, None], context.cos_NR, context.sin_NR).expand(-1, -1, self.num_heads, -1)
+        q_BNHD, k_BNHD = torch.cat([q_nope, q_rope], dim=-1), torch.cat([k_nope, k_rope], dim=-1)
+        return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

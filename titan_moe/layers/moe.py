@@ -1,0 +1,59 @@
+"""The mixture-of-experts layer (arXiv:1701.06538), dropless.
+
+B batch · N sequence · T tokens (B·N) · D model width · L latent width · K choices a token
+"""
+
+from torch import Tensor, nn
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.dispatch.base import TokenDispatcher
+from titan_moe.dispatch.local import LocalDispatcher
+from titan_moe.kernels.grouped_mm import EXPERT_GEMMS
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.mlp import MLP, GatedMLP, NoMLP
+from titan_moe.layers.router import TopKRouter
+
+
+class MoE(nn.Module):
+    """Send each token to its best experts and add their weighted results, and the shared experts'.
+
+    What a layer does not have is an object that does nothing: no latent is `nn.Identity`, no shared expert returns 0, no
+    expert parallelism is a `LocalDispatcher`. Where experts live on other ranks, another dispatcher sits in `dispatcher`.
+
+    Example:
+        >>> import torch
+        >>> from titan_moe.config.model import ModelConfig, MoEConfig
+        >>> config = ModelConfig(hidden_size=64, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32))
+        >>> layer = MoE(config)
+        >>> _ = [torch.nn.init.normal_(p, std=0.02) for p in layer.parameters()]
+        >>> layer(torch.randn(2, 16, 64)).shape
+        torch.Size([2, 16, 64])
+    """
+
+    def __init__(self, config: ModelConfig, kernels: str = "grouped_mm") -> None:
+        super().__init__()
+        moe, width = config.moe, config.moe.latent_size or config.hidden_size
+        self.router = TopKRouter(config)
+        self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
+        self.experts = GroupedExperts(
+            moe.num_experts, width, moe.ffn_hidden_size, gemm=EXPERT_GEMMS[kernels], score_on=moe.score_on
+        )
+        self.shared_experts = _shared_experts(config)
+        self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()
+        self.latent_up = nn.Linear(width, config.hidden_size, bias=False) if moe.latent_size else nn.Identity()
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """[B, N, D] -> [B, N, D]."""
+        x_TD = x_BND.flatten(0, 1)
+        topk_scores_TK, topk_ids_TK = self.router(x_BND)  # sees sequences: per-sequence balance needs them
+        routed = self.dispatcher.dispatch(self.latent_down(x_TD), topk_ids_TK, topk_scores_TK)
+        y_TL = self.dispatcher.combine(self.experts(routed), routed)
+        return (self.latent_up(y_TL) + self.shared_experts(x_TD)).unflatten(0, x_BND.shape[:2])
+
+
+def _shared_experts(config: ModelConfig) -> nn.Module:
+    moe = config.moe
+    if not moe.shared_ffn_hidden_size:
+        return NoMLP()
+    shared = GatedMLP if moe.shared_expert_gate else MLP
+    return shared(config.hidden_size, moe.shared_ffn_hidden_size)

@@ -1,0 +1,72 @@
+"""Rotary position embedding (arXiv:2104.09864) with DeepSeek's form of YaRN (arXiv:2309.00071).
+
+B batch · N sequence · H heads · R rotated width of a head
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from titan_moe.config.model import AttentionConfig
+
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def rotated_width(config: AttentionConfig) -> int:
+    """Width of the part of a head that is rotated."""
+    return config.head_dim if config.kind == "gqa" else config.qk_rope_head_dim
+
+
+def rope_tables(config: AttentionConfig, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position: two fp32 tensors [N, R/2], scaled as YaRN asks."""
+    width = rotated_width(config)
+    frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
+    if config.yarn_factor > 1:
+        frequencies = _stretch(frequencies, config, width)
+    angles_NR = torch.arange(num_tokens, dtype=torch.float32, device=device)[:, None] * frequencies
+    scale = yarn_scale(config.yarn_factor, config.yarn_mscale) / yarn_scale(config.yarn_factor, config.yarn_mscale_all_dim)
+    return angles_NR.cos() * scale, angles_NR.sin() * scale
+
+
+def yarn_scale(factor: float, mscale: float) -> float:
+    """YaRN's attention temperature for a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _stretch(frequencies: Tensor, config: AttentionConfig, width: int) -> Tensor:
+    """Divide slow frequencies by the factor, keep fast ones, blend linearly between."""
+
+    def pair_with(rotations: float) -> float:
+        turns = config.yarn_original_tokens / (rotations * 2 * math.pi)
+        return width * math.log(turns) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
+    high = min(math.ceil(pair_with(config.yarn_beta_slow)), width - 1)
+    ramp = (torch.arange(width // 2, dtype=torch.float32, device=frequencies.device) - low) / max(high - low, 1e-3)
+    stretched = ramp.clamp(0, 1)
+    return frequencies / config.yarn_factor * stretched + frequencies * (1 - stretched)
+
+
+def rotate_halves(x_BNHR: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
+    """Rotate pairs made of the first and the second half of a head (Llama, Qwen)."""
+    a, b = _wide(x_BNHR).chunk(2, dim=-1)
+    cos, sin = cos_NR[:, None], sin_NR[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BNHR.dtype)
+
+
+def rotate_pairs(x_BNHR: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
+    """Rotate neighbouring elements (DeepSeek)."""
+    a, b = _wide(x_BNHR).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos_NR[:, None], sin_NR[:, None]
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x_BNHR.dtype)
+
+
+def rotation(config: AttentionConfig) -> Rotate:
+    """The rotation that a recipe asks for."""
+    return rotate_pairs if config.rope_is_interleaved else rotate_halves
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,63 @@
+"""The decoder-only transformer: embedding, blocks, norm, head.
+
+B batch · N sequence · D model width · V vocabulary
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.kernels.cross_entropy import linear_cross_entropy
+from titan_moe.layers.attention import Context
+from titan_moe.layers.block import Block
+from titan_moe.layers.rope import rope_tables
+
+
+class Transformer(nn.Module):
+    """A language model whose blocks may be of any class with `Block`'s signature.
+
+    With labels, forward returns the summed loss and never holds all logits; without, it returns the logits.
+    """
+
+    block_class: type[nn.Module] = Block
+
+    def __init__(self, config: ModelConfig, *, kernels: str = "grouped_mm", loss_chunk_tokens: int = 4096) -> None:
+        super().__init__()
+        self.config = config
+        self.loss_chunk_tokens = loss_chunk_tokens
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict(
+            {
+                str(i): self.block_class(config, is_dense=_is_dense(config, i), kernels=kernels)
+                for i in range(config.num_layers)
+            }
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.embeddings_are_tied:
+            self.head.weight = self.embed.weight
+
+    def forward(
+        self, tokens_BN: Tensor, labels_BN: Tensor | None = None, document_ids_BN: Tensor | None = None
+    ) -> Tensor:
+        """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] the loss summed over labelled tokens (fp32 or wider)."""
+        context = Context(*rope_tables(self.config.attention, tokens_BN.shape[1], tokens_BN.device), document_ids_BN)
+        x_BND = self.embed(tokens_BN)
+        for block in self.layers.values():
+            x_BND = block(x_BND, context)
+        x_BND = self.norm(x_BND)
+        if labels_BN is None:
+            return F.linear(x_BND, self.head.weight)
+        return linear_cross_entropy(x_BND.flatten(0, 1), self.head.weight, labels_BN.flatten(), self.loss_chunk_tokens)
+
+    @torch.no_grad()
+    def generate(self, tokens_BN: Tensor, num_tokens: int) -> Tensor:
+        """Continue each row greedily: [B, N] -> [B, N + num_tokens]. Reads the whole sequence anew for every token."""
+        for _ in range(num_tokens):
+            tokens_BN = torch.cat([tokens_BN, self(tokens_BN)[:, -1].argmax(-1, keepdim=True)], dim=1)
+        return tokens_BN
+
+
+def _is_dense(config: ModelConfig, layer: int) -> bool:
+    return config.moe.num_experts == 0 or layer < config.num_dense_layers

@@ -1,0 +1,41 @@
+"""Expert parallelism: each rank of an ep group keeps its share of every layer's experts, and a dispatcher moves the rows."""
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.moe import MoE
+from titan_moe.parallel.mesh import Meshes
+
+
+def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
+    """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher."""
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.dispatcher = _dispatcher(module, config, meshes)
+            if config.ep > 1:
+                _shard(module.experts, meshes)
+
+
+def _dispatcher(moe: MoE, config: ParallelConfig, meshes: Meshes) -> TokenDispatcher:
+    num_experts = moe.router.weight.shape[0]
+    if config.dispatcher == "local":
+        return LocalDispatcher(num_experts)
+    kinds = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+    return kinds[config.dispatcher](num_experts, meshes.ep.get_group())
+
+
+def _shard(experts: GroupedExperts, meshes: Meshes) -> None:
+    size, rank = meshes.ep.size(), meshes.ep.get_local_rank()
+    for name, full in list(experts.named_parameters(recurse=False)):
+        local = full.data.chunk(size)[rank].clone()
+        sharded = DTensor.from_local(local, meshes.ep, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
+    experts.local = _to_local
+
+
+def _to_local(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local()

@@ -1,0 +1,73 @@
+"""Fully sharded data parallelism (FSDP2): dense parameters over the dense mesh, experts over the expert mesh.
+
+Gradients are summed, never averaged: the loss is already divided by the tokens of the whole step, so experts, whose
+gradients come from fewer ranks, need no scale of their own.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import PrecisionConfig
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.parallel.mesh import Meshes
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def apply(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, meshes: Meshes) -> None:
+    """Wrap experts, blocks and the root, innermost first."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=_unless_equal(precision.compute, precision.master),
+        reduce_dtype=_unless_equal(precision.reduce, precision.compute),
+        cast_forward_inputs=False,  # routing scores enter the experts in fp32 and must stay so
+    )
+    blocks = list(model.get_submodule("layers").children())
+    for block in blocks:
+        for experts in _experts_of(block):
+            _shard_experts(experts, meshes.expert_fsdp, policy, config.reshard_experts_after_forward)
+        fully_shard(block, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=False)
+    _prefetch(blocks)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo has no pre-multiplied sum
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
+    """Shard the row width, which expert and expert-tensor parallelism leave whole."""
+    widths = {id(experts.gate_up): Shard(3), id(experts.down): Shard(1)}
+    fully_shard(
+        experts,
+        mesh=mesh,
+        mp_policy=policy,
+        reshard_after_forward=reshard,
+        shard_placement_fn=lambda parameter: widths[id(parameter)],
+    )
+
+
+def _prefetch(blocks: list[nn.Module]) -> None:
+    """Gather the next block while this one computes; the dispatch's host read would hold the gather back otherwise."""
+    for block, following in zip(blocks, blocks[1:], strict=False):
+        _fsdp(block).set_modules_to_forward_prefetch([_fsdp(following), *_experts_of(following)])
+    for block, previous in zip(blocks[1:], blocks, strict=False):
+        _fsdp(block).set_modules_to_backward_prefetch([_fsdp(previous), *_experts_of(previous)])
+
+
+def _experts_of(block: nn.Module) -> list[Any]:
+    return [module for module in block.modules() if isinstance(module, GroupedExperts)]
+
+
+def _fsdp(module: nn.Module) -> Any:
+    return module
+
+
+def _unless_equal(dtype: str, stored: str) -> torch.dtype | None:
+    return None if dtype == stored else DTYPES[dtype]

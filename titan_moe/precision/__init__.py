@@ -1,0 +1,1 @@
+"""Number formats of training; each file is one transform over a built model."""

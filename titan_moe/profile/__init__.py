@@ -1,0 +1,1 @@
+"""Looking at where the time of a step goes."""

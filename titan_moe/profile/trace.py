@@ -1,0 +1,45 @@
+"""A Chrome trace of a few optimizer steps (open it in chrome://tracing or Perfetto)."""
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from titan_moe.config.train import ProfileConfig
+
+
+class StepTracer:
+    """Profiles steps `start_step .. start_step + num_steps - 1` of a run and writes one file a rank."""
+
+    def __init__(self, config: ProfileConfig, run_folder: Path, rank: int, first_step: int) -> None:
+        """`first_step` is the step that the run begins with; a resumed run past the window traces nothing."""
+        self._profile: profile | None = None
+        wait = config.start_step - first_step
+        if config.start_step == 0 or wait < 0:
+            return
+        self._path = run_folder / "traces" / f"step-{config.start_step}-rank-{rank}.json"
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        warmup = min(wait, 1)
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=wait - warmup, warmup=warmup, active=config.num_steps, repeat=1),
+            on_trace_ready=self._write,
+        )
+        self._profile.start()
+
+    def step(self) -> None:
+        """Call after each optimizer step."""
+        if self._profile is not None:
+            self._profile.step()
+
+    def close(self) -> None:
+        """Stop; a window that was cut short by the end of the run is written as far as it got."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _write(self, finished: profile) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        finished.export_chrome_trace(str(self._path))

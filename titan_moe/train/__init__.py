@@ -1,0 +1,1 @@
+"""The assembly of a run, the optimizer step and the loop around it."""

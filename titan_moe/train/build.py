@@ -1,0 +1,61 @@
+"""The assembly: transforms over a built model, in one visible order."""
+
+import importlib
+
+import torch
+from torch import nn
+
+from titan_moe.compile import regional
+from titan_moe.config import Recipe
+from titan_moe.layers.init import init_weights
+from titan_moe.layers.router import ForcedBalance, TopKRouter
+from titan_moe.memory import recompute
+from titan_moe.parallel import expert, fsdp
+from titan_moe.parallel.mesh import Meshes
+
+
+def build_model(recipe: Recipe, meshes: Meshes, device: torch.device) -> nn.Module:
+    """Build, spread, compile and initialise the model of a recipe on this rank."""
+    model = build_on_meta(recipe)
+    expert.apply(model, recipe.parallel, meshes)  # experts leave the dense mesh before FSDP looks
+    regional.apply(model, recipe.compile, device)  # pieces, so that FSDP's hooks stay outside the graphs
+    recompute.apply(model, recipe.memory)  # around the compiled pieces: exact on every supported torch
+    fsdp.apply(model, recipe.parallel, recipe.precision, meshes)  # outermost: gathers around compiled pieces
+    model.to_empty(device=device)
+    init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers)
+    if recipe.train.force_balanced_routing:
+        force_balanced_routing(model, recipe, device)
+    return model
+
+
+def build_on_meta(recipe: Recipe) -> nn.Module:
+    """The plain model, without memory for its weights, in the dtype that the optimizer updates."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(fsdp.DTYPES[recipe.precision.master])
+    try:
+        with torch.device("meta"):
+            return _model_class(recipe.model.class_)(
+                recipe.model, kernels=recipe.perf.kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens
+            )
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def force_balanced_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    """Replace every router's choice by an even one (benchmarks only)."""
+    choose = ForcedBalance(recipe.model.moe, device)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.choose = choose
+
+
+def _model_class(path: str) -> type[nn.Module]:
+    """Import `package.module:Class`.
+
+    Raises: ValueError if the path cannot be imported, naming the key and the reason.
+    """
+    module_name, _, class_name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f'model.class = "{path}" cannot be imported: {error}; write it as "package.module:Class"') from error

@@ -1,0 +1,22 @@
+"""Loss on held-out sequences, and a look at what the model writes."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_moe.data.loader import Batch
+from titan_moe.kernels.cross_entropy import IGNORE_LABEL
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup) -> Tensor:
+    """Mean cross entropy over the label tokens of all ranks' batches; every rank must bring the same number of batches."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in batches:
+        for tokens_BN, labels_BN, document_ids_BN in batch.to(device).microbatches():
+            total[0] += model(tokens_BN, labels_BN, document_ids_BN)
+            total[1] += (labels_BN != IGNORE_LABEL).sum()
+    dist.all_reduce(total, group=group)
+    return total[0] / total[1].clamp(min=1)

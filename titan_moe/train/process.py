@@ -1,0 +1,63 @@
+"""The process group of a run, under torchrun or alone, and the signal that ends it early."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.config.train import RunConfig
+
+
+@contextmanager
+def process_group(config: RunConfig) -> Iterator[torch.device]:
+    """Join the other ranks that torchrun started, or be the only one; yields this rank's device.
+
+    Raises: RuntimeError if the recipe asks for CUDA and there is none.
+    """
+    device = _device(config)
+    # gloo stands beside NCCL: stop signals and checkpoint plans are agreed on the host
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(config: RunConfig) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RuntimeError('run.device = "cuda", but PyTorch sees no GPU; use run.device = "cpu" or a CUDA build of torch')
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+class StopSignal:
+    """SIGTERM, agreed by all ranks: they stop after the same step even if the signal reaches them at different ones."""
+
+    def __init__(self) -> None:
+        self._was_received = False
+        self._agreed = torch.zeros(1, dtype=torch.int32)
+        self._work: dist.Work | None = None
+        signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._was_received = True
+
+    def poll(self) -> bool:
+        """Call once a step: True on every rank at the step after the first rank had its signal. Never waits for the device."""
+        if self._work is not None:
+            self._work.wait()
+        stop = bool(self._agreed)
+        self._agreed = torch.tensor([int(self._was_received)], dtype=torch.int32)
+        self._work = dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX, async_op=True)
+        return stop
