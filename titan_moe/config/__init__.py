@@ -1,4 +1,4 @@
-"""Recipes as plain data: what a run may say, how it is read, and the rules it must keep. Standard library only, no torch."""
+"""Recipes as plain data: what a run may say, how it is read, which rules it keeps. Standard library only, no torch."""
 
 from titan_moe.config.parse import RecipeError, dump_recipe, load_recipe
 from titan_moe.config.recipe import Recipe

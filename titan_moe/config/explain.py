@@ -37,4 +37,6 @@ def _explain_section(key: Key) -> str:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, PAGE_WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+    return textwrap.fill(
+        " ".join(text.split()), PAGE_WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+    )

@@ -33,7 +33,8 @@ class AttentionConfig:
     yarn_beta_slow: float = 1.0
     """Rotations in the original context below which YaRN divides a frequency by the factor."""
     yarn_mscale: float = 1.0
-    """DeepSeek's YaRN attention scale for the rotary tables; its ratio to `yarn_mscale_all_dim` multiplies cos and sin."""
+    """DeepSeek's YaRN attention scale for the rotary tables; its ratio to `yarn_mscale_all_dim` multiplies cos and
+    sin."""
     yarn_mscale_all_dim: float = 0.0
     """DeepSeek's YaRN scale for all head dimensions; its square multiplies the softmax scale of `mla`. 0 means none."""
     q_lora_rank: int = 0
@@ -63,7 +64,8 @@ class MoEConfig:
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by a learned sigmoid gate a token (Qwen2-MoE)."""
     latent_size: int = 0
-    """Width that tokens are projected to before dispatch and back from after combine (latent MoE); 0 means the model's own width."""
+    """Width that tokens are projected to before dispatch and back from after combine (latent MoE); 0 means the
+    model's own width."""
     score_fn: Literal["softmax", "sigmoid"] = "softmax"
     """How router logits become scores: softmax over all experts, or sigmoid of each (arXiv:2408.15664)."""
     normalize_topk: bool = True
@@ -77,13 +79,17 @@ class MoEConfig:
     group_score: Literal["max", "top2_sum"] = "top2_sum"
     """What a group is ranked by: its best score (DeepSeek-V2) or the sum of its two best (DeepSeek-V3)."""
     score_on: Literal["activation", "input"] = "activation"
-    """Where the routing score multiplies: the activation before the down projection (exact, saves memory), or the expert's input (Llama 4)."""
+    """Where the routing score multiplies: the activation before the down projection (exact, saves memory), or the
+    expert's input (Llama 4)."""
     aux_loss_coef: float = 0.0
-    """Weight of the per-sequence load-balancing loss (arXiv:2101.03961, arXiv:2412.19437 section 2.1.2); 0 switches it off. Start with 1e-2 to 1e-4."""
+    """Weight of the per-sequence load-balancing loss (arXiv:2101.03961, arXiv:2412.19437 section 2.1.2); 0 switches
+    it off. Start with 1e-2 to 1e-4."""
     z_loss_coef: float = 0.0
-    """Weight of the router z-loss, the mean squared logsumexp of the logits (arXiv:2202.08906); 0 switches it off. Start with 1e-3."""
+    """Weight of the router z-loss, the mean squared logsumexp of the logits (arXiv:2202.08906); 0 switches it off.
+    Start with 1e-3."""
     bias_update_speed: float = 0.0
-    """Step of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once an optimizer step; 0 switches it off. Start with 1e-3; needs `score_fn = "sigmoid"`."""
+    """Step of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once an optimizer step; 0 switches
+    it off. Start with 1e-3; needs `score_fn = "sigmoid"`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,8 @@ class ModelConfig:
     """A decoder-only transformer whose feed-forward layers are mixtures of experts."""
 
     class_: str = "titan_moe.models.transformer:Transformer"
-    """`package.module:Class` of the model, called as `Class(model_config, kernels=...)`; written `class` in a recipe."""
+    """`package.module:Class` of the model, called as `Class(model_config, kernels=...)`; written `class` in a
+    recipe."""
     name: str = "custom"
     """What the logs call this shape."""
     vocab_size: int = 256
@@ -109,7 +116,8 @@ class ModelConfig:
     embeddings_are_tied: bool = False
     """Use the embedding matrix as the output head too."""
     init_std: float = 0.02
-    """Standard deviation of the initial weights; projections that end a residual branch are divided by sqrt(2 * num_layers)."""
+    """Standard deviation of the initial weights; projections that end a residual branch are divided by sqrt(2 *
+    num_layers)."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """The attention layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)

@@ -1,7 +1,7 @@
 """Turn TOML files and `--section.key=value` arguments into a `Recipe`, and a `Recipe` back into TOML.
 
-A recipe may name another file as its `base`; their tables merge key by key and the recipe wins, then the command line wins.
-Everything that is wrong is told at once, each problem with the place where it was said.
+A recipe may name another file as its `base`; their tables merge key by key and the recipe wins, then the command line
+wins. Everything that is wrong is told at once, each problem with the place where it was said.
 """
 
 import difflib
@@ -156,7 +156,7 @@ def _build(section: type, prefix: str, said: dict[str, Said], problems: list[str
         if key.is_section:
             values[key.attribute] = _build(key.type, f"{key.dotted}.", said, problems)
             if key.dotted in said:
-                problems.append(f"{said[key.dotted].place}: {key.dotted} is a section; set its keys, {key.dotted}.x = ...")
+                problems.append(f"{said[key.dotted].place}: {key.dotted} is a section; set its keys one by one")
         elif key.dotted in said:
             values[key.attribute] = _convert(key, said[key.dotted], problems)
     if not prefix:

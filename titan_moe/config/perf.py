@@ -1,4 +1,4 @@
-"""How fast and in what precision, as data: what `[perf]`, `[precision]`, `[compile]` and `[memory]` of a recipe may say."""
+"""How fast and how precisely, as data: what `[perf]`, `[precision]`, `[compile]`, `[memory]` of a recipe may say."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,9 +11,11 @@ class PerfConfig:
     """Which kernels run."""
 
     kernels: Literal["grouped_mm", "reference"] = "grouped_mm"
-    """Expert GEMMs: `grouped_mm` is torch.nn.functional.grouped_mm (bf16, and fp32 on CPU); `reference` is a plain loop, slow and right, in fp64 too."""
+    """Expert GEMMs: `grouped_mm` is torch.nn.functional.grouped_mm (bf16, and fp32 on CPU); `reference` is a plain
+    loop, slow and right, in fp64 too."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the rest."""
+    """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the
+    rest."""
     loss_chunk_tokens: int = 4096
     """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once."""
 
@@ -43,4 +45,5 @@ class MemoryConfig:
     """What is recomputed in backward instead of kept."""
 
     recompute: Literal["none", "experts", "block"] = "none"
-    """`experts` recomputes the expert MLPs (no message is repeated); `block` recomputes whole blocks, dispatch included."""
+    """`experts` recomputes the expert MLPs (no message is repeated); `block` recomputes whole blocks, dispatch
+    included."""

@@ -1,6 +1,6 @@
 """Read a recipe's own definition: which dotted keys exist, of which type, with which default and docstring.
 
-Parsing, writing and explaining recipes all walk the same dataclasses through this file, so a new field is known to all three.
+Parsing, writing and explaining recipes all walk the same dataclasses through this file: a new field is known to all.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What a run does, as data: `[run]`, `[train]`, `[optim]`, `[data]`, `[validation]`, `[checkpoint]`, `[metrics]` of a recipe."""
+"""What a run does, as data: from `[run]` and `[train]` to `[metrics]` and `[profile]` of a recipe."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,8 @@ class RunConfig:
     """Where a run lives and on what it runs."""
 
     folder: str = "runs/default"
-    """Folder for recipe, environment, metrics, logs and checkpoints; a run that finds checkpoints there resumes from the last one."""
+    """Folder for recipe, environment, metrics, logs and checkpoints; a run that finds checkpoints there resumes from
+    the last one."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -27,11 +28,13 @@ class TrainConfig:
     seq_len_tokens: int = 256
     """Tokens in one sequence (N)."""
     global_batch_sequences: int = 8
-    """Sequences in one optimizer step over all ranks; micro_batch_sequences times the data-parallel ranks divides it, the quotient is the number of microbatches."""
+    """Sequences in one optimizer step over all ranks; micro_batch_sequences times the data-parallel ranks divides
+    it, the quotient is the number of microbatches."""
     micro_batch_sequences: int = 8
     """Sequences that one rank sends through the model at a time (B)."""
     force_balanced_routing: bool = False
-    """Benchmarks only: replace the router's choice by an even one, so that runs can be compared; the log and the metrics say so."""
+    """Benchmarks only: replace the router's choice by an even one, so that runs can be compared; the log and the
+    metrics say so."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,11 @@ class DataConfig:
     """Where tokens come from and how they become sequences."""
 
     source: Literal["synthetic", "text", "datasets", "tokens"] = "synthetic"
-    """`synthetic` makes learnable random tokens, `text` reads local files, `datasets` reads through Hugging Face datasets, `tokens` reads a flat binary file of token ids."""
+    """`synthetic` makes learnable random tokens, `text` reads local files, `datasets` reads through Hugging Face
+    datasets, `tokens` reads a flat binary file of token ids."""
     path: str = ""
-    """`text`: glob of files (`**` allowed; `python-stdlib` means the running Python's own library sources). `datasets`: hub name, local folder, or a file type such as `json`. `tokens`: glob of binary files."""
+    """`text`: glob of files (`**` allowed; `python-stdlib` means the running Python's own library sources).
+    `datasets`: hub name, local folder, or a file type such as `json`. `tokens`: glob of binary files."""
     files: str = ""
     """`datasets`: glob of local data files, for when `path` is a file type."""
     subset: str = ""
@@ -81,13 +86,15 @@ class DataConfig:
     token_dtype: Literal["uint16", "uint32"] = "uint16"
     """`tokens`: how the ids are stored, little-endian."""
     tokenizer: str = "bytes"
-    """`bytes` (vocabulary 256, plus document ends as byte 0) or the path of a folder with a Hugging Face `tokenizer.json`."""
+    """`bytes` (vocabulary 256, plus document ends as byte 0) or the path of a folder with a Hugging Face
+    `tokenizer.json`; `tokens` may leave it empty where it is unknown: a document is then a file."""
     document_attention: bool = False
     """Tokens attend to their own document only; without it a packed sequence is one causal context."""
     is_shuffled: bool = True
     """Draw the sequences of an epoch in a seeded random order; streams keep their own."""
     holdout_fraction: float = 0.0
-    """Share of the documents kept from training for validation, chosen by position (`text`, `datasets` not streamed, `tokens`)."""
+    """Share of the documents kept from training for validation, chosen by position (`text`, `datasets` not streamed,
+    `tokens`)."""
     cache_folder: str = ""
     """Where tokenised corpora are kept between runs; empty means inside the run folder."""
 
@@ -113,7 +120,8 @@ class CheckpointConfig:
     is_async: bool = False
     """Write to disk in the background, from a copy in host memory."""
     load_from: str = ""
-    """Checkpoint folder (`.../step-100`) to start the weights from when the run folder has no checkpoint; the step count starts at 0."""
+    """Checkpoint folder (`.../step-100`) to start the weights from when the run folder has no checkpoint; the step
+    count starts at 0."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,8 @@ class MetricsConfig:
     progress_bar: bool = True
     """Show a bar on rank 0 when standard error is a terminal."""
     sample_tokens: int = 0
-    """Tokens that the trained model writes at the end of the run, greedily, from a held-out prompt; 0 writes nothing."""
+    """Tokens that the trained model writes at the end of the run, greedily, from a held-out prompt; 0 writes
+    nothing."""
 
 
 @dataclass(frozen=True)

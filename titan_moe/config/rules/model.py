@@ -16,8 +16,8 @@ def _kv_heads_divide_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
     if a.kind == "gqa" and leaves_a_rest(a.num_kv_heads, a.num_heads):
         yield (
-            f"model.attention.num_kv_heads = {a.num_kv_heads} does not divide model.attention.num_heads = {a.num_heads}; "
-            f"the divisors are {divisors(a.num_heads)}"
+            f"model.attention.num_kv_heads = {a.num_kv_heads} does not divide "
+            f"model.attention.num_heads = {a.num_heads}; the divisors are {divisors(a.num_heads)}"
         )
 
 
@@ -31,7 +31,7 @@ def _rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
 def _gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key in ("qk_norm", "qkv_bias"):
         if recipe.model.attention.kind == "mla" and getattr(recipe.model.attention, key):
-            yield f'model.attention.{key} = true needs model.attention.kind = "gqa", which here is "mla"; set it to false'
+            yield f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"; set it to false'
 
 
 def _yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -46,7 +46,7 @@ def _yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
 def _dense_layers_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     if m.num_dense_layers > m.num_layers:
-        yield f"model.num_dense_layers = {m.num_dense_layers} exceeds model.num_layers = {m.num_layers}; lower it or add layers"
+        yield f"model.num_dense_layers = {m.num_dense_layers} exceeds model.num_layers = {m.num_layers}; take fewer"
 
 
 def _dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:

@@ -22,7 +22,7 @@ def _axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
     for axis in ("pp", "cp", "tp", "etp"):
         size = getattr(recipe.parallel, axis)
         if size > 1:
-            yield f"parallel.{axis} = {size} does not work yet; set it to 1 and spread with dp_shard, dp_replicate and ep"
+            yield f"parallel.{axis} = {size} does not work yet; set it to 1 and spread with dp_shard and ep"
 
 
 def _dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -40,8 +40,8 @@ def _dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str
         )
     if p.dp_shard > 0 and others * p.dp_shard != world_size:
         yield (
-            f"parallel.pp * dp_replicate * dp_shard * cp * tp = {p.pp} * {p.dp_replicate} * {p.dp_shard} * {p.cp} * {p.tp}"
-            f" = {others * p.dp_shard}, but the run has {world_size} ranks; set dp_shard = -1 to take what is left"
+            f"parallel.pp * dp_replicate * dp_shard * cp * tp = {p.pp} * {p.dp_replicate} * {p.dp_shard} * {p.cp} * "
+            f"{p.tp} = {others * p.dp_shard}, but the run has {world_size} ranks; dp_shard = -1 takes what is left"
         )
 
 
@@ -50,8 +50,8 @@ def _expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[
     expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
     if leaves_a_rest(expert_ranks, world_size):
         yield (
-            f"parallel.pp * dp_replicate * ep * etp = {p.pp} * {p.dp_replicate} * {p.ep} * {p.etp} = {expert_ranks} does not "
-            f"divide the {world_size} ranks; the divisors are {divisors(world_size)}"
+            f"parallel.pp * dp_replicate * ep * etp = {p.pp} * {p.dp_replicate} * {p.ep} * {p.etp} = {expert_ranks} "
+            f"does not divide the {world_size} ranks; the divisors are {divisors(world_size)}"
         )
 
 
@@ -91,25 +91,23 @@ def _edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _batch_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
-    sizes, t = _resolved(recipe.parallel, world_size), recipe.train
-    step = t.micro_batch_sequences * sizes.dp if sizes else 0
-    if leaves_a_rest(step, t.global_batch_sequences):
-        yield (
-            f"train.global_batch_sequences = {t.global_batch_sequences} is not a multiple of train.micro_batch_sequences * "
-            f"data-parallel ranks = {t.micro_batch_sequences} * {step // t.micro_batch_sequences} = {step}; "
-            f"take {nearest_multiples(t.global_batch_sequences, step)}, or another micro_batch_sequences"
-        )
+    number = recipe.train.global_batch_sequences
+    yield from _sequences_split_evenly(recipe, world_size, "train.global_batch_sequences", number)
 
 
 def _validation_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
-    sizes, v = _resolved(recipe.parallel, world_size), recipe.validation
-    micro_batch = recipe.train.micro_batch_sequences
-    step = micro_batch * sizes.dp if sizes else 0
-    if v.every_steps > 0 and leaves_a_rest(step, v.num_sequences):
+    if recipe.validation.every_steps > 0:
+        number = recipe.validation.num_sequences
+        yield from _sequences_split_evenly(recipe, world_size, "validation.num_sequences", number)
+
+
+def _sequences_split_evenly(recipe: Recipe, world_size: int, key: str, number: int) -> Iterator[str]:
+    sizes, micro_batch = _resolved(recipe.parallel, world_size), recipe.train.micro_batch_sequences
+    if sizes and leaves_a_rest(micro_batch * sizes.dp, number):
+        step = micro_batch * sizes.dp
         yield (
-            f"validation.num_sequences = {v.num_sequences} is not a multiple of train.micro_batch_sequences * "
-            f"data-parallel ranks = {micro_batch} * {step // micro_batch} = {step}; "
-            f"take {nearest_multiples(v.num_sequences, step)}"
+            f"{key} = {number} is not a multiple of train.micro_batch_sequences * data-parallel ranks = {micro_batch} * "
+            f"{sizes.dp} = {step}; take {nearest_multiples(number, step)}, or another micro_batch_sequences"
         )
 
 
@@ -131,5 +129,9 @@ PARALLEL_RULES = [
         "FSDP shards each expert over edp along this width, and only in equal parts",
     ),
     Rule("microbatches divide the global batch", _batch_divides, "every rank makes the same number of equal passes"),
-    Rule("microbatches divide the validation", _validation_divides, "a rank with fewer passes would leave the others waiting"),
+    Rule(
+        "microbatches divide the validation",
+        _validation_divides,
+        "a rank with fewer passes would leave the others waiting",
+    ),
 ]

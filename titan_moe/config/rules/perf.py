@@ -67,7 +67,11 @@ PERF_RULES = [
         _grouped_mm_knows_the_dtype,
         "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only",
     ),
-    Rule("expert rows are aligned", _expert_rows_are_aligned, "grouped_mm reads rows whose strides are multiples of 16 bytes"),
+    Rule(
+        "expert rows are aligned",
+        _expert_rows_are_aligned,
+        "grouped_mm wants row strides that are multiples of 16 bytes",
+    ),
     Rule(
         "master and reduce are no coarser than compute",
         _precision_does_not_sink,

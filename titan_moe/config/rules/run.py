@@ -17,8 +17,8 @@ def _schedule_fits(recipe: Recipe, world_size: int) -> Iterator[str]:
     o, steps = recipe.optim, recipe.train.steps
     if o.warmup_steps + o.decay_steps > steps:
         yield (
-            f"optim.warmup_steps + optim.decay_steps = {o.warmup_steps} + {o.decay_steps} exceeds train.steps = {steps}; "
-            "shorten them or train longer"
+            f"optim.warmup_steps + optim.decay_steps = {o.warmup_steps} + {o.decay_steps} exceeds train.steps = "
+            f"{steps}; shorten them or train longer"
         )
 
 
@@ -34,9 +34,9 @@ def _datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator
     d = recipe.data
     for key in ("files", "subset"):
         if d.source != "datasets" and getattr(d, key):
-            yield f'data.{key} = "{getattr(d, key)}" means something to data.source = "datasets" only, not to "{d.source}"'
+            yield f'data.{key} = "{getattr(d, key)}" belongs to data.source = "datasets", not "{d.source}"; drop it'
     if d.source != "datasets" and d.is_streamed:
-        yield f'data.is_streamed = true works with data.source = "datasets" only, not with "{d.source}"; set it to false'
+        yield f'data.is_streamed = true belongs to data.source = "datasets", not to "{d.source}"; set it to false'
 
 
 def _bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -63,8 +63,8 @@ def _streams_hold_nothing_out(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     if is_stream and recipe.validation.every_steps > 0:
         yield (
-            f"validation.every_steps = {recipe.validation.every_steps} has nothing to read with data.is_streamed = true; "
-            "set it to 0, or is_streamed = false with a data.holdout_fraction"
+            f"validation.every_steps = {recipe.validation.every_steps} finds no held-out data in data.is_streamed = "
+            "true; set it to 0, or is_streamed = false with a data.holdout_fraction"
         )
 
 
@@ -75,6 +75,14 @@ def _validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             f"validation.every_steps = {recipe.validation.every_steps} needs documents that training does not see, but "
             "data.holdout_fraction = 0; set it to 0.01, or every_steps = 0"
+        )
+
+
+def _sample_can_be_read(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.metrics.sample_tokens > 0 and not recipe.data.tokenizer:
+        yield (
+            f'metrics.sample_tokens = {recipe.metrics.sample_tokens} cannot be read with data.tokenizer = ""; '
+            "name the tokenizer of the ids, or set sample_tokens = 0"
         )
 
 
@@ -112,6 +120,7 @@ RUN_RULES = [
     Rule("streams hold nothing out", _streams_hold_nothing_out, "a stream has no known end to take a share of"),
     Rule("validation has data", _validation_has_data, "a loss on the training text says nothing about other text"),
     Rule("the sample has a prompt", _sample_has_a_prompt, "the model continues a held-out prompt"),
+    Rule("the sample can be read", _sample_can_be_read, "ids become text through the tokenizer"),
     Rule("two checkpoints are kept", _two_checkpoints_are_kept, "one must be whole while the next is written"),
     Rule("the trace ends in the run", _trace_ends_in_the_run, "a trace is written when its last step ends"),
 ]

@@ -1,0 +1,131 @@
+"""The door: `titan-moe train` and `titan-moe check`. A broken recipe is refused here, before torch is imported."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config.explain import explain
+from titan_moe.config.parallel import smallest_world
+from titan_moe.config.parse import split_overrides
+from titan_moe.plan.page import describe
+
+EXIT_BAD_RECIPE = 2
+SECONDS_FOR_RANK_0 = 1.0
+"""Time that rank 0 has to speak before another rank leaves and torchrun stops them all."""
+EPILOG = """\
+any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
+what a field means:                         titan-moe check --explain model.moe.top_k
+several nodes, on each of them:             torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
+                                              --rdzv-endpoint HOST:29500 -m titan_moe train RECIPE.toml
+"""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code: 2 for a recipe that cannot run, as for a wrong command line."""
+    words = sys.argv[1:] if words is None else list(words)
+    overrides, others = split_overrides(words)
+    parser = _parser()
+    args = parser.parse_args(others)
+    if args.verb == "check" and args.recipe is None and args.explain is None:
+        parser.error("check needs a RECIPE.toml, or --explain KEY")
+    try:
+        if args.verb == "check":
+            _check(args.recipe, overrides, args.nproc, args.explain)
+        else:
+            _train(args.recipe, overrides, args.nproc)
+    except RecipeError as error:
+        _tell(error.problems)
+        return EXIT_BAD_RECIPE
+    return 0
+
+
+def _check(path: str | None, overrides: list[str], nproc: int | None, key: str | None) -> None:
+    if key is not None:
+        print(explain(key))
+    if path is None:
+        return
+    recipe = _load(path, overrides, nproc)
+    print(describe(recipe, nproc or smallest_world(recipe.parallel)))
+    if nproc is None:
+        print("\nThese are the fewest ranks that the recipe fits; --nproc N checks it for N.")
+
+
+def _train(path: str, overrides: list[str], nproc: int | None) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
+    recipe = _load(path, overrides, world_size)
+    if world_size > 1 and "WORLD_SIZE" not in os.environ:
+        _become_torchrun(world_size, ["train", path, *overrides])
+    from titan_moe.train.trainer import run
+
+    run(recipe)
+
+
+def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
+    recipe = load_recipe(path, overrides)
+    problems = check_rules(recipe, world_size)
+    if problems:
+        raise RecipeError([f"{path}: {problem}" for problem in problems])
+    return recipe
+
+
+def _become_torchrun(nproc: int, words: list[str]) -> None:
+    """Replace this process by torchrun with one process a rank; they come back through `main` with WORLD_SIZE set."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*torchrun, "-m", "titan_moe", *words])
+
+
+def _tell(problems: list[str]) -> None:
+    """Print the problems once, however many ranks found them."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(SECONDS_FOR_RANK_0)
+        return
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    print("\n".join([f"titan-moe: {count}", *(f"  {problem}" for problem in problems)]), file=sys.stderr)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titan-moe",
+        description="Train Mixture-of-Experts models from one recipe.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    train = _add_verb(verbs, "train", "RECIPE.toml [--nproc N]", "train a recipe, on N processes if --nproc says so")
+    train.add_argument("recipe", metavar="RECIPE.toml", help="the recipe, or RUN/recipe.toml to go on with a run")
+    train.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; 1 if not given")
+    check = _add_verb(
+        verbs,
+        "check",
+        "[RECIPE.toml] [--nproc N] [--explain KEY]",
+        "check a recipe and show its shape and cost, without importing torch",
+    )
+    check.add_argument("recipe", nargs="?", metavar="RECIPE.toml", help="the recipe")
+    check.add_argument(
+        "--nproc", type=_ranks, metavar="N", help="ranks to check it for; the fewest possible if not given"
+    )
+    check.add_argument("--explain", metavar="KEY", help="say what a field or a section of recipes means")
+    return parser
+
+
+def _add_verb(verbs: Any, name: str, usage: str, purpose: str) -> argparse.ArgumentParser:
+    return verbs.add_parser(
+        name,
+        help=purpose,
+        usage=f"titan-moe {name} {usage} [--section.key=value ...]",
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks, 1 or more")
+    return int(text)

@@ -1,0 +1,132 @@
+"""Count parameters and model FLOPs of a shape, without building it.
+
+FLOPs follow Megatron's convention, so that TFLOP/s and MFU compare with published ones: forward and backward (factor
+3), two FLOPs a multiply-add, causal attention counted half, no recompute; router, norms, softmax and permutation are
+not counted.
+"""
+
+from dataclasses import dataclass, fields
+
+from titan_moe.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a model by component; buffers such as the balancing bias are not parameters."""
+
+    embedding: int
+    """Rows of the embedding."""
+    head: int
+    """The output head; 0 if it is the embedding."""
+    attention: int
+    """Projections, their biases, and the norms inside attention."""
+    norms: int
+    """Two norms a block and the last one."""
+    router: int
+    """Router projections."""
+    dense_ffn: int
+    """Feed-forward of the dense layers."""
+    routed_experts: int
+    """All routed experts of all layers."""
+    shared_experts: int
+    """Shared experts and their gates."""
+    latent: int
+    """Projections into and out of the latent width."""
+    active_experts: int
+    """The share of `routed_experts` that one token visits."""
+
+    @property
+    def total(self) -> int:
+        """Everything that the optimizer updates."""
+        return sum(getattr(self, field.name) for field in fields(self)) - self.active_experts
+
+    @property
+    def active(self) -> int:
+        """What one token passes through, embedding and head included."""
+        return self.total - self.routed_experts + self.active_experts
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a shape weighs and what a token of training costs."""
+
+    parameters: ParameterCount
+    """By component, with `total` and `active`."""
+    flops_per_token: int
+    """Model FLOPs of training on one token."""
+
+
+def count(model: ModelConfig, seq_len_tokens: int) -> Count:
+    """Count a shape, trained on sequences of a length."""
+    return Count(count_parameters(model), training_flops_per_token(model, seq_len_tokens))
+
+
+def count_parameters(model: ModelConfig) -> ParameterCount:
+    """Count the parameters of a model by component."""
+    width, moe, num_moe_layers = model.hidden_size, model.moe, model.num_moe_layers
+    one_expert = 3 * _expert_width(model) * moe.ffn_hidden_size
+    one_shared = 3 * width * moe.shared_ffn_hidden_size + (width if moe.shared_expert_gate else 0)
+    attention = attention_projection_weights(model) + _attention_biases_and_norms(model)
+    return ParameterCount(
+        embedding=model.vocab_size * width,
+        head=0 if model.embeddings_are_tied else model.vocab_size * width,
+        attention=model.num_layers * attention,
+        norms=(2 * model.num_layers + 1) * width,
+        router=num_moe_layers * moe.num_experts * width,
+        dense_ffn=(model.num_layers - num_moe_layers) * 3 * width * model.ffn_hidden_size,
+        routed_experts=num_moe_layers * moe.num_experts * one_expert,
+        shared_experts=num_moe_layers * one_shared,
+        latent=num_moe_layers * 2 * width * moe.latent_size,
+        active_experts=num_moe_layers * moe.top_k * one_expert,
+    )
+
+
+def training_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
+    """Count the FLOPs of training on one token of a sequence: what TFLOP/s and MFU are reckoned with."""
+    width, moe = model.hidden_size, model.moe
+    moe_layer = (
+        3 * _expert_width(model) * moe.ffn_hidden_size * moe.top_k
+        + 3 * width * moe.shared_ffn_hidden_size
+        + 2 * width * moe.latent_size
+    )
+    multiply_adds = (
+        model.num_layers * attention_projection_weights(model)
+        + model.num_moe_layers * moe_layer
+        + (model.num_layers - model.num_moe_layers) * 3 * width * model.ffn_hidden_size
+        + model.vocab_size * width
+    )
+    attention_core = model.num_layers * 3 * _attention_core_width(model) * seq_len_tokens
+    return 6 * multiply_adds + attention_core
+
+
+def attention_projection_weights(model: ModelConfig) -> int:
+    """Count the weights of one attention layer that are matrices: each costs one multiply-add a token."""
+    width, a = model.hidden_size, model.attention
+    if a.kind == "gqa":
+        return 2 * width * a.head_dim * (a.num_heads + a.num_kv_heads)
+    query_width = a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim)
+    query = a.q_lora_rank * (width + query_width) if a.q_lora_rank else width * query_width
+    kv_down = width * (a.kv_lora_rank + a.qk_rope_head_dim)
+    kv_up = a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
+    return query + kv_down + kv_up + a.num_heads * a.v_head_dim * width
+
+
+def _attention_biases_and_norms(model: ModelConfig) -> int:
+    a = model.attention
+    if a.kind == "mla":
+        return a.q_lora_rank + a.kv_lora_rank
+    biases = a.head_dim * (a.num_heads + 2 * a.num_kv_heads) if a.qkv_bias else 0
+    return biases + (2 * a.head_dim if a.qk_norm else 0)
+
+
+def _attention_core_width(model: ModelConfig) -> int:
+    """Widths of queries and values over all heads: a token meets half of the sequence in QK^T and again in PV."""
+    a = model.attention
+    if a.kind == "gqa":
+        return 2 * a.num_heads * a.head_dim
+    return a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim)
+
+
+def _expert_width(model: ModelConfig) -> int:
+    """Width of the rows that experts read and write."""
+    return model.moe.latent_size or model.hidden_size

@@ -1,0 +1,34 @@
+"""What a device can do at most, by the name that its driver reports: MFU divides by it, memory ends there."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device model, from its vendor's data sheet."""
+
+    words: tuple[str, ...]
+    """Words that a device's name must contain, in lower case."""
+    bf16_flops: float
+    """Peak dense bf16 FLOP/s, without sparsity."""
+    memory_gib: float
+    """Memory that a process can allocate, rounded down."""
+
+
+# The first entry whose words all occur wins, so special forms stand before their family.
+KNOWN_DEVICES = (
+    Hardware(("h200", "nvl"), 835e12, 139),
+    Hardware(("h200",), 989e12, 139),
+    Hardware(("h100", "nvl"), 835e12, 93),
+    Hardware(("h100", "pcie"), 756e12, 79),
+    Hardware(("h100",), 989e12, 79),
+    Hardware(("a100", "80gb"), 312e12, 79),
+    Hardware(("a100",), 312e12, 39),
+    Hardware(("b200",), 2250e12, 178),
+)
+
+
+def find_hardware(device_name: str) -> Hardware | None:
+    """Look up a device by its name (`NVIDIA H200`); None if it is unknown, and then there is no MFU to speak of."""
+    words = device_name.lower().replace("-", " ").split()
+    return next((known for known in KNOWN_DEVICES if all(word in words for word in known.words)), None)

@@ -1,0 +1,96 @@
+"""The page that `titan-moe check` prints: a recipe's shape, its cost and its place on the ranks, at a glance."""
+
+from titan_moe.config.parallel import resolve
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.count import ParameterCount, count
+from titan_moe.plan.memory import state_bytes_per_rank
+
+LABEL_WIDTH = 12
+
+
+def describe(recipe: Recipe, world_size: int) -> str:
+    """Lay out a recipe that passed its rules for a human reader."""
+    seq_len_tokens = recipe.train.seq_len_tokens
+    counted = count(recipe.model, seq_len_tokens)
+    gflop = counted.flops_per_token / 1e9
+    rows = [
+        ("model", _shape(recipe)),
+        ("attention", _attention(recipe)),
+        ("experts", _experts(recipe)),
+        *_parameter_rows(counted.parameters),
+        ("FLOPs", f"{gflop:.4g} GFLOP a token to train on, sequences of {seq_len_tokens:,} tokens"),
+        *_parallel_rows(recipe, world_size),
+        ("step", _step(recipe, world_size)),
+        ("memory", _memory(recipe, world_size)),
+    ]
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
+
+
+def in_short(count: float) -> str:
+    """Write a count with its thousands, millions or billions: `30.53B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return f"{count:.0f}"
+
+
+def _shape(recipe: Recipe) -> str:
+    m = recipe.model
+    num_dense_layers = m.num_layers - m.num_moe_layers
+    dense = f" ({num_dense_layers} dense, width {m.ffn_hidden_size})" if num_dense_layers else ""
+    return f"{m.name}: {m.num_layers} layers{dense}, width {m.hidden_size}, vocabulary {m.vocab_size:,}"
+
+
+def _attention(recipe: Recipe) -> str:
+    a = recipe.model.attention
+    if a.kind == "gqa":
+        return f"gqa, {a.num_heads} heads over {a.num_kv_heads} key/value heads of {a.head_dim}"
+    return f"mla, {a.num_heads} heads of {a.qk_nope_head_dim} + {a.qk_rope_head_dim}, latent {a.kv_lora_rank}"
+
+
+def _experts(recipe: Recipe) -> str:
+    moe = recipe.model.moe
+    if not recipe.model.num_moe_layers:
+        return "none"
+    shared = f", shared width {moe.shared_ffn_hidden_size}" if moe.shared_ffn_hidden_size else ""
+    latent = f", latent width {moe.latent_size}" if moe.latent_size else ""
+    forced = "; routing FORCED to be balanced" if recipe.train.force_balanced_routing else ""
+    chosen = f"{moe.top_k} of {moe.num_experts} a token, width {moe.ffn_hidden_size}"
+    return f"{chosen}{shared}{latent}, {moe.score_fn} scores{forced}"
+
+
+def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
+    parts = {
+        "embedding and head": parameters.embedding + parameters.head,
+        "attention": parameters.attention,
+        "dense layers": parameters.dense_ffn,
+        "routed experts": parameters.routed_experts,
+        "shared experts": parameters.shared_experts,
+        "latent": parameters.latent,
+        "router and norms": parameters.router + parameters.norms,
+    }
+    listed = ", ".join(f"{name} {in_short(size)}" for name, size in parts.items() if size)
+    return [("parameters", f"{in_short(parameters.total)}, {in_short(parameters.active)} active a token"), ("", listed)]
+
+
+def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    s = resolve(recipe.parallel, world_size)
+    return [
+        ("ranks", f"{s.world}; dispatcher {recipe.parallel.dispatcher}"),
+        ("", f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {s.cp} · tp {s.tp}"),
+        ("", f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}"),
+    ]
+
+
+def _step(recipe: Recipe, world_size: int) -> str:
+    t, dp = recipe.train, resolve(recipe.parallel, world_size).dp
+    tokens = t.global_batch_sequences * t.seq_len_tokens
+    return (
+        f"{tokens:,} tokens = microbatches {num_microbatches(recipe, world_size)} · data-parallel ranks {dp} · "
+        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}; {in_short(tokens * t.steps)} in all"
+    )
+
+
+def _memory(recipe: Recipe, world_size: int) -> str:
+    gib = state_bytes_per_rank(recipe, world_size) / 2**30
+    return f"{gib:.3g} GiB a rank: parameters, gradients, moments in {recipe.precision.master}; activations come on top"
