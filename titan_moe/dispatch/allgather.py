@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from titan_moe.dispatch.base import Routed, TokenDispatcher, route
+from titan_moe.dispatch.wire import all_gather, reduce_scatter
 
 
 class AllGatherExchange(NamedTuple):
@@ -34,20 +34,20 @@ class AllGatherDispatcher(TokenDispatcher):
         self.first_expert = self.num_local_experts * dist.get_rank(group)
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> AllGatherExchange:
-        ids_SK = funcol.all_gather_tensor(topk_ids_TK.contiguous(), 0, self.group) - self.first_expert
+        ids_SK = all_gather(topk_ids_TK, self.group) - self.first_expert
         local_ids_SK = torch.where((ids_SK >= 0) & (ids_SK < self.num_local_experts), ids_SK, -1)
-        scores_SK = funcol.all_gather_tensor_autograd(topk_scores_TK.contiguous(), 0, self.group)
+        scores_SK = all_gather(topk_scores_TK, self.group)
         return AllGatherExchange(local_ids_SK, scores_SK)
 
     def send(self, x_TD: Tensor, exchange: AllGatherExchange) -> Routed:
         local_ids_SK, scores_SK = exchange
         num_slots = local_ids_SK.shape[0] * min(local_ids_SK.shape[1], self.num_local_experts)
-        x_SD = funcol.all_gather_tensor_autograd(x_TD.contiguous(), 0, self.group)
+        x_SD = all_gather(x_TD, self.group)
         return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, num_slots, exchange)
 
     def send_back(self, y_SD: Tensor, exchange: AllGatherExchange) -> Tensor:
         # the wire sums too: what a rank gets back is its tokens' results, reduced
-        return funcol.reduce_scatter_tensor_autograd(y_SD.contiguous(), "sum", 0, self.group)
+        return reduce_scatter(y_SD, self.group)
 
     def reduce(self, y: Tensor, exchange: AllGatherExchange) -> Tensor:
         return y

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from titan_moe.dispatch.base import Routed, TokenDispatcher, route
+from titan_moe.dispatch.wire import all_to_all
 from titan_moe.kernels.permute import gather_rows, sum_slots
 
 
@@ -43,6 +43,7 @@ class AllToAllDispatcher(TokenDispatcher):
         self.group = group
         self.num_ranks = group.size()
         self.num_local_experts = num_experts // group.size()
+        self.first_expert = self.num_local_experts * dist.get_rank(group)
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> AllToAllExchange:
         rank_TK = torch.where(topk_ids_TK < 0, -1, topk_ids_TK // self.num_local_experts)
@@ -53,29 +54,25 @@ class AllToAllDispatcher(TokenDispatcher):
         return AllToAllExchange(topk_ids_TK, topk_scores_TK, tokens_U, copies_TP, rows_sent, rows_received, num_slots)
 
     def send(self, x_TD: Tensor, exchange: AllToAllExchange) -> Routed:
-        x_UD = gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP)
-        scores_UK = gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP)
-        x_SD = self._exchange(x_UD, exchange.rows_received, exchange.rows_sent)
-        scores_SK = self._exchange(scores_UK, exchange.rows_received, exchange.rows_sent)
-        ids_SK = funcol.all_to_all_single(
-            exchange.ids_TK[exchange.tokens_U].int(), exchange.rows_received, exchange.rows_sent, self.group
-        )
-        ids_SK = ids_SK - self.num_local_experts * dist.get_rank(self.group)
+        def sent(x: Tensor) -> Tensor:
+            return all_to_all(x, exchange.rows_received, exchange.rows_sent, self.group)
+
+        x_SD = sent(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP))
+        scores_SK = sent(gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP))
+        ids_SK = sent(exchange.ids_TK[exchange.tokens_U].int()) - self.first_expert
         local_ids_SK = torch.where((ids_SK >= 0) & (ids_SK < self.num_local_experts), ids_SK, -1)
         return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, exchange.num_slots, exchange)
 
     def send_back(self, y_SD: Tensor, exchange: AllToAllExchange) -> Tensor:
-        return self._exchange(y_SD, exchange.rows_sent, exchange.rows_received)
+        return all_to_all(y_SD, exchange.rows_sent, exchange.rows_received, self.group)
 
     def reduce(self, y: Tensor, exchange: AllToAllExchange) -> Tensor:
         return sum_slots(y, exchange.tokens_U, exchange.copies_TP)
 
-    def _exchange(self, x: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        return funcol.all_to_all_single_autograd(x.contiguous(), received, sent, self.group)
-
     def _read_counts(self, sent_P2: Tensor) -> tuple[list[int], list[int], int]:
         """Tell every rank how many rows and slots it will get from each: the one host read of a layer."""
-        received_P2 = funcol.all_to_all_single(sent_P2, None, None, self.group)
+        one_each = [1] * self.num_ranks
+        received_P2 = all_to_all(sent_P2, one_each, one_each, self.group)
         sent, received = torch.stack([sent_P2, received_P2]).tolist()
         return [rows for rows, _ in sent], [rows for rows, _ in received], sum(slots for _, slots in received)
 

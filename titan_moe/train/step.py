@@ -66,7 +66,7 @@ class TrainStep:
         loss = self.forward_backward(self.model, batch, scale)
         losses = torch.stack([loss, self.balancer.aux_loss(loss)])
         dist.all_reduce(losses, group=self.group)
-        grad_norm = clip_grad_norm(self.model.parameters(), self.config.max_grad_norm)
+        grad_norm = clip_grad_norm(self.model.parameters(), self.config.max_grad_norm, self.group)
         tokens_per_expert = self.balancer.finish()
         self.optimizers.step()
         self.schedule.step()
