@@ -2,20 +2,8 @@
 
 from collections.abc import Iterator
 
-from titan_moe.config.parallel import ParallelConfig, ParallelSizes, resolve
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest, nearest_multiples
-
-
-def _resolved(parallel: ParallelConfig, world_size: int) -> ParallelSizes | None:
-    """Resolve the axes if they are sound; if not, the rules about the axes themselves say so."""
-    axes = (parallel.pp, parallel.dp_replicate, parallel.cp, parallel.tp, parallel.ep, parallel.etp)
-    if min(axes) < 1:
-        return None
-    try:
-        return resolve(parallel, world_size)
-    except ValueError:
-        return None
 
 
 def _axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -80,12 +68,14 @@ def _ep_needs_a_wire(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
-    sizes = _resolved(recipe.parallel, world_size)
-    key = "moe.latent_size" if recipe.model.moe.latent_size else "hidden_size"
-    width = recipe.model.moe.latent_size or recipe.model.hidden_size
-    if sizes and recipe.model.num_moe_layers > 0 and leaves_a_rest(sizes.edp, width):
+    p, model = recipe.parallel, recipe.model
+    edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
+    key, width = (
+        ("moe.latent_size", model.moe.latent_size) if model.moe.latent_size else ("hidden_size", model.hidden_size)
+    )
+    if model.num_moe_layers > 0 and leaves_a_rest(edp, width):
         yield (
-            f"edp = {sizes.edp} (the {world_size} ranks over pp * dp_replicate * ep * etp) does not divide "
+            f"edp = {edp} (the {world_size} ranks over parallel.pp * dp_replicate * ep * etp) does not divide "
             f"model.{key} = {width}; raise parallel.ep or parallel.dp_replicate until it does"
         )
 
@@ -102,12 +92,13 @@ def _validation_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _sequences_split_evenly(recipe: Recipe, world_size: int, key: str, number: int) -> Iterator[str]:
-    sizes, micro_batch = _resolved(recipe.parallel, world_size), recipe.train.micro_batch_sequences
-    if sizes and leaves_a_rest(micro_batch * sizes.dp, number):
-        step = micro_batch * sizes.dp
+    p, micro_batch = recipe.parallel, recipe.train.micro_batch_sequences
+    dp = world_size // max(p.pp * p.cp * p.tp, 1)
+    step = micro_batch * dp
+    if leaves_a_rest(step, number):
         yield (
-            f"{key} = {number} is not a multiple of train.micro_batch_sequences * data-parallel ranks = {micro_batch} * "
-            f"{sizes.dp} = {step}; take {nearest_multiples(number, step)}, or another micro_batch_sequences"
+            f"{key} = {number} is not a multiple of train.micro_batch_sequences * data-parallel ranks = {micro_batch} "
+            f"* {dp} = {step}; take {nearest_multiples(number, step)}, or change micro_batch_sequences"
         )
 
 

@@ -1,0 +1,187 @@
+"""A recipe file becomes a Recipe, and everything that is wrong with it is told at once."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import Recipe, RecipeError, dump_recipe, load_recipe
+from titan_moe.config.schema import all_keys
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def problems_of(file: Path, *overrides: str) -> list[str]:
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(file, overrides)
+    assert str(raised.value) == "\n".join(raised.value.problems)
+    return raised.value.problems
+
+
+def test_an_empty_file_is_the_default_recipe(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, "r.toml", "")) == Recipe()
+
+
+def test_values_reach_their_fields(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "r.toml",
+        """
+        [model]
+        class = "my.module:Model"
+        hidden_size = 64
+        [model.moe]
+        route_scale = 2          # an integer where a number is meant
+        score_fn = "sigmoid"
+        [metrics]
+        tensorboard = false
+        """,
+    )
+    recipe = load_recipe(file)
+    assert recipe.model.class_ == "my.module:Model"
+    assert recipe.model.hidden_size == 64
+    assert recipe.model.moe.route_scale == 2.0 and type(recipe.model.moe.route_scale) is float
+    assert recipe.model.moe.score_fn == "sigmoid"
+    assert recipe.metrics.tensorboard is False
+    assert recipe.optim == Recipe().optim
+
+
+def test_bases_merge_deeply_and_the_recipe_wins(tmp_path: Path) -> None:
+    write(tmp_path, "models/root.toml", "[model]\nhidden_size = 1\nnum_layers = 1\n[model.moe]\ntop_k = 1")
+    write(tmp_path, "models/mid.toml", 'base = "root.toml"\n[model]\nnum_layers = 2\n[model.moe]\nnum_experts = 2')
+    file = write(tmp_path, "r.toml", 'base = "models/mid.toml"\n[model.moe]\nnum_experts = 3')
+    recipe = load_recipe(file, ["--model.moe.latent_size=4"])
+    assert (recipe.model.hidden_size, recipe.model.num_layers) == (1, 2)
+    assert (recipe.model.moe.top_k, recipe.model.moe.num_experts, recipe.model.moe.latent_size) == (1, 3, 4)
+
+
+def test_a_base_cycle_is_refused_with_its_chain(tmp_path: Path) -> None:
+    write(tmp_path, "b.toml", 'base = "a.toml"')
+    (problem,) = problems_of(write(tmp_path, "a.toml", 'base = "b.toml"'))
+    assert "closes a cycle" in problem and "a.toml -> " in problem and "b.toml" in problem
+
+
+def test_a_missing_base_names_who_asked_and_what_is_there(tmp_path: Path) -> None:
+    write(tmp_path, "models/real.toml", "")
+    file = write(tmp_path, "r.toml", 'base = "models/reel.toml"')
+    (problem,) = problems_of(file)
+    assert problem.startswith(f"{file}: base: {tmp_path / 'models/reel.toml'} does not exist")
+    assert "real.toml" in problem
+
+
+def test_a_base_that_is_no_string_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems_of(write(tmp_path, "r.toml", "base = 3"))
+    assert "base = 3 must be a string" in problem
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+    assert "does not exist" in problems_of(tmp_path / "r.toml")[0]
+    assert "cannot be read" in problems_of(tmp_path)[0]
+
+
+def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
+    file = write(tmp_path, "r.toml", "[run]\nseed = = 3")
+    (problem,) = problems_of(file)
+    assert str(file) in problem and "line 2" in problem
+
+
+def test_all_problems_come_at_once_with_file_and_key(tmp_path: Path) -> None:
+    base = write(tmp_path, "base.toml", "[model]\nhidden_sise = 3")
+    file = write(
+        tmp_path,
+        "r.toml",
+        """
+        base = "base.toml"
+        parallel = 3
+        [train]
+        steps = "many"
+        seq_len_tokens = true
+        [optim]
+        lr = false
+        [metrics]
+        tensorboard = 1
+        [perf]
+        kernels = "fast"
+        [model]
+        top_k = 3
+        [trian]
+        steps = 3
+        """,
+    )
+    problems = "\n".join(problems_of(file, "--train.stepps=3"))
+    for expected in (
+        f"{base}: model.hidden_sise is not a known key; did you mean model.hidden_size?",
+        f"{file}: parallel is a section",
+        f'{file}: train.steps = "many" must be an integer',
+        f"{file}: train.seq_len_tokens = true must be an integer",
+        f"{file}: optim.lr = false must be a number",
+        f"{file}: metrics.tensorboard = 1 must be true or false",
+        f'{file}: perf.kernels = "fast" must be one of "grouped_mm", "reference"',
+        f"{file}: model.top_k is not a known key; did you mean model.moe.top_k?",
+        f"{file}: trian is not a known key; did you mean train?",
+        "command line: train.stepps is not a known key; did you mean train.steps?",
+    ):
+        assert expected in problems
+    assert problems.count("\n") == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "dotted", "expected"),
+    [
+        (["--train.steps=50"], "train.steps", 50),
+        (["--model.moe.top_k", "4"], "model.moe.top_k", 4),
+        (["--parallel.dp_shard", "-1"], "parallel.dp_shard", -1),
+        (["--optim.lr=1e-4"], "optim.lr", 1e-4),
+        (["--optim.lr", "1"], "optim.lr", 1.0),
+        (["--metrics.tensorboard=false"], "metrics.tensorboard", False),
+        (["--data.document_attention"], "data.document_attention", True),
+        (["--data.document_attention", "--train.steps=1"], "data.document_attention", True),
+        (["--data.path=a=b c"], "data.path", "a=b c"),
+        (["--data.path=3"], "data.path", "3"),
+        (["--data.path="], "data.path", ""),
+        (["--parallel.dispatcher", "alltoall"], "parallel.dispatcher", "alltoall"),
+        (["--train.steps=1", "--train.steps=2"], "train.steps", 2),
+    ],
+)
+def test_overrides_are_read_by_the_fields_type(tmp_path: Path, words: list[str], dotted: str, expected: object) -> None:
+    value: object = load_recipe(write(tmp_path, "r.toml", "[train]\nsteps = 7"), words)
+    for name in dotted.split("."):
+        value = getattr(value, name)
+    assert value == expected and type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--train.steps=1.5", "train.steps = 1.5 must be an integer"),
+        ("--train.steps", "train.steps = true must be an integer"),
+        ("--metrics.tensorboard=1", "metrics.tensorboard = 1 must be true or false"),
+        ("--parallel.dispatcher=deepep", 'must be one of "local", "allgather", "alltoall"'),
+        ("--model.moe=3", "model.moe is a section"),
+        ("steps=3", "is not of the form --section.key=value"),
+    ],
+)
+def test_bad_overrides_are_refused(tmp_path: Path, word: str, message: str) -> None:
+    (problem,) = problems_of(write(tmp_path, "r.toml", ""), word)
+    assert problem.startswith("command line: ") and message in problem
+
+
+def test_a_dumped_recipe_reads_back_equal(tmp_path: Path) -> None:
+    recipe = Recipe()
+    recipe = dataclasses.replace(
+        recipe,
+        run=dataclasses.replace(recipe.run, folder='a "b"\\c\té 😀\x7f\x01\n', seed=2**60),
+        optim=dataclasses.replace(recipe.optim, lr=1e-300, eps=0.1 + 0.2, max_grad_norm=math.inf),
+        model=dataclasses.replace(recipe.model, class_="a.b:C", embeddings_are_tied=True),
+    )
+    text = dump_recipe(recipe)
+    assert load_recipe(write(tmp_path, "r.toml", text)) == recipe
+    written = [key for key in all_keys(Recipe).values() if not key.is_section and f"\n{key.name} = " in text]
+    assert len(written) == sum(not key.is_section for key in all_keys(Recipe).values()), "a dump holds every field"
+    assert text.index("[run]") < text.index("[model.moe]") < text.index("[parallel]") < text.index("[profile]")

@@ -1,0 +1,190 @@
+"""Each rule refuses the recipe that breaks it, and only that one."""
+
+import random
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_moe.config import RULES, Recipe, check_rules, load_recipe
+from titan_moe.config.rules.ranges import RANGES
+from titan_moe.config.schema import all_keys
+
+GOOD = [
+    "--model.num_layers=4",
+    "--model.num_dense_layers=1",
+    "--model.ffn_hidden_size=512",
+    "--model.moe.num_experts=16",
+    "--model.moe.top_k=4",
+    "--model.moe.ffn_hidden_size=64",
+    "--parallel.ep=4",
+    "--parallel.dispatcher=alltoall",
+    "--train.global_batch_sequences=16",
+    "--train.micro_batch_sequences=2",
+    "--data.source=text",
+    "--data.path=python-stdlib",
+    "--data.holdout_fraction=0.1",
+    "--validation.every_steps=10",
+    "--metrics.sample_tokens=8",
+]
+"""A recipe for 8 ranks in which as many rules as possible have something to say."""
+
+# rule -> (overrides that break it, a part of the message)
+BROKEN = {
+    "every number is in its range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
+    "the model class is addressable": ("--model.class=Transformer", '"package.module:Class"'),
+    "kv heads divide query heads": ("--model.attention.num_kv_heads=3", "the divisors are 1, 2, 4, 8"),
+    "the rotated width is even": ("--model.attention.head_dim=33", "head_dim = 33 is odd; take 34"),
+    "gqa's options need gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
+    "YaRN's betas are ordered": (
+        "--model.attention.yarn_factor=4 --model.attention.yarn_beta_slow=40",
+        "yarn_beta_fast",
+    ),
+    "dense layers are some of the layers": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
+    "dense layers have a width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layers dense"),
+    "experts have a width": ("--model.moe.ffn_hidden_size=0", "3 layers have 16 experts"),
+    "top_k fits the experts": ("--model.moe.top_k=17", "take at most 16"),
+    "groups divide the experts": ("--model.moe.num_groups=3", "the divisors are 1, 2, 4, 8, 16"),
+    "top_k_groups fits the groups": ("--model.moe.num_groups=4 --model.moe.top_k_groups=5", "take at most 4"),
+    "top_k fits the chosen groups": ("--model.moe.num_groups=8 --model.moe.top_k_groups=1", "exceeds the 2 experts"),
+    "groups ranked by two experts hold two": (
+        "--model.moe.num_groups=16 --model.moe.top_k_groups=4",
+        "two experts a group",
+    ),
+    "the balancing bias needs sigmoid scores": ("--model.moe.bias_update_speed=1e-3", 'score_fn = "sigmoid"'),
+    "a shared gate needs shared experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
+    "only working axes are used": ("--parallel.tp=2", "parallel.tp = 2 does not work yet"),
+    "dp_shard is a size or -1": ("--parallel.dp_shard=0", "-1 for all ranks that are left"),
+    "the dense view fills the world": ("--parallel.dp_shard=4", "= 4, but the run has 8 ranks"),
+    "the expert view divides the world": ("--parallel.dp_replicate=4", "does not divide the 8 ranks"),
+    "ep divides num_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
+    "ep needs experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
+    "ep needs a dispatcher that moves rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
+    "edp divides the experts' width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
+    "microbatches divide the global batch": ("--train.global_batch_sequences=40", "take 32 or 48"),
+    "microbatches divide the validation": ("--validation.num_sequences=8", "take 16"),
+    "grouped_mm knows the dtype": ("--precision.compute=fp32 --run.device=cuda", 'run.device = "cuda"; take bf16'),
+    "expert rows are aligned": ("--model.moe.ffn_hidden_size=68", "68 is not a multiple of 8"),
+    "master and reduce are no coarser than compute": (
+        "--precision.compute=fp32 --precision.master=bf16",
+        'precision.master = "bf16" is coarser than precision.compute = "fp32"',
+    ),
+    "the attention backend exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
+    "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
+    "balanced routing needs a router": (
+        "--model.num_dense_layers=4 --train.force_balanced_routing=true",
+        "train.force_balanced_routing",
+    ),
+    "the run has a folder": ("--run.folder=", 'run.folder = ""'),
+    "the schedule fits the run": ("--optim.warmup_steps=60 --optim.decay_steps=50", "exceeds train.steps = 100"),
+    "the source has a path": ("--data.path=", "nothing to read"),
+    "datasets' options need datasets": ("--data.subset=en", 'data.subset = "en"'),
+    "bytes fit the vocabulary": ("--model.vocab_size=255", "take 256"),
+    "text has a tokenizer": ("--data.tokenizer=", 'take "bytes"'),
+    "streams hold nothing out": ("--data.source=datasets --data.is_streamed=true", "data.is_streamed = true"),
+    "validation has data": ("--data.holdout_fraction=0", "set it to 0.01, or every_steps = 0"),
+    "the sample can be read": ("--data.source=tokens --data.tokenizer=", "name the tokenizer"),
+    "the sample has a prompt": ("--data.source=synthetic", "needs held-out text"),
+    "two checkpoints are kept": ("--checkpoint.keep_latest=1", "take 2 or more, or 0 for all"),
+    "the trace ends in the run": ("--profile.start_step=99", "ends at step 101, after train.steps = 100"),
+}
+
+
+@pytest.fixture
+def empty_file(tmp_path: Path) -> Path:
+    file = tmp_path / "empty.toml"
+    file.write_text("")
+    return file
+
+
+def test_the_good_recipe_breaks_no_rule(empty_file: Path) -> None:
+    assert check_rules(load_recipe(empty_file, GOOD), 8) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_each_rule_refuses_what_breaks_it(empty_file: Path, rule: Any) -> None:
+    overrides, expected = BROKEN[rule.name]
+    broken = load_recipe(empty_file, [*GOOD, *overrides.split()])
+    messages = list(rule.check(broken, 8))
+    assert any(expected in message for message in messages), messages
+    assert f"{messages[0]} ({rule.why})" in check_rules(broken, 8)
+    good = load_recipe(empty_file, GOOD)
+    assert list(rule.check(good, 8)) == []
+
+
+def test_every_broken_recipe_belongs_to_a_rule() -> None:
+    assert set(BROKEN) == {rule.name for rule in RULES}
+    assert len(RULES) == len(BROKEN), "names are unique"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "expected"),
+    [
+        (
+            "--parallel.dp_replicate=3",
+            8,
+            "parallel.pp * dp_replicate * cp * tp = 1 * 3 * 1 * 1 = 3 does not divide the 8",
+        ),
+        ("--model.attention.kind=mla --model.attention.qk_rope_head_dim=31", 8, "qk_rope_head_dim = 31 is odd"),
+        ("--model.moe.num_experts=0 --model.ffn_hidden_size=0", 8, "moe.num_experts = 0 makes 4 layers dense"),
+        ("--precision.compute=fp64 --precision.master=fp64", 8, 'precision.compute = "fp64"'),
+        ("--precision.compute=fp64 --precision.master=fp64", 8, 'precision.reduce = "fp32" is coarser'),
+        ("--model.moe.latent_size=12", 8, "model.moe.latent_size = 12 is not a multiple of 8"),
+        ("--model.hidden_size=130", 8, "model.hidden_size = 130 is not a multiple of 8"),
+        ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),
+        ("--optim.lr=nan", 8, "optim.lr = nan must be above 0"),
+        ("--data.source=datasets --data.is_streamed=true", 8, "data.holdout_fraction = 0.1 cannot be taken"),
+        ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
+    ],
+)
+def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: int | None, expected: str) -> None:
+    problems = check_rules(load_recipe(empty_file, [*GOOD, *overrides.split()]), world_size)
+    assert any(expected in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "--parallel.ep=1",  # a collective over one rank is trivial
+        "--parallel.ep=1 --parallel.dispatcher=local",
+        "--precision.compute=fp32 --run.device=cpu",
+        "--model.moe.ffn_hidden_size=68 --precision.compute=fp32 --run.device=cpu",  # four fp32 are 16 bytes
+        "--model.moe.ffn_hidden_size=67 --perf.kernels=reference",
+        "--precision.compute=fp64 --precision.master=fp64 --precision.reduce=fp64 --perf.kernels=reference",
+        "--model.attention.kind=mla --model.attention.num_kv_heads=3",  # mla does not read it
+        "--data.source=synthetic --data.holdout_fraction=0 --metrics.sample_tokens=0",  # makes its own held-out data
+        "--checkpoint.keep_latest=0",
+        "--parallel.dp_replicate=2",
+    ],
+)
+def test_what_may_run_is_not_refused(empty_file: Path, overrides: str) -> None:
+    assert check_rules(load_recipe(empty_file, [*GOOD, *overrides.split()]), 8) == []
+
+
+def test_without_a_world_the_fewest_ranks_are_assumed(empty_file: Path) -> None:
+    recipe = load_recipe(empty_file, GOOD)
+    assert check_rules(recipe) == check_rules(recipe, 4) == []
+    assert check_rules(recipe, 3) != []
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {key.dotted for key in all_keys(Recipe).values() if key.type in (int, float)}
+    assert set(RANGES) == numbers
+
+
+def test_no_recipe_makes_a_rule_stumble() -> None:
+    chance = random.Random(0)
+    for _ in range(500):
+        check_rules(_with_odd_numbers(Recipe(), chance), chance.choice([None, 1, 6, 8]))
+
+
+def _with_odd_numbers(section: Any, chance: random.Random) -> Any:
+    changes: dict[str, Any] = {}
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _with_odd_numbers(value, chance)
+        elif type(value) in (int, float) and chance.random() < 0.3:
+            changes[field.name] = type(value)(chance.choice([-2, -1, 0, 1, 3, 8]))
+    return replace(section, **changes)

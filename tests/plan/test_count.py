@@ -1,0 +1,93 @@
+"""Counted parameters and FLOPs are those of the published models."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import load_recipe
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.plan.count import count, count_parameters
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "gflop"),
+    [  # parameters in billions, GFLOP a token at 4,096 tokens: each to the last digit that is published
+        ("qwen3_30b_a3b", 30.53, 3.35, 23.01),
+        ("deepseek_v2_lite", 15.71, 2.66, 16.4),
+        ("mixtral_8x7b", 46.70, 12.88, 79.7),
+    ],
+)
+def test_published_models(name: str, total: float, active: float, gflop: float) -> None:
+    counted = count(load_recipe(RECIPES / "models" / f"{name}.toml").model, 4096)
+    assert counted.parameters.total / 1e9 == pytest.approx(total, abs=0.005)
+    assert counted.parameters.active / 1e9 == pytest.approx(active, abs=0.005)
+    assert counted.flops_per_token / 1e9 == pytest.approx(gflop, abs=0.05)
+
+
+SMALL = ModelConfig(
+    vocab_size=11,
+    num_layers=3,
+    num_dense_layers=1,
+    hidden_size=7,
+    ffn_hidden_size=5,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6),
+    moe=MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=13, shared_ffn_hidden_size=9),
+)
+
+
+def test_every_component_by_hand() -> None:
+    c = count_parameters(SMALL)
+    assert (c.embedding, c.head, c.norms) == (11 * 7, 11 * 7, 7 * 7)
+    assert c.attention == 3 * (24 * 7 + 12 * 7 + 12 * 7 + 7 * 24)
+    assert (c.router, c.dense_ffn) == (2 * 8 * 7, 3 * 7 * 5)
+    assert (c.routed_experts, c.shared_experts, c.latent) == (2 * 8 * 3 * 7 * 13, 2 * 3 * 7 * 9, 0)
+    assert c.total == 77 + 77 + 49 + c.attention + 112 + 105 + c.routed_experts + 378
+    assert c.active == c.total - 2 * 5 * 3 * 7 * 13, "five of eight experts rest"
+
+
+def test_options_add_what_they_store() -> None:
+    def total(**changes: object) -> int:
+        return count_parameters(replace(SMALL, **changes)).total
+
+    def with_moe(**changes: object) -> MoEConfig:
+        return replace(SMALL.moe, **changes)
+
+    base = count_parameters(SMALL).total
+    assert total(embeddings_are_tied=True) == base - 77
+    assert total(attention=replace(SMALL.attention, qk_norm=True)) == base + 3 * 12
+    assert total(attention=replace(SMALL.attention, qkv_bias=True)) == base + 3 * (24 + 12 + 12)
+    assert total(moe=with_moe(shared_expert_gate=True)) == base + 2 * 7
+    assert total(moe=with_moe(latent_size=4)) == base + 2 * 2 * 7 * 4 - 2 * 8 * 3 * 13 * (7 - 4)
+    assert total(moe=with_moe(bias_update_speed=1e-3)) == base, "the balancing bias is a buffer"
+    assert total(moe=with_moe(num_experts=0)) == count_parameters(replace(SMALL, num_dense_layers=3)).total
+
+
+def test_mla_with_and_without_query_compression() -> None:
+    mla = AttentionConfig(
+        kind="mla", num_heads=2, q_lora_rank=0, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
+    )
+    keys_values_output = (5 + 2) * 7 + 5 + 2 * (3 + 4) * 5 + 7 * 2 * 4
+    direct = count_parameters(replace(SMALL, attention=mla)).attention
+    assert direct == 3 * (2 * 5 * 7 + keys_values_output)
+    compressed = count_parameters(replace(SMALL, attention=replace(mla, q_lora_rank=6))).attention
+    assert compressed == 3 * (6 * 7 + 6 + 2 * 5 * 6 + keys_values_output)
+
+
+def test_flops_are_six_per_visited_weight_and_the_attention_core() -> None:
+    c = count_parameters(SMALL)
+    matrices_a_token_meets = c.head + c.attention + c.dense_ffn + c.active_experts + c.shared_experts
+    core = 3 * 6 * 4 * 6 * 100  # layers * 6 * heads * head_dim * half of 100 tokens, in QK^T and in PV
+    assert count(SMALL, 100).flops_per_token == 6 * matrices_a_token_meets + core
+    tied = replace(SMALL, embeddings_are_tied=True)
+    assert count(tied, 100).flops_per_token == count(SMALL, 100).flops_per_token, (
+        "a tied head is multiplied all the same"
+    )
+
+
+def test_latent_experts_cost_their_own_width() -> None:
+    latent = replace(SMALL, moe=replace(SMALL.moe, latent_size=4))
+    saved = 2 * 3 * 3 * 13 * (7 - 4) - 2 * 2 * 7 * 4
+    assert count(SMALL, 100).flops_per_token - count(latent, 100).flops_per_token == 6 * saved

@@ -1,0 +1,34 @@
+"""What a rank keeps for the whole run, against arithmetic by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from titan_moe.config import Recipe
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.plan.count import count_parameters
+from titan_moe.plan.memory import state_bytes_per_rank
+
+MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "dense_ranks", "expert_ranks"),
+    [
+        (ParallelConfig(), 1, 1, 1),
+        (ParallelConfig(ep=4), 8, 8, 8),  # ep 4, edp 2
+        (ParallelConfig(dp_replicate=2, ep=2), 8, 4, 4),  # replicas divide nothing
+        (ParallelConfig(dp_shard=1, dp_replicate=8), 8, 1, 1),
+    ],
+)
+def test_states_are_divided_by_the_ranks_that_share_them(
+    parallel: ParallelConfig, world_size: int, dense_ranks: int, expert_ranks: int
+) -> None:
+    parameters = count_parameters(MODEL)
+    dense = (parameters.total - parameters.routed_experts) / dense_ranks
+    expected = 16 * (dense + parameters.routed_experts / expert_ranks)
+    recipe = Recipe(model=MODEL, parallel=parallel)
+    assert state_bytes_per_rank(recipe, world_size) == pytest.approx(expected)
+    halved = replace(recipe, precision=replace(recipe.precision, master="bf16"))
+    assert state_bytes_per_rank(halved, world_size) == pytest.approx(expected / 2)

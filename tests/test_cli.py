@@ -1,0 +1,144 @@
+"""The door: quick answers without torch, one clear refusal, and torchrun only for a sound recipe."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from titan_moe import cli
+from titan_moe.config import Recipe
+
+QUICKSTART = str(Path(__file__).parents[1] / "recipes" / "quickstart.toml")
+QWEN3 = str(Path(__file__).parents[1] / "recipes" / "qwen3_30b_a3b.toml")
+TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK")
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
+    """Recipes that reached the trainer."""
+    recipes: list[Recipe] = []
+    trainer = ModuleType("titan_moe.train.trainer")
+    trainer.run = recipes.append  # type: ignore[attr-defined]
+    train = ModuleType("titan_moe.train")
+    train.trainer = trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "titan_moe.train", train)
+    monkeypatch.setitem(sys.modules, "titan_moe.train.trainer", trainer)
+    return recipes
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Command lines that this process would have become."""
+    commands: list[list[str]] = []
+
+    def execv(program: str, words: list[str]) -> None:
+        commands.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    return commands
+
+
+def in_new_process(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the door as a user does, and fail if torch was imported on the way."""
+    watch = (
+        "import sys; from titan_moe.cli import main; code = main(); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+    return subprocess.run(
+        [sys.executable, "-c", watch, *words], env=kept | variables, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_check_shows_shape_cost_and_ranks_without_torch() -> None:
+    done = in_new_process("check", QWEN3, "--nproc", "16")
+    assert done.returncode == 0, done.stderr
+    for expected in (
+        "30.53B, 3.35B active",
+        "23.01 GFLOP",
+        "dp_shard 16",
+        "edp 2 · ep 8",
+        "131,072 tokens = microbatches 1",
+        "28.4 GiB",
+    ):
+        assert expected in done.stdout
+
+
+def test_check_answers_in_half_a_second() -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        in_new_process("check", QUICKSTART)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.5
+
+
+def test_check_explains_a_key() -> None:
+    done = in_new_process("check", "--explain", "model.moe.top_k")
+    assert done.returncode == 0 and "Experts that each token is sent to" in done.stdout
+    done = in_new_process("check", "--explain", "model.moe.topk")
+    assert done.returncode == 2 and "did you mean model.moe.top_k?" in done.stderr
+
+
+def test_train_refuses_a_broken_recipe_at_once_and_without_torch() -> None:
+    done = in_new_process("train", QWEN3, "--nproc", "8", "--parallel.ep=6", "--train.global_batch_sequences=7")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "titan-moe: 3 problems" in done.stderr
+    assert f"{QWEN3}: parallel.ep = 6 does not divide model.moe.num_experts = 128" in done.stderr
+    assert "train.global_batch_sequences = 7" in done.stderr
+
+
+def test_under_torchrun_the_ranks_count_and_rank_0_speaks_for_all() -> None:
+    speaker = in_new_process("train", QWEN3, WORLD_SIZE="6", RANK="0")
+    assert speaker.returncode == 2 and "does not divide the 6 ranks" in speaker.stderr
+    silent = in_new_process("train", QWEN3, WORLD_SIZE="6", RANK="5")
+    assert silent.returncode == 2 and silent.stderr == ""
+
+
+def test_a_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["train"], ["check"], ["train", QUICKSTART, "--nproc", "0"], ["train", QUICKSTART, "--nprocs=2"], []):
+        with pytest.raises(SystemExit) as leaving:
+            cli.main(words)
+        assert leaving.value.code == 2
+    assert "0 is not a number of ranks" in capsys.readouterr().err
+
+
+def test_one_process_trains_here(trained: list[Recipe], executed: list[list[str]]) -> None:
+    assert cli.main(["train", "--train.steps", "500", QUICKSTART, "--metrics.tensorboard=false"]) == 0
+    assert executed == []
+    (recipe,) = trained
+    assert recipe.model.name == "quickstart" and recipe.train.steps == 500 and not recipe.metrics.tensorboard
+
+
+def test_nproc_becomes_torchrun_with_the_same_words(trained: list[Recipe], executed: list[list[str]]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", QWEN3, "--nproc", "8", "--train.steps", "500", "--optim.lr=1e-4"])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "titan_moe"]
+    assert executed == [[*launch, "train", QWEN3, "--train.steps", "500", "--optim.lr=1e-4"]]
+    assert trained == []
+
+
+def test_a_rank_of_torchrun_trains(
+    monkeypatch: pytest.MonkeyPatch, trained: list[Recipe], executed: list[list[str]]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert cli.main(["train", QWEN3]) == 0
+    assert executed == [] and len(trained) == 1
+
+
+def test_help_names_the_ways_in(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["-h"])
+    assert leaving.value.code == 0
+    page = capsys.readouterr().out
+    assert "--train.steps=50" in page and "--explain" in page and "torchrun" in page

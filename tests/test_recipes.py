@@ -1,0 +1,80 @@
+"""Every recipe of the repository parses, keeps the rules on its ranks, and fits the hardware that it names."""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import check_rules, dump_recipe, load_recipe
+from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.memory import state_bytes_per_rank
+from titan_moe.plan.page import describe
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+RUNS = sorted(file for file in RECIPES.glob("*.toml"))
+SHAPES = sorted((RECIPES / "models").glob("*.toml"))
+RANKS = {"quickstart": 1}
+"""Ranks that a recipe is written for; 8 where it says nothing else."""
+
+
+def ranks_of(file: Path) -> int:
+    return RANKS.get(file.stem, 8)
+
+
+def by_name(file: Path) -> str:
+    return file.stem
+
+
+def test_the_recipes_are_there() -> None:
+    names = {file.stem for file in RUNS}
+    assert {"quickstart", "qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"} <= names and SHAPES
+
+
+@pytest.mark.parametrize("file", RUNS, ids=by_name)
+def test_it_keeps_every_rule(file: Path) -> None:
+    assert check_rules(load_recipe(file), ranks_of(file)) == []
+
+
+@pytest.mark.parametrize("file", RUNS, ids=by_name)
+def test_it_can_be_described_and_rerun_from_its_dump(file: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(file)
+    assert recipe.model.name in describe(recipe, ranks_of(file))
+    (tmp_path / "recipe.toml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "recipe.toml") == recipe
+
+
+@pytest.mark.parametrize("file", RUNS, ids=by_name)
+def test_it_writes_into_a_folder_of_its_own_name(file: Path) -> None:
+    assert load_recipe(file).run.folder == f"runs/{file.stem}"
+
+
+@pytest.mark.parametrize("file", [file for file in RUNS if ranks_of(file) == 8], ids=by_name)
+def test_its_states_leave_room_on_an_h200(file: Path) -> None:
+    h200 = find_hardware("NVIDIA H200")
+    assert h200 is not None
+    recipe = load_recipe(file)
+    assert state_bytes_per_rank(recipe, 8) / 2**30 < 0.75 * h200.memory_gib
+    tokens_per_gpu = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens // 8
+    assert tokens_per_gpu == 4 * 4096, "recipes for one host are comparable: 4 sequences a GPU and step"
+
+
+@pytest.mark.parametrize("file", RUNS, ids=by_name)
+def test_it_names_its_own_command(file: Path) -> None:
+    nproc = "" if ranks_of(file) == 1 else f" --nproc {ranks_of(file)}"
+    assert f"titan-moe train recipes/{file.name}{nproc}\n" in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", SHAPES, ids=by_name)
+def test_a_shape_says_nothing_but_the_model(file: Path) -> None:
+    assert set(tomllib.loads(file.read_text(encoding="utf-8"))) == {"model"}
+    assert load_recipe(file).model.name == file.stem
+
+
+@pytest.mark.parametrize("file", SHAPES, ids=by_name)
+def test_a_shape_runs_in_layouts_from_one_rank_to_eight(file: Path) -> None:
+    recipe = load_recipe(file, ["--train.global_batch_sequences=8", "--train.micro_batch_sequences=1"])
+    assert check_rules(recipe, 1) == []
+    for ep in (2, 4, 8):
+        parallel = dataclasses.replace(recipe.parallel, ep=ep, dispatcher="allgather")
+        assert check_rules(dataclasses.replace(recipe, parallel=parallel), 8) == []
