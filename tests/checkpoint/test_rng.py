@@ -1,0 +1,37 @@
+"""Random generators go on where they stopped, whatever they come back to."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_moe.checkpoint.rng import RngState
+from titan_moe.titan import init_distributed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    init_distributed("cpu")
+    yield
+    dist.destroy_process_group()
+
+
+def test_draws_go_on():
+    rng = RngState(torch.device("cpu"))
+    torch.manual_seed(3)
+    torch.randn(5)
+    state = rng.state_dict()
+    expected = torch.rand(4)
+    torch.manual_seed(99)
+    rng.load_state_dict(state)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_states_of_other_ranks_and_devices_are_no_obstacle():
+    rng = RngState(torch.device("cpu"))
+    (own,) = json.loads(rng.state_dict()["ranks"])
+    torch.manual_seed(5)
+    (other,) = json.loads(rng.state_dict()["ranks"])
+    rng.load_state_dict({"ranks": json.dumps([own | {"cuda": "AAAA"}, other])})
+    assert json.loads(rng.state_dict()["ranks"]) == [own]

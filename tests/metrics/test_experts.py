@@ -1,0 +1,39 @@
+"""Loads say how much busier the busiest expert is, and scalars come home together."""
+
+import pytest
+import torch
+
+from titan_moe.metrics.experts import expert_loads, read
+
+
+def test_loads():
+    loads = expert_loads(
+        {
+            "even": torch.tensor([3, 3, 3, 3]),
+            "skewed": torch.tensor([6.0, 2.0, 0.0, 0.0]),
+            "one": torch.tensor([0, 0, 0, 9]),
+            "none": torch.zeros(4),
+        }
+    )
+    assert {layer: load.item() for layer, load in loads.items()} == {
+        "even": 1.0,
+        "skewed": 3.0,
+        "one": 4.0,
+        "none": 0.0,
+    }
+
+
+def test_counts_beyond_the_integers_of_fp32():
+    big = 2**24
+    assert expert_loads({"layer": torch.tensor([big + 1, big - 1])})["layer"].item() == pytest.approx(
+        1 + 1 / big, rel=1e-12
+    )
+
+
+def test_read_keeps_order_and_transfers_once(monkeypatch):
+    transfers = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: transfers.append(self) or tolist(self))
+    assert read([torch.tensor(1.5), 2, torch.tensor([3], dtype=torch.int64), 4.5]) == [1.5, 2.0, 3.0, 4.5]
+    assert len(transfers) == 1
+    assert read([1.0]) == [1.0] and len(transfers) == 1

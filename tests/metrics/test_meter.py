@@ -1,0 +1,118 @@
+"""The meter reads the device at logged steps only, and its records are complete and continue after a resume."""
+
+import json
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from titan_moe.config import Recipe
+from titan_moe.config.train import MetricsConfig, TrainConfig
+from titan_moe.metrics.meter import Meter
+
+FIELDS = {
+    "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
+    "memory_gib", "step_ms", "expert_load",
+}  # fmt: skip
+
+
+def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, force=False):
+    recipe = Recipe(
+        metrics=MetricsConfig(every_steps=every_steps, tensorboard=tensorboard),
+        train=TrainConfig(force_balanced_routing=force),
+    )
+    device = torch.device("cpu")
+    options = {"flops_per_token": 1e6, "device": device, "num_ranks": 2, "is_main": is_main, "total_steps": total_steps}
+    return Meter(recipe, folder, **options)
+
+
+def log(meter, step):
+    counts = {"layers.1.moe": torch.tensor([1, 3]), "layers.2.moe": torch.tensor([2, 2])}
+    scalars = {"loss": torch.tensor(2.0 + step), "aux_loss": 0.0, "grad_norm": torch.tensor(0.5), "lr": 1e-3}
+    return meter.log(step, **scalars, num_tokens=64, tokens_per_expert=counts)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_records(tmp_path, capsys):
+    meter = build(tmp_path)
+    meter.start(0, 0)
+    returned = [log(meter, step) for step in range(1, 11)]
+    meter.close()
+    assert [record["step"] for record in returned if record] == [1, 4, 8, 10]
+    assert [record for record in returned if record] == records(tmp_path)
+    last = returned[-1]
+    assert last.keys() == FIELDS
+    assert (last["loss"], last["grad_norm"], last["lr"], last["tokens_seen"]) == (12.0, 0.5, 1e-3, 640)
+    assert last["expert_load"] == {"layers.1.moe": 1.5, "layers.2.moe": 1.0}
+    assert last["tokens_per_second_per_gpu"] == pytest.approx(64 / last["step_ms"] * 1e3 / 2)
+    assert last["tflops_per_gpu"] == pytest.approx(last["tokens_per_second_per_gpu"] * 1e-6)
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_nothing_is_read_between_logged_steps(tmp_path):
+    meter = build(tmp_path)
+    meter.start(0, 0)
+    log(meter, 1)
+    unreadable = {"loss": torch.empty((), device="meta"), "aux_loss": 0.0, "grad_norm": torch.empty((), device="meta")}
+    counts = {"layers.1.moe": torch.empty(4, device="meta")}
+    for step in (2, 3):
+        assert meter.log(step, **unreadable, lr=1e-3, num_tokens=64, tokens_per_expert=counts) is None
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        meter.log(4, **unreadable, lr=1e-3, num_tokens=64, tokens_per_expert=counts)
+
+
+def test_resume_continues_the_file(tmp_path):
+    meter = build(tmp_path)
+    meter.start(0, 0)
+    for step in range(1, 9):
+        log(meter, step)
+    meter.log_validation(4, torch.tensor(1.5))
+    meter.log_validation(8, torch.tensor(1.25))
+    meter.close()
+    resumed = build(tmp_path)
+    resumed.start(5, 320)
+    for step in range(6, 11):
+        log(resumed, step)
+    resumed.log_validation(10, 1.0)
+    resumed.close()
+    found = records(tmp_path)
+    assert [(r["step"], "validation_loss" in r) for r in found] == [
+        (1, False), (4, False), (4, True), (6, False), (8, False), (10, False), (10, True)
+    ]  # fmt: skip
+    assert found[3]["tokens_seen"] == 384 and found[2] == {"step": 4, "validation_loss": 1.5}
+
+
+def test_other_ranks_write_nothing(tmp_path, capsys):
+    meter = build(tmp_path / "run", is_main=False, tensorboard=True)
+    meter.start(0, 0)
+    assert log(meter, 1)["loss"] == 3.0
+    meter.close()
+    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
+
+
+def test_forced_balance_is_on_record(tmp_path, capsys):
+    meter = build(tmp_path, force=True)
+    meter.start(0, 0)
+    assert log(meter, 1)["forced_balance"] is True
+    assert "FORCED BALANCE" in capsys.readouterr().out
+
+
+def test_tensorboard_curves(tmp_path):
+    meter = build(tmp_path, tensorboard=True)
+    meter.start(0, 0)
+    for step in range(1, 5):
+        log(meter, step)
+    meter.log_validation(4, 1.5)
+    meter.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags == FIELDS - {"step", "mfu", "expert_load"} | {
+        "validation_loss",
+        "expert_load/layers.1.moe",
+        "expert_load/layers.2.moe",
+    }
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (4, 6.0)]

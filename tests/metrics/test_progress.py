@@ -1,0 +1,62 @@
+"""One line tells a step, and nothing that is not there."""
+
+import io
+import sys
+
+from titan_moe.metrics.progress import Progress, describe
+
+RECORD = {
+    "step": 20,
+    "loss": 2.34567,
+    "aux_loss": 0.012,
+    "grad_norm": 1.5,
+    "lr": 3e-4,
+    "tokens_seen": 1,
+    "tokens_per_second_per_gpu": 12345.6,
+    "tflops_per_gpu": 284.0,
+    "mfu": 0.2871,
+    "memory_gib": 91.234,
+    "step_ms": 654.3,
+    "expert_load": {"layers.0": 1.2, "layers.1": 2.25},
+}
+
+
+def test_full_line():
+    assert describe(RECORD, 1000, "GPU") == (
+        "step   20/1000  loss 2.3457  aux 1.20e-02  norm 1.500  lr 3.00e-04  12,346 tokens/s/GPU  284 TFLOP/s  "
+        "MFU 28.7%  91.23 GiB  654 ms  load 2.25"
+    )
+
+
+def test_what_is_not_there_is_not_said():
+    line = describe(RECORD | {"mfu": None, "aux_loss": 0.0, "expert_load": {}}, 20, "process")
+    assert "MFU" not in line and "aux" not in line and "load" not in line and "tokens/s/process" in line
+
+
+def test_forced_balance_is_said_loudly():
+    assert describe(RECORD | {"forced_balance": True}, 20, "GPU").endswith("FORCED BALANCE")
+
+
+def test_validation_line():
+    assert describe({"step": 5, "validation_loss": 1.25}, 10, "GPU") == "step  5/10  validation loss 1.2500"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_bar_only_on_a_terminal(monkeypatch, capsys):
+    for stream, has_bar, expected in (
+        (io.StringIO(), True, False),
+        (Terminal(), False, False),
+        (Terminal(), True, True),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        progress = Progress(10, 4, "GPU", has_bar=has_bar)
+        assert (progress.bar is not None) == expected
+        progress.advance()
+        progress.tell(RECORD)
+        progress.close()
+        assert capsys.readouterr().out == describe(RECORD, 10, "GPU") + "\n"
+    assert "5/10" in stream.getvalue() and "loss 2.346" in stream.getvalue()

@@ -1,0 +1,73 @@
+"""The learning rate of every step against a closed formula."""
+
+import math
+
+import pytest
+from torch import nn
+
+from titan_moe.config.train import OptimConfig
+from titan_moe.optim.adamw import build_optimizer
+from titan_moe.optim.schedule import build_schedule
+
+LEFT = {"linear": lambda x: 1 - x, "sqrt": lambda x: 1 - x**0.5, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2}
+
+
+def build(config, steps):
+    optimizers = build_optimizer([nn.Linear(2, 2), nn.LayerNorm(2)], config)
+    return optimizers, build_schedule(optimizers, config, steps)
+
+
+def run(optimizers, schedules, num_steps):
+    """Take steps and return the rate of each, which every group of every optimizer must share."""
+    rates = []
+    for _ in range(num_steps):
+        (rate,) = {group["lr"] for optimizer in optimizers for group in optimizer.param_groups}
+        assert rate == schedules.lr
+        rates.append(rate)
+        optimizers.step()
+        schedules.step()
+    return rates
+
+
+@pytest.mark.parametrize("decay", sorted(LEFT))
+@pytest.mark.parametrize(
+    ("warmup", "fall", "steps"), [(4, 5, 12), (0, 0, 3), (3, 0, 5), (0, 6, 6), (4, 6, 10), (1, 1, 3)]
+)
+def test_every_step(decay, warmup, fall, steps):
+    config = OptimConfig(lr=0.4, warmup_steps=warmup, decay_steps=fall, decay=decay, min_lr_ratio=0.25)
+    rising = [0.4 * s / warmup for s in range(1, warmup + 1)]
+    falling = [0.4 * (0.25 + 0.75 * LEFT[decay](s / fall)) for s in range(1, fall + 1)]
+    expected = rising + [0.4] * (steps - warmup - fall) + falling
+    assert run(*build(config, steps), steps) == pytest.approx(expected, rel=1e-12)
+
+
+def test_after_the_last_step_the_rate_stays():
+    optimizers, schedules = build(OptimConfig(lr=1.0, decay_steps=2, min_lr_ratio=0.1), 3)
+    assert run(optimizers, schedules, 5)[2:] == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_resume_goes_on_and_a_longer_recipe_goes_on_along_its_own_curve():
+    config = OptimConfig(lr=1.0, warmup_steps=2, decay_steps=4, decay="linear", min_lr_ratio=0.0)
+    optimizers, schedules = build(config, 8)
+    straight = run(optimizers, schedules, 8)
+    optimizers, schedules = build(config, 8)
+    run(optimizers, schedules, 5)
+    state = schedules.state_dict()
+    assert state == {"last_step": 5}
+
+    again, resumed = build(config, 8)
+    resumed.load_state_dict(state)
+    assert run(again, resumed, 3) == straight[5:]
+
+    longer, resumed = build(config, 12)
+    resumed.load_state_dict(state)
+    assert run(longer, resumed, 7) == pytest.approx([1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+def test_curve_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"optim.warmup_steps = 6 .*optim.decay_steps = 5 .*train.steps = 10"):
+        build(OptimConfig(warmup_steps=6, decay_steps=5), 10)
+
+
+def test_default_is_constant():
+    assert set(run(*build(OptimConfig(lr=3e-4), 4), 4)) == {3e-4}

@@ -1,0 +1,95 @@
+"""torchtitan comes in once, in the right version, with a device that exists, and quietly."""
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+import titan_moe.titan as titan
+from titan_moe.titan import door
+
+
+def run_python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr
+
+
+def test_the_room_is_light():
+    code = "import sys, titan_moe.titan; print([n for n in ('torch', 'torchtitan') if n in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+def test_first_import_is_quiet_leaves_torch_alone_and_finds_a_device():
+    code = """
+import logging, torch, torch._utils
+before = torch._utils._get_available_device_type, torch._utils._get_device_module, dir(torch.cpu)
+logging.basicConfig(level="INFO")
+from titan_moe.titan import CheckpointManager, GarbageCollection, import_torchtitan
+GarbageCollection.collect("a message that torchtitan would log")
+assert before == (torch._utils._get_available_device_type, torch._utils._get_device_module, dir(torch.cpu))
+device_type = import_torchtitan("tools.utils").device_type
+assert device_type == (torch._utils._get_available_device_type() or "cpu"), device_type
+assert CheckpointManager.__init__.__globals__["logger"].name == "torchtitan"
+logging.getLogger("torchtitan").setLevel("INFO")
+GarbageCollection.collect("wanted message")
+"""
+    assert run_python(code).splitlines()[0].startswith("INFO:torchtitan:[GC] wanted message")
+
+
+def test_memory_monitor_answers_without_an_accelerator():
+    code = """
+from titan_moe.titan import DeviceMemoryMonitor, import_torchtitan
+monitor = DeviceMemoryMonitor(import_torchtitan("tools.utils").device_type)
+monitor.reset_peak_stats()
+print(monitor.device_capacity_gib > 0.1, 0 <= monitor.get_peak_stats().max_active_pct <= 100)
+"""
+    assert run_python(code).strip() == "True True"
+
+
+def test_every_name_is_there():
+    for name in titan.__all__:
+        assert callable(getattr(titan, name)), name
+
+
+def test_unknown_name_lists_the_offer():
+    with pytest.raises(AttributeError, match="'Trainer'; it offers CheckpointManager"):
+        titan.Trainer  # noqa: B018
+
+
+@pytest.mark.parametrize("version", ["0.2.2", "0.2.3.dev1+cpu", "0.2.10"])
+def test_versions_that_fit(version, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    door.check_version()
+
+
+@pytest.mark.parametrize("version", ["0.2.1", "0.1.0", "0.3.0", "1.0"])
+def test_versions_that_do_not_fit(version, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda _: version)
+    with pytest.raises(
+        ImportError, match=f"torchtitan {version} is installed; .* pip install 'torchtitan>=0.2.2,<0.3'"
+    ):
+        door.check_version()
+
+
+def test_missing_torchtitan_says_how_to_get_it(monkeypatch):
+    def missing(_):
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(ImportError, match="not installed; .* pip install"):
+        door.check_version()
+
+
+def test_missing_dependency_is_named():
+    code = """
+import sys
+sys.modules["triton"] = None
+from titan_moe.titan import import_torchtitan
+try:
+    import_torchtitan()
+except ImportError as error:
+    print("triton" in str(error) and "pip install" in str(error))
+"""
+    assert run_python(code).strip().endswith("True")

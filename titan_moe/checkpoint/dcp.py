@@ -1,0 +1,151 @@
+"""Save and resume a run with torch.distributed.checkpoint; once there is a whole checkpoint, there always is one."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
+
+from titan_moe.checkpoint.folders import MARK, CheckpointFolders
+from titan_moe.checkpoint.rng import RngState
+from titan_moe.config.train import CheckpointConfig
+from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
+from titan_moe.titan.checkpoints import MODEL_KEY
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """All that a run needs to go on exactly: weights, persistent buffers, optimizer, schedule, data, random states.
+
+    torchtitan's CheckpointManager writes and reads; what stands on disk is decided here, by the main rank alone. All
+    ranks make a Checkpointer together and call each method together. A save becomes a checkpoint when its mark is
+    written, after every rank's data; older ones go only when a newer one has its mark, and a step that is already
+    saved is left alone, never overwritten.
+
+    `loader` and `train_state` are Stateful; their state dicts are alike on all ranks and keep their keys over time.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_folder: Path,
+        model_parts: list[nn.Module],
+        optimizers: OptimizersContainer,
+        schedulers: LRSchedulersContainer,
+        loader: Stateful,
+        train_state: Stateful,
+    ) -> None:
+        self.config = config
+        self.folders = CheckpointFolders(Path(run_folder).absolute() / "checkpoints")
+        self.group = dist.new_group(backend="gloo")  # decisions travel between hosts, no device waits for them
+        self.is_main = dist.get_rank() == 0
+        if self.is_main:
+            for step in self.folders.remove_incomplete():
+                logger.warning("removed %s: its save was interrupted", self.folders.path(step))
+        device = next(model_parts[0].parameters()).device
+        self.manager = build_checkpoint_manager(
+            self.folders.root,
+            model_parts=model_parts,
+            optimizers=optimizers,
+            schedulers=schedulers,
+            loader=loader,
+            states={"train_state": train_state, "rng": RngState(device, self.group)},
+            is_async=config.is_async,
+        )
+
+    def load(self) -> bool:
+        """Resume from the newest complete checkpoint of the run, or else take the weights of `checkpoint.load_from`.
+
+        Returns: whether anything was loaded. Whether it was a resume, `train_state` knows.
+        Raises: ValueError when `checkpoint.load_from` is no checkpoint; RuntimeError when a checkpoint does not fit.
+        """
+        steps = self._ask_main(self.folders.complete_steps)
+        if steps:
+            self._read(self.folders.path(steps[-1]), lambda: self.manager.load(step=steps[-1]))
+            return True
+        if self.config.load_from:
+            folder = Path(self.config.load_from).expanduser().absolute()
+            self._require_checkpoint(folder)
+            self._read(folder, lambda: self._load_weights(folder))
+            return True
+        return False
+
+    def save(self, step: int, is_last: bool = False) -> None:
+        """Save the run as it stands after `step` optimizer steps; the last save of a run waits until it is on disk.
+
+        An earlier asynchronous save is waited for first. Nothing is saved before the first step: there is nothing yet
+        that a fresh start would not make again.
+        """
+        self._finish_save()
+        if step == 0 or self._ask_main(lambda: self._is_saved(step)):
+            return
+        self.manager.save(step, last_step=is_last)
+        if is_last or not self.config.is_async:
+            self._remove_old()
+
+    def close(self) -> None:
+        """Wait for an asynchronous save, then end the manager's threads; the process group must still be alive."""
+        self._finish_save()
+        self.manager.close()
+        dist.barrier(self.group)
+
+    def _finish_save(self) -> None:
+        """Wait until the save under way is a checkpoint; its failure is raised here."""
+        if self.manager.save_future is not None:
+            self.manager.save_future.result()
+            self.manager.save_future = None
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        if self.is_main and self.config.keep_latest > 0:
+            self.folders.keep_newest(self.config.keep_latest)
+
+    def _is_saved(self, step: int) -> bool:
+        """Say whether a step has its checkpoint; what a failed save of it has left is cleared away."""
+        self.folders.remove_incomplete()
+        return step in self.folders.complete_steps()
+
+    def _load_weights(self, folder: Path) -> None:
+        weights = self.manager.states[MODEL_KEY].state_dict()
+        self.manager.dcp_load(weights, checkpoint_id=str(folder), from_hf=False, from_quantized=False)
+
+    def _read(self, folder: Path, read: Callable[[], object]) -> None:
+        """Load, and turn DCP's bundle of every rank's failures into one sentence."""
+        try:
+            read()
+        except CheckpointException as error:
+            reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+            raise RuntimeError(
+                f"checkpoint {folder} does not fit this run's model or states: {reasons}; "
+                f"restore the recipe that wrote it, or set another run.folder for a fresh start"
+            ) from error
+
+    def _require_checkpoint(self, folder: Path) -> None:
+        if self._ask_main(lambda: (folder / MARK).is_file()):
+            return
+        steps = [step for root in (folder, folder / "checkpoints") for step in CheckpointFolders(root).complete_steps()]
+        found = (
+            f"complete ones below it: {', '.join(f'step-{step}' for step in steps)}" if steps else "none is below it"
+        )
+        raise ValueError(
+            f"checkpoint.load_from = {self.config.load_from!r} is not a complete checkpoint: it must be a folder "
+            f"`step-N` with a {MARK} file ({found})"
+        )
+
+    def _ask_main(self, question: Callable[[], Any]) -> Any:
+        """Let the main rank look at the disk and tell all others, who might see an older state of it."""
+        answer: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                answer[0] = question()
+            except OSError as error:
+                answer[1] = error  # raised on all ranks: the others would wait for an answer in vain
+        dist.broadcast_object_list(answer, src=0, group=self.group)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]

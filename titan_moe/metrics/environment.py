@@ -1,0 +1,72 @@
+"""Write down where and with what a run was made, so that its numbers can be explained later."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("titan_moe", "torch", "triton", "torchtitan", "torchao")
+
+
+def write_environment(run_folder: Path) -> dict[str, Any]:
+    """Write `environment.json` into the run folder and return what it says; call it on the main rank.
+
+    No host name and no user name: a run folder is made to be shown.
+    """
+    environment = describe_environment()
+    run_folder.mkdir(parents=True, exist_ok=True)
+    (run_folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    return environment
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, devices of this host, the package's commit, and the command; null for what is not there."""
+    has_cuda = torch.cuda.is_available()
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_cuda else []
+    return {
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "cuda": torch.version.cuda if has_cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_cuda else None,
+        "system": f"{platform.system()} {platform.machine()}",
+        "num_cpus": os.cpu_count(),
+        "devices": dict(Counter(names)),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "git": git_state(Path(__file__).parents[1]),
+        "argv": sys.argv,
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit that a folder is checked out from, and whether it was changed since.
+
+    None for an installed package, also one that lies inside somebody else's checkout: that repository must know the
+    folder's `__init__.py`.
+    """
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+        is_dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
+        return {"commit": _git(folder, "rev-parse", "HEAD"), "is_dirty": is_dirty}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    if package == "torch":
+        return str(torch.__version__)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,66 @@
+"""What a person sees: a line a logged step, and a bar below it on a terminal."""
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress:
+    """Lines go to standard output, the bar to standard error, and only where that is a terminal."""
+
+    def __init__(self, total_steps: int, first_step: int, unit: str, *, has_bar: bool) -> None:
+        self.total_steps = total_steps
+        self.unit = unit
+        shows = has_bar and sys.stderr.isatty()
+        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr) if shows else None
+
+    def advance(self) -> None:
+        """Move the bar by a step."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def tell(self, record: dict[str, Any]) -> None:
+        """Print a record as a line, above the bar if there is one."""
+        line = describe(record, self.total_steps, self.unit)
+        if self.bar is None:
+            print(line, flush=True)
+        else:
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
+            if "loss" in record:
+                self.bar.set_postfix_str(summarise(record, self.unit))
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def describe(record: dict[str, Any], total_steps: int, unit: str) -> str:
+    """Say a record in one line: of the layers' loads the worst, of zero losses and unknown peaks nothing."""
+    width = len(str(total_steps))
+    words = [f"step {record['step']:>{width}}/{total_steps}"]
+    if "validation_loss" in record:
+        return "  ".join([*words, f"validation loss {record['validation_loss']:.4f}"])
+    words.append(f"loss {record['loss']:.4f}")
+    if record["aux_loss"]:
+        words.append(f"aux {record['aux_loss']:.2e}")
+    words += [f"norm {record['grad_norm']:.3f}", f"lr {record['lr']:.2e}"]
+    words += [f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}", f"{record['tflops_per_gpu']:.3g} TFLOP/s"]
+    if record["mfu"] is not None:
+        words.append(f"MFU {record['mfu']:.1%}")
+    words += [f"{record['memory_gib']:.2f} GiB", f"{record['step_ms']:.0f} ms"]
+    if record["expert_load"]:
+        words.append(f"load {max(record['expert_load'].values()):.2f}")
+    if record.get("forced_balance"):
+        words.append("FORCED BALANCE")
+    return "  ".join(words)
+
+
+def summarise(record: dict[str, Any], unit: str) -> str:
+    """Say the few numbers that a bar has room for."""
+    words = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}"]
+    if record["mfu"] is not None:
+        words.append(f"MFU {record['mfu']:.1%}")
+    return ", ".join([*words, f"{record['memory_gib']:.1f} GiB"])

@@ -1,0 +1,69 @@
+"""The learning rate of each step: linear warm-up, constant, and a fall at the end (arXiv:2404.06395)."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from titan_moe.config.train import OptimConfig
+from titan_moe.titan import LRSchedulersContainer, OptimizersContainer
+
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1.0 - progress,
+    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""How much of the fall is left after a share `progress` of it: from 1 at 0 to 0 at 1."""
+
+
+class Schedules(LRSchedulersContainer):
+    """The schedule of every optimizer of a run, which all stand at the same step.
+
+    Its state is that step and nothing else: a resumed run takes the curve from its recipe, and a recipe with more
+    steps goes on along its own.
+    """
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the coming optimizer step."""
+        return self.schedulers[0].get_last_lr()[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_step": self.schedulers[0].last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for scheduler in self.schedulers:
+            scheduler.last_epoch = int(state_dict["last_step"])
+            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+            rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
+
+
+def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: int) -> Schedules:
+    """Build the schedule of a run of `steps` optimizer steps; call its `step()` once after each.
+
+    Step s (the first is 1) of the warm-up runs at `lr * s / warmup_steps`; the last warm-up step is the first at the
+    full rate. The fall takes exactly the last `decay_steps` steps, and the run's last step is at `lr * min_lr_ratio`.
+    torchtitan's own curve is not used: there the fall has one step less and does not reach its end.
+
+    Raises: ValueError when warm-up and fall do not fit into the run.
+    """
+    if config.warmup_steps + config.decay_steps > steps:
+        raise ValueError(
+            f"optim.warmup_steps = {config.warmup_steps} and optim.decay_steps = {config.decay_steps} together exceed "
+            f"train.steps = {steps}; shorten one of them or train for longer"
+        )
+    return Schedules(optimizers, partial(lr_factor, config=config, steps=steps))
+
+
+def lr_factor(num_steps_done: int, config: OptimConfig, steps: int) -> float:
+    """What `optim.lr` is multiplied by in the step after `num_steps_done` others."""
+    step = min(num_steps_done + 1, steps)
+    if step < config.warmup_steps:
+        return step / config.warmup_steps
+    if step <= steps - config.decay_steps:
+        return 1.0
+    progress = 1.0 - (steps - step) / config.decay_steps
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * DECAY_SHAPES[config.decay](progress)
