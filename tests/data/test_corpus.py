@@ -1,0 +1,77 @@
+"""Documents on disk, cut into samples: against a brute-force reading of the same documents."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_moe.data.corpus import Corpus, CorpusSamples, open_corpus, split_holdout, write_corpus
+
+DOCUMENTS = [[1, 2, 3, 0], [4, 0], [], [5, 6, 7, 8, 9, 10, 0], [11, 0], [12, 13, 0]]
+FLAT = [(token, number) for number, document in enumerate(DOCUMENTS) for token in document]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    write_corpus(tmp_path, [np.array(document, dtype=np.int64) for document in DOCUMENTS], np.dtype("u1"))
+    return open_corpus(tmp_path, np.dtype("u1"), vocab_size=256)
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 17])
+def test_samples_share_one_border_token_and_know_their_documents(corpus: Corpus, seq_len: int) -> None:
+    samples = CorpusSamples(corpus, 0, corpus.num_tokens, seq_len)
+    assert len(samples) == (len(FLAT) - 1) // seq_len
+    for number in range(len(samples)):
+        expected = FLAT[number * seq_len : number * seq_len + seq_len + 1]
+        assert samples[number].tokens.tolist() == [token for token, _ in expected]
+        ids = samples[number].document_ids
+        assert ids[0] == 0
+        assert (np.diff(ids) > 0).tolist() == [a[1] != b[1] for a, b in zip(expected, expected[1:], strict=False)]
+        assert np.diff(ids).max() <= 1
+
+
+def test_reading_crosses_file_borders() -> None:
+    parts = [np.arange(3, dtype="u2"), np.arange(3, 4, dtype="u2"), np.arange(4, 9, dtype="u2")]
+    corpus = Corpus(parts, np.array([3, 4, 9]), vocab_size=100)
+    for start in range(9):
+        for stop in range(start + 1, 10):
+            sample = corpus.read(start, stop)
+            assert sample.tokens.tolist() == list(range(start, stop))
+    assert corpus.read(2, 6).document_ids.tolist() == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("fraction", "num_held_out"), [(0.01, 1), (0.4, 2), (0.6, 3)])
+def test_the_last_documents_are_held_out(corpus: Corpus, fraction: float, num_held_out: int) -> None:
+    training, held_out = split_holdout(corpus, fraction, seq_len_tokens=1)
+    border = int(corpus.document_ends[5 - num_held_out - 1])
+    read = [int(training[number].tokens[0]) for number in range(len(training))] + [
+        int(training[len(training) - 1].tokens[1])
+    ]
+    assert read == [token for token, _ in FLAT[:border]]
+    assert held_out[0].tokens.tolist() == [token for token, _ in FLAT[border : border + 2]]
+    assert len(held_out) == len(FLAT) - border - 1
+
+
+def test_a_holdout_that_leaves_nothing_is_refused(corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match=r"data.holdout_fraction = 0.9 holds out 4 of 5|leaves none"):
+        split_holdout(corpus, 0.95, seq_len_tokens=1)
+
+
+def test_a_corpus_below_one_sequence_is_refused(corpus: Corpus) -> None:
+    with pytest.raises(ValueError, match=r"18 training tokens.*train.seq_len_tokens \+ 1 = 19"):
+        split_holdout(corpus, 0.0, seq_len_tokens=18)
+    training, held_out = split_holdout(corpus, 0.0, seq_len_tokens=17)
+    assert (len(training), len(held_out)) == (1, 0)
+
+
+def test_a_corpus_without_tokens_is_refused(tmp_path: Path) -> None:
+    write_corpus(tmp_path, [np.array([], dtype="u1")], np.dtype("u1"))
+    with pytest.raises(ValueError, match="every document is empty"):
+        open_corpus(tmp_path, np.dtype("u1"), 256)
+
+
+def test_an_id_beyond_the_tokenizer_is_refused() -> None:
+    corpus = Corpus([np.array([1, 2, 300], dtype="u2")], np.array([3]), vocab_size=256)
+    assert corpus.read(0, 2).tokens.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="token id 300.*below 256"):
+        corpus.read(1, 3)

@@ -1,0 +1,147 @@
+"""Hugging Face `datasets`: local JSON lines, downloaded and streamed."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import Recipe
+from titan_moe.data import hub
+from titan_moe.data.loader import Loader
+
+NUM_ROWS = 60
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[str]:
+    texts = ["" if number % 9 == 4 else f"row {number} " * (number % 5 + 1) for number in range(NUM_ROWS)]
+    for name, some in (("a", range(0, 23)), ("b", range(23, NUM_ROWS))):
+        lines = [json.dumps({"text": texts[number], "number": number}) for number in some]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return texts
+
+
+@pytest.fixture
+def json_recipe(
+    tmp_path: Path, rows: list[str], make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Recipe]:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
+
+    def make(validation: dict | None = None, **data: object) -> Recipe:
+        local = {"source": "datasets", "path": "json", "files": str(tmp_path / "*.jsonl")}
+        return make_recipe(data={**local, **data}, validation=validation or {})
+
+    return make
+
+
+def _read_text(loader: Loader, num_steps: int) -> str:
+    return "".join(
+        "".join(map(chr, sequence))
+        for _ in range(num_steps)
+        for sequence in loader.next_step().tokens_MBN.flatten(0, 1)
+    )
+
+
+def test_downloaded_rows_are_documents(
+    rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    loader = open_loader(json_recipe(is_shuffled=False))
+    text = "\0".join(filter(None, rows)) + "\0"
+    assert _read_text(loader, 5) == text[: 5 * 8 * 16]
+    assert loader.state_dict()["samples_per_epoch"] == (len(text) - 1) // 16
+
+
+def test_a_cached_corpus_needs_no_datasets(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = open_loader(json_recipe()).next_step()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert open_loader(json_recipe()).next_step().tokens_MBN.equal(first.tokens_MBN)
+
+
+def test_streamed_rows_are_documents_for_ever(
+    rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    loader = open_loader(json_recipe(is_streamed=True))
+    text = "\0".join(filter(None, rows)) + "\0"
+    num_steps = 3 * len(text) // 128
+    assert _read_text(loader, num_steps) == (4 * text)[: num_steps * 128]
+
+
+@pytest.mark.parametrize("can_describe_places", [True, False])
+def test_a_stream_resumes_at_every_step_on_another_number_of_ranks(
+    json_recipe: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    monkeypatch: pytest.MonkeyPatch,
+    can_describe_places: bool,
+) -> None:
+    if not can_describe_places:
+        monkeypatch.setattr(hub.DocumentStream, "place", lambda self: None)
+    recipe = json_recipe(is_streamed=True)
+    running, ahead = open_loader(recipe), open_loader(recipe)
+    expected = [ahead.next_step().tokens_MBN.flatten(0, 1) for _ in range(24)]
+    for step in range(0, 20, 4):
+        state = json.loads(json.dumps(running.state_dict()))
+        assert (json.loads(state["stream"])["place"] is not None) == (can_describe_places and step > 0)
+        for rank in range(2):
+            resumed = open_loader(recipe, rank, 2)
+            resumed.load_state_dict(state)
+            for later in range(2):
+                mine = resumed.next_step().tokens_MBN.flatten(0, 1)
+                assert mine.equal(expected[step + later][rank * 4 : rank * 4 + 4])
+        for later in range(4):
+            assert running.next_step().tokens_MBN.flatten(0, 1).equal(expected[step + later])
+
+
+def test_a_stream_keeps_its_first_documents_for_validation(
+    rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    loader = open_loader(json_recipe({"every_steps": 1, "num_sequences": 4}, is_streamed=True))
+    held_out = "".join(map(chr, (t for b in loader.validation_batches() for t in b.tokens_MBN.flatten().tolist())))
+    assert held_out == ("\0".join(filter(None, rows)) + "\0")[: 4 * 16]
+    seen = _read_text(loader, 20)
+    used_rows = held_out.count("\0") + 1
+    first_row = [row for row in rows if row][used_rows]
+    assert seen.startswith(first_row)
+    assert not any(f"row {number} " in seen for number in range(used_rows))
+
+
+def test_a_stream_shorter_than_its_validation_is_refused(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    with pytest.raises(ValueError, match="validation.num_sequences = 150 .*use up all"):
+        open_loader(json_recipe({"every_steps": 1, "num_sequences": 150}, is_streamed=True))
+    with pytest.raises(ValueError, match="data.holdout_fraction = 0.1 .*stream"):
+        open_loader(json_recipe(is_streamed=True, holdout_fraction=0.1))
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_columns_must_exist_and_hold_text(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], is_streamed: bool
+) -> None:
+    with pytest.raises(ValueError, match="data.text_column = 'content' is no column .*'text', 'number'"):
+        open_loader(json_recipe(text_column="content", is_streamed=is_streamed)).next_step()
+    with pytest.raises(ValueError, match="data.text_column = 'number' .*holds int"):
+        open_loader(json_recipe(text_column="number", is_streamed=is_streamed)).next_step()
+
+
+def test_what_datasets_cannot_load_names_the_recipe(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    with pytest.raises(ValueError, match="data.split = 'nothing'.*cannot load"):
+        open_loader(json_recipe(split="nothing"))
+    with pytest.raises(FileNotFoundError, match="data.files = 'nowhere/"):
+        open_loader(json_recipe(files="nowhere/*.json"))
+    with pytest.raises(ValueError, match="data.path is empty"):
+        open_loader(json_recipe(path=""))
+
+
+def test_a_missing_package_says_how_to_get_it(
+    make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        open_loader(make_recipe(data={"source": "datasets", "path": "owner/name"}))

@@ -1,0 +1,205 @@
+"""One global order for every number of ranks, one cursor for every resume."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_moe.config import Recipe
+from titan_moe.data import IGNORE_LABEL
+from titan_moe.data.loader import Loader
+
+
+@pytest.fixture
+def counting_recipe(make_recipe: Callable[..., Recipe], counting_tokens: Path) -> Callable[..., Recipe]:
+    """124 samples of 16 tokens; the first token of a sample says which it is."""
+
+    def make(**sections: dict) -> Recipe:
+        data = {"source": "tokens", "path": str(counting_tokens), "tokenizer": "", **sections.pop("data", {})}
+        return make_recipe(data=data, model={"vocab_size": 2000}, **sections)
+
+    return make
+
+
+def _numbers(loader: Loader) -> list[int]:
+    return (loader.next_step().tokens_MBN[..., 0].flatten() // 16).tolist()
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_each_sample_once_an_epoch_by_one_rank_in_one_order(
+    counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], dp_size: int
+) -> None:
+    recipe = counting_recipe()
+    alone = open_loader(recipe)
+    ranks = [open_loader(recipe, rank, dp_size) for rank in range(dp_size)]
+    order: list[int] = []
+    for _ in range(31):  # two epochs of 124 samples
+        step = [number for rank in ranks for number in _numbers(rank)]
+        assert step == _numbers(alone)
+        order += step
+    assert sorted(order[:124]) == sorted(order[124:]) == list(range(124))
+    assert order[:124] != order[124:]
+
+
+def test_microbatches_cut_the_ranks_slice(
+    counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    batch = open_loader(counting_recipe(data={"is_shuffled": False}), 1, 2).next_step()
+    assert batch.tokens_MBN.shape == (2, 2, 16)
+    assert (batch.tokens_MBN[..., 0] // 16).tolist() == [[4, 5], [6, 7]]
+    assert batch.labels_MBN.equal(batch.tokens_MBN + 1)
+    assert batch.document_ids_MBN is None
+
+
+def test_resumes_at_any_step_onto_any_number_of_ranks(
+    counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    recipe = counting_recipe()
+    running, ahead = open_loader(recipe, 1, 2), open_loader(recipe)
+    expected = [_numbers(ahead) for _ in range(24)]
+    for step in range(20):
+        state = json.loads(json.dumps(running.state_dict()))
+        for dp_size in (1, 4):
+            ranks = [open_loader(recipe, rank, dp_size) for rank in range(dp_size)]
+            for rank in ranks:
+                rank.load_state_dict(state)
+            for later in range(3):
+                assert [number for rank in ranks for number in _numbers(rank)] == expected[step + later]
+        assert _numbers(running) == expected[step][4:]
+
+
+def test_resumes_with_another_batch_size_where_it_stood(
+    counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    running, ahead = open_loader(counting_recipe()), open_loader(counting_recipe())
+    expected = [number for _ in range(6) for number in _numbers(ahead)]
+    _numbers(running)
+    larger = open_loader(counting_recipe(train={"global_batch_sequences": 16}))
+    larger.load_state_dict(running.state_dict())
+    assert _numbers(larger) == expected[8:24]
+
+
+def test_a_position_in_other_data_is_refused(
+    counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], counting_tokens: Path
+) -> None:
+    state = open_loader(counting_recipe()).state_dict()
+    with pytest.raises(ValueError, match="seq_len_tokens = 16, this run with 8.*checkpoint.load_from"):
+        open_loader(counting_recipe(train={"seq_len_tokens": 8})).load_state_dict(state)
+    counting_tokens.write_bytes(counting_tokens.read_bytes()[:2000])
+    with pytest.raises(ValueError, match="samples_per_epoch = 124, this run with 62"):
+        open_loader(counting_recipe()).load_state_dict(state)
+
+
+@pytest.mark.parametrize(("dp_size", "num_batches"), [(1, 3), (2, 2), (4, 1)])
+def test_validation_is_the_same_sequences_for_any_number_of_ranks(
+    make_recipe: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    tmp_path: Path,
+    dp_size: int,
+    num_batches: int,
+) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text(chr(ord("a") + number) * 47)  # and its end: 48 tokens, 3 sequences
+    recipe = make_recipe(
+        data={"source": "text", "path": str(tmp_path / "*.txt"), "holdout_fraction": 0.5},
+        validation={"every_steps": 1, "num_sequences": 5},
+    )
+    ranks = [open_loader(recipe, rank, dp_size) for rank in range(dp_size)]
+    seen: list[str] = []
+    for rank in ranks:
+        batches = list(rank.validation_batches())
+        assert len(batches) == num_batches
+        assert all(batch.tokens_MBN.shape == (1, 2, 16) for batch in batches)
+        for again, batch in zip(rank.validation_batches(), batches, strict=True):
+            assert again.tokens_MBN.equal(batch.tokens_MBN)
+            assert again.labels_MBN.equal(batch.labels_MBN)
+        labels = torch.cat([batch.labels_MBN.flatten(0, 1) for batch in batches])
+        tokens = torch.cat([batch.tokens_MBN.flatten(0, 1) for batch in batches])
+        seen += [chr(row[0]) for row, label in zip(tokens, labels, strict=True) if (label != IGNORE_LABEL).all()]
+    assert sorted(seen) == ["f", "f", "g", "h", "i"]  # sequences 0, 2, 5, 8 and 11 of the 14 that are held out
+    for _ in range(2):  # held-out documents are never trained on
+        assert all(rank.next_step().tokens_MBN.max() <= ord("e") for rank in ranks)
+
+
+def test_document_attention_against_brute_force(
+    make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    texts = ["one", "two and a half", "three", "x" * 40, "end"] * 4
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number:02}.txt").write_text(text)
+    data = {"source": "text", "path": str(tmp_path / "*.txt"), "document_attention": True, "is_shuffled": False}
+    recipe = make_recipe(data=data)
+    batch = open_loader(recipe).next_step()
+    flat = [(token, number) for number, text in enumerate(texts) for token in [*text.encode(), 0]]
+    assert batch.document_ids_MBN is not None
+    for sample in range(8):
+        cut = flat[sample * 16 : sample * 16 + 17]
+        at = divmod(sample, 2)
+        assert batch.tokens_MBN[at].tolist() == [token for token, _ in cut[:16]]
+        labels = [
+            label if same == number else IGNORE_LABEL for (_, number), (label, same) in zip(cut, cut[1:], strict=False)
+        ]
+        assert batch.labels_MBN[at].tolist() == labels
+        assert batch.document_ids_MBN[at].tolist() == [number - cut[0][1] for _, number in cut[:16]]
+        ends = batch.tokens_MBN[at] == 0
+        assert (batch.labels_MBN[at][ends] == IGNORE_LABEL).all()  # after an end nothing can be guessed
+    assert (batch.labels_MBN == 0).any()  # but where a document ends can
+
+
+def test_synthetic_needs_nothing_and_is_alike_for_all_ranks(
+    make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    recipe = make_recipe(
+        model={"vocab_size": 60},
+        data={"document_attention": True},
+        validation={"every_steps": 1, "num_sequences": 3},
+    )
+    alone, pair = open_loader(recipe), [open_loader(recipe, rank, 2) for rank in range(2)]
+    for _ in range(3):
+        whole, parts = alone.next_step(), [rank.next_step() for rank in pair]
+        assert whole.tokens_MBN.equal(torch.cat([part.tokens_MBN for part in parts]))
+        assert whole.labels_MBN.equal(torch.cat([part.labels_MBN for part in parts]))
+    assert whole.tokens_MBN.max() < 60
+    resumed = open_loader(recipe)
+    resumed.load_state_dict(alone.state_dict())
+    assert resumed.next_step().tokens_MBN.equal(alone.next_step().tokens_MBN)
+    assert [len(list(rank.validation_batches())) for rank in (alone, *pair)] == [2, 1, 1]
+
+
+def test_text_is_tokenised_once_by_rank_0(
+    make_recipe: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    recipe = make_recipe(data={"source": "text", "path": str(tmp_path / "a.txt")})
+    with pytest.raises(FileNotFoundError, match="data.cache_folder"):
+        open_loader(recipe, 1, 2)
+    first = open_loader(recipe, 0, 2).next_step()
+    monkeypatch.setattr("titan_moe.data.text.read_documents", lambda files: pytest.fail("read again"))
+    assert open_loader(recipe, 0, 2).next_step().tokens_MBN.equal(first.tokens_MBN)
+    open_loader(recipe, 1, 2).next_step()
+    other = make_recipe(data={"source": "text", "path": str(tmp_path / "a.txt"), "cache_folder": str(tmp_path / "c")})
+    with pytest.raises(pytest.fail.Exception, match="read again"):
+        open_loader(other)
+
+
+def test_what_does_not_fit_is_refused(
+    make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="global_batch_sequences = 8 is no multiple .*make it a multiple of 6"):
+        open_loader(make_recipe(), 0, 3)
+    (tmp_path / "a.txt").write_text("short")
+    text = {"source": "text", "path": str(tmp_path / "*.txt")}
+    with pytest.raises(ValueError, match="6 training tokens, fewer than one sequence"):
+        open_loader(make_recipe(data=text))
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text("long enough " * 4)
+    with pytest.raises(ValueError, match="validation.num_sequences = 64, but data.holdout_fraction = 0.1 holds out"):
+        open_loader(make_recipe(data={**text, "holdout_fraction": 0.1}, validation={"every_steps": 5}))
+    loader = open_loader(make_recipe(data=text))
+    with pytest.raises(ValueError, match="nothing is held out"):
+        list(loader.validation_batches())

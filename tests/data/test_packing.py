@@ -1,0 +1,27 @@
+"""Labels are the next token, and stop at document borders only where attention does."""
+
+import numpy as np
+import torch
+
+from titan_moe.data.packing import IGNORE_LABEL, Sample, pack
+
+
+def _sample(first: int, document_ids: list[int]) -> Sample:
+    return Sample(np.arange(first, first + 5, dtype=np.int64), np.array(document_ids, dtype=np.int32))
+
+
+def test_labels_are_the_next_token() -> None:
+    batch = pack([_sample(10 * i, [0, 0, 1, 1, 2]) for i in range(4)], 2, has_document_attention=False)
+    assert batch.tokens_MBN.shape == (2, 2, 4)
+    assert batch.tokens_MBN[1, 0].tolist() == [20, 21, 22, 23]
+    assert torch.equal(batch.labels_MBN, batch.tokens_MBN + 1)
+    assert batch.document_ids_MBN is None
+    assert batch.tokens_MBN.dtype == batch.labels_MBN.dtype == torch.int64
+
+
+def test_document_attention_has_no_label_across_a_border() -> None:
+    batch = pack([_sample(0, [0, 0, 1, 1, 2]), _sample(7, [0] * 5)], 2, has_document_attention=True)
+    assert batch.labels_MBN[0].tolist() == [[1, IGNORE_LABEL, 3, IGNORE_LABEL], [8, 9, 10, 11]]
+    assert batch.document_ids_MBN is not None
+    assert batch.document_ids_MBN[0].tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
+    assert batch.document_ids_MBN.dtype == torch.int32

@@ -1,0 +1,119 @@
+"""Bytes, numbers, and a Hugging Face folder made here."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from titan_moe.data.tokenizer import ByteTokenizer, FolderTokenizer, NumberTokenizer, build_tokenizer
+
+TEXT = "def encode(text):\n    return text.encode()\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<begin>", "<end>"], initial_alphabet=alphabet)
+    inner.train_from_iterator([TEXT] * 4, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    _configure(tmp_path, eos_token="<end>")
+    return tmp_path
+
+
+def _configure(folder: Path, **config: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_bytes_there_and_back() -> None:
+    tokenizer = ByteTokenizer()
+    text = "naïve → 数"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("ab") == [97, 98]
+    assert tokenizer.decode([97, 0, 98, 300]) == "ab"
+
+
+def test_byte_zero_ends_documents_and_nothing_else() -> None:
+    documents = list(ByteTokenizer().encode_documents(["a\0b", "", "\0", "c"]))
+    assert [document.tolist() for document in documents] == [[97, 98, 0], [], [], [99, 0]]
+    assert ByteTokenizer().dtype == np.uint8
+
+
+def test_a_lone_surrogate_does_not_stop_a_corpus() -> None:
+    assert ByteTokenizer().encode("a\ud800") == [97, ord("?")]
+
+
+def test_numbers_are_their_own_text() -> None:
+    tokenizer = NumberTokenizer(70000)
+    assert tokenizer.decode(tokenizer.encode("3 69999")) == "3 69999"
+    assert tokenizer.end_of_document is None
+    assert tokenizer.dtype == np.uint32
+
+
+def test_a_folder_encodes_and_closes_documents(folder: Path) -> None:
+    tokenizer = FolderTokenizer(str(folder))
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode(TEXT) == inner.encode(TEXT).ids
+    assert len(tokenizer.encode(TEXT)) < len(TEXT)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.end_of_document == inner.token_to_id("<end>")
+    assert tokenizer.vocab_size == inner.get_vocab_size()
+    texts = [TEXT, "", "x"] * 200
+    documents = [document.tolist() for document in tokenizer.encode_documents(texts)]
+    assert documents == [[*tokenizer.encode(text), tokenizer.end_of_document] if text else [] for text in texts]
+
+
+def test_a_folder_that_asks_for_bos_gets_it(folder: Path) -> None:
+    plain = FolderTokenizer(str(folder)).encode("x")
+    _configure(folder, eos_token="<end>", bos_token="<begin>", add_bos_token=True, add_eos_token=True)
+    tokenizer = FolderTokenizer(str(folder))
+    assert tokenizer.encode("x") == [0, *plain]
+    assert next(tokenizer.encode_documents(["x"])).tolist() == [0, *plain, tokenizer.end_of_document]
+
+
+def test_a_tokenizer_that_frames_by_itself_is_not_framed_twice(folder: Path) -> None:
+    plain = FolderTokenizer(str(folder)).encode("x")
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.post_processor = processors.TemplateProcessing(
+        single="<begin> $A <end>", special_tokens=[("<begin>", 0), ("<end>", 1)]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    _configure(folder, eos_token="<end>", bos_token="<begin>", add_bos_token=True)
+    tokenizer = FolderTokenizer(str(folder))
+    assert tokenizer.encode("x") == [0, *plain]
+    assert next(tokenizer.encode_documents(["x"])).tolist() == [0, *plain, 1]
+
+
+def test_another_vocabulary_is_another_fingerprint(folder: Path) -> None:
+    before = FolderTokenizer(str(folder)).fingerprint
+    assert FolderTokenizer(str(folder)).fingerprint == before
+    _configure(folder, eos_token="<end>", bos_token="<begin>")
+    assert FolderTokenizer(str(folder)).fingerprint != before
+
+
+def test_a_folder_without_an_end_token_is_refused(folder: Path) -> None:
+    _configure(folder)
+    with pytest.raises(ValueError, match="set eos_token in its tokenizer_config.json"):
+        FolderTokenizer(str(folder))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="data.tokenizer = .*tokenizer.json"):
+        FolderTokenizer(str(tmp_path / "missing"))
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="'bytes' has 256 ids, more than model.vocab_size = 255"):
+        build_tokenizer("bytes", "text", 255)
+    with pytest.raises(ValueError, match="set model.vocab_size to at least"):
+        build_tokenizer(str(folder), "text", 256)
+    assert isinstance(build_tokenizer("bytes", "text", 256), ByteTokenizer)
+
+
+def test_sources_of_ids_need_no_tokenizer() -> None:
+    assert build_tokenizer("bytes", "synthetic", 60).vocab_size == 60
+    assert build_tokenizer("", "tokens", 60).vocab_size == 60

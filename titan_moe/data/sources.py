@@ -1,0 +1,94 @@
+"""From `[data]` of a recipe to its training samples and its held-out ones."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from titan_moe.config import Recipe
+from titan_moe.data import hub, text
+from titan_moe.data.cache import Cache, describe_files
+from titan_moe.data.corpus import Corpus, open_corpus, split_holdout, write_corpus
+from titan_moe.data.samples import EpochSamples, IndexedSamples, Samples
+from titan_moe.data.stream import StreamedSamples
+from titan_moe.data.synthetic import SyntheticSamples
+from titan_moe.data.tokenizer import Tokenizer
+from titan_moe.data.tokens import open_token_files
+
+
+class Source(NamedTuple):
+    """What a run learns from and what it is judged by."""
+
+    training: Samples
+    validation: IndexedSamples
+
+
+def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
+    """Open the source that `data.source` names.
+
+    Raises: ValueError where a validation is asked for and too little is held out for it.
+    """
+    if recipe.data.source == "datasets" and not recipe.data.path:
+        raise ValueError(
+            "data.path is empty; data.source = 'datasets' needs a hub name, a local folder, or a file type such as "
+            "'json' with data.files"
+        )
+    if recipe.data.source == "synthetic":
+        return _open_synthetic(recipe)
+    if recipe.data.source == "datasets" and recipe.data.is_streamed:
+        return _open_stream(recipe, tokenizer)
+    corpus = _open_corpus(recipe, tokenizer, cache)
+    training, held_out = split_holdout(corpus, recipe.data.holdout_fraction, recipe.train.seq_len_tokens)
+    if recipe.validation.every_steps > 0 and len(held_out) < recipe.validation.num_sequences:
+        raise ValueError(
+            f"validation.num_sequences = {recipe.validation.num_sequences}, but data.holdout_fraction = "
+            f"{recipe.data.holdout_fraction} holds out {len(held_out)} sequences of {recipe.train.seq_len_tokens} "
+            "tokens; raise data.holdout_fraction or lower validation.num_sequences"
+        )
+    return Source(EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled), held_out)
+
+
+def _open_synthetic(recipe: Recipe) -> Source:
+    vocab_size, seq_len, seed = recipe.model.vocab_size, recipe.train.seq_len_tokens, recipe.run.seed
+    held_out = SyntheticSamples(vocab_size, seq_len, seed, is_validation=True)
+    count = recipe.validation.num_sequences
+    return Source(SyntheticSamples(vocab_size, seq_len, seed), held_out.take(0, count, range(count)))
+
+
+def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
+    """A stream has no known end to hold out from: its first documents are the validation's, where there is one."""
+    if recipe.data.holdout_fraction > 0:
+        raise ValueError(
+            f"data.holdout_fraction = {recipe.data.holdout_fraction} means the last documents, and a stream is not "
+            "known to its end; set it to 0 (validation then keeps the stream's first documents) or set "
+            "data.is_streamed to false"
+        )
+
+    def open_documents(num_read: int, place: dict | None) -> hub.DocumentStream:
+        return hub.DocumentStream(recipe.data, num_read, place)
+
+    is_held_out_read = recipe.validation.every_steps > 0 or recipe.metrics.sample_tokens > 0
+    count = recipe.validation.num_sequences if is_held_out_read else 0
+    held_out = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens)
+    validation = held_out.take(0, count, range(count))
+    if held_out.epoch > 0:
+        raise ValueError(
+            f"validation.num_sequences = {count} sequences of {recipe.train.seq_len_tokens} tokens use up all of "
+            f"data.path = {recipe.data.path!r}, which is streamed; lower validation.num_sequences"
+        )
+    num_reserved = held_out.num_documents_touched if count else 0
+    training = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens, num_reserved)
+    return Source(training, validation)
+
+
+def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Corpus:
+    data = recipe.data
+    if data.source == "tokens":
+        return open_token_files(data, tokenizer, cache)
+    files = text.find_text_files(data.path) if data.source == "text" else []
+    made_from = describe_files(files) if data.source == "text" else hub.describe_dataset(data)
+
+    def build(folder: Path) -> None:
+        documents = text.read_documents(files) if data.source == "text" else hub.read_documents(data)
+        write_corpus(folder, tokenizer.encode_documents(documents), tokenizer.dtype)
+
+    folder = cache.get(data.source, [made_from, tokenizer.fingerprint], build)
+    return open_corpus(folder, tokenizer.dtype, tokenizer.vocab_size)

@@ -1,0 +1,127 @@
+"""Samples from documents that can only be read in order."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from titan_moe.data.packing import Sample
+from titan_moe.data.samples import Samples
+from titan_moe.data.tokenizer import Tokenizer
+
+
+class Documents(Protocol):
+    """One pass over documents."""
+
+    num_read: int
+
+    def read(self) -> str | None: ...
+    def place(self) -> dict[str, Any] | None: ...
+
+
+OpenDocuments = Callable[[int, dict[str, Any] | None], Documents]
+"""Opens a pass at its document number `num_read`; the place that `Documents.place` described there may save reading."""
+
+
+@dataclass(frozen=True)
+class _Position:
+    """A token of a stream: so many documents of this epoch lie before its own, so many tokens before it in that one."""
+
+    epoch: int = 0
+    num_documents: int = 0
+    offset_tokens: int = 0
+    place: dict[str, Any] | None = None
+
+
+class StreamedSamples(Samples):
+    """Pack a stream of documents into samples, on every rank alike, and remember the exact token where the next begins.
+
+    Every rank reads the whole stream and keeps its slice: that costs each rank all the tokenising, and buys a global
+    order that does not depend on how many ranks there are. The stream starts again when it ends; its first
+    `num_reserved` documents are left out each time (they are the validation's).
+    """
+
+    def __init__(
+        self, open_documents: OpenDocuments, tokenizer: Tokenizer, seq_len_tokens: int, num_reserved: int = 0
+    ) -> None:
+        self._open_documents = open_documents
+        self._tokenizer = tokenizer
+        self._seq_len_tokens = seq_len_tokens
+        self._num_reserved = num_reserved
+        self._begin_at(_Position(num_documents=num_reserved))
+
+    @property
+    def epoch(self) -> int:
+        """How many times the stream has started again."""
+        return self._next.epoch
+
+    @property
+    def num_documents_touched(self) -> int:
+        """Documents of this epoch up to the one that holds the next sample's first token, that one included."""
+        return self._next.num_documents + 1
+
+    def take(self, first: int, count: int, mine: range) -> list[Sample]:
+        samples = [self._take_one() for _ in range(count)]
+        return [samples[offset] for offset in mine]
+
+    def state(self) -> str:
+        return json.dumps(asdict(self._next))
+
+    def load_state(self, state: str) -> None:
+        if not state:
+            raise ValueError(
+                "the checkpoint's data was no stream, this run's is; set data.source and data.is_streamed back, or "
+                "start a new run from the weights with checkpoint.load_from"
+            )
+        self._begin_at(_Position(**json.loads(state)))
+
+    def _begin_at(self, position: _Position) -> None:
+        self._next = position
+        self._documents: Documents | None = None
+        self._tokens = np.empty(0, dtype=np.int64)
+        self._document_ids = np.empty(0, dtype=np.int32)
+
+    def _take_one(self) -> Sample:
+        """Take N + 1 tokens and keep the last, which is the next sample's first.
+
+        That token always lies in the document read last, so the position needs one document and one offset.
+        """
+        length = self._seq_len_tokens
+        while len(self._tokens) <= length:
+            self._append_document()
+        sample = Sample(self._tokens[: length + 1], self._document_ids[: length + 1] - self._document_ids[0])
+        self._tokens, self._document_ids = self._tokens[length:], self._document_ids[length:]
+        self._next = _Position(*self._last_start, self._last_tokens - len(self._tokens), self._last_place)
+        return sample
+
+    def _append_document(self) -> None:
+        if self._documents is None:
+            tokens = self._read(self._next.epoch, self._open_documents(self._next.num_documents, self._next.place))
+            tokens = tokens[self._next.offset_tokens :]
+        else:
+            tokens = self._read(self._last_start[0], self._documents)
+        number = self._document_ids[-1] + 1 if len(self._document_ids) else 0
+        self._tokens = np.concatenate([self._tokens, tokens])
+        self._document_ids = np.concatenate([self._document_ids, np.full(len(tokens), number, dtype=np.int32)])
+
+    def _read(self, epoch: int, documents: Documents) -> np.ndarray:
+        """Read the next document that has a token, over the end of an epoch if need be, and note where it starts."""
+        first_epoch = epoch
+        while True:
+            start, place = (epoch, documents.num_read), documents.place()
+            text = documents.read()
+            if text is None:
+                if epoch > first_epoch:
+                    raise ValueError(
+                        f"data.path has no document with text in a whole pass, past the {self._num_reserved} documents "
+                        "that validation keeps; add data, or lower validation.num_sequences"
+                    )
+                epoch, documents = epoch + 1, self._open_documents(self._num_reserved, None)
+                continue
+            (tokens,) = self._tokenizer.encode_documents([text])
+            if len(tokens) > 0:
+                self._documents, self._last_start, self._last_place = documents, start, place
+                self._last_tokens = len(tokens)
+                return tokens.astype(np.int64)

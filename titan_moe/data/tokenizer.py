@@ -1,0 +1,144 @@
+"""Between text and token ids."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
+_DOCUMENTS_AT_A_TIME = 256
+
+
+class Tokenizer(ABC):
+    """What the data room and a run that writes text ask of a tokenizer."""
+
+    vocab_size: int
+    """One more than the largest id."""
+    end_of_document: int | None
+    """Id that follows a document's last token; None where documents have no end that can be seen."""
+    fingerprint: str
+    """What a cache of tokenised text must remember about the tokenizer."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Turn a text into ids, without the end-of-document id."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn ids back into text."""
+
+    @abstractmethod
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        """Turn whole documents into ids, each closed by `end_of_document`; an empty text gives an empty array."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest unsigned integers that hold every id."""
+        return np.dtype(np.min_scalar_type(self.vocab_size - 1)).newbyteorder("<")
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes as ids, for runs that need no download; byte 0, which text has no use for, ends a document."""
+
+    vocab_size = 256
+    end_of_document = 0
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(_utf8(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(id for id in ids if self.end_of_document < id < self.vocab_size).decode("utf-8", errors="replace")
+
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        for text in texts:
+            data = _utf8(text)
+            yield np.frombuffer(data + b"\0" if data else b"", dtype=np.uint8)
+
+
+class NumberTokenizer(Tokenizer):
+    """Ids whose tokenizer is unknown or does not exist: their text is the ids themselves, in decimal."""
+
+    end_of_document = None
+    fingerprint = "numbers"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(id) for id in ids)
+
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        return (np.array(self.encode(text), dtype=self.dtype) for text in texts)
+
+
+class FolderTokenizer(Tokenizer):
+    """A Hugging Face tokenizer from a folder, through torchtitan; its own rules say whether a text begins with BOS."""
+
+    def __init__(self, folder: str) -> None:
+        files = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
+        if not files:
+            raise FileNotFoundError(
+                f"data.tokenizer = {folder!r} is not a folder with a tokenizer.json; "
+                "give the path of such a folder, or 'bytes'"
+            )
+        from titan_moe.titan import HuggingFaceTokenizer  # here, so that runs on bytes never load torchtitan for it
+
+        self._inner: Any = HuggingFaceTokenizer(folder)
+        if self._inner.eos_id is None:
+            raise ValueError(
+                f"data.tokenizer = {folder!r} names no end-of-sequence token, which must end documents; "
+                "set eos_token in its tokenizer_config.json"
+            )
+        self.end_of_document: int = self._inner.eos_id
+        self.vocab_size = max(self._inner.get_vocab().values()) + 1
+        self.fingerprint = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return self._frame(self._inner.tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids))
+
+    def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        texts = iter(texts)
+        while some := list(islice(texts, _DOCUMENTS_AT_A_TIME)):  # a batch uses every core
+            for text, encoding in zip(some, self._inner.tokenizer.encode_batch(some), strict=True):
+                ids = [*self._frame(encoding.ids), self.end_of_document] if text else []
+                yield np.array(ids, dtype=self.dtype)
+
+    def _frame(self, ids: list[int]) -> list[int]:
+        """Open with BOS where the folder's configuration asks for it, and leave the end to the caller."""
+        if self._inner.hf_adds_eos:
+            ids = ids[:-1]
+        if self._inner.default_add_bos and not self._inner.hf_adds_bos and self._inner.bos_id is not None:
+            ids = [self._inner.bos_id, *ids]
+        return ids
+
+
+def build_tokenizer(name: str, source: str, model_vocab_size: int) -> Tokenizer:
+    """Make the tokenizer that `data.tokenizer` names, and see that its ids fit the model's embedding."""
+    tokenizer: Tokenizer
+    if source == "synthetic" or (source == "tokens" and name == ""):
+        tokenizer = NumberTokenizer(model_vocab_size)
+    elif name == "bytes":
+        tokenizer = ByteTokenizer()
+    else:
+        tokenizer = FolderTokenizer(name)
+    if tokenizer.vocab_size > model_vocab_size:
+        raise ValueError(
+            f"data.tokenizer = {name!r} has {tokenizer.vocab_size} ids, more than model.vocab_size = "
+            f"{model_vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", errors="replace").replace(b"\0", b"")

@@ -1,0 +1,74 @@
+"""Corpora that are token ids already: flat binary files, memory-mapped."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from titan_moe.config.train import DataConfig
+from titan_moe.data.cache import Cache, describe_files
+from titan_moe.data.corpus import Corpus, open_document_ends, write_document_ends
+from titan_moe.data.text import find_files
+from titan_moe.data.tokenizer import Tokenizer
+
+_LOOK_TOKENS = 4096
+_TELLING_TOKENS = 16
+_SCAN_TOKENS = 1 << 24
+
+
+def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Corpus:
+    """Map the files of `data.path` as one corpus, in sorted order.
+
+    A document ends after the tokenizer's end-of-document id, and with its file. Only document attention and a holdout
+    need to know where; the scan for it reads every byte once, and its answer is cached.
+    """
+    files = find_files(data.path, "data.path")
+    parts = [_map_file(file, data, tokenizer) for file in files]
+    if not (data.document_attention or data.holdout_fraction > 0):
+        return Corpus(parts, np.cumsum([len(part) for part in parts]), tokenizer.vocab_size)
+    key = [describe_files(files), data.token_dtype, tokenizer.end_of_document]
+
+    def build(folder: Path) -> None:
+        write_document_ends(folder, np.concatenate(list(_find_document_ends(parts, tokenizer.end_of_document))))
+
+    return Corpus(parts, open_document_ends(cache.get("tokens", key, build)), tokenizer.vocab_size)
+
+
+def _map_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
+    dtype = np.dtype(data.token_dtype).newbyteorder("<")
+    size_bytes = file.stat().st_size
+    if size_bytes == 0 or size_bytes % dtype.itemsize != 0:
+        raise ValueError(
+            f"data.path: {file} has {size_bytes} bytes, which is no whole number of data.token_dtype = "
+            f"{data.token_dtype!r} ids of {dtype.itemsize} bytes; remove the file or correct data.token_dtype"
+        )
+    tokens = np.memmap(file, dtype=dtype, mode="r")
+    _refuse_wrong_dtype(tokens[:_LOOK_TOKENS], file, data, tokenizer)
+    return tokens
+
+
+def _refuse_wrong_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Look at a file's first ids: 32-bit ids read as 16-bit ones show as zeros at every odd place."""
+    is_long_enough = len(tokens) >= _TELLING_TOKENS
+    if data.token_dtype == "uint16" and is_long_enough and tokens.any() and not tokens[1::2].any():
+        raise ValueError(
+            f"data.path: every second id of {file} is 0 when read as data.token_dtype = 'uint16', as in a file of "
+            "32-bit ids; set data.token_dtype to 'uint32'"
+        )
+    if tokens.max() >= tokenizer.vocab_size:
+        raise ValueError(
+            f"data.path: {file} holds the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, but "
+            f"data.tokenizer = {data.tokenizer!r} has ids below {tokenizer.vocab_size} only; correct "
+            "data.token_dtype, name the folder of the tokenizer that made the file, or set data.tokenizer to '' where "
+            "it is unknown"
+        )
+
+
+def _find_document_ends(parts: list[np.ndarray], end_of_document: int | None) -> Iterator[np.ndarray]:
+    start = 0
+    for part in parts:
+        for offset in range(0, len(part) if end_of_document is not None else 0, _SCAN_TOKENS):
+            yield np.flatnonzero(part[offset : offset + _SCAN_TOKENS] == end_of_document) + (start + offset + 1)
+        start += len(part)
+        if part[-1] != end_of_document:
+            yield np.array([start])
