@@ -1,6 +1,7 @@
 """Labels are the next token, and stop at document borders only where attention does."""
 
 import numpy as np
+import pytest
 import torch
 
 from titan_moe.data.packing import IGNORE_LABEL, Sample, pack
@@ -25,3 +26,21 @@ def test_document_attention_has_no_label_across_a_border() -> None:
     assert batch.document_ids_MBN is not None
     assert batch.document_ids_MBN[0].tolist() == [[0, 0, 1, 1], [0, 0, 0, 0]]
     assert batch.document_ids_MBN.dtype == torch.int32
+
+
+@pytest.mark.parametrize("has_document_attention", [True, False])
+def test_a_batch_goes_to_a_device_and_comes_apart_into_microbatches(has_document_attention: bool) -> None:
+    batch = pack([_sample(10 * i, [0, 0, 1, 1, 2]) for i in range(4)], 2, has_document_attention)
+    moved = batch.to(torch.device("meta"))
+    assert {x.device.type for x in moved if x is not None} == {"meta"}
+    assert (moved.document_ids_MBN is not None) == has_document_attention
+    parts = list(batch.to(torch.device("cpu")).microbatches())
+    assert len(parts) == 2
+    for number, (tokens_BN, labels_BN, document_ids_BN) in enumerate(parts):
+        assert tokens_BN.equal(batch.tokens_MBN[number])
+        assert labels_BN.equal(batch.labels_MBN[number])
+        if batch.document_ids_MBN is None:
+            assert document_ids_BN is None
+        else:
+            assert document_ids_BN is not None
+            assert document_ids_BN.equal(batch.document_ids_MBN[number])
