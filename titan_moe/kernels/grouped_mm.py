@@ -106,7 +106,7 @@ def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
     return output[: int(args[2][-1])]
 
 
-register(Kernel("grouped_mm", grouped_mm, grouped_mm_reference, _samples, valid=_written))
+register(Kernel("grouped_mm", grouped_mm, grouped_mm_reference, _samples, valid=_written, valid_grad=_written))
 register(
     Kernel(
         "grouped_mm_loop",
@@ -114,6 +114,7 @@ register(
         grouped_mm_reference,
         _samples,
         valid=_written,
+        valid_grad=_written,
         dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )
 )

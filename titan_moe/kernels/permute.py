@@ -117,7 +117,7 @@ def _sum_slots_reference(y_RD: Tensor, rows_R: Tensor, slots_SK: Tensor) -> Tens
 
 
 def _place_scores_reference(scores_SK: Tensor, slots_SK: Tensor, num_slots: int) -> Tensor:
-    out_R = scores_SK.new_zeros(num_slots)
+    out_R = scores_SK.new_zeros(num_slots) + 0 * scores_SK.sum()
     for row, choice in (slots_SK >= 0).nonzero().tolist():
         out_R = out_R.index_add(0, slots_SK[row, choice].long().view(1), scores_SK[row, choice].view(1))
     return out_R
@@ -173,5 +173,5 @@ def _score_samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 register(Kernel("gather_rows", gather_rows, _gather_rows_reference, _row_samples, valid=_written))
-register(Kernel("sum_slots", sum_slots, _sum_slots_reference, _slot_samples))
+register(Kernel("sum_slots", sum_slots, _sum_slots_reference, _slot_samples, valid_grad=_written))
 register(Kernel("place_scores", place_scores, _place_scores_reference, _score_samples, dtypes=(torch.float32,)))

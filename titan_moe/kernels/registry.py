@@ -22,7 +22,8 @@ class Kernel:
     """An operation, the plain PyTorch function that defines it, and inputs on which the two must agree.
 
     `samples(device, dtype)` draws fresh inputs. `valid(output, args)` selects the part of an output that the operation
-    promises to write (rows past the last slot are never written); None means all of it.
+    promises to write (slots past the last one are never written), `valid_grad` the same of the first input's gradient;
+    None means all of it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Kernel:
     reference: Callable[..., Tensor]
     samples: Callable[[torch.device, torch.dtype], list[Sample]]
     valid: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
+    valid_grad: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
 

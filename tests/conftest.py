@@ -1,0 +1,72 @@
+"""Fixtures of all tests: a pool of processes for multi-rank tests, started once."""
+
+import inspect
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TIMEOUT_SECONDS = 240
+
+
+class Ranks:
+    """Runs a test module's top-level function on several gloo ranks: `ranks(4, function, *args)` -> results by rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.pipes, self.workers, self.num_jobs = folder, [], [], 0
+        self.listener = Listener(str(folder / "pool"))
+
+    def __call__(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._grow(num_ranks)
+        self.num_jobs += 1
+        job = (inspect.getfile(function), function.__name__, args, num_ranks, str(self.folder / f"store-{self.num_jobs}"))
+        for pipe in self.pipes[:num_ranks]:
+            pipe.send(job)
+        answers = [self._answer(pipe) for pipe in self.pipes[:num_ranks]]
+        failures = [f"rank {rank}:\n{text}" for rank, (is_good, text) in enumerate(answers) if not is_good]
+        if failures:
+            self.close()
+            pytest.fail("\n".join(failures))
+        return [torch.load(io.BytesIO(result), weights_only=False) for _, result in answers]
+
+    def _answer(self, pipe: Connection) -> tuple[bool, Any]:
+        # a rank whose peer has failed waits in a collective: do not wait with it
+        return pipe.recv() if pipe.poll(TIMEOUT_SECONDS) else (False, f"no answer within {TIMEOUT_SECONDS} s")
+
+    def _grow(self, num_ranks: int) -> None:
+        worker = Path(__file__).with_name("rank_worker.py")
+        for rank in range(len(self.pipes), num_ranks):
+            command = [sys.executable, str(worker), self.listener.address, str(rank)]
+            self.workers.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+        connected = {}
+        for _ in range(len(self.pipes), num_ranks):
+            pipe = self.listener.accept()
+            connected[pipe.recv()] = pipe
+        self.pipes += [connected[rank] for rank in sorted(connected)]
+
+    def close(self) -> None:
+        """End all ranks; the next call starts new ones."""
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+        self.pipes, self.workers = [], []
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    pool = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))

@@ -1,0 +1,131 @@
+"""Every dispatcher gives what one process gives: values and gradients, in fp64, whatever the routing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from titan_moe.kernels.grouped_mm import grouped_mm_loop
+from titan_moe.layers.experts import GroupedExperts
+
+NUM_EXPERTS, TOP_K, NUM_TOKENS, WIDTH, HIDDEN = 8, 3, 12, 16, 8
+ROUTINGS = ("random", "skewed", "one_expert_empty", "one_rank_empty", "all_to_one_rank", "dropped_choices")
+KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+
+
+def choose(routing: str, num_tokens: int, num_ranks: int, generator: torch.Generator) -> Tensor:
+    """Expert ids [T, K] of one rank."""
+    scores_TE = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
+    per_rank = NUM_EXPERTS // num_ranks
+    if routing == "skewed":
+        scores_TE[:, 1] += 0.8
+    if routing == "one_expert_empty":
+        scores_TE[:, 3] = -1
+    if routing == "one_rank_empty" and num_ranks > 1 and NUM_EXPERTS - per_rank >= TOP_K:
+        scores_TE[:, -per_rank:] = -1
+    ids_TK = scores_TE.topk(TOP_K).indices
+    if routing == "all_to_one_rank":  # rank 0 gets as much as fits there, choices that do not fit are none
+        ids_TK = torch.where(ids_TK.argsort(-1) < per_rank, ids_TK.argsort(-1), -1)
+    if routing == "dropped_choices":
+        ids_TK = torch.where(torch.rand(num_tokens, TOP_K, generator=generator) < 0.3, -1, ids_TK)
+    return ids_TK
+
+
+def inputs(routing: str, num_ranks: int, tokens_by_rank: list[int]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Rows, ids, scores and a gradient for each rank, the same wherever they are drawn."""
+    generator = torch.Generator().manual_seed(7)
+    drawn = []
+    for num_tokens in tokens_by_rank:
+        x_TD = torch.randn(num_tokens, WIDTH, generator=generator, dtype=torch.float64)
+        ids_TK = choose(routing, num_tokens, num_ranks, generator)
+        scores_TK = torch.rand(num_tokens, TOP_K, generator=generator, dtype=torch.float64)
+        drawn.append((x_TD, ids_TK, scores_TK, torch.randn(x_TD.shape, generator=generator, dtype=torch.float64)))
+    return drawn
+
+
+def experts(first: int, last: int) -> GroupedExperts:
+    generator = torch.Generator().manual_seed(3)
+    module = GroupedExperts(NUM_EXPERTS, WIDTH, HIDDEN, gemm=grouped_mm_loop).double()
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)[first:last].clone()
+    return module
+
+
+def serve(dispatcher: TokenDispatcher, module: GroupedExperts, rank_inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output and gradients of rows, scores and expert weights."""
+    x_TD, ids_TK, scores_TK, grad_TD = rank_inputs
+    x_TD, scores_TK = x_TD.clone().requires_grad_(), scores_TK.clone().requires_grad_()
+    routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
+    y_TD = dispatcher.combine(module(routed), routed)
+    y_TD.backward(grad_TD)
+    return [y_TD.detach(), x_TD.grad, scores_TK.grad, module.gate_up.grad, module.down.grad]
+
+
+def dense_oracle(rank_inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Every token through every expert, one by one: no dispatcher, no kernel of ours."""
+    x_TD, ids_TK, scores_TK, grad_TD = rank_inputs
+    module = experts(0, NUM_EXPERTS)
+    x_TD, scores_TK = x_TD.clone().requires_grad_(), scores_TK.clone().requires_grad_()
+    y_TD = torch.zeros_like(x_TD)
+    for expert in range(NUM_EXPERTS):
+        gate, up = (x_TD @ w_FD.T for w_FD in module.gate_up[expert])
+        weight_T1 = (scores_TK * (ids_TK == expert)).sum(1, keepdim=True)
+        y_TD = y_TD + weight_T1 * ((torch.nn.functional.silu(gate) * up) @ module.down[expert].T)
+    y_TD.backward(grad_TD)
+    return [y_TD.detach(), x_TD.grad, scores_TK.grad, module.gate_up.grad, module.down.grad]
+
+
+def run_rank(kind: str, routing: str, tokens_by_rank: list[int]) -> list[Tensor]:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    per_rank = NUM_EXPERTS // num_ranks
+    module = experts(rank * per_rank, (rank + 1) * per_rank)
+    dispatcher = KINDS[kind](NUM_EXPERTS, dist.group.WORLD)
+    return serve(dispatcher, module, inputs(routing, num_ranks, tokens_by_rank)[rank])
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for name, a, b in zip(("y", "dx", "dscores", "dgate_up", "ddown"), actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def join(parts: list[list[Tensor]], *, experts_add_up: bool) -> list[Tensor]:
+    rows = [torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3]]
+    weights = list(zip(*parts, strict=True))[3:]
+    return rows + [torch.stack(w).sum(0) if experts_add_up else torch.cat(w) for w in weights]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_local_equals_dense_oracle(routing: str) -> None:
+    (rank_inputs,) = inputs(routing, 1, [NUM_TOKENS])
+    actual = serve(LocalDispatcher(NUM_EXPERTS), experts(0, NUM_EXPERTS), rank_inputs)
+    assert_close(actual, dense_oracle(rank_inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_spread_equals_dense_oracle(ranks, kind: str, num_ranks: int) -> None:
+    for routing in ROUTINGS:
+        tokens_by_rank = [NUM_TOKENS] * num_ranks
+        actual = join(ranks(num_ranks, run_rank, kind, routing, tokens_by_rank), experts_add_up=False)
+        expected = [dense_oracle(drawn) for drawn in inputs(routing, num_ranks, tokens_by_rank)]
+        assert_close(actual, join(expected, experts_add_up=True))
+
+
+def test_alltoall_takes_uneven_and_missing_tokens(ranks) -> None:
+    tokens_by_rank = [5, 0, 13, 1]
+    actual = join(ranks(4, run_rank, "alltoall", "random", tokens_by_rank), experts_add_up=False)
+    expected = [dense_oracle(drawn) for drawn in inputs("random", 4, tokens_by_rank)]
+    assert_close(actual, join(expected, experts_add_up=True))
+
+
+def count_rows(routing: str) -> tuple[int, int]:
+    rank = dist.get_rank()
+    _, ids_TK, scores_TK, _ = inputs(routing, 4, [NUM_TOKENS] * 4)[rank]
+    exchange = AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD).prepare(ids_TK, scores_TK)
+    return sum(exchange.rows_sent), len({(t, i // 2) for t, ids in enumerate(ids_TK.tolist()) for i in ids if i >= 0})
+
+
+def test_alltoall_sends_a_row_once_to_each_rank_that_wants_it(ranks) -> None:
+    for sent, wanted in ranks(4, count_rows, "skewed"):
+        assert sent == wanted < NUM_TOKENS * TOP_K

@@ -1,0 +1,85 @@
+"""Every registered operation against its reference: values, gradients, compiled as one graph."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.registry import KERNELS, Kernel, Sample, load_all
+
+load_all()
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def evaluate(
+    op: Callable[..., Tensor], sample: Sample, kernel: Kernel, unpromised: float, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """What the operation promises of its output and of its gradients; the rest of the output's gradient is `unpromised`."""
+    args = list(copy.deepcopy(sample.args))
+    for index in range(sample.num_differentiable):
+        args[index] = (args[index] if dtype is None else args[index].to(dtype)).detach().requires_grad_()
+    out = op(*args)
+    grad = torch.full_like(out, unpromised, requires_grad=False)
+    promised = promised_part(kernel.valid, grad, sample)
+    promised.copy_(torch.linspace(-1, 1, promised.numel(), device=out.device).view(promised.shape))
+    out.backward(grad)
+    grads = [args[index].grad for index in range(sample.num_differentiable)]
+    return [promised_part(kernel.valid, out.detach(), sample), promised_part(kernel.valid_grad, grads[0], sample), *grads[1:]]
+
+
+def promised_part(select: Callable[..., Tensor] | None, tensor: Tensor, sample: Sample) -> Tensor:
+    return tensor if select is None else select(tensor, sample.args)
+
+
+def check(kernel: Kernel, op: Callable[..., Tensor], sample: Sample, dtype: torch.dtype) -> None:
+    """Compare with the reference in fp64; what nobody promised is NaN, and must not spread."""
+    actual = evaluate(op, sample, kernel, float("nan"))
+    expected = evaluate(kernel.reference, sample, kernel, 0.0, torch.float64)
+    for name, got, wanted in zip(("out", "grad 0", "grad 1"), actual, expected, strict=False):
+        error = (got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-6)
+        assert error < TOLERANCE[dtype], f"{kernel.name}/{sample.name}: {name} differs by {error:.2e}"
+
+
+CASES = [pytest.param(kernel, dtype, id=f"{kernel.name}-{dtype}") for kernel in KERNELS.values() for dtype in kernel.dtypes]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("kernel", "dtype"), CASES)
+def test_equals_reference(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
+    if device == "cuda" and kernel.name == "grouped_mm" and dtype != torch.bfloat16:
+        pytest.skip("the CUDA grouped GEMM is bf16")
+    torch.manual_seed(0)
+    for sample in kernel.samples(torch.device(device), dtype):
+        check(kernel, kernel.op, sample, dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [pytest.param(k, id=k.name) for k in KERNELS.values()])
+def test_compiles_as_one_graph(kernel: Kernel, device: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    dtype = torch.bfloat16 if torch.bfloat16 in kernel.dtypes else kernel.dtypes[0]
+    compiled = torch.compile(kernel.op, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    for sample in kernel.samples(torch.device(device), dtype):
+        check(kernel, compiled, sample, dtype)
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "grouped_mm_dw"])
+def test_custom_ops_are_sound(name: str) -> None:
+    torch.manual_seed(0)
+    offsets_e = torch.tensor([3, 3, 8], dtype=torch.int32)
+    x_RI, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
+    args = (x_RI, weight, offsets_e, False) if name == "grouped_mm" else (torch.randn(8, 24), x_RI.detach(), offsets_e, False)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(getattr(torch.ops.titan_moe, name).default, args, test_utils=tests)
+
+
+def test_grouped_mm_takes_an_expanded_gradient() -> None:
+    grouped_mm = KERNELS["grouped_mm"].op
+    x_RI, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
+    grouped_mm(x_RI, weight, torch.tensor([3, 3, 8], dtype=torch.int32)).sum().backward()
+    assert x_RI.grad is not None and weight.grad is not None
+    torch.testing.assert_close(weight.grad[0, 0], x_RI[:3].sum(0))
