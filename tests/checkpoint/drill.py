@@ -22,7 +22,6 @@ from titan_moe.checkpoint.dcp import Checkpointer
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 from titan_moe.optim.adamw import build_optimizer
 from titan_moe.optim.schedule import build_schedule
-from titan_moe.titan import init_distributed
 
 TOTAL_STEPS = 8
 
@@ -167,7 +166,7 @@ def _leave(folder: Path, name: str, drill: Drill) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    init_distributed("cpu")
+    dist.init_process_group("gloo")
     for phase in sys.argv[2:]:
         {"straight": straight, "background": background, "resume": resume, "die_while_saving": die_while_saving}[phase](
             Path(sys.argv[1])

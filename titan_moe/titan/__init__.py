@@ -3,9 +3,9 @@
 No other room says `import torchtitan`, so one folder knows its version, its traps and its log. What we want from it:
 checkpoints (`CheckpointManager`), containers that reshard optimizers and schedules, the Hugging Face tokenizer, the
 TensorBoard writer, the memory monitor, garbage collection at the same step on all ranks, profiler contexts, and its
-pipeline splitters. What it offers but we own, because its version edits the environment, asks the wrong device or
-needs its own mesh class, is in `process_group.py` and `seeds.py`; peak FLOP/s come from `plan.hardware` (torchtitan
-asks `lspci`, and takes an unknown GPU for an A100).
+pipeline splitters. What we leave there: `init_distributed` overwrites NCCL's environment and picks a backend by what
+the host has instead of what the run uses, `set_determinism` wants its own mesh class, and `get_peak_flops` asks
+`lspci` and takes an unknown GPU for an A100.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torchtitan.tools.utils import GarbageCollection
 
     from titan_moe.titan.checkpoints import build_checkpoint_manager
-    from titan_moe.titan.process_group import init_distributed
-    from titan_moe.titan.seeds import set_determinism
 
 __all__ = [
     "CheckpointManager",
@@ -39,11 +37,9 @@ __all__ = [
     "build_lr_schedulers",
     "generate_llm_fqn_per_model_part",
     "import_torchtitan",
-    "init_distributed",
     "maybe_enable_memory_snapshot",
     "maybe_enable_profiling",
     "pipeline_module_split",
-    "set_determinism",
 ]
 
 _TORCHTITAN_HOMES = {
@@ -61,19 +57,14 @@ _TORCHTITAN_HOMES = {
     "maybe_enable_profiling": "tools.profiling",
     "GarbageCollection": "tools.utils",
 }
-_OWN_HOMES = {
-    "build_checkpoint_manager": "checkpoints",
-    "init_distributed": "process_group",
-    "set_determinism": "seeds",
-}
 
 
 def __getattr__(name: str) -> Any:
     """Fetch a leaf from its home at first use (PEP 562): importing this room costs neither torch nor torchtitan."""
     if name in _TORCHTITAN_HOMES:
         return getattr(import_torchtitan(_TORCHTITAN_HOMES[name]), name)
-    if name in _OWN_HOMES:
-        from importlib import import_module
+    if name == "build_checkpoint_manager":
+        from titan_moe.titan.checkpoints import build_checkpoint_manager
 
-        return getattr(import_module(f"{__name__}.{_OWN_HOMES[name]}"), name)
+        return build_checkpoint_manager
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
