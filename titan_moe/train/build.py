@@ -1,17 +1,46 @@
-"""The assembly: transforms over a built model, in one visible order."""
+"""The assembly: transforms over a built model, in one visible order, and the parts of a run around it."""
 
 import importlib
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
+from titan_moe.config.parallel import resolve
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.router import ForcedBalance, TopKRouter
 from titan_moe.memory import recompute
+from titan_moe.optim.adamw import build_optimizer
+from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.parallel import expert, fsdp
-from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.balance import ExpertBalancer
+from titan_moe.parallel.mesh import Meshes, build_meshes
+from titan_moe.titan import OptimizersContainer
+from titan_moe.train.step import TrainStep
+
+
+class Assembly(NamedTuple):
+    """What turns batches into weights on this rank."""
+
+    meshes: Meshes
+    model: nn.Module
+    optimizers: OptimizersContainer
+    schedule: Schedules
+    step: TrainStep
+
+
+def assemble(recipe: Recipe, device: torch.device) -> Assembly:
+    """Build model, optimizer and step of a recipe; the process group must exist."""
+    meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
+    model = build_model(recipe, meshes, device)
+    optimizers = build_optimizer([model], recipe.optim)
+    schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
+    balancer = ExpertBalancer(model, recipe.model.moe.bias_update_speed, meshes.data_group)
+    step = TrainStep(model, optimizers, schedule, balancer, recipe.optim, meshes.data_group)
+    return Assembly(meshes, model, optimizers, schedule, step)
 
 
 def build_model(recipe: Recipe, meshes: Meshes, device: torch.device) -> nn.Module:

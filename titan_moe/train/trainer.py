@@ -1,6 +1,7 @@
 """The loop: from a recipe to a trained model in a run folder."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer
-from titan_moe.checkpoint.rng import RngState
 from titan_moe.config import Recipe, check_rules
-from titan_moe.config.parallel import resolve
 from titan_moe.config.parse import RecipeError, dump_recipe
 from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
-from titan_moe.optim.adamw import build_optimizer
-from titan_moe.optim.schedule import build_schedule
-from titan_moe.parallel.balance import ExpertBalancer
-from titan_moe.parallel.mesh import build_meshes
 from titan_moe.plan.count import count
 from titan_moe.profile.trace import StepTracer
 from titan_moe.titan import GarbageCollection
-from titan_moe.train.build import build_model
+from titan_moe.train.build import assemble
 from titan_moe.train.evaluate import validation_loss
 from titan_moe.train.process import StopSignal, process_group
-from titan_moe.train.step import StepResult, TrainStep
+from titan_moe.train.step import StepResult
 
 logger = logging.getLogger("titan_moe")
 
@@ -38,6 +33,7 @@ def run(recipe: Recipe) -> None:
     Raises: RecipeError if a rule is broken on this number of ranks.
     """
     with process_group(recipe.run) as device:
+        recipe = replace(recipe, run=replace(recipe.run, device=device.type))
         problems = check_rules(recipe, dist.get_world_size())
         if problems:
             raise RecipeError(problems)
@@ -70,26 +66,13 @@ class Trainer:
             self._describe()
         torch.manual_seed(recipe.run.seed)
         torch.use_deterministic_algorithms(recipe.run.is_deterministic)
-        self.meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
-        self.model = build_model(recipe, self.meshes, device)
+        self.meshes, self.model, optimizers, self.schedule, self.step = assemble(recipe, device)
         self.loader = build_loader(
             recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=lambda: dist.barrier()
         )
-        self.optimizers = build_optimizer([self.model], recipe.optim)
-        self.schedule = build_schedule(self.optimizers, recipe.optim, recipe.train.steps)
-        group = self.meshes.data_group
-        balancer = ExpertBalancer(self.model, recipe.model.moe.bias_update_speed, group)
-        self.step = TrainStep(self.model, self.optimizers, self.schedule, balancer, recipe.optim, group)
         self.progress = Progress()
         self.checkpointer = Checkpointer(
-            recipe.checkpoint,
-            self.run_folder,
-            [self.model],
-            self.optimizers,
-            self.schedule,
-            self.loader,
-            self.progress,
-            RngState(device),
+            recipe.checkpoint, self.run_folder, [self.model], optimizers, self.schedule, self.loader, self.progress
         )
         self.meter = Meter(
             recipe,
@@ -125,7 +108,7 @@ class Trainer:
 
     def _one_step(self) -> None:
         recipe, progress = self.recipe, self.progress
-        lr = self.schedule.schedulers[0].get_last_lr()[0]
+        lr = self.schedule.lr
         result: StepResult = self.step(self.loader.next_step().to(self.device))
         progress.step += 1
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
@@ -134,7 +117,7 @@ class Trainer:
         every = recipe.validation.every_steps
         if every and (progress.step % every == 0 or progress.step == recipe.train.steps):
             self.meter.log_validation(progress.step, self._validate())
-        if recipe.checkpoint.every_steps and progress.step < recipe.train.steps:
+        if recipe.checkpoint.every_steps and progress.step % recipe.checkpoint.every_steps == 0:
             self.checkpointer.save(progress.step)
 
     def _validate(self) -> Tensor:

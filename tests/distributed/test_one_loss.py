@@ -1,0 +1,202 @@
+"""One loss: a tiny model trains the same on every layout.
+
+The reference is one process with the loop GEMM in fp64. Every layout must give its gradients after step 1, its losses and
+gradient norms of 20 steps to 1e-9, and its expert counts exactly.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_moe.config import Recipe
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
+from titan_moe.config.train import OptimConfig, TrainConfig
+from titan_moe.data.packing import Batch
+from titan_moe.train.build import assemble
+
+VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
+ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
+MOE = MoEConfig(
+    num_experts=8,
+    top_k=2,
+    ffn_hidden_size=8,
+    shared_ffn_hidden_size=8,
+    score_fn="sigmoid",
+    aux_loss_coef=1e-2,
+    z_loss_coef=1e-3,
+    bias_update_speed=1e-2,
+)
+MODEL = ModelConfig(
+    vocab_size=VOCABULARY,
+    num_layers=3,
+    num_dense_layers=1,
+    hidden_size=16,
+    ffn_hidden_size=16,
+    attention=ATTENTION,
+    moe=MOE,
+    init_std=0.2,
+)
+FP64 = PrecisionConfig("fp64", "fp64", "fp64")
+
+
+def recipe(parallel: ParallelConfig, *, kernels: str = "reference", precision: PrecisionConfig = FP64, **changes: Any) -> Recipe:
+    base = Recipe(
+        model=MODEL,
+        parallel=parallel,
+        perf=PerfConfig(kernels=kernels, loss_chunk_tokens=5),
+        precision=precision,
+        compile=CompileConfig("off"),
+        train=TrainConfig(steps=STEPS, seq_len_tokens=TOKENS, global_batch_sequences=SEQUENCES, micro_batch_sequences=1),
+        optim=OptimConfig(lr=1e-2, max_grad_norm=0.5, warmup_steps=5, decay_steps=5),
+    )
+    return replace(base, **changes)
+
+
+class Trace(SimpleNamespace):
+    """What a run shows of itself: losses, aux_losses and grad_norms [steps], counts by step and router, grads by name."""
+
+
+def batch_of(step: int, micro_batch_sequences: int) -> Batch:
+    """This rank's slice of a step's sequences; a few labels are missing, so ranks differ in label tokens."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (SEQUENCES, TOKENS + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, :5] = -100
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    mine = slice(rank * SEQUENCES // num_ranks, (rank + 1) * SEQUENCES // num_ranks)
+    shape = (-1, micro_batch_sequences, TOKENS)
+    return Batch(tokens[mine, :-1].reshape(shape), labels[mine].reshape(shape), None)
+
+
+class Skewed:
+    """A router that starves: nobody chooses the last experts (whole ranks of them), everybody the first."""
+
+    def __init__(self, choose: Any, num_starved: int) -> None:
+        self.choose, self.num_starved = choose, num_starved
+
+    def __call__(self, scores_BNE: Tensor) -> Tensor:
+        scores_BNE = scores_BNE.clone()
+        scores_BNE[..., 0] += 1
+        scores_BNE[..., scores_BNE.shape[-1] - self.num_starved :] = float("-inf")
+        return self.choose(scores_BNE)
+
+
+def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
+    """Run all steps on this rank; the fields of a Trace."""
+    _, model, _, _, step = assemble(run, torch.device("cpu"))
+    if num_starved >= 0:
+        for router in step.balancer.routers.values():
+            router.choose = Skewed(router.choose, num_starved)
+    trace = Trace(losses=[], aux_losses=[], grad_norms=[], counts=[], grads={})
+    for index in range(run.train.steps):
+        batch = batch_of(index, run.train.micro_batch_sequences)
+        if index == 0:
+            trace.grads = first_gradients(step, model, batch)
+        result = step(batch)
+        trace.losses.append(result.loss.item())
+        trace.aux_losses.append(result.aux_loss.item())
+        trace.grad_norms.append(result.grad_norm.item())
+        trace.counts.append({name: counts.tolist() for name, counts in result.tokens_per_expert.items()})
+    return vars(trace)
+
+
+def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """All gradients, whole, before clipping; leaves no trace in the model."""
+    scale = 1.0 / step._global_label_tokens(batch)
+    step.balancer.start(scale)
+    step.forward_backward(model, batch, scale)
+    grads = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) == len(list(model.parameters()))
+    model.zero_grad()
+    return grads
+
+
+def whole(grad: Tensor) -> Tensor:
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def run(ranks: Any, num_ranks: int, *args: Any) -> list[Trace]:
+    return [Trace(**fields) for fields in ranks(num_ranks, train, *args)]
+
+
+LAYOUTS = {
+    "dp2": (2, ParallelConfig(), ("local",)),
+    "dp4-ep2": (4, ParallelConfig(ep=2), ("allgather", "alltoall")),
+    "dp4-ep4": (4, ParallelConfig(ep=4), ("allgather", "alltoall")),
+    "dp8-ep4-edp2": (8, ParallelConfig(ep=4), ("allgather", "alltoall")),
+    "hsdp2x2-ep2": (4, ParallelConfig(dp_replicate=2, ep=2), ("allgather", "alltoall")),
+}
+CASES = [
+    pytest.param(num_ranks, replace(parallel, dispatcher=dispatcher), id=f"{name}-{dispatcher}")
+    for name, (num_ranks, parallel, dispatchers) in LAYOUTS.items()
+    for dispatcher in dispatchers
+]
+
+
+def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
+    torch.testing.assert_close(actual.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    # the books of the auxiliary loss are kept in fp32
+    torch.testing.assert_close(actual.aux_losses, expected.aux_losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual.grad_norms, expected.grad_norms, rtol=tolerance, atol=tolerance)
+    assert actual.grads.keys() == expected.grads.keys()
+    for name, grad in expected.grads.items():
+        torch.testing.assert_close(actual.grads[name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    if tolerance < 1e-6:
+        assert actual.counts == expected.counts
+
+
+@pytest.fixture(scope="module")
+def alone(ranks) -> dict[int, Trace]:
+    """One process, plain and skewed."""
+    one = recipe(ParallelConfig())
+    return {num_starved: run(ranks, 1, one, num_starved)[0] for num_starved in (-1, 1, 4)}
+
+
+def test_one_process_learns(alone: dict[int, Trace]) -> None:
+    trace = alone[-1]
+    assert len(set(trace.losses)) == STEPS and all(norm > 0 for norm in trace.grad_norms)
+    assert all(grad.abs().max() > 0 for grad in trace.grads.values())
+    total = SEQUENCES * TOKENS * MOE.top_k
+    assert all(sum(counts) == total for by_router in trace.counts for counts in by_router.values())
+
+
+@pytest.mark.parametrize(("num_ranks", "parallel"), CASES)
+def test_layout_trains_as_one_process(ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig) -> None:
+    for trace in run(ranks, num_ranks, recipe(parallel)):
+        assert_same(trace, alone[-1], 1e-9)
+
+
+@pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_skewed_routing_trains_as_one_process(ranks, alone: dict[int, Trace], dispatcher: str, num_starved: int) -> None:
+    for trace in run(ranks, 4, recipe(ParallelConfig(ep=4, dispatcher=dispatcher)), num_starved):
+        assert_same(trace, alone[num_starved], 1e-9)
+        assert all(counts[-num_starved:] == [0] * num_starved for by in trace.counts for counts in by.values())
+
+
+@pytest.mark.parametrize("what", ["experts", "block"])
+def test_recompute_changes_nothing(ranks, alone: dict[int, Trace], what: str) -> None:
+    candidate = recipe(ParallelConfig(ep=2, dispatcher="alltoall"), memory=MemoryConfig(what))
+    assert_same(run(ranks, 2, candidate)[0], alone[-1], 1e-9)
+
+
+def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:
+    candidate = recipe(ParallelConfig())
+    whole_batch = replace(candidate, train=replace(candidate.train, micro_batch_sequences=SEQUENCES))
+    assert_same(run(ranks, 1, whole_batch)[0], alone[-1], 1e-9)
+
+
+def test_fp32_with_the_fast_kernel(ranks, alone: dict[int, Trace]) -> None:
+    fp32 = PrecisionConfig("fp32", "fp32", "fp32")
+    one = run(ranks, 1, recipe(ParallelConfig(), kernels="grouped_mm", precision=fp32))[0]
+    candidate = recipe(ParallelConfig(ep=4, dispatcher="alltoall"), kernels="grouped_mm", precision=fp32)
+    for trace in run(ranks, 4, candidate):
+        assert_same(trace, one, 1e-4)
