@@ -64,9 +64,11 @@ def test_resume_goes_on_and_a_longer_recipe_goes_on_along_its_own_curve():
     assert run(longer, resumed, 7) == pytest.approx([1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
-def test_curve_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"optim.warmup_steps = 6 .*optim.decay_steps = 5 .*train.steps = 10"):
-        build(OptimConfig(warmup_steps=6, decay_steps=5), 10)
+def test_in_a_short_run_the_warmup_goes_first_and_the_fall_takes_what_remains():
+    config = OptimConfig(lr=1.0, warmup_steps=4, decay_steps=100, decay="linear", min_lr_ratio=0.5)
+    assert run(*build(config, 6), 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5])
+    assert run(*build(config, 4), 4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert run(*build(config, 2), 3) == pytest.approx([0.25, 0.5, 0.5])
 
 
 def test_default_is_constant():

@@ -54,9 +54,10 @@ class OptimConfig:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly."""
+    """Steps over which the learning rate rises linearly; in a shorter run the rise ends unfinished with it."""
     decay_steps: int = 0
-    """Steps at the end of the run over which it falls."""
+    """Steps at the end of the run over which it falls; at most those that the warm-up leaves, so that any
+    `train.steps` runs."""
     decay: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the fall."""
     min_lr_ratio: float = 0.1
@@ -93,8 +94,8 @@ class DataConfig:
     is_shuffled: bool = True
     """Draw the sequences of an epoch in a seeded random order; streams keep their own."""
     holdout_fraction: float = 0.0
-    """Share of the documents kept from training for validation, chosen by position (`text`, `datasets` not streamed,
-    `tokens`)."""
+    """Share of the documents kept from training for validation, the last ones (`text`, `datasets`, `tokens`). A stream
+    has no known end: it keeps as many of its first documents as a validation reads, and wants 0 here."""
     cache_folder: str = ""
     """Where tokenised corpora are kept between runs; empty means inside the run folder."""
 
@@ -135,8 +136,9 @@ class MetricsConfig:
     progress_bar: bool = True
     """Show a bar on rank 0 when standard error is a terminal."""
     sample_tokens: int = 0
-    """Tokens that the trained model writes at the end of the run, greedily, from a held-out prompt; 0 writes
-    nothing."""
+    """Tokens that the trained model writes at the end of the run, from a held-out prompt; 0 writes nothing."""
+    sample_temperature: float = 0.8
+    """How freely it chooses them: logits are divided by this before a token is drawn; 0 always takes the likeliest."""
 
 
 @dataclass(frozen=True)

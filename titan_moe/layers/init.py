@@ -23,7 +23,7 @@ RESIDUAL_ENDS = (".attention.out.weight", ".down.weight", ".experts.down", ".lat
 def init_weights(model: nn.Module, seed: int, std: float, num_layers: int) -> None:
     """Fill every parameter and buffer of a materialised model, sharded or not.
 
-    Matrices are normal with deviation `std` cut at three deviations, norms start at one, biases at zero.
+    Matrices are normal with deviation `std`, clamped at three deviations; norms start at one, biases at zero.
     """
     experts = {name for name, module in model.named_modules() if isinstance(module, GroupedExperts)}
     for name, parameter in model.named_parameters():
@@ -52,7 +52,8 @@ def _draw(shape: torch.Size, key: str, spread: float, like: Tensor) -> Tensor:
     generator = torch.Generator(like.device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
     full = torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    return nn.init.trunc_normal_(full, std=spread, a=-3 * spread, b=3 * spread, generator=generator)
+    # not trunc_normal_: torch 2.13 draws other numbers from the same generator than 2.11, and waits for the device
+    return full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)
 
 
 def _slice(full: Tensor, offsets: tuple[int, ...], shape: torch.Size) -> Tensor:

@@ -46,24 +46,20 @@ def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: 
 
     Step s (the first is 1) of the warm-up runs at `lr * s / warmup_steps`; the last warm-up step is the first at the
     full rate. The fall takes exactly the last `decay_steps` steps, and the run's last step is at `lr * min_lr_ratio`.
-    torchtitan's own curve is not used: there the fall has one step less and does not reach its end.
-
-    Raises: ValueError when warm-up and fall do not fit into the run.
+    In a run too short for both, as when one tries a recipe for 50 steps, the warm-up goes first (without it training may
+    diverge) and the fall takes the steps that remain. torchtitan's own curve is not used: there the fall has one step
+    less and does not reach its end.
     """
-    if config.warmup_steps + config.decay_steps > steps:
-        raise ValueError(
-            f"optim.warmup_steps = {config.warmup_steps} and optim.decay_steps = {config.decay_steps} together exceed "
-            f"train.steps = {steps}; shorten one of them or train for longer"
-        )
     return Schedules(optimizers, partial(lr_factor, config=config, steps=steps))
 
 
 def lr_factor(num_steps_done: int, config: OptimConfig, steps: int) -> float:
     """What `optim.lr` is multiplied by in the step after `num_steps_done` others."""
     step = min(num_steps_done + 1, steps)
+    decay_steps = min(config.decay_steps, max(steps - config.warmup_steps, 0))
     if step < config.warmup_steps:
         return step / config.warmup_steps
-    if step <= steps - config.decay_steps:
+    if step <= steps - decay_steps:
         return 1.0
-    progress = 1.0 - (steps - step) / config.decay_steps
+    progress = 1.0 - (steps - step) / decay_steps
     return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * DECAY_SHAPES[config.decay](progress)

@@ -101,6 +101,7 @@ RANGES: dict[str, Range] = {
     "checkpoint.keep_latest": ZERO_OR_MORE,
     "metrics.every_steps": POSITIVE,
     "metrics.sample_tokens": ZERO_OR_MORE,
+    "metrics.sample_temperature": ZERO_OR_MORE,
     "profile.start_step": ZERO_OR_MORE,
     "profile.num_steps": POSITIVE,
 }

@@ -13,15 +13,6 @@ def _folder_is_named(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield 'run.folder = "" names no folder; take one such as "runs/my_run"'
 
 
-def _schedule_fits(recipe: Recipe, world_size: int) -> Iterator[str]:
-    o, steps = recipe.optim, recipe.train.steps
-    if o.warmup_steps + o.decay_steps > steps:
-        yield (
-            f"optim.warmup_steps + optim.decay_steps = {o.warmup_steps} + {o.decay_steps} exceeds train.steps = "
-            f"{steps}; shorten them or train longer"
-        )
-
-
 def _source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     ways_out = {"text": 'a glob of files, or "python-stdlib"', "tokens": "a glob of binary files"}
@@ -53,18 +44,12 @@ def _text_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield 'data.tokenizer = "" names none; take "bytes" or a folder with a tokenizer.json'
 
 
-def _streams_hold_nothing_out(recipe: Recipe, world_size: int) -> Iterator[str]:
+def _streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
-    is_stream = d.source == "datasets" and d.is_streamed
-    if is_stream and d.holdout_fraction > 0:
+    if d.source == "datasets" and d.is_streamed and d.holdout_fraction > 0:
         yield (
-            f"data.holdout_fraction = {d.holdout_fraction:g} cannot be taken from data.is_streamed = true; "
-            "set it to 0, or is_streamed = false"
-        )
-    if is_stream and recipe.validation.every_steps > 0:
-        yield (
-            f"validation.every_steps = {recipe.validation.every_steps} finds no held-out data in data.is_streamed = "
-            "true; set it to 0, or is_streamed = false with a data.holdout_fraction"
+            f"data.holdout_fraction = {d.holdout_fraction:g} cannot be taken from data.is_streamed = true; set it to 0 "
+            "(a validation then keeps the stream's first documents), or is_streamed = false"
         )
 
 
@@ -88,7 +73,7 @@ def _sample_can_be_read(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, num_tokens = recipe.data, recipe.metrics.sample_tokens
-    if num_tokens > 0 and (d.source == "synthetic" or d.holdout_fraction == 0):
+    if num_tokens > 0 and (d.source == "synthetic" or (d.holdout_fraction == 0 and not d.is_streamed)):
         yield (
             f'metrics.sample_tokens = {num_tokens} needs held-out text, but data.source = "{d.source}" with '
             f"data.holdout_fraction = {d.holdout_fraction:g} has none; hold some out, or set sample_tokens = 0"
@@ -112,12 +97,11 @@ def _trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 RUN_RULES = [
     Rule("the run has a folder", _folder_is_named, "everything that a run writes goes there"),
-    Rule("the schedule fits the run", _schedule_fits, "the decay would begin before the warm-up ends"),
     Rule("the source has a path", _source_has_a_path, "only synthetic data comes from nowhere"),
     Rule("datasets' options need datasets", _datasets_options_need_datasets, "another source would ignore it"),
     Rule("bytes fit the vocabulary", _bytes_fit_the_vocabulary, "a larger id has no row in the embedding"),
     Rule("text has a tokenizer", _text_has_a_tokenizer, "text becomes ids through it"),
-    Rule("streams hold nothing out", _streams_hold_nothing_out, "a stream has no known end to take a share of"),
+    Rule("streams hold out no share", _streams_hold_out_no_share, "a stream has no known end to take a share of"),
     Rule("validation has data", _validation_has_data, "a loss on the training text says nothing about other text"),
     Rule("the sample has a prompt", _sample_has_a_prompt, "the model continues a held-out prompt"),
     Rule("the sample can be read", _sample_can_be_read, "ids become text through the tokenizer"),
