@@ -1,0 +1,88 @@
+"""Attention against one softmax a document and head; documents must not see each other."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_moe.config.model import AttentionConfig, ModelConfig
+from titan_moe.layers.attention import BACKENDS, Context, GroupedQueryAttention, attention_backend, causal_attention
+from titan_moe.layers.mla import MultiHeadLatentAttention
+from titan_moe.layers.rope import rope_tables
+
+HEADS, KV_HEADS, WIDTH, VALUE_WIDTH, SCALE = 6, 2, 8, 4, 0.3
+DOCUMENTS = [[5, 1, 6], [12], [3, 3, 3, 3]]  # lengths in each sequence of 12 tokens
+GQA = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True, qkv_bias=True)
+MLA = AttentionConfig(kind="mla", num_heads=4, kv_lora_rank=12, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
+
+
+def document_ids() -> Tensor:
+    return torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]) for lengths in DOCUMENTS])
+
+
+def one_by_one(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, documents: list[list[int]]) -> Tensor:
+    """Softmax over each token's own past, with key/value heads repeated for their query heads."""
+    repeats = q_BNHD.shape[2] // k_BNHD.shape[2]
+    k_BNHD, v_BNHD = k_BNHD.repeat_interleave(repeats, dim=2), v_BNHD.repeat_interleave(repeats, dim=2)
+    rows = []
+    for b, lengths in enumerate(documents):
+        begin = 0
+        for length in lengths:
+            for n in range(begin, begin + length):
+                past = slice(begin, n + 1)
+                weights_HP = torch.einsum("hd,phd->hp", q_BNHD[b, n], k_BNHD[b, past]).mul(SCALE).softmax(-1)
+                rows.append(torch.einsum("hp,phd->hd", weights_HP, v_BNHD[b, past]))
+            begin += length
+    return torch.stack(rows).view(*q_BNHD.shape[:3], -1)
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_equals_softmax_over_the_visible_past(has_documents: bool) -> None:
+    torch.manual_seed(0)
+    shapes = ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, VALUE_WIDTH))
+    qkv = [torch.randn(3, 12, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    documents = DOCUMENTS if has_documents else [[12]] * 3
+    context = Context(torch.empty(0), torch.empty(0), document_ids() if has_documents else None)
+    actual, expected = causal_attention(*qkv, context, SCALE), one_by_one(*qkv, documents)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+    direction = torch.randn_like(expected)
+    for got, wanted in zip(torch.autograd.grad(actual, qkv, direction), torch.autograd.grad(expected, qkv, direction), strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
+
+
+def built(config: AttentionConfig) -> nn.Module:
+    torch.manual_seed(0)
+    kind = {"gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}[config.kind]
+    return kind(ModelConfig(hidden_size=16, attention=config)).double()
+
+
+@pytest.mark.parametrize("config", [GQA, MLA], ids=["gqa", "mla"])
+def test_a_packed_document_is_read_as_if_alone(config: AttentionConfig) -> None:
+    attention, x_BND = built(config), torch.randn(3, 12, 16, dtype=torch.float64)
+    packed = attention(x_BND, Context(*rope_tables(config, 12, x_BND.device), document_ids()))
+    for b, lengths in enumerate(DOCUMENTS):
+        for begin, length in zip(torch.tensor([0, *lengths]).cumsum(0).tolist(), lengths, strict=False):
+            part = slice(begin, begin + length)
+            alone = attention(x_BND[b : b + 1, part], Context(*rope_tables(config, length, x_BND.device), None))
+            torch.testing.assert_close(packed[b : b + 1, part], alone, atol=1e-6, rtol=0)  # the tables are fp32
+
+
+@pytest.mark.parametrize("config", [GQA, MLA], ids=["gqa", "mla"])
+def test_the_future_is_hidden(config: AttentionConfig) -> None:
+    attention, x_BND = built(config), torch.randn(1, 12, 16, dtype=torch.float64)
+    context = Context(*rope_tables(config, 12, x_BND.device), None)
+    other_BND = x_BND.clone()
+    other_BND[:, 7:] += 1
+    before, after = attention(x_BND, context), attention(other_BND, context)
+    torch.testing.assert_close(before[:, :7], after[:, :7], atol=1e-14, rtol=0)
+    assert (before[:, 7:] - after[:, 7:]).abs().amin(-1).min() > 1e-6
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_preferred_backend_leaves_the_others_behind_it(name: str) -> None:
+    attention, x_BND = built(GQA).float(), torch.randn(2, 12, 16)
+    context = Context(*rope_tables(GQA, 12, x_BND.device), None)
+    expected = attention(x_BND, context)
+    with attention_backend(name):  # most of them cannot run on a CPU
+        torch.testing.assert_close(attention(x_BND, context), expected)
+    with attention_backend("auto"):
+        torch.testing.assert_close(attention(x_BND, context), expected)

@@ -1,0 +1,145 @@
+"""The router against loops over tokens, groups and experts in Python."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.layers.router import ForcedBalance, GroupLimitedTopK, TopK, TopKRouter
+
+MOE = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=8)
+WIDTH = 16
+
+
+def built(moe: MoEConfig, dtype: torch.dtype = torch.float64) -> TopKRouter:
+    torch.manual_seed(0)
+    router = TopKRouter(ModelConfig(hidden_size=WIDTH, moe=moe)).to(dtype)
+    torch.nn.init.normal_(router.weight, std=0.5)
+    return router
+
+
+def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(2, 7, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def best(values: list[float], number: int) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: -values[i])[:number]
+
+
+def by_hand(logits: list[float], moe: MoEConfig, bias: list[float]) -> dict[int, float]:
+    """Chosen experts of one token and their weights."""
+    if moe.score_fn == "softmax":
+        total = sum(math.exp(logit) for logit in logits)
+        scores = [math.exp(logit) / total for logit in logits]
+    else:
+        scores = [1 / (1 + math.exp(-logit)) for logit in logits]
+    ranked = [score + b for score, b in zip(scores, bias, strict=True)]
+    size = len(scores) // moe.num_groups
+    groups = [sorted(ranked[g * size : (g + 1) * size], reverse=True) for g in range(moe.num_groups)]
+    worth = [group[0] if moe.group_score == "max" else group[0] + group[1] for group in groups]
+    is_open = set(best(worth, moe.top_k_groups))
+    chosen = best([value if e // size in is_open else -math.inf for e, value in enumerate(ranked)], moe.top_k)
+    total = sum(scores[e] for e in chosen) if moe.normalize_topk else 1.0
+    return {e: moe.route_scale * scores[e] / total for e in chosen}
+
+
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"normalize_topk": False},
+        {"route_scale": 2.5},
+        {"normalize_topk": False, "route_scale": 16.0},
+        {"num_groups": 4, "top_k_groups": 2, "group_score": "max"},
+        {"num_groups": 4, "top_k_groups": 2, "group_score": "top2_sum"},
+    ],
+    ids=str,
+)
+def test_choice_and_weights(score_fn: str, changes: dict[str, object]) -> None:
+    moe = replace(MOE, score_fn=score_fn, **changes)
+    router, x_BND = built(moe), tokens()
+    router.expert_bias_E.normal_(std=0.1)
+    scores_TK, ids_TK = router(x_BND)
+    logits_TE = (x_BND @ router.weight.T).flatten(0, 1).tolist()
+    for t, logits in enumerate(logits_TE):
+        expected = by_hand(logits, moe, router.expert_bias_E.tolist())
+        assert dict(zip(ids_TK[t].tolist(), scores_TK[t].tolist(), strict=True)) == pytest.approx(expected, rel=1e-9), t
+
+
+def test_groups_change_the_choice() -> None:
+    scores_BNE = torch.rand(1, 200, 12, generator=torch.Generator().manual_seed(0))
+
+    def share_equal(a: TopK | GroupLimitedTopK, b: TopK | GroupLimitedTopK) -> float:
+        return (a(scores_BNE).sort(-1).values == b(scores_BNE).sort(-1).values).all(-1).float().mean().item()
+
+    by_max, by_two = (
+        GroupLimitedTopK(replace(MOE, num_groups=4, top_k_groups=2, group_score=score)) for score in ("max", "top2_sum")
+    )
+    assert share_equal(by_max, TopK(MOE)) < 0.9
+    assert share_equal(by_max, by_two) < 0.9
+    everything = GroupLimitedTopK(replace(MOE, num_groups=4, top_k_groups=4))
+    assert share_equal(everything, TopK(MOE)) == 1.0, "all groups open is no limit"
+
+
+def test_bias_decides_the_choice_and_never_the_weight() -> None:
+    router = built(replace(MOE, score_fn="sigmoid", normalize_topk=False))
+    router.expert_bias_E[5] = 10.0
+    router.expert_bias_E[2] = -10.0
+    x_BND = tokens()
+    scores_TK, ids_TK = router(x_BND)
+    assert (ids_TK == 5).any(-1).all() and not (ids_TK == 2).any()
+    probabilities_TE = torch.sigmoid(x_BND @ router.weight.T).flatten(0, 1)
+    torch.testing.assert_close(scores_TK, probabilities_TE.gather(1, ids_TK))
+    assert "expert_bias_E" not in dict(router.named_parameters()) and "expert_bias_E" in router.state_dict()
+
+
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+def test_normalised_weights_sum_to_the_scale(score_fn: str) -> None:
+    scores_TK, _ = built(replace(MOE, score_fn=score_fn, route_scale=2.5))(tokens())
+    torch.testing.assert_close(scores_TK.sum(-1), torch.full((14,), 2.5, dtype=torch.float64))
+
+
+def test_logits_and_scores_are_fp32_under_bf16() -> None:
+    router, x_BND = built(MOE, torch.bfloat16), tokens(torch.bfloat16)
+    scores_TK, ids_TK = router(x_BND)
+    assert scores_TK.dtype == torch.float32
+    probabilities_TE = (x_BND.double() @ router.weight.double().T).softmax(-1).flatten(0, 1)
+    chosen_TK = probabilities_TE.gather(1, ids_TK)
+    torch.testing.assert_close(scores_TK.double(), chosen_TK / chosen_TK.sum(-1, keepdim=True), atol=1e-6, rtol=1e-5)
+
+
+def test_gradient_is_that_of_the_formula() -> None:
+    router, x_BND = built(replace(MOE, route_scale=2.0)), tokens().requires_grad_()
+    scores_TK, ids_TK = router(x_BND)
+    probabilities_TE = (x_BND @ router.weight.T).softmax(-1).flatten(0, 1)
+    mask_TE = torch.zeros_like(probabilities_TE).scatter_(1, ids_TK, 1.0)
+    dense_TE = 2.0 * probabilities_TE * mask_TE / (probabilities_TE * mask_TE).sum(-1, keepdim=True)
+    direction_TE = torch.randn_like(dense_TE)
+    inputs = (x_BND, router.weight)
+    actual = torch.autograd.grad((scores_TK * direction_TE.gather(1, ids_TK)).sum(), inputs)
+    expected = torch.autograd.grad((dense_TE * direction_TE).sum(), inputs)
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "num_tokens"), [(8, 3, 16), (128, 8, 64), (6, 4, 9), (4, 4, 5)])
+def test_forced_balance_is_even_and_distinct(num_experts: int, top_k: int, num_tokens: int) -> None:
+    moe = MoEConfig(num_experts=num_experts, top_k=top_k)
+    scores_BNE = torch.rand(2, num_tokens, num_experts)
+    scores_BNE[..., 0] = 1e6  # whatever the scores say
+    ids_TK = ForcedBalance(moe, torch.device("cpu"))(scores_BNE).flatten(0, 1)
+    loads = torch.bincount(ids_TK.flatten(), minlength=num_experts)
+    assert torch.equal(loads, torch.full_like(loads, 2 * num_tokens * top_k // num_experts))
+    assert all(len(set(ids)) == top_k for ids in ids_TK.tolist())
+
+
+def test_forced_balance_is_shuffled_and_repeatable() -> None:
+    moe, scores_BNE, cpu = MoEConfig(num_experts=64, top_k=4), torch.zeros(1, 16, 64), torch.device("cpu")
+    first = ForcedBalance(moe, cpu)(scores_BNE)
+    assert torch.equal(first, ForcedBalance(moe, cpu)(scores_BNE))
+    assert not torch.equal(first, ForcedBalance(moe, cpu, seed=1)(scores_BNE))
+    ranks_TK = first[0] // 8
+    assert sum(len(set(ranks)) > 2 for ranks in ranks_TK.tolist()) > 8, "a token's experts are spread over 8 ranks"
