@@ -23,12 +23,14 @@ class _Account(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, aux_loss: Tensor, counts_E: Tensor, booked_E: Tensor, booked: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(aux_loss.detach(), counts_E, booked_E, booked, scale)
+        ctx.save_for_backward(aux_loss.detach(), counts_E, scale)
+        ctx.books = booked_E, booked  # not saved tensors: microbatches in flight book into them one after the other
         return scores.view_as(scores)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        aux_loss, counts_E, booked_E, booked, scale = ctx.saved_tensors
+        aux_loss, counts_E, scale = ctx.saved_tensors
+        booked_E, booked = ctx.books
         booked_E.add_(counts_E)
         booked.add_(aux_loss * scale)
         return grad, scale.to(aux_loss.dtype), None, None, None, None

@@ -1,0 +1,148 @@
+"""The balancing losses against their published formulas; the books are kept exactly once a microbatch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.layers.router import TopKRouter
+
+MOE = MoEConfig(num_experts=8, top_k=3, ffn_hidden_size=8, aux_loss_coef=0.3, z_loss_coef=0.05)
+WIDTH, SEQUENCES, TOKENS = 16, 3, 7
+LOSSES = {"aux": replace(MOE, z_loss_coef=0.0), "z": replace(MOE, aux_loss_coef=0.0), "both": MOE}
+
+
+def built(moe: MoEConfig = MOE, dtype: torch.dtype = torch.float64) -> TopKRouter:
+    torch.manual_seed(0)
+    router = TopKRouter(ModelConfig(hidden_size=WIDTH, moe=moe)).to(dtype)
+    torch.nn.init.normal_(router.weight, std=0.5)
+    return router
+
+
+def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+
+
+def published_losses(logits_BNE: Tensor, ids_BNK: Tensor, moe: MoEConfig) -> Tensor:
+    """Summed over tokens: arXiv:2412.19437 equations 17 to 20 a sequence, and arXiv:2202.08906 equation 5 a token."""
+    total = logits_BNE.new_zeros(())
+    for logits_NE, ids_NK in zip(logits_BNE, ids_BNK, strict=True):
+        scores_NE = logits_NE.softmax(-1) if moe.score_fn == "softmax" else logits_NE.sigmoid()
+        for i in range(moe.num_experts):
+            f_i = moe.num_experts / (moe.top_k * TOKENS) * sum(int(i in ids.tolist()) for ids in ids_NK)
+            p_i = sum(scores[i] / scores.sum() for scores in scores_NE) / TOKENS
+            total = total + moe.aux_loss_coef * f_i * p_i * TOKENS  # a sequence weighs as many tokens as it has
+        for logits_E in logits_NE:
+            total = total + moe.z_loss_coef * logits_E.exp().sum().log() ** 2
+    return total
+
+
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("which", LOSSES)
+def test_losses_and_gradients_are_the_published_ones(which: str, score_fn: str) -> None:
+    moe = replace(LOSSES[which], score_fn=score_fn)
+    router, x_BND, scale = built(moe), tokens(), 0.25
+    router.balance.scale.fill_(scale)
+    scores_TK, ids_TK = router(x_BND)
+    direction_TK = torch.randn_like(scores_TK)
+    inputs = (x_BND, router.weight)
+    actual = torch.autograd.grad((scores_TK * direction_TK).sum(), inputs)
+
+    silent = built(replace(moe, aux_loss_coef=0.0, z_loss_coef=0.0))
+    plain = torch.autograd.grad((silent(x_BND)[0] * direction_TK).sum(), (x_BND, silent.weight))
+    loss = published_losses(x_BND @ router.weight.T, ids_TK.view(SEQUENCES, TOKENS, -1), moe)
+    added = torch.autograd.grad(scale * loss, inputs)
+    for got, main, balance in zip(actual, plain, added, strict=True):
+        assert balance.norm() > 1e-3
+        torch.testing.assert_close(got, main + balance, atol=1e-10, rtol=0)
+    torch.testing.assert_close(router.balance.aux_loss, scale * loss.detach(), atol=1e-10, rtol=0)
+
+
+def test_perfect_balance_costs_exactly_the_coefficient() -> None:
+    router = built(replace(MOE, z_loss_coef=0.0, top_k=8))  # every expert is chosen: f is one, and P sums to one
+    router(tokens())[0].sum().backward()
+    assert router.balance.aux_loss.item() == pytest.approx(0.3 * SEQUENCES * TOKENS)
+
+
+def test_microbatches_add_up_to_the_batch() -> None:
+    whole, parts, x_BND = built(), built(), tokens()
+    direction_BNK = torch.randn(SEQUENCES, TOKENS, MOE.top_k, dtype=torch.float64)
+    (whole(x_BND)[0] * direction_BNK.flatten(0, 1)).sum().backward()
+    for x_ND, direction_NK in zip(x_BND, direction_BNK, strict=True):
+        (parts(x_ND[None])[0] * direction_NK).sum().backward()
+    torch.testing.assert_close(parts.weight.grad, whole.weight.grad, atol=1e-10, rtol=0)
+    torch.testing.assert_close(parts.balance.aux_loss, whole.balance.aux_loss, atol=1e-10, rtol=0)
+    assert torch.equal(parts.balance.tokens_per_expert_E, whole.balance.tokens_per_expert_E)
+
+
+def expected_counts(router: TopKRouter) -> Tensor:
+    with torch.no_grad():
+        return torch.bincount(router(tokens(torch.float32))[1].flatten(), minlength=MOE.num_experts)
+
+
+def recomputed(router: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    return lambda x_BND: checkpoint(router, x_BND, use_reentrant=False)
+
+
+def compiled(router: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    torch._dynamo.reset()
+    return torch.compile(router, backend="aot_eager", fullgraph=True)
+
+
+WAYS = {
+    "eager": lambda router: router,
+    "recomputed": recomputed,
+    "compiled": compiled,
+    "recomputed outside compiled": lambda router: recomputed(compiled(router)),
+    "recomputed inside compiled": lambda router: compiled(recomputed(router)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_counts_are_booked_once_a_backward(way: str) -> None:
+    plain, router = built(dtype=torch.float32), built(dtype=torch.float32)
+    counts_E, run = expected_counts(plain), WAYS[way](router)
+    plain(tokens(torch.float32))[0].square().sum().backward()
+    for passes in (1, 2, 3):
+        scores_TK, _ = run(tokens(torch.float32))
+        assert torch.equal(router.balance.tokens_per_expert_E, (passes - 1) * counts_E), "forward books nothing"
+        scores_TK.square().sum().backward()
+        assert torch.equal(router.balance.tokens_per_expert_E, passes * counts_E)
+    torch.testing.assert_close(router.balance.aux_loss, 3 * plain.balance.aux_loss)
+    torch.testing.assert_close(router.weight.grad, 3 * plain.weight.grad)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_several_microbatches_may_be_in_flight(way: str) -> None:
+    router = built(dtype=torch.float32)
+    counts_E, run = expected_counts(router), WAYS[way](router)
+    in_flight = [run(tokens(torch.float32))[0].sum() for _ in range(3)]
+    for loss in in_flight:
+        loss.backward()
+    assert torch.equal(router.balance.tokens_per_expert_E, 3 * counts_E)
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_validation_books_nothing(way: str) -> None:
+    router = built(dtype=torch.float32)
+    run = WAYS[way](router)
+    with torch.no_grad():
+        run(tokens(torch.float32))
+    with torch.inference_mode():
+        run(tokens(torch.float32))
+    assert not router.balance.tokens_per_expert_E.any() and router.balance.aux_loss == 0
+
+
+def test_books_are_not_saved_and_can_be_emptied() -> None:
+    router = built()
+    router(tokens())[0].sum().backward()
+    assert not any("balance" in name for name in router.state_dict())
+    router.balance.scale.fill_(3.0)
+    router.balance.reset_buffers()
+    assert not router.balance.tokens_per_expert_E.any()
+    assert (router.balance.aux_loss.item(), router.balance.scale.item()) == (0.0, 1.0)
