@@ -14,7 +14,7 @@ from titan_moe.config import Recipe
 
 QUICKSTART = str(Path(__file__).parents[1] / "recipes" / "quickstart.toml")
 QWEN3 = str(Path(__file__).parents[1] / "recipes" / "qwen3_30b_a3b.toml")
-TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK")
+TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
 @pytest.fixture(autouse=True)
@@ -98,11 +98,13 @@ def test_train_refuses_a_broken_recipe_at_once_and_without_torch() -> None:
     assert "train.global_batch_sequences = 7" in done.stderr
 
 
-def test_under_torchrun_the_ranks_count_and_rank_0_speaks_for_all() -> None:
-    speaker = in_new_process("train", QWEN3, WORLD_SIZE="6", RANK="0")
+def test_under_torchrun_the_ranks_count_and_the_first_of_a_node_speaks_for_all() -> None:
+    speaker = in_new_process("train", QWEN3, WORLD_SIZE="6", RANK="0", LOCAL_RANK="0")
     assert speaker.returncode == 2 and "does not divide the 6 ranks" in speaker.stderr
-    silent = in_new_process("train", QWEN3, WORLD_SIZE="6", RANK="5")
-    assert silent.returncode == 2 and silent.stderr == ""
+    start = time.perf_counter()
+    waiting = in_new_process("train", QWEN3, WORLD_SIZE="6", RANK="5", LOCAL_RANK="5")
+    assert waiting.returncode == 2 and waiting.stderr == speaker.stderr
+    assert time.perf_counter() - start > cli.SECONDS_FOR_THE_SPEAKER, "by then torchrun has stopped it"
 
 
 def test_a_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """The door: `titan-moe train` and `titan-moe check`. A broken recipe is refused here, before torch is imported."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -14,8 +15,8 @@ from titan_moe.config.parse import split_overrides
 from titan_moe.plan.page import describe
 
 EXIT_BAD_RECIPE = 2
-SECONDS_FOR_RANK_0 = 1.0
-"""Time that rank 0 has to speak before another rank leaves and torchrun stops them all."""
+SECONDS_FOR_THE_SPEAKER = 1.0
+"""Time that a node's first rank has to speak, whereupon torchrun stops the others, before they speak for themselves."""
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -59,6 +60,8 @@ def _train(path: str, overrides: list[str], nproc: int | None) -> None:
     recipe = _load(path, overrides, world_size)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:
         _become_torchrun(world_size, ["train", path, *overrides])
+    _show_log()
+    sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
     from titan_moe.train.trainer import run
 
     run(recipe)
@@ -79,11 +82,17 @@ def _become_torchrun(nproc: int, words: list[str]) -> None:
     os.execv(sys.executable, [*torchrun, "-m", "titan_moe", *words])
 
 
+def _show_log() -> None:
+    """Let the main rank say what it does; of the others, and of other packages, warnings are shown."""
+    logging.basicConfig(format="%(message)s")
+    is_main = os.environ.get("RANK", "0") == "0"
+    logging.getLogger("titan_moe").setLevel(logging.INFO if is_main else logging.WARNING)
+
+
 def _tell(problems: list[str]) -> None:
-    """Print the problems once, however many ranks found them."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(SECONDS_FOR_RANK_0)
-        return
+    """Print the problems once a node, however many ranks found them, but also if its first rank found none."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(SECONDS_FOR_THE_SPEAKER)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     print("\n".join([f"titan-moe: {count}", *(f"  {problem}" for problem in problems)]), file=sys.stderr)
 

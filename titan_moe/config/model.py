@@ -97,8 +97,8 @@ class ModelConfig:
     """A decoder-only transformer whose feed-forward layers are mixtures of experts."""
 
     class_: str = "titan_moe.models.transformer:Transformer"
-    """`package.module:Class` of the model, called as `Class(model_config, kernels=...)`; written `class` in a
-    recipe."""
+    """`package.module:Class` of the model, `class` in a recipe. It is called as `Class(model_config, kernels=...,
+    loss_chunk_tokens=...)` and is most easily a subclass of the default; the module may lie in the working folder."""
     name: str = "custom"
     """What the logs call this shape."""
     vocab_size: int = 256

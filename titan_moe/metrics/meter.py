@@ -1,6 +1,7 @@
 """Turn what a step leaves on the device into one record a logged step, for every reader that the recipe asks for."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,16 @@ class Meter:
         self._write(record)
         return record
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Stop the clock for a validation or a save, so that throughput speaks of training steps."""
-        return self.throughput.paused()
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock for a validation or a save, so that throughput speaks of training steps.
+
+        Waits for the device first: the steps that it has still to do belong on the clock.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with self.throughput.paused():
+            yield
 
     def close(self) -> None:
         """Flush and close every output."""

@@ -52,11 +52,30 @@ class Transformer(nn.Module):
         return linear_cross_entropy(x_BND.flatten(0, 1), self.head.weight, labels_BN.flatten(), self.loss_chunk_tokens)
 
     @torch.no_grad()
-    def generate(self, tokens_BN: Tensor, num_tokens: int) -> Tensor:
-        """Continue each row greedily: [B, N] -> [B, N + num_tokens]. Reads the whole sequence anew for every token."""
+    def generate(
+        self,
+        tokens_BN: Tensor,
+        num_tokens: int,
+        *,
+        temperature: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue each row: [B, N] -> [B, N + num_tokens]. Reads the whole sequence anew for every token.
+
+        Tokens are drawn from the logits divided by `temperature`, with a `generator` of the model's device; at 0 each is
+        the likeliest.
+        """
         for _ in range(num_tokens):
-            tokens_BN = torch.cat([tokens_BN, self(tokens_BN)[:, -1].argmax(-1, keepdim=True)], dim=1)
+            next_B1 = _choose(self(tokens_BN)[:, -1], temperature, generator)
+            tokens_BN = torch.cat([tokens_BN, next_B1], dim=1)
         return tokens_BN
+
+
+def _choose(logits_BV: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0.0:
+        return logits_BV.argmax(-1, keepdim=True)
+    wide = torch.promote_types(logits_BV.dtype, torch.float32)
+    return torch.multinomial((logits_BV.to(wide) / temperature).softmax(-1), 1, generator=generator)
 
 
 def _is_dense(config: ModelConfig, layer: int) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_moe.compile import regional
-from titan_moe.config import Recipe
+from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.router import ForcedBalance, TopKRouter
@@ -81,10 +81,11 @@ def force_balanced_routing(model: nn.Module, recipe: Recipe, device: torch.devic
 def _model_class(path: str) -> type[nn.Module]:
     """Import `package.module:Class`.
 
-    Raises: ValueError if the path cannot be imported, naming the key and the reason.
+    Raises: RecipeError if the path cannot be imported, naming the key and the reason.
     """
     module_name, _, class_name = path.partition(":")
     try:
         return getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f'model.class = "{path}" cannot be imported: {error}; write it as "package.module:Class"') from error
+        problem = f'model.class = "{path}" cannot be imported: {error}; write it as "package.module:Class"'
+        raise RecipeError([problem]) from error

@@ -5,10 +5,12 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
 
 
@@ -16,39 +18,63 @@ from titan_moe.config.train import RunConfig
 def process_group(config: RunConfig) -> Iterator[torch.device]:
     """Join the other ranks that torchrun started, or be the only one; yields this rank's device.
 
-    Raises: RuntimeError if the recipe asks for CUDA and there is none.
+    Raises: RecipeError if the recipe asks for CUDA and there is none.
     """
     device = _device(config)
     # gloo stands beside NCCL: stop signals and checkpoint plans are agreed on the host
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield device
-    finally:
-        dist.destroy_process_group()
+    with _determinism(config.is_deterministic):
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            yield device
+        finally:
+            dist.destroy_process_group()
 
 
 def _device(config: RunConfig) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise RuntimeError('run.device = "cuda", but PyTorch sees no GPU; use run.device = "cpu" or a CUDA build of torch')
+        problem = 'run.device = "cuda", but PyTorch sees no GPU; use run.device = "cpu" or a CUDA build of torch'
+        raise RecipeError([problem])
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+@contextmanager
+def _determinism(is_on: bool) -> Iterator[None]:
+    """Allow deterministic algorithms only, or any; the first use of cuBLAS must find its workspace settled."""
+    if is_on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    was_on = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on)
+
+
 class StopSignal:
-    """SIGTERM, agreed by all ranks: they stop after the same step even if the signal reaches them at different ones."""
+    """SIGTERM, agreed by all ranks: they stop after the same step even if the signal reaches them at different ones.
+
+    Used as a context: outside of it SIGTERM means what it meant before.
+    """
 
     def __init__(self) -> None:
         self._was_received = False
         self._agreed = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
-        signal.signal(signal.SIGTERM, self._receive)
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGTERM, self._receive)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGTERM, self._previous)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._was_received = True

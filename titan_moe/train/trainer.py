@@ -1,6 +1,9 @@
 """The loop: from a recipe to a trained model in a run folder."""
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer
-from titan_moe.config import Recipe, check_rules
-from titan_moe.config.parse import RecipeError, dump_recipe
+from titan_moe.config import Recipe, RecipeError, check_rules
+from titan_moe.config.parse import dump_recipe
 from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
 from titan_moe.plan.count import count
+from titan_moe.plan.page import in_short
 from titan_moe.profile.trace import StepTracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.train.build import assemble
@@ -26,11 +30,15 @@ from titan_moe.train.step import StepResult
 
 logger = logging.getLogger("titan_moe")
 
+STEPS_BETWEEN_GARBAGE_COLLECTIONS = 100
+PROMPT_TOKENS = 64
+
 
 def run(recipe: Recipe) -> None:
     """Train a recipe to its last step, resuming if its run folder has a checkpoint.
 
-    Raises: RecipeError if a rule is broken on this number of ranks.
+    Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, data that is not there, a
+    checkpoint that does not fit.
     """
     with process_group(recipe.run) as device:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
@@ -63,13 +71,16 @@ class Trainer:
         self.run_folder = Path(recipe.run.folder)
         self.is_main = dist.get_rank() == 0
         if self.is_main:
-            self._describe()
+            self._announce()
         torch.manual_seed(recipe.run.seed)
-        torch.use_deterministic_algorithms(recipe.run.is_deterministic)
         self.meshes, self.model, optimizers, self.schedule, self.step = assemble(recipe, device)
-        self.loader = build_loader(
-            recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=lambda: dist.barrier()
-        )
+        if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
+            problem = f'model.class = "{recipe.model.class_}" has no `generate`; add it, or set metrics.sample_tokens = 0'
+            raise RecipeError([problem])
+        with _told_plainly(ValueError, FileNotFoundError, ImportError):
+            self.loader = build_loader(
+                recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=lambda: dist.barrier()
+            )
         self.progress = Progress()
         self.checkpointer = Checkpointer(
             recipe.checkpoint, self.run_folder, [self.model], optimizers, self.schedule, self.loader, self.progress
@@ -84,29 +95,54 @@ class Trainer:
             total_steps=recipe.train.steps,
         )
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps of the recipe are done; more, if it was made shorter since."""
+        return self.progress.step >= self.recipe.train.steps
+
     def train(self) -> None:
-        """Run the remaining steps, then validate and let the model write a few lines."""
-        recipe = self.recipe
-        if self.checkpointer.load():
+        """Run the remaining steps, save, and let the model write a few lines."""
+        with _told_plainly(ValueError, RuntimeError):
+            self.checkpointer.load()
+        if self.is_finished:
+            logger.info("%s is finished after step %d; a larger train.steps goes on", self.run_folder, self.progress.step)
+        else:
+            self._go_on()
+        self.checkpointer.close()
+
+    def _go_on(self) -> None:
+        if self.is_main:  # only now: a refused recipe leaves the run folder's as it was
+            self.run_folder.mkdir(parents=True, exist_ok=True)
+            (self.run_folder / "recipe.toml").write_text(dump_recipe(self.recipe))
+            write_environment(self.run_folder)
+        if self.progress.step > 0:
             logger.info("continuing after step %d", self.progress.step)
-        stop = StopSignal()
-        garbage = GarbageCollection(gc_freq=100)
-        tracer = StepTracer(recipe.profile, self.run_folder, dist.get_rank(), self.progress.step + 1)
+        with StopSignal() as stop:
+            self._run_steps(stop)
+            if self.recipe.checkpoint.every_steps or not self.is_finished:
+                self.checkpointer.save(self.progress.step, is_last=True)
+        self.meter.close()
+        if not self.is_finished:
+            logger.info(
+                "stopped by SIGTERM after step %d; to go on: titan-moe train %s",
+                self.progress.step,
+                self.run_folder / "recipe.toml",
+            )
+        elif self.recipe.metrics.sample_tokens:
+            self._write_sample()
+
+    def _run_steps(self, stop: StopSignal) -> None:
+        garbage = GarbageCollection(STEPS_BETWEEN_GARBAGE_COLLECTIONS)  # at the same steps on all ranks
+        tracer = StepTracer(self.recipe.profile, self.run_folder, dist.get_rank(), self.progress.step + 1)
         self.meter.start(self.progress.step, self.progress.tokens_seen)
-        while self.progress.step < recipe.train.steps and not stop.poll():
-            self._one_step()
+        while not self.is_finished and not stop.poll():
+            self._take_step()
             tracer.step()
             garbage.run(self.progress.step)
         tracer.close()
-        is_finished = self.progress.step == recipe.train.steps
-        if recipe.checkpoint.every_steps or not is_finished:
-            self.checkpointer.save(self.progress.step, is_last=True)
-        if is_finished and recipe.metrics.sample_tokens:
-            self._write_sample()
-        self.checkpointer.close()
-        self.meter.close()
+        gc.enable()
 
-    def _one_step(self) -> None:
+    def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
         lr = self.schedule.lr
         result: StepResult = self.step(self.loader.next_step().to(self.device))
@@ -114,28 +150,53 @@ class Trainer:
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
         self.meter.log(progress.step, lr=lr, num_tokens=num_tokens, **result._asdict())
-        every = recipe.validation.every_steps
-        if every and (progress.step % every == 0 or progress.step == recipe.train.steps):
-            self.meter.log_validation(progress.step, self._validate())
-        if recipe.checkpoint.every_steps and progress.step % recipe.checkpoint.every_steps == 0:
-            self.checkpointer.save(progress.step)
+        if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
+            with self.meter.paused():
+                self.meter.log_validation(progress.step, self._validate())
+        if self._is_due(recipe.checkpoint.every_steps):
+            with self.meter.paused():
+                self.checkpointer.save(progress.step)
+
+    def _is_due(self, every_steps: int) -> bool:
+        return every_steps > 0 and self.progress.step % every_steps == 0
 
     def _validate(self) -> Tensor:
         return validation_loss(self.model, self.loader.validation_batches(), self.device, self.meshes.data_group)
 
     def _write_sample(self) -> None:
-        """Continue a held-out prompt. Every rank takes part, the main one prints."""
-        tokenizer = self.loader.tokenizer
-        prompt_BN = next(iter(self.loader.validation_batches())).tokens_MBN[0, :1, :64].to(self.device)
-        tokens_N = self.model.generate(prompt_BN, self.recipe.metrics.sample_tokens)[0].tolist()
+        """Let the model continue a held-out prompt. Every rank takes part, the main one prints."""
+        metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
+        prompt_BN = next(iter(self.loader.validation_batches())).tokens_MBN[0, :1, :PROMPT_TOKENS].to(self.device)
+        generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # not the ranks' own: they draw alike
+        tokens_BN = self.model.generate(
+            prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
+        )
         if self.is_main:
-            prompt, text = tokenizer.decode(tokens_N[:64]), tokenizer.decode(tokens_N[64:])
-            print(f"--- held-out prompt ---\n{prompt}\n--- the model continues ---\n{text}")
+            prompt, text = tokens_BN[0].split([prompt_BN.shape[1], metrics.sample_tokens])
+            print(f"--- held-out prompt ---\n{tokenizer.decode(prompt.tolist())}")
+            print(f"--- the model continues ---\n{tokenizer.decode(text.tolist())}", flush=True)
 
-    def _describe(self) -> None:
-        """Leave the resolved recipe and the environment in the run folder."""
-        self.run_folder.mkdir(parents=True, exist_ok=True)
-        (self.run_folder / "recipe.toml").write_text(dump_recipe(self.recipe))
-        write_environment(self.run_folder)
+    def _announce(self) -> None:
+        """Say what is about to run, on what, and whether it is honest training."""
+        parameters = count(self.recipe.model, self.recipe.train.seq_len_tokens).parameters
+        logger.info(
+            "%s: %s parameters, %s active a token; %d x %s; writing to %s",
+            self.recipe.model.name,
+            in_short(parameters.total),
+            in_short(parameters.active),
+            dist.get_world_size(),
+            self.device.type,
+            self.run_folder,
+        )
         if self.recipe.train.force_balanced_routing:
             logger.warning("train.force_balanced_routing = true: the router's choice is replaced, for benchmarks only")
+
+
+@contextmanager
+def _told_plainly(*errors: type[Exception]) -> Iterator[None]:
+    """Turn what a part says about its fields of the recipe into a refusal, which the door tells without a traceback."""
+    try:
+        yield
+    except errors as error:
+        logger.debug("refused because of this:", exc_info=error)
+        raise RecipeError([str(error)]) from error
