@@ -41,7 +41,7 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_BN: Tensor, labels_BN: Tensor | None = None, document_ids_BN: Tensor | None = None
     ) -> Tensor:
-        """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] the loss summed over labelled tokens (fp32 or wider)."""
+        """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] their summed loss (fp32 or wider)."""
         context = Context(*rope_tables(self.config.attention, tokens_BN.shape[1], tokens_BN.device), document_ids_BN)
         x_BND = self.embed(tokens_BN)
         for block in self.layers.values():
@@ -62,8 +62,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Continue each row: [B, N] -> [B, N + num_tokens]. Reads the whole sequence anew for every token.
 
-        Tokens are drawn from the logits divided by `temperature`, with a `generator` of the model's device; at 0 each is
-        the likeliest.
+        Tokens are drawn from the logits divided by `temperature`, with a `generator` of the model's device; at 0 each
+        is the likeliest.
         """
         for _ in range(num_tokens):
             next_B1 = _choose(self(tokens_BN)[:, -1], temperature, generator)

@@ -11,8 +11,10 @@ from titan_moe.kernels.cross_entropy import IGNORE_LABEL
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    """Mean cross entropy over the label tokens of all ranks' batches; every rank must bring the same number of batches."""
+def validation_loss(
+    model: nn.Module, batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup
+) -> Tensor:
+    """Mean cross entropy over the label tokens of all ranks' batches; every rank must bring equally many batches."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
         for tokens_BN, labels_BN, document_ids_BN in batch.to(device).microbatches():

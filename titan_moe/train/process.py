@@ -80,7 +80,10 @@ class StopSignal:
         self._was_received = True
 
     def poll(self) -> bool:
-        """Call once a step: True on every rank at the step after the first rank had its signal. Never waits for the device."""
+        """Call once a step: True on every rank at the step after the first rank had its signal.
+
+        Never waits for the device.
+        """
         if self._work is not None:
             self._work.wait()
         stop = bool(self._agreed)

@@ -44,7 +44,7 @@ def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
 
 
 class TrainStep:
-    """Everything between a batch and the next weights. From the first forward to the optimizer the host reads nothing."""
+    """All between a batch and the next weights. From the first forward to the optimizer the host reads nothing."""
 
     def __init__(
         self,
@@ -66,12 +66,13 @@ class TrainStep:
         loss = self.forward_backward(self.model, batch, scale)
         losses = torch.stack([loss, self.balancer.aux_loss(loss)])
         dist.all_reduce(losses, group=self.group)
+        loss, aux_loss = losses.unbind()
         grad_norm = clip_grad_norm(self.model.parameters(), self.config.max_grad_norm, self.group)
         tokens_per_expert = self.balancer.finish()
         self.optimizers.step()
         self.schedule.step()
         self.optimizers.zero_grad()
-        return StepResult(*losses, grad_norm, tokens_per_expert)
+        return StepResult(loss, aux_loss, grad_norm, tokens_per_expert)
 
     def _global_label_tokens(self, batch: Batch) -> Tensor:
         count = (batch.labels_MBN != IGNORE_LABEL).sum().double()

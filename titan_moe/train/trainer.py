@@ -75,8 +75,8 @@ class Trainer:
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, optimizers, self.schedule, self.step = assemble(recipe, device)
         if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
-            problem = f'model.class = "{recipe.model.class_}" has no `generate`; add it, or set metrics.sample_tokens = 0'
-            raise RecipeError([problem])
+            way_out = "add it, or set metrics.sample_tokens = 0"
+            raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`; {way_out}'])
         with _told_plainly(ValueError, FileNotFoundError, ImportError):
             self.loader = build_loader(
                 recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=lambda: dist.barrier()
@@ -105,7 +105,8 @@ class Trainer:
         with _told_plainly(ValueError, RuntimeError):
             self.checkpointer.load()
         if self.is_finished:
-            logger.info("%s is finished after step %d; a larger train.steps goes on", self.run_folder, self.progress.step)
+            step = self.progress.step
+            logger.info("%s is finished after step %d; a larger train.steps goes on", self.run_folder, step)
         else:
             self._go_on()
         self.checkpointer.close()
@@ -167,7 +168,7 @@ class Trainer:
         """Let the model continue a held-out prompt. Every rank takes part, the main one prints."""
         metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
         prompt_BN = next(iter(self.loader.validation_batches())).tokens_MBN[0, :1, :PROMPT_TOKENS].to(self.device)
-        generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # not the ranks' own: they draw alike
+        generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
         tokens_BN = self.model.generate(
             prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
         )
