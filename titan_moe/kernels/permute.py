@@ -50,7 +50,8 @@ def gather_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
     )
     for slots_S in slots_SK.unbind(1):
         total_SD = total_SD + torch.where((slots_S >= 0)[:, None], y_RD[slots_S.clamp(min=0)], 0)
-    return total_SD.to(y_RD.dtype)
+    # a copy: compiled torch 2.11 loses the gradient of a Function that returns an alias of what it computed
+    return total_SD.to(y_RD.dtype, copy=True)
 
 
 class _GatherRows(torch.autograd.Function):
