@@ -45,8 +45,8 @@ def test_equals_softmax_over_the_visible_past(has_documents: bool) -> None:
     actual, expected = causal_attention(*qkv, context, SCALE), one_by_one(*qkv, documents)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
     direction = torch.randn_like(expected)
-    for got, wanted in zip(torch.autograd.grad(actual, qkv, direction), torch.autograd.grad(expected, qkv, direction), strict=True):
-        torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
+    gradients, expected_gradients = (torch.autograd.grad(out, qkv, direction) for out in (actual, expected))
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-12, rtol=0)
 
 
 def built(config: AttentionConfig) -> nn.Module:

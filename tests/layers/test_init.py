@@ -1,0 +1,119 @@
+"""Initial weights: their spread, that no two parts are alike, and that garbage memory leaves no trace."""
+
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.layers.init import init_weights
+from titan_moe.models.transformer import Transformer
+
+LAYERS, STD = 4, 0.05
+MOE = MoEConfig(
+    num_experts=4, top_k=2, ffn_hidden_size=40, shared_ffn_hidden_size=48, latent_size=32, shared_expert_gate=True
+)
+GQA = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=True, qkv_bias=True)
+MLA = AttentionConfig(
+    kind="mla", num_heads=4, q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16
+)
+RESIDUAL_ENDS = (
+    "attention.out.weight",
+    "feed_forward.down.weight",
+    "experts.mlp.down.weight",
+    "latent_up.weight",
+    "experts.down",
+)
+
+
+def built(seed: int = 0, attention: AttentionConfig = GQA, garbage: float = float("nan")) -> Transformer:
+    config = ModelConfig(
+        vocab_size=128,
+        num_layers=LAYERS,
+        num_dense_layers=1,
+        hidden_size=64,
+        ffn_hidden_size=96,
+        attention=attention,
+        moe=MOE,
+    )
+    with torch.device("meta"):
+        model = Transformer(config)
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(garbage if tensor.is_floating_point() else 7)
+    init_weights(model, seed, STD, LAYERS)
+    return model
+
+
+def tensors(model: Transformer) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def test_depends_on_the_seed_and_on_nothing_else() -> None:
+    torch.manual_seed(1)
+    first = tensors(built())
+    torch.manual_seed(2)
+    second, other = tensors(built(garbage=123.0)), tensors(built(seed=1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    drawn = [name for name, tensor in built().named_parameters() if tensor.ndim > 1]
+    assert not any(torch.equal(first[name], other[name]) for name in drawn)
+
+
+def test_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    built()
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_no_two_layers_or_experts_are_alike() -> None:
+    model = built()
+    layers = list(model.layers.values())
+    parts = [layer.attention.qkv.weight for layer in layers]
+    for experts in (layer.feed_forward.experts for layer in layers[1:]):
+        parts += [*experts.gate_up.flatten(1, 2)]
+    for a, b in combinations(parts, 2):
+        count = min(a.numel(), b.numel())
+        correlation = torch.corrcoef(torch.stack([a.flatten()[:count], b.flatten()[:count]]))[0, 1]
+        assert correlation.abs() < 0.1  # 2,560 numbers and more: five deviations
+
+
+@pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
+def test_spread_of_every_parameter(attention: AttentionConfig) -> None:
+    ends = set()
+    for name, parameter in built(attention=attention).named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+        else:
+            is_end = name.endswith(RESIDUAL_ENDS)
+            spread = STD / math.sqrt(2 * LAYERS) if is_end else STD
+            tolerance = 5 / math.sqrt(2 * parameter.numel())
+            # the cut at three deviations takes a quarter of a percent
+            assert parameter.std().item() == pytest.approx(0.9975 * spread, rel=tolerance), name
+            assert abs(parameter.mean().item()) < 5 * spread / math.sqrt(parameter.numel()), name
+            assert parameter.abs().max() < 3.0001 * spread, name
+            ends |= {end for end in RESIDUAL_ENDS if name.endswith(end)}
+    assert ends == set(RESIDUAL_ENDS), "each kind of end was there"
+
+
+def test_every_buffer_is_reset() -> None:
+    buffers = dict(built().named_buffers())
+    assert {name.rpartition(".")[2] for name in buffers} == {
+        "expert_bias_E",
+        "tokens_per_expert_E",
+        "aux_loss",
+        "scale",
+    }
+    for name, buffer in buffers.items():
+        assert (buffer == (1 if name.endswith("scale") else 0)).all(), name
+
+
+def test_first_loss_is_that_of_a_uniform_guess() -> None:
+    tokens, labels = torch.randint(128, (2, 2, 32)).unbind()
+    loss = built()(tokens, labels) / tokens.numel()
+    assert loss.item() == pytest.approx(math.log(128), rel=0.05)

@@ -1,0 +1,118 @@
+"""The MoE layer against its formula, and in a user's own model."""
+
+import doctest
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.layers import moe as module
+from titan_moe.layers.init import init_weights
+from titan_moe.layers.moe import MoE
+
+WIDTH = 16
+PLAIN = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=12)
+VARIANTS = {
+    "plain": PLAIN,
+    "shared": replace(PLAIN, shared_ffn_hidden_size=10),
+    "gated shared": replace(PLAIN, shared_ffn_hidden_size=10, shared_expert_gate=True),
+    "latent": replace(PLAIN, latent_size=6),
+    "everything": replace(
+        PLAIN,
+        shared_ffn_hidden_size=10,
+        shared_expert_gate=True,
+        latent_size=6,
+        score_fn="sigmoid",
+        route_scale=2.5,
+        num_groups=4,
+        top_k_groups=2,
+    ),
+}
+
+
+def built(moe: MoEConfig) -> MoE:
+    torch.manual_seed(0)
+    layer = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), kernels="reference").double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (x @ gate_up.T).chunk(2, dim=-1)
+    return (F.silu(gate) * up) @ down.T
+
+
+def formula(layer: MoE, x_BND: Tensor) -> Tensor:
+    """Every expert serves every token; those that were not chosen weigh nothing."""
+    weights = dict(layer.named_parameters())
+    scores_TK, ids_TK = layer.router(x_BND)
+    x_TD = x_BND.flatten(0, 1)
+    weight_TE = torch.zeros(len(x_TD), 8, dtype=x_TD.dtype).scatter(1, ids_TK, scores_TK)
+    latent_TL = x_TD @ weights["latent_down.weight"].T if "latent_down.weight" in weights else x_TD
+    experts = zip(weights["experts.gate_up"].flatten(1, 2), weights["experts.down"], strict=True)
+    y_ETL = torch.stack([swiglu(latent_TL, gate_up, down) for gate_up, down in experts])
+    y_TD = torch.einsum("te,etl->tl", weight_TE, y_ETL)
+    if "latent_up.weight" in weights:
+        y_TD = y_TD @ weights["latent_up.weight"].T
+    shared = {name.rsplit(".", 2)[-2]: w for name, w in weights.items() if name.startswith("shared_experts")}
+    if shared:
+        gate_T1 = torch.sigmoid(x_TD @ shared["gate"].T) if "gate" in shared else 1.0
+        y_TD = y_TD + gate_T1 * swiglu(x_TD, shared["gate_up"], shared["down"])
+    return y_TD.view_as(x_BND)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_the_formula(variant: str) -> None:
+    layer, x_BND = built(VARIANTS[variant]), torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True)
+    actual, expected = layer(x_BND), formula(layer, x_BND)
+    torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
+    direction, inputs = torch.randn_like(expected), (x_BND, *layer.parameters())
+    actual_gradients, expected_gradients = (torch.autograd.grad(y, inputs, direction) for y in (actual, expected))
+    assert all(gradient.any() for gradient in actual_gradients)
+    torch.testing.assert_close(actual_gradients, expected_gradients, atol=1e-11, rtol=1e-9)
+
+
+def test_what_a_layer_lacks_has_no_weights() -> None:
+    assert {name for name, _ in built(PLAIN).named_parameters()} == {"router.weight", "experts.gate_up", "experts.down"}
+
+
+class Composed(nn.Module):
+    """What a user may write around the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        moe = replace(PLAIN, shared_ffn_hidden_size=16, aux_loss_coef=1e-3)
+        self.inward, self.outward = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+        self.moe = MoE(ModelConfig(hidden_size=WIDTH, moe=moe))
+
+    def forward(self, x_BN4: Tensor) -> Tensor:
+        x_BND = self.inward(x_BN4)
+        return self.outward(x_BND + self.moe(x_BND))
+
+
+def test_trains_in_a_users_own_module_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    torch.manual_seed(0)
+    model = Composed()
+    init_weights(model, seed=0, std=0.3, num_layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x_BN4 = torch.randn(4, 16, 4)
+    target_BN4 = x_BN4.sin().roll(1, dims=-1) * x_BN4.sign()
+    losses = []
+    for _ in range(150):
+        loss = F.mse_loss(model(x_BN4), target_BN4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0], losses[::30]
+    assert model.moe.router.balance.tokens_per_expert_E.sum() == 150 * 4 * 16 * PLAIN.top_k
+
+
+def test_the_docstring_runs() -> None:
+    assert doctest.testmod(module).failed == 0
