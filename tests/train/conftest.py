@@ -1,0 +1,117 @@
+"""Runs of one tiny recipe through the door, in this process or, where one must die, in another."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from titan_moe import cli
+
+TINY = Path(__file__).with_name("tiny.toml")
+TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+MEASURED = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "step_ms", "memory_gib"}
+"""What differs between two runs of one recipe."""
+
+
+class Run:
+    """The tiny recipe with overrides of its own, in a run folder."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        self.words = ["train", str(TINY), f"--run.folder={folder}", *overrides]
+
+    def train(self, *words: str) -> int:
+        """Train here and return the exit code."""
+        return cli.main([*self.words, *words])
+
+    def again(self, *words: str) -> int:
+        """Go on with the run folder's own recipe."""
+        return cli.main(["train", str(self.folder / "recipe.toml"), *words])
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Train in another process, on one thread."""
+        return _start([*self.words, *words])
+
+    def start_again(self, *words: str) -> subprocess.Popen[str]:
+        """Go on with the run folder's own recipe in another process."""
+        return _start(["train", str(self.folder / "recipe.toml"), *words])
+
+    def copy(self, folder: Path, last_step: int) -> "Run":
+        """This run as it would stand if it had died after saving a step."""
+        shutil.copytree(self.folder, folder)
+        for checkpoint in (folder / "checkpoints").iterdir():
+            if int(checkpoint.name.removeprefix("step-")) > last_step:
+                shutil.rmtree(checkpoint)
+        copied = Run(folder)
+        copied.words += self.words[3:]
+        return copied
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """All records of metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def trace(self) -> list[dict[str, Any]]:
+        """The records without what a clock or the machine has measured."""
+        return [{name: value for name, value in record.items() if name not in MEASURED} for record in self.records]
+
+    def column(self, name: str) -> list[Any]:
+        """One field of all records that have it."""
+        return [record[name] for record in self.records if name in record]
+
+    @property
+    def saved_steps(self) -> list[int]:
+        """The checkpoints that there are."""
+        return sorted(int(path.name.removeprefix("step-")) for path in (self.folder / "checkpoints").glob("step-*"))
+
+    def checkpoint(self, step: int) -> dict[str, Any]:
+        """All that a checkpoint holds, flat; tensors whole."""
+        file = self.folder / f"step-{step}.pt"
+        dcp_to_torch_save(self.folder / "checkpoints" / f"step-{step}", file)
+        return _flat(torch.load(file, weights_only=False))
+
+
+def _start(words: list[str]) -> subprocess.Popen[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
+    command = [sys.executable, "-m", "titan_moe", *words]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env={**kept, "OMP_NUM_THREADS": "1"}, text=True, **pipes)  # type: ignore[call-overload]
+
+
+def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(state, dict):
+        return {prefix: state}
+    return {name: value for key in state for name, value in _flat(state[key], f"{prefix}/{key}").items()}
+
+
+@pytest.fixture(autouse=True)
+def one_process_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in TORCHRUN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a tiny model waits for its threads more than they help it
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Callable[..., Run]:
+    """Makes runs: `tiny("--train.steps=5")`, each in a folder of its own."""
+    folders = iter(tmp_path / f"run-{number}" for number in range(100))
+    return lambda *overrides: Run(next(folders), *overrides)
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """As `tiny`, for runs that several tests share."""
+    return lambda *overrides: Run(tmp_path_factory.mktemp("shared") / "run", *overrides)

@@ -1,0 +1,155 @@
+"""However a run ends, it goes on as if it had not: bit for bit on a CPU, and onto another layout within rounding."""
+
+import logging
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+STEPS = 100
+SAVING = ("--checkpoint.every_steps=5", "--checkpoint.keep_latest=0", "--validation.every_steps=20")
+RUN = (f"--train.steps={STEPS}", "--validation.num_sequences=4", *SAVING)
+
+
+def finish(process: subprocess.Popen[str], exit_code: int = 0) -> str:
+    """Wait for the end; returns what the run said."""
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == exit_code, said
+    return said
+
+
+def end_after(run, process: subprocess.Popen[str], step: int, number: signal.Signals) -> None:
+    """Send a signal when a step has been logged."""
+    while process.poll() is None and run.column("loss")[step - 1 :] == []:
+        time.sleep(0.005)
+    process.send_signal(number)
+
+
+def assert_same_state(state: dict, expected: dict) -> None:
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(state[name], value), name
+        else:
+            assert state[name] == value, name
+
+
+@pytest.fixture(scope="module")
+def straight(make_run):
+    """A run that nothing has interrupted."""
+    run = make_run(*RUN)
+    finish(run.start())
+    assert run.column("step") == sorted([*range(1, STEPS + 1), *range(20, STEPS + 1, 20)])
+    assert run.saved_steps == list(range(5, STEPS + 1, 5))
+    bias = next(value for name, value in run.checkpoint(STEPS).items() if name.endswith("expert_bias_E"))
+    assert bias.abs().max() > 0, "the balancing bias must have moved for the comparisons to mean something"
+    return run
+
+
+@pytest.mark.parametrize("saves", ["", "--checkpoint.is_async=true"], ids=["sync", "async"])
+def test_killed_at_random_steps(tiny, straight, saves: str) -> None:
+    run = tiny(*RUN, *filter(None, [saves]))
+    seed = random.randrange(10**6)
+    chance = random.Random(seed)
+    for step in (chance.randrange(1, 40), chance.randrange(40, 75)):
+        process = run.start()
+        end_after(run, process, step, signal.SIGKILL)
+        finish(process, -signal.SIGKILL)
+    said = finish(run.start())
+    assert "continuing after step" in said
+    assert run.trace == straight.trace, f"chance had the seed {seed}"
+    assert run.saved_steps == straight.saved_steps
+    assert_same_state(run.checkpoint(STEPS), straight.checkpoint(STEPS))
+
+
+def test_sigterm_saves_and_the_run_folder_goes_on(tiny, straight) -> None:
+    run = tiny(*RUN, "--checkpoint.every_steps=0")
+    process = run.start()
+    end_after(run, process, random.randrange(1, 60), signal.SIGTERM)
+    said = finish(process)
+    (saved,) = run.saved_steps
+    assert run.column("loss")[saved - 1 :] == run.column("loss")[-1:], "the last step is the saved one"
+    assert f"stopped by SIGTERM after step {saved}; to go on: titan-moe train {run.folder / 'recipe.toml'}" in said
+    assert f"continuing after step {saved}" in finish(run.start_again())
+    assert run.trace == straight.trace
+
+
+def test_goes_on_with_two_ranks_and_spread_experts(tmp_path: Path, straight) -> None:
+    run = straight.copy(tmp_path / "two", last_step=60)
+    said = finish(run.start("--nproc", "2", "--parallel.ep=2", "--parallel.dispatcher=alltoall"))
+    assert "continuing after step 60" in said and "2 x cpu" in said
+    assert run.column("step") == straight.column("step")
+    assert run.trace[:60] == straight.trace[:60]
+    for name in ("loss", "validation_loss"):
+        torch.testing.assert_close(run.column(name), straight.column(name), rtol=1e-5, atol=1e-5)
+    assert run.column("lr") == straight.column("lr")
+
+
+def test_torchrun_passes_sigterm_on(tmp_path: Path, straight) -> None:
+    run = straight.copy(tmp_path / "two", last_step=5)
+    process = run.start("--nproc", "2")
+    while process.poll() is None and len(run.column("loss")) not in range(6, 50):
+        time.sleep(0.005)
+    process.terminate()
+    assert "stopped by SIGTERM after step" in process.communicate(timeout=120)[1]
+    assert run.saved_steps[-1] == run.column("step")[-1]
+
+
+def test_a_finished_run_is_left_alone(tiny, caplog: pytest.LogCaptureFixture) -> None:
+    run = tiny("--train.steps=6", "--checkpoint.every_steps=3", "--checkpoint.keep_latest=0")
+    assert run.train() == 0
+
+    def left() -> dict[str, tuple[int, bytes]]:
+        files = (path for path in run.folder.rglob("*") if path.is_file())
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = left()
+    caplog.set_level(logging.INFO, logger="titan_moe")
+    for steps in (6, 4):
+        assert run.again(f"--train.steps={steps}") == 0
+        assert f"{run.folder} is finished after step 6; a larger train.steps goes on" in caplog.messages
+        caplog.clear()
+        assert left() == before
+
+
+def test_what_does_not_matter_may_change_and_more_steps_go_on(tiny) -> None:
+    run = tiny("--train.steps=6", "--checkpoint.every_steps=3", "--optim.decay_steps=0")
+    assert run.train() == 0
+    before = run.trace
+    assert run.again("--train.steps=12", "--metrics.every_steps=5", "--checkpoint.every_steps=4") == 0
+    assert run.trace[: len(before)] == before
+    assert run.column("step")[len(before) :] == [7, 10, 12]
+    whole = tiny("--train.steps=12", "--optim.decay_steps=0")
+    assert whole.train() == 0
+    by_step = {record["step"]: record for record in whole.trace}
+    assert run.trace == [by_step[record["step"]] for record in run.trace]
+
+
+def test_what_does_not_fit_is_refused_and_leaves_the_run_as_it_was(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny("--train.steps=4", "--checkpoint.every_steps=2")
+    assert run.train() == 0
+    recipe = (run.folder / "recipe.toml").read_text()
+    for override, expected in {
+        "--model.hidden_size=48": "does not fit this run's model",
+        "--train.seq_len_tokens=16": "set train.seq_len_tokens back",
+    }.items():
+        assert run.again("--train.steps=8", override) == 2
+        assert expected in capsys.readouterr().err
+    assert (run.folder / "recipe.toml").read_text() == recipe
+    assert run.again("--train.steps=8") == 0
+    assert run.column("step")[-1] == 8
+
+
+def test_weights_start_another_run(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tiny("--train.steps=4", "--checkpoint.every_steps=2"), tiny("--train.steps=2")
+    assert first.train() == 0
+    weights = first.folder / "checkpoints" / "step-4"
+    assert second.train(f"--checkpoint.load_from={weights}") == 0
+    assert second.column("step") == [1, 2]
+    assert second.column("loss")[0] < first.column("loss")[0] - 0.1
+    assert tiny().train(f"--checkpoint.load_from={weights.parent}") == 2
+    assert "step-2, step-4" in capsys.readouterr().err
