@@ -1,7 +1,7 @@
 """Compile the pieces of every block, each as one full graph.
 
 The dense part of a block (norms, attention, residual), its router, its experts and its shared experts are pieces; a dense block
-is one piece. The dispatch between them stays eager, because it may read sizes on the host and its collectives are its own.
+is one piece, and so is the softmax of the loss. The dispatch between them stays eager, because it may read sizes on the host and its collectives are its own.
 All blocks have the same code and no Python number of their own, so each piece compiles once a model, not once a layer.
 """
 
@@ -10,6 +10,7 @@ from torch import nn
 
 from titan_moe.config.perf import CompileConfig
 from titan_moe.layers.block import Block
+from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.moe import MoE
 
 
@@ -22,11 +23,16 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
     """Compile every block's pieces in place; parameter names do not change."""
     if not is_on(config, device):
         return
-    for block in model.modules():
-        if isinstance(block, Block) and isinstance(block.feed_forward, MoE):
-            moe = block.feed_forward
-            block.front = torch.compile(block.front, fullgraph=True)  # type: ignore[method-assign]
-            for piece in (moe.router, moe.experts, moe.shared_experts):
-                piece.forward = torch.compile(piece.forward, fullgraph=True)  # type: ignore[method-assign]
-        elif isinstance(block, Block):
-            block.forward = torch.compile(block.forward, fullgraph=True)  # type: ignore[method-assign]
+    for module in model.modules():
+        if isinstance(module, LanguageModelHead):
+            module.softmax = torch.compile(module.softmax, fullgraph=True)
+        elif isinstance(module, Block) and isinstance(module.feed_forward, MoE):
+            _compile_pieces(module, module.feed_forward)
+        elif isinstance(module, Block):
+            module.forward = torch.compile(module.forward, fullgraph=True)  # type: ignore[method-assign]
+
+
+def _compile_pieces(block: Block, moe: MoE) -> None:
+    block.front = torch.compile(block.front, fullgraph=True)  # type: ignore[method-assign]
+    for piece in (moe.router, moe.experts, moe.shared_experts):
+        piece.forward = torch.compile(piece.forward, fullgraph=True)  # type: ignore[method-assign]

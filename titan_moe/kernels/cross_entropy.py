@@ -8,6 +8,7 @@ forward pass, so that C·V elements are all that ever exists. What is kept for b
 gradient of one; backward multiplies them by the gradient that arrives.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,51 +27,68 @@ def linear_cross_entropy_reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Te
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
 
 
-def _loss_and_dlogits(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk, and its gradient by the logits in the logits' own dtype."""
+def loss_and_dlogits(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss of a chunk, and its gradient by the logits in the logits' own dtype. Compiled, it is a few fused passes."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     counts_C1 = (labels_C != IGNORE_LABEL)[:, None]
-    index_C1 = labels_C.clamp(min=0)[:, None]
     log_norm_C1 = torch.logsumexp(wide_CV, dim=-1, keepdim=True)
-    loss = torch.where(counts_C1, log_norm_C1 - wide_CV.gather(1, index_C1), 0).sum()
-    dlogits_CV = torch.exp(wide_CV - log_norm_C1)
-    dlogits_CV.scatter_add_(1, index_C1, torch.full_like(log_norm_C1, -1.0))
-    return loss, torch.where(counts_C1, dlogits_CV, 0).to(logits_CV.dtype)
+    is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C[:, None]
+    dlogits_CV = torch.where(counts_C1, torch.exp(wide_CV - log_norm_C1) - is_label_CV.to(wide_CV.dtype), 0)
+    loss = torch.where(counts_C1, log_norm_C1 - wide_CV.gather(1, labels_C.clamp(min=0)[:, None]), 0).sum()
+    return loss, dlogits_CV.to(logits_CV.dtype)
+
+
+LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
-        loss = x_TD.new_zeros((), dtype=torch.promote_types(x_TD.dtype, torch.float32))
-        grad_x_TD = torch.empty_like(x_TD)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=loss.dtype)
-        for begin in range(0, x_TD.shape[0], chunk_tokens):
-            x_CD, labels_C = x_TD[begin : begin + chunk_tokens], labels_T[begin : begin + chunk_tokens]
-            chunk_loss, dlogits_CV = _loss_and_dlogits(x_CD @ weight_VD.T, labels_C)
-            loss += chunk_loss
-            torch.mm(dlogits_CV, weight_VD, out=grad_x_TD[begin : begin + chunk_tokens])
-            grad_weight_VD += dlogits_CV.T @ x_CD
-        ctx.save_for_backward(grad_x_TD, grad_weight_VD.to(weight_VD.dtype))
-        return loss
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, softmax: LossAndGradient
+    ) -> Tensor:
+        losses, grads_x_CD = [], []
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+        for x_CD, labels_C in zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True):
+            loss, dlogits_CV = softmax(x_CD @ weight_VD.T, labels_C)
+            losses.append(loss)
+            grads_x_CD.append(dlogits_CV @ weight_VD)
+            grad_weight_VD = _add_product(grad_weight_VD, dlogits_CV.T, x_CD)
+        ctx.save_for_backward(torch.cat(grads_x_CD), grad_weight_VD.to(weight_VD.dtype))
+        return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         grad_x_TD, grad_weight_VD = ctx.saved_tensors
-        return (grad_x_TD * grad_loss).to(grad_x_TD.dtype), (grad_weight_VD * grad_loss).to(grad_weight_VD.dtype), None, None
+        scaled = [(grad * grad_loss).to(grad.dtype) for grad in (grad_x_TD, grad_weight_VD)]
+        return scaled[0], scaled[1], None, None, None
 
 
-def linear_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 4096) -> Tensor:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b in total's dtype; on a GPU the product of half-precision matrices is added inside the GEMM."""
+    if a.is_cuda and a.dtype != total.dtype:
+        return torch.addmm(total, a, b, out_dtype=total.dtype)
+    return total + (a @ b)
+
+
+def linear_cross_entropy(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    chunk_tokens: int = 4096,
+    softmax: LossAndGradient = loss_and_dlogits,
+) -> Tensor:
     """Sum of the cross entropies of `x @ weight.T` against the labels, without ever holding all logits.
 
     Shapes: x [T, D], weight [V, D], labels int64 [T] with `IGNORE_LABEL` where there is none -> scalar, at least fp32.
     `chunk_tokens` tokens have logits at one time; 0 makes all logits at once. Without gradients only the loss is computed.
+    `softmax` is `loss_and_dlogits`, or the same compiled.
     """
     if chunk_tokens == 0:
         return linear_cross_entropy_reference(x_TD, weight_VD, labels_T)
     if not torch.is_grad_enabled():
         chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
         return torch.stack([linear_cross_entropy_reference(x, weight_VD, labels) for x, labels in chunks]).sum()
-    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, chunk_tokens)
+    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, chunk_tokens, softmax)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:

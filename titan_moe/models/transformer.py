@@ -4,13 +4,12 @@ B batch · N sequence · D model width · V vocabulary
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.config.model import ModelConfig
-from titan_moe.kernels.cross_entropy import linear_cross_entropy
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
+from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.rope import rope_tables
 
 
@@ -25,7 +24,6 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, *, kernels: str = "grouped_mm", loss_chunk_tokens: int = 4096) -> None:
         super().__init__()
         self.config = config
-        self.loss_chunk_tokens = loss_chunk_tokens
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict(
             {
@@ -34,7 +32,7 @@ class Transformer(nn.Module):
             }
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = LanguageModelHead(config.hidden_size, config.vocab_size, loss_chunk_tokens)
         if config.embeddings_are_tied:
             self.head.weight = self.embed.weight
 
@@ -48,8 +46,8 @@ class Transformer(nn.Module):
             x_BND = block(x_BND, context)
         x_BND = self.norm(x_BND)
         if labels_BN is None:
-            return F.linear(x_BND, self.head.weight)
-        return linear_cross_entropy(x_BND.flatten(0, 1), self.head.weight, labels_BN.flatten(), self.loss_chunk_tokens)
+            return self.head(x_BND)
+        return self.head.loss(x_BND.flatten(0, 1), labels_BN.flatten())
 
     @torch.no_grad()
     def generate(
