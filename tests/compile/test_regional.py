@@ -1,0 +1,84 @@
+"""The compiled pieces: few graphs, the same gradients, the same names."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from titan_moe.compile import regional
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.perf import CompileConfig
+from titan_moe.layers.init import init_weights
+from titan_moe.models.transformer import Transformer
+
+CPU = torch.device("cpu")
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=8, aux_loss_coef=1e-2)
+CONFIG = ModelConfig(
+    vocab_size=32,
+    num_layers=12,
+    num_dense_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=16,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True),
+    moe=MOE,
+)
+
+
+def built(compiled: str, num_layers: int = CONFIG.num_layers) -> Transformer:
+    model = Transformer(replace(CONFIG, num_layers=num_layers))
+    regional.apply(model, CompileConfig(compiled), CPU)
+    init_weights(model, seed=0, std=0.2, num_layers=num_layers)
+    return model
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    return counter
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, labels = torch.randint(32, (2, 2, 12)).unbind()
+    return tokens, labels
+
+
+def test_graphs_do_not_grow_with_layers_or_batches(counter: CompileCounterWithBackend) -> None:
+    built("on", num_layers=3)(*batch()).backward()
+    num_graphs = counter.frame_count
+    assert num_graphs >= 5, "a dense block; front, router, experts and shared experts of the others"
+    deep = built("on")
+    for _ in range(2):  # routing changes from batch to batch
+        deep(*batch()).backward()
+    assert counter.frame_count == num_graphs
+
+
+@pytest.mark.usefixtures("counter")
+def test_pieces_compute_the_same() -> None:
+    plain, compiled = built("off"), built("on")
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
+    tokens, labels = batch()
+    losses = [model(tokens, labels) for model in (plain, compiled)]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for (name, parameter), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        error = (other.grad - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-4, f"{name} differs by {error:.1e}"
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(compiled.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize(("choice", "device", "expected"), [("on", "cpu", True), ("off", "cuda", False)])
+def test_the_recipe_decides(choice: str, device: str, expected: bool) -> None:
+    assert regional.is_on(CompileConfig(choice), torch.device(device)) is expected
+
+
+def test_by_default_only_cuda_compiles() -> None:
+    assert [regional.is_on(CompileConfig("on_cuda"), torch.device(device)) for device in ("cpu", "cuda")] == [
+        False,
+        True,
+    ]
