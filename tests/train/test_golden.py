@@ -1,9 +1,9 @@
 """Losses that must not change by accident, as plain text: a step and its loss a line.
 
 The data is synthetic and the initial weights are drawn alike by every supported torch. In fp64 with the reference
-experts the losses are then the same on every machine to many digits; in fp32 with the fast kernel, whose initial weights
-are other draws, they are the same within rounding, as far as rounding has not yet sent a token to another expert. When a
-change of the losses is meant, write them anew, look at the difference, and say in the commit why it is right:
+experts the losses are then the same on every machine to many digits; in fp32 with the fast kernel, whose initial
+weights are other draws, they are the same within rounding, as long as rounding sends no token to another expert. When
+a change of the losses is meant, write them anew, look at the difference, and say in the commit why it is right:
 
     python tests/train/test_golden.py
 """

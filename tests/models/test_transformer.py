@@ -1,0 +1,51 @@
+"""The model writes: greedily, or drawing from what it believes."""
+
+import pytest
+import torch
+
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.layers.init import init_weights
+from titan_moe.models.transformer import Transformer
+
+CONFIG = ModelConfig(
+    vocab_size=16,
+    hidden_size=16,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+    moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    model = Transformer(CONFIG)
+    init_weights(model, seed=0, std=0.3, num_layers=CONFIG.num_layers)
+    return model
+
+
+@pytest.fixture
+def prompt_BN() -> torch.Tensor:
+    return torch.arange(10).view(2, 5)
+
+
+def test_without_temperature_each_token_is_the_likeliest(model: Transformer, prompt_BN: torch.Tensor) -> None:
+    tokens_BN = model.generate(prompt_BN, 6)
+    assert tokens_BN.shape == (2, 11) and torch.equal(tokens_BN[:, :5], prompt_BN)
+    likeliest_BN = model(tokens_BN).argmax(-1)
+    assert torch.equal(tokens_BN[:, 5:], likeliest_BN[:, 4:-1])
+
+
+def test_one_seed_writes_one_text(model: Transformer, prompt_BN: torch.Tensor) -> None:
+    def write(seed: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed)
+        return model.generate(prompt_BN, 12, temperature=1.0, generator=generator).tolist()
+
+    assert write(1) == write(1) != write(2)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_as_frequent_as_their_probabilities(model: Transformer, temperature: float) -> None:
+    prompt_BN = torch.tensor([[1, 2, 3]])
+    generator = torch.Generator().manual_seed(0)
+    drawn_B = model.generate(prompt_BN.expand(4000, -1), 1, temperature=temperature, generator=generator)[:, -1]
+    expected_V = (model(prompt_BN)[0, -1] / temperature).softmax(-1)
+    torch.testing.assert_close(drawn_B.bincount(minlength=16) / 4000, expected_V, atol=0.03, rtol=0)

@@ -1,0 +1,47 @@
+"""What a run changes in its process, it changes back; ranks stop together."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_moe.config.train import RunConfig
+from titan_moe.train.process import StopSignal, process_group
+
+
+def test_a_process_alone_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with process_group(RunConfig(device="cpu")) as device:
+        assert device == torch.device("cpu") and dist.get_world_size() == 1
+    assert not dist.is_initialized()
+
+
+def test_determinism_is_settled_before_the_first_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "of an earlier run")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with process_group(RunConfig(device="cpu", is_deterministic=True)):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def stop_step() -> int:
+    """Poll every step; the second rank alone has the signal, before its third one."""
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignal() as stop:
+        step = 0
+        while not stop.poll() and step < 50:
+            step += 1
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01 * dist.get_rank())
+    assert signal.getsignal(signal.SIGTERM) == before
+    return step
+
+
+def test_ranks_stop_after_the_same_step(ranks) -> None:
+    assert ranks(2, stop_step) == [4, 4]

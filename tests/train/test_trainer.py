@@ -1,0 +1,254 @@
+"""A run as its user meets it: what it writes, what it says, what it refuses."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from titan_moe.config import load_recipe
+from titan_moe.config.parse import dump_recipe
+from titan_moe.models.transformer import Transformer
+
+FIELDS = {
+    "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
+    "memory_gib", "step_ms", "expert_load",
+}  # fmt: skip
+ROUTER = "layers.1.feed_forward.router"
+TEXT = ("--data.source=text", "--model.vocab_size=256", "--data.holdout_fraction=0.2", "--validation.num_sequences=4")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """Ten documents of words and their glob; the last two, in order of their names, are held out."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(10):
+        words = [f"{word} {number + word * word % 7}\n" for word in range(20 + number)]
+        (folder / f"{number}.txt").write_text("".join(words))
+    return f"--data.path={folder}/*.txt"
+
+
+def test_a_run_learns_and_reports_every_step(tiny) -> None:
+    run = tiny("--train.steps=40")
+    assert run.train() == 0
+    records = run.records
+    assert [record["step"] for record in records] == list(range(1, 41))
+    assert all(record.keys() == FIELDS for record in records)
+    assert records[-1]["tokens_seen"] == 40 * 4 * 32
+    assert all(record["aux_loss"] > 0 and record["grad_norm"] > 0 and record["step_ms"] > 0 for record in records)
+    assert all(record["mfu"] is None and record["memory_gib"] > 0.05 for record in records)
+    assert all(record["expert_load"].keys() == {ROUTER} and record["expert_load"][ROUTER] >= 1 for record in records)
+    assert [record["lr"] for record in records[:6]] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01, 0.01])
+    assert records[-1]["lr"] == pytest.approx(1e-3)
+    for record in records:
+        seconds = record["step_ms"] / 1e3
+        assert record["tokens_per_second_per_gpu"] == pytest.approx(4 * 32 / seconds)
+    assert records[0]["loss"] > 4 and records[-1]["loss"] < 2.5
+
+
+def test_the_run_folder_explains_and_repeats_the_run(tiny, tmp_path: Path) -> None:
+    run = tiny("--train.steps=3", "--run.device=auto" if not torch.cuda.is_available() else "--run.device=cpu")
+    assert run.train("--optim.lr=3e-3", "--model.moe.top_k", "1") == 0
+    recipe = load_recipe(run.folder / "recipe.toml", [])
+    assert (recipe.optim.lr, recipe.model.moe.top_k, recipe.run.device) == (3e-3, 1, "cpu")
+    assert (run.folder / "recipe.toml").read_text() == dump_recipe(recipe), "every field is written"
+    environment = json.loads((run.folder / "environment.json").read_text())
+    assert environment["torch"] == torch.__version__ and environment["world_size"] == 1
+    before = run.trace
+    assert run.again() == 0
+    assert run.trace == before, "without a checkpoint the recipe is a rerun"
+    assert run.again(f"--run.folder={tmp_path / 'elsewhere'}", "--train.steps=2", "--optim.lr=1e-3") == 0
+    assert run.trace == before and (tmp_path / "elsewhere" / "metrics.jsonl").exists()
+
+
+def test_the_same_recipe_gives_the_same_run_and_another_seed_another(tiny) -> None:
+    runs = [tiny("--train.steps=4") for _ in range(3)]
+    for run, words in zip(runs, ([], ["--run.is_deterministic=true"], ["--run.seed=1"]), strict=True):
+        assert run.train(*words) == 0
+    assert runs[0].trace == runs[1].trace
+    assert not set(runs[0].column("loss")) & set(runs[2].column("loss"))
+    assert not torch.are_deterministic_algorithms_enabled(), "what a run switches on, it switches off"
+
+
+def test_microbatches_do_not_change_the_losses(tiny) -> None:
+    columns = []
+    for size in (1, 2, 4):
+        run = tiny("--train.steps=5", f"--train.micro_batch_sequences={size}")
+        assert run.train() == 0
+        columns.append([(record["loss"], record["grad_norm"], record["aux_loss"]) for record in run.records])
+    torch.testing.assert_close(columns[1:], columns[:1] * 2, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("document_attention", ["false", "true"])
+def test_holdout_loss_is_what_brute_force_finds(tiny, text: str, document_attention: str) -> None:
+    run = tiny(*TEXT, text, f"--data.document_attention={document_attention}", "--train.micro_batch_sequences=2")
+    words = ("--train.steps=6", "--validation.every_steps=4", "--checkpoint.every_steps=4")
+    assert run.train(*words, "--validation.num_sequences=6") == 0
+    assert [record["step"] for record in run.records if "validation_loss" in record] == [4, 6]
+
+    recipe = load_recipe(run.folder / "recipe.toml", [])
+    model = Transformer(recipe.model)
+    state = run.checkpoint(6)
+    model.load_state_dict({name: state[f"/{name}"] for name in model.state_dict()})
+    expected = brute_force_loss(model, text.partition("=")[2], 6, document_attention == "true")
+    assert run.column("validation_loss")[-1] == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def brute_force_loss(model: Transformer, path: str, num_sequences: int, ends_matter: bool) -> float:
+    """Cut the last two documents into sequences by hand and read each document's part of a sequence by itself."""
+    files = sorted(Path(path).parent.iterdir())[-2:]
+    documents = [file.read_bytes() + b"\0" for file in files]
+    held_out, border = b"".join(documents), len(documents[0])
+    count = (len(held_out) - 1) // 32
+    starts = [number * count // num_sequences * 32 for number in range(num_sequences)]
+    assert len(set(starts)) == num_sequences and any(start < border < start + 32 for start in starts)
+    losses = []
+    for start in starts:
+        stops = [start, border, start + 32] if ends_matter and start < border < start + 32 else [start, start + 32]
+        for first, last in zip(stops, stops[1:], strict=False):
+            end = last if last == border and ends_matter else last + 1  # the next document's first byte is no label
+            ids = torch.tensor(list(held_out[first:end]))
+            logits = model(ids[None, : len(ids) - 1])[0]
+            losses.append(F.cross_entropy(logits, ids[1:], reduction="none"))
+    return torch.cat(losses).mean().item()
+
+
+def test_a_stream_trains_validates_samples_and_goes_on(
+    tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    lines = (json.dumps({"text": f"document {number}: " + "abc " * (number % 7 + 9)}) for number in range(60))
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines))
+    files = ("--data.path=json", f"--data.files={tmp_path}/*.jsonl", "--data.is_streamed=true")
+    source = ("--data.source=datasets", *files)
+    held_out = ("--validation.every_steps=4", "--validation.num_sequences=4", "--metrics.sample_tokens=8")
+    whole, parted = (tiny(*source, *held_out, "--model.vocab_size=256", "--optim.decay_steps=0") for _ in range(2))
+    assert whole.train("--train.steps=8") == 0
+    assert "--- held-out prompt ---\ndocument 0: abc abc" in capsys.readouterr().out
+    assert len(whole.column("validation_loss")) == 2
+    for steps in (4, 8):
+        assert parted.train(f"--train.steps={steps}", "--checkpoint.every_steps=4") == 0
+    assert parted.trace == whole.trace
+
+
+def test_document_attention_trains_another_model(tiny, text: str) -> None:
+    traces = []
+    for switch in ("false", "true"):
+        run = tiny(*TEXT, text, "--train.steps=30", f"--data.document_attention={switch}")
+        assert run.train("--data.is_shuffled=false") == 0
+        traces.append(run.column("loss"))
+    assert traces[1][-1] < traces[1][0] - 1
+    assert traces[0] != traces[1]
+
+
+def test_forced_balance_is_even_and_says_so(
+    tiny, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tiny("--train.steps=3", "--train.force_balanced_routing=true")
+    assert run.train() == 0
+    assert any("force_balanced_routing" in message for message in caplog.messages)
+    assert "FORCED BALANCE" in capsys.readouterr().out
+    assert all(record["forced_balance"] for record in run.records)
+    assert run.column("expert_load") == [{ROUTER: 1.0}] * 3
+    honest = tiny("--train.steps=3")
+    assert honest.train() == 0
+    assert honest.column("forced_balance") == [] and honest.column("expert_load")[0][ROUTER] > 1
+
+
+def test_a_trace_of_steps_is_written(tiny) -> None:
+    run = tiny("--train.steps=5", "--profile.start_step=3", "--profile.num_steps=2")
+    assert run.train() == 0
+    (file,) = (run.folder / "traces").iterdir()
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["name"] for event in events} >= {"ProfilerStep#3", "ProfilerStep#2"}, "the third and the fourth step"
+
+
+def test_tensorboard_has_the_same_numbers(tiny) -> None:
+    run = tiny("--train.steps=3", "--metrics.tensorboard=true", "--validation.every_steps=2")
+    assert run.train() == 0
+    curves = EventAccumulator(str(run.folder / "tensorboard")).Reload()
+    for name in ("loss", "validation_loss"):
+        points = {point.step: point.value for point in curves.Scalars(name)}
+        assert points == pytest.approx({record["step"]: record[name] for record in run.records if name in record})
+
+
+def test_the_sample_is_printed_and_repeatable(tiny, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny(*TEXT, text, "--train.steps=30", "--metrics.sample_tokens=40", "--optim.decay_steps=0")
+
+    def sample(*words: str) -> str:
+        assert run.train(*words) == 0
+        return capsys.readouterr().out.partition("--- held-out prompt ---\n")[2]
+
+    first = sample()
+    prompt, _, continuation = first.partition("\n--- the model continues ---\n")
+    assert prompt == "".join(f"{word} {8 + word * word % 7}\n" for word in range(8))[:32]
+    assert len(continuation.encode()) >= 20 and sum(letter.isdigit() for letter in continuation) > 5
+    assert sample() == first
+    assert sample("--metrics.sample_temperature=0") != first
+
+
+def test_a_model_of_ones_own(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_model.py").write_text(
+        "from titan_moe.layers.block import Block\n"
+        "from titan_moe.models.transformer import Transformer\n"
+        "class Silent(Block):\n"
+        "    def forward(self, x_BND, context):\n"
+        "        return super().forward(x_BND, context) * 0 + x_BND\n"
+        "class MyTransformer(Transformer):\n"
+        "    block_class = Silent\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    run = tiny("--train.steps=3", "--model.class=my_model:MyTransformer")
+    assert run.train() == 0
+    plain = tiny("--train.steps=3")
+    assert plain.train() == 0
+    assert run.column("loss")[0] != plain.column("loss")[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["--model.class=nowhere:Model"], 'model.class = "nowhere:Model" cannot be imported: No module named'),
+        (["--model.class=math:Model"], "has no attribute 'Model'"),
+        ([*TEXT, "--data.path=nowhere/*"], "data.path = 'nowhere/*' matches no file"),
+        (["--data.source=text", "--data.path=x", "--data.tokenizer=nowhere"], "is not a folder with a tokenizer.json"),
+        (["--checkpoint.load_from=nowhere"], "checkpoint.load_from = 'nowhere' is not a complete checkpoint"),
+    ],
+)
+def test_what_is_not_there_is_told_plainly(
+    tiny, overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tiny(*overrides)
+    assert run.train() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("titan-moe: 1 problem\n") and expected in error
+    assert not (run.folder / "recipe.toml").exists()
+
+
+def test_all_problems_are_told_at_once(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiny("--train.setps=5", "--optim.lr=fast", "--model.moe.top_k=9").train() == 2
+    error = capsys.readouterr().err
+    assert "2 problems" in error and "did you mean train.steps?" in error and "optim.lr" in error
+    assert tiny("--model.moe.top_k=9", "--optim.beta1=2").train() == 2
+    assert "2 problems" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
+def test_a_missing_gpu_is_told_plainly(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tiny("--run.device=cuda", "--precision.compute=bf16").train() == 2
+    assert 'run.device = "cuda", but PyTorch sees no GPU' in capsys.readouterr().err
+
+
+def test_the_first_line_says_what_runs(tiny, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="titan_moe")
+    run = tiny("--train.steps=1", "--model.name=small")
+    assert run.train() == 0
+    assert caplog.messages[0] == f"small: 28.96k parameters, 22.82k active a token; 1 x cpu; writing to {run.folder}"
