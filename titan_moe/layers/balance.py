@@ -2,8 +2,9 @@
 
 B batch · N sequence · E experts · K choices a token
 
-Per sequence: `L = coef · E / (K·N) · Σ_i count_i · P_i` with P_i the mean normalised score of expert i (arXiv:2101.03961 per
-sequence as in arXiv:2412.19437 section 2.1.2). A sequence lives on one rank, so the loss does not depend on the layout.
+Per sequence: `L = coef · E / (K·N) · Σ_i count_i · P_i` with P_i the mean normalised score of expert i
+(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). A sequence lives on one rank, so the loss does not
+depend on the layout.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,9 @@ class _Account(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, aux_loss: Tensor, counts_E: Tensor, booked_E: Tensor, booked: Tensor, scale: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, scores: Tensor, aux_loss: Tensor, counts_E: Tensor, booked_E: Tensor, booked: Tensor, scale: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(aux_loss.detach(), counts_E, scale)
         ctx.books = booked_E, booked  # not saved tensors: microbatches in flight book into them one after the other
         return scores.view_as(scores)
@@ -53,7 +56,9 @@ class LoadBalance(nn.Module):
         self.aux_loss_coef, self.z_loss_coef = config.aux_loss_coef, config.z_loss_coef
         self.num_experts, self.top_k = config.num_experts, config.top_k
         self.sum_over_tokens: Callable[[Tensor], Tensor] = _identity
-        self.register_buffer("tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer(
+            "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
+        )
         self.register_buffer("aux_loss", torch.zeros((), dtype=torch.float32), persistent=False)
         self.register_buffer("scale", torch.ones((), dtype=torch.float32), persistent=False)
 

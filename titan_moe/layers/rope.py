@@ -26,7 +26,8 @@ def rope_tables(config: AttentionConfig, num_tokens: int, device: torch.device) 
     if config.yarn_factor > 1:
         frequencies = _stretch(frequencies, config, width)
     angles_NR = torch.arange(num_tokens, dtype=torch.float32, device=device)[:, None] * frequencies
-    scale = yarn_scale(config.yarn_factor, config.yarn_mscale) / yarn_scale(config.yarn_factor, config.yarn_mscale_all_dim)
+    mscale, mscale_all_dim = config.yarn_mscale, config.yarn_mscale_all_dim
+    scale = yarn_scale(config.yarn_factor, mscale) / yarn_scale(config.yarn_factor, mscale_all_dim)
     return angles_NR.cos() * scale, angles_NR.sin() * scale
 
 

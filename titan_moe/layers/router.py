@@ -63,8 +63,8 @@ class ForcedBalance:
 class TopKRouter(nn.Module):
     """Scores every expert for every token in fp32 and keeps the best K.
 
-    The bias of auxiliary-loss-free balancing (arXiv:2408.15664) takes part in the choice only, never in the weight; it is a
-    buffer that the optimizer step moves, and stays zero where it is not used.
+    The bias of auxiliary-loss-free balancing (arXiv:2408.15664) takes part in the choice only, never in the weight; it
+    is a buffer that the optimizer step moves, and stays zero where it is not used.
     """
 
     expert_bias_E: Tensor
