@@ -3,8 +3,8 @@
 B batch · N sequence · E experts · K choices a token
 
 Per sequence: `L = coef · E / (K·N) · Σ_i count_i · P_i` with P_i the mean normalised score of expert i
-(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). A sequence lives on one rank, so the loss does not
-depend on the layout.
+(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). A sequence lives on one rank, so the loss does
+not depend on the layout.
 """
 
 from collections.abc import Callable
