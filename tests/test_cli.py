@@ -29,24 +29,23 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     recipes: list[Recipe] = []
     trainer = ModuleType("titan_moe.train.trainer")
     trainer.run = recipes.append  # type: ignore[attr-defined]
-    train = ModuleType("titan_moe.train")
-    train.trainer = trainer  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "titan_moe.train", train)
     monkeypatch.setitem(sys.modules, "titan_moe.train.trainer", trainer)
     return recipes
 
 
 @pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Command lines that this process would have become."""
-    commands: list[list[str]] = []
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
+    """Numbers of ranks that would have been started, and their words; they end with 7."""
+    calls: list[tuple[int, list[str]]] = []
 
-    def execv(program: str, words: list[str]) -> None:
-        commands.append(words)
-        raise SystemExit(0)
+    def launch(num_ranks: int, words: list[str]) -> int:
+        calls.append((num_ranks, words))
+        return 7
 
-    monkeypatch.setattr(os, "execv", execv)
-    return commands
+    stand_in = ModuleType("titan_moe.train.launch")
+    stand_in.launch = launch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "titan_moe.train.launch", stand_in)
+    return calls
 
 
 def in_new_process(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -115,27 +114,27 @@ def test_a_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -
     assert "0 is not a number of ranks" in capsys.readouterr().err
 
 
-def test_one_process_trains_here(trained: list[Recipe], executed: list[list[str]]) -> None:
+def test_one_process_trains_here(trained: list[Recipe], launched: list[tuple[int, list[str]]]) -> None:
     assert cli.main(["train", "--train.steps", "500", QUICKSTART, "--metrics.tensorboard=false"]) == 0
-    assert executed == []
+    assert launched == []
     (recipe,) = trained
     assert recipe.model.name == "quickstart" and recipe.train.steps == 500 and not recipe.metrics.tensorboard
 
 
-def test_nproc_becomes_torchrun_with_the_same_words(trained: list[Recipe], executed: list[list[str]]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["train", QWEN3, "--nproc", "8", "--train.steps", "500", "--optim.lr=1e-4"])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "titan_moe"]
-    assert executed == [[*launch, "train", QWEN3, "--train.steps", "500", "--optim.lr=1e-4"]]
+def test_nproc_starts_ranks_with_the_same_words_and_ends_as_they_do(
+    trained: list[Recipe], launched: list[tuple[int, list[str]]]
+) -> None:
+    assert cli.main(["train", QWEN3, "--nproc", "8", "--train.steps", "500", "--optim.lr=1e-4"]) == 7
+    assert launched == [(8, ["train", QWEN3, "--train.steps", "500", "--optim.lr=1e-4"])]
     assert trained == []
 
 
 def test_a_rank_of_torchrun_trains(
-    monkeypatch: pytest.MonkeyPatch, trained: list[Recipe], executed: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, trained: list[Recipe], launched: list[tuple[int, list[str]]]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert cli.main(["train", QWEN3]) == 0
-    assert executed == [] and len(trained) == 1
+    assert launched == [] and len(trained) == 1
 
 
 def test_help_names_the_ways_in(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from titan_moe.config.parse import split_overrides
 from titan_moe.plan.page import describe
 
 EXIT_BAD_RECIPE = 2
-SECONDS_FOR_THE_SPEAKER = 1.0
+SECONDS_FOR_THE_SPEAKER = 3.0
 """Time that a node's first rank has to speak, whereupon torchrun stops the others, before they speak for themselves."""
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
@@ -36,12 +36,11 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if args.verb == "check":
             _check(args.recipe, overrides, args.nproc, args.explain)
-        else:
-            _train(args.recipe, overrides, args.nproc)
+            return 0
+        return _train(args.recipe, overrides, args.nproc)
     except RecipeError as error:
         _tell(error.problems)
         return EXIT_BAD_RECIPE
-    return 0
 
 
 def _check(path: str | None, overrides: list[str], nproc: int | None, key: str | None) -> None:
@@ -55,16 +54,19 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, key: str |
         print("\nThese are the fewest ranks that the recipe fits; --nproc N checks it for N.")
 
 
-def _train(path: str, overrides: list[str], nproc: int | None) -> None:
+def _train(path: str, overrides: list[str], nproc: int | None) -> int:
     world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
     recipe = _load(path, overrides, world_size)
-    if world_size > 1 and "WORLD_SIZE" not in os.environ:
-        _become_torchrun(world_size, ["train", path, *overrides])
+    if world_size > 1 and "WORLD_SIZE" not in os.environ:  # the ranks come back here, with it
+        from titan_moe.train.launch import launch
+
+        return launch(world_size, ["train", path, *overrides])
     _show_log()
     sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
     from titan_moe.train.trainer import run
 
     run(recipe)
+    return 0
 
 
 def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
@@ -73,13 +75,6 @@ def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
     if problems:
         raise RecipeError([f"{path}: {problem}" for problem in problems])
     return recipe
-
-
-def _become_torchrun(nproc: int, words: list[str]) -> None:
-    """Replace this process by torchrun with one process a rank; they come back through `main` with WORLD_SIZE set."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    sys.stdout.flush()
-    os.execv(sys.executable, [*torchrun, "-m", "titan_moe", *words])
 
 
 def _show_log() -> None:

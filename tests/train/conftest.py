@@ -36,9 +36,9 @@ class Run:
         """Go on with the run folder's own recipe."""
         return cli.main(["train", str(self.folder / "recipe.toml"), *words])
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
-        """Train in another process, on one thread."""
-        return _start([*self.words, *words])
+    def start(self, *words: str, folder: Path | None = None) -> subprocess.Popen[str]:
+        """Train in another process, on one thread; `folder` is its working folder."""
+        return _start([*self.words, *words], folder)
 
     def start_again(self, *words: str) -> subprocess.Popen[str]:
         """Go on with the run folder's own recipe in another process."""
@@ -81,11 +81,13 @@ class Run:
         return _flat(torch.load(file, weights_only=False))
 
 
-def _start(words: list[str]) -> subprocess.Popen[str]:
+def _start(words: list[str], folder: Path | None = None) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
     command = [sys.executable, "-m", "titan_moe", *words]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env={**kept, "OMP_NUM_THREADS": "1"}, text=True, **pipes)  # type: ignore[call-overload]
+    variables = {**kept, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=variables, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
 
 
 def _flat(state: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,24 @@
+"""The ranks' words and exit codes are those of the command that started them."""
+
+
+def test_what_a_rank_refuses_is_told_once_and_plainly(tiny) -> None:
+    missing = ("--data.source=text", "--data.path=nowhere/*", "--model.vocab_size=256")
+    process = tiny().start("--nproc", "2", *missing)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 2
+    assert said.count("titan-moe: 1 problem\n  data.path = 'nowhere/*' matches no file") == 1
+    assert "Traceback" not in said
+
+
+def test_a_killed_rank_fails_the_run(tiny, tmp_path) -> None:
+    (tmp_path / "suicidal.py").write_text(
+        "import os, signal\n"
+        "from titan_moe.models.transformer import Transformer\n"
+        "class Model(Transformer):\n"
+        "    def __init__(self, *args, **kwargs):\n"
+        "        os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        super().__init__(*args, **kwargs)\n"
+    )
+    process = tiny().start("--nproc", "2", "--model.class=suicidal:Model", folder=tmp_path)
+    process.communicate(timeout=120)
+    assert process.returncode == 128 + 9
