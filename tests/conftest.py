@@ -26,7 +26,13 @@ class Ranks:
     def __call__(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         self._grow(num_ranks)
         self.num_jobs += 1
-        job = (inspect.getfile(function), function.__name__, args, num_ranks, str(self.folder / f"store-{self.num_jobs}"))
+        job = (
+            inspect.getfile(function),
+            function.__name__,
+            args,
+            num_ranks,
+            str(self.folder / f"store-{self.num_jobs}"),
+        )
         for pipe in self.pipes[:num_ranks]:
             pipe.send(job)
         answers = [self._answer(pipe) for pipe in self.pipes[:num_ranks]]

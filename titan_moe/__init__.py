@@ -1,1 +1,39 @@
-"""titan_moe: train Mixture-of-Experts models with PyTorch."""
+"""Train Mixture-of-Experts models with PyTorch, from one readable recipe.
+
+The names below are the public face. They load on first use: `import titan_moe` alone imports no torch.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "AllGatherDispatcher": "titan_moe.dispatch",
+    "AllToAllDispatcher": "titan_moe.dispatch",
+    "AttentionConfig": "titan_moe.config.model",
+    "Block": "titan_moe.layers.block",
+    "GroupedExperts": "titan_moe.layers.experts",
+    "LocalDispatcher": "titan_moe.dispatch",
+    "MoE": "titan_moe.layers.moe",
+    "MoEConfig": "titan_moe.config.model",
+    "ModelConfig": "titan_moe.config.model",
+    "Recipe": "titan_moe.config.recipe",
+    "Routed": "titan_moe.dispatch",
+    "TokenDispatcher": "titan_moe.dispatch",
+    "TopKRouter": "titan_moe.layers.router",
+    "Transformer": "titan_moe.models.transformer",
+    "init_weights": "titan_moe.layers.init",
+    "linear_cross_entropy": "titan_moe.kernels.cross_entropy",
+    "load_recipe": "titan_moe.config.parse",
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"titan_moe has no {name!r}; it has {', '.join(_HOMES)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

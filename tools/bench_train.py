@@ -2,8 +2,9 @@
 
     python tools/bench_train.py recipes/qwen3_30b_a3b.toml --nproc 8 --peer [--section.key=value ...]
 
-Each candidate runs in processes of its own, ours first. A step is timed on the host between device synchronisations, the slowest
-rank counts; the figure is the median of the steps after warm-up. Data is random tokens made before the clock starts.
+Each candidate runs in processes of its own, ours first. A step is timed on the host between device synchronisations,
+the slowest rank counts; the figure is the median of the steps after warm-up. Data is random tokens made before the
+clock starts.
 """
 
 import argparse
@@ -36,7 +37,11 @@ def main() -> None:
     if args.worker:
         run_worker(args, overrides)
         return
-    results = {"titan_moe": _launch(args, [__file__, args.recipe, f"--steps={args.steps}", f"--warmup={args.warmup}", *overrides], "--worker")}
+    results = {
+        "titan_moe": _launch(
+            args, [__file__, args.recipe, f"--steps={args.steps}", f"--warmup={args.warmup}", *overrides], "--worker"
+        )
+    }
     if args.peer:
         results["torchtitan"] = _launch(args, [str(PEER), *_peer_args(args, results["titan_moe"])], "--out")
     _print(results)

@@ -8,13 +8,12 @@ from torch import Tensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
-from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig, PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch import Routed
-from titan_moe.train.build import build_model
 from titan_moe.parallel.mesh import build_meshes
-from titan_moe.config.parallel import resolve
+from titan_moe.train.build import build_model
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -30,7 +29,7 @@ RECIPE = Recipe(
 
 
 def watch(parallel: ParallelConfig) -> dict[str, Any]:
-    """Which experts have their gradient when the block below finishes its forward's gradient, and what dtypes they got."""
+    """Which experts have their gradient before the block below starts its backward, and the dtypes they were given."""
     meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
     model = build_model(replace(RECIPE, parallel=parallel), meshes, torch.device("cpu"))
     blocks = list(model.layers.values())

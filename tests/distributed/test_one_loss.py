@@ -1,7 +1,7 @@
 """One loss: a tiny model trains the same on every layout.
 
-The reference is one process with the loop GEMM in fp64. Every layout must give its gradients after step 1, its losses and
-gradient norms of 20 steps to 1e-9, and its expert counts exactly.
+The reference is one process with the loop GEMM in fp64. Every layout must give its gradients after step 1, its losses
+and gradient norms of 20 steps to 1e-9, and its expert counts exactly.
 """
 
 from dataclasses import replace
@@ -47,21 +47,25 @@ MODEL = ModelConfig(
 FP64 = PrecisionConfig("fp64", "fp64", "fp64")
 
 
-def recipe(parallel: ParallelConfig, *, kernels: str = "reference", precision: PrecisionConfig = FP64, **changes: Any) -> Recipe:
+def recipe(
+    parallel: ParallelConfig, *, kernels: str = "reference", precision: PrecisionConfig = FP64, **changes: Any
+) -> Recipe:
     base = Recipe(
         model=MODEL,
         parallel=parallel,
         perf=PerfConfig(kernels=kernels, loss_chunk_tokens=5),
         precision=precision,
         compile=CompileConfig("off"),
-        train=TrainConfig(steps=STEPS, seq_len_tokens=TOKENS, global_batch_sequences=SEQUENCES, micro_batch_sequences=1),
+        train=TrainConfig(
+            steps=STEPS, seq_len_tokens=TOKENS, global_batch_sequences=SEQUENCES, micro_batch_sequences=1
+        ),
         optim=OptimConfig(lr=1e-2, max_grad_norm=0.5, warmup_steps=5, decay_steps=5),
     )
     return replace(base, **changes)
 
 
 class Trace(SimpleNamespace):
-    """What a run shows of itself: losses, aux_losses and grad_norms [steps], counts by step and router, grads by name."""
+    """What a run shows of itself: losses, aux_losses, grad_norms and counts by step, grads by name."""
 
 
 def batch_of(step: int, micro_batch_sequences: int) -> Batch:
@@ -148,7 +152,9 @@ def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
     torch.testing.assert_close(actual.grad_norms, expected.grad_norms, rtol=tolerance, atol=tolerance)
     assert actual.grads.keys() == expected.grads.keys()
     for name, grad in expected.grads.items():
-        torch.testing.assert_close(actual.grads[name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual.grads[name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
     if tolerance < 1e-6:
         assert actual.counts == expected.counts
 
@@ -176,7 +182,9 @@ def test_layout_trains_as_one_process(ranks, alone: dict[int, Trace], num_ranks:
 
 @pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_skewed_routing_trains_as_one_process(ranks, alone: dict[int, Trace], dispatcher: str, num_starved: int) -> None:
+def test_skewed_routing_trains_as_one_process(
+    ranks, alone: dict[int, Trace], dispatcher: str, num_starved: int
+) -> None:
     for trace in run(ranks, 4, recipe(ParallelConfig(ep=4, dispatcher=dispatcher)), num_starved):
         assert_same(trace, alone[num_starved], 1e-9)
         assert all(counts[-num_starved:] == [0] * num_starved for by in trace.counts for counts in by.values())

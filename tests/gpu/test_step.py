@@ -27,7 +27,9 @@ MODEL = ModelConfig(
     hidden_size=256,
     ffn_hidden_size=512,
     attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
-    moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=128, score_fn="sigmoid", aux_loss_coef=1e-3, bias_update_speed=1e-3),
+    moe=MoEConfig(
+        num_experts=8, top_k=2, ffn_hidden_size=128, score_fn="sigmoid", aux_loss_coef=1e-3, bias_update_speed=1e-3
+    ),
 )
 RECIPE = Recipe(
     run=RunConfig(device="cuda"),

@@ -17,7 +17,7 @@ DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 def evaluate(
     op: Callable[..., Tensor], sample: Sample, kernel: Kernel, unpromised: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """What the operation promises of its output and of its gradients; the rest of the output's gradient is `unpromised`."""
+    """What the operation promises of output and gradients; the rest of the output's gradient is `unpromised`."""
     args = list(copy.deepcopy(sample.args))
     for index in range(sample.num_differentiable):
         args[index] = (args[index] if dtype is None else args[index].to(dtype)).detach().requires_grad_()
@@ -27,7 +27,11 @@ def evaluate(
     promised.copy_(torch.linspace(-1, 1, promised.numel(), device=out.device).view(promised.shape))
     out.backward(grad)
     grads = [args[index].grad for index in range(sample.num_differentiable)]
-    return [promised_part(kernel.valid, out.detach(), sample), promised_part(kernel.valid_grad, grads[0], sample), *grads[1:]]
+    return [
+        promised_part(kernel.valid, out.detach(), sample),
+        promised_part(kernel.valid_grad, grads[0], sample),
+        *grads[1:],
+    ]
 
 
 def promised_part(select: Callable[..., Tensor] | None, tensor: Tensor, sample: Sample) -> Tensor:
@@ -43,7 +47,9 @@ def check(kernel: Kernel, op: Callable[..., Tensor], sample: Sample, dtype: torc
         assert error < TOLERANCE[dtype], f"{kernel.name}/{sample.name}: {name} differs by {error:.2e}"
 
 
-CASES = [pytest.param(kernel, dtype, id=f"{kernel.name}-{dtype}") for kernel in KERNELS.values() for dtype in kernel.dtypes]
+CASES = [
+    pytest.param(kernel, dtype, id=f"{kernel.name}-{dtype}") for kernel in KERNELS.values() for dtype in kernel.dtypes
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -72,7 +78,11 @@ def test_custom_ops_are_sound(name: str) -> None:
     torch.manual_seed(0)
     offsets_e = torch.tensor([3, 3, 8], dtype=torch.int32)
     x_RI, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
-    args = (x_RI, weight, offsets_e, False) if name == "grouped_mm" else (torch.randn(8, 24), x_RI.detach(), offsets_e, False)
+    args = (
+        (x_RI, weight, offsets_e, False)
+        if name == "grouped_mm"
+        else (torch.randn(8, 24), x_RI.detach(), offsets_e, False)
+    )
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(getattr(torch.ops.titan_moe, name).default, args, test_utils=tests)
 

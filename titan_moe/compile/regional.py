@@ -1,8 +1,9 @@
 """Compile the pieces of every block, each as one full graph.
 
-The dense part of a block (norms, attention, residual), its router, its experts and its shared experts are pieces; a dense block
-is one piece, and so is the softmax of the loss. The dispatch between them stays eager, because it may read sizes on the host and its collectives are its own.
-All blocks have the same code and no Python number of their own, so each piece compiles once a model, not once a layer.
+The dense part of a block (norms, attention, residual), its router, its experts and its shared experts are pieces; a
+dense block is one piece, and so is the softmax of the loss. The dispatch between them stays eager, because it may read
+sizes on the host and its collectives are its own. All blocks have the same code and no Python number of their own, so
+each piece compiles once a model, not once a layer.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Rows travel once, experts own the order: how a token's row reaches the ranks whose experts want it, and comes back.
 
-A dispatcher has no parameters and is no module. `local` moves nothing, `allgather` gathers every row, `alltoall` sends a row once
-to each rank that wants it. All of them give the same result; a new way to move rows is one new file.
+A dispatcher has no parameters and is no module. `local` moves nothing, `allgather` gathers every row, `alltoall` sends
+a row once to each rank that wants it. All of them give the same result; a new way to move rows is one new file.
 """
 
 from titan_moe.dispatch.allgather import AllGatherDispatcher

@@ -2,8 +2,8 @@
 
 P ranks of the group · T tokens on each of them · K choices · e experts on this rank · D width
 
-Bytes: (P-1)·T·D elements arrive and as many leave again in the reduce-scatter, whatever the routing: good for few ranks and many
-choices. Sizes are static, so the host reads nothing; the slots are bounded by P·T·min(K, e).
+Bytes: (P-1)·T·D elements arrive and as many leave again in the reduce-scatter, whatever the routing: good for few
+ranks and many choices. Sizes are static, so the host reads nothing; the slots are bounded by P·T·min(K, e).
 """
 
 from typing import NamedTuple

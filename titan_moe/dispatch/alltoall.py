@@ -1,10 +1,11 @@
 """Each row goes once to each rank that wants it, however many of that rank's experts chose it.
 
-P ranks of the group · T tokens on this rank · K choices · U rows sent · S rows received · R slots · e experts on this rank
+P ranks of the group · T tokens on this rank · K choices · U rows sent · S rows received · R slots · e experts on this
+rank
 
-Bytes: with 8 of 128 experts over 8 ranks a token's row travels to 5.3 ranks instead of 8 times, a third fewer bytes; its K local ids
-and K fp32 scores travel beside it (1-2 % more). Sizes depend on the routing: one exchange of 2·P counts tells every rank what
-comes, and the host reads them once a layer, in `_read_counts`.
+Bytes: with 8 of 128 experts over 8 ranks a token's row travels to 5.3 ranks instead of 8 times, a third fewer bytes;
+its K local ids and K fp32 scores travel beside it (1-2 % more). Sizes depend on the routing: one exchange of 2·P
+counts tells every rank what comes, and the host reads them once a layer, in `_read_counts`.
 """
 
 from typing import NamedTuple
@@ -49,7 +50,9 @@ class AllToAllDispatcher(TokenDispatcher):
         rank_TK = torch.where(topk_ids_TK < 0, -1, topk_ids_TK // self.num_local_experts)
         choices_TP = (rank_TK[:, :, None] == torch.arange(self.num_ranks, device=rank_TK.device)).sum(1)
         wanted_TP = choices_TP > 0
-        rows_sent, rows_received, num_slots = self._read_counts(torch.stack([wanted_TP.sum(0), choices_TP.sum(0)], dim=1))
+        rows_sent, rows_received, num_slots = self._read_counts(
+            torch.stack([wanted_TP.sum(0), choices_TP.sum(0)], dim=1)
+        )
         copies_TP, tokens_U = _lay_out_copies(wanted_TP, sum(rows_sent))
         return AllToAllExchange(topk_ids_TK, topk_scores_TK, tokens_U, copies_TP, rows_sent, rows_received, num_slots)
 

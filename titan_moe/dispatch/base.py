@@ -17,8 +17,8 @@ Exchange = Any
 class Routed(NamedTuple):
     """The rows that this rank must serve, and who wants them.
 
-    A named tuple, because FSDP2 looks for tensors inside tuples but not inside dataclasses. A row without a slot returns
-    zero; slots past `offsets_e[-1]` are never read.
+    A named tuple, because FSDP2 looks for tensors inside tuples but not inside dataclasses. A row without a slot
+    returns zero; slots past `offsets_e[-1]` are never read.
     """
 
     x_SD: Tensor
@@ -35,7 +35,9 @@ class Routed(NamedTuple):
     """What the way back needs."""
 
 
-def route(x_SD: Tensor, local_ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, exchange: Exchange) -> Routed:
+def route(
+    x_SD: Tensor, local_ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, exchange: Exchange
+) -> Routed:
     """Lay out the slots of rows that have arrived: the last stretch of every dispatcher."""
     rows_R, slots_SK, offsets_e = plan_slots(local_ids_SK, num_experts, num_slots)
     return Routed(x_SD, rows_R, slots_SK, place_scores(scores_SK, slots_SK, num_slots), offsets_e, exchange)
@@ -44,7 +46,8 @@ def route(x_SD: Tensor, local_ids_SK: Tensor, scores_SK: Tensor, num_experts: in
 class TokenDispatcher(ABC):
     """Moves rows to their experts and partial results back.
 
-    On rows, `send` and `reduce` after `send_back` are each other's transpose, so each one's backward takes the other's way.
+    On rows, `send` and `reduce` after `send_back` are each other's transpose, so each one's backward takes the other's
+    way.
     """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """The collectives that dispatchers use, as differentiable operations: each one's backward is another of them.
 
-They are `torch.library` operations because an in-place collective inside an `autograd.Function` gives silently wrong gradients
-under torch.compile on torch 2.11, and the names of the functional collectives differ between 2.11 and 2.13.
+They are `torch.library` operations because an in-place collective inside an `autograd.Function` gives silently wrong
+gradients under torch.compile on torch 2.11, and the names of the functional collectives differ between 2.11 and 2.13.
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,10 @@ _reduce_scatter.register_autograd(
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `sent[p]` rows of x to each rank p and get `received[p]` from it, in rank order: [sum(sent), ...] -> [sum(received), ...]."""
+    """Send each rank p its `sent[p]` rows of x and get `received[p]` from it, all in rank order.
+
+    Shapes: [sum(sent), ...] -> [sum(received), ...].
+    """
     return _all_to_all(x, received, sent, group.group_name)
 
 

@@ -2,10 +2,10 @@
 
 T tokens · D width · V vocabulary · C tokens in a chunk
 
-Physics: three GEMMs of 2·T·D·V FLOPs (logits, dX, dW) and a few memory passes over the logits. Whole logits of 16,384 tokens and
-152k words would take 5 GB in bf16 and twice that in fp32; a chunk's logits are turned into their own gradient at once, in the
-forward pass, so that C·V elements are all that ever exists. What is kept for backward is dX (T·D) and dW (V·D), for a loss
-gradient of one; backward multiplies them by the gradient that arrives.
+Physics: three GEMMs of 2·T·D·V FLOPs (logits, dX, dW) and a few memory passes over the logits. Whole logits of 16,384
+tokens and 152k words would take 5 GB in bf16 and twice that in fp32; a chunk's logits are turned into their own
+gradient at once, in the forward pass, so that C·V elements are all that ever exists. What is kept for backward is dX
+(T·D) and dW (V·D), for a loss gradient of one; backward multiplies them by the gradient that arrives.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def linear_cross_entropy_reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Te
 
 
 def loss_and_dlogits(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk, and its gradient by the logits in the logits' own dtype. Compiled, it is a few fused passes."""
+    """Summed loss of a chunk, and its gradient by the logits in their own dtype; compiled, a few fused passes."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     counts_C1 = (labels_C != IGNORE_LABEL)[:, None]
     log_norm_C1 = torch.logsumexp(wide_CV, dim=-1, keepdim=True)
@@ -63,11 +63,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return scaled[0], scaled[1], None, None, None
 
 
+@torch.library.custom_op("titan_moe::add_product", mutates_args=())
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in total's dtype; on a GPU the product of half-precision matrices is added inside the GEMM."""
+    """total + a @ b in total's dtype; on a GPU the product of half-precision matrices is added inside the GEMM.
+
+    An operation of its own, because torch 2.11 cannot trace `addmm` with another output dtype.
+    """
     if a.is_cuda and a.dtype != total.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype)
     return total + (a @ b)
+
+
+@_add_product.register_fake
+def _(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.empty_like(total)
 
 
 def linear_cross_entropy(
@@ -80,8 +89,8 @@ def linear_cross_entropy(
     """Sum of the cross entropies of `x @ weight.T` against the labels, without ever holding all logits.
 
     Shapes: x [T, D], weight [V, D], labels int64 [T] with `IGNORE_LABEL` where there is none -> scalar, at least fp32.
-    `chunk_tokens` tokens have logits at one time; 0 makes all logits at once. Without gradients only the loss is computed.
-    `softmax` is `loss_and_dlogits`, or the same compiled.
+    `chunk_tokens` tokens have logits at one time; 0 makes all logits at once. Without gradients only the loss is
+    computed. `softmax` is `loss_and_dlogits`, or the same compiled.
     """
     if chunk_tokens == 0:
         return linear_cross_entropy_reference(x_TD, weight_VD, labels_T)
@@ -97,7 +106,12 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     labels_T = torch.randint(50, (37,), device=device)
     some_T = labels_T.masked_fill(torch.rand(37, device=device) < 0.3, IGNORE_LABEL)
     none_T = torch.full_like(labels_T, IGNORE_LABEL)
-    cases = (("all", labels_T, 16), ("some_ignored", some_T, 16), ("all_ignored", none_T, 16), ("one_chunk", some_T, 64))
+    cases = (
+        ("all", labels_T, 16),
+        ("some_ignored", some_T, 16),
+        ("all_ignored", none_T, 16),
+        ("one_chunk", some_T, 64),
+    )
     return [Sample(name, (x_TD, weight_VD, labels, chunk), 2) for name, labels, chunk in cases]
 
 

@@ -2,10 +2,10 @@
 
 S rows · K choices a row · R expert slots, sorted by expert · e local experts · D width
 
-Physics: memory-bound. `gather_rows` reads and writes R·D elements, `sum_slots` reads R·D and writes S·D. The inverse index
-`slots_SK` turns both backward passes into gathers too: no atomics, so results are deterministic, and each is the other's
-transpose. A slot past the last expert's end, and a row without a slot, are never read: memory there may hold anything, and
-0 · NaN is NaN, so absent slots are selected away, not multiplied by zero.
+Physics: memory-bound. `gather_rows` reads and writes R·D elements, `sum_slots` reads R·D and writes S·D. The inverse
+index `slots_SK` turns both backward passes into gathers too: no atomics, so results are deterministic, and each is the
+other's transpose. A slot past the last expert's end, and a row without a slot, are never read: memory there may hold
+anything, and 0 · NaN is NaN, so absent slots are selected away, not multiplied by zero.
 
 The planning is a stable sort of S·K small integers; nothing here reads the device from the host.
 """
@@ -44,7 +44,7 @@ def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor
 
 
 def gather_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
-    """Sum each row's slots, in at least fp32, and return them in y's dtype; a row without a slot is zero. Not differentiable."""
+    """Sum each row's slots in at least fp32, zero for a row without one; in y's dtype. Not differentiable."""
     total_SD = torch.zeros(
         slots_SK.shape[0], y_RD.shape[1], dtype=torch.promote_types(y_RD.dtype, torch.float32), device=y_RD.device
     )

@@ -2,9 +2,9 @@
 
 R slots · F hidden width
 
-Physics: memory-bound, reads 2·R·F and writes R·F. Multiplying by the score here, before the down projection, is exact (the
-projection is linear) and means that the expert's output need not be kept for the score's gradient. Plain PyTorch: inside a
-compiled region it is one fused kernel.
+Physics: memory-bound, reads 2·R·F and writes R·F. Multiplying by the score here, before the down projection, is exact
+(the projection is linear) and means that the expert's output need not be kept for the score's gradient. Plain PyTorch:
+inside a compiled region it is one fused kernel.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of an ep group keeps its share of every layer's experts, and a dispatcher moves the rows."""
+"""Expert parallelism: a rank keeps its share of every layer's experts, and a dispatcher moves the rows."""
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup) -> Tensor:
-    """Scale gradients so that their global 2-norm is at most `max_norm` (0: leave them); returns the norm before, on the device.
+    """Scale gradients down to a global 2-norm of `max_norm` (0: leave them); returns the norm before, on the device.
 
     Gradients live on different meshes, dense and expert, and every shard must count exactly once: each rank sums the
     squares of its shards, divided by the copies that replicated mesh axes make of them, and one all-reduce over

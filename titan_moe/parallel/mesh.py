@@ -1,7 +1,7 @@
 """Parallel folding (arXiv:2504.14960): two views of the same ranks.
 
-Dense `(pp, dp_replicate, dp_shard, cp, tp)` for attention and everything else, expert `(pp, edp_replicate, edp, ep, etp)` for the
-routed experts. Only `pp` must agree; moving from one view to the other is a reshape, no message.
+Dense `(pp, dp_replicate, dp_shard, cp, tp)` for attention and everything else, expert `(pp, edp_replicate, edp, ep,
+etp)` for the routed experts. Only `pp` must agree; moving from one view to the other is a reshape, no message.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,89 @@
+"""Several GPUs over NCCL: every dispatcher trains as one GPU does, through the command line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
+]
+
+RECIPE = """
+[run]
+device = "cuda"
+[model]
+vocab_size = 512
+num_layers = 3
+num_dense_layers = 1
+hidden_size = 256
+ffn_hidden_size = 512
+[model.attention]
+num_heads = 4
+num_kv_heads = 2
+head_dim = 64
+[model.moe]
+num_experts = 16
+top_k = 4
+ffn_hidden_size = 128
+aux_loss_coef = 1e-2
+[train]
+steps = 12
+seq_len_tokens = 256
+global_batch_sequences = 8
+micro_batch_sequences = 2
+[optim]
+lr = 1e-3
+[metrics]
+every_steps = 1
+tensorboard = false
+[checkpoint]
+every_steps = 6
+"""
+
+
+def losses(folder: Path, num_ranks: int, *overrides: str) -> list[float]:
+    """Train in a folder of its own; the losses of all steps."""
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(RECIPE)
+    command = [sys.executable, "-m", "titan_moe", "train", str(folder / "recipe.toml"), f"--nproc={num_ranks}"]
+    finished = subprocess.run([*command, f"--run.folder={folder / 'run'}", *overrides], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def test_every_layout_trains_as_one_gpu(tmp_path: Path) -> None:
+    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    expected = losses(tmp_path / "one", 1)
+    assert expected[-1] < expected[0] - 0.3
+    layouts = {
+        "dp": (),
+        "allgather": (f"--parallel.ep={num_ranks}", "--parallel.dispatcher=allgather"),
+        "alltoall": (f"--parallel.ep={num_ranks}", "--parallel.dispatcher=alltoall"),
+        "edp2": (f"--parallel.ep={num_ranks // 2}", "--parallel.dispatcher=alltoall"),
+        "hsdp": ("--parallel.dp_replicate=2", f"--parallel.ep={num_ranks // 2}", "--parallel.dispatcher=alltoall"),
+        "recompute": (f"--parallel.ep={num_ranks}", "--parallel.dispatcher=alltoall", "--memory.recompute=block"),
+    }
+    for name, overrides in layouts.items():
+        actual = losses(tmp_path / name, num_ranks, *overrides)
+        torch.testing.assert_close(
+            actual, expected, rtol=5e-3, atol=5e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_a_run_resumes_on_another_number_of_gpus(tmp_path: Path) -> None:
+    expected = losses(tmp_path / "whole", 2, "--parallel.ep=2", "--parallel.dispatcher=alltoall")
+    half = tmp_path / "half"
+    ep = ("--parallel.ep=2", "--parallel.dispatcher=alltoall", "--checkpoint.is_async=true")
+    losses(half, 2, *ep, "--train.steps=6")
+    command = [sys.executable, "-m", "titan_moe", "train", str(half / "recipe.toml"), f"--run.folder={half / 'run'}"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    lines = map(json.loads, (half / "run" / "metrics.jsonl").read_text().splitlines())
+    actual = [line["loss"] for line in lines if "loss" in line]
+    torch.testing.assert_close(actual, expected, rtol=5e-3, atol=5e-3)
