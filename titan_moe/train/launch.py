@@ -16,7 +16,7 @@ def launch(num_ranks: int, words: Sequence[str]) -> int:
 
     torchrun answers both a failed rank and a signal with a traceback of its own and the code 1, whatever the ranks
     have said; here their words and their code stand. At SIGTERM the ranks save, and torchrun gives them 30 seconds for
-    it; TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives more (torch 2.13), but then also to ranks that hang after another's failure.
+    it; TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives more (torch 2.13), also to ranks that hang after another's failure.
     """
     sys.stdout.flush()
     try:
