@@ -114,7 +114,7 @@ def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
 
 def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str, Tensor]:
     """All gradients, whole, before clipping; leaves no trace in the model."""
-    scale = 1.0 / step._global_label_tokens(batch)
+    scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
     step.forward_backward(model, batch, scale)
     grads = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -52,22 +52,26 @@ CASES = [
 ]
 
 
+def skip_what_cuda_has_not(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
+    if device == "cuda" and kernel.name == "grouped_mm" and dtype != torch.bfloat16:
+        pytest.skip("the CUDA grouped GEMM is bf16")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kernel", "dtype"), CASES)
 def test_equals_reference(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
-    if device == "cuda" and kernel.name == "grouped_mm" and dtype != torch.bfloat16:
-        pytest.skip("the CUDA grouped GEMM is bf16")
+    skip_what_cuda_has_not(kernel, dtype, device)
     torch.manual_seed(0)
     for sample in kernel.samples(torch.device(device), dtype):
         check(kernel, kernel.op, sample, dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kernel", [pytest.param(k, id=k.name) for k in KERNELS.values()])
-def test_compiles_as_one_graph(kernel: Kernel, device: str) -> None:
+@pytest.mark.parametrize(("kernel", "dtype"), CASES)
+def test_compiles_as_one_graph(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
+    skip_what_cuda_has_not(kernel, dtype, device)
     torch.manual_seed(0)
     torch._dynamo.reset()
-    dtype = torch.bfloat16 if torch.bfloat16 in kernel.dtypes else kernel.dtypes[0]
     compiled = torch.compile(kernel.op, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
     for sample in kernel.samples(torch.device(device), dtype):
         check(kernel, compiled, sample, dtype)

@@ -53,14 +53,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses.append(loss)
             grads_x_CD.append(dlogits_CV @ weight_VD)
             grad_weight_VD = _add_product(grad_weight_VD, dlogits_CV.T, x_CD)
-        ctx.save_for_backward(torch.cat(grads_x_CD), grad_weight_VD.to(weight_VD.dtype))
+        ctx.save_for_backward(torch.cat(grads_x_CD), grad_weight_VD)
+        ctx.dtype = x_TD.dtype
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        grad_x_TD, grad_weight_VD = ctx.saved_tensors
-        scaled = [(grad * grad_loss).to(grad.dtype) for grad in (grad_x_TD, grad_weight_VD)]
-        return scaled[0], scaled[1], None, None, None
+        # the product is made wide, or one over the tokens would be rounded to bf16; a copy, because compiled torch 2.11
+        # loses a gradient that ends in a cast to its own dtype
+        grads = [(grad.to(grad_loss.dtype) * grad_loss).to(ctx.dtype, copy=True) for grad in ctx.saved_tensors]
+        return grads[0], grads[1], None, None, None
 
 
 @torch.library.custom_op("titan_moe::add_product", mutates_args=())

@@ -36,7 +36,7 @@ class _Account(torch.autograd.Function):
         booked_E, booked = ctx.books
         booked_E.add_(counts_E)
         booked.add_(aux_loss * scale)
-        return grad, scale.to(aux_loss.dtype), None, None, None, None
+        return grad, scale.to(aux_loss.dtype, copy=True), None, None, None, None
 
 
 class LoadBalance(nn.Module):

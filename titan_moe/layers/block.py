@@ -11,7 +11,7 @@ from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
 from titan_moe.layers.moe import MoE
 
-ATTENTIONS = {"gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
+ATTENTIONS: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
 
 
 class Block(nn.Module):

@@ -19,13 +19,19 @@ GroupedGEMM = Callable[[Tensor, Tensor, Tensor], Tensor]
 class GroupedExperts(nn.Module):
     """SwiGLU experts that read rows by index, weigh them by their routing score and sum a row's slots.
 
-    Gate and up are stored together as `[e, 2, F, L]`, down as `[e, L, F]`: one GEMM reads gate and up at once, and dimension 2
-    of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's experts; it is
-    identity unless the experts are spread over ranks.
+    Gate and up are stored together as `[e, 2, F, L]`, down as `[e, L, F]`: one GEMM reads gate and up at once, and
+    dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
+    experts; it is identity unless the experts are spread over ranks.
     """
 
     def __init__(
-        self, num_experts: int, width: int, ffn_hidden_size: int, *, gemm: GroupedGEMM = grouped_mm, score_on: str = "activation"
+        self,
+        num_experts: int,
+        width: int,
+        ffn_hidden_size: int,
+        *,
+        gemm: GroupedGEMM = grouped_mm,
+        score_on: str = "activation",
     ) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2, ffn_hidden_size, width))

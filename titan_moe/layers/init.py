@@ -1,8 +1,8 @@
 """Initial weights that do not depend on the layout.
 
-Each parameter is drawn in full from a generator of its own, seeded by (run seed, name), and each expert's part of a parameter
-by (run seed, name, expert); a rank keeps its slice. So one process and a thousand start from the same model. (Random
-operations on DTensors are not used: on a CPU they repeat themselves on every shard.)
+Each parameter is drawn in full from a generator of its own, seeded by (run seed, name), and each expert's part of a
+parameter by (run seed, name, expert); a rank keeps its slice. So one process and a thousand start from the same model.
+(Random operations on DTensors are not used: on a CPU they repeat themselves on every shard.)
 """
 
 import hashlib

@@ -17,8 +17,9 @@ from titan_moe.layers.router import TopKRouter
 class MoE(nn.Module):
     """Send each token to its best experts and add their weighted results, and the shared experts'.
 
-    What a layer does not have is an object that does nothing: no latent is `nn.Identity`, no shared expert returns 0, no
-    expert parallelism is a `LocalDispatcher`. Where experts live on other ranks, another dispatcher sits in `dispatcher`.
+    What a layer does not have is an object that does nothing: no latent is `nn.Identity`, no shared expert returns 0,
+    no expert parallelism is a `LocalDispatcher`. Where experts live on other ranks, another dispatcher sits in
+    `dispatcher`.
 
     Example:
         >>> import torch

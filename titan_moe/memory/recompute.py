@@ -24,7 +24,7 @@ def apply(model: nn.Module, config: MemoryConfig) -> None:
     """
     for module in model.modules():
         if isinstance(module, WHAT[config.recompute]):
-            module.forward = _recomputed(module.forward)  # type: ignore[method-assign]
+            module.forward = _recomputed(module.forward)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     optimizers = build_optimizer([model], recipe.optim)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(model, recipe.model.moe.bias_update_speed, meshes.data_group)
-    step = TrainStep(model, optimizers, schedule, balancer, recipe.optim, meshes.data_group)
+    step = TrainStep(model, optimizers, schedule, balancer, recipe.optim.max_grad_norm, meshes.data_group)
     return Assembly(meshes, model, optimizers, schedule, step)
 
 
