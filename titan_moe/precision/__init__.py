@@ -1,1 +1,0 @@
-"""Number formats of training; each file is one transform over a built model."""
