@@ -61,7 +61,7 @@ def _train(path: str, overrides: list[str], nproc: int | None) -> int:
         from titan_moe.train.launch import launch
 
         return launch(world_size, ["train", path, *overrides])
-    # before torch is imported: threads that spin while they wait make a run 20 times slower where another shares its cores
+    # before torch is imported: threads that spin while they wait make runs on shared cores 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _show_log()
     sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
