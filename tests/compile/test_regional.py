@@ -11,6 +11,7 @@ from titan_moe.compile import regional
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.layers.init import init_weights
+from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -70,6 +71,22 @@ def test_pieces_compute_the_same() -> None:
         assert error < 1e-4, f"{name} differs by {error:.1e}"
     for name, buffer in plain.named_buffers():
         torch.testing.assert_close(compiled.get_buffer(name), buffer)
+
+
+def test_experts_in_a_block_of_ones_own_are_compiled(counter: CompileCounterWithBackend) -> None:
+    class OwnBlock(torch.nn.Module):
+        def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: str) -> None:
+            super().__init__()
+            self.moe = MoE(config, kernels)
+
+        def forward(self, x_BND: torch.Tensor, context: object) -> torch.Tensor:
+            return x_BND + self.moe(x_BND)
+
+    model = type("Model", (Transformer,), {"block_class": OwnBlock})(CONFIG)
+    regional.apply(model, CompileConfig("on"), CPU)
+    init_weights(model, seed=0, std=0.2, num_layers=CONFIG.num_layers)
+    model(*batch()).backward()
+    assert counter.frame_count == 4, "router, experts, shared experts, and the softmax of the loss"
 
 
 @pytest.mark.parametrize(("choice", "device", "expected"), [("on", "cpu", True), ("off", "cuda", False)])

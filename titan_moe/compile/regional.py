@@ -27,13 +27,10 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
     for module in model.modules():
         if isinstance(module, LanguageModelHead):
             module.softmax = torch.compile(module.softmax, fullgraph=True)
+        elif isinstance(module, MoE):  # in a block of any class, a user's too
+            for piece in (module.router, module.experts, module.shared_experts):
+                piece.forward = torch.compile(piece.forward, fullgraph=True)  # type: ignore[method-assign]
         elif isinstance(module, Block) and isinstance(module.feed_forward, MoE):
-            _compile_pieces(module, module.feed_forward)
+            module.front = torch.compile(module.front, fullgraph=True)  # type: ignore[method-assign]
         elif isinstance(module, Block):
             module.forward = torch.compile(module.forward, fullgraph=True)  # type: ignore[method-assign]
-
-
-def _compile_pieces(block: Block, moe: MoE) -> None:
-    block.front = torch.compile(block.front, fullgraph=True)  # type: ignore[method-assign]
-    for piece in (moe.router, moe.experts, moe.shared_experts):
-        piece.forward = torch.compile(piece.forward, fullgraph=True)  # type: ignore[method-assign]

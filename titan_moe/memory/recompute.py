@@ -3,7 +3,7 @@
 `experts` repeats the expert MLPs only: no message is sent twice. `block` repeats whole blocks, dispatch included.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -11,10 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.perf import MemoryConfig
-from titan_moe.layers.block import Block
 from titan_moe.layers.experts import GroupedExperts
 
-WHAT: dict[str, tuple[type[nn.Module], ...]] = {"none": (), "experts": (GroupedExperts,), "block": (Block,)}
+CHOSEN: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {
+    "none": lambda model: (),
+    "experts": lambda model: (module for module in model.modules() if isinstance(module, GroupedExperts)),
+    "block": lambda model: model.get_submodule("layers").children(),  # of any class, a user's too
+}
+"""The recipe's `memory.recompute` -> the modules that keep their inputs only."""
 
 
 def apply(model: nn.Module, config: MemoryConfig) -> None:
@@ -22,9 +26,8 @@ def apply(model: nn.Module, config: MemoryConfig) -> None:
 
     Runs after compile: the recomputed region is outside the compiled one, which is exact on every supported torch.
     """
-    for module in model.modules():
-        if isinstance(module, WHAT[config.recompute]):
-            module.forward = _recomputed(module.forward)
+    for module in CHOSEN[config.recompute](model):
+        module.forward = _recomputed(module.forward)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,7 @@
 """The assembly: transforms over a built model, in one visible order, and the parts of a run around it."""
 
 import importlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -58,16 +59,23 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device) -> nn.Modu
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
-    """The plain model, without memory for its weights, in the dtype that the optimizer updates."""
+    """The plain model, without memory for its weights, in the dtype that the optimizer updates.
+
+    Raises: RecipeError if the class cannot be imported, or lacks what the transforms build on.
+    """
     previous = torch.get_default_dtype()
     torch.set_default_dtype(fsdp.DTYPES[recipe.precision.master])
     try:
         with torch.device("meta"):
-            return _model_class(recipe.model.class_)(
+            model = _model_class(recipe.model.class_)(
                 recipe.model, kernels=recipe.perf.kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens
             )
     finally:
         torch.set_default_dtype(previous)
+    problems = [f'model.class = "{recipe.model.class_}": {misfit}' for misfit in _misfits(model)]
+    if problems:
+        raise RecipeError(problems)
+    return model
 
 
 def force_balanced_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
@@ -76,6 +84,23 @@ def force_balanced_routing(model: nn.Module, recipe: Recipe, device: torch.devic
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.choose = choose
+
+
+def _misfits(model: nn.Module) -> Iterator[str]:
+    """What would fail late, or train on memory that nobody has written, each with a way out."""
+    if not isinstance(getattr(model, "layers", None), nn.Module):
+        yield "has no `layers`; keep its blocks in an nn.ModuleDict of that name, which is sharded block by block"
+    without_reset = {
+        type(module).__name__: name
+        for module in model.modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if not hasattr(module, "reset_buffers")
+    }
+    for owner, buffer in without_reset.items():
+        yield (
+            f"{owner} has a buffer `{buffer}` and no method `reset_buffers`; a model is built without memory, so what "
+            "its constructor writes is lost: let reset_buffers() fill its buffers"
+        )
 
 
 def _model_class(path: str) -> type[nn.Module]:

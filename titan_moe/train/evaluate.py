@@ -1,4 +1,4 @@
-"""Loss on held-out sequences, and a look at what the model writes."""
+"""Loss on held-out sequences."""
 
 from collections.abc import Iterable
 

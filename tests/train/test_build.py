@@ -1,0 +1,74 @@
+"""A model of one's own: what the assembly needs of it is asked for before it is spread."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.layers.block import Block
+from titan_moe.models.transformer import Transformer
+from titan_moe.train.build import build_on_meta
+
+
+class Remembering(nn.Module):
+    """A norm with a buffer that nobody can restore."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.full((width,), 5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+class Restoring(Remembering):
+    """The same with the method that fills it."""
+
+    def reset_buffers(self) -> None:
+        self.table.fill_(5.0)
+
+
+def with_norm(norm: type[nn.Module]) -> type[Transformer]:
+    class OwnBlock(Block):
+        def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: str) -> None:
+            super().__init__(config, is_dense=is_dense, kernels=kernels)
+            self.ffn_norm = norm(config.hidden_size)
+
+    return type("Model", (Transformer,), {"block_class": OwnBlock})
+
+
+class Hidden(nn.Module):
+    """A model that keeps its blocks elsewhere."""
+
+    def __init__(self, config: ModelConfig, **options: object) -> None:
+        super().__init__()
+        self.inner = Transformer(config)
+
+
+def build(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    module = ModuleType("own_model")
+    module.Model = model_class
+    monkeypatch.setitem(sys.modules, "own_model", module)
+    moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
+    return build_on_meta(Recipe(model=ModelConfig(class_="own_model:Model", hidden_size=16, moe=moe)))
+
+
+def test_a_buffer_that_would_hold_garbage_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError) as refused:
+        build(with_norm(Remembering), monkeypatch)
+    (problem,) = refused.value.problems
+    assert 'model.class = "own_model:Model": Remembering has a buffer `table`' in problem
+    assert "let reset_buffers() fill" in problem
+
+
+def test_a_buffer_that_can_be_filled_is_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(buffer.is_meta for buffer in build(with_norm(Restoring), monkeypatch).buffers())
+
+
+def test_blocks_must_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError, match='model.class = "own_model:Model": has no `layers`'):
+        build(Hidden, monkeypatch)
