@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from titan_moe.kernels.grouped_mm import grouped_mm_loop
+from titan_moe.kernels.expert_mlp import choose_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 
 NUM_EXPERTS, TOP_K, NUM_TOKENS, WIDTH, HIDDEN = 8, 3, 12, 16, 8
@@ -46,7 +46,7 @@ def inputs(routing: str, num_ranks: int, tokens_by_rank: list[int]) -> list[tupl
 
 def experts(first: int, last: int) -> GroupedExperts:
     generator = torch.Generator().manual_seed(3)
-    module = GroupedExperts(NUM_EXPERTS, WIDTH, HIDDEN, gemm=grouped_mm_loop).double()
+    module = GroupedExperts(NUM_EXPERTS, WIDTH, HIDDEN, choose_expert_mlp("reference", "activation")).double()
     for parameter in module.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)[first:last].clone()
     return module

@@ -1,6 +1,9 @@
 """Every registered operation against its reference: values, gradients, compiled as one graph."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -52,15 +55,25 @@ CASES = [
 ]
 
 
-def skip_what_cuda_has_not(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
-    if device == "cuda" and kernel.name == "grouped_mm" and dtype != torch.bfloat16:
+def skip_what_is_not_there(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
+    if device == "cuda" and kernel.name in ("grouped_mm", "fused_expert_mlp") and dtype != torch.bfloat16:
         pytest.skip("the CUDA grouped GEMM is bf16")
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float32
+    if device == "cpu" and kernel.needs_triton and not is_interpreted:
+        pytest.skip("Triton runs on GPUs, and in fp32 in its interpreter")
+
+
+def test_triton_kernels_in_the_interpreter() -> None:
+    """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "fused_expert_mlp and float32 and cpu"]
+    finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert finished.returncode == 0 and "2 passed" in finished.stdout, finished.stdout + finished.stderr
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kernel", "dtype"), CASES)
 def test_equals_reference(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
-    skip_what_cuda_has_not(kernel, dtype, device)
+    skip_what_is_not_there(kernel, dtype, device)
     torch.manual_seed(0)
     for sample in kernel.samples(torch.device(device), dtype):
         check(kernel, kernel.op, sample, dtype)
@@ -69,7 +82,7 @@ def test_equals_reference(kernel: Kernel, dtype: torch.dtype, device: str) -> No
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("kernel", "dtype"), CASES)
 def test_compiles_as_one_graph(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
-    skip_what_cuda_has_not(kernel, dtype, device)
+    skip_what_is_not_there(kernel, dtype, device)
     torch.manual_seed(0)
     torch._dynamo.reset()
     compiled = torch.compile(kernel.op, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")

@@ -10,9 +10,11 @@ Dtype = Literal["bf16", "fp32", "fp64"]
 class PerfConfig:
     """Which kernels run."""
 
-    kernels: Literal["grouped_mm", "reference"] = "grouped_mm"
-    """Expert GEMMs: `grouped_mm` is torch.nn.functional.grouped_mm (bf16, and fp32 on CPU); `reference` is a plain
-    loop, slow and right, in fp64 too."""
+    kernels: Literal["grouped_mm", "fused", "reference"] = "grouped_mm"
+    """Expert kernels: `grouped_mm` is gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU), SwiGLU and sum;
+    `fused` gathers rows inside Triton GEMMs and keeps less for backward (bf16 on GPUs); `reference` is a plain loop,
+    slow
+    and right, in fp64 too."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the
     rest."""

@@ -90,10 +90,6 @@ def grouped_mm_loop(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tens
     return _grouped_mm(x_RI, weight_eOI, offsets_e, True)
 
 
-EXPERT_GEMMS = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}
-"""The recipe's `perf.kernels` -> the GEMM that experts use."""
-
-
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     samples = []
     for name, rows, _, offsets_e, num_experts in sample_plans(device):

@@ -33,6 +33,8 @@ class Kernel:
     valid: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
     valid_grad: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    needs_triton: bool = False
+    """Runs on GPUs, and in fp32 in Triton's interpreter; elsewhere the reference stands alone."""
 
 
 KERNELS: dict[str, Kernel] = {}
@@ -48,6 +50,6 @@ def register(kernel: Kernel) -> Kernel:
 
 def load_all() -> dict[str, Kernel]:
     """Import every kernel file, so that its entry is in the list, and return the list."""
-    from titan_moe.kernels import cross_entropy, grouped_mm, permute, swiglu  # noqa: F401
+    from titan_moe.kernels import cross_entropy, fused_expert_mlp, grouped_mm, permute, swiglu  # noqa: F401
 
     return KERNELS

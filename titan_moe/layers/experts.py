@@ -1,4 +1,4 @@
-"""The routed experts of this rank, as two grouped GEMMs.
+"""The routed experts of this rank.
 
 S rows · R expert slots · e experts on this rank · L width of a row · F hidden width of an expert
 """
@@ -9,11 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.dispatch.base import Routed
-from titan_moe.kernels.grouped_mm import grouped_mm
-from titan_moe.kernels.permute import gather_rows, sum_slots
-from titan_moe.kernels.swiglu import weighted_swiglu
-
-GroupedGEMM = Callable[[Tensor, Tensor, Tensor], Tensor]
+from titan_moe.kernels.expert_mlp import ExpertMLP, choose_expert_mlp
 
 
 class GroupedExperts(nn.Module):
@@ -24,32 +20,18 @@ class GroupedExperts(nn.Module):
     experts; it is identity unless the experts are spread over ranks.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        width: int,
-        ffn_hidden_size: int,
-        *,
-        gemm: GroupedGEMM = grouped_mm,
-        score_on: str = "activation",
-    ) -> None:
+    def __init__(self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2, ffn_hidden_size, width))
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn_hidden_size))
-        self.gemm = gemm
-        self.scores_weigh_input = score_on == "input"
+        self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
 
     def forward(self, routed: Routed) -> Tensor:
         """Serve the rows: -> [S, L], zero for a row that no expert here wants."""
-        x_RL = gather_rows(routed.x_SD, routed.rows_R, routed.slots_SK)
-        scores_R = routed.scores_R
-        if self.scores_weigh_input:
-            x_RL, scores_R = (x_RL * scores_R[:, None]).to(x_RL.dtype), torch.ones_like(scores_R)
-        hidden_R2F = self.gemm(x_RL, self.local(self.gate_up).flatten(1, 2), routed.offsets_e)
-        active_RF = weighted_swiglu(hidden_R2F, scores_R)
-        y_RL = self.gemm(active_RF, self.local(self.down), routed.offsets_e)
-        return sum_slots(y_RL, routed.rows_R, routed.slots_SK)
+        x_SL, rows_R, slots_SK, scores_R, offsets_e, _ = routed
+        gate_up, down = self.local(self.gate_up), self.local(self.down)
+        return self.mlp(x_SL, rows_R, slots_SK, scores_R, offsets_e, gate_up, down)
 
 
 def _identity(weight: Tensor) -> Tensor:

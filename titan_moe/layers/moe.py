@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titan_moe.config.model import ModelConfig
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
-from titan_moe.kernels.grouped_mm import EXPERT_GEMMS
+from titan_moe.kernels.expert_mlp import choose_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import MLP, GatedMLP, NoMLP
 from titan_moe.layers.router import TopKRouter
@@ -36,9 +36,8 @@ class MoE(nn.Module):
         moe, width = config.moe, config.moe.latent_size or config.hidden_size
         self.router = TopKRouter(config)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
-        self.experts = GroupedExperts(
-            moe.num_experts, width, moe.ffn_hidden_size, gemm=EXPERT_GEMMS[kernels], score_on=moe.score_on
-        )
+        mlp = choose_expert_mlp(kernels, moe.score_on)
+        self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)
         self.shared_experts = _shared_experts(config)
         self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()
         self.latent_up = nn.Linear(width, config.hidden_size, bias=False) if moe.latent_size else nn.Identity()

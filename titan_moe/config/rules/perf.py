@@ -10,19 +10,30 @@ GROUPED_MM_STRIDE_BYTES = 16
 
 
 def _grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
-    compute, device = recipe.precision.compute, recipe.run.device
-    allowed = ["bf16"] if device == "cuda" else ["bf16", "fp32"]
-    if recipe.perf.kernels == "grouped_mm" and compute not in allowed:
+    kernels, compute, device = recipe.perf.kernels, recipe.precision.compute, recipe.run.device
+    allowed = ["bf16"] if device == "cuda" or kernels == "fused" else ["bf16", "fp32"]
+    if kernels != "reference" and compute not in allowed:
         where = f'run.device = "{device}"'
         yield (
-            f'precision.compute = "{compute}" has no perf.kernels = "grouped_mm" with {where}; '
+            f'precision.compute = "{compute}" has no perf.kernels = "{kernels}" with {where}; '
             f'take {" or ".join(allowed)}, or perf.kernels = "reference"'
+        )
+
+
+def _fused_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.perf.kernels != "fused" or recipe.model.num_moe_layers <= 0:
+        return
+    if recipe.run.device == "cpu":
+        yield 'perf.kernels = "fused" does not exist with run.device = "cpu"; take "grouped_mm" or "reference"'
+    if recipe.model.moe.score_on == "input":
+        yield (
+            'perf.kernels = "fused" needs model.moe.score_on = "activation"; take that, or perf.kernels = "grouped_mm"'
         )
 
 
 def _expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
-    if recipe.perf.kernels != "grouped_mm" or model.num_moe_layers <= 0:
+    if recipe.perf.kernels == "reference" or model.num_moe_layers <= 0:
         return
     step = GROUPED_MM_STRIDE_BYTES // BYTES_OF[recipe.precision.compute]
     width_key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
@@ -66,6 +77,11 @@ PERF_RULES = [
         "grouped_mm knows the dtype",
         _grouped_mm_knows_the_dtype,
         "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only",
+    ),
+    Rule(
+        "fused kernels can run",
+        _fused_kernels_can_run,
+        "they are Triton kernels that gather rows inside a GEMM, where no score can reach them",
     ),
     Rule(
         "expert rows are aligned",

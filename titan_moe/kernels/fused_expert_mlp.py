@@ -1,0 +1,184 @@
+"""The expert MLP in Triton, around grouped GEMMs.
+
+S rows · R expert slots, sorted by expert · K choices a row · e local experts · D width of a row · F hidden width
+
+Physics: 6·R·D·F FLOPs forward and twice that backward. Unfused, six to eight passes over R·D or R·F elements stand
+beside the GEMMs, each 2-3 % of a layer. Here rows are gathered inside the GEMMs that read them, SwiGLU is the epilogue
+of the first, and what remains are the two gather-sums and one pass back through SwiGLU. Kept for backward are x and
+the pre-activation, 2·S·D + 4·R·F bytes in bf16; no permuted row, no activation, no expert output. After SonicMoE
+(arXiv:2512.14080) and Megatron's memory-efficient permutation (arXiv:2603.07685 section 4.1.2). The reference is the
+composite of expert_mlp.py.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_moe.kernels.expert_mlp import composite
+from titan_moe.kernels.expert_up import TILE_ROWS, expert_up
+from titan_moe.kernels.expert_weight_grad import expert_weight_grad
+from titan_moe.kernels.gather_mm import gather_mm
+from titan_moe.kernels.grouped_mm import grouped_mm_reference
+from titan_moe.kernels.permute import place_scores, sample_plans
+from titan_moe.kernels.registry import Kernel, Sample, register
+from titan_moe.kernels.slot_sum import slot_sum
+from titan_moe.kernels.swiglu_backward import swiglu_backward
+from titan_moe.kernels.tiles import plan_tiles
+
+
+@torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
+def _expert_mlp(
+    x_SD: Tensor,
+    rows_R: Tensor,
+    slots_SK: Tensor,
+    scores_R: Tensor,
+    offsets_e: Tensor,
+    gate_up_e2FD: Tensor,
+    down_eDF: Tensor,
+) -> tuple[Tensor, Tensor]:
+    tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS)
+    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, gate_up_e2FD, tiles)
+    y_RD = F.grouped_mm(active_RF, down_eDF.transpose(1, 2), offs=offsets_e)
+    return slot_sum(y_RD, slots_SK), hidden_R2F
+
+
+@_expert_mlp.register_fake
+def _(
+    x_SD: Tensor,
+    rows_R: Tensor,
+    slots_SK: Tensor,
+    scores_R: Tensor,
+    offsets_e: Tensor,
+    gate_up_e2FD: Tensor,
+    down_eDF: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_SD), x_SD.new_empty(rows_R.shape[0], 2 * gate_up_e2FD.shape[2])
+
+
+@torch.library.custom_op("titan_moe::expert_mlp_dx", mutates_args=())
+def _expert_mlp_dx(
+    dy_SD: Tensor,
+    rows_R: Tensor,
+    slots_SK: Tensor,
+    scores_R: Tensor,
+    offsets_e: Tensor,
+    gate_up_e2FD: Tensor,
+    down_eDF: Tensor,
+    hidden_R2F: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx_SD, dscores_R, and what the weight gradients need: dhidden_R2F, active_RF."""
+    tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS)
+    dactive_RF = gather_mm(dy_SD, rows_R, down_eDF, tiles)
+    dhidden_R2F, active_RF, dscores_R = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
+    dx_RD = F.grouped_mm(dhidden_R2F, gate_up_e2FD.flatten(1, 2), offs=offsets_e)
+    return slot_sum(dx_RD, slots_SK), dscores_R, dhidden_R2F, active_RF
+
+
+@_expert_mlp_dx.register_fake
+def _(
+    dy_SD: Tensor,
+    rows_R: Tensor,
+    slots_SK: Tensor,
+    scores_R: Tensor,
+    offsets_e: Tensor,
+    gate_up_e2FD: Tensor,
+    down_eDF: Tensor,
+    hidden_R2F: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    active_RF = hidden_R2F.new_empty(hidden_R2F.shape[0], hidden_R2F.shape[1] // 2)
+    return torch.empty_like(dy_SD), torch.empty_like(scores_R), torch.empty_like(hidden_R2F), active_RF
+
+
+@torch.library.custom_op("titan_moe::expert_mlp_dw", mutates_args=())
+def _expert_mlp_dw(
+    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up and down: an operation of its own, so that a schedule may run it later."""
+    dgate_up = expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e, gathers="b")
+    ddown_eDF = expert_weight_grad(dy_SD, active_RF, rows_R, offsets_e, gathers="a")
+    return dgate_up.unflatten(1, (2, -1)), ddown_eDF
+
+
+@_expert_mlp_dw.register_fake
+def _(
+    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
+) -> tuple[Tensor, Tensor]:
+    num_experts, hidden, width = offsets_e.shape[0], active_RF.shape[1], x_SD.shape[1]
+    return x_SD.new_empty(num_experts, 2, hidden, width), x_SD.new_empty(num_experts, width, hidden)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, dy_SD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, hidden_R2F = ctx.saved_tensors
+    dy_SD = dy_SD.contiguous()
+    dx_SD, dscores_R, dhidden_R2F, active_RF = _expert_mlp_dx(
+        dy_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, hidden_R2F
+    )
+    dgate_up, ddown = _expert_mlp_dw(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+    return dx_SD, None, None, dscores_R, None, dgate_up, ddown
+
+
+_expert_mlp.register_autograd(_backward, setup_context=_save)
+
+
+def fused_expert_mlp(
+    x_SD: Tensor,
+    rows_R: Tensor,
+    slots_SK: Tensor,
+    scores_R: Tensor,
+    offsets_e: Tensor,
+    gate_up_e2FD: Tensor,
+    down_eDF: Tensor,
+) -> Tensor:
+    """The MLP in Triton: bf16 on a GPU (fp32 in the interpreter).
+
+    Shapes: x [S, D], rows int32 [R], slots int32 [S, K], scores fp32 [R], offsets int32 [e], gate_up [e, 2, F, D],
+    down [e, D, F] -> [S, D].
+    """
+    return _expert_mlp(x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF)[0]
+
+
+def _with_scores_first(expert_mlp: Any) -> Any:
+    """The MLP with its differentiable arguments in front, scores as a router gives them."""
+
+    def op(
+        x_SD: Tensor,
+        scores_SK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        rows_R: Tensor,
+        slots_SK: Tensor,
+        offsets_e: Tensor,
+    ) -> Tensor:
+        scores_R = place_scores(scores_SK, slots_SK, rows_R.numel())
+        return expert_mlp(x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up, down)
+
+    return op
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    samples = []
+    for name, rows_R, slots_SK, offsets_e, num_experts in sample_plans(device):
+        x_SD = torch.randn(slots_SK.shape[0], 64, device=device, dtype=dtype)
+        scores_SK = torch.rand(slots_SK.shape, device=device)
+        gate_up = torch.randn(num_experts, 2, 40, 64, device=device, dtype=dtype) / 8
+        down = torch.randn(num_experts, 64, 40, device=device, dtype=dtype) / 6
+        samples.append(Sample(name, (x_SD, scores_SK, gate_up, down, rows_R, slots_SK, offsets_e), 4))
+    return samples
+
+
+register(
+    Kernel(
+        "fused_expert_mlp",
+        _with_scores_first(fused_expert_mlp),
+        _with_scores_first(composite(grouped_mm_reference)),
+        _samples,
+        needs_triton=True,
+    )
+)

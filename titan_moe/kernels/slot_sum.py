@@ -1,0 +1,34 @@
+"""Sum each row's slots, from memory to memory.
+
+S rows · R expert slots · K choices a row · D width
+
+Physics: memory-bound, reads at most S·K·D elements and writes S·D; a choice without a slot reads nothing.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _slot_sum_kernel(y_ptr, slots_ptr, out_ptr, D, K: tl.constexpr, BLOCK_D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        slot = tl.load(slots_ptr + row * K + k).to(tl.int64)
+        total += tl.load(y_ptr + slot * D + columns, mask=(columns < D) & (slot >= 0), other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=columns < D)
+
+
+def slot_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
+    """[R, D] -> [S, D], summed in fp32; a row without a slot is zero."""
+    num_rows, num_choices = slots_SK.shape
+    width = y_RD.shape[1]
+    out_SD = y_RD.new_empty(num_rows, width)
+    block_d = min(triton.next_power_of_2(width), 1024)
+    if num_rows:
+        _slot_sum_kernel[(num_rows, triton.cdiv(width, block_d))](
+            y_RD, slots_SK, out_SD, width, K=num_choices, BLOCK_D=block_d, num_warps=4
+        )
+    return out_SD

@@ -1,0 +1,82 @@
+"""Which expert and which slots a program of a grouped kernel works on.
+
+R expert slots, sorted by expert · e local experts · M tiles
+
+Physics: a few hundred integers, made by one small kernel. The number of tiles depends on the routing, but
+`ceil(R / rows) + e` bounds it, so a launch has a static grid, and programs past the last tile leave at once. No slot is
+padded: a tile that is not full masks its rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tiles(NamedTuple):
+    """A tile map: entry m is a stretch of at most `rows` slots of one expert."""
+
+    experts_M: Tensor
+    """int32, the tile's expert; -1 past the last tile."""
+    begins_M: Tensor
+    """int32, the tile's first slot."""
+    ends_M: Tensor
+    """int32, the end of the expert's slots."""
+    rows: int
+    """Slots of a full tile."""
+
+
+def plan_tiles_reference(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
+    """The definition, expert by expert on the host."""
+    tiles = []
+    begin = 0
+    for expert, end in enumerate(offsets_e.tolist()):
+        tiles += [(expert, first, end) for first in range(begin, end, rows)]
+        begin = end
+    tiles += [(-1, 0, 0)] * (-(-num_slots // rows) + offsets_e.numel() - len(tiles))
+    experts_M, begins_M, ends_M = torch.tensor(tiles, dtype=torch.int32, device=offsets_e.device).unbind(1)
+    return Tiles(experts_M, begins_M, ends_M, rows)
+
+
+@triton.jit
+def _plan_tiles_kernel(
+    offsets_ptr, experts_ptr, begins_ptr, ends_ptr, num_experts, num_tiles, rows,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, BLOCK_E)
+    is_expert = expert < num_experts
+    end = tl.load(offsets_ptr + expert, mask=is_expert, other=0)
+    begin = tl.load(offsets_ptr + expert - 1, mask=is_expert & (expert > 0), other=0)
+    count = tl.where(is_expert, (end - begin + rows - 1) // rows, 0)
+    last = tl.cumsum(count, axis=0)  # tiles up to and with each expert
+    tile = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    # each tile lies in at most one expert's stretch, so sums over experts select
+    is_mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - count)[None, :])
+    is_tile = tl.sum(is_mine.to(tl.int32), axis=1) > 0
+    first = begin[None, :] + (tile[:, None] - (last - count)[None, :]) * rows
+    keep = tile < num_tiles
+    mine = tl.sum(tl.where(is_mine, expert[None, :], 0), axis=1)
+    tl.store(experts_ptr + tile, tl.where(is_tile, mine, -1), mask=keep)
+    tl.store(begins_ptr + tile, tl.sum(tl.where(is_mine, first, 0), axis=1), mask=keep)
+    tl.store(ends_ptr + tile, tl.sum(tl.where(is_mine, end[None, :], 0), axis=1), mask=keep)
+
+
+def plan_tiles(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
+    """Cut every expert's slots into tiles, experts in order. Nothing reads the device from the host.
+
+    Args:
+        offsets_e: int32, running end of each expert's slots.
+        num_slots: static bound of the slots (R).
+        rows: slots of a full tile.
+    """
+    num_experts = offsets_e.numel()
+    num_tiles = triton.cdiv(num_slots, rows) + num_experts
+    maps = offsets_e.new_empty(3, num_tiles)
+    block_m = 32
+    _plan_tiles_kernel[(triton.cdiv(num_tiles, block_m),)](
+        offsets_e, *maps, num_experts, num_tiles, rows,
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
+    )  # fmt: skip
+    return Tiles(*maps, rows)
