@@ -19,7 +19,8 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, group: d
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    norms = torch._foreach_norm(shards)
+    wide = torch.promote_types(shards[0].dtype, torch.float32)  # a norm in bf16 would be half a percent wrong
+    norms = torch._foreach_norm(shards, 2, wide)
     torch._foreach_div_(norms, [math.sqrt(_num_copies(grad, group.size())) for grad in grads])
     square = torch.stack(norms).square().sum()
     dist.all_reduce(square, group=group)
