@@ -79,4 +79,4 @@ def plan_tiles(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
         offsets_e, *maps, num_experts, num_tiles, rows,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
     )  # fmt: skip
-    return Tiles(*maps, rows)
+    return Tiles(maps[0], maps[1], maps[2], rows)
