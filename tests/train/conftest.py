@@ -56,9 +56,9 @@ class Run:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """All records of metrics.jsonl."""
+        """All records of metrics.jsonl; a line that is just being written is none yet."""
         path = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     @property
     def trace(self) -> list[dict[str, Any]]:

@@ -45,3 +45,14 @@ def stop_step() -> int:
 
 def test_ranks_stop_after_the_same_step(ranks) -> None:
     assert ranks(2, stop_step) == [4, 4]
+
+
+def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with process_group(RunConfig(device="cpu")), StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert [stop.poll(), stop.poll()] == [False, True] and stop.number == signal.SIGINT

@@ -66,14 +66,15 @@ def test_killed_at_random_steps(tiny, straight, saves: str) -> None:
     assert_same_state(run.checkpoint(STEPS), straight.checkpoint(STEPS))
 
 
-def test_sigterm_saves_and_the_run_folder_goes_on(tiny, straight) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_saves_and_the_run_folder_goes_on(tiny, straight, number: signal.Signals) -> None:
     run = tiny(*RUN, "--checkpoint.every_steps=0")
     process = run.start()
-    end_after(run, process, random.randrange(1, 60), signal.SIGTERM)
-    said = finish(process)
+    end_after(run, process, random.randrange(1, 60), number)
+    said = finish(process, 128 + number)
     (saved,) = run.saved_steps
     assert run.column("loss")[saved - 1 :] == run.column("loss")[-1:], "the last step is the saved one"
-    assert f"stopped by SIGTERM after step {saved}; to go on: titan-moe train {run.folder / 'recipe.toml'}" in said
+    assert f"stopped by {number.name} after step {saved}; to go on: titan-moe train {run.folder}/recipe.toml" in said
     assert f"continuing after step {saved}" in finish(run.start_again())
     assert run.trace == straight.trace
 

@@ -115,7 +115,7 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every_steps: int = 0
-    """Steps between saves; 0 saves at SIGTERM only."""
+    """Steps between saves; 0 saves at SIGTERM and Ctrl-C only."""
     keep_latest: int = 2
     """Newest checkpoints that are kept, at least 2; 0 keeps all."""
     is_async: bool = False

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
 
+EXIT_BY_SIGNAL = 128
+"""What shells add to the number of a signal that ended a process."""
+
 
 @contextmanager
 def process_group(config: RunConfig) -> Iterator[torch.device]:
@@ -59,25 +62,31 @@ def _determinism(is_on: bool) -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGTERM, agreed by all ranks: they stop after the same step even if the signal reaches them at different ones.
+    """SIGTERM or Ctrl-C, agreed by all ranks: they stop after the same step even if it reaches them at different ones.
 
-    Used as a context: outside of it SIGTERM means what it meant before.
+    Used as a context: outside of it the signals mean what they meant before. A second Ctrl-C ends the run at once; a
+    second SIGTERM does not, because under SLURM the ranks have it twice, from SLURM and from torchrun.
     """
 
     def __init__(self) -> None:
-        self._was_received = False
+        self.number = 0
+        """The signal that all ranks agreed on; 0 while there is none."""
+        self._received = 0
         self._agreed = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def __enter__(self) -> Self:
-        self._previous = signal.signal(signal.SIGTERM, self._receive)
+        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._was_received = True
+        if self._received == number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._received = number
 
     def poll(self) -> bool:
         """Call once a step: True on every rank at the step after the first rank had its signal.
@@ -86,7 +95,7 @@ class StopSignal:
         """
         if self._work is not None:
             self._work.wait()
-        stop = bool(self._agreed)
-        self._agreed = torch.tensor([int(self._was_received)], dtype=torch.int32)
+        self.number = int(self._agreed)
+        self._agreed = torch.tensor([self._received], dtype=torch.int32)
         self._work = dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX, async_op=True)
-        return stop
+        return self.number > 0

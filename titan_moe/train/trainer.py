@@ -3,9 +3,10 @@
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from titan_moe.plan.page import in_short
 from titan_moe.profile.trace import StepTracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.train.build import assemble
+from titan_moe.train.claim import claimed
 from titan_moe.train.evaluate import validation_loss
-from titan_moe.train.process import StopSignal, process_group
+from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
 from titan_moe.train.step import StepResult
 
 logger = logging.getLogger("titan_moe")
@@ -38,15 +40,21 @@ def run(recipe: Recipe) -> None:
     """Train a recipe to its last step, resuming if its run folder has a checkpoint.
 
     Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, data that is not there, a
-    checkpoint that does not fit.
+    checkpoint that does not fit, a run folder in use. SystemExit, once the run is saved, after a signal to stop.
     """
     with process_group(recipe.run) as device:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
         problems = check_rules(recipe, dist.get_world_size())
         if problems:
             raise RecipeError(problems)
-        with attention_backend(recipe.perf.attention):
-            Trainer(recipe, device).train()
+        is_main = dist.get_rank() == 0
+        with (
+            claimed(Path(recipe.run.folder)) if is_main else nullcontext(),
+            attention_backend(recipe.perf.attention),
+        ):
+            stopped_by = Trainer(recipe, device).train()
+    if stopped_by:
+        raise SystemExit(EXIT_BY_SIGNAL + stopped_by)
 
 
 class Progress:
@@ -100,20 +108,24 @@ class Trainer:
         """Whether all steps of the recipe are done; more, if it was made shorter since."""
         return self.progress.step >= self.recipe.train.steps
 
-    def train(self) -> None:
-        """Run the remaining steps, save, and let the model write a few lines."""
+    def train(self) -> int:
+        """Run the remaining steps, save, and let the model write a few lines.
+
+        Returns: the number of the signal that stopped it early, or 0.
+        """
         with _told_plainly(ValueError, RuntimeError):
             self.checkpointer.load()
         if self.is_finished:
             step = self.progress.step
             logger.info("%s is finished after step %d; a larger train.steps goes on", self.run_folder, step)
+            stopped_by = 0
         else:
-            self._go_on()
+            stopped_by = self._go_on()
         self.checkpointer.close()
+        return stopped_by
 
-    def _go_on(self) -> None:
+    def _go_on(self) -> int:
         if self.is_main:  # only now: a refused recipe leaves the run folder's as it was
-            self.run_folder.mkdir(parents=True, exist_ok=True)
             (self.run_folder / "recipe.toml").write_text(dump_recipe(self.recipe))
             write_environment(self.run_folder)
         if self.progress.step > 0:
@@ -125,12 +137,15 @@ class Trainer:
         self.meter.close()
         if not self.is_finished:
             logger.info(
-                "stopped by SIGTERM after step %d; to go on: titan-moe train %s",
+                "stopped by %s after step %d; to go on: titan-moe train %s",
+                Signals(stop.number).name,
                 self.progress.step,
                 self.run_folder / "recipe.toml",
             )
-        elif self.recipe.metrics.sample_tokens:
+            return stop.number
+        if self.recipe.metrics.sample_tokens:
             self._write_sample()
+        return 0
 
     def _run_steps(self, stop: StopSignal) -> None:
         garbage = GarbageCollection(STEPS_BETWEEN_GARBAGE_COLLECTIONS)  # at the same steps on all ranks

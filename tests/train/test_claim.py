@@ -1,0 +1,42 @@
+"""A run folder takes one run at a time, and a refused one leaves no trace."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import RecipeError
+from titan_moe.train.claim import claimed
+
+
+def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    with claimed(folder):
+        with pytest.raises(RecipeError, match="is in use by another run"), claimed(folder):
+            pass
+        (folder / "recipe.toml").write_text("")
+    with claimed(folder):
+        assert (folder / "recipe.toml").exists()
+
+
+def test_a_killed_run_gives_its_folder_up(tiny) -> None:
+    run = tiny("--train.steps=100000", "--metrics.every_steps=1")
+    process = run.start()
+    while process.poll() is None and not run.column("loss"):
+        pass
+    assert run.train() == 2, "the other process is still in there"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert run.train("--train.steps=2") == 0
+
+
+def test_a_folder_that_cannot_be_written_is_told_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=r'run.folder = ".*/file/run" cannot be written: Not a directory'):
+        claimed(tmp_path / "file" / "run").__enter__()
+
+
+def test_an_empty_claim_leaves_nothing(tmp_path: Path) -> None:
+    with claimed(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()
