@@ -89,6 +89,19 @@ def test_check_explains_a_key() -> None:
     assert done.returncode == 2 and "did you mean model.moe.top_k?" in done.stderr
 
 
+def test_a_reader_may_leave_before_the_end() -> None:
+    command = f"{sys.executable} -m titan_moe check --explain model | head -n 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[model]\n" and done.stderr == ""
+
+
+def test_a_key_without_its_section_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["train", QUICKSTART, "--steps=5"])
+    assert leaving.value.code == 2 and "--steps=5? a field of the recipe" in (said := capsys.readouterr().err)
+    assert "did you mean train.steps?" in said
+
+
 def test_train_refuses_a_broken_recipe_at_once_and_without_torch() -> None:
     done = in_new_process("train", QWEN3, "--nproc", "8", "--parallel.ep=6", "--train.global_batch_sequences=7")
     assert done.returncode == 2 and done.stdout == ""

@@ -5,16 +5,18 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
 from titan_moe.config.explain import explain
 from titan_moe.config.parallel import smallest_world
-from titan_moe.config.parse import split_overrides
+from titan_moe.config.parse import nearest_key, split_overrides
 from titan_moe.plan.page import describe
 
 EXIT_BAD_RECIPE = 2
+EXIT_INTERRUPTED = 130
 SECONDS_FOR_THE_SPEAKER = 3.0
 """Time that a node's first rank has to speak, whereupon torchrun stops the others, before they speak for themselves."""
 EPILOG = """\
@@ -30,17 +32,24 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else list(words)
     overrides, others = split_overrides(words)
     parser = _parser()
-    args = parser.parse_args(others)
+    args, unknown = parser.parse_known_args(others)
+    if unknown:
+        rest = " ".join(unknown)
+        parser.error(f"what is {rest}? a field of the recipe is written --section.key=value{_hint(unknown)}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
     try:
         if args.verb == "check":
-            _check(args.recipe, overrides, args.nproc, args.explain)
+            with _reader_may_leave():
+                _check(args.recipe, overrides, args.nproc, args.explain)
             return 0
         return _train(args.recipe, overrides, args.nproc)
     except RecipeError as error:
         _tell(error.problems)
         return EXIT_BAD_RECIPE
+    except KeyboardInterrupt:
+        print("titan-moe: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _check(path: str | None, overrides: list[str], nproc: int | None, key: str | None) -> None:
@@ -51,7 +60,17 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, key: str |
     recipe = _load(path, overrides, nproc)
     print(describe(recipe, nproc or smallest_world(recipe.parallel)))
     if nproc is None:
-        print("\nThese are the fewest ranks that the recipe fits; --nproc N checks it for N.")
+        print("\nThis is the smallest number of ranks that the layout allows; --nproc N checks another.")
+
+
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Let `titan-moe check ... | head` end in silence."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
 
 
 def _train(path: str, overrides: list[str], nproc: int | None) -> int:
@@ -69,6 +88,12 @@ def _train(path: str, overrides: list[str], nproc: int | None) -> int:
 
     run(recipe)
     return 0
+
+
+def _hint(unknown: list[str]) -> str:
+    """Complete a key that was written without its section: `--steps` is meant to be `--train.steps`."""
+    names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
+    return f"; {nearest_key(names[0])}" if names else ""
 
 
 def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:

@@ -112,3 +112,10 @@ def test_the_slower_of_two_builders_takes_the_faster_ones_entry(cache: Cache) ->
 
     assert (cache.get("text", "key", build_late) / "answer").read_text() == "early"
     assert len(list(cache.folder.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_its_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file" / "cache", is_builder=True, barrier=lambda: None)
+    with pytest.raises(ValueError, match=r"data.cache_folder: .* cannot be made: Not a directory; name a folder"):
+        cache.get("text", 1, _Builder())

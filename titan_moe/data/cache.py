@@ -45,7 +45,12 @@ class Cache:
         return entry
 
     def _build(self, entry: Path, build: Callable[[Path], None]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"data.cache_folder: {self.folder} cannot be made: {error.strerror}; name a folder where you may write"
+            ) from error
         _remove_abandoned(self.folder.glob(f"{entry.name}.*.tmp"))
         unfinished = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -26,10 +26,10 @@ class Range:
 
     def __str__(self) -> str:
         """Complete the sentence "the value must be ..."."""
-        low = f"at least {self.low:g}" if self.includes_low else f"above {self.low:g}"
+        low = f"at least {self.low:,}" if self.includes_low else f"above {self.low:,}"
         if self.high == math.inf:
             return low
-        return f"{low} and {'at most' if self.includes_high else 'below'} {self.high:g}"
+        return f"{low} and {'at most' if self.includes_high else 'below'} {self.high:,}"
 
 
 POSITIVE = Range(1)
@@ -39,7 +39,7 @@ SHARE = Range(0, 1)
 SHARE_BELOW_ONE = Range(0, 1, includes_high=False)
 
 RANGES: dict[str, Range] = {
-    "run.seed": ZERO_OR_MORE,
+    "run.seed": Range(0, 2**63 - 1),
     "model.vocab_size": POSITIVE,
     "model.num_layers": POSITIVE,
     "model.num_dense_layers": ZERO_OR_MORE,
