@@ -60,6 +60,21 @@ def test_blocks_run_as_often_as_the_recipe_says(block_class: type[nn.Module], wh
         assert torch.equal(parameter.grad, expected.grad)
 
 
+def test_dropout_in_a_block_of_ones_own_is_repeated_alike() -> None:
+    class Dropping(OwnBlock):
+        def forward(self, x_BND: Tensor, context: Any) -> Tensor:
+            return nn.functional.dropout(super().forward(x_BND, context), 0.5)
+
+    tokens, labels = torch.randint(16, (2, 2, 8)).unbind()
+    grads = []
+    for what in ("none", "block"):
+        model = built(Dropping, what)
+        torch.manual_seed(0)
+        model(tokens, labels).backward()
+        grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*grads)
+
+
 def test_experts_alone_are_repeated() -> None:
     model = built(Block, "experts")
     reads = []

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.perf import MemoryConfig
+from titan_moe.layers.block import Block
 from titan_moe.layers.experts import GroupedExperts
 
 CHOSEN: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {
@@ -27,12 +28,13 @@ def apply(model: nn.Module, config: MemoryConfig) -> None:
     Runs after compile: the recomputed region is outside the compiled one, which is exact on every supported torch.
     """
     for module in CHOSEN[config.recompute](model):
-        module.forward = _recomputed(module.forward)
+        draws_nothing = type(module) in (Block, GroupedExperts)  # a user's block may have dropout
+        module.forward = _recomputed(module.forward, keeps_rng=not draws_nothing)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], *, keeps_rng: bool) -> Callable[..., Any]:
     @wraps(forward)
     def recomputed(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=keeps_rng)
 
     return recomputed
