@@ -53,9 +53,14 @@ def _(x: Tensor, group: str, num_ranks: int) -> Tensor:
 
 @torch.library.custom_op("titan_moe::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, group: str, num_ranks: int) -> Tensor:
-    out = x.new_empty(x.shape[0] // num_ranks, *x.shape[1:])
-    reduce_scatter_rows(out, x.contiguous(), group=_resolve_process_group(group))
-    return out
+    if x.dtype.itemsize >= 4:
+        out = x.new_empty(x.shape[0] // num_ranks, *x.shape[1:])
+        reduce_scatter_rows(out, x.contiguous(), group=_resolve_process_group(group))
+        return out
+    # a wire that sums would round to half precision after every rank: the same bytes travel unsummed
+    parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(parts, x.contiguous(), group=_resolve_process_group(group))
+    return parts.unflatten(0, (num_ranks, -1)).sum(0, dtype=torch.float32).to(x.dtype)
 
 
 @_reduce_scatter.register_fake
@@ -89,5 +94,5 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks, each rank keeping its rows: [P·T, ...] -> [T, ...]."""
+    """Sum over ranks in at least fp32, each rank keeping its rows: [P·T, ...] -> [T, ...]."""
     return _reduce_scatter(x, group.group_name, group.size())

@@ -19,7 +19,7 @@ from titan_moe.config.model import MoEConfig
 class _Account(torch.autograd.Function):
     """Identity on the scores whose backward books the counts and the auxiliary loss, and sends its gradient.
 
-    Backward runs once a microbatch, whatever is recomputed or captured, and not at all in validation.
+    Backward runs once a microbatch, however often forward does, and not at all in validation.
     """
 
     @staticmethod
