@@ -66,12 +66,12 @@ def test_killed_at_random_steps(tiny, straight, saves: str) -> None:
     assert_same_state(run.checkpoint(STEPS), straight.checkpoint(STEPS))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_saves_and_the_run_folder_goes_on(tiny, straight, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_stopped_run_saves_and_the_run_folder_goes_on(tiny, straight, number: signal.Signals, exit_code: int) -> None:
     run = tiny(*RUN, "--checkpoint.every_steps=0")
     process = run.start()
     end_after(run, process, random.randrange(1, 60), number)
-    said = finish(process, 128 + number)
+    said = finish(process, exit_code)
     (saved,) = run.saved_steps
     assert run.column("loss")[saved - 1 :] == run.column("loss")[-1:], "the last step is the saved one"
     assert f"stopped by {number.name} after step {saved}; to go on: titan-moe train {run.folder}/recipe.toml" in said

@@ -46,9 +46,9 @@ def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: 
 
     Step s (the first is 1) of the warm-up runs at `lr * s / warmup_steps`; the last warm-up step is the first at the
     full rate. The fall takes exactly the last `decay_steps` steps, and the run's last step is at `lr * min_lr_ratio`.
-    In a run too short for both, as when one tries a recipe for 50 steps, the warm-up goes first (without it training may
-    diverge) and the fall takes the steps that remain. torchtitan's own curve is not used: there the fall has one step
-    less and does not reach its end.
+    In a run too short for both, as when one tries a recipe for 50 steps, the warm-up goes first (without it training
+    may diverge) and the fall takes the steps that remain. torchtitan's own curve is not used: there the fall has one
+    step less and does not reach its end.
     """
     return Schedules(optimizers, partial(lr_factor, config=config, steps=steps))
 

@@ -1,6 +1,7 @@
 """Loss on held-out sequences."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,15 +11,26 @@ from titan_moe.data.loader import Batch
 from titan_moe.kernels.cross_entropy import IGNORE_LABEL
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model's dropout and the like to rest for a while."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+
+
 @torch.no_grad()
 def validation_loss(
     model: nn.Module, batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup
 ) -> Tensor:
     """Mean cross entropy over the label tokens of all ranks' batches; every rank must bring equally many batches."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        for tokens_BN, labels_BN, document_ids_BN in batch.to(device).microbatches():
-            total[0] += model(tokens_BN, labels_BN, document_ids_BN)
-            total[1] += (labels_BN != IGNORE_LABEL).sum()
+    with evaluating(model):
+        for batch in batches:
+            for tokens_BN, labels_BN, document_ids_BN in batch.to(device).microbatches():
+                total[0] += model(tokens_BN, labels_BN, document_ids_BN)
+                total[1] += (labels_BN != IGNORE_LABEL).sum()
     dist.all_reduce(total, group=group)
     return total[0] / total[1].clamp(min=1)

@@ -21,7 +21,7 @@ EXIT_BY_SIGNAL = 128
 def process_group(config: RunConfig) -> Iterator[torch.device]:
     """Join the other ranks that torchrun started, or be the only one; yields this rank's device.
 
-    Raises: RecipeError if the recipe asks for CUDA and there is none.
+    Raises: RecipeError if the recipe asks for CUDA and there is none, or none for this rank.
     """
     device = _device(config)
     # gloo stands beside NCCL: stop signals and checkpoint plans are agreed on the host
@@ -45,7 +45,11 @@ def _device(config: RunConfig) -> torch.device:
     if not torch.cuda.is_available():
         problem = 'run.device = "cuda", but PyTorch sees no GPU; use run.device = "cpu" or a CUDA build of torch'
         raise RecipeError([problem])
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    index, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= num_gpus:
+        problem = f"rank {index} of this host has no GPU, PyTorch sees {num_gpus}; start at most {num_gpus} ranks on it"
+        raise RecipeError([problem])
+    return torch.device("cuda", index)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from signal import Signals
+from signal import SIGINT, Signals
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from titan_moe.profile.trace import StepTracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.train.build import assemble
 from titan_moe.train.claim import claimed
-from titan_moe.train.evaluate import validation_loss
+from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
 from titan_moe.train.step import StepResult
 
@@ -40,7 +41,8 @@ def run(recipe: Recipe) -> None:
     """Train a recipe to its last step, resuming if its run folder has a checkpoint.
 
     Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, data that is not there, a
-    checkpoint that does not fit, a run folder in use. SystemExit, once the run is saved, after a signal to stop.
+    checkpoint that does not fit, a run folder in use. SystemExit, once the run is saved, after Ctrl-C; a run that
+    SIGTERM stops has done as it was told and returns.
     """
     with process_group(recipe.run) as device:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
@@ -53,7 +55,7 @@ def run(recipe: Recipe) -> None:
             attention_backend(recipe.perf.attention),
         ):
             stopped_by = Trainer(recipe, device).train()
-    if stopped_by:
+    if stopped_by == SIGINT:
         raise SystemExit(EXIT_BY_SIGNAL + stopped_by)
 
 
@@ -87,7 +89,7 @@ class Trainer:
             raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`; {way_out}'])
         with _told_plainly(ValueError, FileNotFoundError, ImportError):
             self.loader = build_loader(
-                recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=lambda: dist.barrier()
+                recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=_patient_barrier()
             )
         self.progress = Progress()
         self.checkpointer = Checkpointer(
@@ -184,9 +186,10 @@ class Trainer:
         metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
         prompt_BN = next(iter(self.loader.validation_batches())).tokens_MBN[0, :1, :PROMPT_TOKENS].to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
-        tokens_BN = self.model.generate(
-            prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
-        )
+        with evaluating(self.model):
+            tokens_BN = self.model.generate(
+                prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
+            )
         if self.is_main:
             prompt, text = tokens_BN[0].split([prompt_BN.shape[1], metrics.sample_tokens])
             print(f"--- held-out prompt ---\n{tokenizer.decode(prompt.tolist())}")
@@ -206,6 +209,12 @@ class Trainer:
         )
         if self.recipe.train.force_balanced_routing:
             logger.warning("train.force_balanced_routing = true: the router's choice is replaced, for benchmarks only")
+
+
+def _patient_barrier() -> Callable[[], None]:
+    """A barrier that outlasts the tokenising of a large corpus, which the default time limit would not."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=2))
+    return lambda: dist.barrier(group)
 
 
 @contextmanager
