@@ -24,7 +24,7 @@ RECORD = {
 def test_full_line():
     assert describe(RECORD, 1000, "GPU") == (
         "step   20/1000  loss 2.3457  aux 1.20e-02  norm 1.500  lr 3.00e-04  12,346 tokens/s/GPU  284 TFLOP/s  "
-        "MFU 28.7%  91.23 GiB  654 ms  load 2.25"
+        "MFU 28.7%  91.23 GiB  654 ms  expert load 2.25"
     )
 
 

@@ -52,7 +52,7 @@ def describe(record: dict[str, Any], total_steps: int, unit: str) -> str:
         words.append(f"MFU {record['mfu']:.1%}")
     words += [f"{record['memory_gib']:.2f} GiB", f"{record['step_ms']:.0f} ms"]
     if record["expert_load"]:
-        words.append(f"load {max(record['expert_load'].values()):.2f}")
+        words.append(f"expert load {max(record['expert_load'].values()):.2f}")
     if record.get("forced_balance"):
         words.append("FORCED BALANCE")
     return "  ".join(words)
