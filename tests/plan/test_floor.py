@@ -1,14 +1,16 @@
 """The least work of each part, against the model's own count and arithmetic by hand."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
 from titan_moe.config import Recipe, load_recipe
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.plan.count import count
-from titan_moe.plan.floor import Work, copies_on_the_wire, step_work
+from titan_moe.config.train import TrainConfig
+from titan_moe.plan.count import ParameterCount, count, count_parameters
+from titan_moe.plan.floor import Work, copies_on_the_wire, sharding_bytes, step_work
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.memory import state_bytes_per_rank
 
@@ -48,6 +50,31 @@ def test_bytes_by_hand() -> None:
     assert work["optimizer"].memory_bytes == pytest.approx(7 / 4 * state_bytes)
     assert work["clip"].memory_bytes == pytest.approx(3 / 4 * state_bytes)
     assert "shared" not in work and "latent" not in work, "what a model does not have is not listed"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [  # 100 parameters in the root, 60 in the blocks, 400 in experts; bf16 gathers, fp32 sums, 2 microbatches
+        (ParallelConfig(dp_shard=1), 0),
+        (ParallelConfig(dp_shard=4), 2 * 3 / 4 * (100 * (2 + 4) + 60 * (2 * 2 + 4) + 400 * (2 * 2 + 4))),
+        (ParallelConfig(dp_shard=4, ep=4, dispatcher="alltoall"), 2 * 3 / 4 * (100 * (2 + 4) + 60 * (2 * 2 + 4))),
+        (ParallelConfig(dp_shard=4, reshard_after_forward=False), 2 * 3 / 4 * (160 * (2 + 4) + 400 * (2 * 2 + 4))),
+        (ParallelConfig(dp_replicate=4, dp_shard=1), 2 * 2 * 3 / 4 * 560 * 4),
+    ],
+)
+def test_shards_are_gathered_and_summed(
+    parallel: ParallelConfig, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = replace(
+        count_parameters(ModelConfig()),
+        **dict.fromkeys((field.name for field in fields(ParameterCount)), 0)
+        | {"embedding": 50, "head": 46, "norms": 4 + 10, "attention": 50, "routed_experts": 400},
+    )
+    monkeypatch.setattr("titan_moe.plan.floor.count_parameters", lambda model: counted)
+    num_ranks = parallel.dp_shard * parallel.dp_replicate
+    train = TrainConfig(global_batch_sequences=2 * num_ranks, micro_batch_sequences=1)
+    recipe = Recipe(model=ModelConfig(hidden_size=4), parallel=parallel, train=train)
+    assert sharding_bytes(recipe, num_ranks) == pytest.approx(expected)
 
 
 def test_the_scarcest_resource_sets_the_floor() -> None:

@@ -75,3 +75,18 @@ def test_a_stopped_trace_is_not_resumed(tiny, capsys: pytest.CaptureFixture[str]
     (run.folder / "trace" / "checkpoints" / "step-3").mkdir(parents=True)
     assert trace(run) == 2
     assert "the checkpoint of a trace that was stopped" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_kernels_find_their_parts(tiny) -> None:
+    torch._dynamo.reset()
+    run = tiny("--run.device=cuda", "--precision.compute=bf16")
+    assert trace(run) == 0
+    timeline = read_trace(next((run.folder / "trace" / "traces").iterdir()))
+    result = split(timeline)
+    assert timeline.is_gpu and timeline.memory
+    assert result.named_share >= 0.9 and 0 < result.host_bound_ms <= result.idle_ms
+    for part in ("attention", "router", "experts"):
+        assert result.parts[part].forward_ms > 0 and result.parts[part].backward_ms > 0
+    launched = [span for span in timeline.spans if span.launched_us is not None]
+    assert len(launched) > 0.99 * len(timeline.spans), "the trace ties every kernel to its launch"

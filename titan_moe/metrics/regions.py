@@ -18,9 +18,7 @@ from titan_moe.profile.region import marked
 def apply(model: nn.Module) -> None:
     """Mark every part of the model in place; parameter names do not change."""
     for block in model.get_submodule("layers").children():
-        # a forward that compile has replaced holds the whole block: nothing inside it can be told apart
-        is_one_piece = "forward" in vars(block)
-        if isinstance(block, Block) and not is_one_piece:
+        if isinstance(block, Block):
             _mark(block, "attention", "front")
             if not isinstance(block.feed_forward, MoE):
                 _mark(block.feed_forward, "dense", "forward")

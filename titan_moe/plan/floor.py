@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass
 
 from titan_moe.config.parallel import resolve
-from titan_moe.config.recipe import Recipe
-from titan_moe.plan.count import attention_core_width, attention_projection_weights, expert_width
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.count import attention_core_width, attention_projection_weights, count_parameters, expert_width
 from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.memory import BYTES_OF_DTYPE, COPIES_OF_A_PARAMETER, state_bytes_per_rank
 
@@ -66,6 +66,7 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     copy_bytes = state_bytes_per_rank(recipe, world_size) / COPIES_OF_A_PARAMETER
     work["clip"] = Work(memory_bytes=PASSES_OF_CLIPPING * copy_bytes if recipe.optim.max_grad_norm else copy_bytes)
     work["optimizer"] = Work(memory_bytes=PASSES_OF_ADAMW * copy_bytes)
+    work["sharding"] = Work(wire_bytes=sharding_bytes(recipe, world_size))
     return {part: done for part, done in work.items() if done != Work()}
 
 
@@ -79,3 +80,25 @@ def copies_on_the_wire(recipe: Recipe) -> float:
     elsewhere = moe.num_experts - moe.num_experts // num_ranks
     is_spared = math.comb(elsewhere, moe.top_k) / math.comb(moe.num_experts, moe.top_k)
     return (num_ranks - 1) * (1 - is_spared)
+
+
+def sharding_bytes(recipe: Recipe, world_size: int) -> float:
+    """Count what FSDP brings a rank in a step: gathered parameters, summed gradients, and the sums over replicas.
+
+    Every microbatch gathers what it needs for forward, again for backward where it was freed between, and sums its
+    gradients.
+    """
+    sizes, p, counted = resolve(recipe.parallel, world_size), recipe.parallel, count_parameters(recipe.model)
+    gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
+    root = counted.embedding + counted.head + recipe.model.hidden_size
+    blocks = counted.total - counted.routed_experts - root
+    groups = (  # parameters, gathers a microbatch, ranks that share them
+        (root, 1, sizes.dp_shard),
+        (blocks, 1 + p.reshard_after_forward, sizes.dp_shard),
+        (counted.routed_experts / sizes.ep, 1 + p.reshard_experts_after_forward, sizes.edp),
+    )
+    num_bytes = 0.0
+    for size, num_gathers, num_ranks in groups:
+        num_bytes += size * (1 - 1 / num_ranks) * (num_gathers * gathered + summed)
+        num_bytes += 2 * size / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
+    return num_bytes * num_microbatches(recipe, world_size)
