@@ -66,7 +66,7 @@ class Checkpointer:
         """Resume from the newest complete checkpoint of the run, or else take the weights of `checkpoint.load_from`.
 
         Returns: whether anything was loaded. Whether it was a resume, `train_state` knows.
-        Raises: ValueError when `checkpoint.load_from` is no checkpoint; CheckpointMisfit when a checkpoint does not fit.
+        Raises: ValueError when `checkpoint.load_from` is no checkpoint; CheckpointMisfit when one does not fit.
         """
         steps = self._ask_main(self.folders.complete_steps)
         if steps:
