@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from titan_moe.compile import regional
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.perf import CompileConfig
+from titan_moe.dispatch.base import Routed, route
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
@@ -99,3 +100,24 @@ def test_by_default_only_cuda_compiles() -> None:
         False,
         True,
     ]
+
+
+def routed(num_rows: int, num_wanted: int) -> Routed:
+    """Rows as another rank may send them: each wants one of its two choices here, the first ones both."""
+    ids_SK = torch.randint(MOE.num_experts, (num_rows, 2))
+    ids_SK[num_wanted:, 1] = -1
+    x_SD = torch.randn(num_rows, CONFIG.hidden_size, requires_grad=True)
+    num_slots = int((ids_SK >= 0).sum())
+    return route(x_SD, ids_SK, torch.rand(num_rows, 2), MOE.num_experts, num_slots, None)
+
+
+def test_experts_serve_any_number_of_rows_with_few_graphs(counter: CompileCounterWithBackend) -> None:
+    (moe,) = (module for module in built("on", num_layers=3).modules() if isinstance(module, MoE))
+    for num_rows, num_wanted in ((9, 3), (0, 0), (1, 0), (7, 7), (1, 1), (2, 0), (30, 4), (0, 0), (5, 5)):
+        rows = routed(num_rows, num_wanted)
+        served = moe.experts(rows)
+        assert served.shape == rows.x_SD.shape
+        served.sum().backward()
+        with torch.no_grad():
+            torch.testing.assert_close(moe.experts(rows), served)
+    assert counter.frame_count <= 4, "one size and any size, with gradients and without"

@@ -19,6 +19,10 @@ from titan_moe.titan.checkpoints import MODEL_KEY
 logger = logging.getLogger(__name__)
 
 
+class CheckpointMisfit(RuntimeError):
+    """A checkpoint that is whole but belongs to another model, or to other states."""
+
+
 class Checkpointer:
     """All that a run needs to go on exactly: weights, persistent buffers, optimizer, schedule, data, random states.
 
@@ -62,7 +66,7 @@ class Checkpointer:
         """Resume from the newest complete checkpoint of the run, or else take the weights of `checkpoint.load_from`.
 
         Returns: whether anything was loaded. Whether it was a resume, `train_state` knows.
-        Raises: ValueError when `checkpoint.load_from` is no checkpoint; RuntimeError when a checkpoint does not fit.
+        Raises: ValueError when `checkpoint.load_from` is no checkpoint; CheckpointMisfit when one does not fit.
         """
         steps = self._ask_main(self.folders.complete_steps)
         if steps:
@@ -120,7 +124,7 @@ class Checkpointer:
             read()
         except CheckpointException as error:
             reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
-            raise RuntimeError(
+            raise CheckpointMisfit(
                 f"checkpoint {folder} does not fit this run's model or states: {reasons}; "
                 f"restore the recipe that wrote it, or set another run.folder for a fresh start"
             ) from error

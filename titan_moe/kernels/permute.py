@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.registry import Kernel, Sample, register
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
 
 
 def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,6 +152,27 @@ def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
     return output[: int((args[2] >= 0).sum())]
 
 
+def full_size_plan(
+    num_rows: int, num_experts: int, num_choices: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, slots and borders of random routing at a size worth timing."""
+    ids_SK = torch.rand(num_rows, num_experts, device=device).topk(num_choices).indices
+    return plan_slots(ids_SK, num_experts, num_rows * num_choices)
+
+
+def _row_benchmark() -> Benchmark:
+    """The rows of one Qwen3-30B-A3B layer: 16,384 tokens of width 2048, 8 of 128 experts."""
+    num_rows, width, num_choices = 16_384, 2048, 8
+
+    def draw(device: torch.device) -> Sample:
+        rows_R, slots_SK, _ = full_size_plan(num_rows, 128, num_choices, device)
+        x_SD = torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
+        return Sample("", (x_SD, rows_R, slots_SK), 1)
+
+    moved = 2.0 * num_rows * width * (1 + num_choices)  # bf16, rows once and slots once
+    return Benchmark("qwen3", draw, 0, 0, moved, 2 * moved)
+
+
 def _row_samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [
         Sample(name, (torch.randn(slots.shape[0], 16, device=device, dtype=dtype), rows, slots), 1)
@@ -173,6 +194,16 @@ def _score_samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
 
 
-register(Kernel("gather_rows", gather_rows, _gather_rows_reference, _row_samples, valid=_written))
+register(
+    Kernel(
+        "gather_rows",
+        gather_rows,
+        _gather_rows_reference,
+        _row_samples,
+        valid=_written,
+        benchmarks=(_row_benchmark(),),
+        rivals={"torch indexing": lambda x_SD, rows_R, slots_SK: x_SD[rows_R]},
+    )
+)
 register(Kernel("sum_slots", sum_slots, _sum_slots_reference, _slot_samples, valid_grad=_written))
 register(Kernel("place_scores", place_scores, _place_scores_reference, _score_samples, dtypes=(torch.float32,)))

@@ -1,7 +1,7 @@
 """The list of operations that tests and benchmarks walk."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,18 @@ class Sample:
     name: str
     args: tuple[Any, ...]
     num_differentiable: int
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A call worth timing: full-size bf16 inputs, and the work that forward, and both directions, cannot do without."""
+
+    name: str
+    draw: Callable[[torch.device], Sample]
+    forward_flops: float
+    total_flops: float
+    forward_bytes: float
+    total_bytes: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,9 @@ class Kernel:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     needs_triton: bool = False
     """Runs on GPUs, and in fp32 in Triton's interpreter; elsewhere the reference stands alone."""
+    benchmarks: tuple[Benchmark, ...] = ()
+    rivals: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    """Other ways to the same result, which a benchmark times beside the operation."""
 
 
 KERNELS: dict[str, Kernel] = {}

@@ -7,11 +7,11 @@ parameter by (run seed, name, expert); a rank keeps its slice. So one process an
 
 import hashlib
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_moe.layers.experts import GroupedExperts
 
@@ -19,52 +19,51 @@ RESIDUAL_ENDS = (".attention.out.weight", ".down.weight", ".experts.down", ".lat
 """Projections that end a residual branch: their spread is divided by sqrt(2 · layers) (GPT-2)."""
 
 
+class Slice(NamedTuple):
+    """The part of a parameter that lies here."""
+
+    values: Tensor
+    offsets: tuple[int, ...]
+    """Where it begins in the whole parameter, by dimension."""
+
+
+def whole(parameter: Tensor) -> Slice:
+    """A parameter that is not spread over ranks."""
+    return Slice(parameter.data, (0,) * parameter.ndim)
+
+
 @torch.no_grad()
-def init_weights(model: nn.Module, seed: int, std: float, num_layers: int) -> None:
-    """Fill every parameter and buffer of a materialised model, sharded or not.
+def init_weights(
+    model: nn.Module, seed: int, std: float, num_layers: int, slice_of: Callable[[Tensor], Slice] = whole
+) -> None:
+    """Fill every parameter and buffer of a materialised model.
 
     Matrices are normal with deviation `std`, clamped at three deviations; norms start at one, biases at zero.
+    `slice_of` finds what of a parameter lies on this rank.
     """
     experts = {name for name, module in model.named_modules() if isinstance(module, GroupedExperts)}
     for name, parameter in model.named_parameters():
         spread = std / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_ENDS) else std
+        values, offsets = slice_of(parameter)
         if parameter.ndim == 1:
-            _local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
+            values.fill_(0.0 if name.endswith("bias") else 1.0)
         elif name.rpartition(".")[0] in experts:
-            _init_experts(parameter, name, seed, spread)
+            for expert, expert_values in enumerate(values, start=offsets[0]):
+                _draw(expert_values, parameter.shape[1:], offsets[1:], f"{seed}/{name}/{expert}", spread)
         else:
-            offsets, local = _offsets(parameter), _local(parameter)
-            local.copy_(_slice(_draw(parameter.shape, f"{seed}/{name}", spread, local), offsets, local.shape))
+            _draw(values, parameter.shape, offsets, f"{seed}/{name}", spread)
     for module in model.modules():
         reset = getattr(module, "reset_buffers", None)
         if reset is not None:
             reset()
 
 
-def _init_experts(parameter: Tensor, name: str, seed: int, spread: float) -> None:
-    local, offsets = _local(parameter), _offsets(parameter)
-    for index, expert in enumerate(local):
-        full = _draw(parameter.shape[1:], f"{seed}/{name}/{offsets[0] + index}", spread, local)
-        expert.copy_(_slice(full, offsets[1:], expert.shape))
-
-
-def _draw(shape: torch.Size, key: str, spread: float, like: Tensor) -> Tensor:
-    generator = torch.Generator(like.device)
+def _draw(values: Tensor, shape: torch.Size, offsets: tuple[int, ...], key: str, spread: float) -> None:
+    """Draw a tensor in full from its own generator and keep the slice that begins at the offsets."""
+    generator = torch.Generator(values.device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
-    full = torch.empty(shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    full = torch.empty(shape, dtype=torch.promote_types(values.dtype, torch.float32), device=values.device)
     # not trunc_normal_: torch 2.13 draws other numbers from the same generator than 2.11, and waits for the device
-    return full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)
-
-
-def _slice(full: Tensor, offsets: tuple[int, ...], shape: torch.Size) -> Tensor:
-    return full[tuple(slice(begin, begin + size) for begin, size in zip(offsets, shape, strict=True))]
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _offsets(parameter: Tensor) -> tuple[int, ...]:
-    if not isinstance(parameter, DTensor):
-        return (0,) * parameter.ndim
-    return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+    full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)
+    ends = (begin + size for begin, size in zip(offsets, values.shape, strict=True))
+    values.copy_(full[tuple(slice(begin, end) for begin, end in zip(offsets, ends, strict=True))])

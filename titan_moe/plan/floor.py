@@ -36,8 +36,8 @@ class Work:
         """The time that the device needs if nothing but its scarcest resource counts."""
         seconds = (
             self.flops / hardware.bf16_flops,
-            self.memory_bytes / hardware.memory_bytes_per_s,
-            self.wire_bytes / hardware.link_bytes_per_s,
+            self.memory_bytes / hardware.memory_bytes_per_second,
+            self.wire_bytes / hardware.link_bytes_per_second,
         )
         return 1e3 * max(seconds)
 

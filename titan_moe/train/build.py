@@ -20,6 +20,7 @@ from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.parallel import expert, fsdp
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
+from titan_moe.parallel.shards import local_slice
 from titan_moe.titan import OptimizersContainer
 from titan_moe.train.step import TrainStep
 
@@ -55,7 +56,7 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device) -> nn.Modu
     recompute.apply(model, recipe.memory)  # around the compiled pieces: exact on every supported torch
     fsdp.apply(model, recipe.parallel, recipe.precision, meshes)  # outermost: gathers around compiled pieces
     model.to_empty(device=device)
-    init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers)
+    init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
     if recipe.train.force_balanced_routing:
         force_balanced_routing(model, recipe, device)
     return model

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.dcp import Checkpointer
+from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMisfit
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.parse import dump_recipe
 from titan_moe.data.loader import build_loader
@@ -115,7 +115,7 @@ class Trainer:
 
         Returns: the number of the signal that stopped it early, or 0.
         """
-        with _told_plainly(ValueError, RuntimeError):
+        with _told_plainly(ValueError, CheckpointMisfit):
             self.checkpointer.load()
         if self.is_finished:
             step = self.progress.step

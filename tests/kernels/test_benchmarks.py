@@ -1,0 +1,38 @@
+"""The benchmarks of the registry fit their operations: run on fake tensors, which have sizes and no memory."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titan_moe.kernels.registry import Benchmark, Kernel, load_all
+
+CASES = [
+    pytest.param(kernel, benchmark, id=f"{kernel.name}-{benchmark.name}")
+    for kernel in load_all().values()
+    for benchmark in kernel.benchmarks
+]
+
+
+@pytest.mark.parametrize(("kernel", "benchmark"), CASES)
+def test_operation_and_rivals_take_the_inputs(kernel: Kernel, benchmark: Benchmark) -> None:
+    with FakeTensorMode():
+        sample = benchmark.draw(torch.device("cpu"))
+        for x in sample.args[: sample.num_differentiable]:
+            x.requires_grad_()
+        expected = kernel.op(*sample.args)
+        for name, rival in kernel.rivals.items():
+            if "compiled" not in name:
+                assert rival(*sample.args).shape == expected.shape
+        inputs = sample.args[: sample.num_differentiable]
+        grads = torch.autograd.grad(expected, inputs, torch.empty_like(expected))
+        assert [grad.shape for grad in grads] == [x.shape for x in inputs]
+    assert benchmark.total_bytes >= benchmark.forward_bytes > 0
+    assert benchmark.total_flops >= benchmark.forward_flops >= 0
+
+
+def test_the_work_of_an_expert_mlp() -> None:
+    """Six FLOPs a slot and weight pair: 131,072 slots of 2048 x 768 are 1.24 TFLOP forward."""
+    fused = load_all()["fused_expert_mlp"]
+    (share,) = (benchmark for benchmark in fused.benchmarks if benchmark.name == "qwen3_ep8")
+    assert share.forward_flops == 6 * 131_072 * 2048 * 768
+    assert share.total_flops == 3 * share.forward_flops

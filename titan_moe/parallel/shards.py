@@ -1,0 +1,15 @@
+"""What of a parameter lies on this rank."""
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_moe.layers.init import Slice, whole
+
+
+def local_slice(parameter: Tensor) -> Slice:
+    """The local tensor of a parameter, spread over any meshes or none, and where it begins in the whole."""
+    if not isinstance(parameter, DTensor):
+        return whole(parameter)
+    offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+    return Slice(parameter.to_local(), tuple(offsets))
