@@ -142,6 +142,12 @@ def test_nproc_starts_ranks_with_the_same_words_and_ends_as_they_do(
     assert trained == []
 
 
+def test_ranks_trace_with_the_same_words(trained: list[Recipe], launched: list[tuple[int, list[str]]]) -> None:
+    assert cli.main(["trace", QWEN3, "--nproc", "8", "--profile.num_steps=2"]) == 7
+    assert launched == [(8, ["trace", QWEN3, "--profile.num_steps=2"])]
+    assert trained == []
+
+
 def test_a_rank_of_torchrun_trains(
     monkeypatch: pytest.MonkeyPatch, trained: list[Recipe], launched: list[tuple[int, list[str]]]
 ) -> None:

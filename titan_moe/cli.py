@@ -1,4 +1,4 @@
-"""The door: `titan-moe train` and `titan-moe check`. A broken recipe is refused here, before torch is imported."""
+"""The door: `titan-moe train`, `trace` and `check`. A broken recipe is refused here, before torch is imported."""
 
 import argparse
 import logging
@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
             with _reader_may_leave():
                 _check(args.recipe, overrides, args.nproc, args.explain)
             return 0
-        return _train(args.recipe, overrides, args.nproc)
+        return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
         _tell(error.problems)
         return EXIT_BAD_RECIPE
@@ -73,19 +73,22 @@ def _reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
 
 
-def _train(path: str, overrides: list[str], nproc: int | None) -> int:
+def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
+    """Train or trace, here or on ranks that torchrun starts."""
     world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
     recipe = _load(path, overrides, world_size)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:  # the ranks come back here, with it
         from titan_moe.train.launch import launch
 
-        return launch(world_size, ["train", path, *overrides])
+        return launch(world_size, [verb, path, *overrides])
     # before torch is imported: threads that spin while they wait make runs on shared cores 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _show_log()
     sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
-    from titan_moe.train.trainer import run
-
+    if verb == "trace":
+        from titan_moe.train.trace import run
+    else:
+        from titan_moe.train.trainer import run
     run(recipe)
     return 0
 
@@ -130,6 +133,11 @@ def _parser() -> argparse.ArgumentParser:
     train = _add_verb(verbs, "train", "RECIPE.toml [--nproc N]", "train a recipe, on N processes if --nproc says so")
     train.add_argument("recipe", metavar="RECIPE.toml", help="the recipe, or RUN/recipe.toml to go on with a run")
     train.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; 1 if not given")
+    trace = _add_verb(
+        verbs, "trace", "RECIPE.toml [--nproc N]", "profile a few steps of a recipe and write a report of one page"
+    )
+    trace.add_argument("recipe", metavar="RECIPE.toml", help="the recipe; the report goes into RUN/trace")
+    trace.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; 1 if not given")
     check = _add_verb(
         verbs,
         "check",

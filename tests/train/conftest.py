@@ -36,9 +36,9 @@ class Run:
         """Go on with the run folder's own recipe."""
         return cli.main(["train", str(self.folder / "recipe.toml"), *words])
 
-    def start(self, *words: str, folder: Path | None = None) -> subprocess.Popen[str]:
-        """Train in another process, on one thread; `folder` is its working folder."""
-        return _start([*self.words, *words], folder)
+    def start(self, *words: str, folder: Path | None = None, verb: str = "train") -> subprocess.Popen[str]:
+        """Train (or trace) in another process, on one thread; `folder` is its working folder."""
+        return _start([verb, *self.words[1:], *words], folder)
 
     def start_again(self, *words: str) -> subprocess.Popen[str]:
         """Go on with the run folder's own recipe in another process."""

@@ -64,7 +64,7 @@ def count(model: ModelConfig, seq_len_tokens: int) -> Count:
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model by component."""
     width, moe, num_moe_layers = model.hidden_size, model.moe, model.num_moe_layers
-    one_expert = 3 * _expert_width(model) * moe.ffn_hidden_size
+    one_expert = 3 * expert_width(model) * moe.ffn_hidden_size
     one_shared = 3 * width * moe.shared_ffn_hidden_size + (width if moe.shared_expert_gate else 0)
     attention = attention_projection_weights(model) + _attention_biases_and_norms(model)
     return ParameterCount(
@@ -85,7 +85,7 @@ def training_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
     """Count the FLOPs of training on one token of a sequence: what TFLOP/s and MFU are reckoned with."""
     width, moe = model.hidden_size, model.moe
     moe_layer = (
-        3 * _expert_width(model) * moe.ffn_hidden_size * moe.top_k
+        3 * expert_width(model) * moe.ffn_hidden_size * moe.top_k
         + 3 * width * moe.shared_ffn_hidden_size
         + 2 * width * moe.latent_size
     )
@@ -95,7 +95,7 @@ def training_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
         + (model.num_layers - model.num_moe_layers) * 3 * width * model.ffn_hidden_size
         + model.vocab_size * width
     )
-    attention_core = model.num_layers * 3 * _attention_core_width(model) * seq_len_tokens
+    attention_core = model.num_layers * 3 * attention_core_width(model) * seq_len_tokens
     return 6 * multiply_adds + attention_core
 
 
@@ -119,7 +119,7 @@ def _attention_biases_and_norms(model: ModelConfig) -> int:
     return biases + (2 * a.head_dim if a.qk_norm else 0)
 
 
-def _attention_core_width(model: ModelConfig) -> int:
+def attention_core_width(model: ModelConfig) -> int:
     """Widths of queries and values over all heads: a token meets half of the sequence in QK^T and again in PV."""
     a = model.attention
     if a.kind == "gqa":
@@ -127,6 +127,6 @@ def _attention_core_width(model: ModelConfig) -> int:
     return a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim)
 
 
-def _expert_width(model: ModelConfig) -> int:
+def expert_width(model: ModelConfig) -> int:
     """Width of the rows that experts read and write."""
     return model.moe.latent_size or model.hidden_size

@@ -15,18 +15,20 @@ class Hardware:
     """Peak bandwidth of its memory."""
     memory_gib: float
     """Memory that a process can allocate, rounded down."""
+    link_bytes_per_second: float
+    """Peak bandwidth of NVLink in one direction; what leaves the host is slower."""
 
 
 # The first entry whose words all occur wins, so special forms stand before their family.
 KNOWN_DEVICES = (
-    Hardware(("h200", "nvl"), 835e12, 4.8e12, 139),
-    Hardware(("h200",), 989e12, 4.8e12, 139),
-    Hardware(("h100", "nvl"), 835e12, 3.9e12, 93),
-    Hardware(("h100", "pcie"), 756e12, 2.0e12, 79),
-    Hardware(("h100",), 989e12, 3.35e12, 79),
-    Hardware(("a100", "80gb"), 312e12, 2.0e12, 79),
-    Hardware(("a100",), 312e12, 1.55e12, 39),
-    Hardware(("b200",), 2250e12, 8.0e12, 178),
+    Hardware(("h200", "nvl"), 835e12, 4.8e12, 139, 450e9),
+    Hardware(("h200",), 989e12, 4.8e12, 139, 450e9),
+    Hardware(("h100", "nvl"), 835e12, 3.9e12, 93, 300e9),
+    Hardware(("h100", "pcie"), 756e12, 2.0e12, 79, 300e9),
+    Hardware(("h100",), 989e12, 3.35e12, 79, 450e9),
+    Hardware(("a100", "80gb"), 312e12, 2.0e12, 79, 300e9),
+    Hardware(("a100",), 312e12, 1.55e12, 39, 300e9),
+    Hardware(("b200",), 2250e12, 8.0e12, 178, 900e9),
 )
 
 

@@ -8,6 +8,11 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from titan_moe.config.train import ProfileConfig
 
 
+def trace_path(config: ProfileConfig, run_folder: Path, rank: int) -> Path:
+    """Where the trace of a rank goes."""
+    return run_folder / "traces" / f"step-{config.start_step}-rank-{rank}.json"
+
+
 class StepTracer:
     """Profiles steps `start_step .. start_step + num_steps - 1` of a run and writes one file a rank."""
 
@@ -17,13 +22,14 @@ class StepTracer:
         wait = config.start_step - first_step
         if config.start_step == 0 or wait < 0:
             return
-        self._path = run_folder / "traces" / f"step-{config.start_step}-rank-{rank}.json"
+        self._path = trace_path(config, run_folder, rank)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         warmup = min(wait, 1)
         self._profile = profile(
             activities=activities,
+            profile_memory=True,
             schedule=schedule(wait=wait - warmup, warmup=warmup, active=config.num_steps, repeat=1),
             on_trace_ready=self._write,
         )

@@ -14,6 +14,7 @@ from titan_moe.config.parallel import resolve
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.router import ForcedBalance, TopKRouter
 from titan_moe.memory import recompute
+from titan_moe.metrics import regions
 from titan_moe.optim.adamw import build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.parallel import expert, fsdp
@@ -50,6 +51,8 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device) -> nn.Modu
     model = build_on_meta(recipe)
     expert.apply(model, recipe.parallel, meshes)  # experts leave the dense mesh before FSDP looks
     regional.apply(model, recipe.compile, device)  # pieces, so that FSDP's hooks stay outside the graphs
+    if recipe.profile.start_step:
+        regions.apply(model)  # names for the trace, around compiled pieces and inside what is recomputed
     recompute.apply(model, recipe.memory)  # around the compiled pieces: exact on every supported torch
     fsdp.apply(model, recipe.parallel, recipe.precision, meshes)  # outermost: gathers around compiled pieces
     model.to_empty(device=device)

@@ -16,6 +16,7 @@ from titan_moe.optim.adamw import Optimizers
 from titan_moe.optim.schedule import Schedules
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import clip_grad_norm
+from titan_moe.profile.region import region
 
 
 class StepResult(NamedTuple):
@@ -55,11 +56,13 @@ class TrainStep:
         loss = self.forward_backward(self.model, batch, scale)
         losses = torch.stack([loss, self.balancer.aux_loss(loss)])
         dist.all_reduce(losses, group=self.group)
-        grad_norm = clip_grad_norm(self.model.parameters(), self.max_grad_norm, self.group)
+        with region("clip"):
+            grad_norm = clip_grad_norm(self.model.parameters(), self.max_grad_norm, self.group)
         tokens_per_expert = self.balancer.finish()
-        self.optimizers.step()
-        self.schedule.step()
-        self.optimizers.zero_grad()
+        with region("optimizer"):
+            self.optimizers.step()
+            self.schedule.step()
+            self.optimizers.zero_grad()
         return StepResult(losses[0], losses[1], grad_norm, tokens_per_expert)
 
     def count_labels(self, batch: Batch) -> Tensor:

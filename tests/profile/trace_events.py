@@ -1,0 +1,67 @@
+"""A trace by hand: events as the profiler writes them."""
+
+from typing import Any
+
+from titan_moe.profile.region import PREFIX
+
+Event = dict[str, Any]
+
+
+def event(category: str, name: str, start_us: float, stop_us: float, thread: int = 1, **args: Any) -> Event:
+    """An event of a thread (or stream) with its arguments."""
+    times = {"ts": start_us, "dur": stop_us - start_us}
+    return {"ph": "X", "cat": category, "name": name, "pid": 10, "tid": thread, **times, "args": args}
+
+
+def part(name: str, start_us: float, stop_us: float, thread: int = 1) -> Event:
+    """A region."""
+    return event("user_annotation", PREFIX + name, start_us, stop_us, thread)
+
+
+def forward(name: str, start_us: float, stop_us: float, sequence: int, thread: int = 1) -> Event:
+    """An operation that autograd will undo."""
+    numbers = {"Sequence number": sequence, "Fwd thread id": 0}
+    return event("cpu_op", name, start_us, stop_us, thread, **numbers)
+
+
+def node(name: str, start_us: float, stop_us: float, sequence: int, forward_thread: int = 1, thread: int = 2) -> Event:
+    """The evaluation of a node of backward."""
+    numbers = {"Sequence number": sequence, "Fwd thread id": forward_thread}
+    return event("cpu_op", f"autograd::engine::evaluate_function: {name}", start_us, stop_us, thread, **numbers)
+
+
+def launch(correlation: int, start_us: float, stop_us: float, thread: int = 1) -> Event:
+    """The host's call that starts a kernel."""
+    return event("cuda_runtime", "cudaLaunchKernel", start_us, stop_us, thread, correlation=correlation)
+
+
+def kernel(correlation: int, name: str, start_us: float, stop_us: float, stream: int = 7) -> Event:
+    """What a stream of the GPU ran."""
+    return event("kernel", name, start_us, stop_us, stream, correlation=correlation)
+
+
+STEP_ON_GPU = [
+    event("user_annotation", "ProfilerStep#4", 0, 1000),
+    part("attention", 10, 110),
+    forward("aten::mm", 20, 60, sequence=5),
+    launch(1, 30, 40),
+    part("dispatch", 120, 200),
+    event("cpu_op", "c10d::alltoall_base_", 130, 190),
+    launch(2, 140, 150),
+    part("experts", 210, 300),
+    event("cpu_op", "aten::_grouped_mm", 220, 290),
+    launch(3, 230, 240),
+    node("MmBackward0", 400, 500, sequence=5),
+    launch(4, 410, 420, thread=2),
+    part("optimizer", 600, 700),
+    launch(5, 650, 660),
+    kernel(1, "gemm", 50, 150),
+    kernel(2, "ncclDevKernel_SendRecv", 160, 400, stream=9),
+    kernel(3, "gemm", 300, 500),
+    kernel(4, "gemm", 510, 610),
+    kernel(5, "adamw", 680, 880),
+    event("gpu_memcpy", "Memcpy DtoD", 700, 750, 8, correlation=99),
+    event("gpu_user_annotation", PREFIX + "attention", 50, 900, 7),
+    {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 1, "pid": 10, "tid": 1, "ts": 30},
+]
+"""One step of 1000 us: gaps of 50, 10, 10, 70 and 120 us, messages of 240 us, of which 100 under the experts' GEMM."""

@@ -1,0 +1,83 @@
+"""A look at a few steps of a recipe: a short run under the profiler, and its page."""
+
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.parallel import resolve
+from titan_moe.plan.count import count
+from titan_moe.plan.floor import step_work
+from titan_moe.plan.hardware import find_hardware
+from titan_moe.profile.compile_trace import compile_report, start_records
+from titan_moe.profile.read import read_trace
+from titan_moe.profile.report import Subject, render
+from titan_moe.profile.trace import trace_path
+from titan_moe.train import trainer
+
+logger = logging.getLogger("titan_moe")
+
+FIRST_TRACED_STEP = 5
+"""By then all is compiled, tuned and allocated."""
+
+
+def run(recipe: Recipe) -> None:
+    """Take a few steps of a recipe under the profiler, in a folder of its own beside the run's checkpoints.
+
+    Every rank leaves a Chrome trace, rank 0 a `report.html` of its own. Weights are thrown away.
+
+    Raises: what training raises; RecipeError if the folder holds the checkpoint of a trace that was stopped.
+    """
+    short = shortened(recipe)
+    folder = Path(short.run.folder)
+    if any((folder / "checkpoints").glob("step-*")):
+        raise RecipeError([f"{folder} has the checkpoint of a trace that was stopped; remove the folder"])
+    rank = int(os.environ.get("RANK", "0"))
+    path = trace_path(short.profile, folder, rank)
+    path.unlink(missing_ok=True)
+    start_records()
+    trainer.run(short)
+    if rank > 0 or not path.exists():  # stopped before the traced steps, and said so
+        return
+    report = folder / "report.html"
+    page = render(read_trace(path), _subject(short), compile_report())
+    report.write_text(page, encoding="utf-8")
+    logger.info("traces are in %s; the report is %s", path.parent, report)
+
+
+def shortened(recipe: Recipe) -> Recipe:
+    """The same steps, but few, and nothing between them: no log line, validation or checkpoint.
+
+    One step follows the traced ones: the run's last is logged, and reading its loss would hold the device up.
+    """
+    first_step = recipe.profile.start_step or FIRST_TRACED_STEP
+    steps = first_step + recipe.profile.num_steps
+    run_folder = Path(recipe.run.folder)
+    return replace(
+        recipe,
+        run=replace(recipe.run, folder=str(run_folder / "trace")),
+        train=replace(recipe.train, steps=steps),
+        data=replace(recipe.data, cache_folder=recipe.data.cache_folder or str(run_folder / "cache")),
+        validation=replace(recipe.validation, every_steps=0),
+        checkpoint=replace(recipe.checkpoint, every_steps=0),
+        metrics=replace(recipe.metrics, every_steps=steps, tensorboard=False, progress_bar=False, sample_tokens=0),
+        profile=replace(recipe.profile, start_step=first_step),
+    )
+
+
+def _subject(recipe: Recipe) -> Subject:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    is_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if is_gpu else "CPU"
+    num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
+    num_tokens //= resolve(recipe.parallel, world_size).dp
+    return Subject(
+        title=f"{recipe.model.name} on {world_size} x {device}",
+        work=step_work(recipe, world_size),
+        model_flops=count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens,
+        num_tokens=num_tokens,
+        hardware=find_hardware(device),
+    )
