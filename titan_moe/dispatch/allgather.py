@@ -46,7 +46,7 @@ class AllGatherDispatcher(TokenDispatcher):
         return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, num_slots, exchange)
 
     def send_back(self, y_SD: Tensor, exchange: AllGatherExchange) -> Tensor:
-        # the wire sums too: what a rank gets back is its tokens' results, reduced
+        # sums on the way: what a rank gets back is its tokens' results, reduced
         return reduce_scatter(y_SD, self.group)
 
     def reduce(self, y: Tensor, exchange: AllGatherExchange) -> Tensor:

@@ -141,6 +141,9 @@ def fused_expert_mlp(
     Shapes: x [S, D], rows int32 [R], slots int32 [S, K], scores fp32 [R], offsets int32 [e], gate_up [e, 2, F, D],
     down [e, D, F] -> [S, D].
     """
+    # the kernels count on rows that lie one behind the other
+    x_SD, scores_R = x_SD.contiguous(), scores_R.contiguous()
+    gate_up_e2FD, down_eDF = gate_up_e2FD.contiguous(), down_eDF.contiguous()
     return _expert_mlp(x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF)[0]
 
 
@@ -170,7 +173,9 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         gate_up = torch.randn(num_experts, 2, 40, 64, device=device, dtype=dtype) / 8
         down = torch.randn(num_experts, 64, 40, device=device, dtype=dtype) / 6
         samples.append(Sample(name, (x_SD, scores_SK, gate_up, down, rows_R, slots_SK, offsets_e), 4))
-    return samples
+    x_SD, scores_SK, gate_up, down, *plan = samples[0].args
+    strided = [torch.stack([x, x], dim=-1)[..., 0] for x in (x_SD, scores_SK, gate_up, down)]
+    return [*samples, Sample("strided", (*strided, *plan), 4)]
 
 
 SHAPES = {

@@ -2,10 +2,9 @@
 
 No other room says `import torchtitan`, so one folder knows its version, its traps and its log. What we want from it:
 checkpoints (`CheckpointManager`), containers that reshard optimizers and schedules, the Hugging Face tokenizer, the
-TensorBoard writer, the memory monitor, garbage collection at the same step on all ranks, profiler contexts, and its
-pipeline splitters. What we leave there: `init_distributed` overwrites NCCL's environment and picks a backend by what
-the host has instead of what the run uses, `set_determinism` wants its own mesh class, and `get_peak_flops` asks
-`lspci` and takes an unknown GPU for an A100.
+TensorBoard writer, and garbage collection at the same step on all ranks. What we leave there: `init_distributed`
+overwrites NCCL's environment and picks a backend by what the host has instead of what the run uses, `set_determinism`
+wants its own mesh class, and `get_peak_flops` asks `lspci` and takes an unknown GPU for an A100.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,19 +13,16 @@ from titan_moe.titan.door import import_torchtitan
 
 if TYPE_CHECKING:
     from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
-    from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_schedulers
-    from torchtitan.components.metrics import DeviceMemoryMonitor, TensorBoardLogger
+    from torchtitan.components.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.metrics import TensorBoardLogger
     from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
-    from torchtitan.distributed.pipeline_parallel import generate_llm_fqn_per_model_part, pipeline_module_split
-    from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
     from torchtitan.tools.utils import GarbageCollection
 
     from titan_moe.titan.checkpoints import build_checkpoint_manager
 
 __all__ = [
     "CheckpointManager",
-    "DeviceMemoryMonitor",
     "GarbageCollection",
     "HuggingFaceTokenizer",
     "LRSchedulersContainer",
@@ -34,27 +30,16 @@ __all__ = [
     "OptimizersContainer",
     "TensorBoardLogger",
     "build_checkpoint_manager",
-    "build_lr_schedulers",
-    "generate_llm_fqn_per_model_part",
     "import_torchtitan",
-    "maybe_enable_memory_snapshot",
-    "maybe_enable_profiling",
-    "pipeline_module_split",
 ]
 
 _TORCHTITAN_HOMES = {
     "CheckpointManager": "components.checkpoint",
     "ModelWrapper": "components.checkpoint",
     "LRSchedulersContainer": "components.lr_scheduler",
-    "build_lr_schedulers": "components.lr_scheduler",
-    "DeviceMemoryMonitor": "components.metrics",
     "TensorBoardLogger": "components.metrics",
     "OptimizersContainer": "components.optimizer",
     "HuggingFaceTokenizer": "components.tokenizer",
-    "generate_llm_fqn_per_model_part": "distributed.pipeline_parallel",
-    "pipeline_module_split": "distributed.pipeline_parallel",
-    "maybe_enable_memory_snapshot": "tools.profiling",
-    "maybe_enable_profiling": "tools.profiling",
     "GarbageCollection": "tools.utils",
 }
 

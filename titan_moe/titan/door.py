@@ -1,13 +1,11 @@
 """The first import of torchtitan: the right version, a device that exists, and a log of its own."""
 
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module, metadata
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import ModuleType
 
 OLDEST = (0, 2, 2)
 TOO_NEW = (0, 3)
@@ -61,54 +59,20 @@ def _release(version: str) -> tuple[int, ...]:
 def _cpu_as_device() -> Iterator[None]:
     """On a host without an accelerator, let torchtitan see the CPU; it would take CUDA for granted.
 
-    It asks two functions of torch once, while it is imported, and keeps the answers: they are replaced for just so
-    long, and torch stays as it was.
+    It asks torch once, while it is imported, and keeps the answer: the question is replaced for just so long, and
+    torch stays as it was.
     """
     import torch._utils as torch_utils
 
     if torch_utils._get_available_device_type() is not None:
         yield
         return
-    device_type, device_module = torch_utils._get_available_device_type, torch_utils._get_device_module
+    device_type = torch_utils._get_available_device_type
     torch_utils._get_available_device_type = lambda: "cpu"
-    torch_utils._get_device_module = lambda name: _CpuModule() if name == "cpu" else device_module(name)
     try:
         yield
     finally:
         torch_utils._get_available_device_type = device_type
-        torch_utils._get_device_module = device_module
-
-
-class _CpuModule(ModuleType):
-    """`torch.cpu` with the memory questions that `torch.cuda` answers: the process's peak stands for allocations."""
-
-    def __init__(self) -> None:
-        super().__init__("torch.cpu")
-
-    def __getattr__(self, name: str) -> Any:
-        import torch
-
-        return getattr(torch.cpu, name)
-
-    def get_device_name(self, device: Any = None) -> str:
-        return "CPU"
-
-    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return SimpleNamespace(name="CPU", total_memory=total_bytes)
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {"active_bytes.all.peak": peak_bytes, "reserved_bytes.all.peak": peak_bytes}
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
 
 
 def _give_own_logger() -> None:
