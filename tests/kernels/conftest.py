@@ -1,0 +1,61 @@
+"""Compile Triton kernels for an H200 on a machine that has none."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+SHARED_MEMORY_BYTES = 227 * 1024
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Compiled(NamedTuple):
+    """What a launch would have run."""
+
+    name: str
+    shared_bytes: int
+    spilled_bytes: int
+    num_matrix_ops: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether an H200's registers and shared memory hold it."""
+        return self.shared_bytes <= SHARED_MEMORY_BYTES and self.spilled_bytes == 0
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Compiled]]:
+    """Let launches compile for sm_90 and run nothing; yields what was compiled. Arguments may be meta tensors."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("Triton interprets here")
+    compiled: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        binary = run(kernel, *args, grid=grid, warmup=True, **options)
+        compiled.append(_examined(binary, tmp_path / "kernel.cubin"))
+        return binary
+
+    target = GPUTarget("cuda", 90, 32)
+    machine = SimpleNamespace(
+        get_current_device=lambda: "hopper", get_current_stream=lambda device: 0, get_current_target=lambda: target
+    )
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(driver, "_active", machine)
+    yield compiled
+
+
+def _examined(binary: Any, path: Path) -> Compiled:
+    path.write_bytes(binary.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    spilled = sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout))
+    return Compiled(binary.metadata.name, binary.metadata.shared, spilled, binary.asm["ptx"].count("wgmma.mma_async"))

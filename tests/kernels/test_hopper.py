@@ -1,0 +1,57 @@
+"""Every Triton kernel compiles for an H200 at full size, within its registers and its shared memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.expert_up import expert_up
+from titan_moe.kernels.expert_weight_grad import expert_weight_grad
+from titan_moe.kernels.gather_mm import gather_mm
+from titan_moe.kernels.slot_sum import slot_sum
+from titan_moe.kernels.swiglu_backward import swiglu_backward
+from titan_moe.kernels.tiles import plan_tiles
+
+S, K, E, D, F = 16_384, 8, 16, 2048, 768
+R = S * K
+
+
+def half(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def single(*shape: int) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def index(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def tiles() -> Any:
+    return plan_tiles(index(E), R, 128)
+
+
+GEMMS: dict[str, Callable[[], object]] = {
+    "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
+    "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
+    "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E), gathers="b"),
+    "expert_weight_grad_down": lambda: expert_weight_grad(half(S, D), half(R, F), index(R), index(E), gathers="a"),
+}
+"""Kernels that are bound by the matrix units, and must use them."""
+PASSES: dict[str, Callable[[], object]] = {
+    "plan_tiles": tiles,
+    "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
+    "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
+}
+"""Kernels that are bound by memory."""
+
+
+@pytest.mark.parametrize("name", [*GEMMS, *PASSES])
+def test_compiles_for_an_h200(name: str, hopper: list[Any]) -> None:
+    (GEMMS | PASSES)[name]()
+    assert hopper
+    assert all(kernel.fits for kernel in hopper), hopper
+    assert name not in GEMMS or hopper[-1].num_matrix_ops > 0
