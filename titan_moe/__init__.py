@@ -12,6 +12,7 @@ _HOMES = {
     "AttentionConfig": "titan_moe.config.model",
     "Block": "titan_moe.layers.block",
     "GroupedExperts": "titan_moe.layers.experts",
+    "Kernels": "titan_moe.config.kernels",
     "LocalDispatcher": "titan_moe.dispatch",
     "MoE": "titan_moe.layers.moe",
     "MoEConfig": "titan_moe.config.model",

@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from titan_moe.compile import regional
+from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch.base import Routed, route
@@ -76,7 +77,7 @@ def test_pieces_compute_the_same() -> None:
 
 def test_experts_in_a_block_of_ones_own_are_compiled(counter: CompileCounterWithBackend) -> None:
     class OwnBlock(torch.nn.Module):
-        def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: str) -> None:
+        def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels) -> None:
             super().__init__()
             self.moe = MoE(config, kernels)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.layers import moe as module
 from titan_moe.layers.init import init_weights
@@ -36,7 +37,7 @@ VARIANTS = {
 
 def built(moe: MoEConfig) -> MoE:
     torch.manual_seed(0)
-    layer = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), kernels="reference").double()
+    layer = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), kernels=Kernels(experts="reference")).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.perf import MemoryConfig
 from titan_moe.layers.block import Block
@@ -27,7 +28,7 @@ CONFIG = ModelConfig(
 class OwnBlock(nn.Module):
     """A user's block: shares no class with ours."""
 
-    def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: str) -> None:
+    def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(config.hidden_size)
         self.moe = MoE(config, kernels)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.config import load_recipe
+from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.layers.rope import rope_tables
 from titan_moe.models.transformer import Transformer
@@ -260,7 +261,7 @@ def test_logits_loss_and_gradients_equal(case: str) -> None:
     family, settings = FAMILIES[CASES[case][0]], CASES[case][1]
     theirs = reference(family, settings)
     config = family.ours(theirs.config)
-    ours = Transformer(config, kernels="reference", loss_chunk_tokens=16)
+    ours = Transformer(config, kernels=Kernels(experts="reference"), loss_chunk_tokens=16)
     missing, _ = ours.load_state_dict(translate(theirs.state_dict(), ours.state_dict(), config), strict=False)
     assert all(name.endswith("expert_bias_E") for name in missing)
 

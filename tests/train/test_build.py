@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.layers.block import Block
 from titan_moe.models.transformer import Transformer
@@ -34,7 +35,7 @@ class Restoring(Remembering):
 
 def with_norm(norm: type[nn.Module]) -> type[Transformer]:
     class OwnBlock(Block):
-        def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: str) -> None:
+        def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels) -> None:
             super().__init__(config, is_dense=is_dense, kernels=kernels)
             self.ffn_norm = norm(config.hidden_size)
 

@@ -1,7 +1,9 @@
 """How fast and how precisely, as data: what `[perf]`, `[precision]`, `[compile]`, `[memory]` of a recipe may say."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from titan_moe.config.kernels import KernelOverrides, Kernels, choose_kernels
 
 Dtype = Literal["bf16", "fp32", "fp64"]
 
@@ -11,15 +13,21 @@ class PerfConfig:
     """Which kernels run."""
 
     kernels: Literal["grouped_mm", "fused", "reference"] = "grouped_mm"
-    """Expert kernels: `grouped_mm` is gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU), SwiGLU and sum;
-    `fused` gathers rows inside Triton GEMMs and keeps less for backward (bf16 on GPUs); `reference` is a plain loop,
-    slow
-    and right, in fp64 too."""
+    """`grouped_mm` is PyTorch throughout: experts are gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU),
+    SwiGLU and sum; `fused` takes our Triton kernels: rows are gathered inside the experts' GEMMs, and less is kept for
+    backward (bf16 on GPUs); `reference` serves experts in a plain loop, slow and right, in fp64 too."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the
     rest."""
     loss_chunk_tokens: int = 4096
     """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once."""
+    override: KernelOverrides = field(default_factory=KernelOverrides)
+    """Single operations that differ from what `kernels` stands for."""
+
+    @property
+    def chosen_kernels(self) -> Kernels:
+        """The implementation of each operation."""
+        return choose_kernels(self.kernels, self.override)
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,13 @@ ExpertMLP = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], T
 
 
 @cache
-def choose_expert_mlp(kernels: str, score_on: str) -> ExpertMLP:
-    """The MLP for the recipe's `perf.kernels` and `model.moe.score_on`.
+def choose_expert_mlp(choice: str, score_on: str) -> ExpertMLP:
+    """The MLP for the recipe's choice of expert kernels and `model.moe.score_on`.
 
     Raises: ValueError for `fused` with scores on the input, which it gathers where no score can reach it.
     """
-    if kernels != "fused":
-        gemm = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}[kernels]
+    if choice != "fused":
+        gemm = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}[choice]
         return composite(gemm, weighs_input=score_on == "input")
     if score_on == "input":
         raise ValueError('perf.kernels = "fused" needs model.moe.score_on = "activation"; or take "grouped_mm"')

@@ -5,6 +5,7 @@ B batch · N sequence · D model width
 
 from torch import Tensor, nn
 
+from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.layers.attention import Context, GroupedQueryAttention
 from titan_moe.layers.mla import MultiHeadLatentAttention
@@ -20,7 +21,7 @@ class Block(nn.Module):
     `front` is everything that needs no other rank, up to the door of the feed-forward layer.
     """
 
-    def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: str = "grouped_mm") -> None:
+    def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = ATTENTIONS[config.attention.kind](config)

@@ -5,6 +5,7 @@ B batch · N sequence · T tokens (B·N) · D model width · L latent width · K
 
 from torch import Tensor, nn
 
+from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
@@ -31,12 +32,12 @@ class MoE(nn.Module):
         torch.Size([2, 16, 64])
     """
 
-    def __init__(self, config: ModelConfig, kernels: str = "grouped_mm") -> None:
+    def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         moe, width = config.moe, config.moe.latent_size or config.hidden_size
         self.router = TopKRouter(config)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
-        mlp = choose_expert_mlp(kernels, moe.score_on)
+        mlp = choose_expert_mlp(kernels.experts, moe.score_on)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)
         self.shared_experts = _shared_experts(config)
         self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()

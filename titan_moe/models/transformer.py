@@ -6,6 +6,7 @@ B batch · N sequence · D model width · V vocabulary
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
@@ -21,7 +22,9 @@ class Transformer(nn.Module):
 
     block_class: type[nn.Module] = Block
 
-    def __init__(self, config: ModelConfig, *, kernels: str = "grouped_mm", loss_chunk_tokens: int = 4096) -> None:
+    def __init__(
+        self, config: ModelConfig, *, kernels: Kernels = DEFAULT_KERNELS, loss_chunk_tokens: int = 4096
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -72,7 +72,7 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
     try:
         with torch.device("meta"):
             model = _model_class(recipe.model.class_)(
-                recipe.model, kernels=recipe.perf.kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens
+                recipe.model, kernels=recipe.perf.chosen_kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens
             )
     finally:
         torch.set_default_dtype(previous)

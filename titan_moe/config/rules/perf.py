@@ -1,6 +1,7 @@
 """Rules of kernels, dtypes and memory: which combinations exist on the device that the recipe names."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, nearest_multiples
@@ -10,22 +11,25 @@ GROUPED_MM_STRIDE_BYTES = 16
 
 
 def _grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
-    kernels, compute, device = recipe.perf.kernels, recipe.precision.compute, recipe.run.device
-    allowed = ["bf16"] if device == "cuda" or kernels == "fused" else ["bf16", "fp32"]
-    if kernels != "reference" and compute not in allowed:
+    experts, compute, device = recipe.perf.chosen_kernels.experts, recipe.precision.compute, recipe.run.device
+    allowed = ["bf16"] if device == "cuda" or experts == "fused" else ["bf16", "fp32"]
+    if experts != "reference" and compute not in allowed:
         where = f'run.device = "{device}"'
         yield (
-            f'precision.compute = "{compute}" has no perf.kernels = "{kernels}" with {where}; '
+            f'precision.compute = "{compute}" has no perf.kernels = "{experts}" with {where}; '
             f'take {" or ".join(allowed)}, or perf.kernels = "reference"'
         )
 
 
 def _fused_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.perf.kernels != "fused" or recipe.model.num_moe_layers <= 0:
-        return
-    if recipe.run.device == "cpu":
-        yield 'perf.kernels = "fused" does not exist with run.device = "cpu"; take "grouped_mm" or "reference"'
-    if recipe.model.moe.score_on == "input":
+    kernels = recipe.perf.chosen_kernels
+    triton = [name for name, maker in asdict(kernels).items() if maker in ("fused", "triton")]
+    if triton and recipe.run.device == "cpu":
+        yield (
+            f'perf.kernels = "{recipe.perf.kernels}" takes Triton kernels ({", ".join(triton)}), which do not exist '
+            'with run.device = "cpu"; take "grouped_mm" or "reference"'
+        )
+    if kernels.experts == "fused" and recipe.model.num_moe_layers > 0 and recipe.model.moe.score_on == "input":
         yield (
             'perf.kernels = "fused" needs model.moe.score_on = "activation"; take that, or perf.kernels = "grouped_mm"'
         )
@@ -33,7 +37,7 @@ def _fused_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
-    if recipe.perf.kernels == "reference" or model.num_moe_layers <= 0:
+    if recipe.perf.chosen_kernels.experts == "reference" or model.num_moe_layers <= 0:
         return
     step = GROUPED_MM_STRIDE_BYTES // BYTES_OF[recipe.precision.compute]
     width_key = "moe.latent_size" if model.moe.latent_size else "hidden_size"

@@ -1,0 +1,24 @@
+"""Which implementation of each operation a recipe chooses."""
+
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, KernelOverrides, Kernels, choose_kernels
+from titan_moe.config.perf import PerfConfig
+
+
+def test_an_override_changes_one_operation() -> None:
+    chosen = PerfConfig(kernels="fused", override=KernelOverrides(router="torch", experts="reference")).chosen_kernels
+    assert (chosen.router, chosen.experts, chosen.norm) == ("torch", "reference", "triton")
+    assert choose_kernels("grouped_mm", KernelOverrides()) == DEFAULT_KERNELS
+
+
+def test_presets_are_what_a_recipe_may_name() -> None:
+    assert set(get_args(get_type_hints(PerfConfig)["kernels"])) == set(PRESETS)
+
+
+def test_every_operation_can_be_overridden_by_what_exists() -> None:
+    exist, overrides = get_type_hints(Kernels), get_type_hints(KernelOverrides)
+    assert [field.name for field in fields(Kernels)] == [field.name for field in fields(KernelOverrides)]
+    for name, makers in exist.items():
+        assert get_args(overrides[name]) == ("no", *get_args(makers))

@@ -1,0 +1,51 @@
+"""Which implementation of each operation runs: what `perf.kernels` and `[perf.override]` of a recipe choose from."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+Experts = Literal["grouped_mm", "fused", "reference"]
+Maker = Literal["torch", "triton"]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The implementations that a model is built with; a model of one's own takes the default or names some."""
+
+    experts: Experts = "grouped_mm"
+    slots: Maker = "torch"
+    router: Maker = "torch"
+    norm: Maker = "torch"
+    rotary: Maker = "torch"
+    head: Maker = "torch"
+
+
+@dataclass(frozen=True)
+class KernelOverrides:
+    """Single operations that differ from what `perf.kernels` stands for; for measurements, and around a bad kernel."""
+
+    experts: Literal["no", "grouped_mm", "fused", "reference"] = "no"
+    """The expert MLP: gather, two GEMMs with SwiGLU between them, sum; `no` overrides nothing."""
+    slots: Literal["no", "torch", "triton"] = "no"
+    """Sorting the routed rows by expert."""
+    router: Literal["no", "torch", "triton"] = "no"
+    """Scores, choice, weights and counts of the router, all after its logits."""
+    norm: Literal["no", "torch", "triton"] = "no"
+    """RMSNorm together with the residual addition before it."""
+    rotary: Literal["no", "torch", "triton"] = "no"
+    """Norm and rotation of queries and keys."""
+    head: Literal["no", "torch", "triton"] = "no"
+    """Softmax and its gradient between the GEMMs of the output head."""
+
+
+DEFAULT_KERNELS = Kernels()
+PRESETS = {
+    "grouped_mm": DEFAULT_KERNELS,
+    "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton"),
+    "reference": Kernels(experts="reference"),
+}
+"""`perf.kernels` -> what it stands for."""
+
+
+def choose_kernels(preset: str, override: KernelOverrides) -> Kernels:
+    """The preset, with the operations that the recipe overrides."""
+    return replace(PRESETS[preset], **{name: maker for name, maker in asdict(override).items() if maker != "no"})
