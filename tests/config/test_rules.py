@@ -61,6 +61,11 @@ BROKEN = {
     "ep divides num_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
     "ep needs experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
     "ep needs a dispatcher that moves rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
+    "a slot bound has a dispatcher to bound": (
+        "--parallel.expert_rank_capacity_factor=1.5",
+        'bounds nothing with parallel.dispatcher = "alltoall"',
+    ),
+    "what is captured asks the host nothing": ("--compile.cudagraph=step", "reads the counts of every layer"),
     "edp divides the experts' width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
     "microbatches divide the global batch": ("--train.global_batch_sequences=40", "take 32 or 48"),
     "microbatches divide the validation": ("--validation.num_sequences=8", "take 16"),

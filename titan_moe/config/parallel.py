@@ -32,6 +32,9 @@ class ParallelConfig:
     dispatcher: Literal["local", "allgather", "alltoall"] = "local"
     """How rows reach their experts: `local` moves nothing (ep = 1), `allgather` gathers every row of the ep group
     (no host read), `alltoall` sends each row once to each rank that wants it (one host read a layer)."""
+    expert_rank_capacity_factor: float = 0.0
+    """Slots that a rank lays out for its experts, over its balanced load, for `allgather`; 0 lays out the worst case.
+    Nothing is dropped: a step whose rows do not fit is taken again without the bound, and counted in the metrics."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""

@@ -48,6 +48,9 @@ class CompileConfig:
 
     regional: Literal["on_cuda", "on", "off"] = "on_cuda"
     """Compile the dense part and the experts of every block, each as one full graph: on GPUs only, always, or never."""
+    cudagraph: Literal["off", "microbatch", "step"] = "off"
+    """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
+    then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.capture import obstacles
 from titan_moe.plan.count import ParameterCount, count
 from titan_moe.plan.memory import state_bytes_per_rank
 
@@ -22,6 +23,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         *_parallel_rows(recipe, world_size),
         ("step", _step(recipe, world_size)),
         ("memory", _memory(recipe, world_size)),
+        *_capture_rows(recipe),
     ]
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
 
@@ -89,6 +91,15 @@ def _step(recipe: Recipe, world_size: int) -> str:
         f"{tokens:,} tokens = microbatches {num_microbatches(recipe, world_size)} · data-parallel ranks {dp} · "
         f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}; {in_short(tokens * t.steps)} in all"
     )
+
+
+def _capture_rows(recipe: Recipe) -> list[tuple[str, str]]:
+    if recipe.run.device == "cpu":
+        return []
+    problems = list(obstacles(recipe))
+    if not problems:
+        return [("CUDA graph", f"{recipe.compile.cudagraph}; forward, backward and the whole step can be captured")]
+    return [("CUDA graph", "forward and backward cannot be captured:"), *(("", problem) for problem in problems)]
 
 
 def _memory(recipe: Recipe, world_size: int) -> str:

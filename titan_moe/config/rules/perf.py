@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, nearest_multiples
+from titan_moe.plan.capture import obstacles
 
 BYTES_OF = {"bf16": 2, "fp32": 4, "fp64": 8}
 GROUPED_MM_STRIDE_BYTES = 16
@@ -66,6 +67,12 @@ def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
 
 
+def _graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.compile.cudagraph != "off":
+        for obstacle in obstacles(recipe):
+            yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'
+
+
 def _recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.memory.recompute == "experts" and recipe.model.num_moe_layers <= 0:
         yield 'memory.recompute = "experts" needs layers with experts, and this model has none; take "block" or "none"'
@@ -98,6 +105,11 @@ PERF_RULES = [
         "digits that were computed would be thrown away before the update",
     ),
     Rule("the attention backend exists", _attention_backend_exists, "these kernels run on GPUs only"),
+    Rule(
+        "what is captured asks the host nothing",
+        _graphs_can_be_captured,
+        "a CUDA graph repeats what was recorded, whatever the host would have answered",
+    ),
     Rule("recomputed experts exist", _recomputed_experts_exist, "nothing would be recomputed"),
     Rule("balanced routing needs a router", _balanced_routing_needs_a_router, "there is no choice to replace"),
 ]
