@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.optim.adamw import Optimizers
+from titan_moe.parallel import fsdp
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import clip_factor, grad_norm
 from titan_moe.profile.region import region
@@ -30,17 +31,23 @@ class StepResult(NamedTuple):
     num_skipped: Tensor  # int64: steps so far that changed nothing, because their gradients were not finite
 
 
-ForwardBackward = Callable[[nn.Module, Batch, Tensor], Tensor]
-
-
 def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
     """Run microbatch after microbatch, gradients adding up; returns this rank's loss, scaled."""
-    losses = [forward_backward_once(model, microbatch, scale) for microbatch in batch.microbatches()]
+    return torch.stack([run_microbatch(model, microbatch, scale) for microbatch in batch.microbatches()]).sum()
+
+
+def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
+    """The same, with parameters gathered by the first microbatch and gradients reduced by the last."""
+    microbatches = list(batch.microbatches())
+    losses = []
+    for number, microbatch in enumerate(microbatches, start=1):
+        fsdp.keep_gathered(model, number < len(microbatches))
+        losses.append(run_microbatch(model, microbatch, scale))
     return torch.stack(losses).sum()
 
 
-def forward_backward_once(model: nn.Module, microbatch: tuple[Tensor, Tensor, Tensor | None], scale: Tensor) -> Tensor:
-    """Run one microbatch."""
+def run_microbatch(model: nn.Module, microbatch: tuple[Tensor, Tensor, Tensor | None], scale: Tensor) -> Tensor:
+    """Forward and backward; returns the loss, scaled."""
     loss = model(*microbatch) * scale
     loss.backward()
     return loss.detach()
@@ -61,12 +68,13 @@ class TrainStep:
     max_grad_norm: float
     group: dist.ProcessGroup
     num_skipped: Tensor
+    forward_backward: Callable[[nn.Module, Batch, Tensor], Tensor] = forward_backward
 
-    def __call__(self, batch: Batch, forward_backward: ForwardBackward = forward_backward) -> StepResult:
+    def __call__(self, batch: Batch) -> StepResult:
         scale = 1.0 / self.count_labels(batch)
         self.balancer.start(scale)
         self.bound.reset()
-        loss = forward_backward(self.model, batch, scale)
+        loss = self.forward_backward(self.model, batch, scale)
         sums = torch.stack([loss, self.balancer.aux_loss(loss), self.bound.overflowed.to(loss.dtype)])
         dist.all_reduce(sums, group=self.group)
         has_overflowed = sums[2] > 0

@@ -1,6 +1,7 @@
 """The optimizer steps of a run: launched or replayed, and taken again where rows did not fit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
-from titan_moe.train.step import StepResult, TrainStep, forward_backward_once
+from titan_moe.train.step import StepResult, TrainStep, run_microbatch
 
 
 class Stepper:
@@ -45,7 +46,7 @@ class Stepper:
             self.replay, self.release = captured, captured.release
         else:
             microbatches = CapturedMicrobatches(recorder)
-            self.replay = partial(self.step, forward_backward=microbatches)
+            self.replay = replace(self.step, forward_backward=microbatches)
             self.release = microbatches.release
 
     def __call__(self, batch: Batch) -> StepResult:
@@ -87,7 +88,7 @@ class CapturedMicrobatches:
     def __call__(self, model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
         self._lay_out_gradients(model)
         if self.captured is None:
-            self.captured = Captured(partial(forward_backward_once, model), self.recorder)
+            self.captured = Captured(partial(run_microbatch, model), self.recorder)
         losses = [self.captured(microbatch, scale).clone() for microbatch in batch.microbatches()]
         return torch.stack(losses).sum()
 
