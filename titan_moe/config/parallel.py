@@ -39,7 +39,11 @@ class ParallelConfig:
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
     reshard_experts_after_forward: bool = True
-    """The same for the gathered experts of a block (there is nothing to gather where edp = 1)."""
+    """The same for the gathered experts of a block (where edp = 1 nothing is gathered, but cast to compute's dtype)."""
+    gathers_once_a_step: bool = False
+    """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
+    and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of
+    compute and whole gradients in that of the reduction, on every rank; buys their traffic, on one rank too."""
 
 
 @dataclass(frozen=True)

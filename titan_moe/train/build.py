@@ -23,7 +23,7 @@ from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.shards import local_slice
 from titan_moe.titan import OptimizersContainer
-from titan_moe.train.step import TrainStep
+from titan_moe.train.step import TrainStep, forward_backward, forward_backward_gathered
 from titan_moe.train.stepper import Stepper
 
 
@@ -45,8 +45,11 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     optimizers = build_optimizer([model], recipe.optim)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(model, recipe.model.moe.bias_update_speed, meshes.data_group)
+    run_batch = forward_backward_gathered if recipe.parallel.gathers_once_a_step else forward_backward
     num_skipped = torch.zeros((), dtype=torch.int64, device=device)
-    step = TrainStep(model, optimizers, balancer, bound, recipe.optim.max_grad_norm, meshes.data_group, num_skipped)
+    step = TrainStep(
+        model, optimizers, balancer, bound, recipe.optim.max_grad_norm, meshes.data_group, num_skipped, run_batch
+    )
     return Assembly(meshes, model, optimizers, schedule, Stepper(step, schedule, recipe.compile.cudagraph))
 
 

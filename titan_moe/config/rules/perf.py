@@ -68,6 +68,11 @@ def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.gathers_once_a_step:
+        yield (
+            'compile.cudagraph = "microbatch" records one microbatch for all, but parallel.gathers_once_a_step = true '
+            'makes the first and the last of a step differ; take "step", or gathers_once_a_step = false'
+        )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'
