@@ -42,7 +42,14 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
     bound = SlotBound(recipe.parallel.expert_rank_capacity_factor, device)
     model = build_model(recipe, meshes, device, bound)
-    optimizers = build_optimizer([model], recipe.optim)
+    optimizers = build_optimizer(
+        [model],
+        recipe.optim,
+        kind=recipe.perf.optimizer,
+        moments=fsdp.DTYPES[recipe.precision.moments_dtype],
+        seed=recipe.run.seed,
+        capturable=recipe.compile.cudagraph == "step",
+    )
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(model, recipe.model.moe.bias_update_speed, meshes.data_group)
     run_batch = forward_backward_gathered if recipe.parallel.gathers_once_a_step else forward_backward

@@ -83,7 +83,8 @@ class TrainStep:
         is_void = has_overflowed | ~norm.isfinite()
         tokens_per_expert = self.balancer.finish(is_void)
         with region("optimizer"):
-            self.optimizers.step_guarded(is_void, clip_factor(norm, self.max_grad_norm))
+            factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else None
+            self.optimizers.step(found_inf=is_void.float(), grad_factor=factor)
             self.optimizers.zero_grad()
         self.num_skipped.add_(is_void & ~has_overflowed)
         return StepResult(sums[0], sums[1], norm, tokens_per_expert, has_overflowed, self.num_skipped)
