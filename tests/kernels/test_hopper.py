@@ -10,11 +10,14 @@ from torch import Tensor
 from titan_moe.kernels.expert_up import expert_up
 from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
+from titan_moe.kernels.scaled_cast import scaled_cast
 from titan_moe.kernels.slot_sum import slot_sum
+from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward
 from titan_moe.kernels.tiles import plan_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
+V = 151_936
 R = S * K
 
 
@@ -45,6 +48,10 @@ PASSES: dict[str, Callable[[], object]] = {
     "plan_tiles": tiles,
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
+    "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
+    "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),
+    "softmax_gradient_odd": lambda: softmax_gradient(half(2048, V + 1), index(2048).long(), single(2048), -100),
+    "scaled_cast": lambda: scaled_cast(single(V, D), single(), torch.bfloat16),
 }
 """Kernels that are bound by memory."""
 
