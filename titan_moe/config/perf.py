@@ -21,6 +21,10 @@ class PerfConfig:
     rest."""
     loss_chunk_tokens: int = 4096
     """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once."""
+    optimizer: Literal["torch", "fused"] = "torch"
+    """Who updates the parameters: `torch` is its fused AdamW, one dtype for parameter, gradient and moments; `fused` is
+    ours, which knows `precision.moments`, clips as it reads the gradients and rounds at random into bf16 (on a CPU its
+    plain reference). No kernel of the model, so `kernels` does not choose it."""
     override: KernelOverrides = field(default_factory=KernelOverrides)
     """Single operations that differ from what `kernels` stands for."""
 
@@ -32,14 +36,21 @@ class PerfConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Three dtypes of training; math that needs fp32 (norms, router, scores, softmax, loss) never goes below it."""
+    """The dtypes of training; math that needs fp32 (norms, router, scores, softmax, loss) never goes below it."""
 
     compute: Dtype = "bf16"
     """Parameters and activations in forward and backward."""
     master: Dtype = "fp32"
-    """Parameters that the optimizer updates, its two moments, and the gradients that it reads."""
+    """Parameters that the optimizer updates, and the gradients that it reads."""
     reduce: Dtype = "fp32"
     """Gradients while they are summed over ranks."""
+    moments: Literal["master", "bf16", "fp32"] = "master"
+    """AdamW's two moments: as `master`, or in a dtype of their own, which needs perf.optimizer = "fused"."""
+
+    @property
+    def moments_dtype(self) -> Dtype:
+        """What `moments` comes to."""
+        return self.master if self.moments == "master" else self.moments
 
 
 @dataclass(frozen=True)

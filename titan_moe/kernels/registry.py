@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an operation: the arguments, and how many leading ones are differentiable."""
+    """One call of an operation: the arguments, and how many leading ones are differentiable (0: it has no backward)."""
 
     name: str
     args: tuple[Any, ...]
@@ -65,6 +65,6 @@ def register(kernel: Kernel) -> Kernel:
 
 def load_all() -> dict[str, Kernel]:
     """Import every kernel file, so that its entry is in the list, and return the list."""
-    from titan_moe.kernels import cross_entropy, fused_expert_mlp, grouped_mm, permute, swiglu  # noqa: F401
+    from titan_moe.kernels import adamw, cross_entropy, fused_expert_mlp, grouped_mm, permute, swiglu  # noqa: F401
 
     return KERNELS

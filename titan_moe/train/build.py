@@ -39,7 +39,13 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     """Build model, optimizer and step of a recipe; the process group must exist."""
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
     model = build_model(recipe, meshes, device)
-    optimizers = build_optimizer([model], recipe.optim)
+    optimizers = build_optimizer(
+        [model],
+        recipe.optim,
+        kind=recipe.perf.optimizer,
+        moments=fsdp.DTYPES[recipe.precision.moments_dtype],
+        seed=recipe.run.seed,
+    )
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(model, recipe.model.moe.bias_update_speed, meshes.data_group)
     step = TrainStep(model, optimizers, schedule, balancer, recipe.optim.max_grad_norm, meshes.data_group)
