@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.adamw import launch_adamw
 from titan_moe.kernels.expert_up import expert_up
 from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
@@ -37,6 +38,12 @@ def tiles() -> Any:
     return plan_tiles(index(E), R, 128)
 
 
+def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
+    scalars = (single() for _ in range(4))
+    n = param.numel()
+    launch_adamw(param, param, moments(n), moments(n), *scalars, 0.9, 0.999, 1e-8, 0.1, 2**40 + 1)
+
+
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
@@ -45,6 +52,9 @@ GEMMS: dict[str, Callable[[], object]] = {
 }
 """Kernels that are bound by the matrix units, and must use them."""
 PASSES: dict[str, Callable[[], object]] = {
+    "adamw_fp32": lambda: adamw(single(R * D), single),
+    "adamw_bf16_moments": lambda: adamw(single(R * D), half),
+    "adamw_bf16": lambda: adamw(half(R * D), half),
     "plan_tiles": tiles,
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),

@@ -104,4 +104,8 @@ def _capture_rows(recipe: Recipe) -> list[tuple[str, str]]:
 
 def _memory(recipe: Recipe, world_size: int) -> str:
     gib = state_bytes_per_rank(recipe, world_size) / 2**30
-    return f"{gib:.3g} GiB a rank: parameters, gradients, moments in {recipe.precision.master}; activations come on top"
+    master, moments = recipe.precision.master, recipe.precision.moments_dtype
+    kept = f"parameters, gradients, moments in {master}"
+    if moments != master:
+        kept = f"parameters and gradients in {master}, moments in {moments}"
+    return f"{gib:.3g} GiB a rank: {kept}; activations come on top"

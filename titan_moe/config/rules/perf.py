@@ -61,6 +61,22 @@ def _precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
+def _the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, optimizer = recipe.precision, recipe.perf.optimizer
+    if p.master == "fp64" and p.moments_dtype != "fp64":
+        yield f'precision.moments = "{p.moments}" is coarser than precision.master = "fp64"; take "master"'
+    elif p.moments_dtype != p.master and optimizer == "torch":
+        yield (
+            f'precision.moments = "{p.moments}" beside precision.master = "{p.master}" needs perf.optimizer = "fused"; '
+            'take that, or precision.moments = "master"'
+        )
+    if p.master == "fp64" and optimizer == "fused" and recipe.run.device == "cuda":
+        yield (
+            'precision.master = "fp64" has no perf.optimizer = "fused" with run.device = "cuda"; take fp32 or bf16, or '
+            'perf.optimizer = "torch"'
+        )
+
+
 def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
     if recipe.run.device == "cpu" and backend in ("cudnn", "efficient"):
@@ -108,6 +124,11 @@ PERF_RULES = [
         "master and reduce are no coarser than compute",
         _precision_does_not_sink,
         "digits that were computed would be thrown away before the update",
+    ),
+    Rule(
+        "the optimizer knows its dtypes",
+        _the_optimizer_knows_its_dtypes,
+        "torch's AdamW has one dtype for parameter and moments, ours computes in fp32 on GPUs",
     ),
     Rule("the attention backend exists", _attention_backend_exists, "these kernels run on GPUs only"),
     Rule(
