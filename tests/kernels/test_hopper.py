@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
 from titan_moe.kernels.expert_up import expert_up
 from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
@@ -43,6 +44,9 @@ GEMMS: dict[str, Callable[[], object]] = {
 """Kernels that are bound by the matrix units, and must use them."""
 PASSES: dict[str, Callable[[], object]] = {
     "plan_tiles": tiles,
+    "counting_sort": lambda: sort_choices(index(S, K).long(), single(S, K), E, R),
+    "counting_sort_512": lambda: sort_choices(index(S, K).long(), single(S, K), 512, R),
+    "fetch_scores": lambda: fetch_scores(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan_moe.dispatch.base import Routed, TokenDispatcher, route
 from titan_moe.dispatch.wire import all_gather, reduce_scatter
+from titan_moe.kernels.slots import LayOut, lay_out_slots
 
 
 class AllGatherExchange(NamedTuple):
@@ -27,8 +28,9 @@ class AllGatherExchange(NamedTuple):
 class AllGatherDispatcher(TokenDispatcher):
     """Gather the rows of all ranks, reduce-scatter the results. Every rank must bring the same number of tokens."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, lay_out: LayOut = lay_out_slots) -> None:
         """`num_experts` is the layer's total; `group` holds the ranks that share it."""
+        super().__init__(lay_out)
         self.group = group
         self.num_local_experts = num_experts // group.size()
         self.first_expert = self.num_local_experts * dist.get_rank(group)
@@ -43,7 +45,7 @@ class AllGatherDispatcher(TokenDispatcher):
         local_ids_SK, scores_SK = exchange
         num_slots = local_ids_SK.shape[0] * min(local_ids_SK.shape[1], self.num_local_experts)
         x_SD = all_gather(x_TD, self.group)
-        return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, num_slots, exchange)
+        return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, num_slots, exchange, self.lay_out)
 
     def send_back(self, y_SD: Tensor, exchange: AllGatherExchange) -> Tensor:
         # sums on the way: what a rank gets back is its tokens' results, reduced

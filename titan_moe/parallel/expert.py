@@ -11,7 +11,10 @@ from titan_moe.parallel.mesh import Meshes
 
 
 def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
-    """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher."""
+    """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
+
+    The new dispatcher lays out slots as the one before it did.
+    """
     for module in model.modules():
         if isinstance(module, MoE):
             module.dispatcher = _dispatcher(module, config, meshes)
@@ -20,11 +23,11 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
 
 
 def _dispatcher(moe: MoE, config: ParallelConfig, meshes: Meshes) -> TokenDispatcher:
-    num_experts = moe.router.weight.shape[0]
+    num_experts, lay_out = moe.router.weight.shape[0], moe.dispatcher.lay_out
     if config.dispatcher == "local":
-        return LocalDispatcher(num_experts)
+        return LocalDispatcher(num_experts, lay_out)
     kinds = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
-    return kinds[config.dispatcher](num_experts, meshes.ep.get_group())
+    return kinds[config.dispatcher](num_experts, meshes.ep.get_group(), lay_out)
 
 
 def _shard(experts: GroupedExperts, meshes: Meshes) -> None:
