@@ -1,5 +1,7 @@
 """Every dispatcher gives what one process gives: values and gradients, in fp64, whatever the routing."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch import Tensor
 
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from titan_moe.kernels.expert_mlp import choose_expert_mlp
+from titan_moe.kernels.slots import Slots, lay_out_slots
 from titan_moe.layers.experts import GroupedExperts
 
 NUM_EXPERTS, TOP_K, NUM_TOKENS, WIDTH, HIDDEN = 8, 3, 12, 16, 8
@@ -117,6 +120,33 @@ def test_alltoall_takes_uneven_and_missing_tokens(ranks) -> None:
     actual = join(ranks(4, run_rank, "alltoall", "random", tokens_by_rank), experts_add_up=False)
     expected = [dense_oracle(drawn) for drawn in inputs("random", 4, tokens_by_rank)]
     assert_close(actual, join(expected, experts_add_up=True))
+
+
+def mirrored(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Slots:
+    """A way to lay out of one's own: the last row first."""
+    slots = lay_out_slots(ids_SK.flip(0), scores_SK.flip(0), num_experts, num_slots)
+    return slots._replace(rows_R=len(ids_SK) - 1 - slots.rows_R, slots_SK=slots.slots_SK.flip(0))
+
+
+def run_mirrored(kind: str) -> tuple[list[Tensor], list[Tensor], bool]:
+    """Results of both ways to lay out, and whether rows really came in another order."""
+    rank, is_local = dist.get_rank(), kind == "local"
+    rank_inputs = inputs("random", 2, [NUM_TOKENS] * 2)[rank]
+    module = experts(0, NUM_EXPERTS) if is_local else experts(rank * NUM_EXPERTS // 2, (rank + 1) * NUM_EXPERTS // 2)
+    build = partial(LocalDispatcher, NUM_EXPERTS) if is_local else partial(KINDS[kind], NUM_EXPERTS, dist.group.WORLD)
+    results, orders = [], []
+    for dispatcher in (build(), build(lay_out=mirrored)):
+        module.zero_grad()
+        results.append(serve(dispatcher, module, rank_inputs))
+        orders.append(dispatcher.dispatch(*rank_inputs[:3]).rows_R)
+    return *results, not torch.equal(*orders)
+
+
+@pytest.mark.parametrize("kind", ["local", *KINDS])
+def test_every_dispatcher_lays_out_as_it_is_told(ranks, kind: str) -> None:
+    for as_ever, in_mirror, differ in ranks(2, run_mirrored, kind):
+        assert differ
+        assert_close(in_mirror, as_ever)
 
 
 def count_rows(routing: str) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.adamw import launch_adamw
+from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
 from titan_moe.kernels.expert_up import expert_up
 from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
@@ -56,6 +57,9 @@ PASSES: dict[str, Callable[[], object]] = {
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),
     "plan_tiles": tiles,
+    "counting_sort": lambda: sort_choices(index(S, K).long(), single(S, K), E, R),
+    "counting_sort_512": lambda: sort_choices(index(S, K).long(), single(S, K), 512, R),
+    "fetch_scores": lambda: fetch_scores(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),

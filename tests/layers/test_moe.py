@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.kernels.counting_sort import counting_sort
+from titan_moe.kernels.slots import lay_out_slots
 from titan_moe.layers import moe as module
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
@@ -80,6 +82,12 @@ def test_equals_the_formula(variant: str) -> None:
 
 def test_what_a_layer_lacks_has_no_weights() -> None:
     assert {name for name, _ in built(PLAIN).named_parameters()} == {"router.weight", "experts.gate_up", "experts.down"}
+
+
+def test_slots_are_laid_out_as_chosen() -> None:
+    config = ModelConfig(hidden_size=WIDTH, moe=PLAIN)
+    assert MoE(config).dispatcher.lay_out is lay_out_slots
+    assert MoE(config, Kernels(slots="triton")).dispatcher.lay_out is counting_sort
 
 
 class Composed(nn.Module):

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import Routed, TokenDispatcher, route
+from titan_moe.dispatch.base import Routed, TokenDispatcher, routed
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.wire import all_gather, reduce_scatter
+from titan_moe.kernels.slots import LayOut, lay_out_slots
 
 
 class AllGatherExchange(NamedTuple):
@@ -29,8 +30,15 @@ class AllGatherExchange(NamedTuple):
 class AllGatherDispatcher(TokenDispatcher):
     """Gather the rows of all ranks, reduce-scatter the results. Every rank must bring the same number of tokens."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, bound: SlotBound | None = None) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        lay_out: LayOut = lay_out_slots,
+        bound: SlotBound | None = None,
+    ) -> None:
         """`num_experts` is the layer's total; `group` holds the ranks that share it; `bound` bounds the slots."""
+        super().__init__(lay_out)
         self.group = group
         self.bound = bound or SlotBound()
         self.num_local_experts = num_experts // group.size()
@@ -50,7 +58,10 @@ class AllGatherDispatcher(TokenDispatcher):
             worst=num_rows * min(num_choices, self.num_local_experts),
         )
         x_SD = all_gather(x_TD, self.group)
-        return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, num_slots, exchange)
+        slots = self.lay_out(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
+        if self.bound.can_overflow:
+            self.bound.book(slots.overflowed)
+        return routed(x_SD, slots, exchange)
 
     def send_back(self, y_SD: Tensor, exchange: AllGatherExchange) -> Tensor:
         # sums on the way: what a rank gets back is its tokens' results, reduced

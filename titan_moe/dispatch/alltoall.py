@@ -17,6 +17,7 @@ from torch import Tensor
 from titan_moe.dispatch.base import Routed, TokenDispatcher, route
 from titan_moe.dispatch.wire import all_to_all
 from titan_moe.kernels.permute import gather_rows, sum_slots
+from titan_moe.kernels.slots import LayOut, lay_out_slots
 
 
 class AllToAllExchange(NamedTuple):
@@ -39,8 +40,9 @@ class AllToAllExchange(NamedTuple):
 class AllToAllDispatcher(TokenDispatcher):
     """Send rows point to point; ranks may bring different numbers of tokens, none too."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, lay_out: LayOut = lay_out_slots) -> None:
         """`num_experts` is the layer's total; `group` holds the ranks that share it."""
+        super().__init__(lay_out)
         self.group = group
         self.num_ranks = group.size()
         self.num_local_experts = num_experts // group.size()
@@ -64,7 +66,7 @@ class AllToAllDispatcher(TokenDispatcher):
         scores_SK = sent(gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP))
         ids_SK = sent(exchange.ids_TK[exchange.tokens_U].int()) - self.first_expert
         local_ids_SK = torch.where((ids_SK >= 0) & (ids_SK < self.num_local_experts), ids_SK, -1)
-        return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, exchange.num_slots, exchange)
+        return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, exchange.num_slots, exchange, self.lay_out)
 
     def send_back(self, y_SD: Tensor, exchange: AllToAllExchange) -> Tensor:
         return all_to_all(y_SD, exchange.rows_sent, exchange.rows_received, self.group)

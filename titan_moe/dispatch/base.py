@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from titan_moe.kernels.permute import place_scores, plan_slots
+from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
 
 Exchange = Any
 """What a dispatcher must remember between `prepare` and `reduce`; each dispatcher has its own named tuple."""
@@ -36,11 +36,25 @@ class Routed(NamedTuple):
 
 
 def route(
-    x_SD: Tensor, local_ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, exchange: Exchange
+    x_SD: Tensor,
+    local_ids_SK: Tensor,
+    scores_SK: Tensor,
+    num_experts: int,
+    num_slots: int,
+    exchange: Exchange,
+    lay_out: LayOut = lay_out_slots,
 ) -> Routed:
-    """Lay out the slots of rows that have arrived: the last stretch of every dispatcher."""
-    rows_R, slots_SK, offsets_e = plan_slots(local_ids_SK, num_experts, num_slots)
-    return Routed(x_SD, rows_R, slots_SK, place_scores(scores_SK, slots_SK, num_slots), offsets_e, exchange)
+    """Lay out the slots of rows that have arrived: the last stretch of a dispatcher.
+
+    `num_slots` must hold every choice. A dispatcher that bids for fewer calls `lay_out` itself, and takes care of the
+    flag that says whether some choice found none.
+    """
+    return routed(x_SD, lay_out(local_ids_SK, scores_SK, num_experts, num_slots), exchange)
+
+
+def routed(x_SD: Tensor, slots: Slots, exchange: Exchange) -> Routed:
+    """Rows that have arrived, with the slots of those who want them."""
+    return Routed(x_SD, slots.rows_R, slots.slots_SK, slots.scores_R, slots.offsets_e, exchange)
 
 
 class TokenDispatcher(ABC):
@@ -49,6 +63,10 @@ class TokenDispatcher(ABC):
     On rows, `send` and `reduce` after `send_back` are each other's transpose, so each one's backward takes the other's
     way.
     """
+
+    def __init__(self, lay_out: LayOut = lay_out_slots) -> None:
+        """`lay_out` sorts arrived choices into slots; `choose_lay_out` in kernels/slots.py has those that exist."""
+        self.lay_out = lay_out
 
     @abstractmethod
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Exchange:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from titan_moe.dispatch.base import Routed, TokenDispatcher, route
+from titan_moe.kernels.slots import LayOut, lay_out_slots
 
 
 class LocalExchange(NamedTuple):
@@ -17,7 +18,8 @@ class LocalExchange(NamedTuple):
 class LocalDispatcher(TokenDispatcher):
     """Serve every row where it is; the received rows are the tokens themselves (S = T, R = T·K)."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, lay_out: LayOut = lay_out_slots) -> None:
+        super().__init__(lay_out)
         self.num_experts = num_experts
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> LocalExchange:
@@ -25,7 +27,7 @@ class LocalDispatcher(TokenDispatcher):
 
     def send(self, x_TD: Tensor, exchange: LocalExchange) -> Routed:
         ids_TK, scores_TK = exchange
-        return route(x_TD, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange)
+        return route(x_TD, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange, self.lay_out)
 
     def send_back(self, y_SD: Tensor, exchange: LocalExchange) -> Tensor:
         return y_SD

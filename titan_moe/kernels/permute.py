@@ -13,34 +13,41 @@ The planning is a stable sort of S·K small integers; nothing here reads the dev
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
 
 
-def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor, Tensor, Tensor]:
+def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort expert choices into slots.
 
     Args:
         ids_SK: local expert of each choice, -1 for none.
         num_experts: local experts (e).
-        num_slots: slots to lay out (R): the exact count of choices that are not -1, or any static bound above it.
+        num_slots: slots to lay out (R): the exact count of choices that are not -1, or any static bound. Where more
+            are chosen, the last ones in slot order, of the last experts, get none.
 
     Returns:
-        rows_R: int32, slot -> row; slots of one expert are in row order; past the last expert any row.
+        rows_R: int32, slot -> row; slots of one expert are in row order; past the last expert any row that exists.
         slots_SK: int32, choice -> slot, -1 for none.
-        offsets_e: int32, running end of each expert's slots.
+        offsets_e: int32, running end of each expert's slots, at most R.
+        overflowed: int32 scalar, 1 if some choice found no slot, else 0.
     """
     num_rows, num_choices = ids_SK.shape
     keys = torch.where(ids_SK < 0, num_experts, ids_SK).flatten().long()
     order = torch.sort(keys, stable=True).indices
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys.device)
     counts.scatter_add_(0, keys, torch.ones_like(keys))
-    offsets_e = counts[:num_experts].cumsum(0)
+    ends_e = counts[:num_experts].cumsum(0)
+    offsets_e = ends_e.clamp(max=num_slots)
     slots = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    slots_SK = torch.where(ids_SK < 0, -1, slots.view(num_rows, num_choices))
+    # choices of no expert were sorted behind all others
+    slots_SK = torch.where(slots < offsets_e[-1], slots, -1).view(num_rows, num_choices)
     rows_R = order[:num_slots] // num_choices
-    return rows_R.int(), slots_SK.int(), offsets_e.int()
+    if num_slots > order.numel():
+        rows_R = F.pad(rows_R, (0, num_slots - order.numel()))
+    return rows_R.int(), slots_SK.int(), offsets_e.int(), (ends_e[-1] > num_slots).int()
 
 
 def gather_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
@@ -144,7 +151,7 @@ def sample_plans(device: torch.device) -> list[tuple[str, Tensor, Tensor, Tensor
         ids_SK = scores_SE.topk(num_choices).indices
         if name == "padded":
             ids_SK = torch.where(torch.rand_like(scores_SE[:, :num_choices]) < 0.4, -1, ids_SK)
-        plans.append((name, *plan_slots(ids_SK, num_experts, ids_SK.numel()), num_experts))
+        plans.append((name, *plan_slots(ids_SK, num_experts, ids_SK.numel())[:3], num_experts))
     return plans
 
 
@@ -157,7 +164,7 @@ def full_size_plan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, slots and borders of random routing at a size worth timing."""
     ids_SK = torch.rand(num_rows, num_experts, device=device).topk(num_choices).indices
-    return plan_slots(ids_SK, num_experts, num_rows * num_choices)
+    return plan_slots(ids_SK, num_experts, num_rows * num_choices)[:3]
 
 
 def _row_benchmark() -> Benchmark:

@@ -10,6 +10,7 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.kernels.expert_mlp import choose_expert_mlp
+from titan_moe.kernels.slots import choose_lay_out
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import MLP, GatedMLP, NoMLP
 from titan_moe.layers.router import TopKRouter
@@ -36,7 +37,7 @@ class MoE(nn.Module):
         super().__init__()
         moe, width = config.moe, config.moe.latent_size or config.hidden_size
         self.router = TopKRouter(config)
-        self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts)
+        self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, choose_lay_out(kernels.slots))
         mlp = choose_expert_mlp(kernels.experts, moe.score_on)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)
         self.shared_experts = _shared_experts(config)

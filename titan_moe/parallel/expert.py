@@ -14,7 +14,8 @@ from titan_moe.parallel.mesh import Meshes
 def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, bound: SlotBound) -> None:
     """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
 
-    All layers share one `bound` of slots, and so one flag that says whether any of them overflowed.
+    The new dispatcher lays out slots as the one before it did. All layers share one `bound` of slots, and so one flag
+    that says whether any of them overflowed.
     """
     for module in model.modules():
         if isinstance(module, MoE):
@@ -24,12 +25,12 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, bound: SlotB
 
 
 def _dispatcher(moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBound) -> TokenDispatcher:
-    num_experts = moe.router.weight.shape[0]
+    num_experts, lay_out = moe.router.weight.shape[0], moe.dispatcher.lay_out
     if config.dispatcher == "local":
-        return LocalDispatcher(num_experts)
+        return LocalDispatcher(num_experts, lay_out)
     if config.dispatcher == "allgather":
-        return AllGatherDispatcher(num_experts, meshes.ep.get_group(), bound)
-    return AllToAllDispatcher(num_experts, meshes.ep.get_group())
+        return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound)
+    return AllToAllDispatcher(num_experts, meshes.ep.get_group(), lay_out)
 
 
 def _shard(experts: GroupedExperts, meshes: Meshes) -> None:

@@ -1,0 +1,33 @@
+"""Experts spread over ranks: what the layer was built with stays."""
+
+import pytest
+import torch
+from torch import nn
+
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig, resolve
+from titan_moe.layers.moe import MoE
+from titan_moe.parallel import expert
+from titan_moe.parallel.mesh import build_meshes
+
+CONFIG = ModelConfig(hidden_size=8, moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8))
+
+
+def spread(kind: str, num_ranks: int, slots: str) -> tuple[str, str]:
+    """Names of the dispatcher that a layer gets, and of its way to lay out slots."""
+    parallel = ParallelConfig(ep=num_ranks, dispatcher=kind)
+    with torch.device("meta"):
+        moe = MoE(CONFIG, Kernels(slots=slots))
+    expert.apply(nn.ModuleList([moe]), parallel, build_meshes(resolve(parallel, num_ranks), torch.device("cpu")))
+    return type(moe.dispatcher).__name__, moe.dispatcher.lay_out.__name__
+
+
+@pytest.mark.parametrize(("slots", "lay_out"), [("torch", "lay_out_slots"), ("triton", "counting_sort")])
+def test_the_new_dispatcher_lays_out_slots_as_the_layer_was_told(ranks, slots: str, lay_out: str) -> None:
+    for kind, num_ranks, dispatcher in (
+        ("local", 1, "LocalDispatcher"),
+        ("allgather", 2, "AllGatherDispatcher"),
+        ("alltoall", 2, "AllToAllDispatcher"),
+    ):
+        assert ranks(num_ranks, spread, kind, num_ranks, slots) == [(dispatcher, lay_out)] * num_ranks
