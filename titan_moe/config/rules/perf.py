@@ -62,8 +62,13 @@ def _precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
-    if recipe.run.device == "cpu" and backend in ("cudnn", "efficient"):
+    if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
+
+
+def _flex_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
+        yield 'precision.compute = "fp64" has no perf.attention = "flex"; take bf16 or fp32, or perf.attention = "math"'
 
 
 def _recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -97,7 +102,8 @@ PERF_RULES = [
         _precision_does_not_sink,
         "digits that were computed would be thrown away before the update",
     ),
-    Rule("the attention backend exists", _attention_backend_exists, "these kernels run on GPUs only"),
+    Rule("the attention backend exists", _attention_backend_exists, "these kernels run, or train, on GPUs only"),
+    Rule("FlexAttention knows the dtype", _flex_knows_the_dtype, "its kernels sum in fp32"),
     Rule("recomputed experts exist", _recomputed_experts_exist, "nothing would be recomputed"),
     Rule("balanced routing needs a router", _balanced_routing_needs_a_router, "there is no choice to replace"),
 ]
