@@ -37,6 +37,10 @@ BROKEN = {
     "kv heads divide query heads": ("--model.attention.num_kv_heads=3", "the divisors are 1, 2, 4, 8"),
     "the rotated width is even": ("--model.attention.head_dim=33", "head_dim = 33 is odd; take 34"),
     "gqa's options need gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
+    "full layers are some of the layers": (
+        "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",
+        "full_attention_every = 5 exceeds model.num_layers = 4",
+    ),
     "YaRN's betas are ordered": (
         "--model.attention.yarn_factor=4 --model.attention.yarn_beta_slow=40",
         "yarn_beta_fast",
@@ -78,6 +82,7 @@ BROKEN = {
     ),
     "the optimizer knows its dtypes": ("--precision.moments=bf16", 'needs perf.optimizer = "fused"; take that'),
     "the attention backend exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
+    "FlexAttention knows the dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
     "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "balanced routing needs a router": (
         "--model.num_dense_layers=4 --train.force_balanced_routing=true",

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.layers.attention import BACKENDS, Context, GroupedQueryAttention, attention_backend, causal_attention
+from titan_moe.layers.mask import Sight, truth_table
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.rope import rope_tables
 
@@ -17,6 +18,10 @@ MLA = AttentionConfig(kind="mla", num_heads=4, kv_lora_rank=12, qk_nope_head_dim
 
 def document_ids() -> Tensor:
     return torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]) for lengths in DOCUMENTS])
+
+
+def own_document_only() -> Tensor:
+    return truth_table(Sight(12, 12, document_ids(), torch.device("cpu")))
 
 
 def one_by_one(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, documents: list[list[int]]) -> Tensor:
@@ -41,7 +46,7 @@ def test_equals_softmax_over_the_visible_past(has_documents: bool) -> None:
     shapes = ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, VALUE_WIDTH))
     qkv = [torch.randn(3, 12, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     documents = DOCUMENTS if has_documents else [[12]] * 3
-    context = Context(torch.empty(0), torch.empty(0), document_ids() if has_documents else None)
+    context = Context(torch.empty(0), torch.empty(0), own_document_only() if has_documents else None)
     actual, expected = causal_attention(*qkv, context, SCALE), one_by_one(*qkv, documents)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
     direction = torch.randn_like(expected)
@@ -58,7 +63,7 @@ def built(config: AttentionConfig) -> nn.Module:
 @pytest.mark.parametrize("config", [GQA, MLA], ids=["gqa", "mla"])
 def test_a_packed_document_is_read_as_if_alone(config: AttentionConfig) -> None:
     attention, x_BND = built(config), torch.randn(3, 12, 16, dtype=torch.float64)
-    packed = attention(x_BND, Context(*rope_tables(config, 12, x_BND.device), document_ids()))
+    packed = attention(x_BND, Context(*rope_tables(config, 12, x_BND.device), own_document_only()))
     for b, lengths in enumerate(DOCUMENTS):
         for begin, length in zip(torch.tensor([0, *lengths]).cumsum(0).tolist(), lengths, strict=False):
             part = slice(begin, begin + length)

@@ -5,6 +5,7 @@ from typing import Literal
 
 Experts = Literal["grouped_mm", "fused", "reference"]
 Maker = Literal["torch", "triton"]
+Attention = Literal["sdpa", "flex"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Kernels:
     norm: Maker = "torch"
     rotary: Maker = "torch"
     head: Maker = "torch"
+    attention: Attention = "sdpa"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,11 @@ class AttentionConfig:
     """RMSNorm over each head's query and key before RoPE (`gqa`; Qwen3 does this)."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (`gqa`)."""
+    sliding_window: int = 0
+    """Tokens that a token sees at most, itself included: its nearest past; 0 means all of its past."""
+    full_attention_every: int = 0
+    """Each so-many-th layer sees the whole past in spite of `sliding_window` (2 in gpt-oss, 6 in Gemma 3: windows come
+    first); 0 means none (Mistral)."""
     rope_theta: float = 10_000.0
     """RoPE base frequency (arXiv:2104.09864)."""
     rope_is_interleaved: bool = False
@@ -47,6 +52,11 @@ class AttentionConfig:
     """Width of the rotated part of an `mla` query/key head, shared by all key heads; even."""
     v_head_dim: int = 128
     """Width of an `mla` value head."""
+
+    def reach(self, layer: int, seq_len_tokens: int) -> int:
+        """How many tokens a token of a layer sees at most, itself included; layers count from 0."""
+        is_full = self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0
+        return seq_len_tokens if is_full or not self.sliding_window else min(self.sliding_window, seq_len_tokens)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How fast and how precisely, as data: what `[perf]`, `[precision]`, `[compile]`, `[memory]` of a recipe may say."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from titan_moe.config.kernels import KernelOverrides, Kernels, choose_kernels
@@ -16,9 +16,11 @@ class PerfConfig:
     """`grouped_mm` is PyTorch throughout: experts are gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU),
     SwiGLU and sum; `fused` takes our Triton kernels: rows are gathered inside the experts' GEMMs, and less is kept for
     backward (bf16 on GPUs); `reference` serves experts in a plain loop, slow and right, in fp64 too."""
-    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the
-    rest."""
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
+    """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the rest.
+    Document attention and sliding windows then take a mask of N x N truth values a sequence, and what it hides is
+    computed too. `flex` gives these layers to FlexAttention, which skips hidden blocks (GPUs only), and plain causal
+    layers to cuDNN. It is not `auto`'s choice: it was not measured yet."""
     loss_chunk_tokens: int = 4096
     """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once. Triton's
     head keeps one buffer of them: with 2048, a head of width 2048 and 152k words takes 1.2 GiB beyond its gradients."""
@@ -32,7 +34,8 @@ class PerfConfig:
     @property
     def chosen_kernels(self) -> Kernels:
         """The implementation of each operation."""
-        return choose_kernels(self.kernels, self.override)
+        chosen = choose_kernels(self.kernels, self.override)
+        return replace(chosen, attention="flex" if self.attention == "flex" else "sdpa")
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,19 @@
 B batch · N sequence · H heads · D model width
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from titan_moe.config.model import ModelConfig
+from titan_moe.layers.mask import Mask
 from titan_moe.layers.rope import rotation
 
 BACKENDS = {
@@ -22,43 +27,49 @@ BACKENDS = {
 
 
 def attention_backend(name: str) -> AbstractContextManager[None]:
-    """Prefer one backend of scaled dot product attention, the rest behind it; "auto" leaves the choice to PyTorch."""
+    """Prefer one backend of scaled dot product attention, the rest behind it; "auto" leaves the choice to PyTorch.
+
+    "flex" is for what needs a mask; plain causal attention then goes to cuDNN.
+    """
     if name == "auto":
         return nullcontext()
-    preferred = BACKENDS[name]
+    preferred = BACKENDS["cudnn" if name == "flex" else name]
     return sdpa_kernel([preferred, *(b for b in BACKENDS.values() if b != preferred)], set_priority=True)
 
 
 class Context(NamedTuple):
-    """What all blocks of a forward pass share."""
+    """What blocks of a forward pass share; those that reach equally far get the same one."""
 
     cos_NR: Tensor
     """RoPE cosines, fp32."""
     sin_NR: Tensor
     """RoPE sines, fp32."""
-    document_ids_BN: Tensor | None
-    """Document of each token, where tokens must attend to their own document only."""
+    mask: Mask
+    """Who may look at whom, where that is not simply everyone at the past."""
 
 
 def causal_attention(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context, scale: float) -> Tensor:
-    """Scaled dot product attention in which a token sees its past, and its own document if the context names documents.
+    """Scaled dot product attention in which a token sees its past, or the part of it that the context's mask leaves.
 
     Shapes: q [B, N, H, Dqk], k [B, N, Hkv, Dqk], v [B, N, Hkv, Dv], Hkv divides H -> [B, N, H, Dv].
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNHD, v_BNHD))
     is_grouped = q.shape[1] != k.shape[1]
-    if context.document_ids_BN is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
+    mask = context.mask
+    if isinstance(mask, BlockMask):
+        attend = _compiled_flex() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
+        out = attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=is_grouped)
     else:
-        mask = _document_mask(context.document_ids_BN)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=is_grouped
+        )
     return out.transpose(1, 2)
 
 
-def _document_mask(document_ids_BN: Tensor) -> Tensor:
-    """True where a query (row) may look at a key (column): same document, not later. [B, 1, N, N]"""
-    same_BNN = document_ids_BN[:, :, None] == document_ids_BN[:, None, :]
-    return same_BNN.tril()[:, None]
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """FlexAttention where nothing around it is compiled: without the compiler it would hold all N x N scores."""
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 class GroupedQueryAttention(nn.Module):

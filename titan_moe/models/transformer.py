@@ -11,6 +11,7 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
+from titan_moe.layers.mask import MASKS, Sight
 from titan_moe.layers.rope import rope_tables
 
 
@@ -27,6 +28,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.make_mask = MASKS[kernels.attention]
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict(
             {
@@ -43,14 +45,25 @@ class Transformer(nn.Module):
         self, tokens_BN: Tensor, labels_BN: Tensor | None = None, document_ids_BN: Tensor | None = None
     ) -> Tensor:
         """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] their summed loss (fp32 or wider)."""
-        context = Context(*rope_tables(self.config.attention, tokens_BN.shape[1], tokens_BN.device), document_ids_BN)
+        contexts = self._contexts(tokens_BN, document_ids_BN)
         x_BND = self.embed(tokens_BN)
-        for block in self.layers.values():
-            x_BND = block(x_BND, context)
+        for name, block in self.layers.items():
+            x_BND = block(x_BND, contexts[name])
         x_BND = self.norm(x_BND)
         if labels_BN is None:
             return self.head(x_BND)
         return self.head.loss(x_BND.flatten(0, 1), labels_BN.flatten())
+
+    def _contexts(self, tokens_BN: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
+        """By layer; layers that reach equally far share a mask, so that it is made once."""
+        attention, num_tokens, device = self.config.attention, tokens_BN.shape[1], tokens_BN.device
+        tables = rope_tables(attention, num_tokens, device)
+        reaches = {name: attention.reach(int(name), num_tokens) for name in self.layers}
+        shared: dict[int, Context] = {}
+        for reach in set(reaches.values()):
+            sight = Sight(num_tokens, reach, document_ids_BN, device)
+            shared[reach] = Context(*tables, None if sight.is_causal_alone else self.make_mask(sight))
+        return {name: shared[reach] for name, reach in reaches.items()}
 
     @torch.no_grad()
     def generate(

@@ -2,7 +2,8 @@
 
 FLOPs follow Megatron's convention, so that TFLOP/s and MFU compare with published ones: forward and backward (factor
 3), two FLOPs a multiply-add, causal attention counted half, no recompute; router, norms, softmax and permutation are
-not counted.
+not counted. A sliding window counts as what it leaves to see; borders of documents, which differ by batch, save
+nothing in the count.
 """
 
 from dataclasses import dataclass, fields
@@ -95,8 +96,7 @@ def training_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
         + (model.num_layers - model.num_moe_layers) * 3 * width * model.ffn_hidden_size
         + model.vocab_size * width
     )
-    attention_core = model.num_layers * 3 * attention_core_width(model) * seq_len_tokens
-    return 6 * multiply_adds + attention_core
+    return 6 * multiply_adds + attention_core_flops_per_token(model, seq_len_tokens)
 
 
 def attention_projection_weights(model: ModelConfig) -> int:
@@ -119,8 +119,19 @@ def _attention_biases_and_norms(model: ModelConfig) -> int:
     return biases + (2 * a.head_dim if a.qk_norm else 0)
 
 
+def attention_core_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
+    """Count the FLOPs of QK^T and PV in all layers, training, on one token of a sequence.
+
+    Of N tokens a token sees N / 2 on average; through a window of W of them it sees W - W² / 2N, which is the same for
+    W = N.
+    """
+    reaches = [model.attention.reach(layer, seq_len_tokens) for layer in range(model.num_layers)]
+    twice_the_pairs = sum(reach * (2 * seq_len_tokens - reach) for reach in reaches)
+    return 3 * attention_core_width(model) * twice_the_pairs // seq_len_tokens
+
+
 def attention_core_width(model: ModelConfig) -> int:
-    """Widths of queries and values over all heads: a token meets half of the sequence in QK^T and again in PV."""
+    """Widths of queries and values over all heads: what a pair of tokens costs in QK^T and again in PV."""
     a = model.attention
     if a.kind == "gqa":
         return 2 * a.num_heads * a.head_dim

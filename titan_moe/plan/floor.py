@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
-from titan_moe.plan.count import attention_core_width, attention_projection_weights, count_parameters, expert_width
+from titan_moe.plan.count import (
+    attention_core_flops_per_token,
+    attention_projection_weights,
+    count_parameters,
+    expert_width,
+)
 from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.memory import BYTES_OF_DTYPE, parameters_per_rank
 
@@ -53,7 +58,7 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
         "head": m.vocab_size * width,
     }
     flops = {part: FORWARD_AND_BACKWARD * num_tokens * size for part, size in weights.items()}
-    flops["attention"] += num_tokens * m.num_layers * 3 * attention_core_width(m) * t.seq_len_tokens
+    flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
     work = {part: Work(flops=count) for part, count in flops.items()}
     row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
     # a row goes there and its gradient comes back the same way

@@ -46,8 +46,11 @@ def _shape(recipe: Recipe) -> str:
 def _attention(recipe: Recipe) -> str:
     a = recipe.model.attention
     if a.kind == "gqa":
-        return f"gqa, {a.num_heads} heads over {a.num_kv_heads} key/value heads of {a.head_dim}"
-    return f"mla, {a.num_heads} heads of {a.qk_nope_head_dim} + {a.qk_rope_head_dim}, latent {a.kv_lora_rank}"
+        shape = f"gqa, {a.num_heads} heads over {a.num_kv_heads} key/value heads of {a.head_dim}"
+    else:
+        shape = f"mla, {a.num_heads} heads of {a.qk_nope_head_dim} + {a.qk_rope_head_dim}, latent {a.kv_lora_rank}"
+    window = f", window {a.sliding_window:,}" if a.sliding_window else ""
+    return shape + window + (f", 1 layer in {a.full_attention_every} full" if a.full_attention_every else "")
 
 
 def _experts(recipe: Recipe) -> str:

@@ -34,6 +34,25 @@ def _gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"; set it to false'
 
 
+def _full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a, num_layers = recipe.model.attention, recipe.model.num_layers
+    if a.full_attention_every > 0 and a.sliding_window == 0:
+        yield (
+            f"model.attention.full_attention_every = {a.full_attention_every} needs windows in the other layers, but "
+            "model.attention.sliding_window = 0; set the window, or full_attention_every = 0"
+        )
+    elif a.full_attention_every == 1:
+        yield (
+            "model.attention.full_attention_every = 1 leaves no layer to model.attention.sliding_window = "
+            f"{a.sliding_window}; take 2 or more, 0 for windows everywhere, or sliding_window = 0 for none"
+        )
+    elif a.full_attention_every > num_layers:
+        yield (
+            f"model.attention.full_attention_every = {a.full_attention_every} exceeds model.num_layers = {num_layers}, "
+            "so every layer has a window; take fewer, or say so with 0"
+        )
+
+
 def _yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
     if a.yarn_factor > 1 and a.yarn_beta_fast <= a.yarn_beta_slow:
@@ -142,6 +161,11 @@ MODEL_RULES = [
     ),
     Rule("the rotated width is even", _rotated_width_is_even, "RoPE rotates pairs"),
     Rule("gqa's options need gqa", _gqa_options_need_gqa, "mla normalises its compressed latents and has no biases"),
+    Rule(
+        "full layers are some of the layers",
+        _full_layers_are_some_of_the_layers,
+        "a pattern of windowed and full layers has both",
+    ),
     Rule("YaRN's betas are ordered", _yarn_betas_are_ordered, "between them the frequencies are blended"),
     Rule("dense layers are some of the layers", _dense_layers_fit, "they are the leading blocks of the model"),
     Rule("dense layers have a width", _dense_layers_have_a_width, "a feed-forward layer of width 0 computes nothing"),

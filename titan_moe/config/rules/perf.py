@@ -79,7 +79,7 @@ def _the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator
 
 def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
-    if recipe.run.device == "cpu" and backend in ("cudnn", "efficient"):
+    if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
 
 
@@ -92,6 +92,11 @@ def _graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'
+
+
+def _flex_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
+        yield 'precision.compute = "fp64" has no perf.attention = "flex"; take bf16 or fp32, or perf.attention = "math"'
 
 
 def _recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -130,12 +135,13 @@ PERF_RULES = [
         _the_optimizer_knows_its_dtypes,
         "torch's AdamW has one dtype for parameter and moments, ours computes in fp32 on GPUs",
     ),
-    Rule("the attention backend exists", _attention_backend_exists, "these kernels run on GPUs only"),
     Rule(
         "what is captured asks the host nothing",
         _graphs_can_be_captured,
         "a CUDA graph repeats what was recorded, whatever the host would have answered",
     ),
+    Rule("the attention backend exists", _attention_backend_exists, "these kernels run, or train, on GPUs only"),
+    Rule("FlexAttention knows the dtype", _flex_knows_the_dtype, "its kernels sum in fp32"),
     Rule("recomputed experts exist", _recomputed_experts_exist, "nothing would be recomputed"),
     Rule("balanced routing needs a router", _balanced_routing_needs_a_router, "there is no choice to replace"),
 ]

@@ -51,6 +51,8 @@ RANGES: dict[str, Range] = {
     "model.attention.num_heads": POSITIVE,
     "model.attention.num_kv_heads": POSITIVE,
     "model.attention.head_dim": POSITIVE,
+    "model.attention.sliding_window": ZERO_OR_MORE,
+    "model.attention.full_attention_every": ZERO_OR_MORE,
     "model.attention.rope_theta": ABOVE_ZERO,
     "model.attention.yarn_factor": POSITIVE,
     "model.attention.yarn_original_tokens": POSITIVE,

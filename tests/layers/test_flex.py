@@ -1,0 +1,102 @@
+"""FlexAttention, which PyTorch lets train on GPUs only, computes what the mask's truth table does."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention as flex
+
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.layers.attention import Context, causal_attention
+from titan_moe.layers.init import init_weights
+from titan_moe.layers.mask import Sight, truth_table, visited_blocks
+from titan_moe.models.transformer import Transformer
+
+EMPTY = torch.empty(0)
+SHAPES = {"gqa": (4, 2, 16, 16), "mla": (2, 2, 192, 128)}  # heads, key/value heads, widths of keys and values
+GQA = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16, sliding_window=5, full_attention_every=2)
+MLA = replace(GQA, kind="mla", kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
+CONFIG = ModelConfig(vocab_size=32, num_layers=4, hidden_size=16, attention=GQA, moe=MOE)
+
+
+@pytest.fixture
+def trains_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the plain path that PyTorch keeps behind its refusal run; it has gradients."""
+    monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
+
+
+@pytest.fixture(autouse=True)
+def forget_graphs() -> None:
+    torch._dynamo.reset()
+
+
+def documents(*lengths: int) -> Tensor:
+    return torch.repeat_interleave(torch.tensor(lengths))[None]
+
+
+SIGHTS = {
+    "causal": Sight(150, 150, None, EMPTY.device),
+    "window": Sight(150, 20, None, EMPTY.device),
+    "documents": Sight(150, 150, documents(3, 130, 17), EMPTY.device),
+    "both": Sight(150, 20, documents(3, 130, 17), EMPTY.device),
+}
+
+
+@pytest.mark.usefixtures("trains_on_cpu")
+@pytest.mark.parametrize("seen", SIGHTS.values(), ids=SIGHTS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_values_and_gradients_equal_the_truth_table(shape: tuple[int, int, int, int], seen: Sight) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, width, value_width = shape
+    sizes = ((heads, width), (kv_heads, width), (kv_heads, value_width))
+    qkv = [torch.randn(1, 150, *size, dtype=torch.float64, requires_grad=True) for size in sizes]
+    actual, expected = (
+        causal_attention(*qkv, Context(EMPTY, EMPTY, make(seen)), 0.1) for make in (visited_blocks, truth_table)
+    )
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+    direction = torch.randn_like(expected)
+    gradients, expected_gradients = (torch.autograd.grad(out, qkv, direction) for out in (actual, expected))
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-12, rtol=0)
+
+
+def built(config: ModelConfig, attention: str) -> Transformer:
+    model = Transformer(config, kernels=Kernels(attention=attention))
+    init_weights(model, seed=0, std=0.2, num_layers=config.num_layers)
+    return model
+
+
+@pytest.mark.usefixtures("trains_on_cpu")
+@pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
+def test_a_model_trains_alike(attention: AttentionConfig) -> None:
+    models = [built(replace(CONFIG, attention=attention), kind) for kind in ("sdpa", "flex")]
+    tokens, labels = torch.randint(32, (2, 1, 40)).unbind()
+    losses = [model(tokens, labels, documents(9, 20, 11)) for model in models]
+    torch.testing.assert_close(losses[1], losses[0])
+    for loss in losses:
+        loss.backward()
+    for (name, parameter), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        error = (other.grad - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-4, f"{name} differs by {error:.1e}"
+
+
+def test_generation_grows_over_windows_and_blocks() -> None:
+    prompt, models = torch.randint(32, (1, 1)), [built(CONFIG, kind) for kind in ("sdpa", "flex")]
+    tokens, expected = (model.generate(prompt, 140) for model in reversed(models))
+    assert torch.equal(tokens, expected)
+    assert len(tokens.unique()) > 2, "a model that repeats itself would agree with any other"
+
+
+@pytest.mark.usefixtures("trains_on_cpu")
+def test_new_documents_make_no_new_graph() -> None:
+    """Masks are inputs of a compiled block: their values, and the function that reads them, are new every step."""
+    counter, model = CompileCounterWithBackend("aot_eager"), built(replace(CONFIG, num_layers=12), "flex")
+    for block in model.layers.values():
+        block.front = torch.compile(block.front, backend=counter, fullgraph=True)
+    tokens, labels = torch.randint(32, (2, 1, 40)).unbind()
+    for lengths in ((9, 20, 11), (40,), (1, 1, 1, 37)):
+        model(tokens, labels, documents(*lengths)).backward()
+    assert counter.frame_count == 2, "windowed layers and full ones"
