@@ -65,6 +65,13 @@ def register(kernel: Kernel) -> Kernel:
 
 def load_all() -> dict[str, Kernel]:
     """Import every kernel file, so that its entry is in the list, and return the list."""
-    from titan_moe.kernels import cross_entropy, fused_expert_mlp, grouped_mm, permute, swiglu  # noqa: F401
+    from titan_moe.kernels import (  # noqa: F401
+        cross_entropy,
+        fused_expert_mlp,
+        fused_router,
+        grouped_mm,
+        permute,
+        swiglu,
+    )
 
     return KERNELS
