@@ -89,19 +89,19 @@ _route_tokens.register_autograd(_backward, setup_context=_save)
 def route_tokens(
     logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule, forced_ids_BNK: Tensor | None = None
 ) -> Routing:
-    """Route in Triton: logits and bias in fp32, on a GPU (or in the interpreter); see the reference.
+    """Route in Triton: logits in fp32, on a GPU (or in the interpreter); see the reference.
 
     Raises: TypeError for other logits, which the kernels would read as fp32.
     """
-    if logits_BNE.dtype != torch.float32 or expert_bias_E.dtype != torch.float32:
+    if logits_BNE.dtype != torch.float32:
         raise TypeError(
-            f"the Triton router takes fp32 logits and bias, got {logits_BNE.dtype} and {expert_bias_E.dtype}; "
-            'take perf.override.router = "torch"'
+            f'the Triton router takes fp32 logits, got {logits_BNE.dtype}; take perf.override.router = "torch"'
         )
     if forced_ids_BNK is not None:
         forced_ids_BNK = forced_ids_BNK.long().contiguous()
     # the kernels count on rows that lie one behind the other
-    return Routing(*_route_tokens(logits_BNE.contiguous(), expert_bias_E.contiguous(), forced_ids_BNK, *rule))
+    bias_E = expert_bias_E.float().contiguous()
+    return Routing(*_route_tokens(logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule))
 
 
 def _comparable(routing: Routing) -> Tensor:

@@ -5,10 +5,10 @@ B batch · N sequence · E experts · K choices a token · G groups
 Physics: memory-bound. The fp32 logits are read once, 4·B·N·E bytes, and 12·B·N·K bytes of choices are written; backward
 reads the logits again and writes their gradient. As torch operations it is a dozen passes over [B, N, E] each way.
 
-Ties: of equally scored experts `fused_router.py` takes the lowest, torch's `topk` any. The two also round a score's last
-bit differently, so where a token's K-th and next expert score alike, the choice may depend on the implementation. This
-breaks no training: the kernel's choice follows from a token's logits alone, so that recomputation repeats it, and
-backward follows the experts that forward chose, whatever chose them.
+Ties: of equally scored experts `fused_router.py` takes the lowest, torch's `topk` any. The last bit of a score may also
+differ between the two, so where a token's K-th and next expert score alike, the choice may depend on which of them
+runs. This breaks no training: the kernel's choice follows from a token's logits alone, so that recomputation repeats
+it, and backward follows the experts that forward chose, whatever chose them.
 """
 
 from collections.abc import Callable
