@@ -20,6 +20,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
 from titan_moe.config.train import OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
+from titan_moe.layers.router import TopKRouter
 from titan_moe.train.build import assemble
 
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
@@ -80,17 +81,11 @@ def batch_of(step: int, micro_batch_sequences: int) -> Batch:
     return Batch(tokens[mine, :-1].reshape(shape), labels[mine].reshape(shape), None)
 
 
-class Skewed:
-    """A router that starves: nobody chooses the last experts (whole ranks of them), everybody the first."""
-
-    def __init__(self, choose: Any, num_starved: int) -> None:
-        self.choose, self.num_starved = choose, num_starved
-
-    def __call__(self, scores_BNE: Tensor) -> Tensor:
-        scores_BNE = scores_BNE.clone()
-        scores_BNE[..., 0] += 1
-        scores_BNE[..., scores_BNE.shape[-1] - self.num_starved :] = float("-inf")
-        return self.choose(scores_BNE)
+def starve(router: TopKRouter, num_starved: int) -> None:
+    """Let nobody choose the last experts (whole ranks of them), and everybody the first."""
+    bias_E = router.expert_bias_E
+    bias_E[0] += 1
+    bias_E[len(bias_E) - num_starved :] = float("-inf")
 
 
 def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
@@ -99,7 +94,7 @@ def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
     step = stepper.step
     if num_starved >= 0:
         for router in step.balancer.routers.values():
-            router.choose = Skewed(router.choose, num_starved)
+            starve(router, num_starved)
     trace = Trace(losses=[], aux_losses=[], grad_norms=[], counts=[], grads={})
     for index in range(run.train.steps):
         batch = batch_of(index, run.train.micro_batch_sequences)

@@ -13,6 +13,9 @@ from titan_moe.kernels.expert_up import expert_up
 from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
 from titan_moe.kernels.scaled_cast import scaled_cast
+from titan_moe.kernels.router import Routing, RoutingRule
+from titan_moe.kernels.router_backward import route_backward
+from titan_moe.kernels.router_forward import route_forward
 from titan_moe.kernels.slot_sum import slot_sum
 from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward
@@ -33,6 +36,19 @@ def single(*shape: int) -> Tensor:
 
 def index(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+QWEN3 = RoutingRule("softmax", 8)
+DEEPSEEK_V3 = RoutingRule("sigmoid", 8, 8, 4, route_scale=2.5)
+
+
+def route(num_experts: int, rule: RoutingRule, forced_ids_BNK: Tensor | None = None) -> Routing:
+    return route_forward(single(2, S, num_experts), single(num_experts), rule, forced_ids_BNK)
+
+
+def route_back(num_experts: int, rule: RoutingRule, *balance: Tensor | None) -> Tensor:
+    ids_BNK = single(2, S, rule.top_k).long()
+    return route_backward(single(2, S, num_experts), ids_BNK, single(2, S, rule.top_k), *balance, rule)
 
 
 def tiles() -> Any:
@@ -61,6 +77,16 @@ PASSES: dict[str, Callable[[], object]] = {
     "counting_sort_512": lambda: sort_choices(index(S, K).long(), single(S, K), 512, R),
     "fetch_scores": lambda: fetch_scores(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
+    "route_qwen3": lambda: route(128, QWEN3),
+    "route_forced": lambda: route(128, QWEN3, single(2, S, 8).long()),
+    "route_deepseek_v3": lambda: route(256, DEEPSEEK_V3),
+    "route_deepseek_v2": lambda: route(160, RoutingRule("softmax", 6, 8, 3, "max", False, 16.0)),
+    "route_mixtral": lambda: route(8, RoutingRule("softmax", 2)),
+    "route_many": lambda: route(512, RoutingRule("sigmoid", 16)),
+    "route_back_qwen3": lambda: route_back(128, QWEN3, None, None),
+    "route_back_deepseek_v3": lambda: route_back(256, DEEPSEEK_V3, single(2, 256), None),
+    "route_back_mixtral": lambda: route_back(8, RoutingRule("softmax", 2), single(2, 8), single()),
+    "route_back_many": lambda: route_back(512, RoutingRule("sigmoid", 16), single(2, 512), single()),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.layers.router import ForcedBalance, GroupLimitedTopK, TopK, TopKRouter
+from titan_moe.kernels.router import RoutingRule, choose_experts
+from titan_moe.layers.router import ForcedBalance, TopKRouter
 
 MOE = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=8)
 WIDTH = 16
@@ -73,16 +74,15 @@ def test_choice_and_weights(score_fn: str, changes: dict[str, object]) -> None:
 def test_groups_change_the_choice() -> None:
     scores_BNE = torch.rand(1, 200, 12, generator=torch.Generator().manual_seed(0))
 
-    def share_equal(a: TopK | GroupLimitedTopK, b: TopK | GroupLimitedTopK) -> float:
-        return (a(scores_BNE).sort(-1).values == b(scores_BNE).sort(-1).values).all(-1).float().mean().item()
+    def share_equal(a: RoutingRule, b: RoutingRule) -> float:
+        chosen = [choose_experts(scores_BNE, rule).sort(-1).values for rule in (a, b)]
+        return (chosen[0] == chosen[1]).all(-1).float().mean().item()
 
-    by_max, by_two = (
-        GroupLimitedTopK(replace(MOE, num_groups=4, top_k_groups=2, group_score=score)) for score in ("max", "top2_sum")
-    )
-    assert share_equal(by_max, TopK(MOE)) < 0.9
+    free = RoutingRule("softmax", top_k=3)
+    by_max, by_two = (free._replace(num_groups=4, top_k_groups=2, group_score=score) for score in ("max", "top2_sum"))
+    assert share_equal(by_max, free) < 0.9
     assert share_equal(by_max, by_two) < 0.9
-    everything = GroupLimitedTopK(replace(MOE, num_groups=4, top_k_groups=4))
-    assert share_equal(everything, TopK(MOE)) == 1.0, "all groups open is no limit"
+    assert share_equal(by_max._replace(top_k_groups=4), free) == 1.0, "all groups open is no limit"
 
 
 def test_bias_decides_the_choice_and_never_the_weight() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.model import MoEConfig
+from titan_moe.kernels.router import Routing
 
 
 class _Account(torch.autograd.Function):
@@ -68,19 +69,24 @@ class LoadBalance(nn.Module):
         self.aux_loss.zero_()
         self.scale.fill_(1.0)
 
-    def forward(self, topk_scores_BNK: Tensor, topk_ids_BNK: Tensor, scores_BNE: Tensor, logits_BNE: Tensor) -> Tensor:
+    def forward(self, routing: Routing) -> Tensor:
         """The chosen scores, unchanged, with losses attached and counts to be booked."""
-        num_sequences, num_tokens, num_experts = scores_BNE.shape
-        counts_BE = torch.zeros(num_sequences, num_experts, dtype=torch.int64, device=scores_BNE.device)
-        counts_BE.scatter_add_(1, topk_ids_BNK.flatten(1), torch.ones_like(topk_ids_BNK).flatten(1))
-        shares_BNE = scores_BNE / (scores_BNE.sum(-1, keepdim=True) + 1e-20)
-        score_sums_BE = self.sum_over_tokens(shares_BNE.sum(1))
-        load_BE = self.sum_over_tokens(counts_BE).to(scores_BNE.dtype)
+        num_tokens = routing.topk_ids_BNK.shape[1]
+        # a loss without weight is not differentiated: its backward would add zeros, at the price of a pass
+        share_sums_BE = routing.share_sums_BE if self.aux_loss_coef else routing.share_sums_BE.detach()
+        z_sum = routing.z_sum if self.z_loss_coef else routing.z_sum.detach()
+        share_sums_BE = self.sum_over_tokens(share_sums_BE)
+        load_BE = self.sum_over_tokens(routing.counts_BE).to(share_sums_BE.dtype)
         # each sequence weighs as many tokens as it has, like the main loss
-        aux_loss = (load_BE * score_sums_BE).sum() * (self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens))
-        z_loss = self.z_loss_coef * torch.logsumexp(logits_BNE, dim=-1).square().sum()
+        aux_loss = (load_BE * share_sums_BE).sum() * (self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens))
+        counts_E = routing.counts_BE.sum(0)
         return _Account.apply(
-            topk_scores_BNK, aux_loss + z_loss, counts_BE.sum(0), self.tokens_per_expert_E, self.aux_loss, self.scale
+            routing.topk_scores_BNK,
+            aux_loss + self.z_loss_coef * z_sum,
+            counts_E,
+            self.tokens_per_expert_E,
+            self.aux_loss,
+            self.scale,
         )
 
 

@@ -36,7 +36,7 @@ class MoE(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         moe, width = config.moe, config.moe.latent_size or config.hidden_size
-        self.router = TopKRouter(config)
+        self.router = TopKRouter(config, kernels)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, choose_lay_out(kernels.slots))
         mlp = choose_expert_mlp(kernels.experts, moe.score_on)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)

@@ -98,10 +98,10 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
 
 def force_balanced_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
     """Replace every router's choice by an even one (benchmarks only)."""
-    choose = ForcedBalance(recipe.model.moe, device)
+    force = ForcedBalance(recipe.model.moe, device)
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            module.choose = choose
+            module.force = force
 
 
 def _misfits(model: nn.Module) -> Iterator[str]:
