@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.registry import KERNELS, Kernel, Sample, load_all
+from titan_moe.kernels.registry import KERNELS, Kernel, Sample, as_tuple, load_all
 
 load_all()
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -25,14 +25,15 @@ def evaluate(
     args = list(copy.deepcopy(sample.args))
     for index in range(sample.num_differentiable):
         args[index] = (args[index] if dtype is None else args[index].to(dtype)).detach().requires_grad_()
-    out = op(*args)
-    grad = torch.full_like(out, unpromised, requires_grad=False)
-    promised = promised_part(kernel.valid, grad, sample)
-    promised.copy_(torch.linspace(-1, 1, promised.numel(), device=out.device).view(promised.shape))
-    out.backward(grad)
+    outs = as_tuple(op(*args))
+    grads = [torch.full_like(out, unpromised, requires_grad=False) for out in outs]
+    for grad in grads:
+        promised = promised_part(kernel.valid, grad, sample)
+        promised.copy_(torch.linspace(-1, 1, promised.numel(), device=grad.device).view(promised.shape))
+    torch.autograd.backward(outs, grads)
     grads = [args[index].grad for index in range(sample.num_differentiable)]
     return [
-        promised_part(kernel.valid, out.detach(), sample),
+        *(promised_part(kernel.valid, out.detach(), sample) for out in outs),
         promised_part(kernel.valid_grad, grads[0], sample),
         *grads[1:],
     ]
@@ -46,7 +47,8 @@ def check(kernel: Kernel, op: Callable[..., Tensor], sample: Sample, dtype: torc
     """Compare with the reference in fp64; what nobody promised is NaN, and must not spread."""
     actual = evaluate(op, sample, kernel, float("nan"))
     expected = evaluate(kernel.reference, sample, kernel, 0.0, torch.float64)
-    names = ["out", *(f"grad {index}" for index in range(sample.num_differentiable))]
+    grads = [f"grad {index}" for index in range(sample.num_differentiable)]
+    names = [*(f"out {index}" for index in range(len(actual) - len(grads))), *grads]
     for name, got, wanted in zip(names, actual, expected, strict=True):
         error = (got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-6)
         assert error < TOLERANCE[dtype], f"{kernel.name}/{sample.name}: {name} differs by {error:.2e}"
@@ -67,10 +69,10 @@ def skip_what_is_not_there(kernel: Kernel, dtype: torch.dtype, device: str) -> N
 
 def test_triton_kernels_in_the_interpreter() -> None:
     """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
-    chosen = "(fused_expert_mlp and float32 and cpu) or (tile_map and cpu)"
+    chosen = "((fused_expert_mlp or rms_norm or norm_and_rotate) and float32 and cpu) or (tile_map and cpu)"
     command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).parent), "-k", chosen]
     finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert finished.returncode == 0 and "7 passed" in finished.stdout, finished.stdout + finished.stderr
+    assert finished.returncode == 0 and "13 passed" in finished.stdout, finished.stdout + finished.stderr
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Output: TypeAlias = Tensor | tuple[Tensor, ...]
+"""What an operation returns: one tensor, or several, all differentiable."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,12 @@ class Kernel:
 
     `samples(device, dtype)` draws fresh inputs. `valid(output, args)` selects the part of an output that the operation
     promises to write (slots past the last one are never written), `valid_grad` the same of the first input's gradient;
-    None means all of it.
+    None means all of it. An operation with several outputs promises all of each.
     """
 
     name: str
-    op: Callable[..., Tensor]
-    reference: Callable[..., Tensor]
+    op: Callable[..., Output]
+    reference: Callable[..., Output]
     samples: Callable[[torch.device, torch.dtype], list[Sample]]
     valid: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
     valid_grad: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
@@ -48,7 +51,7 @@ class Kernel:
     needs_triton: bool = False
     """Runs on GPUs, and in fp32 in Triton's interpreter; elsewhere the reference stands alone."""
     benchmarks: tuple[Benchmark, ...] = ()
-    rivals: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    rivals: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
     """Other ways to the same result, which a benchmark times beside the operation."""
 
 
@@ -63,8 +66,21 @@ def register(kernel: Kernel) -> Kernel:
     return kernel
 
 
+def as_tuple(output: Output) -> tuple[Tensor, ...]:
+    """An operation's outputs, however many."""
+    return output if isinstance(output, tuple) else (output,)
+
+
 def load_all() -> dict[str, Kernel]:
     """Import every kernel file, so that its entry is in the list, and return the list."""
-    from titan_moe.kernels import cross_entropy, fused_expert_mlp, grouped_mm, permute, swiglu  # noqa: F401
+    from titan_moe.kernels import (  # noqa: F401
+        cross_entropy,
+        fused_expert_mlp,
+        grouped_mm,
+        permute,
+        rms_norm,
+        rotary,
+        swiglu,
+    )
 
     return KERNELS
