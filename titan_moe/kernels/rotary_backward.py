@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.rotary_pairs import load_angles, load_pairs, load_weights, store_pairs, tile_shape
+from titan_moe.kernels.rotary_pairs import load_angles, load_pairs, store_pairs, tile_shape
 
 NUM_PROGRAMS = 1056
 """At most so many programs: eight for each multiprocessor of an H200."""
@@ -29,34 +29,33 @@ def _turn_back(
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """This program's tiles of the HEADS heads from FIRST on, and its part of their norm's weight gradient."""
-    pair = tl.arange(0, BLOCK_R)
+    origin = tl.zeros((1, 1), tl.int32)
     dweight_a, dweight_b = tl.zeros((ROWS, BLOCK_R), tl.float32), tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.num_programs(0)):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        keep = (row < num_tokens * HEADS)[:, None] & (pair < R)[None, :]
+        row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        is_row = row < num_tokens * HEADS
         token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
         arrived = (token // N) * batch_stride + (token % N) * position_stride + head * head_stride
-        a, b = load_pairs(grad_ptr, arrived[:, None], pair, keep, R, INTERLEAVED)
+        a, b = load_pairs(grad_ptr, arrived, is_row, R, BLOCK_R, INTERLEAVED)
         if TURNS:
-            cos, sin = load_angles(cos_ptr, sin_ptr, token % N, pair, keep, R)
+            cos, sin = load_angles(cos_ptr, sin_ptr, token % N, is_row, R, BLOCK_R)
             a, b = a * cos + b * sin, b * cos - a * sin
         if NORMS:
             source = token * token_stride + (FIRST + head) * 2 * R
-            x_a, x_b = load_pairs(qkv_ptr, source[:, None], pair, keep, R, INTERLEAVED)
+            x_a, x_b = load_pairs(qkv_ptr, source, is_row, R, BLOCK_R, INTERLEAVED)
             rstd = tl.rsqrt((tl.sum(x_a * x_a, axis=1) + tl.sum(x_b * x_b, axis=1)) / (2 * R) + eps)[:, None]
             x_a, x_b = x_a * rstd, x_b * rstd
             dweight_a += a * x_a
             dweight_b += b * x_b
-            weight_a, weight_b = load_weights(weight_ptr, pair, R, INTERLEAVED)
+            weight_a, weight_b = load_pairs(weight_ptr, origin, origin == 0, R, BLOCK_R, INTERLEAVED)
             a, b = a * weight_a, b * weight_b
             along = ((tl.sum(a * x_a, axis=1) + tl.sum(b * x_b, axis=1)) / (2 * R))[:, None]
             a, b = (a - x_a * along) * rstd, (b - x_b * along) * rstd
         target = (token * ALL_HEADS + FIRST + head) * 2 * R
-        store_pairs(dqkv_ptr, target[:, None], pair, keep, a, b, R, INTERLEAVED)
+        store_pairs(dqkv_ptr, target, is_row, a, b, R, BLOCK_R, INTERLEAVED)
     if NORMS:
         dweight_a, dweight_b = tl.sum(dweight_a, axis=0)[None, :], tl.sum(dweight_b, axis=0)[None, :]
-        origin = tl.zeros((1, 1), tl.int32)
-        store_pairs(dweight_ptr, origin, pair, (pair < R)[None, :], dweight_a, dweight_b, R, INTERLEAVED)
+        store_pairs(dweight_ptr, origin, origin == 0, dweight_a, dweight_b, R, BLOCK_R, INTERLEAVED)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.rotary_pairs import load_angles, load_pairs, load_weights, store_pairs, tile_shape
+from titan_moe.kernels.rotary_pairs import load_angles, load_pairs, store_pairs, tile_shape
 
 
 @triton.jit
@@ -20,19 +20,20 @@ def _turn(
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """One tile of the HEADS heads that begin at the projection's head FIRST."""
-    row, pair = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_R)
-    keep = (row < num_tokens * HEADS)[:, None] & (pair < R)[None, :]
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    is_row = row < num_tokens * HEADS
     token = row // HEADS
     source = token.to(tl.int64) * token_stride + (FIRST + row % HEADS) * 2 * R
-    a, b = load_pairs(qkv_ptr, source[:, None], pair, keep, R, INTERLEAVED)
+    a, b = load_pairs(qkv_ptr, source, is_row, R, BLOCK_R, INTERLEAVED)
     if NORMS:
         rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * R) + eps)[:, None]
-        weight_a, weight_b = load_weights(weight_ptr, pair, R, INTERLEAVED)
+        origin = tl.zeros((1, 1), tl.int32)
+        weight_a, weight_b = load_pairs(weight_ptr, origin, origin == 0, R, BLOCK_R, INTERLEAVED)
         a, b = a * rstd * weight_a, b * rstd * weight_b
     if TURNS:
-        cos, sin = load_angles(cos_ptr, sin_ptr, token % N, pair, keep, R)
+        cos, sin = load_angles(cos_ptr, sin_ptr, token % N, is_row, R, BLOCK_R)
         a, b = a * cos - b * sin, b * cos + a * sin
-    store_pairs(out_ptr, row.to(tl.int64)[:, None] * 2 * R, pair, keep, a, b, R, INTERLEAVED)
+    store_pairs(out_ptr, row.to(tl.int64) * 2 * R, is_row, a, b, R, BLOCK_R, INTERLEAVED)
 
 
 @triton.jit

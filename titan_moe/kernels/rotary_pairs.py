@@ -19,37 +19,38 @@ def tile_shape(num_pairs: int) -> tuple[int, int]:
 
 
 @triton.jit
-def load_pairs(ptr, offset, pair, keep, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both elements of each pair, in fp32: [rows, 1] offsets and [pairs] -> twice [rows, pairs]."""
+def load_pairs(ptr, offset, is_row, R: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both elements of each pair, in fp32: offsets and a mask, both [rows, 1] -> twice [rows, pairs]."""
     if INTERLEAVED:
-        element = 2 * pair[None, :, None] + tl.arange(0, 2)[None, None, :]
-        a, b = tl.split(tl.load(ptr + offset[:, :, None] + element, mask=keep[:, :, None], other=0.0))
+        element = tl.arange(0, 2 * BLOCK_R)[None, :]
+        both = tl.load(ptr + offset + element, mask=is_row & (element < 2 * R), other=0.0)
+        a, b = tl.split(tl.reshape(both, (offset.shape[0], BLOCK_R, 2)))
     else:
-        a = tl.load(ptr + offset + pair[None, :], mask=keep, other=0.0)
-        b = tl.load(ptr + offset + R + pair[None, :], mask=keep, other=0.0)
+        pair = tl.arange(0, BLOCK_R)[None, :]
+        keep = is_row & (pair < R)
+        a = tl.load(ptr + offset + pair, mask=keep, other=0.0)
+        b = tl.load(ptr + offset + R + pair, mask=keep, other=0.0)
     return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
-def store_pairs(ptr, offset, pair, keep, a, b, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+def store_pairs(ptr, offset, is_row, a, b, R: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The way back of `load_pairs`, in the memory's dtype."""
     a, b = a.to(ptr.dtype.element_ty), b.to(ptr.dtype.element_ty)
     if INTERLEAVED:
-        element = 2 * pair[None, :, None] + tl.arange(0, 2)[None, None, :]
-        tl.store(ptr + offset[:, :, None] + element, tl.join(a, b), mask=keep[:, :, None])
+        element = tl.arange(0, 2 * BLOCK_R)[None, :]
+        both = tl.reshape(tl.join(a, b), (offset.shape[0], 2 * BLOCK_R))
+        tl.store(ptr + offset + element, both, mask=is_row & (element < 2 * R))
     else:
-        tl.store(ptr + offset + pair[None, :], a, mask=keep)
-        tl.store(ptr + offset + R + pair[None, :], b, mask=keep)
+        pair = tl.arange(0, BLOCK_R)[None, :]
+        keep = is_row & (pair < R)
+        tl.store(ptr + offset + pair, a, mask=keep)
+        tl.store(ptr + offset + R + pair, b, mask=keep)
 
 
 @triton.jit
-def load_angles(cos_ptr, sin_ptr, position, pair, keep, R: tl.constexpr):
+def load_angles(cos_ptr, sin_ptr, position, is_row, R: tl.constexpr, BLOCK_R: tl.constexpr):
     """Cosine and sine of each row's position, [rows, pairs]."""
-    angle = position[:, None] * R + pair[None, :]
+    pair = tl.arange(0, BLOCK_R)[None, :]
+    angle, keep = position * R + pair, is_row & (pair < R)
     return tl.load(cos_ptr + angle, mask=keep, other=0.0), tl.load(sin_ptr + angle, mask=keep, other=0.0)
-
-
-@triton.jit
-def load_weights(weight_ptr, pair, R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """A norm's weights, twice [1, pairs]."""
-    return load_pairs(weight_ptr, tl.zeros((1, 1), tl.int32), pair, (pair < R)[None, :], R, INTERLEAVED)
