@@ -27,6 +27,8 @@ ATTENTIONS = {
                            qk_rope_head_dim=4, v_head_dim=5),
 }  # fmt: skip
 TOKENS = (2, 7, 16)
+needs_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter")
+DEVICES = [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def built(attention: AttentionConfig, kernels: Kernels) -> Block:
@@ -78,20 +80,22 @@ def test_front_compiles_once_on_tensors_without_memory(name: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_front_equals_torch(name: str, is_compiled: bool) -> None:
+def test_front_equals_torch(name: str, is_compiled: bool, device: str) -> None:
     torch._dynamo.reset()
-    plain, triton = blocks(ATTENTIONS[name])
+    plain, triton = (block.to(device) for block in blocks(ATTENTIONS[name]))
     if is_compiled:
-        triton.front = torch.compile(triton.front, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
-    expected, actual = run_front(plain, ATTENTIONS[name]), run_front(triton, ATTENTIONS[name])
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
+        backend = "inductor" if device == "cuda" else "aot_eager"
+        triton.front = torch.compile(triton.front, fullgraph=True, backend=backend)  # type: ignore[method-assign]
+    expected, actual = (run_front(block, ATTENTIONS[name], device) for block in (plain, triton))
+    tolerance = 1e-3 if device == "cuda" else 2e-5
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_in_the_interpreter() -> None:
     """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_front_equals_torch"]
+    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_front_equals_torch and cpu"]
     finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert finished.returncode == 0 and "8 passed" in finished.stdout, finished.stdout + finished.stderr

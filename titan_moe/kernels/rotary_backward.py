@@ -90,7 +90,8 @@ def rotary_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The projection's gradient [B, N, X], contiguous, and the two weights' [2, D], fp32.
 
-    Gradients of queries, keys and values may lie anywhere. Without norms there is no projection and no weight to give.
+    Gradients of queries, keys and values may lie anywhere. Without norms there is no projection and no weight to give,
+    and the weights' gradients are zero.
     """
     dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads_BNHD)
     batch, length, num_heads, head_dim = dq.shape
@@ -100,13 +101,14 @@ def rotary_backward(
     qkv_TX = dqkv_BNX.flatten(0, 1) if qkv_BNX is None else qkv_BNX.flatten(0, 1)
     qkv_TX = qkv_TX if qkv_TX.stride(1) == 1 else qkv_TX.contiguous()
     num_programs = min(triton.cdiv(num_tokens * num_heads, num_rows * TILES_A_PROGRAM), NUM_PROGRAMS)
-    dweights_P2D = dq.new_empty(num_programs, 2, head_dim, dtype=torch.float32)
+    norms = q_weight_D is not None
+    dweights_P2D = dq.new_empty(num_programs if norms else 0, 2, head_dim, dtype=torch.float32)
     if num_tokens:
         _rotary_backward_kernel[(num_programs,)](
             dq, *dq.stride()[:3], dk, *dk.stride()[:3], dv, *dv.stride()[:3], qkv_TX,
             qkv_TX if q_weight_D is None else q_weight_D, qkv_TX if k_weight_D is None else k_weight_D,
             cos_NR, sin_NR, dqkv_BNX, dweights_P2D, num_tokens, length, qkv_TX.stride(0), eps,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, R=head_dim // 2, NORMS=q_weight_D is not None,
+            HEADS=num_heads, KV_HEADS=num_kv_heads, R=head_dim // 2, NORMS=norms,
             INTERLEAVED=is_interleaved, ROWS=num_rows, BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
     return dqkv_BNX, dweights_P2D.sum(0)

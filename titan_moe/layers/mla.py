@@ -16,8 +16,8 @@ from titan_moe.layers.rope import rotation, yarn_scale
 class MultiHeadLatentAttention(nn.Module):
     """Attention with low-rank keys and values; one small rotated key part is shared by all heads.
 
-    The rotation is PyTorch whatever `Kernels.rotary` says: without a norm there, and with two copies to make anyway, a
-    compiler finds the one pass by itself.
+    The rotation is PyTorch whatever `Kernels.rotary` says: no norm stands beside it, only two copies that must be made
+    anyway, and a compiler can join all three.
     """
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
