@@ -47,10 +47,13 @@ def compare(kernel: Kernel, benchmark: Benchmark, hardware: Hardware | None) -> 
 
 
 def measure(op: Callable[..., Output], sample: Sample) -> tuple[float, float]:
-    """Milliseconds of forward, and of forward and backward."""
+    """Milliseconds of forward, and of forward and backward if there is one."""
     count = sample.num_differentiable
     inputs = [x.detach().requires_grad_() for x in sample.args[:count]]
     args = (*inputs, *sample.args[count:])
+    if not inputs:
+        forward_ms = do_bench(lambda: op(*args), return_mode="median")
+        return forward_ms, forward_ms
     grads = [torch.randn_like(out) for out in as_tuple(op(*args))]
 
     def both() -> None:

@@ -61,6 +61,11 @@ BROKEN = {
     "ep divides num_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
     "ep needs experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
     "ep needs a dispatcher that moves rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
+    "a slot bound has a dispatcher to bound": (
+        "--parallel.expert_rank_capacity_factor=1.5",
+        'bounds nothing with parallel.dispatcher = "alltoall"',
+    ),
+    "what is captured asks the host nothing": ("--compile.cudagraph=step", "reads the counts of every layer"),
     "edp divides the experts' width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
     "microbatches divide the global batch": ("--train.global_batch_sequences=40", "take 32 or 48"),
     "microbatches divide the validation": ("--validation.num_sequences=8", "take 16"),
@@ -71,6 +76,7 @@ BROKEN = {
         "--precision.compute=fp32 --precision.master=bf16",
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
+    "the optimizer knows its dtypes": ("--precision.moments=bf16", 'needs perf.optimizer = "fused"; take that'),
     "the attention backend exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
     "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "balanced routing needs a router": (
@@ -133,6 +139,16 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--model.moe.num_experts=0 --model.ffn_hidden_size=0", 8, "moe.num_experts = 0 makes 4 layers dense"),
         ("--precision.compute=fp64 --precision.master=fp64", 8, 'precision.compute = "fp64"'),
         ("--precision.compute=fp64 --precision.master=fp64", 8, 'precision.reduce = "fp32" is coarser'),
+        (
+            "--precision.master=fp64 --precision.moments=bf16 --perf.optimizer=fused",
+            8,
+            'precision.moments = "bf16" is coarser than precision.master = "fp64"; take "master"',
+        ),
+        (
+            "--precision.master=fp64 --perf.optimizer=fused --run.device=cuda",
+            8,
+            'precision.master = "fp64" has no perf.optimizer = "fused" with run.device = "cuda"',
+        ),
         ("--model.moe.latent_size=12", 8, "model.moe.latent_size = 12 is not a multiple of 8"),
         ("--model.hidden_size=130", 8, "model.hidden_size = 130 is not a multiple of 8"),
         ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),
@@ -162,6 +178,10 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--optim.warmup_steps=60 --optim.decay_steps=50 --train.steps=20",  # the schedule adapts itself
         "--checkpoint.keep_latest=0",
         "--parallel.dp_replicate=2",
+        "--precision.moments=fp32",  # what master is
+        "--precision.moments=bf16 --perf.optimizer=fused",
+        "--precision.moments=fp32 --precision.master=bf16 --perf.optimizer=fused",
+        "--precision.master=fp64 --perf.optimizer=fused --run.device=cpu",  # the reference
     ],
 )
 def test_what_may_run_is_not_refused(empty_file: Path, overrides: str) -> None:

@@ -95,7 +95,8 @@ class Skewed:
 
 def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
     """Run all steps on this rank; the fields of a Trace."""
-    _, model, _, _, step = assemble(run, torch.device("cpu"))
+    _, model, _, _, stepper = assemble(run, torch.device("cpu"))
+    step = stepper.step
     if num_starved >= 0:
         for router in step.balancer.routers.values():
             router.choose = Skewed(router.choose, num_starved)
@@ -104,7 +105,7 @@ def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
         batch = batch_of(index, run.train.micro_batch_sequences)
         if index == 0:
             trace.grads = first_gradients(step, model, batch)
-        result = step(batch)
+        result = stepper(batch)
         trace.losses.append(result.loss.item())
         trace.aux_losses.append(result.aux_loss.item())
         trace.grad_norms.append(result.grad_norm.item())
@@ -200,6 +201,13 @@ def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:
     candidate = recipe(ParallelConfig())
     whole_batch = replace(candidate, train=replace(candidate.train, micro_batch_sequences=SEQUENCES))
     assert_same(run(ranks, 1, whole_batch)[0], alone[-1], 1e-9)
+
+
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+def test_gathering_once_a_step_changes_nothing(ranks, alone: dict[int, Trace], dp_replicate: int) -> None:
+    parallel = ParallelConfig(dp_replicate=dp_replicate, ep=2, dispatcher="alltoall", gathers_once_a_step=True)
+    for trace in run(ranks, 4, recipe(parallel)):
+        assert_same(trace, alone[-1], 1e-9)
 
 
 def test_fp32_with_the_fast_kernel(ranks, alone: dict[int, Trace]) -> None:

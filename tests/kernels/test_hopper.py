@@ -8,17 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.adamw import launch_adamw
 from titan_moe.kernels.expert_up import expert_up
 from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
 from titan_moe.kernels.rms_norm import norm_backward, norm_forward
 from titan_moe.kernels.rotary_backward import rotary_backward
 from titan_moe.kernels.rotary_forward import rotary_forward
+from titan_moe.kernels.scaled_cast import scaled_cast
 from titan_moe.kernels.slot_sum import slot_sum
+from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward
 from titan_moe.kernels.tiles import plan_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
+V = 151_936
 R = S * K
 
 
@@ -36,6 +40,12 @@ def index(*shape: int) -> Tensor:
 
 def tiles() -> Any:
     return plan_tiles(index(E), R, 128)
+
+
+def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
+    scalars = (single() for _ in range(4))
+    n = param.numel()
+    launch_adamw(param, param, moments(n), moments(n), *scalars, 0.9, 0.999, 1e-8, 0.1, 2**40 + 1)
 
 
 GEMMS: dict[str, Callable[[], object]] = {
@@ -81,9 +91,16 @@ ROTARIES: dict[str, Callable[[], object]] = {
 PASSES: dict[str, Callable[[], object]] = {
     **ROTARIES,
     **NORMS,
+    "adamw_fp32": lambda: adamw(single(R * D), single),
+    "adamw_bf16_moments": lambda: adamw(single(R * D), half),
+    "adamw_bf16": lambda: adamw(half(R * D), half),
     "plan_tiles": tiles,
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
+    "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
+    "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),
+    "softmax_gradient_odd": lambda: softmax_gradient(half(2048, V + 1), index(2048).long(), single(2048), -100),
+    "scaled_cast": lambda: scaled_cast(single(V, D), single(), torch.bfloat16),
 }
 """Kernels that are bound by memory."""
 

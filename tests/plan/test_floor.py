@@ -8,6 +8,7 @@ import pytest
 from titan_moe.config import Recipe, load_recipe
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import PerfConfig, PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.plan.count import ParameterCount, count, count_parameters
 from titan_moe.plan.floor import Work, copies_on_the_wire, sharding_bytes, step_work
@@ -49,6 +50,9 @@ def test_bytes_by_hand() -> None:
     state_bytes = state_bytes_per_rank(gathered, 8)
     assert work["optimizer"].memory_bytes == pytest.approx(7 / 4 * state_bytes)
     assert work["clip"].memory_bytes == pytest.approx(3 / 4 * state_bytes)
+    ours = replace(gathered, perf=PerfConfig(optimizer="fused"), precision=PrecisionConfig(moments="bf16"))
+    assert step_work(ours, 8)["optimizer"].memory_bytes == pytest.approx(20 / 16 * state_bytes), "of 28 bytes, 8 less"
+    assert step_work(ours, 8)["clip"].memory_bytes == pytest.approx(1 / 4 * state_bytes), "the norm alone"
     assert "shared" not in work and "latent" not in work, "what a model does not have is not listed"
 
 

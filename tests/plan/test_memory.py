@@ -1,14 +1,17 @@
 """What a rank keeps for the whole run, against arithmetic by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import PrecisionConfig
 from titan_moe.plan.count import count_parameters
 from titan_moe.plan.memory import state_bytes_per_rank
+from titan_moe.plan.page import describe
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
 
@@ -32,3 +35,13 @@ def test_states_are_divided_by_the_ranks_that_share_them(
     assert state_bytes_per_rank(recipe, world_size) == pytest.approx(expected)
     halved = replace(recipe, precision=replace(recipe.precision, master="bf16"))
     assert state_bytes_per_rank(halved, world_size) == pytest.approx(expected / 2)
+
+
+@pytest.mark.parametrize(
+    ("master", "moments", "expected"), [("fp32", "bf16", 12), ("bf16", "fp32", 12), ("fp32", "master", 16)]
+)
+def test_moments_may_be_smaller_or_larger_than_the_rest(master: Any, moments: Any, expected: int) -> None:
+    recipe = Recipe(model=MODEL, precision=PrecisionConfig(master=master, moments=moments))
+    assert state_bytes_per_rank(recipe, 1) == expected * count_parameters(MODEL).total
+    page = describe(recipe, 1)
+    assert (f"parameters and gradients in {master}, moments in {moments}" in page) == (moments != "master")

@@ -65,3 +65,33 @@ STEP_ON_GPU = [
     {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 1, "pid": 10, "tid": 1, "ts": 30},
 ]
 """One step of 1000 us: gaps of 50, 10, 10, 70 and 120 us, messages of 240 us, of which 100 under the experts' GEMM."""
+
+
+def replay(correlation: int, start_us: float, stop_us: float) -> Event:
+    """The host's call that launches a CUDA graph."""
+    return event("cuda_runtime", "cudaGraphLaunch", start_us, stop_us, correlation=correlation)
+
+
+REPLAYED_STEPS = [
+    event("user_annotation", "ProfilerStep#3", 0, 1000),  # launched kernel by kernel
+    part("attention", 10, 110),
+    forward("aten::mm", 20, 60, sequence=5),
+    launch(1, 30, 40),
+    part("experts", 210, 300),
+    launch(2, 230, 240),
+    node("MmBackward0", 400, 500, sequence=5),
+    launch(3, 410, 420, thread=2),
+    kernel(1, "gemm", 50, 150),
+    kernel(2, "gemm", 300, 500),
+    kernel(3, "gemm", 510, 610),
+    event("user_annotation", "ProfilerStep#4", 1000, 1900),  # recorded, then replayed
+    replay(4, 1800, 1810),
+    kernel(4, "gemm", 1820, 1900),
+    event("user_annotation", "ProfilerStep#5", 2000, 2300),
+    replay(5, 2010, 2020),
+    kernel(5, "gemm", 2200, 2240),
+    kernel(5, "gemm", 2030, 2060),
+    kernel(5, "gemm", 2100, 2200),
+    kernel(5, "unknown", 2250, 2290),
+]
+"""Three steps, of which the last is a replay of 300 us with gaps of 30, 40, 10 and 10 us."""

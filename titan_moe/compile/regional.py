@@ -1,19 +1,20 @@
 """Compile the pieces of every block, each as one full graph.
 
 The dense part of a block (norms, attention, residual), its router, its experts and its shared experts are pieces; a
-dense block is one piece, and so is the softmax of the loss. The dispatch between them stays eager, because it may read
-sizes on the host and its collectives are its own. All blocks have the same code and no Python number of their own, so
-each piece compiles once a model, not once a layer.
+dense block is one piece, and so is the softmax of the loss, unless Triton makes it. The dispatch between them stays
+eager, because it may read sizes on the host and its collectives are its own. All blocks have the same code and no
+Python number of their own, so each piece compiles once a model, not once a layer.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch.base import Routed
+from titan_moe.kernels.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.moe import MoE
@@ -29,8 +30,9 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
     if not is_on(config, device):
         return
     for module in model.modules():
-        if isinstance(module, LanguageModelHead):
-            module.softmax = torch.compile(module.softmax, fullgraph=True)
+        if isinstance(module, LanguageModelHead) and module.cross_entropy is linear_cross_entropy:
+            softmax = torch.compile(loss_and_dlogits, fullgraph=True)
+            module.cross_entropy = partial(linear_cross_entropy, softmax=softmax)
         elif isinstance(module, MoE):  # in a block of any class, a user's too
             for piece in (module.router, module.shared_experts):
                 piece.forward = torch.compile(piece.forward, fullgraph=True)  # type: ignore[method-assign]

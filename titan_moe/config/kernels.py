@@ -34,7 +34,7 @@ class KernelOverrides:
     rotary: Literal["no", "torch", "triton"] = "no"
     """Norm and rotation of queries and keys in `gqa`; `mla` rotates in PyTorch, whatever this says."""
     head: Literal["no", "torch", "triton"] = "no"
-    """Softmax and its gradient between the GEMMs of the output head."""
+    """Cross entropy of the output head: softmax and its gradient between the GEMMs, and their buffers."""
 
 
 DEFAULT_KERNELS = Kernels()

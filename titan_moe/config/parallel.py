@@ -32,11 +32,18 @@ class ParallelConfig:
     dispatcher: Literal["local", "allgather", "alltoall"] = "local"
     """How rows reach their experts: `local` moves nothing (ep = 1), `allgather` gathers every row of the ep group
     (no host read), `alltoall` sends each row once to each rank that wants it (one host read a layer)."""
+    expert_rank_capacity_factor: float = 0.0
+    """Slots that a rank lays out for its experts, over its balanced load, for `allgather`; 0 lays out the worst case.
+    Nothing is dropped: a step whose rows do not fit is taken again without the bound, and counted in the metrics."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
     reshard_experts_after_forward: bool = True
-    """The same for the gathered experts of a block (there is nothing to gather where edp = 1)."""
+    """The same for the gathered experts of a block (where edp = 1 nothing is gathered, but cast to compute's dtype)."""
+    gathers_once_a_step: bool = False
+    """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
+    and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of
+    compute and whole gradients in that of the reduction, on every rank; buys their traffic, on one rank too."""
 
 
 @dataclass(frozen=True)

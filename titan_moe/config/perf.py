@@ -20,7 +20,12 @@ class PerfConfig:
     """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the
     rest."""
     loss_chunk_tokens: int = 4096
-    """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once."""
+    """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once. Triton's
+    head keeps one buffer of them: with 2048, a head of width 2048 and 152k words takes 1.2 GiB beyond its gradients."""
+    optimizer: Literal["torch", "fused"] = "torch"
+    """Who updates the parameters: `torch` is its fused AdamW, one dtype for parameter, gradient and moments; `fused` is
+    ours, which knows `precision.moments`, clips as it reads the gradients and rounds at random into bf16 (on a CPU its
+    plain reference). No kernel of the model, so `kernels` does not choose it."""
     override: KernelOverrides = field(default_factory=KernelOverrides)
     """Single operations that differ from what `kernels` stands for."""
 
@@ -32,14 +37,21 @@ class PerfConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Three dtypes of training; math that needs fp32 (norms, router, scores, softmax, loss) never goes below it."""
+    """The dtypes of training; math that needs fp32 (norms, router, scores, softmax, loss) never goes below it."""
 
     compute: Dtype = "bf16"
     """Parameters and activations in forward and backward."""
     master: Dtype = "fp32"
-    """Parameters that the optimizer updates, its two moments, and the gradients that it reads."""
+    """Parameters that the optimizer updates, and the gradients that it reads."""
     reduce: Dtype = "fp32"
     """Gradients while they are summed over ranks."""
+    moments: Literal["master", "bf16", "fp32"] = "master"
+    """AdamW's two moments: as `master`, or in a dtype of their own, which needs perf.optimizer = "fused"."""
+
+    @property
+    def moments_dtype(self) -> Dtype:
+        """What `moments` comes to."""
+        return self.master if self.moments == "master" else self.moments
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,9 @@ class CompileConfig:
 
     regional: Literal["on_cuda", "on", "off"] = "on_cuda"
     """Compile the dense part and the experts of every block, each as one full graph: on GPUs only, always, or never."""
+    cudagraph: Literal["off", "microbatch", "step"] = "off"
+    """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
+    then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 P ranks of the group · T tokens on each of them · K choices · e experts on this rank · D width
 
 Bytes: (P-1)·T·D elements arrive and as many leave again in the reduce-scatter, whatever the routing: good for few
-ranks and many choices. Sizes are static, so the host reads nothing; the slots are bounded by P·T·min(K, e).
+ranks and many choices. Sizes are static, so the host reads nothing: slots are laid out for the worst case,
+P·T·min(K, e), or up to a bound over the balanced load, T·K.
 """
 
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.base import Routed, TokenDispatcher, route
+from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.wire import all_gather, reduce_scatter
 
 
@@ -27,9 +29,10 @@ class AllGatherExchange(NamedTuple):
 class AllGatherDispatcher(TokenDispatcher):
     """Gather the rows of all ranks, reduce-scatter the results. Every rank must bring the same number of tokens."""
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
-        """`num_experts` is the layer's total; `group` holds the ranks that share it."""
+    def __init__(self, num_experts: int, group: dist.ProcessGroup, bound: SlotBound | None = None) -> None:
+        """`num_experts` is the layer's total; `group` holds the ranks that share it; `bound` bounds the slots."""
         self.group = group
+        self.bound = bound or SlotBound()
         self.num_local_experts = num_experts // group.size()
         self.first_expert = self.num_local_experts * dist.get_rank(group)
 
@@ -41,7 +44,11 @@ class AllGatherDispatcher(TokenDispatcher):
 
     def send(self, x_TD: Tensor, exchange: AllGatherExchange) -> Routed:
         local_ids_SK, scores_SK = exchange
-        num_slots = local_ids_SK.shape[0] * min(local_ids_SK.shape[1], self.num_local_experts)
+        num_rows, num_choices = local_ids_SK.shape
+        num_slots = self.bound.num_slots(
+            balanced=num_rows * num_choices // self.group.size(),
+            worst=num_rows * min(num_choices, self.num_local_experts),
+        )
         x_SD = all_gather(x_TD, self.group)
         return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, num_slots, exchange)
 

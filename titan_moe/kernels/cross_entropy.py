@@ -9,6 +9,7 @@ gradient at once, in the forward pass, so that C·V elements are all that ever e
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ def loss_and_dlogits(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tenso
 
 
 LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+CrossEntropy = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""x_TD, weight_VD, labels_T, chunk_tokens -> summed loss."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -102,22 +105,35 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, chunk_tokens, softmax)
 
 
+@cache
+def choose_cross_entropy(maker: str) -> CrossEntropy:
+    """The head's loss for the recipe's choice: `torch` is PyTorch throughout, `triton` is fused_cross_entropy.py."""
+    if maker == "torch":
+        return linear_cross_entropy
+    from titan_moe.kernels.fused_cross_entropy import fused_cross_entropy
+
+    return fused_cross_entropy
+
+
+def sample_labels(num_words: int, num_tokens: int, device: torch.device) -> list[tuple[str, Tensor, int]]:
+    """Labels and chunks that every head's loss must survive: some ignored, all, a last chunk of few, one of all."""
+    labels_T = torch.randint(num_words, (num_tokens,), device=device)
+    some_T = labels_T.masked_fill(torch.rand(num_tokens, device=device) < 0.3, IGNORE_LABEL)
+    return [
+        ("all", labels_T, 16),
+        ("some_ignored", some_T, 16),
+        ("all_ignored", torch.full_like(labels_T, IGNORE_LABEL), 16),
+        ("one_chunk", some_T, 64),
+    ]
+
+
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     x_TD = torch.randn(37, 16, device=device, dtype=dtype)
     weight_VD = torch.randn(50, 16, device=device, dtype=dtype)
-    labels_T = torch.randint(50, (37,), device=device)
-    some_T = labels_T.masked_fill(torch.rand(37, device=device) < 0.3, IGNORE_LABEL)
-    none_T = torch.full_like(labels_T, IGNORE_LABEL)
-    cases = (
-        ("all", labels_T, 16),
-        ("some_ignored", some_T, 16),
-        ("all_ignored", none_T, 16),
-        ("one_chunk", some_T, 64),
-    )
-    return [Sample(name, (x_TD, weight_VD, labels, chunk), 2) for name, labels, chunk in cases]
+    return [Sample(name, (x_TD, weight_VD, labels, chunk), 2) for name, labels, chunk in sample_labels(50, 37, device)]
 
 
-def _benchmark() -> Benchmark:
+def head_benchmark() -> Benchmark:
     """The head of Qwen3-30B-A3B on 16,384 tokens; forward does the work of backward too."""
     num_tokens, width, vocabulary = 16_384, 2048, 151_936
 
@@ -130,7 +146,8 @@ def _benchmark() -> Benchmark:
     return Benchmark("qwen3", draw, flops, flops, moved, moved)
 
 
-def _with_compiled_softmax(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+def with_compiled_softmax(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """The PyTorch path as compiled runs take it; for benchmarks."""
     return linear_cross_entropy(x_TD, weight_VD, labels_T, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
 
 
@@ -140,7 +157,7 @@ register(
         linear_cross_entropy,
         linear_cross_entropy_reference,
         _samples,
-        benchmarks=(_benchmark(),),
-        rivals={"with compiled softmax": _with_compiled_softmax, "all logits": linear_cross_entropy_reference},
+        benchmarks=(head_benchmark(),),
+        rivals={"with compiled softmax": with_compiled_softmax, "all logits": linear_cross_entropy_reference},
     )
 )

@@ -110,11 +110,14 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)  # or a gradient of zeros is written for the pre-activation, every time
     ctx.save_for_backward(*inputs, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, dy_SD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy_SD is None:
+        return (None,) * 7
     x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, hidden_R2F = ctx.saved_tensors
     dy_SD = dy_SD.contiguous()
     dx_SD, dscores_R, dhidden_R2F, active_RF = _expert_mlp_dx(

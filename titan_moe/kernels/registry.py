@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What an operation returns: one tensor, or several, all differentiable."""
+"""What an operation returns: one tensor, or several."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an operation: the arguments, and how many leading ones are differentiable."""
+    """One call of an operation: the arguments, and how many leading ones are differentiable (0: it has no backward)."""
 
     name: str
     args: tuple[Any, ...]
@@ -73,14 +76,7 @@ def as_tuple(output: Output) -> tuple[Tensor, ...]:
 
 def load_all() -> dict[str, Kernel]:
     """Import every kernel file, so that its entry is in the list, and return the list."""
-    from titan_moe.kernels import (  # noqa: F401
-        cross_entropy,
-        fused_expert_mlp,
-        grouped_mm,
-        permute,
-        rms_norm,
-        rotary,
-        swiglu,
-    )
-
+    package = Path(__file__).parent
+    for module in iter_modules([str(package)]):
+        import_module(f"titan_moe.kernels.{module.name}")
     return KERNELS

@@ -67,11 +67,14 @@ class Meter:
         lr: float,
         num_tokens: int,
         tokens_per_expert: dict[str, Tensor],
+        num_skipped: Tensor | int,
+        num_reruns: int,
     ) -> dict[str, Any] | None:
         """Count step number `step` (the first is 1) and, if it is a logged one, write and return its record.
 
         Shapes: `loss`, `aux_loss`, `grad_norm` 0-dim; `tokens_per_expert` [E] a layer, by the layer's name.
-        Units: `num_tokens` are the tokens of this step on all ranks.
+        Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped` (0-dim) and `num_reruns` are steps
+        since the start of this process.
         """
         self.tokens_seen += num_tokens
         self.throughput.count(num_tokens)
@@ -80,7 +83,7 @@ class Meter:
         if not self._is_logged(step):
             return None
         loads = expert_loads(tokens_per_expert)
-        scalars = read([loss, aux_loss, grad_norm, *loads.values()])
+        scalars = read([loss, aux_loss, grad_norm, num_skipped, *loads.values()])
         measured = self.throughput.measure()  # after the read: the device has finished the step
         record = {
             "step": step,
@@ -89,7 +92,9 @@ class Meter:
             "tokens_seen": self.tokens_seen,
             **measured,
             "memory_gib": peak_memory_gib(self.device),
-            "expert_load": dict(zip(loads, scalars[3:], strict=True)),
+            "expert_load": dict(zip(loads, scalars[4:], strict=True)),
+            "skipped_steps": int(scalars[3]),
+            "rerun_steps": num_reruns,
         }
         if self.recipe.train.force_balanced_routing:
             record["forced_balance"] = True

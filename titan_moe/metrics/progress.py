@@ -53,6 +53,10 @@ def describe(record: dict[str, Any], total_steps: int, unit: str) -> str:
     words += [f"{record['memory_gib']:.2f} GiB", f"{record['step_ms']:.0f} ms"]
     if record["expert_load"]:
         words.append(f"expert load {max(record['expert_load'].values()):.2f}")
+    if record["skipped_steps"]:
+        words.append(f"SKIPPED {record['skipped_steps']} steps, their gradients were not finite")
+    if record["rerun_steps"]:
+        words.append(f"{record['rerun_steps']} steps taken again")
     if record.get("forced_balance"):
         words.append("FORCED BALANCE")
     return "  ".join(words)

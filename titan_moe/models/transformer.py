@@ -35,7 +35,7 @@ class Transformer(nn.Module):
             }
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = LanguageModelHead(config.hidden_size, config.vocab_size, loss_chunk_tokens)
+        self.head = LanguageModelHead(config.hidden_size, config.vocab_size, loss_chunk_tokens, kernels.head)
         if config.embeddings_are_tied:
             self.head.weight = self.embed.weight
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from titan_moe.config.train import OptimConfig
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer
 
@@ -20,25 +22,37 @@ class Schedules(LRSchedulersContainer):
     """The schedule of every optimizer of a run, which all stand at the same step.
 
     Its state is that step and nothing else: a resumed run takes the curve from its recipe, and a recipe with more
-    steps goes on along its own.
+    steps goes on along its own. Where an optimizer keeps its rate on the device, the tensor that a captured step reads
+    is filled; nothing is read back from it.
     """
+
+    def __init__(self, optimizers: OptimizersContainer, lr: float, factor: Callable[[int], float]) -> None:
+        super().__init__(optimizers, factor)
+        self.base_lr, self.factor = lr, factor
+        self._go_to(0)
 
     @property
     def lr(self) -> float:
         """The learning rate of the coming optimizer step."""
-        return self.schedulers[0].get_last_lr()[0]
+        return self.base_lr * self.factor(self.schedulers[0].last_epoch)
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_step": self.schedulers[0].last_epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._go_to(int(state_dict["last_step"]))
+
+    def _go_to(self, step: int) -> None:
         for scheduler in self.schedulers:
-            scheduler.last_epoch = int(state_dict["last_step"])
-            factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
-            rates = [base * factor for base, factor in zip(scheduler.base_lrs, factors, strict=True)]
-            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            scheduler._last_lr = rates
+            groups = scheduler.optimizer.param_groups
+            scheduler.last_epoch = step
+            scheduler.base_lrs = [self.base_lr] * len(groups)  # torch's are tensors where the rates are
+            scheduler._last_lr = [self.lr] * len(groups)
+            for group in groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(self.lr)
+                else:
+                    group["lr"] = self.lr
 
 
 def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: int) -> Schedules:
@@ -50,7 +64,7 @@ def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: 
     may diverge) and the fall takes the steps that remain. torchtitan's own curve is not used: there the fall has one
     step less and does not reach its end.
     """
-    return Schedules(optimizers, partial(lr_factor, config=config, steps=steps))
+    return Schedules(optimizers, config.lr, partial(lr_factor, config=config, steps=steps))
 
 
 def lr_factor(num_steps_done: int, config: OptimConfig, steps: int) -> float:

@@ -5,26 +5,31 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from titan_moe.dispatch.bound import SlotBound
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.mesh import Meshes
 
 
-def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
-    """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher."""
+def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, bound: SlotBound) -> None:
+    """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
+
+    All layers share one `bound` of slots, and so one flag that says whether any of them overflowed.
+    """
     for module in model.modules():
         if isinstance(module, MoE):
-            module.dispatcher = _dispatcher(module, config, meshes)
+            module.dispatcher = _dispatcher(module, config, meshes, bound)
             if config.ep > 1:
                 _shard(module.experts, meshes)
 
 
-def _dispatcher(moe: MoE, config: ParallelConfig, meshes: Meshes) -> TokenDispatcher:
+def _dispatcher(moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBound) -> TokenDispatcher:
     num_experts = moe.router.weight.shape[0]
     if config.dispatcher == "local":
         return LocalDispatcher(num_experts)
-    kinds = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
-    return kinds[config.dispatcher](num_experts, meshes.ep.get_group())
+    if config.dispatcher == "allgather":
+        return AllGatherDispatcher(num_experts, meshes.ep.get_group(), bound)
+    return AllToAllDispatcher(num_experts, meshes.ep.get_group())
 
 
 def _shard(experts: GroupedExperts, meshes: Meshes) -> None:

@@ -27,11 +27,13 @@ def apply(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, 
         reduce_dtype=_unless_equal(precision.reduce, precision.compute),
         cast_forward_inputs=False,  # routing scores enter the experts in fp32 and must stay so
     )
+    reshards = not config.gathers_once_a_step
     blocks = list(model.get_submodule("layers").children())
     for block in blocks:
         for experts in _experts_of(block):
-            _shard_experts(experts, meshes.expert_fsdp, policy, config.reshard_experts_after_forward)
-        fully_shard(block, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+            _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
+        reshards_block = reshards and config.reshard_after_forward
+        fully_shard(block, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshards_block)
     fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=False)
     _prefetch(blocks)
     for module in model.modules():
@@ -39,6 +41,12 @@ def apply(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, 
             module.set_gradient_divide_factor(1.0)
             # gloo has no pre-multiplied sum
             module.set_force_sum_reduction_for_comms(True)
+
+
+def keep_gathered(model: nn.Module, keeps: bool) -> None:
+    """Let the coming backwards leave parameters gathered and gradients unreduced, or finish both."""
+    _fsdp(model).set_requires_gradient_sync(not keeps)
+    _fsdp(model).set_reshard_after_backward(not keeps)
 
 
 def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:

@@ -8,26 +8,53 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titan_moe.optim.state import local
+
 
 @torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup) -> Tensor:
-    """Scale gradients down to a global 2-norm of `max_norm` (0: leave them); returns the norm before, on the device.
+def grad_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
+    """The global 2-norm of all gradients, on the device, in at least fp32.
 
     Gradients live on different meshes, dense and expert, and every shard must count exactly once: each rank sums the
     squares of its shards, divided by the copies that replicated mesh axes make of them, and one all-reduce over
     `group`, the ranks of all meshes, adds them up.
     """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    shards = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    grads = _grads(parameters)
+    shards = [local(grad) for grad in grads]
     wide = torch.promote_types(shards[0].dtype, torch.float32)  # a norm in bf16 would be half a percent wrong
     norms = torch._foreach_norm(shards, 2, wide)
     torch._foreach_div_(norms, [math.sqrt(_num_copies(grad, group.size())) for grad in grads])
     square = torch.stack(norms).square().sum()
     dist.all_reduce(square, group=group)
-    norm = square.sqrt()
+    return square.sqrt()
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What gradients of a norm are multiplied by so that it does not exceed `max_norm` (0: nothing is clipped).
+
+    A norm that is not finite gives 1: what is broken stays visibly broken, what is not stays as it is, and it is for
+    the guard of the optimizer to skip the step.
+    """
+    if max_norm == 0:
+        return torch.ones_like(norm)
+    return torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup) -> Tensor:
+    """Scale gradients down to a global 2-norm of `max_norm` (0: leave them); returns the norm before, on the device.
+
+    An optimizer that takes the factor itself spares this pass over all gradients.
+    """
+    parameters = list(parameters)
+    norm = grad_norm(parameters, group)
     if max_norm > 0:
-        torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_([local(grad) for grad in _grads(parameters)], clip_factor(norm, max_norm))
     return norm
+
+
+def _grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _num_copies(grad: Tensor, num_ranks: int) -> int:

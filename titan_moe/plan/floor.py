@@ -12,14 +12,10 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import attention_core_width, attention_projection_weights, count_parameters, expert_width
 from titan_moe.plan.hardware import Hardware
-from titan_moe.plan.memory import BYTES_OF_DTYPE, COPIES_OF_A_PARAMETER, state_bytes_per_rank
+from titan_moe.plan.memory import BYTES_OF_DTYPE, parameters_per_rank
 
 FORWARD_AND_BACKWARD = 6
 """FLOPs of a multiply-add with a weight: two forward, two for each of the gradients."""
-PASSES_OF_ADAMW = 7
-"""Reads of parameter, gradient and two moments; writes of all but the gradient."""
-PASSES_OF_CLIPPING = 3
-"""A read of the gradients for their norm, a read and a write to scale them."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,22 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     # a row goes there and its gradient comes back the same way
     moved = 2 * num_moe_layers * num_tokens * row_bytes * copies_on_the_wire(recipe)
     work["dispatch"] = work["combine"] = Work(wire_bytes=moved)
-    copy_bytes = state_bytes_per_rank(recipe, world_size) / COPIES_OF_A_PARAMETER
-    work["clip"] = Work(memory_bytes=PASSES_OF_CLIPPING * copy_bytes if recipe.optim.max_grad_norm else copy_bytes)
-    work["optimizer"] = Work(memory_bytes=PASSES_OF_ADAMW * copy_bytes)
+    work["clip"], work["optimizer"] = update_work(recipe, world_size)
     work["sharding"] = Work(wire_bytes=sharding_bytes(recipe, world_size))
     return {part: done for part, done in work.items() if done != Work()}
+
+
+def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
+    """Reckon the norm with the clipping, and AdamW: all of it passes over memory.
+
+    The norm reads the gradients; clipping reads and writes them again, unless the optimizer does it as it reads them.
+    AdamW reads parameter, gradient and two moments and writes all but the gradient.
+    """
+    held, precision = parameters_per_rank(recipe, world_size), recipe.precision
+    master, moments = (BYTES_OF_DTYPE[dtype] for dtype in (precision.master, precision.moments_dtype))
+    clips_in_a_pass = recipe.optim.max_grad_norm > 0 and recipe.perf.optimizer == "torch"
+    clip = Work(memory_bytes=held * master * (3 if clips_in_a_pass else 1))
+    return clip, Work(memory_bytes=held * (3 * master + 4 * moments))
 
 
 def copies_on_the_wire(recipe: Recipe) -> float:

@@ -2,6 +2,7 @@
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.capture import obstacles
 from titan_moe.plan.count import ParameterCount, count
 from titan_moe.plan.memory import state_bytes_per_rank
 
@@ -22,6 +23,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         *_parallel_rows(recipe, world_size),
         ("step", _step(recipe, world_size)),
         ("memory", _memory(recipe, world_size)),
+        *_capture_rows(recipe),
     ]
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
 
@@ -91,6 +93,19 @@ def _step(recipe: Recipe, world_size: int) -> str:
     )
 
 
+def _capture_rows(recipe: Recipe) -> list[tuple[str, str]]:
+    if recipe.run.device == "cpu":
+        return []
+    problems = list(obstacles(recipe))
+    if not problems:
+        return [("CUDA graph", f"{recipe.compile.cudagraph}; forward, backward and the whole step can be captured")]
+    return [("CUDA graph", "forward and backward cannot be captured:"), *(("", problem) for problem in problems)]
+
+
 def _memory(recipe: Recipe, world_size: int) -> str:
     gib = state_bytes_per_rank(recipe, world_size) / 2**30
-    return f"{gib:.3g} GiB a rank: parameters, gradients, moments in {recipe.precision.master}; activations come on top"
+    master, moments = recipe.precision.master, recipe.precision.moments_dtype
+    kept = f"parameters, gradients, moments in {master}"
+    if moments != master:
+        kept = f"parameters and gradients in {master}, moments in {moments}"
+    return f"{gib:.3g} GiB a rank: {kept}; activations come on top"

@@ -1,8 +1,8 @@
 """Read a Chrome trace of the profiler into stretches of work, each with its part of the model.
 
 On a GPU the work is what its streams ran: kernels, copies, sets, each tied to the host event that launched it by its
-`correlation`. On a CPU it is the operations themselves, each for the time that no operation inside it takes, and the
-messages of gloo's threads.
+`correlation`, or, if a CUDA graph launched it, to its like in a step that was not replayed. On a CPU it is the
+operations themselves, each for the time that no operation inside it takes, and the messages of gloo's threads.
 """
 
 import json
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.profile.attribution import OTHER, HostEvent, attribute
+from titan_moe.profile.replay import GRAPH_LAUNCHES, name_replayed
+from titan_moe.profile.span import Span
 
 STEP = "ProfilerStep#"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -22,27 +24,6 @@ MESSAGES = ("nccl", "nvshmem")
 """What the names of kernels contain that talk to other ranks, in lower case."""
 HOST_MESSAGE = "gloo:"
 COLLECTIVE = "c10d::"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of time in which a stream or a thread did one thing."""
-
-    name: str
-    part: str
-    is_backward: bool
-    is_communication: bool
-    start_us: float
-    stop_us: float
-    continues: bool = False
-    """Whether it is a later stretch of an operation that other operations have interrupted."""
-    launched_us: float | None = None
-    """When the host had handed it to the device; None where host and device are one, or the trace does not say."""
-
-    @property
-    def duration_us(self) -> float:
-        """How long it took."""
-        return self.stop_us - self.start_us
 
 
 @dataclass(frozen=True)
@@ -69,28 +50,34 @@ class Timeline:
         return self.stop_us - self.start_us
 
 
-def read_trace(path: Path) -> Timeline:
-    """Read a trace that the profiler wrote.
+def read_trace(path: Path, num_steps: int | None = None) -> Timeline:
+    """Read a trace that the profiler wrote; of its steps the last `num_steps` count, or all.
+
+    Where a CUDA graph is replayed, an earlier step that was launched kernel by kernel names its kernels.
 
     Raises: ValueError if no optimizer step is in it.
     """
     trace = json.loads(path.read_text(encoding="utf-8"))
     base_ns = trace.get("baseTimeNanoseconds")
     try:
-        return read_events(trace["traceEvents"], None if base_ns is None else base_ns / 1e3)
+        return read_events(trace["traceEvents"], None if base_ns is None else base_ns / 1e3, num_steps)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_events(events: list[dict[str, Any]], unix_offset_us: float | None = None) -> Timeline:
+def read_events(
+    events: list[dict[str, Any]], unix_offset_us: float | None = None, num_steps: int | None = None
+) -> Timeline:
     """Read the events of a trace."""
     complete = [event for event in events if event.get("ph") == "X"]
     steps = [e for e in complete if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]
     if not steps:
         raise ValueError(f"no optimizer step in this trace: no event is named {STEP}N")
+    steps.sort(key=lambda step: step["ts"])
     device = [event for event in complete if event.get("cat") in ON_DEVICE]
     host = list(attribute(_host_event(event) for event in complete if event.get("cat") in ON_HOST))
-    spans = _device_spans(device, host) if device else _host_spans(host)
+    spans = _device_spans(device, host, steps[0]["ts"] + steps[0]["dur"]) if device else _host_spans(host)
+    steps = steps[-num_steps:] if num_steps else steps
     start_us = min(step["ts"] for step in steps)
     stop_us = max(step["ts"] + step["dur"] for step in steps)
     if device:
@@ -119,28 +106,38 @@ def _host_event(event: dict[str, Any]) -> HostEvent:
     )
 
 
-def _device_spans(device: list[dict[str, Any]], host: Iterable[tuple[HostEvent, HostEvent | None]]) -> list[Span]:
+def _device_spans(
+    device: list[dict[str, Any]], host: Iterable[tuple[HostEvent, HostEvent | None]], first_step_stop_us: float
+) -> list[Span]:
     launches = {
         event.args["correlation"]: event
         for event, _ in host
         if event.category in LAUNCHES and "correlation" in event.args
     }
-    spans = []
+    launched: list[Span] = []
+    replays: dict[int, list[Span]] = defaultdict(list)
     for event in device:
         launch = launches.get(event.get("args", {}).get("correlation"))
-        talks = any(word in event["name"].lower() for word in MESSAGES)
-        spans.append(
-            Span(
-                name=event["name"],
-                part=launch.part if launch else OTHER,
-                is_backward=launch is not None and launch.is_backward,
-                is_communication=talks or (launch is not None and launch.is_communication),
-                start_us=event["ts"],
-                stop_us=event["ts"] + event.get("dur", 0.0),
-                launched_us=launch.stop_us if launch else None,
-            )
-        )
-    return spans
+        span = _device_span(event, launch)
+        if launch is not None and launch.name.startswith(GRAPH_LAUNCHES):
+            replays[launch.args["correlation"]].append(span)
+        else:
+            launched.append(span)
+    of_first_step = (span for span in launched if (span.launched_us or 0.0) <= first_step_stop_us)
+    return [*launched, *name_replayed(replays.values(), of_first_step)]
+
+
+def _device_span(event: dict[str, Any], launch: HostEvent | None) -> Span:
+    talks = any(word in event["name"].lower() for word in MESSAGES)
+    return Span(
+        name=event["name"],
+        part=launch.part if launch else OTHER,
+        is_backward=launch is not None and launch.is_backward,
+        is_communication=talks or (launch is not None and launch.is_communication),
+        start_us=event["ts"],
+        stop_us=event["ts"] + event.get("dur", 0.0),
+        launched_us=launch.stop_us if launch else None,
+    )
 
 
 def _host_spans(host: list[tuple[HostEvent, HostEvent | None]]) -> list[Span]:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from titan_moe.profile.attribution import OTHER
-from titan_moe.profile.read import Span, Timeline
+from titan_moe.profile.read import Timeline
+from titan_moe.profile.span import Span
 
 
 @dataclass

@@ -11,6 +11,7 @@ from torch import nn
 from titan_moe.compile import regional
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
+from titan_moe.dispatch.bound import SlotBound
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.router import ForcedBalance, TopKRouter
 from titan_moe.memory import recompute
@@ -22,7 +23,8 @@ from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.shards import local_slice
 from titan_moe.titan import OptimizersContainer
-from titan_moe.train.step import TrainStep
+from titan_moe.train.step import TrainStep, forward_backward, forward_backward_gathered
+from titan_moe.train.stepper import Stepper
 
 
 class Assembly(NamedTuple):
@@ -32,24 +34,36 @@ class Assembly(NamedTuple):
     model: nn.Module
     optimizers: OptimizersContainer
     schedule: Schedules
-    step: TrainStep
+    step: Stepper
 
 
 def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     """Build model, optimizer and step of a recipe; the process group must exist."""
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
-    model = build_model(recipe, meshes, device)
-    optimizers = build_optimizer([model], recipe.optim)
+    bound = SlotBound(recipe.parallel.expert_rank_capacity_factor, device)
+    model = build_model(recipe, meshes, device, bound)
+    optimizers = build_optimizer(
+        [model],
+        recipe.optim,
+        kind=recipe.perf.optimizer,
+        moments=fsdp.DTYPES[recipe.precision.moments_dtype],
+        seed=recipe.run.seed,
+        capturable=recipe.compile.cudagraph == "step",
+    )
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(model, recipe.model.moe.bias_update_speed, meshes.data_group)
-    step = TrainStep(model, optimizers, schedule, balancer, recipe.optim.max_grad_norm, meshes.data_group)
-    return Assembly(meshes, model, optimizers, schedule, step)
+    run_batch = forward_backward_gathered if recipe.parallel.gathers_once_a_step else forward_backward
+    num_skipped = torch.zeros((), dtype=torch.int64, device=device)
+    step = TrainStep(
+        model, optimizers, balancer, bound, recipe.optim.max_grad_norm, meshes.data_group, num_skipped, run_batch
+    )
+    return Assembly(meshes, model, optimizers, schedule, Stepper(step, schedule, recipe.compile.cudagraph))
 
 
-def build_model(recipe: Recipe, meshes: Meshes, device: torch.device) -> nn.Module:
+def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: SlotBound) -> nn.Module:
     """Build, spread, compile and initialise the model of a recipe on this rank."""
     model = build_on_meta(recipe)
-    expert.apply(model, recipe.parallel, meshes)  # experts leave the dense mesh before FSDP looks
+    expert.apply(model, recipe.parallel, meshes, bound)  # experts leave the dense mesh before FSDP looks
     regional.apply(model, recipe.compile, device)  # pieces, so that FSDP's hooks stay outside the graphs
     if recipe.profile.start_step:
         regions.apply(model)  # names for the trace, around compiled pieces and inside what is recomputed

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.data.packing import IGNORE_LABEL, Batch
+from titan_moe.dispatch.bound import SlotBound
 from titan_moe.optim.adamw import Optimizers
-from titan_moe.optim.schedule import Schedules
+from titan_moe.parallel import fsdp
 from titan_moe.parallel.balance import ExpertBalancer
-from titan_moe.parallel.grads import clip_grad_norm
+from titan_moe.parallel.grads import clip_factor, grad_norm
 from titan_moe.profile.region import region
 
 
@@ -26,44 +27,67 @@ class StepResult(NamedTuple):
     aux_loss: Tensor  # balancing losses, on the same scale
     grad_norm: Tensor  # global norm before clipping
     tokens_per_expert: dict[str, Tensor]  # router name -> tokens that each expert was given by all ranks [E]
+    has_overflowed: Tensor  # bool: some rank's rows did not fit their slots, nothing was changed, take the step again
+    num_skipped: Tensor  # int64: steps so far that changed nothing, because their gradients were not finite
 
 
 def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
     """Run microbatch after microbatch, gradients adding up; returns this rank's loss, scaled."""
+    return torch.stack([run_microbatch(model, microbatch, scale) for microbatch in batch.microbatches()]).sum()
+
+
+def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
+    """The same, with parameters gathered by the first microbatch and gradients reduced by the last."""
+    microbatches = list(batch.microbatches())
     losses = []
-    for microbatch in batch.microbatches():
-        loss = model(*microbatch) * scale
-        loss.backward()
-        losses.append(loss.detach())
+    for number, microbatch in enumerate(microbatches, start=1):
+        fsdp.keep_gathered(model, number < len(microbatches))
+        losses.append(run_microbatch(model, microbatch, scale))
     return torch.stack(losses).sum()
+
+
+def run_microbatch(model: nn.Module, microbatch: tuple[Tensor, Tensor, Tensor | None], scale: Tensor) -> Tensor:
+    """Forward and backward; returns the loss, scaled."""
+    loss = model(*microbatch) * scale
+    loss.backward()
+    return loss.detach()
 
 
 @dataclass
 class TrainStep:
-    """All between a batch and the next weights. From the first forward to the optimizer the host reads nothing."""
+    """All between a batch and the next weights, on the device: the host reads nothing.
+
+    A step whose gradients are not finite, or whose rows did not fit their slots, changes neither weights nor moments,
+    step counts or biases, on any rank.
+    """
 
     model: nn.Module
     optimizers: Optimizers
-    schedule: Schedules
     balancer: ExpertBalancer
+    bound: SlotBound
     max_grad_norm: float
     group: dist.ProcessGroup
+    num_skipped: Tensor
     forward_backward: Callable[[nn.Module, Batch, Tensor], Tensor] = forward_backward
 
     def __call__(self, batch: Batch) -> StepResult:
         scale = 1.0 / self.count_labels(batch)
         self.balancer.start(scale)
+        self.bound.reset()
         loss = self.forward_backward(self.model, batch, scale)
-        losses = torch.stack([loss, self.balancer.aux_loss(loss)])
-        dist.all_reduce(losses, group=self.group)
+        sums = torch.stack([loss, self.balancer.aux_loss(loss), self.bound.overflowed.to(loss.dtype)])
+        dist.all_reduce(sums, group=self.group)
+        has_overflowed = sums[2] > 0
         with region("clip"):
-            grad_norm = clip_grad_norm(self.model.parameters(), self.max_grad_norm, self.group)
-        tokens_per_expert = self.balancer.finish()
+            norm = grad_norm(self.model.parameters(), self.group)
+        is_void = has_overflowed | ~norm.isfinite()
+        tokens_per_expert = self.balancer.finish(is_void)
         with region("optimizer"):
-            self.optimizers.step()
-            self.schedule.step()
+            factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else None
+            self.optimizers.step(found_inf=is_void.float(), grad_factor=factor)
             self.optimizers.zero_grad()
-        return StepResult(losses[0], losses[1], grad_norm, tokens_per_expert)
+        self.num_skipped.add_(is_void & ~has_overflowed)
+        return StepResult(sums[0], sums[1], norm, tokens_per_expert, has_overflowed, self.num_skipped)
 
     def count_labels(self, batch: Batch) -> Tensor:
         """Label tokens of all ranks' batches, at least one, on the device."""

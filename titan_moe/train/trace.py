@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
 from titan_moe.plan.count import count
@@ -43,7 +44,7 @@ def run(recipe: Recipe) -> None:
     if rank > 0 or not path.exists():  # stopped before the traced steps, and said so
         return
     report = folder / "report.html"
-    page = render(read_trace(path), _subject(short), compile_report())
+    page = render(read_trace(path, recipe.profile.num_steps), _subject(short), compile_report())
     report.write_text(page, encoding="utf-8")
     logger.info("traces are in %s; the report is %s", path.parent, report)
 
@@ -51,10 +52,14 @@ def run(recipe: Recipe) -> None:
 def shortened(recipe: Recipe) -> Recipe:
     """The same steps, but few, and nothing between them: no log line, validation or checkpoint.
 
-    One step follows the traced ones: the run's last is logged, and reading its loss would hold the device up.
+    One step follows the traced ones: the run's last is logged, and reading its loss would hold the device up. Where
+    steps are replayed from a CUDA graph, two go before them: one that is launched kernel by kernel, which tells the
+    kernels' parts, and the one that is recorded.
     """
-    first_step = recipe.profile.start_step or FIRST_TRACED_STEP
-    steps = first_step + recipe.profile.num_steps
+    is_captured = recipe.compile.cudagraph != "off"
+    first_step = NUM_WARM_UPS if is_captured else recipe.profile.start_step or FIRST_TRACED_STEP
+    num_traced = recipe.profile.num_steps + (2 if is_captured else 0)
+    steps = first_step + num_traced
     run_folder = Path(recipe.run.folder)
     return replace(
         recipe,
@@ -64,7 +69,7 @@ def shortened(recipe: Recipe) -> Recipe:
         validation=replace(recipe.validation, every_steps=0),
         checkpoint=replace(recipe.checkpoint, every_steps=0),
         metrics=replace(recipe.metrics, every_steps=steps, tensorboard=False, progress_bar=False, sample_tokens=0),
-        profile=replace(recipe.profile, start_step=first_step),
+        profile=replace(recipe.profile, start_step=first_step, num_steps=num_traced),
     )
 
 

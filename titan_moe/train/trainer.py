@@ -167,7 +167,17 @@ class Trainer:
         progress.step += 1
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
-        self.meter.log(progress.step, lr=lr, num_tokens=num_tokens, **result._asdict())
+        self.meter.log(
+            progress.step,
+            loss=result.loss,
+            aux_loss=result.aux_loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            num_tokens=num_tokens,
+            tokens_per_expert=result.tokens_per_expert,
+            num_skipped=result.num_skipped,
+            num_reruns=self.step.num_reruns,
+        )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.meter.paused():
                 self.meter.log_validation(progress.step, self._validate())
@@ -179,14 +189,16 @@ class Trainer:
         return every_steps > 0 and self.progress.step % every_steps == 0
 
     def _validate(self) -> Tensor:
-        return validation_loss(self.model, self.loader.validation_batches(), self.device, self.meshes.data_group)
+        batches = self.loader.validation_batches()
+        with self.step.step.bound.lifted():
+            return validation_loss(self.model, batches, self.device, self.meshes.data_group)
 
     def _write_sample(self) -> None:
         """Let the model continue a held-out prompt. Every rank takes part, the main one prints."""
         metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
         prompt_BN = next(iter(self.loader.validation_batches())).tokens_MBN[0, :1, :PROMPT_TOKENS].to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
-        with evaluating(self.model):
+        with evaluating(self.model), self.step.step.bound.lifted():
             tokens_BN = self.model.generate(
                 prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
             )

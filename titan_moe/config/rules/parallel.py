@@ -67,6 +67,21 @@ def _ep_needs_a_wire(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    factor = p.expert_rank_capacity_factor
+    if factor != 0 and p.dispatcher != "allgather":
+        yield (
+            f"parallel.expert_rank_capacity_factor = {factor:g} bounds nothing with parallel.dispatcher = "
+            f'"{p.dispatcher}", whose slots are exact; set it to 0, or take "allgather"'
+        )
+    if 0 < factor < 1:
+        yield (
+            f"parallel.expert_rank_capacity_factor = {factor:g} is less than a balanced load, so every step would be "
+            "taken twice; take 1.25 or more, or 0 for the worst case"
+        )
+
+
 def _edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, model = recipe.parallel, recipe.model
     edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
@@ -114,6 +129,11 @@ PARALLEL_RULES = [
     Rule("ep divides num_experts", _ep_divides_experts, "each rank of an ep group holds the same number of experts"),
     Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
     Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
+    Rule(
+        "a slot bound has a dispatcher to bound",
+        _bound_has_a_dispatcher,
+        "it stands in for sizes that depend on the routing and that the host must not read",
+    ),
     Rule(
         "edp divides the experts' width",
         _edp_divides_expert_width,

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, nearest_multiples
+from titan_moe.plan.capture import obstacles
 
 BYTES_OF = {"bf16": 2, "fp32": 4, "fp64": 8}
 GROUPED_MM_STRIDE_BYTES = 16
@@ -60,10 +61,37 @@ def _precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
+def _the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, optimizer = recipe.precision, recipe.perf.optimizer
+    if p.master == "fp64" and p.moments_dtype != "fp64":
+        yield f'precision.moments = "{p.moments}" is coarser than precision.master = "fp64"; take "master"'
+    elif p.moments_dtype != p.master and optimizer == "torch":
+        yield (
+            f'precision.moments = "{p.moments}" beside precision.master = "{p.master}" needs perf.optimizer = "fused"; '
+            'take that, or precision.moments = "master"'
+        )
+    if p.master == "fp64" and optimizer == "fused" and recipe.run.device == "cuda":
+        yield (
+            'precision.master = "fp64" has no perf.optimizer = "fused" with run.device = "cuda"; take fp32 or bf16, or '
+            'perf.optimizer = "torch"'
+        )
+
+
 def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
     if recipe.run.device == "cpu" and backend in ("cudnn", "efficient"):
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
+
+
+def _graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.gathers_once_a_step:
+        yield (
+            'compile.cudagraph = "microbatch" records one microbatch for all, but parallel.gathers_once_a_step = true '
+            'makes the first and the last of a step differ; take "step", or gathers_once_a_step = false'
+        )
+    if recipe.compile.cudagraph != "off":
+        for obstacle in obstacles(recipe):
+            yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'
 
 
 def _recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -97,7 +125,17 @@ PERF_RULES = [
         _precision_does_not_sink,
         "digits that were computed would be thrown away before the update",
     ),
+    Rule(
+        "the optimizer knows its dtypes",
+        _the_optimizer_knows_its_dtypes,
+        "torch's AdamW has one dtype for parameter and moments, ours computes in fp32 on GPUs",
+    ),
     Rule("the attention backend exists", _attention_backend_exists, "these kernels run on GPUs only"),
+    Rule(
+        "what is captured asks the host nothing",
+        _graphs_can_be_captured,
+        "a CUDA graph repeats what was recorded, whatever the host would have answered",
+    ),
     Rule("recomputed experts exist", _recomputed_experts_exist, "nothing would be recomputed"),
     Rule("balanced routing needs a router", _balanced_routing_needs_a_router, "there is no choice to replace"),
 ]

@@ -1,0 +1,108 @@
+"""What a captured function promises, with a recorder that repeats the function instead of its kernels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.compile.cudagraph import Captured, Recorder, Recording
+
+DEVICE = torch.device("cuda")
+
+
+class Repeater:
+    """Records as a CUDA graph does: nothing runs while recording, every replay fills the same outputs anew."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def record(self, function: Callable[[], Tensor]) -> Recording:
+        self.log.append("record")
+        output = torch.full_like(function(), float("nan"))
+
+        def replay() -> None:
+            self.log.append("replay")
+            output.copy_(function())
+
+        return Recording(replay, lambda: self.log.append("release"), output)
+
+
+def scaled_sum(pair: tuple[Tensor, Tensor | None], scale: Tensor) -> Tensor:
+    return pair[0].sum() * scale
+
+
+def test_records_once_and_replays_on_new_inputs() -> None:
+    repeater: Any = Repeater()
+    captured = Captured(scaled_sum, repeater)
+    for step in range(3):
+        x, scale = torch.full((3,), float(step)), torch.tensor(2.0)
+        assert captured((x, None), scale).item() == 6 * step
+    assert repeater.log == ["record", "replay", "replay", "replay"]
+
+
+def test_outputs_are_filled_anew_by_each_replay() -> None:
+    captured = Captured(scaled_sum, Repeater())
+    first = captured((torch.ones(3), None), torch.tensor(1.0))
+    second = captured((torch.zeros(3), None), torch.tensor(1.0))
+    assert first is second and first.item() == 0
+
+
+def test_release_gives_back_and_records_anew() -> None:
+    repeater: Any = Repeater()
+    captured = Captured(scaled_sum, repeater)
+    captured.release()  # nothing was recorded
+    captured((torch.ones(3), None), torch.tensor(1.0))
+    captured.release()
+    assert captured((torch.ones(3), None), torch.tensor(2.0)).item() == 6
+    assert repeater.log == ["record", "replay", "release", "record", "replay"]
+
+
+@pytest.mark.parametrize(
+    "other", [(torch.ones(4), None), (torch.ones(3, dtype=torch.float64), None), (torch.ones(3), torch.ones(1))]
+)
+def test_other_shapes_are_refused(other: tuple[Tensor, Tensor | None]) -> None:
+    captured = Captured(scaled_sum, Repeater())
+    captured((torch.ones(3), None), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="shapes must not change"):
+        captured(other, torch.tensor(1.0))
+
+
+def test_what_cannot_be_recorded_is_told_with_a_way_out() -> None:
+    class Refuses(Repeater):
+        def record(self, function: Callable[[], Tensor]) -> Recording:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    captured = Captured(scaled_sum, Refuses())
+    with pytest.raises(RuntimeError, match=r'not permitted.*\n.*compile.cudagraph = "off"'):
+        captured((torch.ones(3), None), torch.tensor(1.0))
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_forward_and_backward_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, device=DEVICE, requires_grad=True)
+
+    def loss_and_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = (x @ weight).relu().square().mean()
+        return loss.detach(), torch.autograd.grad(loss, weight)[0]
+
+    recorder = Recorder()
+    captured = Captured(loss_and_gradient, recorder)
+    for _ in range(3):
+        recorder.run(lambda: loss_and_gradient(torch.randn(32, 64, device=DEVICE)))
+    for _ in range(3):
+        x = torch.randn(32, 64, device=DEVICE)
+        for got, expected in zip(captured(x), loss_and_gradient(x), strict=True):
+            assert torch.equal(got, expected)
+    captured.release()
+    assert torch.equal(captured(x)[0], loss_and_gradient(x)[0])
+
+
+@pytest.mark.gpu
+def test_a_host_read_cannot_be_recorded() -> None:
+    captured = Captured(lambda x: x * x.sum().item(), Recorder())
+    x = torch.ones(3, device=DEVICE)
+    with pytest.raises(RuntimeError, match="compile.cudagraph"):
+        captured(x)

@@ -1,0 +1,101 @@
+"""CUDA graphs on a GPU: replayed steps are the launched steps, bit for bit, and the host waits for nothing."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.config import Recipe
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, PerfConfig
+from titan_moe.config.train import RunConfig, TrainConfig
+from titan_moe.data.packing import Batch
+from titan_moe.train.build import Assembly, assemble
+from titan_moe.train.process import process_group
+
+pytestmark = pytest.mark.gpu
+
+STEPS = 8
+RECIPE = Recipe(
+    run=RunConfig(device="cuda"),
+    model=ModelConfig(
+        vocab_size=512,
+        num_layers=4,
+        num_dense_layers=1,
+        hidden_size=256,
+        ffn_hidden_size=512,
+        attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True),
+        moe=MoEConfig(
+            num_experts=8, top_k=2, ffn_hidden_size=128, score_fn="sigmoid", aux_loss_coef=1e-3, bias_update_speed=1e-3
+        ),
+    ),
+    perf=PerfConfig(attention="cudnn", loss_chunk_tokens=256),
+    train=TrainConfig(steps=STEPS, seq_len_tokens=256, global_batch_sequences=4, micro_batch_sequences=2),
+)
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[torch.device]:
+    torch._dynamo.reset()
+    with process_group(RECIPE.run) as device:
+        yield device
+
+
+def batch(device: torch.device, step: int) -> Batch:
+    generator = torch.Generator(device).manual_seed(step)
+    tokens = torch.randint(512, (2, 2, 257), device=device, generator=generator)
+    return Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)
+
+
+def train(recipe: Recipe, device: torch.device) -> tuple[list[float], list[Tensor]]:
+    run: Assembly = assemble(recipe, device)
+    losses = [run.step(batch(device, step)).loss.item() for step in range(STEPS)]
+    return losses, [parameter.to_local().clone() for parameter in run.model.parameters()]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "local": {},
+    "allgather": {"parallel": ParallelConfig(dispatcher="allgather")},
+    "fused": {"perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256)},
+    "eager": {"compile": CompileConfig("off")},
+}
+
+
+@pytest.mark.parametrize("extent", ["microbatch", "step"])
+@pytest.mark.parametrize("name", CASES)
+def test_replayed_steps_are_the_launched_steps(name: str, extent: str, device: torch.device) -> None:
+    recipe = replace(RECIPE, **CASES[name])
+    losses, weights = train(recipe, device)
+    captured = replace(recipe, compile=replace(recipe.compile, cudagraph=extent))
+    replayed_losses, replayed_weights = train(captured, device)
+    assert replayed_losses == losses
+    for one, other in zip(weights, replayed_weights, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_replayed_step_waits_for_nothing(device: torch.device) -> None:
+    run = assemble(replace(RECIPE, compile=CompileConfig(cudagraph="step")), device)
+    data = batch(device, 0)
+    for _ in range(5):
+        run.step(data)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = run.step(data)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert result.loss.isfinite()
+
+
+def test_a_validation_between_replays_changes_nothing(device: torch.device) -> None:
+    captured = replace(RECIPE, compile=CompileConfig(cudagraph="step"))
+    losses, _ = train(captured, device)
+    run = assemble(captured, device)
+    for step in range(STEPS):
+        assert run.step(batch(device, step)).loss.item() == losses[step]
+        with torch.no_grad():
+            run.model(*next(batch(device, 100 + step).microbatches()))

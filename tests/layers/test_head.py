@@ -1,0 +1,43 @@
+"""The head takes the loss that its kernels name, and compiles only what is PyTorch."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from titan_moe.compile import regional
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import AttentionConfig, ModelConfig
+from titan_moe.config.perf import CompileConfig
+from titan_moe.kernels.cross_entropy import IGNORE_LABEL, linear_cross_entropy
+from titan_moe.kernels.fused_cross_entropy import fused_cross_entropy
+from titan_moe.layers.head import LanguageModelHead
+from titan_moe.models.transformer import Transformer
+
+CONFIG = ModelConfig(
+    vocab_size=24, num_layers=1, hidden_size=16, attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
+)
+
+
+@pytest.mark.parametrize(("maker", "expected"), [("torch", linear_cross_entropy), ("triton", fused_cross_entropy)])
+def test_a_model_is_built_with_the_loss_that_its_kernels_name(maker: str, expected: object) -> None:
+    assert Transformer(CONFIG, kernels=Kernels(head=maker)).head.cross_entropy is expected
+    assert Transformer(CONFIG).head.cross_entropy is linear_cross_entropy
+
+
+def test_only_the_softmax_of_pytorch_is_compiled() -> None:
+    models = [Transformer(CONFIG, kernels=Kernels(head=maker)) for maker in ("torch", "triton")]
+    for model in models:
+        regional.apply(model, CompileConfig("on"), torch.device("cpu"))
+    compiled, kept = (model.head.cross_entropy for model in models)
+    assert isinstance(compiled, partial) and compiled.func is linear_cross_entropy
+    assert kept is fused_cross_entropy
+
+
+def test_the_loss_is_that_of_the_logits() -> None:
+    torch.manual_seed(0)
+    head = LanguageModelHead(8, 24, loss_chunk_tokens=4)
+    x_TD, labels_T = torch.randn(10, 8), torch.randint(24, (10,))
+    labels_T[3] = IGNORE_LABEL
+    expected = torch.nn.functional.cross_entropy(head(x_TD), labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
+    torch.testing.assert_close(head.loss(x_TD, labels_T), expected)

@@ -1,0 +1,80 @@
+"""AdamW with moments in a dtype of their own, clipping and guard inside, all of it on the device."""
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_moe.kernels.adamw import adamw
+from titan_moe.optim.groups import decay_groups
+from titan_moe.optim.state import local, make_state, put_lr_on_device
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """Our AdamW kernel over decay groups; a CPU takes its plain reference.
+
+    The state has the names and the layout of torch's AdamW, so that a checkpoint of one goes on in the other. The
+    learning rate is a tensor on the device, and a step reads nothing on the host: it can be captured in a CUDA graph.
+    What is stored in bf16 is rounded at random; a shard's random bits come from the run's seed, the parameter's number
+    and the shard's place in it, so that replicas of a shard draw alike. Another layout draws other bits.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        moments: torch.dtype | None = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(decay_groups(parameters, weight_decay), defaults)
+        make_state(self, moments)
+        put_lr_on_device(self)
+        device = self.param_groups[0]["params"][0].device
+        self.no, self.one = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        self.seeds = {parameter: shard_seed(parameter, number, seed) for number, parameter in enumerate(every)}
+
+    @torch.no_grad()
+    def step(self, *, found_inf: Tensor | None = None, grad_factor: Tensor | None = None) -> None:
+        """Update all parameters that have a gradient; `Optimizers.step` says what the guard means."""
+        found_inf = self.no if found_inf is None else found_inf
+        grad_factor = self.one if grad_factor is None else grad_factor
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            states = [self.state[parameter] for parameter in parameters]
+            steps = [state["step"] for state in states]
+            torch._foreach_add_(steps, self.one - found_inf)
+            adamw(
+                [local(parameter) for parameter in parameters],
+                [local(parameter.grad) for parameter in parameters],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
+                group["lr"],
+                steps,
+                found_inf,
+                grad_factor,
+                *group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                [self.seeds[parameter] for parameter in parameters],
+            )
+
+
+def shard_seed(parameter: Tensor, number: int, seed: int) -> int:
+    """63 bits that no other shard of a run has, and that the same shard has on every replica."""
+    offsets: tuple[int, ...] = ()
+    if isinstance(parameter, DTensor):
+        layout = (parameter.shape, parameter.device_mesh, parameter.placements)
+        offsets = tuple(compute_local_shape_and_global_offset(*layout)[1])
+    key = f"{seed}/{number}/{'.'.join(map(str, offsets))}"
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1

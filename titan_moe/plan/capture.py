@@ -1,0 +1,32 @@
+"""What of a recipe cannot be recorded as a CUDA graph, and why."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.recipe import Recipe
+
+
+def obstacles(recipe: Recipe) -> Iterator[str]:
+    """Name each field that stands in the way, with the reason and a way out; nothing where all can be recorded.
+
+    They lie in forward and backward, so they are the same for a microbatch and for a whole step.
+    """
+    if recipe.run.device == "cpu":
+        yield 'run.device = "cpu" has no CUDA graphs; take "cuda"'
+    if recipe.model.num_moe_layers > 0:
+        yield from _obstacles_of_experts(recipe)
+    if recipe.memory.recompute == "block" and recipe.model.class_ != ModelConfig.class_:
+        yield (
+            f'memory.recompute = "block" asks the host for the random state around blocks of model.class = '
+            f'"{recipe.model.class_}", which may draw from it; take "experts" or "none"'
+        )
+
+
+def _obstacles_of_experts(recipe: Recipe) -> Iterator[str]:
+    if recipe.parallel.dispatcher == "alltoall":
+        yield (
+            'parallel.dispatcher = "alltoall" reads the counts of every layer on the host; take "allgather", or '
+            '"local" with ep = 1'
+        )
+    if recipe.perf.chosen_kernels.experts == "reference":
+        yield 'the "reference" experts read their borders on the host; take perf.kernels = "grouped_mm" or "fused"'
