@@ -10,10 +10,9 @@ import argparse
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 from triton.testing import do_bench
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, load_all
+from titan_moe.kernels.registry import Benchmark, Kernel, Output, Sample, as_tuple, load_all
 from titan_moe.plan.hardware import Hardware, find_hardware
 
 
@@ -47,7 +46,7 @@ def compare(kernel: Kernel, benchmark: Benchmark, hardware: Hardware | None) -> 
         yield f"{kernel.name}/{benchmark.name:17} {name:22} fwd {forward}   fwd+bwd {total}"
 
 
-def measure(op: Callable[..., Tensor], sample: Sample) -> tuple[float, float]:
+def measure(op: Callable[..., Output], sample: Sample) -> tuple[float, float]:
     """Milliseconds of forward, and of forward and backward if there is one."""
     count = sample.num_differentiable
     inputs = [x.detach().requires_grad_() for x in sample.args[:count]]
@@ -55,10 +54,10 @@ def measure(op: Callable[..., Tensor], sample: Sample) -> tuple[float, float]:
     if not inputs:
         forward_ms = do_bench(lambda: op(*args), return_mode="median")
         return forward_ms, forward_ms
-    grad = torch.randn_like(op(*args))
+    grads = [torch.randn_like(out) for out in as_tuple(op(*args))]
 
     def both() -> None:
-        torch.autograd.grad(op(*args), inputs, grad)
+        torch.autograd.grad(as_tuple(op(*args)), inputs, grads)
 
     both()
     return do_bench(lambda: op(*args), return_mode="median"), do_bench(both, return_mode="median")

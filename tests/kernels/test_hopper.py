@@ -1,6 +1,7 @@
 """Every Triton kernel compiles for an H200 at full size, within its registers and its shared memory."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
 from titan_moe.kernels.expert_up import expert_up
 from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
-from titan_moe.kernels.scaled_cast import scaled_cast
+from titan_moe.kernels.rms_norm import norm_backward, norm_forward
+from titan_moe.kernels.rotary_backward import rotary_backward
+from titan_moe.kernels.rotary_forward import rotary_forward
 from titan_moe.kernels.router import Routing, RoutingRule
 from titan_moe.kernels.router_backward import route_backward
 from titan_moe.kernels.router_forward import route_forward
+from titan_moe.kernels.scaled_cast import scaled_cast
 from titan_moe.kernels.slot_sum import slot_sum
 from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward
@@ -68,7 +72,42 @@ GEMMS: dict[str, Callable[[], object]] = {
     "expert_weight_grad_down": lambda: expert_weight_grad(half(S, D), half(R, F), index(R), index(E), gathers="a"),
 }
 """Kernels that are bound by the matrix units, and must use them."""
+NORM_WIDTHS = (2048, 4096, 7168, 16_384)
+NORMS: dict[str, Callable[[], object]] = {
+    **{f"norm_forward_{d}": partial(norm_forward, half(S, d), half(S, d), half(d), 1e-6) for d in NORM_WIDTHS},
+    **{
+        f"norm_backward_{d}": partial(norm_backward, half(S, d), half(S, d), half(S, d), half(d), single(S))
+        for d in NORM_WIDTHS
+    },
+}
+HEAD_DIM, HEADS, KV_HEADS = 128, 32, 4
+
+
+def rotary(direction: str, *, norms: bool, is_interleaved: bool, head_dim: int = HEAD_DIM) -> object:
+    shape = (4, S // 4)
+    qkv_BNX = half(*shape, (HEADS + 2 * KV_HEADS) * head_dim)
+    weights = (half(head_dim), half(head_dim)) if norms else (None, None)
+    tables = (single(S // 4, head_dim // 2), single(S // 4, head_dim // 2))
+    if direction == "forward":
+        return rotary_forward(qkv_BNX, *weights, *tables, KV_HEADS, 1e-6, is_interleaved)
+    dq, dk, dv = (half(*shape, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    return rotary_backward((dq, dk, dv), qkv_BNX if norms else None, *weights, *tables, 1e-6, is_interleaved)
+
+
+ROTARIES: dict[str, Callable[[], object]] = {
+    f"rotary_{direction}_{kind}": partial(rotary, direction, **options)
+    for direction in ("forward", "backward")
+    for kind, options in {
+        "halves": {"norms": True, "is_interleaved": False},
+        "neighbours": {"norms": True, "is_interleaved": True},
+        "no_norm": {"norms": False, "is_interleaved": False},
+        "head_of_96": {"norms": True, "is_interleaved": False, "head_dim": 96},
+        "head_of_8": {"norms": True, "is_interleaved": True, "head_dim": 8},
+    }.items()
+}
 PASSES: dict[str, Callable[[], object]] = {
+    **ROTARIES,
+    **NORMS,
     "adamw_fp32": lambda: adamw(single(R * D), single),
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),

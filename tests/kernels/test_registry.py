@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.registry import KERNELS, Kernel, Sample, load_all
+from titan_moe.kernels.registry import KERNELS, Kernel, Output, Sample, as_tuple, load_all
 
 load_all()
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
@@ -19,22 +19,23 @@ DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def evaluate(
-    op: Callable[..., Tensor], sample: Sample, kernel: Kernel, unpromised: float, dtype: torch.dtype | None = None
+    op: Callable[..., Output], sample: Sample, kernel: Kernel, unpromised: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     """What the operation promises of output and gradients; the rest of the output's gradient is `unpromised`."""
     args = list(copy.deepcopy(sample.args))
     for index in range(sample.num_differentiable):
         args[index] = (args[index] if dtype is None else args[index].to(dtype)).detach().requires_grad_()
-    out = op(*args)
+    outs = as_tuple(op(*args))
     if not sample.num_differentiable:
-        return [promised_part(kernel.valid, out, sample)]
-    grad = torch.full_like(out, unpromised, requires_grad=False)
-    promised = promised_part(kernel.valid, grad, sample)
-    promised.copy_(torch.linspace(-1, 1, promised.numel(), device=out.device).view(promised.shape))
-    out.backward(grad)
+        return [promised_part(kernel.valid, out, sample) for out in outs]
+    grads = [torch.full_like(out, unpromised, requires_grad=False) for out in outs]
+    for grad in grads:
+        promised = promised_part(kernel.valid, grad, sample)
+        promised.copy_(torch.linspace(-1, 1, promised.numel(), device=grad.device).view(promised.shape))
+    torch.autograd.backward(outs, grads)
     grads = [args[index].grad for index in range(sample.num_differentiable)]
     return [
-        promised_part(kernel.valid, out.detach(), sample),
+        *(promised_part(kernel.valid, out.detach(), sample) for out in outs),
         promised_part(kernel.valid_grad, grads[0], sample),
         *grads[1:],
     ]
@@ -44,11 +45,12 @@ def promised_part(select: Callable[..., Tensor] | None, tensor: Tensor, sample: 
     return tensor if select is None else select(tensor, sample.args)
 
 
-def check(kernel: Kernel, op: Callable[..., Tensor], sample: Sample, dtype: torch.dtype) -> None:
+def check(kernel: Kernel, op: Callable[..., Output], sample: Sample, dtype: torch.dtype) -> None:
     """Compare with the reference in fp64; what nobody promised is NaN, and must not spread."""
     actual = evaluate(op, sample, kernel, float("nan"))
     expected = evaluate(kernel.reference, sample, kernel, 0.0, torch.float64)
-    names = ["out", *(f"grad {index}" for index in range(sample.num_differentiable))]
+    grads = [f"grad {index}" for index in range(sample.num_differentiable)]
+    names = [*(f"out {index}" for index in range(len(actual) - len(grads))), *grads]
     for name, got, wanted in zip(names, actual, expected, strict=True):
         error = (got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-6)
         assert error < TOLERANCE[dtype], f"{kernel.name}/{sample.name}: {name} differs by {error:.2e}"

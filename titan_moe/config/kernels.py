@@ -32,9 +32,9 @@ class KernelOverrides:
     router: Literal["no", "torch", "triton"] = "no"
     """Scores, choice, weights and counts of the router, all after its logits."""
     norm: Literal["no", "torch", "triton"] = "no"
-    """RMSNorm together with the residual addition before it."""
+    """RMSNorm in the blocks, the one after attention together with the residual addition before it."""
     rotary: Literal["no", "torch", "triton"] = "no"
-    """Norm and rotation of queries and keys."""
+    """Norm and rotation of queries and keys in `gqa`; `mla` rotates in PyTorch, whatever this says."""
     head: Literal["no", "torch", "triton"] = "no"
     """Cross entropy of the output head: softmax and its gradient between the GEMMs, and their buffers."""
 

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Output: TypeAlias = Tensor | tuple[Tensor, ...]
+"""What an operation returns: one tensor, or several."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,12 @@ class Kernel:
 
     `samples(device, dtype)` draws fresh inputs. `valid(output, args)` selects the part of an output that the operation
     promises to write (slots past the last one are never written), `valid_grad` the same of the first input's gradient;
-    None means all of it.
+    None means all of it. An operation with several outputs promises all of each.
     """
 
     name: str
-    op: Callable[..., Tensor]
-    reference: Callable[..., Tensor]
+    op: Callable[..., Output]
+    reference: Callable[..., Output]
     samples: Callable[[torch.device, torch.dtype], list[Sample]]
     valid: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
     valid_grad: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
@@ -51,7 +54,7 @@ class Kernel:
     needs_triton: bool = False
     """Runs on GPUs, and in fp32 in Triton's interpreter; elsewhere the reference stands alone."""
     benchmarks: tuple[Benchmark, ...] = ()
-    rivals: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    rivals: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
     """Other ways to the same result, which a benchmark times beside the operation."""
 
 
@@ -64,6 +67,11 @@ def register(kernel: Kernel) -> Kernel:
         raise ValueError(f"kernel {kernel.name!r} is registered already")
     KERNELS[kernel.name] = kernel
     return kernel
+
+
+def as_tuple(output: Output) -> tuple[Tensor, ...]:
+    """An operation's outputs, however many."""
+    return output if isinstance(output, tuple) else (output,)
 
 
 def load_all() -> dict[str, Kernel]:
