@@ -2,7 +2,10 @@
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.schema import in_toml
 from titan_moe.plan.count import ParameterCount, count
+from titan_moe.plan.kernel_choice import choose_for, in_words
+from titan_moe.plan.kernel_table import measured_devices
 from titan_moe.plan.memory import state_bytes_per_rank
 
 LABEL_WIDTH = 12
@@ -22,6 +25,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         *_parallel_rows(recipe, world_size),
         ("step", _step(recipe, world_size)),
         ("memory", _memory(recipe, world_size)),
+        *_kernel_rows(recipe, world_size),
     ]
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
 
@@ -94,3 +98,21 @@ def _step(recipe: Recipe, world_size: int) -> str:
 def _memory(recipe: Recipe, world_size: int) -> str:
     gib = state_bytes_per_rank(recipe, world_size) / 2**30
     return f"{gib:.3g} GiB a rank: parameters, gradients, moments in {recipe.precision.master}; activations come on top"
+
+
+def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    """The kernels by device, for `auto` has a table for some; a recipe that names them has them everywhere."""
+    elsewhere = choose_for(recipe, world_size, None)
+    by_device = {name: choose_for(recipe, world_size, name) for name in _devices_that_matter(recipe)}
+    lines = [f"perf.kernels = {in_toml(recipe.perf.kernels)}"]
+    for device, choices in by_device.items():
+        if choices != elsewhere:
+            lines += [f"on {device}", *(f"  {line}" for line in in_words(choices))]
+    if len(lines) > 1:
+        lines.append("on other devices")
+    lines += [f"  {line}" for line in in_words(elsewhere)]
+    return [("kernels" if not index else "", line) for index, line in enumerate(lines)]
+
+
+def _devices_that_matter(recipe: Recipe) -> list[str]:
+    return measured_devices() if recipe.perf.kernels == "auto" and recipe.run.device != "cpu" else []

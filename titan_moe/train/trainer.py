@@ -29,6 +29,7 @@ from titan_moe.train.build import assemble
 from titan_moe.train.claim import claimed
 from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
+from titan_moe.train.settle import settle_kernels
 from titan_moe.train.step import StepResult
 
 logger = logging.getLogger("titan_moe")
@@ -49,6 +50,7 @@ def run(recipe: Recipe) -> None:
         problems = check_rules(recipe, dist.get_world_size())
         if problems:
             raise RecipeError(problems)
+        recipe = settle_kernels(recipe, device)
         is_main = dist.get_rank() == 0
         with (
             claimed(Path(recipe.run.folder)) if is_main else nullcontext(),
