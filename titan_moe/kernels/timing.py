@@ -13,9 +13,14 @@ Stopwatch = Callable[[Callable[[], Any]], float]
 """Milliseconds of a call that has run before."""
 
 
+WARMUP_CALLS, TIMED_CALLS = 5, 12
+
+
 def median_ms(call: Callable[[], Any]) -> float:
-    """The median of calls on a GPU, each with a cold L2 cache."""
-    return do_bench(call, return_mode="median")
+    """The median of calls on a GPU, each with a cold L2 cache: at least 12 of them, and at least 0.1 s."""
+    estimate_ms = do_bench(call, warmup=1, rep=1)
+    warmup_ms, timed_ms = max(25.0, WARMUP_CALLS * estimate_ms), max(100.0, TIMED_CALLS * estimate_ms)
+    return do_bench(call, warmup=warmup_ms, rep=timed_ms, return_mode="median")
 
 
 def forward_and_total_ms(

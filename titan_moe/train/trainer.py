@@ -50,7 +50,6 @@ def run(recipe: Recipe) -> None:
         problems = check_rules(recipe, dist.get_world_size())
         if problems:
             raise RecipeError(problems)
-        recipe = settle_kernels(recipe, device)
         is_main = dist.get_rank() == 0
         with (
             claimed(Path(recipe.run.folder)) if is_main else nullcontext(),
@@ -84,6 +83,7 @@ class Trainer:
         self.is_main = dist.get_rank() == 0
         if self.is_main:
             self._announce()
+        self.recipe = recipe = settle_kernels(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, optimizers, self.schedule, self.step = assemble(recipe, device)
         if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
