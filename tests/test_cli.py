@@ -69,6 +69,9 @@ def test_check_shows_shape_cost_and_ranks_without_torch() -> None:
         "edp 2 · ep 8",
         "131,072 tokens = microbatches 1",
         "28.4 GiB",
+        'perf.kernels = "auto"',
+        "on NVIDIA H200",
+        "on other devices",
     ):
         assert expected in done.stdout
 
@@ -161,4 +164,4 @@ def test_help_names_the_ways_in(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["-h"])
     assert leaving.value.code == 0
     page = capsys.readouterr().out
-    assert "--train.steps=50" in page and "--explain" in page and "torchrun" in page
+    assert "tune" in page and "--train.steps=50" in page and "--explain" in page and "torchrun" in page

@@ -1,4 +1,4 @@
-"""The door: `titan-moe train`, `trace` and `check`. A broken recipe is refused here, before torch is imported."""
+"""The door: `titan-moe train`, `trace`, `tune`, `check`. A broken recipe is refused here, before torch is imported."""
 
 import argparse
 import logging
@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
@@ -42,6 +43,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if args.verb == "check":
             with _reader_may_leave():
                 _check(args.recipe, overrides, args.nproc, args.explain)
+            return 0
+        if args.verb == "tune":
+            _tune(args.recipe, overrides, args.nproc, args.out)
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
@@ -93,6 +97,14 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     return 0
 
 
+def _tune(path: str, overrides: list[str], nproc: int | None, out: Path | None) -> None:
+    recipe = _load(path, overrides, nproc)
+    _show_log()
+    from titan_moe.train.tune import run
+
+    run(recipe, nproc or smallest_world(recipe.parallel), out)
+
+
 def _hint(unknown: list[str]) -> str:
     """Complete a key that was written without its section: `--steps` is meant to be `--train.steps`."""
     names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
@@ -138,6 +150,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     trace.add_argument("recipe", metavar="RECIPE.toml", help="the recipe; the report goes into RUN/trace")
     trace.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; 1 if not given")
+    tune = _add_verb(
+        verbs,
+        "tune",
+        "RECIPE.toml [--nproc N] [--out FILE]",
+        'measure the kernels that perf.kernels = "auto" chooses from, on this GPU at the shapes of a recipe',
+    )
+    tune.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
+    tune.add_argument("--nproc", type=_ranks, metavar="N", help="ranks that a run will have; the fewest if not given")
+    tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; this user's own if not given")
     check = _add_verb(
         verbs,
         "check",

@@ -7,12 +7,12 @@ bytes over the peak bandwidth, both from data sheets; share is floor over time.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from triton.testing import do_bench
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Output, Sample, as_tuple, load_all
+from titan_moe.kernels.registry import Benchmark, Kernel, load_all
+from titan_moe.kernels.timing import forward_and_total_ms
 from titan_moe.plan.hardware import Hardware, find_hardware
 
 
@@ -40,27 +40,10 @@ def compare(kernel: Kernel, benchmark: Benchmark, hardware: Hardware | None) -> 
     """A line for the operation and one for each rival."""
     sample = benchmark.draw(torch.device("cuda"))
     for name, op in {"titan_moe": kernel.op, **kernel.rivals}.items():
-        forward_ms, total_ms = measure(op, sample)
+        forward_ms, total_ms = forward_and_total_ms(op, sample)
         forward = describe(forward_ms, benchmark.forward_flops, benchmark.forward_bytes, hardware)
         total = describe(total_ms, benchmark.total_flops, benchmark.total_bytes, hardware)
         yield f"{kernel.name}/{benchmark.name:17} {name:22} fwd {forward}   fwd+bwd {total}"
-
-
-def measure(op: Callable[..., Output], sample: Sample) -> tuple[float, float]:
-    """Milliseconds of forward, and of forward and backward if there is one."""
-    count = sample.num_differentiable
-    inputs = [x.detach().requires_grad_() for x in sample.args[:count]]
-    args = (*inputs, *sample.args[count:])
-    if not inputs:
-        forward_ms = do_bench(lambda: op(*args), return_mode="median")
-        return forward_ms, forward_ms
-    grads = [torch.randn_like(out) for out in as_tuple(op(*args))]
-
-    def both() -> None:
-        torch.autograd.grad(as_tuple(op(*args)), inputs, grads)
-
-    both()
-    return do_bench(lambda: op(*args), return_mode="median"), do_bench(both, return_mode="median")
 
 
 def describe(ms: float, flops: float, num_bytes: float, hardware: Hardware | None) -> str:

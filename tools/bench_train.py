@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +56,16 @@ def run_worker(args: argparse.Namespace, overrides: list[str]) -> None:
 
     from titan_moe.config.parse import load_recipe
     from titan_moe.train.process import process_group
+    from titan_moe.train.settle import settle_kernels
 
     recipe = load_recipe(args.recipe, overrides)
     recipe = replace(recipe, train=replace(recipe.train, steps=args.steps + args.warmup))
     with process_group(recipe.run) as device:
+        recipe = settle_kernels(recipe, device)
         result = measure(recipe, device, args.warmup)
         if dist.get_rank() == 0:
             result |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "overrides": overrides}
+            result |= {"kernels": asdict(recipe.perf.chosen_kernels)}
             args.worker.write_text(json.dumps(result))
 
 

@@ -122,7 +122,7 @@ def test_all_problems_come_at_once_with_file_and_key(tmp_path: Path) -> None:
         f"{file}: train.seq_len_tokens = true must be an integer",
         f"{file}: optim.lr = false must be a number",
         f"{file}: metrics.tensorboard = 1 must be true or false",
-        f'{file}: perf.kernels = "fast" must be one of "grouped_mm", "fused", "reference"',
+        f'{file}: perf.kernels = "fast" must be one of "auto", "grouped_mm", "fused", "reference"',
         f"{file}: model.top_k is not a known key; did you mean model.moe.top_k?",
         f"{file}: trian is not a known key; did you mean train?",
         "command line: train.stepps is not a known key; did you mean train.steps?",

@@ -41,6 +41,7 @@ class KernelOverrides:
 
 DEFAULT_KERNELS = Kernels()
 PRESETS = {
+    "auto": DEFAULT_KERNELS,  # until plan.kernel_choice has looked at the tables of a device
     "grouped_mm": DEFAULT_KERNELS,
     "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton"),
     "reference": Kernels(experts="reference"),

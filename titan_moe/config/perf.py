@@ -12,10 +12,13 @@ Dtype = Literal["bf16", "fp32", "fp64"]
 class PerfConfig:
     """Which kernels run."""
 
-    kernels: Literal["grouped_mm", "fused", "reference"] = "grouped_mm"
-    """`grouped_mm` is PyTorch throughout: experts are gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU),
-    SwiGLU and sum; `fused` takes our Triton kernels: rows are gathered inside the experts' GEMMs, and less is kept for
-    backward (bf16 on GPUs); `reference` serves experts in a plain loop, slow and right, in fp64 too."""
+    kernels: Literal["auto", "grouped_mm", "fused", "reference"] = "auto"
+    """`auto` takes for each operation what was fastest at its shape on the device of the run, by tables that come with
+    the package or that `titan-moe tune` has written, and `grouped_mm` where nobody measured; a run logs its choice and
+    writes it into its own recipe, `titan-moe check` shows it. `grouped_mm` is PyTorch throughout: experts are gather,
+    torch.nn.functional.grouped_mm (bf16, and fp32 on CPU), SwiGLU and sum; `fused` takes our Triton kernels: rows are
+    gathered inside the experts' GEMMs, and less is kept for backward (bf16 on GPUs); `reference` serves experts in a
+    plain loop, slow and right, in fp64 too."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
     """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the rest.
     Document attention and sliding windows then take a mask of N x N truth values a sequence, and what it hides is
@@ -33,7 +36,7 @@ class PerfConfig:
 
     @property
     def chosen_kernels(self) -> Kernels:
-        """The implementation of each operation."""
+        """The implementation of each operation; what measured tables say about `auto` is not in it yet."""
         chosen = choose_kernels(self.kernels, self.override)
         return replace(chosen, attention="flex" if self.attention == "flex" else "sdpa")
 

@@ -10,6 +10,8 @@ the pre-activation, 2·S·D + 4·R·F bytes in bf16; no permuted row, no activat
 composite of expert_mlp.py.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
 from titan_moe.kernels.grouped_mm import grouped_mm, grouped_mm_reference
 from titan_moe.kernels.permute import full_size_plan, place_scores, sample_plans
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
 from titan_moe.kernels.slot_sum import slot_sum
 from titan_moe.kernels.swiglu_backward import swiglu_backward
 from titan_moe.kernels.tiles import plan_tiles
@@ -181,30 +183,44 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [*samples, Sample("strided", (*strided, *plan), 4)]
 
 
+def _shape(rows: int, width: int, hidden: int, experts: int, choices: int) -> dict[str, int]:
+    return {
+        "rows": rows,
+        "choices": choices,
+        "slots": rows * choices,
+        "experts": experts,
+        "width": width,
+        "hidden": hidden,
+    }
+
+
 SHAPES = {
-    "qwen3": (32_768, 2048, 768, 128, 8),
-    "qwen3_ep8": (16_384, 2048, 768, 16, 8),
-    "deepseek_v2_lite": (32_768, 2048, 1408, 64, 6),
-    "mixtral": (16_384, 4096, 14_336, 8, 2),
-    "deepseek_v3_ep8": (8_192, 7168, 2048, 32, 8),
+    "qwen3": _shape(32_768, 2048, 768, 128, 8),
+    "qwen3_ep8": _shape(16_384, 2048, 768, 16, 8),
+    "deepseek_v2_lite": _shape(32_768, 2048, 1408, 64, 6),
+    "mixtral": _shape(16_384, 4096, 14_336, 8, 2),
+    "deepseek_v3_ep8": _shape(8_192, 7168, 2048, 32, 8),
 }
-"""Layers worth timing: rows, width, hidden width, experts, choices. `ep8` is the share of one of eight ranks."""
+"""Layers worth timing, as in `plan.kernel_shapes`. `ep8` is the share of one of eight ranks."""
+
+
+def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
+    num_rows, num_experts, width, hidden = (shape[name] for name in ("rows", "experts", "width", "hidden"))
+    plan = full_size_plan(num_rows, num_experts, shape["choices"], device, shape["slots"])
+    x_SD = torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
+    gate_up = torch.randn(num_experts, 2, hidden, width, device=device, dtype=torch.bfloat16) / width**0.5
+    down = torch.randn(num_experts, width, hidden, device=device, dtype=torch.bfloat16) / hidden**0.5
+    scores_SK = torch.rand(plan[1].shape, device=device)
+    return Sample("", (x_SD, scores_SK, gate_up, down, *plan), 4)
 
 
 def _benchmark(name: str) -> Benchmark:
-    num_rows, width, hidden, num_experts, num_choices = SHAPES[name]
-
-    def draw(device: torch.device) -> Sample:
-        rows_R, slots_SK, offsets_e = full_size_plan(num_rows, num_experts, num_choices, device)
-        x_SD = torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
-        gate_up = torch.randn(num_experts, 2, hidden, width, device=device, dtype=torch.bfloat16) / width**0.5
-        down = torch.randn(num_experts, width, hidden, device=device, dtype=torch.bfloat16) / hidden**0.5
-        scores_SK = torch.rand(slots_SK.shape, device=device)
-        return Sample(name, (x_SD, scores_SK, gate_up, down, rows_R, slots_SK, offsets_e), 4)
-
-    flops = 6.0 * num_rows * num_choices * width * hidden
-    moved = 2.0 * (2 * num_rows * width + 3 * num_experts * width * hidden)  # rows in and out, weights once
-    return Benchmark(name, draw, flops, 3 * flops, moved, 3 * moved)
+    shape = SHAPES[name]
+    weights = shape["width"] * shape["hidden"]
+    flops = 6.0 * shape["slots"] * weights
+    # rows in and out, weights once
+    moved = 2.0 * (2 * shape["rows"] * shape["width"] + 3 * shape["experts"] * weights)
+    return Benchmark(name, partial(_draw, shape), flops, 3 * flops, moved, 3 * moved)
 
 
 register(
@@ -219,5 +235,10 @@ register(
             "grouped_mm": _with_scores_first(composite(grouped_mm)),
             "grouped_mm, compiled": torch.compile(_with_scores_first(composite(grouped_mm)), fullgraph=True),
         },
+        tunable=Tunable(
+            "experts",
+            {"grouped_mm": _with_scores_first(composite(grouped_mm)), "fused": _with_scores_first(fused_expert_mlp)},
+            _draw,
+        ),
     )
 )

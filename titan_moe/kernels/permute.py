@@ -160,11 +160,19 @@ def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
 
 
 def full_size_plan(
-    num_rows: int, num_experts: int, num_choices: int, device: torch.device
+    num_rows: int, num_experts: int, num_choices: int, device: torch.device, num_slots: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, slots and borders of random routing at a size worth timing."""
-    ids_SK = torch.rand(num_rows, num_experts, device=device).topk(num_choices).indices
-    return plan_slots(ids_SK, num_experts, num_rows * num_choices)[:3]
+    """Rows, slots and borders of random routing at a size worth timing.
+
+    With fewer slots than rows have choices, the other choices are other ranks': absent at random.
+    """
+    ids_SK = torch.rand(num_rows, num_experts, device=device).topk(min(num_choices, num_experts)).indices
+    num_present = min(ids_SK.numel(), ids_SK.numel() if num_slots is None else num_slots)
+    if num_present < ids_SK.numel():
+        places = torch.rand(ids_SK.numel(), device=device).argsort().view_as(ids_SK)
+        ids_SK = torch.where(places < num_present, ids_SK, -1)
+    ids_SK = F.pad(ids_SK, (0, num_choices - ids_SK.shape[1]), value=-1)
+    return plan_slots(ids_SK, num_experts, num_present)[:3]
 
 
 def _row_benchmark() -> Benchmark:

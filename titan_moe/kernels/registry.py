@@ -36,6 +36,23 @@ class Benchmark:
 
 
 @dataclass(frozen=True)
+class Tunable:
+    """An operation whose implementation a recipe chooses, as runs call it: what `titan-moe tune` times.
+
+    Every candidate takes the arguments of a drawn sample, and gives a tensor or a tuple of tensors.
+    """
+
+    operation: str
+    """A field of `config.kernels.Kernels`."""
+    candidates: Mapping[str, Callable[..., Any]]
+    """Value of that field -> implementation; a slow reference has no place here."""
+    draw: Callable[[Mapping[str, Any], torch.device], Sample]
+    """Makes random bf16 arguments for a shape of `plan.kernel_shapes`."""
+    is_compiled: bool = True
+    """Whether runs compile it, as part of a block's piece."""
+
+
+@dataclass(frozen=True)
 class Kernel:
     """An operation, the plain PyTorch function that defines it, and inputs on which the two must agree.
 
@@ -56,6 +73,8 @@ class Kernel:
     benchmarks: tuple[Benchmark, ...] = ()
     rivals: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
     """Other ways to the same result, which a benchmark times beside the operation."""
+    tunable: Tunable | None = None
+    """How a recipe's choice of this operation is measured, if it has one."""
 
 
 KERNELS: dict[str, Kernel] = {}

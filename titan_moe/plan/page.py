@@ -2,8 +2,11 @@
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.schema import in_toml
 from titan_moe.plan.capture import obstacles
 from titan_moe.plan.count import ParameterCount, count
+from titan_moe.plan.kernel_choice import choose_for, in_words
+from titan_moe.plan.kernel_table import measured_devices
 from titan_moe.plan.memory import state_bytes_per_rank
 
 LABEL_WIDTH = 12
@@ -24,6 +27,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         ("step", _step(recipe, world_size)),
         ("memory", _memory(recipe, world_size)),
         *_capture_rows(recipe),
+        *_kernel_rows(recipe, world_size),
     ]
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
 
@@ -112,3 +116,21 @@ def _memory(recipe: Recipe, world_size: int) -> str:
     if moments != master:
         kept = f"parameters and gradients in {master}, moments in {moments}"
     return f"{gib:.3g} GiB a rank: {kept}; activations come on top"
+
+
+def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    """The kernels by device, for `auto` has a table for some; a recipe that names them has them everywhere."""
+    elsewhere = choose_for(recipe, world_size, None)
+    by_device = {name: choose_for(recipe, world_size, name) for name in _devices_that_matter(recipe)}
+    lines = [f"perf.kernels = {in_toml(recipe.perf.kernels)}"]
+    for device, choices in by_device.items():
+        if choices != elsewhere:
+            lines += [f"on {device}", *(f"  {line}" for line in in_words(choices))]
+    if len(lines) > 1:
+        lines.append("on other devices")
+    lines += [f"  {line}" for line in in_words(elsewhere)]
+    return [("kernels" if not index else "", line) for index, line in enumerate(lines)]
+
+
+def _devices_that_matter(recipe: Recipe) -> list[str]:
+    return measured_devices() if recipe.perf.kernels == "auto" and recipe.run.device != "cpu" else []

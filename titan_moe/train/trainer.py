@@ -29,6 +29,7 @@ from titan_moe.train.build import assemble
 from titan_moe.train.claim import claimed
 from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
+from titan_moe.train.settle import settle_kernels
 from titan_moe.train.step import StepResult
 
 logger = logging.getLogger("titan_moe")
@@ -82,6 +83,7 @@ class Trainer:
         self.is_main = dist.get_rank() == 0
         if self.is_main:
             self._announce()
+        self.recipe = recipe = settle_kernels(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, optimizers, self.schedule, self.step = assemble(recipe, device)
         if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):

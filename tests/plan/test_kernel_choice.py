@@ -1,0 +1,105 @@
+"""What `auto` takes, where, and what it says about it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import Recipe, check_rules, load_recipe
+from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, KernelOverrides
+from titan_moe.plan.kernel_choice import choose_for, in_words, makers_that_may_run, settled
+from titan_moe.plan.kernel_shapes import shapes_of
+from titan_moe.plan.kernel_table import KernelTable, Measured, write_table
+from titan_moe.plan.page import describe
+
+QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
+H200 = "NVIDIA H200"
+FULL = ("--train.micro_batch_sequences=4",)
+"""16,384 tokens a rank: the shape that was measured."""
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(QWEN3, [*FULL, *overrides])
+
+
+def kernels_of(recipe: Recipe, device: str | None):
+    return settled(recipe.perf, choose_for(recipe, 8, device)).chosen_kernels
+
+
+def measure(cache: Path, recipe: Recipe, operation: str, **ms: float) -> None:
+    """Pretend that somebody has measured on an H200."""
+    entry = Measured(operation, shapes_of(recipe)[operation], ms, "2.13.0", "3.7.1", "2026-11-21")
+    write_table(cache / "nvidia_h200.toml", KernelTable(H200, (entry,)))
+
+
+def test_auto_is_the_default_and_is_the_default_kernels_where_nobody_measured() -> None:
+    assert Recipe().perf.kernels == "auto" and Recipe().perf.chosen_kernels == DEFAULT_KERNELS
+    for device in (None, "CPU", "NVIDIA H100 80GB HBM3"):
+        assert kernels_of(recipe(), device) == DEFAULT_KERNELS
+        assert len(in_words(choose_for(recipe(), 8, device))) == 1
+        assert in_words(choose_for(recipe(), 8, device))[0].endswith("(not measured)")
+
+
+def test_the_shipped_table_decides_the_shape_that_was_measured() -> None:
+    assert kernels_of(recipe(), H200) == replace(DEFAULT_KERNELS, experts="fused")
+    experts, others = in_words(choose_for(recipe(), 8, H200))
+    assert experts.startswith("experts fused (7.36 ms fused, 7.38 ms grouped_mm, measured at 16,384 rows")
+    assert "131,072 slots, 16 experts" in experts and experts.endswith("with torch 2.11.0, 2026-11-20)")
+    assert others == "slots torch, router torch, norm torch, rotary torch, head torch (not measured)"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "--train.micro_batch_sequences=1",  # 2,048 slots an expert; 8,192 were measured
+        "--model.moe.ffn_hidden_size=512",
+        "--run.device=cpu",
+        "--precision.compute=fp32",
+        "--model.moe.score_on=input",
+    ],
+)
+def test_auto_keeps_the_default_elsewhere(overrides: str) -> None:
+    assert kernels_of(recipe(overrides), H200) == DEFAULT_KERNELS
+
+
+def test_auto_takes_what_was_fastest(cache: Path) -> None:
+    measure(cache, recipe(), "experts", fused=3.0, grouped_mm=2.0)
+    assert kernels_of(recipe(), H200) == DEFAULT_KERNELS
+    measure(cache, recipe(), "norm", triton=1.0, torch=2.0, gone=0.5)
+    assert kernels_of(recipe(), H200) == replace(DEFAULT_KERNELS, experts="fused", norm="triton")
+
+
+def test_auto_keeps_the_rules(cache: Path) -> None:
+    weighs_input = recipe("--model.moe.score_on=input")
+    measure(cache, weighs_input, "experts", fused=1.0, grouped_mm=2.0)
+    assert makers_that_may_run(weighs_input, 8, "experts", ["fused", "grouped_mm"]) == ["grouped_mm"]
+    (experts, *_) = choose_for(weighs_input, 8, H200)
+    assert experts.maker == "grouped_mm" and experts.measured is not None
+
+
+def test_an_override_wins() -> None:
+    changed = recipe("--perf.override.experts=grouped_mm", "--perf.override.head=triton")
+    assert kernels_of(changed, H200) == replace(DEFAULT_KERNELS, head="triton")
+    lines = in_words(choose_for(changed, 8, H200))
+    assert "experts grouped_mm (perf.override.experts)" in lines and "head triton (perf.override.head)" in lines
+
+
+@pytest.mark.parametrize("preset", ["grouped_mm", "fused", "reference"])
+def test_a_named_preset_asks_no_table(preset: str) -> None:
+    assert kernels_of(recipe(f"--perf.kernels={preset}"), H200) == PRESETS[preset]
+
+
+def test_a_settled_recipe_says_what_runs() -> None:
+    before = recipe("--perf.override.norm=torch")
+    perf = settled(before.perf, choose_for(before, 8, H200))
+    assert (perf.kernels, perf.override) == ("grouped_mm", KernelOverrides(experts="fused", norm="torch"))
+    after = replace(before, perf=perf)
+    assert check_rules(after, 8) == [] and kernels_of(after, "CPU") == kernels_of(before, H200)
+
+
+def test_the_page_shows_the_kernels_by_device() -> None:
+    page = describe(recipe(), 8)
+    assert "on NVIDIA H200\n" in page and "experts fused (7.36 ms" in page
+    assert "on other devices\n" in page and "experts grouped_mm, slots torch" in page
+    assert "H200" not in describe(recipe("--run.device=cpu", "--precision.compute=fp32"), 8)
+    assert "  experts fused, slots triton, router triton" in describe(recipe("--perf.kernels=fused"), 8)

@@ -1,0 +1,156 @@
+"""`titan-moe tune` with candidates and a stopwatch of the test's own; real ones need a GPU."""
+
+import logging
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titan_moe import cli
+from titan_moe.config import Recipe, RecipeError, load_recipe
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, load_all
+from titan_moe.kernels.timing import forward_and_total_ms
+from titan_moe.plan.kernel_choice import choose_for
+from titan_moe.plan.kernel_shapes import shapes_of
+from titan_moe.plan.kernel_table import KernelTable, cached_tables, read_table, write_table
+from titan_moe.train import tune
+
+CPU = torch.device("cpu")
+RECIPES = Path(__file__).parents[2] / "recipes"
+GPU = "Fast GPU"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    overrides = ["--run.device=auto", "--precision.compute=bf16", "--train.seq_len_tokens=16"]
+    return load_recipe(RECIPES / "quickstart.toml", overrides)
+
+
+def plain(x_SD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x_SD * 2, torch.zeros(3, dtype=torch.int64)
+
+
+def broken(*args: Any) -> Tensor:
+    raise RuntimeError("not on this device")
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, **candidates: Callable[..., Any]) -> None:
+    """Let these be the implementations of the experts."""
+
+    def draw(shape: Any, device: torch.device) -> Sample:
+        return Sample("", (torch.randn(shape["rows"], shape["width"], device=device),), 1)
+
+    kernel = Kernel("mlp", plain, plain, lambda device, dtype: [], tunable=Tunable("experts", candidates, draw))
+    monkeypatch.setattr(tune, "load_all", lambda: {"mlp": kernel})
+
+
+def stopwatch() -> Callable[[Callable[[], Any]], float]:
+    """Calls, and says 1, 2, 3, ..."""
+    ticks: Iterator[int] = count(1)
+
+    def time(call: Callable[[], Any]) -> float:
+        call()
+        return float(next(ticks))
+
+    return time
+
+
+def test_forward_and_backward_are_timed_and_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, grouped_mm=plain, fused=plain)
+    (entry,) = tune.measure(recipe, 1, CPU, stopwatch())
+    assert entry.ms == {"grouped_mm": 2.0, "fused": 4.0}, "every second time is of forward alone"
+    assert (entry.operation, entry.shape) == ("experts", shapes_of(recipe)["experts"])
+    assert torch.__version__.startswith(entry.torch)
+
+
+def test_what_is_not_differentiable_has_one_time() -> None:
+    sample = Sample("", (torch.ones(3),), 0)
+    assert forward_and_total_ms(lambda x: x + 1, sample, stopwatch()) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ("--model.moe.score_on=input", "experts: nothing to choose"),
+        ("--precision.compute=fp32", "experts: nothing to choose"),
+        ("", "experts fused cannot run here, so nothing is written: not on this device"),
+    ],
+)
+def test_half_a_comparison_is_not_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overrides: str, said: str
+) -> None:
+    offer(monkeypatch, grouped_mm=plain, fused=broken)
+    words = ["--run.device=auto", "--precision.compute=bf16", "--train.seq_len_tokens=16", *overrides.split()]
+    with caplog.at_level(logging.INFO, "titan_moe"):
+        assert list(tune.measure(load_recipe(RECIPES / "quickstart.toml", words), 1, CPU, stopwatch())) == []
+    assert said in caplog.text
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU stand in for a GPU."""
+    real = tune.measure
+    monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune.torch.cuda, "get_device_name", lambda *_: GPU)
+    monkeypatch.setattr(tune, "measure", lambda recipe, ranks, device: real(recipe, ranks, CPU, stopwatch()))
+
+
+def test_what_is_tuned_is_what_auto_takes(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_a_gpu(monkeypatch)
+    offer(monkeypatch, fused=plain, grouped_mm=plain)
+    assert choose_for(recipe, 1, GPU)[0].maker == "grouped_mm"
+    with caplog.at_level(logging.INFO, "titan_moe"):
+        tune.run(recipe, 1)
+    assert choose_for(recipe, 1, GPU)[0].maker == "fused"
+    assert "experts fused (2 ms fused, 4 ms grouped_mm, measured at 128 rows" in caplog.text
+    path = cached_tables() / "fast_gpu.toml"
+    before = read_table(path)
+    tune.run(recipe, 1)
+    assert len(read_table(path).measured) == len(before.measured) == 1, "the same shape is measured anew"
+
+
+def test_a_table_elsewhere_is_merged_and_must_be_of_this_device(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_a_gpu(monkeypatch)
+    offer(monkeypatch, fused=plain, grouped_mm=plain)
+    tune.run(recipe, 1, tmp_path / "mine.toml")
+    assert read_table(tmp_path / "mine.toml").device == GPU and not cached_tables().exists()
+    write_table(tmp_path / "other.toml", KernelTable("Slow GPU"))
+    with pytest.raises(RecipeError, match="is a table of Slow GPU, and this is Fast GPU; name another file with --out"):
+        tune.run(recipe, 1, tmp_path / "other.toml")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(("device", "said"), [("cpu", 'run.device = "cpu"'), ("auto", "PyTorch sees no GPU")])
+def test_a_cpu_is_refused_at_the_door(device: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", str(RECIPES / "quickstart.toml"), f"--run.device={device}"]) == 2
+    assert f"{said}, and there is nothing to measure on a CPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
+def test_real_candidates_take_what_is_drawn_for_real_recipes(name: str) -> None:
+    """On fake tensors, which have sizes and no memory."""
+    shapes = shapes_of(load_recipe(RECIPES / f"{name}.toml"))
+    tunables = [kernel.tunable for kernel in load_all().values() if kernel.tunable]
+    assert {tunable.operation for tunable in tunables} >= {"experts"}
+    for tunable in tunables:
+        with FakeTensorMode():
+            sample = tunable.draw(shapes[tunable.operation], CPU)
+            for candidate in tunable.candidates.values():
+                forward_and_total_ms(candidate, sample, stopwatch())
+        assert set(tunable.candidates) >= {"grouped_mm", "fused"} or set(tunable.candidates) >= {"torch", "triton"}
+
+
+@pytest.mark.gpu
+def test_a_small_model_is_tuned(recipe: Recipe) -> None:
+    tune.run(recipe, 1)
+    (path,) = cached_tables().iterdir()
+    assert all(min(entry.ms.values()) > 0 for entry in read_table(path).measured)

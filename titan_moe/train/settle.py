@@ -1,0 +1,30 @@
+"""What a recipe leaves to the machine, settled: from here on it says what runs."""
+
+import logging
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.config import Recipe
+from titan_moe.config.perf import PerfConfig
+from titan_moe.plan.kernel_choice import choose_for, in_words, settled
+
+logger = logging.getLogger("titan_moe")
+
+
+def settle_kernels(recipe: Recipe, device: torch.device) -> Recipe:
+    """Choose the kernels of `auto` by the tables of the main rank's device, for all ranks alike, and say so.
+
+    Raises: RecipeError if a table cannot be read.
+    """
+    if recipe.perf.kernels != "auto":
+        return recipe
+    chosen: list[PerfConfig] = [recipe.perf]
+    if dist.get_rank() == 0:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        choices = choose_for(recipe, dist.get_world_size(), name)
+        logger.info('perf.kernels = "auto" on %s: %s', name, "; ".join(in_words(choices)))
+        chosen = [settled(recipe.perf, choices)]
+    dist.broadcast_object_list(chosen, device=torch.device("cpu"))
+    return replace(recipe, perf=chosen[0])
