@@ -72,6 +72,10 @@ BROKEN = {
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
     "the attention backend exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
+    "blocks that compile whole read nothing on the host": (
+        "--compile.extent=block",
+        'parallel.dispatcher = "alltoall", which reads its row counts',
+    ),
     "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "balanced routing needs a router": (
         "--model.num_dense_layers=4 --train.force_balanced_routing=true",
@@ -162,6 +166,9 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--optim.warmup_steps=60 --optim.decay_steps=50 --train.steps=20",  # the schedule adapts itself
         "--checkpoint.keep_latest=0",
         "--parallel.dp_replicate=2",
+        "--compile.extent=block --parallel.dispatcher=allgather",
+        "--compile.extent=block --compile.regional=off",
+        "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
     ],
 )
 def test_what_may_run_is_not_refused(empty_file: Path, overrides: str) -> None:

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 
+HOST_READERS = ("alltoall",)
+"""Dispatchers that read sizes of the device on the host."""
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Two views of the same ranks (parallel folding, arXiv:2504.14960).

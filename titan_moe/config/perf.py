@@ -48,6 +48,10 @@ class CompileConfig:
 
     regional: Literal["on_cuda", "on", "off"] = "on_cuda"
     """Compile the dense part and the experts of every block, each as one full graph: on GPUs only, always, or never."""
+    extent: Literal["pieces", "block"] = "pieces"
+    """How much one graph spans: `pieces` leaves the dispatch between them eager; `block` takes a whole block, dispatch
+    and all, which needs a dispatcher that reads nothing on the host (`local`, `allgather`) and leaves a trace one part
+    a block. Not measured on a GPU yet."""
 
 
 @dataclass(frozen=True)

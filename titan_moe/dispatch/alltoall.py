@@ -39,6 +39,8 @@ class AllToAllExchange(NamedTuple):
 class AllToAllDispatcher(TokenDispatcher):
     """Send rows point to point; ranks may bring different numbers of tokens, none too."""
 
+    reads_host = True
+
     def __init__(self, num_experts: int, group: dist.ProcessGroup) -> None:
         """`num_experts` is the layer's total; `group` holds the ranks that share it."""
         self.group = group
