@@ -83,6 +83,10 @@ BROKEN = {
     "the optimizer knows its dtypes": ("--precision.moments=bf16", 'needs perf.optimizer = "fused"; take that'),
     "the attention backend exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
     "FlexAttention knows the dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
+    "blocks that compile whole read nothing on the host": (
+        "--compile.extent=block",
+        'parallel.dispatcher = "alltoall", which reads its row counts',
+    ),
     "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "balanced routing needs a router": (
         "--model.num_dense_layers=4 --train.force_balanced_routing=true",
@@ -187,6 +191,9 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--precision.moments=bf16 --perf.optimizer=fused",
         "--precision.moments=fp32 --precision.master=bf16 --perf.optimizer=fused",
         "--precision.master=fp64 --perf.optimizer=fused --run.device=cpu",  # the reference
+        "--compile.extent=block --parallel.dispatcher=allgather",
+        "--compile.extent=block --compile.regional=off",
+        "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
     ],
 )
 def test_what_may_run_is_not_refused(empty_file: Path, overrides: str) -> None:

@@ -1,10 +1,14 @@
 """When FSDP reduces: each layer's experts before the block under them starts its backward."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
@@ -55,6 +59,35 @@ def watch(parallel: ParallelConfig) -> dict[str, Any]:
     return {"reduced": reduced, "dtypes": dtypes}
 
 
+def watch_whole_blocks(parallel: ParallelConfig) -> dict[str, Any]:
+    """The same where blocks are one graph; and how many weights are left on each rank between forward and backward."""
+    meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
+    torch._dynamo.reset()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        recipe = replace(RECIPE, parallel=parallel, compile=CompileConfig("on", extent="block"))
+        model = build_model(recipe, meshes, torch.device("cpu"))
+    blocks = list(model.layers.values())
+    reduced: dict[int, bool] = {}
+    kept, stored = [], [local_size(block) for block in blocks]
+    for index, block in enumerate(blocks[:-1]):
+
+        def look(module: torch.nn.Module, args: Any, output: Tensor, above: int = index + 1) -> None:
+            output.register_hook(lambda grad: reduced.update({above: experts_have_gradients(blocks[above])}))
+
+        block.register_forward_hook(look)
+    tokens = torch.randint(256, (2, 16))
+    loss = model(tokens, tokens) / 32
+    kept = [local_size(block) for block in blocks]
+    loss.backward()
+    return {"reduced": reduced, "stored": stored, "kept": kept}
+
+
+def local_size(block: torch.nn.Module) -> int:
+    """Elements of a block's experts on this rank, as the module has them now."""
+    parameters = block.feed_forward.experts.parameters()
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
+
+
 def experts_have_gradients(block: torch.nn.Module) -> bool:
     return all(parameter.grad is not None for parameter in block.feed_forward.experts.parameters())
 
@@ -64,3 +97,11 @@ def test_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks) -> N
         for seen in ranks(num_ranks, watch, parallel):
             assert seen["reduced"] == {1: True, 2: True}
             assert seen["dtypes"] == {(torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_experts_of_whole_blocks_come_and_go_with_their_block(ranks, reshards: bool) -> None:
+    parallel = ParallelConfig(ep=2, dispatcher="allgather", reshard_experts_after_forward=reshards)
+    for seen in ranks(4, watch_whole_blocks, parallel):
+        assert seen["reduced"] == {1: True, 2: True}
+        assert seen["kept"] == [size * (1 if reshards else 2) for size in seen["stored"]], "edp = 2"

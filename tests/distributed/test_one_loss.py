@@ -5,13 +5,16 @@ and gradient norms of 20 steps to 1e-9, and its expert counts exactly.
 """
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
@@ -66,7 +69,8 @@ def recipe(
 
 
 class Trace(SimpleNamespace):
-    """What a run shows of itself: losses, aux_losses, grad_norms and counts by step, grads by name."""
+    """What a run shows of itself: losses, aux_losses, grad_norms and counts by step, grads by name; and the graphs that
+    were compiled by then."""
 
 
 def batch_of(step: int, micro_batch_sequences: int) -> Batch:
@@ -95,7 +99,7 @@ def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
     if num_starved >= 0:
         for router in step.balancer.routers.values():
             starve(router, num_starved)
-    trace = Trace(losses=[], aux_losses=[], grad_norms=[], counts=[], grads={})
+    trace = Trace(losses=[], aux_losses=[], grad_norms=[], counts=[], grads={}, num_graphs=[])
     for index in range(run.train.steps):
         batch = batch_of(index, run.train.micro_batch_sequences)
         if index == 0:
@@ -105,7 +109,16 @@ def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
         trace.aux_losses.append(result.aux_loss.item())
         trace.grad_norms.append(result.grad_norm.item())
         trace.counts.append({name: counts.tolist() for name, counts in result.tokens_per_expert.items()})
+        trace.num_graphs.append(counters["stats"]["unique_graphs"])
     return vars(trace)
+
+
+def train_compiled(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
+    """`train`, where compiling is quick."""
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return train(run, num_starved)
 
 
 def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -190,6 +203,40 @@ def test_skewed_routing_trains_as_one_process(
 def test_recompute_changes_nothing(ranks, alone: dict[int, Trace], what: str) -> None:
     candidate = recipe(ParallelConfig(ep=2, dispatcher="alltoall"), memory=MemoryConfig(what))
     assert_same(run(ranks, 2, candidate)[0], alone[-1], 1e-9)
+
+
+WHOLE = CompileConfig("on", extent="block")
+
+
+EP2 = ParallelConfig(ep=2, dispatcher="allgather")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "what"),
+    [
+        pytest.param(2, ParallelConfig(reshard_after_forward=False), "none", id="dp2"),
+        pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
+        pytest.param(4, EP2, "experts", id="dp4-ep2-edp2-recompute_experts"),
+        pytest.param(4, EP2, "block", id="dp4-ep2-edp2-recompute_block"),
+        pytest.param(4, replace(EP2, dp_replicate=2), "none", id="hsdp2x2-ep2"),
+    ],
+)
+def test_blocks_that_compile_whole_train_as_one_process(
+    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str
+) -> None:
+    candidate = recipe(parallel, compile=WHOLE, memory=MemoryConfig(what))
+    for fields in ranks(num_ranks, train_compiled, candidate):
+        trace = Trace(**fields)
+        assert_same(trace, alone[-1], 1e-9)
+        assert trace.num_graphs == [4] * STEPS, "a dense block, one with experts, two sizes of the loss's softmax"
+
+
+def test_ranks_without_tokens_are_no_new_graph(ranks, alone: dict[int, Trace]) -> None:
+    candidate = recipe(ParallelConfig(ep=4, dispatcher="allgather"), compile=WHOLE)
+    for fields in ranks(4, train_compiled, candidate, 4):
+        trace = Trace(**fields)
+        assert_same(trace, alone[4], 1e-9)
+        assert trace.num_graphs == [4] * STEPS
 
 
 def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:

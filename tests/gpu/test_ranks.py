@@ -65,6 +65,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     return {
         "dp": (plain,),
         "allgather": (whole, "--parallel.dispatcher=allgather", plain),
+        "blocks": (whole, "--parallel.dispatcher=allgather", "--compile.extent=block"),
         "alltoall": (whole, alltoall),
         "edp2": (half, alltoall, plain),
         "hsdp": ("--parallel.dp_replicate=2", half, alltoall, plain),

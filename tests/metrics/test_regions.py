@@ -28,9 +28,9 @@ CONFIG = ModelConfig(
 INSIDE_A_BLOCK = {"attention", "dense", "router", "latent", "dispatch", "experts", "combine", "shared"}
 
 
-def built(compiled: str, *, is_marked: bool) -> Transformer:
+def built(compiled: str, *, is_marked: bool, extent: str = "pieces") -> Transformer:
     model = Transformer(CONFIG)
-    regional.apply(model, CompileConfig(compiled), CPU)
+    regional.apply(model, CompileConfig(compiled, extent), CPU)
     if is_marked:
         regions.apply(model)
     init_weights(model, seed=0, std=0.2, num_layers=CONFIG.num_layers)
@@ -55,14 +55,18 @@ def test_every_part_has_its_name_and_nothing_else_changes() -> None:
         assert torch.equal(parameter.grad, other.grad)
 
 
-def test_compiled_pieces_are_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("extent", "inside"),
+    [("pieces", INSIDE_A_BLOCK - {"dense"}), ("block", set())],  # a compiled dense block is one piece
+)
+def test_compiled_pieces_are_the_same_graphs(monkeypatch: pytest.MonkeyPatch, extent: str, inside: set[str]) -> None:
     counts, names = [], set()
     for is_marked in (False, True):
         with monkeypatch.context() as patch:
             torch._dynamo.reset()
             counter = CompileCounterWithBackend("aot_eager")
             patch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-            _, names = traced(built("on", is_marked=is_marked))
+            _, names = traced(built("on", is_marked=is_marked, extent=extent))
             counts.append((counter.frame_count, counter.op_count))
     assert counts[0] == counts[1]
-    assert names == (INSIDE_A_BLOCK - {"dense"}) | {"embedding", "block", "head"}, "a compiled dense block is one piece"
+    assert names == inside | {"embedding", "block", "head"}

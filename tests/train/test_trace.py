@@ -1,6 +1,7 @@
 """`titan-moe trace`: a short run, its traces, and the page that splits the step."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -54,6 +55,26 @@ def test_compiled_pieces_are_listed(tiny) -> None:
     page = (run.folder / "trace" / "report.html").read_text()
     assert "0 graph breaks, 0 recompiles, 0 compilations during the traced steps" in page
     assert "front (layers/block.py" in page and "forward (layers/experts.py" in page
+
+
+def test_blocks_that_compile_whole_are_one_part(
+    tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    run = tiny("--compile.regional=on", "--compile.extent=block")
+    with caplog.at_level("INFO", "titan_moe"):
+        assert trace(run, "--profile.num_steps=2") == 0
+    assert 'compile.extent = "pieces" splits them' in caplog.text
+    result = split(read_trace(next((run.folder / "trace" / "traces").iterdir())))
+    assert result.parts.keys() >= {"embedding", "block", "head", "clip", "optimizer"}
+    assert not result.parts.keys() & {"attention", "router", "dispatch", "experts", "combine"}
+    block = result.parts["block"]
+    assert result.named_share >= 0.9 and block.forward_ms > 0 and block.backward_ms > 0
+    page = (run.folder / "trace" / "report.html").read_text()
+    assert "0 graph breaks, 0 recompiles, 0 compilations during the traced steps" in page
+    row = page.partition("<td>rest of the blocks</td>")[2].partition("</tr>")[0]
+    assert "FLOP/s" in row, "the work of all that is inside"
 
 
 def test_ranks_name_their_messages(tiny) -> None:

@@ -1,13 +1,16 @@
-"""Compile the pieces of every block, each as one full graph.
+"""Compile every block, whole or in pieces, each as one full graph.
 
-The dense part of a block (norms, attention, residual), its router, its experts and its shared experts are pieces; a
-dense block is one piece, and so is the softmax of the loss, unless Triton makes it. The dispatch between them stays
-eager, because it may read sizes on the host and its collectives are its own. All blocks have the same code and no
-Python number of their own, so each piece compiles once a model, not once a layer.
+In pieces, the dense part of a block (norms, attention, residual), its router, its experts and its shared experts are
+graphs; a dense block is one piece, and so is the softmax of the loss, unless Triton makes it. The dispatch between them stays eager, because it
+may read sizes on the host. Where the dispatcher reads nothing there, a block can be a single graph instead: the
+compiler then sees the residual sum, the plan of the dispatch and the combine too, and the host starts one graph a block.
+
+All blocks have the same code and no Python number of their own, so each graph compiles once a model, not once a layer.
 """
 
 from collections.abc import Callable
 from functools import partial, wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,22 +28,50 @@ def is_on(config: CompileConfig, device: torch.device) -> bool:
     return config.regional == "on" or (config.regional == "on_cuda" and device.type == "cuda")
 
 
+def spans_blocks(config: CompileConfig, device: torch.device) -> bool:
+    """Whether this run compiles blocks whole, so that nothing may hook into them from outside."""
+    return is_on(config, device) and config.extent == "block"
+
+
 def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None:
-    """Compile every block's pieces in place; parameter names do not change."""
-    if not is_on(config, device):
+    """Compile every block in place; parameter names do not change."""
+    if is_on(config, device):
+        _compile(model, spans_blocks=spans_blocks(config, device))
+
+
+def _compile(module: nn.Module, *, spans_blocks: bool) -> None:
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    if isinstance(module, Block) and not layers:
+        module.forward = torch.compile(module.forward, fullgraph=True)  # type: ignore[method-assign]
         return
-    for module in model.modules():
-        if isinstance(module, LanguageModelHead) and module.cross_entropy is linear_cross_entropy:
-            softmax = torch.compile(loss_and_dlogits, fullgraph=True)
-            module.cross_entropy = partial(linear_cross_entropy, softmax=softmax)
-        elif isinstance(module, MoE):  # in a block of any class, a user's too
-            for piece in (module.router, module.shared_experts):
-                piece.forward = torch.compile(piece.forward, fullgraph=True)  # type: ignore[method-assign]
-            module.experts.forward = _compile_for_many_rows(module.experts.forward)  # type: ignore
-        elif isinstance(module, Block) and isinstance(module.feed_forward, MoE):
-            module.front = torch.compile(module.front, fullgraph=True)  # type: ignore[method-assign]
-        elif isinstance(module, Block):
-            module.forward = torch.compile(module.forward, fullgraph=True)  # type: ignore[method-assign]
+    if spans_blocks and isinstance(module, (Block, MoE)) and not any(layer.dispatcher.reads_host for layer in layers):
+        module.forward = _compile_with_experts(module.forward)  # type: ignore[method-assign]
+        return
+    if isinstance(module, LanguageModelHead) and module.cross_entropy is linear_cross_entropy:
+        softmax = torch.compile(loss_and_dlogits, fullgraph=True)
+        module.cross_entropy = partial(linear_cross_entropy, softmax=softmax)
+    elif isinstance(module, MoE):
+        for piece in (module.router, module.shared_experts):
+            piece.forward = torch.compile(piece.forward, fullgraph=True)  # type: ignore[method-assign]
+        module.experts.forward = _compile_for_many_rows(module.experts.forward)  # type: ignore
+    elif isinstance(module, Block):
+        module.front = torch.compile(module.front, fullgraph=True)  # type: ignore[method-assign]
+    for child in module.children():
+        _compile(child, spans_blocks=spans_blocks)
+
+
+def _compile_with_experts(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile a whole block, or the MoE layer of a block of one's own, under a code object of its own.
+
+    Graphs of one code object are limited in number, and dense blocks need theirs: training, validation, and two sizes
+    while text is generated.
+    """
+
+    @wraps(forward)
+    def with_experts(*args: Any) -> Tensor:
+        return forward(*args)
+
+    return torch.compile(with_experts, fullgraph=True)
 
 
 def _compile_for_many_rows(serve: Callable[[Routed], Tensor]) -> Callable[[Routed], Tensor]:

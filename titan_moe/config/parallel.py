@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+HOST_READERS = ("alltoall",)
+"""Dispatchers that read sizes of the device on the host."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -69,6 +69,10 @@ class CompileConfig:
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
     then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""
+    extent: Literal["pieces", "block"] = "pieces"
+    """How much one graph spans: `pieces` leaves the dispatch between them eager; `block` takes a whole block, dispatch
+    and all, which needs a dispatcher that reads nothing on the host (`local`, `allgather`) and leaves a trace one part
+    a block. Not measured on a GPU yet."""
 
 
 @dataclass(frozen=True)

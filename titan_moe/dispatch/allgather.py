@@ -30,6 +30,8 @@ class AllGatherExchange(NamedTuple):
 class AllGatherDispatcher(TokenDispatcher):
     """Gather the rows of all ranks, reduce-scatter the results. Every rank must bring the same number of tokens."""
 
+    reads_host = False
+
     def __init__(
         self,
         num_experts: int,
@@ -42,11 +44,14 @@ class AllGatherDispatcher(TokenDispatcher):
         self.group = group
         self.bound = bound or SlotBound()
         self.num_local_experts = num_experts // group.size()
-        self.first_expert = self.num_local_experts * dist.get_rank(group)
+        self.rank = dist.get_rank(group)
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> AllGatherExchange:
-        ids_SK = all_gather(topk_ids_TK, self.group) - self.first_expert
-        local_ids_SK = torch.where((ids_SK >= 0) & (ids_SK < self.num_local_experts), ids_SK, -1)
+        ids_SK = all_gather(topk_ids_TK, self.group)
+        # the same operations on every rank: a compiler that saw `ids - 0` on the first rank alone could order that
+        # rank's messages differently
+        is_here_SK = ids_SK // self.num_local_experts == self.rank
+        local_ids_SK = torch.where(is_here_SK, ids_SK % self.num_local_experts, -1)
         scores_SK = all_gather(topk_scores_TK, self.group)
         return AllGatherExchange(local_ids_SK, scores_SK)
 

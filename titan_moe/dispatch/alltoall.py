@@ -40,6 +40,8 @@ class AllToAllExchange(NamedTuple):
 class AllToAllDispatcher(TokenDispatcher):
     """Send rows point to point; ranks may bring different numbers of tokens, none too."""
 
+    reads_host = True
+
     def __init__(self, num_experts: int, group: dist.ProcessGroup, lay_out: LayOut = lay_out_slots) -> None:
         """`num_experts` is the layer's total; `group` holds the ranks that share it."""
         super().__init__(lay_out)

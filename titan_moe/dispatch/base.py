@@ -4,7 +4,7 @@ T tokens on this rank · K choices a token · S rows received · R expert slots 
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, final
+from typing import Any, ClassVar, NamedTuple, final
 
 from torch import Tensor
 
@@ -63,6 +63,9 @@ class TokenDispatcher(ABC):
     On rows, `send` and `reduce` after `send_back` are each other's transpose, so each one's backward takes the other's
     way.
     """
+
+    reads_host: ClassVar[bool] = True
+    """Whether the host reads values of the device on the way. One that says it does not can be inside a graph."""
 
     def __init__(self, lay_out: LayOut = lay_out_slots) -> None:
         """`lay_out` sorts arrived choices into slots; `choose_lay_out` in kernels/slots.py has those that exist."""

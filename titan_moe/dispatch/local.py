@@ -18,6 +18,8 @@ class LocalExchange(NamedTuple):
 class LocalDispatcher(TokenDispatcher):
     """Serve every row where it is; the received rows are the tokens themselves (S = T, R = T·K)."""
 
+    reads_host = False
+
     def __init__(self, num_experts: int, lay_out: LayOut = lay_out_slots) -> None:
         super().__init__(lay_out)
         self.num_experts = num_experts

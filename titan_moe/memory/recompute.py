@@ -25,7 +25,9 @@ CHOSEN: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {
 def apply(model: nn.Module, config: MemoryConfig) -> None:
     """Replace the forward of the chosen modules by one that keeps its inputs only; parameter names do not change.
 
-    Runs after compile: the recomputed region is outside the compiled one, which is exact on every supported torch.
+    Runs after compile: the recomputed region is outside the compiled one, which is exact on every supported torch. The
+    experts of a block that is compiled whole are the exception: the compiler finds their region inside its graph and
+    keeps their inputs only, which is exact too.
     """
     for module in CHOSEN[config.recompute](model):
         draws_nothing = type(module) in (Block, GroupedExperts)  # a user's block may have dropout

@@ -1,8 +1,9 @@
 """Name the parts of a built model, so that a trace of it can be split by them.
 
 A transform, so that layers know nothing of traces and runs that are not traced run nothing of this. It wraps methods
-from outside: after compile, so that a compiled piece is one range and its graph is the same; before recompute, so that
-a forward that is repeated in backward is named too.
+from outside: after compile, so that a compiled piece is one range and its graph is the same (a block that is compiled
+whole is the range of the block, and nothing inside it has a name); before recompute, so that a forward that is repeated
+in backward is named too.
 """
 
 from torch import nn

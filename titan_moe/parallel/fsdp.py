@@ -20,8 +20,18 @@ from titan_moe.parallel.mesh import Meshes
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def apply(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, meshes: Meshes) -> None:
-    """Wrap experts, blocks and the root, innermost first."""
+def apply(
+    model: nn.Module,
+    config: ParallelConfig,
+    precision: PrecisionConfig,
+    meshes: Meshes,
+    *,
+    blocks_are_one_graph: bool = False,
+) -> None:
+    """Wrap experts, blocks and the root, innermost first.
+
+    Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph.
+    """
     policy = MixedPrecisionPolicy(
         param_dtype=_unless_equal(precision.compute, precision.master),
         reduce_dtype=_unless_equal(precision.reduce, precision.compute),
@@ -34,6 +44,9 @@ def apply(model: nn.Module, config: ParallelConfig, precision: PrecisionConfig, 
             _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
         reshards_block = reshards and config.reshard_after_forward
         fully_shard(block, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshards_block)
+        if blocks_are_one_graph:
+            for experts in _experts_of(block):
+                _gather_at_the_door(experts, block)
     fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=False)
     _prefetch(blocks)
     for module in model.modules():
@@ -59,6 +72,16 @@ def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPreci
         reshard_after_forward=reshard,
         shard_placement_fn=lambda parameter: widths[id(parameter)],
     )
+
+
+def _gather_at_the_door(experts: GroupedExperts, block: nn.Module) -> None:
+    """Move the hooks of an experts' group to their block, before the block's own: it prefetches the following block,
+    which must not hold up what this one needs. The experts keep their group, on a mesh of their own."""
+    state = fully_shard.state(experts)  # type: ignore[attr-defined]
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+    state._post_forward_hook_handle = block.register_forward_hook(state._post_forward, prepend=True)
 
 
 def _prefetch(blocks: list[nn.Module]) -> None:

@@ -146,8 +146,8 @@ def _parts(result: Split, subject: Subject) -> str:
     note = (
         "Work is what a step needs at least: FLOPs forward and backward without recomputation, bytes of AdamW, bytes "
         "that arrive from other ranks. The floor is the time for it at the device's peak. Backward holds what is "
-        "recomputed there. A compiled piece is one part, norms and residuals included; a dense block that is compiled "
-        "whole is in the rest of the blocks."
+        "recomputed there. A compiled piece is one part, norms and residuals included; a block that is compiled whole, "
+        "as dense blocks are, is in the rest of the blocks."
     )
     return f'<h2>Parts</h2>{_table(header, rows)}<p class="note">{note}</p>'
 

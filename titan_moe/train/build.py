@@ -64,11 +64,13 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: Slo
     """Build, spread, compile and initialise the model of a recipe on this rank."""
     model = build_on_meta(recipe)
     expert.apply(model, recipe.parallel, meshes, bound)  # experts leave the dense mesh before FSDP looks
-    regional.apply(model, recipe.compile, device)  # pieces, so that FSDP's hooks stay outside the graphs
+    regional.apply(model, recipe.compile, device)  # blocks or pieces, so that FSDP's hooks stay outside the graphs
     if recipe.profile.start_step:
         regions.apply(model)  # names for the trace, around compiled pieces and inside what is recomputed
-    recompute.apply(model, recipe.memory)  # around the compiled pieces: exact on every supported torch
-    fsdp.apply(model, recipe.parallel, recipe.precision, meshes)  # outermost: gathers around compiled pieces
+    recompute.apply(model, recipe.memory)  # around what is compiled, experts also inside it
+    spans_blocks = regional.spans_blocks(recipe.compile, device)
+    # outermost: gathers around what is compiled
+    fsdp.apply(model, recipe.parallel, recipe.precision, meshes, blocks_are_one_graph=spans_blocks)
     model.to_empty(device=device)
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
     if recipe.train.force_balanced_routing:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
+from titan_moe.compile import regional
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
 from titan_moe.plan.count import count
-from titan_moe.plan.floor import step_work
+from titan_moe.plan.floor import Work, step_work
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.profile.compile_trace import compile_report, start_records
 from titan_moe.profile.read import read_trace
@@ -23,6 +24,8 @@ logger = logging.getLogger("titan_moe")
 
 FIRST_TRACED_STEP = 5
 """By then all is compiled, tuned and allocated."""
+INSIDE_A_BLOCK = ("attention", "dense", "router", "latent", "dispatch", "experts", "combine", "shared")
+"""Parts that have no name of their own where blocks are compiled whole."""
 
 
 def run(recipe: Recipe) -> None:
@@ -47,6 +50,9 @@ def run(recipe: Recipe) -> None:
     page = render(read_trace(path, recipe.profile.num_steps), _subject(short), compile_report())
     report.write_text(page, encoding="utf-8")
     logger.info("traces are in %s; the report is %s", path.parent, report)
+    if regional.spans_blocks(short.compile, _device(short)):
+        way_out = 'compile.extent = "pieces" splits them'
+        logger.info('compile.extent = "block": the report has blocks as one part; %s', way_out)
 
 
 def shortened(recipe: Recipe) -> Recipe:
@@ -75,14 +81,30 @@ def shortened(recipe: Recipe) -> Recipe:
 
 def _subject(recipe: Recipe) -> Subject:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    is_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if is_gpu else "CPU"
+    device = torch.cuda.get_device_name() if _device(recipe).type == "cuda" else "CPU"
+    work = step_work(recipe, world_size)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
     num_tokens //= resolve(recipe.parallel, world_size).dp
     return Subject(
         title=f"{recipe.model.name} on {world_size} x {device}",
-        work=step_work(recipe, world_size),
+        work=_in_blocks(work) if regional.spans_blocks(recipe.compile, _device(recipe)) else work,
         model_flops=count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens,
         num_tokens=num_tokens,
         hardware=find_hardware(device),
     )
+
+
+def _in_blocks(work: dict[str, Work]) -> dict[str, Work]:
+    """The same work, with all that lies inside blocks as theirs."""
+    inside = [work[part] for part in INSIDE_A_BLOCK if part in work]
+    whole = Work(
+        flops=sum(part.flops for part in inside),
+        memory_bytes=sum(part.memory_bytes for part in inside),
+        wire_bytes=sum(part.wire_bytes for part in inside),
+    )
+    return {part: done for part, done in work.items() if part not in INSIDE_A_BLOCK} | {"block": whole}
+
+
+def _device(recipe: Recipe) -> torch.device:
+    is_gpu = recipe.run.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if is_gpu else "cpu")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, nearest_multiples
 from titan_moe.plan.capture import obstacles
@@ -99,6 +100,16 @@ def _flex_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield 'precision.compute = "fp64" has no perf.attention = "flex"; take bf16 or fp32, or perf.attention = "math"'
 
 
+def _whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]:
+    dispatcher = recipe.parallel.dispatcher
+    compiles_blocks = recipe.compile.regional != "off" and recipe.compile.extent == "block"
+    if compiles_blocks and dispatcher in HOST_READERS and recipe.model.num_moe_layers > 0:
+        yield (
+            f'compile.extent = "block" cannot hold parallel.dispatcher = "{dispatcher}", which reads its row counts '
+            'on the host; take "allgather" (or "local" where parallel.ep = 1), or compile.extent = "pieces"'
+        )
+
+
 def _recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.memory.recompute == "experts" and recipe.model.num_moe_layers <= 0:
         yield 'memory.recompute = "experts" needs layers with experts, and this model has none; take "block" or "none"'
@@ -142,6 +153,11 @@ PERF_RULES = [
     ),
     Rule("the attention backend exists", _attention_backend_exists, "these kernels run, or train, on GPUs only"),
     Rule("FlexAttention knows the dtype", _flex_knows_the_dtype, "its kernels sum in fp32"),
+    Rule(
+        "blocks that compile whole read nothing on the host",
+        _whole_blocks_read_nothing,
+        "a graph cannot wait for a size in its middle",
+    ),
     Rule("recomputed experts exist", _recomputed_experts_exist, "nothing would be recomputed"),
     Rule("balanced routing needs a router", _balanced_routing_needs_a_router, "there is no choice to replace"),
 ]
