@@ -12,7 +12,7 @@ from titan_moe.metrics.meter import Meter
 
 FIELDS = {
     "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
-    "memory_gib", "step_ms", "expert_load",
+    "memory_gib", "step_ms", "expert_load", "skipped_steps", "rerun_steps",
 }  # fmt: skip
 
 
@@ -29,7 +29,8 @@ def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False
 def log(meter, step):
     counts = {"layers.1.moe": torch.tensor([1, 3]), "layers.2.moe": torch.tensor([2, 2])}
     scalars = {"loss": torch.tensor(2.0 + step), "aux_loss": 0.0, "grad_norm": torch.tensor(0.5), "lr": 1e-3}
-    return meter.log(step, **scalars, num_tokens=64, tokens_per_expert=counts)
+    guard = {"num_skipped": torch.tensor(2), "num_reruns": 1}
+    return meter.log(step, **scalars, num_tokens=64, tokens_per_expert=counts, **guard)
 
 
 def records(folder):
@@ -46,6 +47,7 @@ def test_records(tmp_path, capsys):
     last = returned[-1]
     assert last.keys() == FIELDS
     assert (last["loss"], last["grad_norm"], last["lr"], last["tokens_seen"]) == (12.0, 0.5, 1e-3, 640)
+    assert (last["skipped_steps"], last["rerun_steps"]) == (2, 1)
     assert last["expert_load"] == {"layers.1.moe": 1.5, "layers.2.moe": 1.0}
     assert last["tokens_per_second_per_gpu"] == pytest.approx(64 / last["step_ms"] * 1e3 / 2)
     assert last["tflops_per_gpu"] == pytest.approx(last["tokens_per_second_per_gpu"] * 1e-6)
@@ -57,6 +59,7 @@ def test_nothing_is_read_between_logged_steps(tmp_path):
     meter.start(0, 0)
     log(meter, 1)
     unreadable = {"loss": torch.empty((), device="meta"), "aux_loss": 0.0, "grad_norm": torch.empty((), device="meta")}
+    unreadable |= {"num_skipped": torch.empty((), device="meta"), "num_reruns": 0}
     counts = {"layers.1.moe": torch.empty(4, device="meta")}
     for step in (2, 3):
         assert meter.log(step, **unreadable, lr=1e-3, num_tokens=64, tokens_per_expert=counts) is None

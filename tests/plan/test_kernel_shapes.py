@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import load_recipe
-from titan_moe.config.kernels import Kernels
+from titan_moe.config.kernels import KernelOverrides
 from titan_moe.plan.kernel_shapes import OPERATIONS, shapes_of
 
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
@@ -17,7 +17,7 @@ def shapes(*overrides: str):
 
 
 def test_every_choice_has_a_shape() -> None:
-    assert list(OPERATIONS) == [field.name for field in fields(Kernels)]
+    assert list(OPERATIONS) == [field.name for field in fields(KernelOverrides)]
     for name, shape in shapes().items():
         rule = OPERATIONS[name]
         assert set(rule.same) < set(shape) and rule.load(shape) > 0
