@@ -24,18 +24,21 @@ class Operation:
     """What must be equal in both shapes."""
     load: Callable[[Shape], float]
     """What may differ by a factor."""
-    needs_experts: bool = False
-    """Whether only layers with experts have it."""
+    is_in: Callable[[Recipe], bool] = lambda recipe: True
+    """Whether the recipe's model has it."""
 
 
 def shapes_of(recipe: Recipe) -> dict[str, Shape]:
     """List the operations that the model has, each with its shape on one rank in one microbatch."""
-    has_experts = recipe.model.num_moe_layers > 0
-    return {
-        name: operation.shape(recipe)
-        for name, operation in OPERATIONS.items()
-        if has_experts or not operation.needs_experts
-    }
+    return {name: operation.shape(recipe) for name, operation in OPERATIONS.items() if operation.is_in(recipe)}
+
+
+def _has_experts(recipe: Recipe) -> bool:
+    return recipe.model.num_moe_layers > 0
+
+
+def _has_rotated_heads(recipe: Recipe) -> bool:
+    return recipe.model.attention.kind == "gqa"  # mla rotates in PyTorch
 
 
 def _num_tokens(recipe: Recipe) -> int:
@@ -88,16 +91,21 @@ def _norm(recipe: Recipe) -> Shape:
 
 def _rotary(recipe: Recipe) -> Shape:
     a = recipe.model.attention
-    heads = {"query_heads": a.num_heads, "key_heads": a.num_kv_heads, "head_width": a.head_dim}
-    if a.kind == "mla":
-        heads = {"query_heads": a.num_heads, "key_heads": 1, "head_width": a.qk_rope_head_dim}
-    return {"tokens": _num_tokens(recipe), **heads, "norm": "qk" if a.qk_norm else "none"}
+    return {
+        "tokens": _num_tokens(recipe),
+        "query_heads": a.num_heads,
+        "key_heads": a.num_kv_heads,
+        "head_width": a.head_dim,
+        "norm": "qk" if a.qk_norm else "none",
+    }
 
 
 def _head(recipe: Recipe) -> Shape:
     num_tokens = _num_tokens(recipe)
     return {
-        "tokens": min(recipe.perf.loss_chunk_tokens or num_tokens, num_tokens),
+        "tokens": num_tokens,
+        "chunk": min(recipe.perf.loss_chunk_tokens or num_tokens, num_tokens),
+        "width": recipe.model.hidden_size,
         "vocabulary": recipe.model.vocab_size,
     }
 
@@ -106,16 +114,20 @@ def _tokens(shape: Shape) -> float:
     return float(shape["tokens"])
 
 
+def _rows(shape: Shape) -> float:
+    return float(shape["rows"])
+
+
+def _slots_of_an_expert(shape: Shape) -> float:
+    return float(shape["slots"]) / float(shape["experts"])
+
+
 OPERATIONS = {
-    "experts": Operation(
-        _experts, ("width", "hidden"), lambda shape: float(shape["slots"]) / float(shape["experts"]), needs_experts=True
-    ),
-    "slots": Operation(_slots, ("choices", "experts"), lambda shape: float(shape["rows"]), needs_experts=True),
-    "router": Operation(
-        _router, ("experts", "choices", "groups", "chosen_groups", "score"), _tokens, needs_experts=True
-    ),
+    "experts": Operation(_experts, ("width", "hidden"), _slots_of_an_expert, _has_experts),
+    "slots": Operation(_slots, ("choices", "experts"), _rows, _has_experts),
+    "router": Operation(_router, ("experts", "choices", "groups", "chosen_groups", "score"), _tokens, _has_experts),
     "norm": Operation(_norm, ("width",), _tokens),
-    "rotary": Operation(_rotary, ("query_heads", "key_heads", "head_width", "norm"), _tokens),
-    "head": Operation(_head, ("vocabulary",), _tokens),
+    "rotary": Operation(_rotary, ("query_heads", "key_heads", "head_width", "norm"), _tokens, _has_rotated_heads),
+    "head": Operation(_head, ("chunk", "width", "vocabulary"), _tokens),
 }
-"""Every field of `Kernels`."""
+"""Every field of `KernelOverrides`."""
