@@ -3,7 +3,8 @@
 In pieces, the dense part of a block (norms, attention, residual), its router, its experts and its shared experts are
 graphs; a dense block is one piece, and so is the softmax of the loss. The dispatch between them stays eager, because it
 may read sizes on the host. Where the dispatcher reads nothing there, a block can be a single graph instead: the
-compiler then sees the residual sum, the plan of the dispatch and the combine too, and the host starts one graph a block.
+compiler then sees the residual sum, the plan of the dispatch and the combine too, and the host calls one graph a
+block.
 
 All blocks have the same code and no Python number of their own, so each graph compiles once a model, not once a layer.
 """

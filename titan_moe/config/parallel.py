@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-
 HOST_READERS = ("alltoall",)
 """Dispatchers that read sizes of the device on the host."""
 

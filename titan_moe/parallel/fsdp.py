@@ -69,7 +69,7 @@ def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPreci
 def _gather_at_the_door(experts: GroupedExperts, block: nn.Module) -> None:
     """Move the hooks of an experts' group to their block, before the block's own: it prefetches the following block,
     which must not hold up what this one needs. The experts keep their group, on a mesh of their own."""
-    state = fully_shard.state(experts)  # type: ignore[attr-defined]
+    state = fully_shard.state(experts)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
