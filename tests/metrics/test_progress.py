@@ -12,6 +12,8 @@ RECORD = {
     "grad_norm": 1.5,
     "lr": 3e-4,
     "tokens_seen": 1,
+    "skipped_steps": 0,
+    "rerun_steps": 0,
     "tokens_per_second_per_gpu": 12345.6,
     "tflops_per_gpu": 284.0,
     "mfu": 0.2871,
@@ -31,6 +33,11 @@ def test_full_line():
 def test_what_is_not_there_is_not_said():
     line = describe(RECORD | {"mfu": None, "aux_loss": 0.0, "expert_load": {}}, 20, "process")
     assert "MFU" not in line and "aux" not in line and "load" not in line and "tokens/s/process" in line
+
+
+def test_steps_that_changed_nothing_or_were_taken_again_are_said() -> None:
+    line = describe(RECORD | {"skipped_steps": 2, "rerun_steps": 1}, 20, "GPU")
+    assert line.endswith("SKIPPED 2 steps, their gradients were not finite  1 steps taken again")
 
 
 def test_forced_balance_is_said_loudly():

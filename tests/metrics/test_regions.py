@@ -30,7 +30,7 @@ INSIDE_A_BLOCK = {"attention", "dense", "router", "latent", "dispatch", "experts
 
 def built(compiled: str, *, is_marked: bool, extent: str = "pieces") -> Transformer:
     model = Transformer(CONFIG)
-    regional.apply(model, CompileConfig(compiled, extent), CPU)
+    regional.apply(model, CompileConfig(compiled, extent=extent), CPU)
     if is_marked:
         regions.apply(model)
     init_weights(model, seed=0, std=0.2, num_layers=CONFIG.num_layers)

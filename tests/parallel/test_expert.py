@@ -7,6 +7,7 @@ from torch import nn
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
+from titan_moe.dispatch.bound import SlotBound
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel import expert
 from titan_moe.parallel.mesh import build_meshes
@@ -19,7 +20,8 @@ def spread(kind: str, num_ranks: int, slots: str) -> tuple[str, str]:
     parallel = ParallelConfig(ep=num_ranks, dispatcher=kind)
     with torch.device("meta"):
         moe = MoE(CONFIG, Kernels(slots=slots))
-    expert.apply(nn.ModuleList([moe]), parallel, build_meshes(resolve(parallel, num_ranks), torch.device("cpu")))
+    meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
+    expert.apply(nn.ModuleList([moe]), parallel, meshes, SlotBound())
     return type(moe.dispatcher).__name__, moe.dispatcher.lay_out.__name__
 
 

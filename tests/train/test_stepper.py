@@ -39,6 +39,7 @@ RECIPE = Recipe(
     train=TrainConfig(steps=STEPS, seq_len_tokens=TOKENS, global_batch_sequences=SEQUENCES, micro_batch_sequences=1),
     optim=OptimConfig(lr=1e-2, max_grad_norm=0.5, warmup_steps=3, decay_steps=2),
 )
+FACTOR = 1.75
 SPREAD = ParallelConfig(ep=4, dispatcher="allgather")
 
 
@@ -120,7 +121,7 @@ def test_replayed_steps_are_the_steps(ranks: Any, num_ranks: int, extent: str) -
 
 @pytest.mark.parametrize("extent", ["off", "microbatch", "step"])
 def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, extent: str) -> None:
-    bounded = replace(SPREAD, expert_rank_capacity_factor=1.25)
+    bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
     exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
     runs = ranks(4, train, replace(RECIPE, parallel=bounded), extent)
     for other in runs:

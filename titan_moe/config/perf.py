@@ -66,13 +66,13 @@ class CompileConfig:
 
     regional: Literal["on_cuda", "on", "off"] = "on_cuda"
     """Compile the dense part and the experts of every block, each as one full graph: on GPUs only, always, or never."""
-    cudagraph: Literal["off", "microbatch", "step"] = "off"
-    """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
-    then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""
     extent: Literal["pieces", "block"] = "pieces"
     """How much one graph spans: `pieces` leaves the dispatch between them eager; `block` takes a whole block, dispatch
     and all, which needs a dispatcher that reads nothing on the host (`local`, `allgather`) and leaves a trace one part
     a block. Not measured on a GPU yet."""
+    cudagraph: Literal["off", "microbatch", "step"] = "off"
+    """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
+    then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""
 
 
 @dataclass(frozen=True)
