@@ -29,8 +29,10 @@ CONFIG = ModelConfig(
 )
 
 
-def built(compiled: str, num_layers: int = CONFIG.num_layers) -> Transformer:
-    model = Transformer(replace(CONFIG, num_layers=num_layers))
+def built(
+    compiled: str, num_layers: int = CONFIG.num_layers, attention: AttentionConfig = CONFIG.attention
+) -> Transformer:
+    model = Transformer(replace(CONFIG, num_layers=num_layers, attention=attention))
     regional.apply(model, CompileConfig(compiled), CPU)
     init_weights(model, seed=0, std=0.2, num_layers=num_layers)
     return model
@@ -57,6 +59,16 @@ def test_graphs_do_not_grow_with_layers_or_batches(counter: CompileCounterWithBa
     for _ in range(2):  # routing changes from batch to batch
         deep(*batch()).backward()
     assert counter.frame_count == num_graphs
+
+
+def test_windowed_and_full_layers_are_two_graphs(counter: CompileCounterWithBackend) -> None:
+    built("on", num_layers=3)(*batch()).backward()
+    num_graphs, counter.frame_count = counter.frame_count, 0
+    torch._dynamo.reset()
+    deep = built("on", attention=replace(CONFIG.attention, sliding_window=5, full_attention_every=3))
+    for _ in range(2):
+        deep(*batch()).backward()
+    assert counter.frame_count == num_graphs + 1, "both dense blocks have a window; the fronts are of two kinds"
 
 
 @pytest.mark.usefixtures("counter")

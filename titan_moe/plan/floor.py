@@ -10,7 +10,12 @@ from dataclasses import dataclass
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
-from titan_moe.plan.count import attention_core_flops_per_token, attention_projection_weights, count_parameters, expert_width
+from titan_moe.plan.count import (
+    attention_core_flops_per_token,
+    attention_projection_weights,
+    count_parameters,
+    expert_width,
+)
 from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.memory import BYTES_OF_DTYPE, COPIES_OF_A_PARAMETER, state_bytes_per_rank
 
