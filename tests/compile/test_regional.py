@@ -94,6 +94,17 @@ def test_graphs_do_not_grow_with_layers_or_batches(
     assert counter.frame_count == num_graphs
 
 
+def test_windowed_and_full_layers_are_two_graphs(counter: CompileCounterWithBackend) -> None:
+    built("on", config=replace(CONFIG, num_layers=3))(*batch()).backward()
+    num_graphs, counter.frame_count = counter.frame_count, 0
+    torch._dynamo.reset()
+    windowed = replace(CONFIG.attention, sliding_window=5, full_attention_every=3)
+    deep = built("on", config=replace(CONFIG, attention=windowed))
+    for _ in range(2):
+        deep(*batch()).backward()
+    assert counter.frame_count == num_graphs + 1, "both dense blocks have a window; the fronts are of two kinds"
+
+
 @pytest.mark.usefixtures("counter")
 @pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
 @pytest.mark.parametrize("extent", ["pieces", "block"])

@@ -160,6 +160,9 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ),
         ("--model.moe.latent_size=12", 8, "model.moe.latent_size = 12 is not a multiple of 8"),
         ("--model.hidden_size=130", 8, "model.hidden_size = 130 is not a multiple of 8"),
+        ("--model.attention.full_attention_every=2", 8, "model.attention.sliding_window = 0; set the window"),
+        ("--model.attention.sliding_window=8 --model.attention.full_attention_every=1", 8, "take 2 or more"),
+        ("--run.device=cpu --perf.attention=flex", 8, 'perf.attention = "flex" does not exist'),
         ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),
         (f"--run.seed={2**63}", 8, "must be at least 0 and at most 9,223,372,036,854,775,807"),
         ("--optim.lr=nan", 8, "optim.lr = nan must be above 0"),
@@ -182,6 +185,7 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--model.moe.ffn_hidden_size=67 --perf.kernels=reference",
         "--precision.compute=fp64 --precision.master=fp64 --precision.reduce=fp64 --perf.kernels=reference",
         "--model.attention.kind=mla --model.attention.num_kv_heads=3",  # mla does not read it
+        "--model.attention.sliding_window=9999 --model.attention.full_attention_every=4",  # a window may hide nothing
         "--data.source=synthetic --data.holdout_fraction=0 --metrics.sample_tokens=0",  # makes its own held-out data
         "--data.source=datasets --data.is_streamed=true --data.holdout_fraction=0",  # the first documents are held out
         "--optim.warmup_steps=60 --optim.decay_steps=50 --train.steps=20",  # the schedule adapts itself

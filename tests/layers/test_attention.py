@@ -82,7 +82,7 @@ def test_the_future_is_hidden(config: AttentionConfig) -> None:
     assert (before[:, 7:] - after[:, 7:]).abs().amin(-1).min() > 1e-6
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", [*BACKENDS, "flex"])
 def test_a_preferred_backend_leaves_the_others_behind_it(name: str) -> None:
     attention, x_BND = built(GQA).float(), torch.randn(2, 12, 16)
     context = Context(*rope_tables(GQA, 12, x_BND.device), None)

@@ -61,8 +61,21 @@ def deepseek_v3(hf: Any) -> ModelConfig:
 
 def gqa(hf: Any) -> AttentionConfig:
     return AttentionConfig(
-        kind="gqa", num_heads=hf.num_attention_heads, num_kv_heads=hf.num_key_value_heads, **rope(hf.rope_parameters)
+        kind="gqa",
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        **windows(hf),
+        **rope(hf.rope_parameters),
     )
+
+
+def windows(hf: Any) -> dict[str, int]:
+    if not hf.sliding_window:
+        return {}
+    kinds = getattr(hf, "layer_types", ["sliding_attention"] * hf.num_hidden_layers)
+    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
+    assert [bool(every) and (i + 1) % every == 0 for i in range(len(kinds))] == [k == "full_attention" for k in kinds]
+    return {"sliding_window": hf.sliding_window, "full_attention_every": every}
 
 
 def deepseek(hf: Any, *, rope_is_interleaved: bool, **routing: Any) -> ModelConfig:
@@ -225,6 +238,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", GQA | {"head_dim": 16, "norm_topk_prob": True, "rope_parameters": PLAIN_ROPE}),
     "qwen3_moe-tied-yarn": ("qwen3_moe", GQA | {"head_dim": 16, "tie_word_embeddings": True, "rope_parameters": YARN}),
     "mixtral": ("mixtral", TINY | {"num_key_value_heads": 2, "num_local_experts": 8, "rope_parameters": PLAIN_ROPE}),
+    "mixtral-window": (
+        "mixtral",
+        TINY | {"num_key_value_heads": 2, "num_local_experts": 8, "sliding_window": 7},
+    ),
+    "qwen2_moe-every-second-full": (
+        "qwen2_moe",
+        GQA | {"shared_expert_intermediate_size": 24, "use_sliding_window": True, "sliding_window": 5},
+    ),
     "deepseek_v2-lite": (
         "deepseek_v2",
         MLA | {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": DEEPSEEK_YARN},

@@ -7,7 +7,7 @@ import pytest
 
 from titan_moe.config import load_recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
-from titan_moe.plan.count import count, count_parameters
+from titan_moe.plan.count import attention_core_flops_per_token, count, count_parameters
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -85,6 +85,23 @@ def test_flops_are_six_per_visited_weight_and_the_attention_core() -> None:
     assert count(tied, 100).flops_per_token == count(SMALL, 100).flops_per_token, (
         "a tied head is multiplied all the same"
     )
+
+
+def test_a_window_counts_the_pairs_that_it_leaves() -> None:
+    def core(seq_len_tokens: int, **changes: int) -> int:
+        attention = replace(SMALL.attention, **changes)
+        return attention_core_flops_per_token(replace(SMALL, num_layers=6, attention=attention), seq_len_tokens)
+
+    a_pair = 6 * 2 * 4 * 6  # forward and backward, QK^T and PV, heads, head_dim
+    assert core(100) == 6 * a_pair * 50
+    # of 100 tokens the first 20 see 10 on average, the others 20
+    windowed = (20 * 10 + 80 * 20) * a_pair // 100
+    assert core(100, sliding_window=20) == 6 * windowed
+    assert core(100, sliding_window=20, full_attention_every=3) == 4 * windowed + 2 * a_pair * 50
+    assert core(20, sliding_window=20) == core(20, sliding_window=21) == core(20)
+    of_six, shape = replace(SMALL, num_layers=6), replace(SMALL.attention, sliding_window=20)
+    saved = count(of_six, 100).flops_per_token - count(replace(of_six, attention=shape), 100).flops_per_token
+    assert saved == core(100) - core(100, sliding_window=20)
 
 
 def test_latent_experts_cost_their_own_width() -> None:

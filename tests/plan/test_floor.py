@@ -27,6 +27,13 @@ def test_parts_add_up_to_the_model(name: str) -> None:
     assert flops == pytest.approx(count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens)
 
 
+def test_windows_lower_the_floor_as_they_lower_the_count() -> None:
+    recipe = load_recipe(RECIPES / "mixtral_8x7b.toml", ["--model.attention.sliding_window=100"])
+    flops = sum(part.flops for name, part in step_work(recipe, world_size=8).items() if name != "router")
+    num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / 8
+    assert flops == pytest.approx(count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens)
+
+
 def test_rows_travel_as_far_as_the_dispatcher_sends_them() -> None:
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
 
