@@ -140,7 +140,7 @@ def test_the_factor_scales_the_gradient_and_leaves_it() -> None:
 
 
 def test_decay_is_exact_where_one_minus_it_would_not_be() -> None:
-    """fp32 knows 1 - 3e-5 to three digits only; a thousand steps with it would miss by more than this allows."""
+    """fp32 knows 1 - 3e-5 to three digits only; two hundred steps with it would miss by twice what is allowed here."""
     tensors = [torch.full((4,), 1.0), torch.zeros(4), torch.zeros(4), torch.zeros(4)]
     rate = torch.tensor(3e-7).item()
     for step in range(1, 201):

@@ -1,4 +1,4 @@
-"""AdamW against its formula, its decay groups, and a state that is there before the first step."""
+"""AdamW against its formula, torch's and ours: decay groups, guard, clipping inside, a state that stays where it is."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ from torch import nn
 
 from titan_moe.config.train import OptimConfig
 from titan_moe.optim.adamw import build_optimizer
+
+KINDS = ["torch", "fused"]
 
 
 def build(dtype=torch.float64):
@@ -26,10 +28,11 @@ def expected_after(parameter, gradients, config):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
-def test_steps_follow_the_formula(dtype, tolerance):
-    config = OptimConfig(lr=0.05, weight_decay=0.3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_follow_the_formula(kind, dtype, tolerance):
+    config = OptimConfig(lr=0.0625, weight_decay=0.3)  # a rate that fp32 holds
     parts = [build(dtype), build(dtype)]
-    optimizers = build_optimizer(parts, config)
+    optimizers = build_optimizer(parts, config, kind=kind)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     gradients = [[torch.randn_like(p) for _ in range(3)] for p in parameters]
     expected = [expected_after(p.detach(), g, config) for p, g in zip(parameters, gradients, strict=True)]
@@ -48,19 +51,22 @@ def test_every_group_is_fused():
     assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 
 
-def test_the_state_is_there_before_the_first_step_and_reading_it_takes_none():
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_is_there_before_the_first_step_and_reading_it_takes_none(kind):
     model = build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = build_optimizer([model], OptimConfig()).state_dict()
+    state = build_optimizer([model], OptimConfig(), kind=kind).state_dict()
+    assert len(state) == 3 * len(list(model.parameters())), "nothing of the recipe is in it"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for name, _ in model.named_parameters():
         assert state[f"state.{name}.step"] == 0
         assert not state[f"state.{name}.exp_avg"].any() and not state[f"state.{name}.exp_avg_sq"].any()
 
 
-def test_a_parameter_without_gradient_waits():
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_without_gradient_waits(kind):
     model = build()
-    optimizers = build_optimizer([model], OptimConfig())
+    optimizers = build_optimizer([model], OptimConfig(), kind=kind)
     model[0].weight.grad = torch.ones_like(model[0].weight)
     bias = model[0].bias.detach().clone()
     optimizers.step()
@@ -69,19 +75,22 @@ def test_a_parameter_without_gradient_waits():
     assert (state["state.0.weight.step"], state["state.0.bias.step"]) == (1, 0)
 
 
-def test_frozen_parameters_are_left_out():
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_parameters_are_left_out(kind):
     model = build()
     model[1].requires_grad_(False)
-    (optimizer,) = build_optimizer([model], OptimConfig())
+    (optimizer,) = build_optimizer([model], OptimConfig(), kind=kind)
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2
 
 
-def test_loading_brings_moments_and_keeps_the_recipe():
+@pytest.mark.parametrize("source_kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_brings_moments_and_keeps_the_recipe(kind, source_kind):
     source_model, model = build(), build()
-    source = build_optimizer([source_model], OptimConfig(lr=0.5))
+    source = build_optimizer([source_model], OptimConfig(lr=0.5), kind=source_kind)
     source_model[0].weight.grad = torch.ones_like(source_model[0].weight)
     source.step()
-    optimizers = build_optimizer([model], OptimConfig(lr=0.25, weight_decay=0.7))
+    optimizers = build_optimizer([model], OptimConfig(lr=0.25, weight_decay=0.7), kind=kind)
     optimizers.load_state_dict(source.state_dict())
     (optimizer,) = optimizers
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
@@ -89,3 +98,97 @@ def test_loading_brings_moments_and_keeps_the_recipe():
     moments = [own.state[part[0].weight] for own, part in ((optimizer, model), (source.optimizers[0], source_model))]
     assert moments[0]["step"] == 1 and moments[0]["exp_avg"].all()
     assert all(torch.equal(moments[0][name], moments[1][name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def run(kind, num_steps=3, found_inf=None, grad_factor=None, grad_scale=1.0, dtype=torch.float32, **options):
+    """Parameters, then moments and step counts, after some steps on drawn gradients."""
+    model = build(dtype)
+    optimizers = build_optimizer([model], OptimConfig(lr=0.0625), kind=kind, **options)
+    for _ in range(num_steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter) * grad_scale
+        optimizers.step(found_inf=found_inf, grad_factor=grad_factor)
+    return [parameter.detach() for parameter in model.parameters()], optimizers.state_dict()
+
+
+def assert_same(found, expected):
+    assert all(torch.equal(own, wanted) for own, wanted in zip(found[0], expected[0], strict=True))
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(own, expected[1][name]) for name, own in found[1].items())
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_guard_skips_everything_or_nothing(kind, capturable):
+    model = build(torch.float32)
+    optimizers = build_optimizer([model], OptimConfig(lr=0.5), kind=kind, capturable=capturable)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step(found_inf=torch.tensor(0.0), grad_factor=torch.tensor(1.0))
+    before = [value.clone() for value in model.parameters()], {k: v.clone() for k, v in optimizers.state_dict().items()}
+    assert all(value == 1 for name, value in before[1].items() if name.endswith(".step"))
+    for bad in (torch.nan, torch.inf, 2.0):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, bad)
+        optimizers.step(found_inf=torch.tensor(1.0), grad_factor=torch.tensor(torch.nan))
+        assert_same((list(model.parameters()), optimizers.state_dict()), before)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step()  # the guard is not remembered
+    assert all((own != old).all() for own, old in zip(model.parameters(), before[0], strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_factor_scales_the_gradients(kind):
+    factor = torch.tensor(0.125)
+    assert_same(run(kind, grad_factor=factor), run(kind, grad_scale=0.125))
+
+
+def test_ours_is_torchs_within_rounding():
+    ours, theirs = run("fused", 10), run("torch", 10)
+    for found, expected in zip((*ours[0], *ours[1].values()), (*theirs[0], *theirs[1].values()), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rate_on_the_device_changes_nothing():
+    assert_same(run("torch", capturable=True), run("torch"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rates_are_tensors_where_a_graph_may_hold_the_step(kind):
+    (optimizer,) = build_optimizer([build()], OptimConfig(lr=0.5), kind=kind, capturable=True)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert all(isinstance(rate, torch.Tensor) and rate.dtype == torch.float32 and rate == 0.5 for rate in rates)
+
+
+@pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
+def test_moments_have_their_own_dtype_and_place_whatever_is_loaded(master, moments):
+    model = build(master)
+    optimizers = build_optimizer([model], OptimConfig(), kind="fused", moments=moments)
+    state = optimizers.state_dict()
+    places = {name: value.data_ptr() for name, value in state.items()}
+    values = run("fused", dtype=torch.float32)[1]
+    optimizers.load_state_dict(values)
+    for name, value in optimizers.state_dict().items():
+        assert value.data_ptr() == places[name]
+        assert value.dtype == (torch.float32 if name.endswith(".step") else moments)
+        assert torch.equal(value, values[name].to(value.dtype))
+
+
+def test_bf16_moments_draw_by_the_seed_of_the_run():
+    options = {"dtype": torch.float32, "moments": torch.bfloat16}
+    first = run("fused", seed=1, **options)
+    assert_same(run("fused", seed=1, **options), first)
+    other = run("fused", seed=2, **options)
+    assert any((own != first[1][name]).any() for name, own in other[1].items())
+
+
+def test_no_two_parameters_draw_alike():
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(2)])
+    optimizers = build_optimizer([model], OptimConfig(), kind="fused", moments=torch.bfloat16)
+    for parameter in model:
+        parameter.grad = torch.linspace(1, 2, 1000)
+    optimizers.step()
+    state = optimizers.state_dict()
+    assert 0.1 < (state["state.0.exp_avg"] != state["state.1.exp_avg"]).float().mean() < 0.9

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from torch import nn
 
 from titan_moe.config.train import OptimConfig
@@ -12,8 +13,8 @@ from titan_moe.optim.schedule import build_schedule
 LEFT = {"linear": lambda x: 1 - x, "sqrt": lambda x: 1 - x**0.5, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2}
 
 
-def build(config, steps):
-    optimizers = build_optimizer([nn.Linear(2, 2), nn.LayerNorm(2)], config)
+def build(config, steps, **options):
+    optimizers = build_optimizer([nn.Linear(2, 2), nn.LayerNorm(2)], config, **options)
     return optimizers, build_schedule(optimizers, config, steps)
 
 
@@ -73,3 +74,23 @@ def test_in_a_short_run_the_warmup_goes_first_and_the_fall_takes_what_remains():
 
 def test_default_is_constant():
     assert set(run(*build(OptimConfig(lr=3e-4), 4), 4)) == {3e-4}
+
+
+@pytest.mark.parametrize("options", [{"capturable": True}, {"kind": "fused"}], ids=str)
+def test_rates_on_the_device_are_filled_in_place(options):
+    config = OptimConfig(lr=0.3, warmup_steps=3, decay_steps=4)
+    optimizers, schedules = build(config, 9, **options)
+    expected = run(*build(config, 9), 9)
+    tensors = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    for rate in expected:
+        assert schedules.lr == rate, "said without the device"
+        assert [tensor.item() for tensor in tensors] == [torch.tensor(rate).item()] * len(tensors)
+        optimizers.step()
+        schedules.step()
+    schedules.load_state_dict({"last_step": 4})
+    assert schedules.lr == expected[4]
+    own = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    assert all(first is second for first, second in zip(own, tensors, strict=True))
+    assert [tensor.item() for tensor in tensors] == [torch.tensor(expected[4]).item()] * len(tensors)
+    schedules.step()
+    assert tensors[0].item() == torch.tensor(expected[5]).item()

@@ -1,4 +1,4 @@
-"""The norm of all gradients: as exact as fp32 whatever their dtype, and clipping by it."""
+"""The norm of all gradients: as exact as fp32 whatever their dtype, and clipping by it, at once or by its factor."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_moe.parallel.grads import clip_grad_norm
+from titan_moe.parallel.grads import clip_factor, clip_grad_norm, grad_norm
 
 
 def clip(dtype: torch.dtype, max_norm: float) -> dict[str, Any]:
@@ -18,7 +18,11 @@ def clip(dtype: torch.dtype, max_norm: float) -> dict[str, Any]:
         parameter.grad = torch.randn(parameter.shape).to(dtype)
     exact = torch.cat([parameter.grad.double() for parameter in parameters]).norm()
     frozen = nn.Parameter(torch.zeros(3))
-    norm = clip_grad_norm([*parameters, frozen], max_norm, dist.group.WORLD)
+    group = dist.group.WORLD
+    factor = clip_factor(grad_norm([*parameters, frozen], group), max_norm)
+    by_hand = [parameter.grad * factor for parameter in parameters]
+    norm = clip_grad_norm([*parameters, frozen], max_norm, group)
+    assert all(torch.equal(p.grad, g.to(dtype)) for p, g in zip(parameters, by_hand, strict=True))
     after = torch.cat([parameter.grad.double() for parameter in parameters]).norm()
     return {"norm": norm.item(), "exact": exact.item(), "after": after.item()}
 
@@ -35,3 +39,9 @@ def test_every_gradient_counts_once_and_exactly(ranks, num_ranks: int, dtype: to
 def test_small_gradients_stay_as_they_are(ranks, max_norm: float) -> None:
     (seen,) = ranks(1, clip, torch.float32, max_norm)
     assert seen["after"] == seen["exact"]
+
+
+def test_the_factor_is_a_number_whatever_the_norm_is() -> None:
+    norms = torch.tensor([0.0, 0.5, 2.0, torch.inf, torch.nan])
+    torch.testing.assert_close(clip_factor(norms, 1.0), torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0]))
+    assert torch.equal(clip_factor(norms, 0.0), torch.ones(5))

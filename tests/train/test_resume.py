@@ -146,6 +146,26 @@ def test_what_does_not_fit_is_refused_and_leaves_the_run_as_it_was(tiny, capsys:
     assert run.column("step")[-1] == 8
 
 
+def test_moments_in_bf16_go_on_bit_for_bit_and_from_those_of_torch(tiny, tmp_path: Path) -> None:
+    steps = ("--train.steps=8", "--optim.decay_steps=0", "--checkpoint.every_steps=4", "--checkpoint.keep_latest=0")
+    ours = ("--perf.optimizer=fused", "--precision.moments=bf16")
+    straight, torchs = tiny(*steps, *ours), tiny(*steps)
+    assert straight.train() == torchs.train() == 0
+    torch.testing.assert_close(straight.column("loss"), torchs.column("loss"), rtol=2e-3, atol=0)
+    moments = [value for name, value in straight.checkpoint(8).items() if "exp_avg" in name]
+    assert moments and {moment.dtype for moment in moments} == {torch.bfloat16}
+
+    resumed = straight.copy(tmp_path / "resumed", last_step=4)
+    assert resumed.train() == 0
+    assert resumed.trace == straight.trace
+    assert_same_state(resumed.checkpoint(8), straight.checkpoint(8))
+
+    changed = torchs.copy(tmp_path / "changed", last_step=4)
+    assert changed.train(*ours) == 0
+    assert changed.trace[:5] == torchs.trace[:5], "the fifth step starts from the same weights"
+    torch.testing.assert_close(changed.column("loss"), torchs.column("loss"), rtol=2e-3, atol=0)
+
+
 def test_weights_start_another_run(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tiny("--train.steps=4", "--checkpoint.every_steps=2"), tiny("--train.steps=2")
     assert first.train() == 0
