@@ -30,7 +30,7 @@ class KernelOverrides:
     slots: Literal["no", "torch", "triton"] = "no"
     """Sorting the routed rows by expert."""
     router: Literal["no", "torch", "triton"] = "no"
-    """Scores, choice, weights and counts of the router, all after its logits."""
+    """The router: logits, scores, choice, weights and counts."""
     norm: Literal["no", "torch", "triton"] = "no"
     """RMSNorm in the blocks, the one after attention together with the residual addition before it."""
     rotary: Literal["no", "torch", "triton"] = "no"

@@ -6,12 +6,12 @@ B batch · N sequence · D width · E experts · K choices a token
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.kernels.router import RoutingRule, choose_router
+from titan_moe.kernels.router_logits import choose_router_logits
 from titan_moe.layers.balance import LoadBalance
 
 
@@ -58,6 +58,7 @@ class TopKRouter(nn.Module):
             moe.normalize_topk,
             moe.route_scale,
         )
+        self.logits = choose_router_logits(kernels.router)
         self.route = choose_router(kernels.router)
         self.force: Callable[[Tensor], Tensor | None] = _leave_free
         self.balance = LoadBalance(moe)
@@ -68,8 +69,7 @@ class TopKRouter(nn.Module):
 
     def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
         """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K]."""
-        wide = torch.promote_types(x_BND.dtype, torch.float32)
-        logits_BNE = F.linear(x_BND.to(wide), self.weight.to(wide))
+        logits_BNE = self.logits(x_BND, self.weight)
         routing = self.route(logits_BNE, self.expert_bias_E, self.rule, self.force(logits_BNE))
         return self.balance(routing).flatten(0, 1), routing.topk_ids_BNK.flatten(0, 1)
 
