@@ -74,7 +74,7 @@ BROKEN = {
     "microbatches divide the global batch": ("--train.global_batch_sequences=40", "take 32 or 48"),
     "microbatches divide the validation": ("--validation.num_sequences=8", "take 16"),
     "grouped_mm knows the dtype": ("--precision.compute=fp32 --run.device=cuda", 'run.device = "cuda"; take bf16'),
-    "fused kernels can run": ("--perf.override.router=triton --run.device=cpu", 'take "grouped_mm" or "reference"'),
+    "Triton kernels can run": ("--perf.override.router=triton --run.device=cpu", 'take "grouped_mm" or "reference"'),
     "expert rows are aligned": ("--model.moe.ffn_hidden_size=68", "68 is not a multiple of 8"),
     "master and reduce are no coarser than compute": (
         "--precision.compute=fp32 --precision.master=bf16",
@@ -167,6 +167,7 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         (f"--run.seed={2**63}", 8, "must be at least 0 and at most 9,223,372,036,854,775,807"),
         ("--optim.lr=nan", 8, "optim.lr = nan must be above 0"),
         ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "hold some out, or set sample_tokens = 0"),
+        ("--precision.compute=fp64 --perf.override.norm=triton", None, "has no Triton kernels (norm)"),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
     ],
 )

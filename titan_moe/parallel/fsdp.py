@@ -51,9 +51,15 @@ def apply(
     _prefetch(blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # gloo has no pre-multiplied sum
-            module.set_force_sum_reduction_for_comms(True)
+            _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
+
+
+def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
+    """Never average; a mesh of one rank has nothing to average over, and would pay for a division by one."""
+    if mesh.size() > 1:
+        module.set_gradient_divide_factor(1.0)
+        # gloo has no pre-multiplied sum
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def keep_gathered(model: nn.Module, keeps: bool) -> None:

@@ -23,9 +23,14 @@ def _grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str
         )
 
 
-def _fused_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
+def _triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels
     triton = [name for name, maker in asdict(kernels).items() if maker in ("fused", "triton")]
+    if triton and recipe.precision.compute == "fp64":
+        yield (
+            f'precision.compute = "fp64" has no Triton kernels ({", ".join(triton)}); take perf.kernels = "reference" '
+            "and override none of them"
+        )
     if triton and recipe.run.device == "cpu":
         yield (
             f'perf.kernels = "{recipe.perf.kernels}" takes Triton kernels ({", ".join(triton)}), which do not exist '
@@ -127,9 +132,9 @@ PERF_RULES = [
         "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only",
     ),
     Rule(
-        "fused kernels can run",
-        _fused_kernels_can_run,
-        "they are Triton kernels that gather rows inside a GEMM, where no score can reach them",
+        "Triton kernels can run",
+        _triton_kernels_can_run,
+        "they compute in fp32 on GPUs, and the experts' gather rows inside a GEMM, where no score can reach them",
     ),
     Rule(
         "expert rows are aligned",
