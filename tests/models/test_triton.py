@@ -1,0 +1,76 @@
+"""A model that takes every Triton kernel trains as the one that takes none."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, Kernels
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.layers.init import init_weights
+from titan_moe.models.transformer import Transformer
+
+CONFIG = ModelConfig(
+    vocab_size=40,
+    num_layers=2,
+    num_dense_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=32,
+    attention=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, qk_norm=True),
+    moe=MoEConfig(
+        num_experts=6,
+        top_k=2,
+        ffn_hidden_size=16,
+        shared_ffn_hidden_size=16,
+        score_fn="sigmoid",
+        num_groups=3,
+        top_k_groups=2,
+        aux_loss_coef=1e-2,
+        z_loss_coef=1e-3,
+    ),
+)
+MLA = AttentionConfig(kind="mla", num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+DEVICES = [
+    pytest.param("cpu", torch.float32, 1e-4),
+    pytest.param("cuda", torch.bfloat16, 5e-2, marks=pytest.mark.gpu),
+]
+
+
+def trained(config: ModelConfig, kernels: Kernels, device: str, dtype: torch.dtype) -> Transformer:
+    """A model with the gradients of one batch."""
+    model = Transformer(config, kernels=kernels, loss_chunk_tokens=16).to(device)
+    init_weights(model, seed=0, std=0.2, num_layers=config.num_layers)
+    model.to(dtype)
+    for name, buffer in model.named_buffers():
+        buffer.data = buffer.float() if name.endswith(("bias_E", "loss", "scale")) else buffer
+    tokens = torch.randint(40, (2, 25), generator=torch.Generator().manual_seed(1)).to(device)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    model.loss = loss.detach()
+    return model
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("attention", [CONFIG.attention, MLA], ids=["gqa", "mla"])
+def test_triton_throughout(attention: AttentionConfig, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton runs on GPUs, and in its interpreter")
+    config = replace(CONFIG, attention=attention)
+    plain, fused = (trained(config, kernels, device, dtype) for kernels in (DEFAULT_KERNELS, PRESETS["fused"]))
+    torch.testing.assert_close(fused.loss, plain.loss, rtol=tolerance, atol=0)
+    for (name, parameter), other in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        error = (other.grad.float() - parameter.grad.float()).norm() / parameter.grad.float().norm()
+        assert error < tolerance, f"{name} differs by {error:.1e}"
+    for (name, buffer), other in zip(plain.named_buffers(), fused.buffers(), strict=True):
+        torch.testing.assert_close(other, buffer, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_triton_throughout_in_the_interpreter() -> None:
+    """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-k", "test_triton_throughout and cpu"]
+    finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert finished.returncode == 0 and "2 passed" in finished.stdout, finished.stdout + finished.stderr
