@@ -59,19 +59,27 @@ def losses(folder: Path, num_ranks: int, *overrides: str) -> list[float]:
 
 def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     """One that compiles, the others plain: they start faster."""
-    plain, alltoall = "--compile.regional=off", "--parallel.dispatcher=alltoall"
+    plain, alltoall, allgather = (
+        "--compile.regional=off",
+        "--parallel.dispatcher=alltoall",
+        "--parallel.dispatcher=allgather",
+    )
     whole, half = f"--parallel.ep={num_ranks}", f"--parallel.ep={num_ranks // 2}"
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
     return {
         "dp": (plain,),
-        "allgather": (whole, "--parallel.dispatcher=allgather", plain),
-        "blocks": (whole, "--parallel.dispatcher=allgather", "--compile.extent=block"),
+        "allgather": (whole, allgather, plain),
+        "blocks": (whole, allgather, "--compile.extent=block"),
         "alltoall": (whole, alltoall),
         "edp2": (half, alltoall, plain),
         "hsdp": ("--parallel.dp_replicate=2", half, alltoall, plain),
         "recompute": (whole, alltoall, "--memory.recompute=block"),
         "fused": (whole, alltoall, "--perf.kernels=fused"),
         "gated": (whole, alltoall, *gated, plain),
+        "bounded": (whole, allgather, "--parallel.expert_rank_capacity_factor=1.25", plain),
+        "captured": (whole, allgather, "--compile.cudagraph=step", "--parallel.expert_rank_capacity_factor=1.25"),
+        "captured_microbatch": (whole, allgather, "--compile.cudagraph=microbatch"),
+        "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }
 
 
