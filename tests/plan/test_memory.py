@@ -10,7 +10,7 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PrecisionConfig
 from titan_moe.plan.count import count_parameters
-from titan_moe.plan.memory import state_bytes_per_rank
+from titan_moe.plan.memory import gathered_bytes_per_rank, state_bytes_per_rank
 from titan_moe.plan.page import describe
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
@@ -35,6 +35,16 @@ def test_states_are_divided_by_the_ranks_that_share_them(
     assert state_bytes_per_rank(recipe, world_size) == pytest.approx(expected)
     halved = replace(recipe, precision=replace(recipe.precision, master="bf16"))
     assert state_bytes_per_rank(halved, world_size) == pytest.approx(expected / 2)
+
+
+def test_a_step_that_gathers_once_holds_whole_parameters_and_gradients() -> None:
+    parameters = count_parameters(MODEL)
+    recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
+    assert gathered_bytes_per_rank(recipe, 8) == 0 and "during a step" not in describe(recipe, 8)
+    once = replace(recipe, parallel=replace(recipe.parallel, gathers_once_a_step=True))
+    whole = parameters.total - parameters.routed_experts + parameters.routed_experts / 4
+    assert gathered_bytes_per_rank(once, 8) == pytest.approx((2 + 4) * whole)  # bf16 and fp32
+    assert "of whole parameters and gradients during a step" in describe(once, 8)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,18 @@ def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     return round(parameters_per_rank(recipe, world_size) * (parameter_and_gradient + moments))
 
 
+def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
+    """Count the bytes of whole parameters and gradients that a rank holds during a step that gathers once.
+
+    Whole is all of the dense part, and every expert of its ep share.
+    """
+    if not recipe.parallel.gathers_once_a_step:
+        return 0
+    count, sizes = count_parameters(recipe.model), resolve(recipe.parallel, world_size)
+    whole = count.total - count.routed_experts + count.routed_experts / sizes.ep
+    return round(whole * (BYTES_OF_DTYPE[recipe.precision.compute] + BYTES_OF_DTYPE[recipe.precision.reduce]))
+
+
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:
     """Count the parameters that lie on a rank; their gradients and moments are sharded alike.
 
