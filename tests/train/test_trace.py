@@ -70,7 +70,7 @@ def test_blocks_that_compile_whole_are_one_part(
     assert result.parts.keys() >= {"embedding", "block", "head", "clip", "optimizer"}
     assert not result.parts.keys() & {"attention", "router", "dispatch", "experts", "combine"}
     block = result.parts["block"]
-    assert result.named_share >= 0.9 and block.forward_ms > 0 and block.backward_ms > 0
+    assert block.forward_ms > 0 and result.parts["other"].backward_ms < 0.1 * block.backward_ms
     page = (run.folder / "trace" / "report.html").read_text()
     assert "0 graph breaks, 0 recompiles, 0 compilations during the traced steps" in page
     row = page.partition("<td>rest of the blocks</td>")[2].partition("</tr>")[0]

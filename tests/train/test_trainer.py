@@ -16,7 +16,7 @@ from titan_moe.models.transformer import Transformer
 
 FIELDS = {
     "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
-    "memory_gib", "step_ms", "expert_load",
+    "memory_gib", "step_ms", "expert_load", "skipped_steps", "rerun_steps",
 }  # fmt: skip
 ROUTER = "layers.1.feed_forward.router"
 TEXT = ("--data.source=text", "--model.vocab_size=256", "--data.holdout_fraction=0.2", "--validation.num_sequences=4")

@@ -36,29 +36,43 @@ def spans_blocks(config: CompileConfig, device: torch.device) -> bool:
 
 def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None:
     """Compile every block in place; parameter names do not change."""
-    if is_on(config, device):
-        _compile(model, spans_blocks=spans_blocks(config, device))
+    if not is_on(config, device):
+        return
+    inside_a_graph: set[nn.Module] = set()
+    for module in model.modules():  # what surrounds a module comes before it
+        if module in inside_a_graph:
+            continue
+        if _is_one_graph(module, spans_blocks(config, device)):
+            inside_a_graph.update(module.modules())
+            has_experts = any(isinstance(inside, MoE) for inside in module.modules())
+            compiled = _compile_with_experts if has_experts else _compile_plainly
+            module.forward = compiled(module.forward)
+        else:
+            _compile_pieces(module)
 
 
-def _compile(module: nn.Module, *, spans_blocks: bool) -> None:
+def _is_one_graph(module: nn.Module, spans_blocks: bool) -> bool:
+    """A dense block always is. One with experts, or the MoE layer of a block of one's own, is if blocks are to be whole
+    and no dispatcher reads the host."""
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    if isinstance(module, Block) and not layers:
-        module.forward = torch.compile(module.forward, fullgraph=True)  # type: ignore[method-assign]
-        return
-    if spans_blocks and isinstance(module, (Block, MoE)) and not any(layer.dispatcher.reads_host for layer in layers):
-        module.forward = _compile_with_experts(module.forward)  # type: ignore[method-assign]
-        return
+    may_hold_experts = spans_blocks and not any(layer.dispatcher.reads_host for layer in layers)
+    return isinstance(module, (Block, MoE)) and (not layers or may_hold_experts)
+
+
+def _compile_pieces(module: nn.Module) -> None:
     if isinstance(module, LanguageModelHead) and module.cross_entropy is linear_cross_entropy:
-        softmax = torch.compile(loss_and_dlogits, fullgraph=True)
+        softmax = _compile_plainly(loss_and_dlogits)
         module.cross_entropy = partial(linear_cross_entropy, softmax=softmax)
-    elif isinstance(module, MoE):
+    elif isinstance(module, MoE):  # in a block of any class, a user's too
         for piece in (module.router, module.shared_experts):
-            piece.forward = torch.compile(piece.forward, fullgraph=True)  # type: ignore[method-assign]
+            piece.forward = _compile_plainly(piece.forward)  # type: ignore[method-assign]
         module.experts.forward = _compile_for_many_rows(module.experts.forward)  # type: ignore
     elif isinstance(module, Block):
-        module.front = torch.compile(module.front, fullgraph=True)  # type: ignore[method-assign]
-    for child in module.children():
-        _compile(child, spans_blocks=spans_blocks)
+        module.front = _compile_plainly(module.front)  # type: ignore[method-assign]
+
+
+def _compile_plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
 
 
 def _compile_with_experts(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -69,10 +83,10 @@ def _compile_with_experts(forward: Callable[..., Tensor]) -> Callable[..., Tenso
     """
 
     @wraps(forward)
-    def with_experts(*args: Any) -> Tensor:
-        return forward(*args)
+    def with_experts(*args: Any, **kwargs: Any) -> Tensor:
+        return forward(*args, **kwargs)
 
-    return torch.compile(with_experts, fullgraph=True)
+    return _compile_plainly(with_experts)
 
 
 def _compile_for_many_rows(serve: Callable[[Routed], Tensor]) -> Callable[[Routed], Tensor]:
@@ -80,7 +94,7 @@ def _compile_for_many_rows(serve: Callable[[Routed], Tensor]) -> Callable[[Route
 
     Where rows travel between ranks both happen, and graphs of one piece are limited in number.
     """
-    compiled = torch.compile(serve, fullgraph=True)
+    compiled = _compile_plainly(serve)
 
     @wraps(serve)
     def serve_rows(routed: Routed) -> Tensor:
