@@ -198,4 +198,5 @@ def test_what_was_measured_outlives_a_crash(recipe: Recipe, monkeypatch: pytest.
 def test_a_small_model_is_tuned(recipe: Recipe) -> None:
     tune.run(recipe, 1)
     (path,) = cached_tables().iterdir()
+    assert {entry.operation for entry in read_table(path).measured} == shapes_of(recipe).keys()
     assert all(min(entry.ms.values()) > 0 for entry in read_table(path).measured)

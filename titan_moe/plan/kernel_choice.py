@@ -1,8 +1,8 @@
 """Which kernels a run takes on a device, and why: what `check` shows and a run logs and then trains with.
 
 `perf.kernels = "auto"` takes, operation by operation, what was fastest at its shape. It never guesses: where nobody
-has measured, on the device of that very name and at a shape near enough, or where the difference is no larger than what
-the next measurement may say, the default stays.
+has measured, on the device of that very name and at a shape near enough, or where others are hardly faster, the default
+stays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from titan_moe.plan.kernel_shapes import Shape, shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, tables_for
 
 SMALLEST_GAIN = 0.02
-"""Part of its time that the default must lose by: less lies within a clock's drift, and between two routings."""
+"""Part of its time that the default gives way for: less may be gone at another routing, or when measured again."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def _router(recipe: Recipe) -> Shape:
 
 
 def _balancing_losses(recipe: Recipe) -> str:
-    """What is differentiated beside the weights: `aux loss, z loss`."""
+    """What is differentiated beside the weights: `aux loss and z loss`."""
     moe = recipe.model.moe
     losses = (("aux loss", moe.aux_loss_coef), ("z loss", moe.z_loss_coef))
     return " and ".join(name for name, weight in losses if weight) or "no loss"
@@ -144,22 +144,12 @@ def _slots_of_an_expert(shape: Shape) -> float:
     return float(shape["slots"]) / float(shape["experts"])
 
 
-ROUTER_SAME = (
-    "width",
-    "experts",
-    "choices",
-    "groups",
-    "chosen_groups",
-    "group_score",
-    "score",
-    "weights",
-    "losses",
-)
-"""All but how many tokens there are, in how many sequences."""
+ROUTED = ("width", "experts", "choices", "groups", "chosen_groups", "group_score", "score", "weights", "losses")
+"""All of a router's shape but how many tokens there are, in how many sequences."""
 OPERATIONS = {
     "experts": Operation(_experts, ("width", "hidden"), _slots_of_an_expert, _has_experts),
     "slots": Operation(_slots, ("choices", "experts", "graph"), _rows, _has_experts),
-    "router": Operation(_router, ROUTER_SAME, _tokens, _has_experts),
+    "router": Operation(_router, ROUTED, _tokens, _has_experts),
     "norm": Operation(_norm, ("width",), _tokens),
     "rotary": Operation(
         _rotary, ("query_heads", "key_heads", "head_width", "norm", "pairs"), _tokens, _has_rotated_heads
