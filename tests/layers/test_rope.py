@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.model import AttentionConfig
-from titan_moe.layers.rope import rope_tables, rotate_halves, rotate_pairs, rotation, yarn_scale
+from titan_moe.kernels.rotation import rotate_halves, rotate_pairs
+from titan_moe.layers.rope import rope_tables, rotation, yarn_scale
 
 CPU = torch.device("cpu")
 WIDTH, TOKENS = 8, 5

@@ -38,12 +38,44 @@ def test_rows_are_what_a_dispatcher_brings(dispatcher: str, ep: int, rows: int) 
 
 
 def test_the_other_operations() -> None:
-    found = shapes("--perf.loss_chunk_tokens=0")
+    found = shapes("--perf.loss_chunk_tokens=100_000")
     assert found["router"]["tokens"] == found["norm"]["tokens"] == found["head"]["tokens"] == 16_384
     assert found["head"]["chunk"] == 16_384
     assert shapes()["head"] == {"tokens": 16_384, "chunk": 4096, "width": 2048, "vocabulary": 151_936}
-    assert found["rotary"] == {"tokens": 16_384, "query_heads": 32, "key_heads": 4, "head_width": 128, "norm": "qk"}
+    assert shapes("--perf.loss_chunk_tokens=0")["head"]["chunk"] == 0, "all logits at once is another way to run"
+    assert found["rotary"] == {
+        "tokens": 16_384,
+        "sequences": 4,
+        "query_heads": 32,
+        "key_heads": 4,
+        "head_width": 128,
+        "norm": "qk norm",
+        "pairs": "halves",
+    }
     assert "rotary" not in shapes("--model.attention.kind=mla", "--model.attention.qk_norm=false")
+
+
+def test_what_a_routers_time_depends_on() -> None:
+    sizes = {"tokens": 16_384, "sequences": 4, "width": 2048, "experts": 128, "choices": 8}
+    groups = {"groups": 1, "chosen_groups": 1, "group_score": "ungrouped"}
+    assert shapes()["router"] == sizes | groups | {"score": "softmax", "weights": "normalised", "losses": "aux loss"}
+    changed = ("--model.moe.num_groups=8", "--model.moe.top_k_groups=4", "--model.moe.z_loss_coef=1e-3")
+    router = shapes(*changed, "--model.moe.normalize_topk=false")["router"]
+    assert (router["groups"], router["chosen_groups"], router["group_score"]) == (8, 4, "top2_sum")
+    assert (router["weights"], router["losses"]) == ("as scored", "aux loss and z loss")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "graph"),
+    [
+        ("", "eager"),
+        ("--compile.extent=block", "eager"),  # alltoall reads on the host
+        ("--compile.extent=block --parallel.dispatcher=allgather", "in a block's graph"),
+        ("--compile.extent=block --parallel.dispatcher=allgather --compile.regional=off", "eager"),
+    ],
+)
+def test_slots_are_laid_out_where_the_dispatch_runs(overrides: str, graph: str) -> None:
+    assert shapes(*overrides.split())["slots"]["graph"] == graph
 
 
 def test_a_dense_model_has_no_router() -> None:

@@ -24,9 +24,9 @@ def measured(ms: dict[str, float] | None = None, **sizes: int) -> Measured:
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    router = Measured("router", {"tokens": 8, "experts": 4, "choices": 2, "groups": 1, "chosen_groups": 1,
-                                 "score": "softmax"}, {"torch": 0.1}, "2", "3", "2026")  # fmt: skip
-    table = KernelTable('a "device"', (measured(), measured(width=128), router))
+    shape = {"tokens": 8, "query_heads": 4, "key_heads": 2, "head_width": 6, "norm": 'a "b"', "pairs": "halves"}
+    rotary = Measured("rotary", shape, {"torch": 0.1}, "2", "3", "2026")
+    table = KernelTable('a "device"', (measured(), measured(width=128), rotary))
     write_table(tmp_path / "new" / "table.toml", table)
     assert read_table(tmp_path / "new" / "table.toml") == table
 
@@ -49,6 +49,13 @@ def test_the_nearest_load_within_a_factor_of_two_speaks() -> None:
     assert table.find("experts", SHAPE | {"slots": 4000, "experts": 8, "rows": 1}), "the load is slots an expert"
     assert table.find("experts", SHAPE | {"width": 65}) is None
     assert table.find("norm", {"tokens": 5, "width": 64}) is None
+
+
+def test_of_one_load_the_nearest_rows_speak() -> None:
+    table = KernelTable("gpu", (measured(rows=1000), measured(rows=5000)))
+    for rows in (1000, 5000):
+        found = table.find("experts", SHAPE | {"rows": rows})
+        assert found is not None and found.shape["rows"] == rows
 
 
 def test_a_table_of_the_users_own_is_asked_first(cache: Path) -> None:

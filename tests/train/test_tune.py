@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_moe import cli
 from titan_moe.config import Recipe, RecipeError, load_recipe
+from titan_moe.config.kernels import PRESETS
 from titan_moe.kernels.registry import Kernel, Sample, Tunable, load_all
-from titan_moe.kernels.timing import forward_and_total_ms
-from titan_moe.plan.kernel_choice import choose_for
+from titan_moe.kernels.timing import Stopwatch, forward_and_total_ms
+from titan_moe.plan.kernel_choice import choose_for, settled
 from titan_moe.plan.kernel_shapes import shapes_of
 from titan_moe.plan.kernel_table import KernelTable, cached_tables, read_table, write_table
 from titan_moe.train import tune
@@ -79,7 +80,7 @@ def test_what_is_not_differentiable_has_one_time() -> None:
     [
         ("--model.moe.score_on=input", "experts: nothing to choose"),
         ("--precision.compute=fp32", "experts: nothing to choose"),
-        ("", "experts fused cannot run here, so nothing is written: not on this device"),
+        ("", "experts fused cannot run here, so nothing is written: RuntimeError: not on this device"),
     ],
 )
 def test_half_a_comparison_is_not_written(
@@ -92,12 +93,12 @@ def test_half_a_comparison_is_not_written(
     assert said in caplog.text
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU stand in for a GPU."""
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device = CPU, watch: Stopwatch | None = None) -> None:
+    """Let another device stand in for a GPU."""
     real = tune.measure
     monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune.torch.cuda, "get_device_name", lambda *_: GPU)
-    monkeypatch.setattr(tune, "measure", lambda recipe, ranks, device: real(recipe, ranks, CPU, stopwatch()))
+    monkeypatch.setattr(tune, "measure", lambda recipe, ranks, _: real(recipe, ranks, device, watch or stopwatch()))
 
 
 def test_what_is_tuned_is_what_auto_takes(
@@ -135,22 +136,67 @@ def test_a_cpu_is_refused_at_the_door(device: str, said: str, capsys: pytest.Cap
     assert f"{said}, and there is nothing to measure on a CPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
-def test_real_candidates_take_what_is_drawn_for_real_recipes(name: str) -> None:
-    """On fake tensors, which have sizes and no memory."""
-    shapes = shapes_of(load_recipe(RECIPES / f"{name}.toml"))
-    tunables = [kernel.tunable for kernel in load_all().values() if kernel.tunable]
-    assert {tunable.operation for tunable in tunables} >= {"experts"}
-    for tunable in tunables:
-        with FakeTensorMode():
-            sample = tunable.draw(shapes[tunable.operation], CPU)
-            for candidate in tunable.candidates.values():
-                forward_and_total_ms(candidate, sample, stopwatch())
-        assert set(tunable.candidates) >= {"grouped_mm", "fused"} or set(tunable.candidates) >= {"torch", "triton"}
+def countdown() -> Callable[[Callable[[], Any]], float]:
+    """Calls, and says less every time: whoever comes later is faster."""
+    ticks: Iterator[int] = count(1)
+
+    def time(call: Callable[[], Any]) -> float:
+        call()
+        return 1.0 / next(ticks)
+
+    return time
+
+
+def test_all_operations_go_into_a_table_and_come_out(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The real candidates, on tensors that have sizes and no memory."""
+    on_a_gpu(monkeypatch, torch.device("meta"), countdown())
+    with caplog.at_level(logging.INFO, "titan_moe"):
+        tune.run(recipe, 1)
+    table = read_table(cached_tables() / "fast_gpu.toml")
+    assert {entry.operation: entry.shape for entry in table.measured} == shapes_of(recipe)
+    assert settled(recipe.perf, choose_for(recipe, 1, GPU)).chosen_kernels == PRESETS["fused"]
+    timed = [line for line in caplog.messages if line.endswith("ms forward and backward")]
+    assert len(timed) == 12 and all(len(line) < 80 for line in timed), "one short line a candidate"
+
+
+def test_a_broken_operation_does_not_stop_the_others(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def draw(shape: Any, device: torch.device) -> Sample:
+        raise RuntimeError("no memory\nfor that " + 100 * "much ")
+
+    kernels = load_all()
+    broken = Tunable("slots", {"torch": plain, "triton": plain}, draw)
+    kernel = replace(kernels["counting_sort"], tunable=broken)
+    monkeypatch.setattr(tune, "load_all", lambda: kernels | {"counting_sort": kernel})
+    with caplog.at_level(logging.INFO, "titan_moe"):
+        measured = list(tune.measure(recipe, 1, torch.device("meta"), countdown()))
+    assert [entry.operation for entry in measured] == ["experts", "router", "norm", "rotary", "head"]
+    (line, _) = [line for line in caplog.messages if "slots" in line]
+    assert line.startswith("slots torch cannot run here, so nothing is written: RuntimeError: no memory for that much")
+    assert len(line) < 320 and line.endswith(" ...")
+
+
+def test_what_was_measured_outlives_a_crash(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch)
+    offer(monkeypatch, fused=plain, grouped_mm=plain)
+    real = tune.measure
+
+    def measure(*args: Any) -> Iterator[Any]:
+        yield from real(*args)
+        raise SystemExit("the device is gone")
+
+    monkeypatch.setattr(tune, "measure", measure)
+    with pytest.raises(SystemExit):
+        tune.run(recipe, 1)
+    assert [entry.operation for entry in read_table(cached_tables() / "fast_gpu.toml").measured] == ["experts"]
 
 
 @pytest.mark.gpu
 def test_a_small_model_is_tuned(recipe: Recipe) -> None:
     tune.run(recipe, 1)
     (path,) = cached_tables().iterdir()
+    assert {entry.operation for entry in read_table(path).measured} == shapes_of(recipe).keys()
     assert all(min(entry.ms.values()) > 0 for entry in read_table(path).measured)

@@ -12,6 +12,7 @@ Nobody is one expert more, the last: choices of -1 and places past the last choi
 expert fills get their row and their zero like all others. The reference is `lay_out_slots`.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
-from titan_moe.kernels.slots import Slots, lay_out_slots
+from titan_moe.kernels.permute import full_size_choices
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, as_one_graph, register
+from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
 
 BLOCK, CHUNK = 512, 1024
 MIN_BINS = 32
@@ -183,6 +185,27 @@ def counting_sort(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots
     return Slots(*_counting_sort(ids_SK.contiguous(), scores_SK.contiguous(), num_experts, num_slots))
 
 
+def _with_scores_first(lay_out: LayOut) -> Callable[..., Slots]:
+    """A way to lay out with its differentiable argument in front."""
+
+    def op(scores_SK: Tensor, ids_SK: Tensor, num_experts: int, num_slots: int) -> Slots:
+        return lay_out(ids_SK, scores_SK, num_experts, num_slots)
+
+    return op
+
+
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    num_rows, num_experts, num_choices = (shape[name] for name in ("rows", "experts", "choices"))
+    ids_SK = full_size_choices(num_rows, num_experts, num_choices, device, shape["slots"])
+    scores_SK = torch.rand(ids_SK.shape, device=device)
+    return Sample("", (scores_SK, ids_SK, num_experts, shape["slots"]), 1)
+
+
+def _compiled(lay_out: Callable[..., Slots], shape: Mapping[str, Any]) -> Callable[..., Slots]:
+    """The dispatch between the pieces of a block is eager; where a block is one graph, that graph has it too."""
+    return lay_out if shape["graph"] == "eager" else as_one_graph(lay_out, shape)
+
+
 def _scores_first(lay_out: Any) -> Any:
     """A way to lay out with its differentiable argument in front, giving what is differentiable."""
 
@@ -236,5 +259,11 @@ register(
             "torch": _scores_first(lay_out_slots),
             "torch, compiled": _scores_first(torch.compile(lay_out_slots, fullgraph=True)),
         },
+        tunable=Tunable(
+            "slots",
+            {"torch": _with_scores_first(lay_out_slots), "triton": _with_scores_first(counting_sort)},
+            _draw,
+            _compiled,
+        ),
     )
 )

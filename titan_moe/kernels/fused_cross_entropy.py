@@ -14,7 +14,8 @@ forward is one operation because only so can chunks share buffers under autograd
 that of cross_entropy.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,13 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_moe.kernels.cross_entropy import (
     IGNORE_LABEL,
     head_benchmark,
+    linear_cross_entropy,
     linear_cross_entropy_reference,
+    loss_and_dlogits,
     sample_labels,
     with_compiled_softmax,
 )
-from titan_moe.kernels.registry import Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 from titan_moe.kernels.scaled_cast import scaled_cast
 from titan_moe.kernels.softmax_gradient import softmax_gradient
 
@@ -207,6 +210,20 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
 
 
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    num_tokens, width, num_words = (shape[name] for name in ("tokens", "width", "vocabulary"))
+    x_TD = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16)
+    weight_VD = torch.randn(num_words, width, device=device, dtype=torch.bfloat16) / width**0.5
+    return Sample("", (x_TD, weight_VD, torch.randint(num_words, (num_tokens,), device=device), shape["chunk"]), 2)
+
+
+def _compiled(cross_entropy: Callable[..., Tensor], shape: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """The head is eager; of PyTorch's loss the softmax is compiled."""
+    if cross_entropy is not linear_cross_entropy:
+        return cross_entropy
+    return partial(linear_cross_entropy, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
+
+
 register(
     Kernel(
         "fused_cross_entropy",
@@ -221,5 +238,6 @@ register(
             "three GEMMs alone": three_gemms,
             "three GEMMs in chunks": three_gemms_in_chunks,
         },
+        tunable=Tunable("head", {"torch": linear_cross_entropy, "triton": fused_cross_entropy}, _draw, _compiled),
     )
 )

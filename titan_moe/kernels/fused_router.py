@@ -6,16 +6,17 @@ Physics and reference are in router.py. Kept for backward are the logits and the
 bytes. Nothing reads the device from the host, and no sum depends on the order in which programs run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
 from titan_moe.kernels.router import RouteTokens, Routing, RoutingRule, route_tokens_reference
 from titan_moe.kernels.router_backward import route_backward
 from titan_moe.kernels.router_forward import empty_routing, route_forward
+from titan_moe.kernels.router_logits import RouterLogits, router_logits, router_logits_reference
 
 
 @torch.library.custom_op("titan_moe::route_tokens", mutates_args=())
@@ -168,6 +169,40 @@ def _benchmark(name: str, num_experts: int, rule: RoutingRule) -> Benchmark:
     return Benchmark(name, draw, 0, 0, forward, forward + backward)
 
 
+def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tuple[Tensor, ...]]:
+    """The router from the rows on, as a layer runs it: a loss that the recipe gives no weight has no gradient."""
+
+    def op(
+        x_BND: Tensor,
+        weight_ED: Tensor,
+        expert_bias_E: Tensor,
+        rule: RoutingRule,
+        has_aux_loss: bool,
+        has_z_loss: bool,
+    ) -> tuple[Tensor, ...]:
+        scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = route(logits(x_BND, weight_ED), expert_bias_E, rule, None)
+        shares_BE = shares_BE if has_aux_loss else shares_BE.detach()
+        return scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum if has_z_loss else z_sum.detach()
+
+    return op
+
+
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    num_sequences, width, num_experts = (shape[name] for name in ("sequences", "width", "experts"))
+    x_BND = torch.randn(num_sequences, shape["tokens"] // num_sequences, width, device=device, dtype=torch.bfloat16)
+    weight_ED = torch.randn(num_experts, width, device=device, dtype=torch.bfloat16) / width**0.5
+    rule = RoutingRule(
+        shape["score"],
+        shape["choices"],
+        shape["groups"],
+        shape["chosen_groups"],
+        shape["group_score"] if shape["groups"] > 1 else "max",
+        normalize_topk=shape["weights"] == "normalised",
+    )
+    losses = ("aux loss" in shape["losses"], "z loss" in shape["losses"])
+    return Sample("", (x_BND, weight_ED, torch.zeros(num_experts, device=device), rule, *losses), 2)
+
+
 register(
     Kernel(
         "route_tokens",
@@ -184,5 +219,13 @@ register(
             "torch": _as_row(route_tokens_reference),
             "torch, compiled": torch.compile(_as_row(route_tokens_reference), fullgraph=True),
         },
+        tunable=Tunable(
+            "router",
+            {
+                "torch": _with_logits(router_logits_reference, route_tokens_reference),
+                "triton": _with_logits(router_logits, route_tokens),
+            },
+            _draw,
+        ),
     )
 )

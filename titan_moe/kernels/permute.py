@@ -159,10 +159,10 @@ def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
     return output[: int((args[2] >= 0).sum())]
 
 
-def full_size_plan(
+def full_size_choices(
     num_rows: int, num_experts: int, num_choices: int, device: torch.device, num_slots: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, slots and borders of random routing at a size worth timing.
+) -> Tensor:
+    """Random routing at a size worth timing: local experts [S, K], -1 for none.
 
     With fewer slots than rows have choices, the other choices are other ranks': absent at random.
     """
@@ -171,8 +171,16 @@ def full_size_plan(
     if num_present < ids_SK.numel():
         places = torch.rand(ids_SK.numel(), device=device).argsort().view_as(ids_SK)
         ids_SK = torch.where(places < num_present, ids_SK, -1)
-    ids_SK = F.pad(ids_SK, (0, num_choices - ids_SK.shape[1]), value=-1)
-    return plan_slots(ids_SK, num_experts, num_present)[:3]
+    return F.pad(ids_SK, (0, num_choices - ids_SK.shape[1]), value=-1)
+
+
+def full_size_plan(
+    num_rows: int, num_experts: int, num_choices: int, device: torch.device, num_slots: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, slots and borders of such routing."""
+    wanted = num_rows * min(num_choices, num_experts)
+    ids_SK = full_size_choices(num_rows, num_experts, num_choices, device, num_slots)
+    return plan_slots(ids_SK, num_experts, wanted if num_slots is None else min(num_slots, wanted))[:3]
 
 
 def _row_benchmark() -> Benchmark:

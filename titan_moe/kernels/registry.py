@@ -35,11 +35,17 @@ class Benchmark:
     total_bytes: float
 
 
+def as_one_graph(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compile an operation as part of a block's piece: no graph break, and nothing around it."""
+    return torch.compile(op, fullgraph=True)
+
+
 @dataclass(frozen=True)
 class Tunable:
     """An operation whose implementation a recipe chooses, as runs call it: what `titan-moe tune` times.
 
-    Every candidate takes the arguments of a drawn sample, and gives a tensor or a tuple of tensors.
+    Every candidate takes the arguments of a drawn sample, and gives a tensor or a tuple of tensors, all of those that
+    a run uses: what nobody uses, a compiler leaves out.
     """
 
     operation: str
@@ -48,8 +54,8 @@ class Tunable:
     """Value of that field -> implementation; a slow reference has no place here."""
     draw: Callable[[Mapping[str, Any], torch.device], Sample]
     """Makes random bf16 arguments for a shape of `plan.kernel_shapes`."""
-    is_compiled: bool = True
-    """Whether runs compile it, as part of a block's piece."""
+    compiled: Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]] = as_one_graph
+    """A candidate, and the shape -> what runs that compile make of it."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ addition is rounded to the input's dtype before it is normed, as if it went thro
 rounded once.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
 
 MAX_WIDTH = 16_384
 NUM_PROGRAMS = 264
@@ -278,6 +279,25 @@ def _torch_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, eps
     return h_TD, _torch_rms_norm(h_TD, weight_D, eps)
 
 
+def _norms_of_a_block(
+    norm: Callable[..., Tensor], add_and_norm: Callable[..., tuple[Tensor, Tensor]]
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """What `Kernels.norm` chooses: the norm before attention, and the addition and the norm after it."""
+
+    def op(
+        x_TD: Tensor, attended_TD: Tensor, attention_weight_D: Tensor, ffn_weight_D: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return norm(x_TD, attention_weight_D, eps), *add_and_norm(x_TD, attended_TD, ffn_weight_D, eps)
+
+    return op
+
+
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    rows = [torch.randn(shape["tokens"], shape["width"], device=device, dtype=torch.bfloat16) for _ in range(2)]
+    weights = [torch.ones(shape["width"], device=device, dtype=torch.bfloat16) for _ in range(2)]
+    return Sample("", (*rows, *weights, 1e-6), 4)
+
+
 register(
     Kernel(
         "rms_norm",
@@ -298,5 +318,13 @@ register(
         needs_triton=True,
         benchmarks=_benchmarks(2, 4, 4),
         rivals={"torch": _torch_add_rms_norm, "torch, compiled": torch.compile(_torch_add_rms_norm, fullgraph=True)},
+        tunable=Tunable(
+            "norm",
+            {
+                "torch": _norms_of_a_block(_torch_rms_norm, _torch_add_rms_norm),
+                "triton": _norms_of_a_block(rms_norm, add_rms_norm),
+            },
+            _draw,
+        ),
     )
 )

@@ -13,14 +13,17 @@ backward is the projection where there is a norm, whose input it is, and else no
 even frees the projection, which a view would hold.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
 from titan_moe.kernels.rotary_backward import rotary_backward
 from titan_moe.kernels.rotary_forward import rotary_forward
+from titan_moe.kernels.rotation import rotate_halves, rotate_pairs
 
 
 def norm_and_rotate_reference(
@@ -217,6 +220,37 @@ def _benchmark(name: str) -> Benchmark:
     return Benchmark(name, draw, 0, 0, forward, forward + (3 if norms else 2) * queries_and_keys + 2 * values)
 
 
+def _separately(
+    qkv_BNX: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    cos_NR: Tensor,
+    sin_NR: Tensor,
+    num_kv_heads: int,
+    eps: float,
+    is_interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The PyTorch operations of an attention layer that takes no kernel here."""
+    heads = qkv_BNX.unflatten(-1, (-1, 2 * cos_NR.shape[1]))
+    q_BNHD, k_BNHD, v_BNHD = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
+    if q_weight_D is not None and k_weight_D is not None:
+        q_BNHD = F.rms_norm(q_BNHD, q_weight_D.shape, q_weight_D, eps)
+        k_BNHD = F.rms_norm(k_BNHD, k_weight_D.shape, k_weight_D, eps)
+    rotate = rotate_pairs if is_interleaved else rotate_halves
+    return rotate(q_BNHD, cos_NR, sin_NR), rotate(k_BNHD, cos_NR, sin_NR), v_BNHD
+
+
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    num_sequences, head_dim, num_kv_heads = (shape[name] for name in ("sequences", "head_width", "key_heads"))
+    length, width = shape["tokens"] // num_sequences, (shape["query_heads"] + 2 * num_kv_heads) * head_dim
+    qkv_BNX = torch.randn(num_sequences, length, width, device=device, dtype=torch.bfloat16)
+    norms = shape["norm"] == "qk norm"
+    weights = [torch.ones(head_dim, device=device, dtype=torch.bfloat16) if norms else None for _ in range(2)]
+    tables = _tables(length, head_dim // 2, device)
+    is_interleaved = shape["pairs"] == "neighbours"
+    return Sample("", (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
+
+
 register(
     Kernel(
         "norm_and_rotate",
@@ -229,5 +263,6 @@ register(
             "torch": norm_and_rotate_reference,
             "torch, compiled": torch.compile(norm_and_rotate_reference, fullgraph=True),
         },
+        tunable=Tunable("rotary", {"torch": _separately, "triton": norm_and_rotate}, _draw),
     )
 )

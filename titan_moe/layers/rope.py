@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv:2104.09864) with DeepSeek's form of YaRN (arXiv:2309.00071).
 
-B batch · N sequence · H heads · R rotated width of a head
+N sequence · R rotated width of a head
 """
 
 import math
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.model import AttentionConfig
+from titan_moe.kernels.rotation import rotate_halves, rotate_pairs
 
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -50,24 +51,6 @@ def _stretch(frequencies: Tensor, config: AttentionConfig, width: int) -> Tensor
     return frequencies / config.yarn_factor * stretched + frequencies * (1 - stretched)
 
 
-def rotate_halves(x_BNHR: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
-    """Rotate pairs made of the first and the second half of a head (Llama, Qwen)."""
-    a, b = _wide(x_BNHR).chunk(2, dim=-1)
-    cos, sin = cos_NR[:, None], sin_NR[:, None]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BNHR.dtype)
-
-
-def rotate_pairs(x_BNHR: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> Tensor:
-    """Rotate neighbouring elements (DeepSeek)."""
-    a, b = _wide(x_BNHR).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos_NR[:, None], sin_NR[:, None]
-    return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2).to(x_BNHR.dtype)
-
-
 def rotation(config: AttentionConfig) -> Rotate:
     """The rotation that a recipe asks for."""
     return rotate_pairs if config.rope_is_interleaved else rotate_halves
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

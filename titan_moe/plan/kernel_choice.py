@@ -1,7 +1,8 @@
 """Which kernels a run takes on a device, and why: what `check` shows and a run logs and then trains with.
 
 `perf.kernels = "auto"` takes, operation by operation, what was fastest at its shape. It never guesses: where nobody
-has measured, on the device of that very name and at a shape near enough, the default stays.
+has measured, on the device of that very name and at a shape near enough, or where others are hardly faster, the default
+stays.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,9 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import check_rules
 from titan_moe.plan.kernel_shapes import Shape, shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, tables_for
+
+SMALLEST_GAIN = 0.02
+"""Part of its time that the default gives way for: less may be gone at another routing, or when measured again."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,17 @@ def _find(tables: Sequence[KernelTable], operation: str, shape: Shape) -> Measur
 
 
 def _fastest(recipe: Recipe, world_size: int, measured: Measured) -> KernelChoice | None:
-    """The fastest implementation that the recipe's rules allow; None if they leave none."""
+    """The fastest implementation that the recipe's rules allow, the default if it is about as fast; None if none is."""
     allowed = makers_that_may_run(recipe, world_size, measured.operation, measured.ms)
     if not allowed:
         return None
-    maker = min(allowed, key=lambda name: measured.ms[name])
-    return KernelChoice(measured.operation, maker, "measured", measured)
+    fastest, default = min(allowed, key=lambda name: measured.ms[name]), asdict(DEFAULT_KERNELS)[measured.operation]
+    if fastest == default or default not in allowed:
+        return KernelChoice(measured.operation, fastest, "measured", measured)
+    if measured.ms[fastest] > (1 - SMALLEST_GAIN) * measured.ms[default]:
+        reason = f"{fastest} is within {100 * SMALLEST_GAIN:.0f} % of {default}: the default stays"
+        return KernelChoice(measured.operation, default, reason, measured)
+    return KernelChoice(measured.operation, fastest, "measured", measured)
 
 
 def makers_that_may_run(recipe: Recipe, world_size: int, operation: str, makers: Iterable[str]) -> list[str]:
@@ -94,15 +103,16 @@ def in_words(choices: Iterable[KernelChoice]) -> list[str]:
     for choice in choices:
         said = f"{choice.operation} {choice.maker}"
         if choice.measured:
-            measured.append(f"{said} ({_measured_in_words(choice.maker, choice.measured)})")
+            measured.append(f"{said} ({_measured_in_words(choice, choice.measured)})")
         else:
             others.setdefault(choice.reason, []).append(said)
     return [*measured, *(", ".join(said) + (f" ({reason})" if reason else "") for reason, said in others.items())]
 
 
-def _measured_in_words(maker: str, measured: Measured) -> str:
-    """`fused 7.36 ms, grouped_mm 7.38 ms` and where that comes from, the chosen one first."""
-    times = sorted(measured.ms.items(), key=lambda item: (item[0] != maker, item[1]))
+def _measured_in_words(choice: KernelChoice, measured: Measured) -> str:
+    """`5.2 ms fused, 7.38 ms grouped_mm` and where that comes from, the chosen one first; why, if it is not faster."""
+    times = sorted(measured.ms.items(), key=lambda item: (item[0] != choice.maker, item[1]))
     sizes = ", ".join(f"{size:,} {name}" if isinstance(size, int) else size for name, size in measured.shape.items())
     said = ", ".join(f"{ms:.3g} ms {name}" for name, ms in times)
-    return f"{said}, measured at {sizes} with torch {measured.torch}, {measured.date}"
+    why = "" if choice.reason == "measured" else f"{choice.reason}; "
+    return f"{why}{said}, measured at {sizes} with torch {measured.torch}, {measured.date}"

@@ -6,12 +6,13 @@ Routing is taken to be even, so that a rank serves as many slots as its own toke
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.count import expert_width
 from titan_moe.plan.floor import copies_on_the_wire
 
 Shape = Mapping[str, int | str]
-"""Sizes by name, for one call on one rank."""
+"""Sizes by name, for one call on one rank, and in words what else its time depends on; enough to draw such a call."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +71,38 @@ def _slots(recipe: Recipe) -> Shape:
         "choices": moe.top_k,
         "slots": _num_tokens(recipe) * moe.top_k,
         "experts": moe.num_experts // recipe.parallel.ep,
+        "graph": "in a block's graph" if _has_block_graphs(recipe) else "eager",
     }
+
+
+def _has_block_graphs(recipe: Recipe) -> bool:
+    """Whether GPUs compile the dispatch together with its block."""
+    c = recipe.compile
+    return c.regional != "off" and c.extent == "block" and recipe.parallel.dispatcher not in HOST_READERS
 
 
 def _router(recipe: Recipe) -> Shape:
     moe = recipe.model.moe
     return {
         "tokens": _num_tokens(recipe),
+        "sequences": recipe.train.micro_batch_sequences,
+        "width": recipe.model.hidden_size,
         "experts": moe.num_experts,
         "choices": moe.top_k,
         "groups": moe.num_groups,
         "chosen_groups": moe.top_k_groups,
+        "group_score": moe.group_score if moe.num_groups > 1 else "ungrouped",
         "score": moe.score_fn,
+        "weights": "normalised" if moe.normalize_topk else "as scored",
+        "losses": _balancing_losses(recipe),
     }
+
+
+def _balancing_losses(recipe: Recipe) -> str:
+    """What is differentiated beside the weights: `aux loss and z loss`."""
+    moe = recipe.model.moe
+    losses = (("aux loss", moe.aux_loss_coef), ("z loss", moe.z_loss_coef))
+    return " and ".join(name for name, weight in losses if weight) or "no loss"
 
 
 def _norm(recipe: Recipe) -> Shape:
@@ -93,10 +113,12 @@ def _rotary(recipe: Recipe) -> Shape:
     a = recipe.model.attention
     return {
         "tokens": _num_tokens(recipe),
+        "sequences": recipe.train.micro_batch_sequences,
         "query_heads": a.num_heads,
         "key_heads": a.num_kv_heads,
         "head_width": a.head_dim,
-        "norm": "qk" if a.qk_norm else "none",
+        "norm": "qk norm" if a.qk_norm else "no qk norm",
+        "pairs": "neighbours" if a.rope_is_interleaved else "halves",
     }
 
 
@@ -104,7 +126,7 @@ def _head(recipe: Recipe) -> Shape:
     num_tokens = _num_tokens(recipe)
     return {
         "tokens": num_tokens,
-        "chunk": min(recipe.perf.loss_chunk_tokens or num_tokens, num_tokens),
+        "chunk": min(recipe.perf.loss_chunk_tokens, num_tokens),  # 0: all logits at once, which is another way to run
         "width": recipe.model.hidden_size,
         "vocabulary": recipe.model.vocab_size,
     }
@@ -122,12 +144,16 @@ def _slots_of_an_expert(shape: Shape) -> float:
     return float(shape["slots"]) / float(shape["experts"])
 
 
+ROUTED = ("width", "experts", "choices", "groups", "chosen_groups", "group_score", "score", "weights", "losses")
+"""All of a router's shape but how many tokens there are, in how many sequences."""
 OPERATIONS = {
     "experts": Operation(_experts, ("width", "hidden"), _slots_of_an_expert, _has_experts),
-    "slots": Operation(_slots, ("choices", "experts"), _rows, _has_experts),
-    "router": Operation(_router, ("experts", "choices", "groups", "chosen_groups", "score"), _tokens, _has_experts),
+    "slots": Operation(_slots, ("choices", "experts", "graph"), _rows, _has_experts),
+    "router": Operation(_router, ROUTED, _tokens, _has_experts),
     "norm": Operation(_norm, ("width",), _tokens),
-    "rotary": Operation(_rotary, ("query_heads", "key_heads", "head_width", "norm"), _tokens, _has_rotated_heads),
+    "rotary": Operation(
+        _rotary, ("query_heads", "key_heads", "head_width", "norm", "pairs"), _tokens, _has_rotated_heads
+    ),
     "head": Operation(_head, ("chunk", "width", "vocabulary"), _tokens),
 }
 """Every field of `KernelOverrides`."""

@@ -49,7 +49,10 @@ class KernelTable:
     """One a shape."""
 
     def find(self, operation: str, shape: Shape) -> Measured | None:
-        """The measurement nearest in load among those of the same widths; None if none is near."""
+        """The measurement nearest in load among those of the same widths; None if none is near.
+
+        Of those with one load, the one whose other sizes are nearest: as many slots may come from fewer rows.
+        """
         rule = OPERATIONS[operation]
 
         def distance(entry: Measured) -> float:
@@ -62,12 +65,18 @@ class KernelTable:
             and all(entry.shape[name] == shape[name] for name in rule.same)
             and distance(entry) <= math.log(LARGEST_LOAD_RATIO) * (1 + 1e-9)
         ]
-        return min(near, key=distance, default=None)
+        return min(near, key=lambda entry: (distance(entry), _size_distance(entry.shape, shape)), default=None)
 
     def merged(self, news: Iterable[Measured]) -> "KernelTable":
         """The table with new measurements, which replace those of the very same shapes."""
         measured = {_key(entry): entry for entry in (*self.measured, *news)}
         return KernelTable(self.device, tuple(measured[key] for key in sorted(measured)))
+
+
+def _size_distance(a: Shape, b: Shape) -> float:
+    """How far two shapes lie apart in all sizes that both have, as a sum of logarithms."""
+    pairs = [(a[name], b[name]) for name in a.keys() & b.keys()]
+    return sum(abs(math.log(x / y)) for x, y in pairs if isinstance(x, int) and isinstance(y, int) and x > 0 and y > 0)
 
 
 def _key(entry: Measured) -> tuple[Any, ...]:

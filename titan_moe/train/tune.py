@@ -5,10 +5,10 @@ What is compiled in a run is compiled here.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -36,10 +36,10 @@ def run(recipe: Recipe, world_size: int, out: Path | None = None) -> None:
     name = torch.cuda.get_device_name(device)
     path = out or cached_tables() / table_name(name)
     table = table_at(path, name)
-    measured = list(measure(recipe, world_size, device))
-    if measured:
-        write_table(path, table.merged(measured))
-        logger.info("%s has it", path)
+    for entry in measure(recipe, world_size, device):
+        table = table.merged([entry])
+        write_table(path, table)  # at once: what comes next may take the process down
+        logger.info("%s has %s", path, entry.operation)
     logger.info('perf.kernels = "auto" on %s, by the tables in %s and in the package:', name, cached_tables())
     for line in in_words(choose_for(recipe, world_size, name)):
         logger.info("  %s", line)
@@ -61,6 +61,7 @@ def measure(
 ) -> Iterator[Measured]:
     """Time each tunable operation of the recipe; one with fewer than two candidates, or a broken one, is left out."""
     tunables = {kernel.tunable.operation: kernel.tunable for kernel in load_all().values() if kernel.tunable}
+    is_compiled = regional.is_on(recipe.compile, device)
     for operation, shape in shapes_of(recipe).items():
         if operation not in tunables:
             continue
@@ -69,28 +70,31 @@ def measure(
         if len(makers) < 2:
             logger.info("%s: nothing to choose in this recipe", operation)
             continue
-        is_compiled = tunable.is_compiled and regional.is_on(recipe.compile, device)
-        ms = _time_all(tunable, makers, shape, device, is_compiled, stopwatch)
+        ms = {}
+        for maker in makers:
+            try:
+                ms[maker] = _time(tunable, maker, shape, device, is_compiled, stopwatch)
+            except Exception as error:  # one that does not run must not keep the others from being measured
+                logger.warning("%s %s cannot run here, so nothing is written: %s", operation, maker, _in_short(error))
+            else:
+                logger.info("%s %s: %.4g ms forward and backward", operation, maker, ms[maker])
         if len(ms) == len(makers):
             today = date.today().isoformat()
             yield Measured(operation, shape, ms, torch.__version__.partition("+")[0], triton.__version__, today)
 
 
-def _time_all(
-    tunable: Tunable, makers: list[str], shape: Shape, device: torch.device, is_compiled: bool, stopwatch: Stopwatch
-) -> dict[str, float]:
-    """Milliseconds of forward and backward by candidate, on the same arguments; without those that fail here."""
+def _time(
+    tunable: Tunable, maker: str, shape: Shape, device: torch.device, is_compiled: bool, stopwatch: Stopwatch
+) -> float:
+    """Milliseconds of a candidate's forward and backward; all candidates get the same arguments."""
     torch.manual_seed(0)
     sample = tunable.draw(shape, device)
-    ms = {}
-    for maker in makers:
-        torch._dynamo.reset()  # a graph for this shape alone
-        op: Callable[..., Any] = tunable.candidates[maker]
-        try:
-            timed = torch.compile(op, fullgraph=True) if is_compiled else op
-            ms[maker] = round(forward_and_total_ms(timed, sample, stopwatch)[1], 4)
-        except Exception as error:
-            logger.warning("%s %s cannot run here, so nothing is written: %s", tunable.operation, maker, error)
-        else:
-            logger.info("%s %s: %.4g ms forward and backward", tunable.operation, maker, ms[maker])
-    return ms
+    torch._dynamo.reset()  # a graph for this shape alone
+    op = tunable.candidates[maker]
+    timed = tunable.compiled(op, shape) if is_compiled else op
+    return round(forward_and_total_ms(timed, sample, stopwatch)[1], 4)
+
+
+def _in_short(error: Exception) -> str:
+    """The error on one line; compilers write pages."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
