@@ -25,6 +25,8 @@ class Compiled(NamedTuple):
     shared_bytes: int
     spilled_bytes: int
     num_matrix_ops: int
+    key: str
+    """The same for launches that run the same code."""
 
     @property
     def fits(self) -> bool:
@@ -58,4 +60,5 @@ def _examined(binary: Any, path: Path) -> Compiled:
     path.write_bytes(binary.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
     spilled = sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout))
-    return Compiled(binary.metadata.name, binary.metadata.shared, spilled, binary.asm["ptx"].count("wgmma.mma_async"))
+    num_matrix_ops = binary.asm["ptx"].count("wgmma.mma_async")
+    return Compiled(binary.metadata.name, binary.metadata.shared, spilled, num_matrix_ops, binary.hash)

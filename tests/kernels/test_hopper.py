@@ -141,3 +141,22 @@ def test_compiles_for_an_h200(name: str, hopper: list[Any]) -> None:
     assert hopper
     assert all(kernel.fits for kernel in hopper), hopper
     assert name not in GEMMS or hopper[-1].num_matrix_ops > 0
+
+
+def lay_out_and_multiply(num_rows: int) -> None:
+    """A dropless batch, in memory that has addresses: what kernels are compiled for depends on their alignment."""
+    num_slots = 3 * num_rows
+    sort_choices(torch.zeros(num_rows, 3, dtype=torch.int64), torch.zeros(num_rows, 3), 5, num_slots)
+    offsets_e = torch.zeros(5, dtype=torch.int32)
+    tiles, rows_R = plan_tiles(offsets_e, num_slots, 128), torch.zeros(num_slots, dtype=torch.int32)
+    dactive_RF = gather_mm(torch.zeros(num_rows, 64).bfloat16(), rows_R, torch.zeros(5, 64, 64).bfloat16(), tiles)
+    hidden_R2F, scores_R = torch.zeros(num_slots, 128).bfloat16(), torch.zeros(num_slots)
+    slot_sum(swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)[1], torch.zeros(num_rows, 3).int())
+
+
+def test_batches_of_any_size_run_the_same_code(hopper: list[Any]) -> None:
+    for num_rows in (1, 2, 170, 171, 512, 683, 1024, 1195, 1366):
+        lay_out_and_multiply(num_rows)
+    names, keys = {kernel.name for kernel in hopper}, {kernel.key for kernel in hopper}
+    assert len(names) == 7
+    assert len(keys) == len(names), sorted({(kernel.name, kernel.key[:8]) for kernel in hopper})

@@ -62,3 +62,9 @@ def test_too_wide_and_too_precise_is_refused() -> None:
         rms_norm(torch.zeros(2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64), 1e-6)
     with pytest.raises(ValueError, match="at most 16384 wide, not torch.float32 and 16385"):
         add_rms_norm(torch.zeros(1, 16385), torch.zeros(1, 16385), torch.ones(16385), 1e-6)
+
+
+def test_addends_of_two_dtypes_are_refused() -> None:
+    x_TD = torch.zeros(2, 8)
+    with pytest.raises(ValueError, match="one dtype, not torch.bfloat16 and torch.float32"):
+        add_rms_norm(x_TD.bfloat16(), x_TD, torch.ones(8), 1e-6)

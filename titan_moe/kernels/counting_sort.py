@@ -107,7 +107,8 @@ def sort_choices(
     """Launch the sort: `block` choices a program that counts or places, `chunk` blocks at a time of one that sums."""
     num_choices = ids_SK.numel()
     num_blocks = triton.cdiv(max(num_choices, num_slots), block)
-    heads, shifts = ids_SK.new_empty(2, num_experts + 1, num_blocks, dtype=torch.int32)
+    # two allocations: halves of one would not both be aligned in every batch, and alignment compiles a kernel anew
+    heads, shifts = (ids_SK.new_empty(num_experts + 1, num_blocks, dtype=torch.int32) for _ in range(2))
     rows_R, offsets_e = (ids_SK.new_empty(size, dtype=torch.int32) for size in (num_slots, num_experts))
     slots_SK, overflowed = (ids_SK.new_empty(shape, dtype=torch.int32) for shape in (ids_SK.shape, ()))
     scores_R = scores_SK.new_empty(num_slots)

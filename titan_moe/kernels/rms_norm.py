@@ -208,6 +208,12 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + residual, and its norm over the last dimension, in Triton: [..., D] twice -> [..., D] twice, bf16 or fp32."""
     _check(x)
+    if x.dtype != residual.dtype:
+        # the sum is stored in x's dtype, which could be the narrower one
+        raise ValueError(
+            f"RMSNorm in Triton adds tensors of one dtype, not {x.dtype} and {residual.dtype}; "
+            'take perf.override.norm = "torch"'
+        )
     h_TD, normed_TD, _ = _add_rms_norm(x.flatten(0, -2), residual.flatten(0, -2), weight_D, eps)
     return h_TD.view(x.shape), normed_TD.view(x.shape)
 

@@ -40,7 +40,7 @@ def plan_tiles_reference(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
     return Tiles(experts_M, begins_M, ends_M, rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def _plan_tiles_kernel(
     offsets_ptr, experts_ptr, begins_ptr, ends_ptr, num_experts, num_tiles, rows,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -73,7 +73,9 @@ def plan_tiles(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
     """
     num_experts = offsets_e.numel()
     num_tiles = triton.cdiv(num_slots, rows) + num_experts
-    maps = offsets_e.new_empty(3, num_tiles)
+    # three allocations: rows of one would be aligned for some numbers of slots only, and every kernel that reads them
+    # would be compiled anew when a batch brings another alignment
+    maps = [offsets_e.new_empty(num_tiles) for _ in range(3)]
     block_m = 32
     _plan_tiles_kernel[(triton.cdiv(num_tiles, block_m),)](
         offsets_e, *maps, num_experts, num_tiles, rows,
