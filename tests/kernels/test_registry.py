@@ -77,6 +77,8 @@ INTERPRETED = (
     "slot_sum",
     "test_slots",
     "fused_router",
+    "expert_up",
+    "expert_weight_grad",
 )
 """Words in the names of tests beside the registry's whose Triton kernels the interpreter can run too."""
 

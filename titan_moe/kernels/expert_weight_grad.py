@@ -7,15 +7,34 @@ deterministic. One factor lies slot by slot, the other is gathered from rows whi
 copy of it exists.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
+class WeightGradTiles(NamedTuple):
+    """How the kernel cuts its work; `tools/sweep_expert_gemms.py` times others."""
+
+    width_a: int = 128
+    width_b: int = 256
+    slots: int = 32
+    """Slots of an iteration."""
+    carries_rows: bool = False
+    """Whether rows are looked up an iteration ahead, in a register: stages of the pipeline then hold data alone."""
+    num_warps: int = 8
+    num_stages: int = 5
+
+
+MEASURED = WeightGradTiles()
+"""545 TFLOP/s on an H200; 450 with 64 slots and 3 stages."""
+
+
 @triton.jit
 def _expert_weight_grad_kernel(
     a_ptr, b_ptr, rows_ptr, offsets_ptr, out_ptr,
-    A: tl.constexpr, B: tl.constexpr, GATHERS_A: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, GATHERS_A: tl.constexpr, CARRIES: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     tiles_b: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
@@ -26,13 +45,16 @@ def _expert_weight_grad_kernel(
     columns_a = tile // tiles_b * BLOCK_A + tl.arange(0, BLOCK_A)
     columns_b = tile % tiles_b * BLOCK_B + tl.arange(0, BLOCK_B)
     total = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
+    lane = tl.arange(0, BLOCK_R)
+    if CARRIES:
+        rows = tl.load(rows_ptr + begin + lane, mask=begin + lane < end, other=0)
     for first in range(begin, end, BLOCK_R):
-        slots = first + tl.arange(0, BLOCK_R)
+        slots = first + lane
         is_slot = slots < end
-        rows = tl.load(rows_ptr + slots, mask=is_slot, other=0).to(tl.int64)
-        places = slots.to(tl.int64)
-        at_a = rows if GATHERS_A else places
-        at_b = places if GATHERS_A else rows
+        if not CARRIES:
+            rows = tl.load(rows_ptr + slots, mask=is_slot, other=0)
+        at_a = (rows if GATHERS_A else slots).to(tl.int64)
+        at_b = (slots if GATHERS_A else rows).to(tl.int64)
         a = tl.load(
             a_ptr + at_a[:, None] * A + columns_a[None, :], mask=is_slot[:, None] & (columns_a < A)[None, :], other=0.0
         )
@@ -40,23 +62,27 @@ def _expert_weight_grad_kernel(
             b_ptr + at_b[:, None] * B + columns_b[None, :], mask=is_slot[:, None] & (columns_b < B)[None, :], other=0.0
         )
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+        if CARRIES:
+            rows = tl.load(rows_ptr + slots + BLOCK_R, mask=slots + BLOCK_R < end, other=0)
     keep = (columns_a < A)[:, None] & (columns_b < B)[None, :]
     out_ptrs = out_ptr + (expert.to(tl.int64) * A + columns_a)[:, None] * B + columns_b[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
-def expert_weight_grad(a: Tensor, b: Tensor, rows_R: Tensor, offsets_e: Tensor, *, gathers: str) -> Tensor:
+def expert_weight_grad(
+    a: Tensor, b: Tensor, rows_R: Tensor, offsets_e: Tensor, *, gathers: str, tiles: WeightGradTiles = MEASURED
+) -> Tensor:
     """Sum a's times b's over each expert's slots: -> [e, A, B].
 
     `gathers` names the factor that is [S, width] and read through `rows_R`, "a" or "b"; the other is [R, width].
     """
     width_a, width_b, num_experts = a.shape[1], b.shape[1], offsets_e.numel()
     out_eAB = a.new_empty(num_experts, width_a, width_b)
-    block_a, block_b = 128, 256  # measured on H200: 545 TFLOP/s with 32 slots and 5 stages, 450 with 64 and 3
-    grid = (num_experts * triton.cdiv(width_a, block_a) * triton.cdiv(width_b, block_b),)
+    grid = (num_experts * triton.cdiv(width_a, tiles.width_a) * triton.cdiv(width_b, tiles.width_b),)
     _expert_weight_grad_kernel[grid](
         a, b, rows_R, offsets_e, out_eAB,
-        A=width_a, B=width_b, GATHERS_A=gathers == "a",
-        BLOCK_A=block_a, BLOCK_B=block_b, BLOCK_R=32, num_warps=8, num_stages=5,
+        A=width_a, B=width_b, GATHERS_A=gathers == "a", CARRIES=tiles.carries_rows,
+        BLOCK_A=tiles.width_a, BLOCK_B=tiles.width_b, BLOCK_R=tiles.slots,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out_eAB

@@ -1,0 +1,93 @@
+"""The expert GEMMs compute the same however their work is cut."""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.expert_up import UpTiles, expert_up
+from titan_moe.kernels.expert_weight_grad import WeightGradTiles, expert_weight_grad
+from titan_moe.kernels.permute import sample_plans
+from titan_moe.kernels.swiglu import weighted_swiglu
+from titan_moe.kernels.tiles import plan_tiles
+
+DEVICES = [
+    pytest.param("cpu", torch.float32, 1e-5),
+    pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu),
+]
+NAMES = ("random", "skewed", "empty_expert", "padded")
+WIDTH, HIDDEN = 64, 40
+
+
+def plan(name: str, device: str) -> tuple[Tensor, Tensor, int]:
+    """Rows, borders and number of experts."""
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton runs on GPUs, and in its interpreter")
+    torch.manual_seed(0)
+    plans = {plan[0]: plan[1:] for plan in sample_plans(torch.device(device))}
+    rows_R, _, offsets_e, num_experts = plans[name]
+    return rows_R, offsets_e, num_experts
+
+
+def spans(offsets_e: Tensor) -> list[slice]:
+    ends = offsets_e.tolist()
+    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-6)
+    assert error < tolerance
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("cut", [UpTiles(), UpTiles(is_one_product=True)], ids=["two_products", "one_product"])
+@pytest.mark.parametrize("name", NAMES)
+def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    rows_R, offsets_e, num_experts = plan(name, device)
+    x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
+    scores_R = torch.rand(rows_R.numel(), device=device)
+    weight = torch.randn(num_experts, 2, HIDDEN, WIDTH, device=device, dtype=dtype) / 8
+    tiles = plan_tiles(offsets_e, rows_R.numel(), 128)
+    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weight, tiles, cut)
+    for expert, span in enumerate(spans(offsets_e)):
+        expected = x_SD[rows_R[span]].double() @ weight[expert].flatten(0, 1).double().T
+        assert_close(hidden_R2F[span], expected, tolerance)
+        assert_close(active_RF[span], weighted_swiglu(hidden_R2F[span], scores_R[span]), tolerance)
+
+
+CUTS = [
+    WeightGradTiles(),
+    WeightGradTiles(carries_rows=True),
+    WeightGradTiles(slots=64, num_stages=7),
+    WeightGradTiles(slots=64, carries_rows=True, num_stages=4),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_expert_weight_grad(name: str, cut: WeightGradTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    rows_R, offsets_e, _ = plan(name, device)
+    x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
+    grad_RF = torch.randn(rows_R.numel(), HIDDEN, device=device, dtype=dtype)
+    grad_RF[int(offsets_e[-1]) :] = float("nan")  # nobody may read it
+    by_b = expert_weight_grad(grad_RF, x_SD, rows_R, offsets_e, gathers="b", tiles=cut)
+    by_a = expert_weight_grad(x_SD, grad_RF, rows_R, offsets_e, gathers="a", tiles=cut)
+    for expert, span in enumerate(spans(offsets_e)):
+        expected = grad_RF[span].double().T @ x_SD[rows_R[span]].double()
+        assert_close(by_b[expert], expected, tolerance)
+        assert_close(by_a[expert], expected.T, tolerance)
+
+
+def test_what_the_sweep_times_fits_an_h200(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    sweep = importlib.import_module("sweep_expert_gemms")
+    for problem in sweep.problems("qwen3_ep8", torch.device("meta"), ["up", "weight_grad"]):
+        for cut in problem.cuts:
+            hopper.clear()
+            problem.run(cut)
+            assert hopper[-1].fits and hopper[-1].num_matrix_ops > 0, f"{problem.name} {cut}: {hopper[-1]}"

@@ -1,0 +1,45 @@
+"""The sweep ranks what is right, names what is not, and its shapes fit."""
+
+import importlib
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, imported from where it stands."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    return importlib.import_module("sweep_expert_gemms")
+
+
+def test_the_fastest_first_and_what_is_wrong_last(tool: ModuleType) -> None:
+    def run(cut: str) -> torch.Tensor:
+        if cut == "broken":
+            raise RuntimeError("out of shared memory\nmore")
+        return torch.full((4,), 2.0 if cut == "wrong" else 1.0)
+
+    times = iter([3.0, 1.0, 0.5])
+    problem = tool.Problem("dW1", run, ["today", "wrong", "better", "broken"], lambda: torch.ones(4), 1e9)
+    lines = tool.sweep(problem, time.monotonic() + 60, lambda call: (call(), next(times))[1])
+    assert [line.split()[-1] for line in lines[:3]] == ["better", "today", "rows"]
+    assert "1.000 ms" in lines[0] and "1 TFLOP/s" in lines[0]
+    assert "wrong: differs by 1.0e+00" in lines[3] and lines[4].endswith("broken: out of shared memory")
+
+
+def test_nothing_begins_after_the_time_is_over(tool: ModuleType) -> None:
+    problem = tool.Problem("dW1", lambda cut: torch.ones(4), ["today"], lambda: torch.ones(4), 1e9)
+    assert "no time left" in tool.sweep(problem, 0.0, lambda call: 1.0)[-1]
+
+
+@pytest.mark.parametrize("shape", ["qwen3_ep8", "deepseek_v3_ep8"])
+def test_inputs_of_a_shape(tool: ModuleType, shape: str) -> None:
+    num_slots, num_experts, width, hidden = (tool.SHAPES[shape][key] for key in ("slots", "experts", "width", "hidden"))
+    problems = list(tool.problems(shape, torch.device("meta"), ["weight_grad"]))
+    assert [problem.name for problem in problems] == ["dW1", "dW2"]
+    assert problems[0].flops == 2 * problems[1].flops == 4.0 * num_slots * width * hidden
+    assert problems[0].rival().shape == (num_experts, 2 * hidden, width)
+    assert problems[1].rival().shape == (num_experts, width, hidden)

@@ -1,0 +1,134 @@
+"""Time the Triton GEMMs of the fused expert MLP, cut in every way that fits an H200, at the shapes of its benchmarks.
+
+    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up weight_grad] [--seconds 240]
+
+Each candidate is compared with the first, which is what runs today; one that differs or fails says so and is left
+behind. Medians on random bf16 data and routing, the fastest first; each table ends with grouped_mm on rows that were
+gathered before, gather not counted: what the matrix units give.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_moe.kernels.expert_up import TILE_ROWS, UpTiles, expert_up
+from titan_moe.kernels.expert_weight_grad import WeightGradTiles, expert_weight_grad
+from titan_moe.kernels.fused_expert_mlp import SHAPES
+from titan_moe.kernels.permute import full_size_plan
+from titan_moe.kernels.tiles import plan_tiles
+from titan_moe.kernels.timing import median_ms
+
+UP_TILES = [
+    UpTiles(),
+    *(UpTiles(is_one_product=True, num_stages=stages) for stages in (2, 3, 4)),
+    *(UpTiles(inner=inner, is_one_product=True, num_stages=stages) for inner, stages in ((32, 5), (32, 7), (128, 2))),
+    UpTiles(num_stages=4),
+]
+WEIGHT_GRAD_TILES = [
+    WeightGradTiles(),
+    *(WeightGradTiles(slots=32, num_stages=stages) for stages in (7, 9, 11)),
+    *(WeightGradTiles(slots=64, num_stages=stages) for stages in (5, 7)),
+    *(WeightGradTiles(slots=32, carries_rows=True, num_stages=stages) for stages in (4, 5, 6)),
+    *(WeightGradTiles(slots=64, carries_rows=True, num_stages=stages) for stages in (3, 4)),
+    *(
+        WeightGradTiles(256, 128, slots, carries, num_stages=stages)
+        for (slots, stages), carries in product(((32, 9), (64, 7)), (False,))
+    ),
+    WeightGradTiles(256, 128, 64, carries_rows=True, num_stages=4),
+]
+
+
+class Problem(NamedTuple):
+    """A GEMM with its inputs: what to call with a cut, what grouped_mm needs, and its work."""
+
+    name: str
+    run: Callable[[Any], Tensor]
+    cuts: list[Any]
+    rival: Callable[[], Tensor]
+    flops: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--kernels", nargs="+", choices=["up", "weight_grad"], default=["up", "weight_grad"])
+    parser.add_argument("--seconds", type=float, default=240.0, help="no candidate begins later")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU to measure")
+    stop_at = time.monotonic() + args.seconds
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for shape in args.shapes:
+        for problem in problems(shape, torch.device("cuda"), args.kernels):
+            for line in sweep(problem, stop_at):
+                print(f"{shape:17} {line}", flush=True)
+
+
+def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[Problem]:
+    """The GEMMs of a shape, one after the other, so that only one's inputs are held."""
+    size = SHAPES[shape]
+    num_rows, num_experts, width, hidden = (size[name] for name in ("rows", "experts", "width", "hidden"))
+    rows_R, _, offsets_e = full_size_plan(num_rows, num_experts, size["choices"], device, size["slots"])
+    num_slots = rows_R.numel()
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, device=device, dtype=torch.bfloat16)
+
+    x_SD = draw(num_rows, width)
+    if "up" in kernels:
+        weight = draw(num_experts, 2, hidden, width) / width**0.5
+        scores_R, tiles = torch.rand(num_slots, device=device), plan_tiles(offsets_e, num_slots, TILE_ROWS)
+        x_RD, flat = x_SD[rows_R], weight.flatten(1, 2).transpose(1, 2)
+        yield Problem(
+            "up",
+            lambda cut: expert_up(x_SD, rows_R, scores_R, weight, tiles, cut)[0],
+            UP_TILES,
+            lambda: F.grouped_mm(x_RD, flat, offs=offsets_e),
+            4.0 * num_slots * width * hidden,
+        )
+    if "weight_grad" in kernels:
+        for name, factor, gathers in (("dW1", draw(num_slots, 2 * hidden), "b"), ("dW2", draw(num_slots, hidden), "a")):
+            yield _weight_grad(name, factor, x_SD, rows_R, offsets_e, gathers)
+
+
+def _weight_grad(name: str, factor: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, gathers: str) -> Problem:
+    a, b = (factor, x_SD) if gathers == "b" else (x_SD, factor)
+    gathered = x_SD[rows_R]
+    left, right = (factor, gathered) if gathers == "b" else (gathered, factor)
+    return Problem(
+        name,
+        lambda cut: expert_weight_grad(a, b, rows_R, offsets_e, gathers=gathers, tiles=cut),
+        WEIGHT_GRAD_TILES,
+        lambda: F.grouped_mm(left.T, right, offs=offsets_e),
+        2.0 * rows_R.numel() * a.shape[1] * b.shape[1],
+    )
+
+
+def sweep(problem: Problem, stop_at: float, stopwatch: Callable[[Callable[[], Any]], float] = median_ms) -> list[str]:
+    """A line for each cut, the fastest first."""
+    expected = problem.run(problem.cuts[0]).float()
+    timed, broken = [], []
+    for cut in problem.cuts:
+        if time.monotonic() > stop_at:
+            broken.append(f"{problem.name:4} {cut}: no time left")
+            continue
+        try:
+            error = float((problem.run(cut).float() - expected).norm() / expected.norm())
+            if not error < 1e-2:
+                raise ValueError(f"differs by {error:.1e}")
+            timed.append((stopwatch(lambda cut=cut: problem.run(cut)), str(cut)))
+        except Exception as problem_here:
+            broken.append(f"{problem.name:4} {cut}: {str(problem_here).splitlines()[0][:80]}")
+    ranked = [*sorted(timed), (stopwatch(problem.rival), "grouped_mm on gathered rows")]
+    lines = [f"{problem.name:4} {ms:8.3f} ms {problem.flops / ms / 1e9:5.0f} TFLOP/s  {what}" for ms, what in ranked]
+    return lines + broken
+
+
+if __name__ == "__main__":
+    main()
