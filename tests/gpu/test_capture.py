@@ -46,15 +46,16 @@ def device() -> Iterator[torch.device]:
         yield device
 
 
-def batch(device: torch.device, step: int) -> Batch:
+def batch(device: torch.device, step: int, num_tokens: int = 256) -> Batch:
     generator = torch.Generator(device).manual_seed(step)
-    tokens = torch.randint(512, (2, 2, 257), device=device, generator=generator)
+    tokens = torch.randint(512, (2, 2, num_tokens + 1), device=device, generator=generator)
     return Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)
 
 
 def train(recipe: Recipe, device: torch.device) -> tuple[list[float], list[Tensor]]:
     run: Assembly = assemble(recipe, device)
-    losses = [run.step(batch(device, step)).loss.item() for step in range(STEPS)]
+    num_tokens = recipe.train.seq_len_tokens
+    losses = [run.step(batch(device, step, num_tokens)).loss.item() for step in range(STEPS)]
     return losses, [parameter.to_local().clone() for parameter in run.model.parameters()]
 
 
@@ -63,12 +64,17 @@ CASES: dict[str, dict[str, Any]] = {
     "allgather": {"parallel": ParallelConfig(dispatcher="allgather")},
     "fused": {"perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256)},
     "eager": {"compile": CompileConfig("off")},
+    # more than 3072 tokens: the gradient of the embedding is another algorithm then
+    "long": {"train": replace(RECIPE.train, seq_len_tokens=2048)},
+    "gathered once": {"parallel": ParallelConfig(gathers_once_a_step=True)},
 }
 
 
 @pytest.mark.parametrize("extent", ["microbatch", "step"])
 @pytest.mark.parametrize("name", CASES)
 def test_replayed_steps_are_the_launched_steps(name: str, extent: str, device: torch.device) -> None:
+    if (name, extent) == ("gathered once", "microbatch"):
+        pytest.skip("a rule forbids it: the first and the last microbatch differ")
     recipe = replace(RECIPE, **CASES[name])
     losses, weights = train(recipe, device)
     captured = replace(recipe, compile=replace(recipe.compile, cudagraph=extent))
@@ -76,6 +82,16 @@ def test_replayed_steps_are_the_launched_steps(name: str, extent: str, device: t
     assert replayed_losses == losses
     for one, other in zip(weights, replayed_weights, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("extent", ["microbatch", "step"])
+def test_steps_that_are_recorded_anew_are_the_same(extent: str, device: torch.device) -> None:
+    losses, _ = train(RECIPE, device)
+    run = assemble(replace(RECIPE, compile=CompileConfig(cudagraph=extent)), device)
+    for step in range(STEPS):
+        if step in (5, 6):  # after replays, and at once after a recording
+            run.step.release()
+        assert run.step(batch(device, step)).loss.item() == losses[step]
 
 
 def test_a_replayed_step_waits_for_nothing(device: torch.device) -> None:
