@@ -72,7 +72,10 @@ def test_other_shapes_are_refused(other: tuple[Tensor, Tensor | None]) -> None:
 def test_what_cannot_be_recorded_is_told_with_a_way_out() -> None:
     class Refuses(Repeater):
         def record(self, function: Callable[[], Tensor]) -> Recording:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
 
     captured = Captured(scaled_sum, Refuses())
     with pytest.raises(RuntimeError, match=r'not permitted.*\n.*compile.cudagraph = "off"'):

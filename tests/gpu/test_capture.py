@@ -15,7 +15,9 @@ from titan_moe.config.perf import CompileConfig, PerfConfig
 from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.train.build import Assembly, assemble
+from titan_moe.train.evaluate import validation_loss
 from titan_moe.train.process import process_group
+from titan_moe.train.stepper import Stepper
 
 pytestmark = pytest.mark.gpu
 
@@ -45,15 +47,26 @@ def device() -> Iterator[torch.device]:
         yield device
 
 
-def batch(device: torch.device, step: int) -> Batch:
+def batch(device: torch.device, step: int, num_tokens: int = 256) -> Batch:
     generator = torch.Generator(device).manual_seed(step)
-    tokens = torch.randint(512, (2, 2, 257), device=device, generator=generator)
+    tokens = torch.randint(512, (2, 2, num_tokens + 1), device=device, generator=generator)
     return Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)
 
 
-def train(recipe: Recipe, device: torch.device) -> tuple[list[float], list[Tensor]]:
-    run: Assembly = assemble(recipe, device)
-    losses = [run.step(batch(device, step)).loss.item() for step in range(STEPS)]
+def captured(recipe: Recipe, extent: str) -> Recipe:
+    return replace(recipe, compile=replace(recipe.compile, cudagraph=extent))
+
+
+def launched(recipe: Recipe, device: torch.device) -> Assembly:
+    """A captured recipe, launched kernel by kernel. It is not quite the one without capture: torch's AdamW takes a rate
+    on the device in fp32, and one on the host in fp64."""
+    run = assemble(recipe, device)
+    return run._replace(step=Stepper(run.step.step, run.schedule))
+
+
+def train(run: Assembly, recipe: Recipe, device: torch.device) -> tuple[list[float], list[Tensor]]:
+    num_tokens = recipe.train.seq_len_tokens
+    losses = [run.step(batch(device, step, num_tokens)).loss.item() for step in range(STEPS)]
     return losses, [parameter.to_local().clone() for parameter in run.model.parameters()]
 
 
@@ -62,19 +75,34 @@ CASES: dict[str, dict[str, Any]] = {
     "allgather": {"parallel": ParallelConfig(dispatcher="allgather")},
     "fused": {"perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256)},
     "eager": {"compile": CompileConfig("off")},
+    # more than 3072 tokens: the gradient of the embedding is another algorithm then
+    "long": {"train": replace(RECIPE.train, seq_len_tokens=2048)},
+    "gathered once": {"parallel": ParallelConfig(gathers_once_a_step=True)},
 }
 
 
 @pytest.mark.parametrize("extent", ["microbatch", "step"])
 @pytest.mark.parametrize("name", CASES)
 def test_replayed_steps_are_the_launched_steps(name: str, extent: str, device: torch.device) -> None:
-    recipe = replace(RECIPE, **CASES[name])
-    losses, weights = train(recipe, device)
-    captured = replace(recipe, compile=replace(recipe.compile, cudagraph=extent))
-    replayed_losses, replayed_weights = train(captured, device)
+    if (name, extent) == ("gathered once", "microbatch"):
+        pytest.skip("a rule forbids it: the first and the last microbatch differ")
+    recipe = captured(replace(RECIPE, **CASES[name]), extent)
+    losses, weights = train(launched(recipe, device), recipe, device)
+    replayed_losses, replayed_weights = train(assemble(recipe, device), recipe, device)
     assert replayed_losses == losses
     for one, other in zip(weights, replayed_weights, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("extent", ["microbatch", "step"])
+def test_steps_that_are_recorded_anew_are_the_same(extent: str, device: torch.device) -> None:
+    recipe = captured(RECIPE, extent)
+    losses, _ = train(launched(recipe, device), recipe, device)
+    run = assemble(recipe, device)
+    for step in range(STEPS):
+        if step in (5, 6):  # after replays, and at once after a recording
+            run.step.release()
+        assert run.step(batch(device, step)).loss.item() == losses[step]
 
 
 def test_a_replayed_step_waits_for_nothing(device: torch.device) -> None:
@@ -91,11 +119,17 @@ def test_a_replayed_step_waits_for_nothing(device: torch.device) -> None:
     assert result.loss.isfinite()
 
 
-def test_a_validation_between_replays_changes_nothing(device: torch.device) -> None:
-    captured = replace(RECIPE, compile=CompileConfig(cudagraph="step"))
-    losses, _ = train(captured, device)
-    run = assemble(captured, device)
-    for step in range(STEPS):
-        assert run.step(batch(device, step)).loss.item() == losses[step]
-        with torch.no_grad():
-            run.model(*next(batch(device, 100 + step).microbatches()))
+@pytest.mark.parametrize("extent", ["microbatch", "step"])
+def test_a_validation_between_replays_sees_their_weights(extent: str, device: torch.device) -> None:
+    """As one between launched steps does; and it changes nothing."""
+
+    def validated(run: Assembly) -> list[tuple[float, float]]:
+        losses = []
+        for step in range(STEPS):
+            loss = run.step(batch(device, step)).loss.item()
+            held_out = validation_loss(run.model, [batch(device, 100)], device, run.meshes.data_group)
+            losses.append((loss, held_out.item()))
+        return losses
+
+    recipe = captured(RECIPE, extent)
+    assert validated(assemble(recipe, device)) == validated(launched(recipe, device))

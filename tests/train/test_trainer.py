@@ -3,16 +3,20 @@
 import json
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from titan_moe.config import load_recipe
+from titan_moe.config import Recipe, load_recipe
 from titan_moe.config.parse import dump_recipe
 from titan_moe.models.transformer import Transformer
+from titan_moe.train import trainer
+from titan_moe.train.build import Assembly, assemble
 
 FIELDS = {
     "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
@@ -49,6 +53,25 @@ def test_a_run_learns_and_reports_every_step(tiny) -> None:
         seconds = record["step_ms"] / 1e3
         assert record["tokens_per_second_per_gpu"] == pytest.approx(4 * 32 / seconds)
     assert records[0]["loss"] > 4 and records[-1]["loss"] < 2.5
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_recordings_are_released_while_the_ranks_are_still_together(
+    tiny, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    released = []
+
+    def assembled(recipe: Recipe, device: torch.device) -> Assembly:
+        assembly = assemble(recipe, device)
+        assembly.step.release = lambda: released.append(dist.is_initialized())
+        if fails:
+            assembly.step.step.num_skipped = None  # the step ends in an error
+        return assembly
+
+    monkeypatch.setattr(trainer, "assemble", assembled)
+    with pytest.raises(AttributeError) if fails else nullcontext():
+        tiny("--train.steps=1").train()
+    assert released == [True]
 
 
 def test_the_run_folder_explains_and_repeats_the_run(tiny, tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ class Captured:
         try:
             return self.recorder.record(lambda: self.function(*args))
         except RuntimeError as error:
-            message = f'the step cannot be recorded as a CUDA graph: {error}\nset compile.cudagraph = "off" to run it'
+            reason = error.__context__ or error  # ending a spoilt recording is an error too, and comes on top
+            message = f'the step cannot be recorded as a CUDA graph: {reason}\nset compile.cudagraph = "off" to run it'
             raise RuntimeError(message) from error
 
     def _fill(self, given: list[Any], layout: Any) -> None:

@@ -81,6 +81,7 @@ def build_optimizer(
         moments: dtype of the moments, the parameters' without it; only `fused` knows another.
         seed: of the run, for rounding at random.
         capturable: keep the learning rate on the device, so that a CUDA graph may hold the step; `fused` always does.
+            It is fp32 there and fp64 on the host, so last digits of the weights differ between the two.
     """
     options: dict[str, Any] = {
         "lr": config.lr,

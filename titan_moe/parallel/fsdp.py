@@ -68,6 +68,17 @@ def keep_gathered(model: nn.Module, keeps: bool) -> None:
     _fsdp(model).set_reshard_after_backward(not keeps)
 
 
+def let_go(model: nn.Module) -> None:
+    """Free what is still gathered after a forward without backward: the root, and all where nothing is resharded.
+
+    The next step would take it for fresh, also where the weights have changed since without a word from the host, as in
+    a replayed step; and until then the modules would show gathered parameters, which have no place for gradients.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
     """Shard the row width, which expert and expert-tensor parallelism leave whole."""
     widths = {id(experts.gate_up): Shard(3), id(experts.down): Shard(1)}

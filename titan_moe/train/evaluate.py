@@ -9,16 +9,18 @@ from torch import Tensor, nn
 
 from titan_moe.data.loader import Batch
 from titan_moe.kernels.cross_entropy import IGNORE_LABEL
+from titan_moe.parallel import fsdp
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model's dropout and the like to rest for a while."""
+    """Put a model's dropout and the like to rest for a while; nothing of it stays gathered afterwards."""
     model.eval()
     try:
         yield
     finally:
         model.train()
+        fsdp.let_go(model)
 
 
 @torch.no_grad()

@@ -155,10 +155,13 @@ class Trainer:
         garbage = GarbageCollection(STEPS_BETWEEN_GARBAGE_COLLECTIONS)  # at the same steps on all ranks
         tracer = StepTracer(self.recipe.profile, self.run_folder, dist.get_rank(), self.progress.step + 1)
         self.meter.start(self.progress.step, self.progress.tokens_seen)
-        while not self.is_finished and not stop.poll():
-            self._take_step()
-            tracer.step()
-            garbage.run(self.progress.step)
+        try:
+            while not self.is_finished and not stop.poll():
+                self._take_step()
+                tracer.step()
+                garbage.run(self.progress.step)
+        finally:
+            self.step.release()  # NCCL does not shut down while a recording holds messages; nor after an error
         tracer.close()
         gc.enable()
 

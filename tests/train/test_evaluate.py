@@ -1,0 +1,72 @@
+"""An evaluation sees the weights of its moment and leaves the model as it was."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_moe.config import Recipe
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, PerfConfig, PrecisionConfig
+from titan_moe.config.train import TrainConfig
+from titan_moe.data.packing import Batch
+from titan_moe.train.build import Assembly, assemble
+from titan_moe.train.evaluate import validation_loss
+
+CPU = torch.device("cpu")
+RECIPE = Recipe(
+    model=ModelConfig(
+        vocab_size=32,
+        num_layers=2,
+        hidden_size=16,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+        moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8),
+        init_std=0.2,
+    ),
+    perf=PerfConfig(kernels="reference", loss_chunk_tokens=5),
+    precision=PrecisionConfig("fp64", "fp64", "fp64"),
+    compile=CompileConfig("off"),
+    train=TrainConfig(steps=4, seq_len_tokens=8, global_batch_sequences=4, micro_batch_sequences=1),
+)
+
+
+def batch() -> Batch:
+    tokens = torch.randint(32, (4, 1, 9), generator=torch.Generator().manual_seed(0))
+    mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+    return Batch(mine[..., :-1].contiguous(), mine[..., 1:].contiguous(), None)
+
+
+def loss(run: Assembly) -> float:
+    return validation_loss(run.model, [batch()], CPU, run.meshes.data_group).item()
+
+
+def change(parameters: list[nn.Parameter]) -> None:
+    """Behind the model's back, as a replayed step does."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.to_local().mul_(1.5)
+
+
+def evaluate_twice(recipe: Recipe) -> dict[str, Any]:
+    """Losses before and after a change of the weights, and one of a model that was evaluated after it only."""
+    run, fresh = assemble(recipe, CPU), assemble(recipe, CPU)
+    parameters = list(run.model.parameters())
+    before = loss(run)
+    is_sharded = all(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+    change(parameters)
+    change(list(fresh.model.parameters()))
+    return {"before": before, "after": loss(run), "fresh": loss(fresh), "is_sharded": is_sharded}
+
+
+@pytest.mark.parametrize("gathers_once", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_evaluation_gathers_the_weights_anew(ranks: Any, num_ranks: int, gathers_once: bool) -> None:
+    parallel = ParallelConfig(ep=num_ranks, dispatcher="allgather", gathers_once_a_step=gathers_once)
+    for seen in ranks(num_ranks, evaluate_twice, replace(RECIPE, parallel=parallel)):
+        assert seen["after"] == seen["fresh"] != seen["before"]
+        assert seen["is_sharded"]
