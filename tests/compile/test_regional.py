@@ -15,6 +15,7 @@ from titan_moe.config.parallel import HOST_READERS, ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 from titan_moe.dispatch.base import Routed, route
+from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.local import LocalExchange
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
@@ -255,3 +256,17 @@ def test_experts_serve_any_number_of_rows_with_few_graphs(counter: CompileCounte
         with torch.no_grad():
             torch.testing.assert_close(moe.experts(rows), served)
     assert counter.frame_count <= 4, "one size and any size, with gradients and without"
+
+
+def test_a_waived_bound_leaves_the_bounded_graph_alone(counter: CompileCounterWithBackend) -> None:
+    moe = experts_layers(built("on", config=SHALLOW))[0]
+    moe.dispatcher.bound = SlotBound(1.5)
+    bounded, unbounded = routed(9, 3), routed(9, 9)
+    assert bounded.rows_R.shape != unbounded.rows_R.shape
+    for _ in range(3):
+        moe.experts(bounded)
+        with moe.dispatcher.bound.lifted():
+            moe.experts(unbounded)
+    assert counter.frame_count == 2, "each of its own size"
+    moe.experts(unbounded)
+    assert counter.frame_count == 3, "what would have happened without: a graph of any size"

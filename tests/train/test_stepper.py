@@ -138,3 +138,18 @@ def test_a_step_without_finite_gradients_changes_nothing(ranks: Any, extent: str
     assert torch.isfinite(torch.tensor(sick["losses"])).all()
     well = ranks(2, train, RECIPE, extent)[0]
     assert sick["losses"][:4] == well["losses"][:4] and sick["losses"][4] != well["losses"][4]
+
+
+def test_a_bound_that_is_mostly_too_tight_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Void(SimpleNamespace):
+        def __call__(self, batch: Batch) -> Any:
+            return SimpleNamespace(has_overflowed=torch.tensor(True))
+
+    step: Any = Void(bound=bound.SlotBound(1.25))
+    take = stepper.Stepper(step, Void(step=lambda: None))  # type: ignore[arg-type]
+    batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
+    with caplog.at_level("WARNING", logger="titan_moe"):
+        for _ in range(30):
+            take(batch)
+    (record,) = caplog.records
+    assert "10 of 10 steps were taken again" in record.message and "capacity_factor than 1.25" in record.message

@@ -66,7 +66,7 @@ def _compile_pieces(module: nn.Module) -> None:
     elif isinstance(module, MoE):  # in a block of any class, a user's too
         for piece in (module.router, module.shared_experts):
             piece.forward = _compile_plainly(piece.forward)  # type: ignore[method-assign]
-        module.experts.forward = _compile_for_many_rows(module.experts.forward)  # type: ignore
+        module.experts.forward = _compile_for_many_rows(module)  # type: ignore
     elif isinstance(module, Block):
         module.front = _compile_plainly(module.front)  # type: ignore[method-assign]
 
@@ -89,16 +89,24 @@ def _compile_with_experts(forward: Callable[..., Tensor]) -> Callable[..., Tenso
     return _compile_plainly(with_experts)
 
 
-def _compile_for_many_rows(serve: Callable[[Routed], Tensor]) -> Callable[[Routed], Tensor]:
+def _compile_for_many_rows(moe: MoE) -> Callable[[Routed], Tensor]:
     """Serve no row, or one, without the compiler, which would make a graph of its own for each of these sizes.
 
-    Where rows travel between ranks both happen, and graphs of one piece are limited in number.
+    Where rows travel between ranks both happen, and graphs of one piece are limited in number. Slots without their
+    bound are served by another code object: one that saw both sizes would make a graph of any size for both.
     """
-    compiled = _compile_plainly(serve)
+    serve = moe.experts.forward
+
+    @wraps(serve)
+    def serve_unbounded(routed: Routed) -> Tensor:
+        return serve(routed)
+
+    compiled, compiled_unbounded = _compile_plainly(serve), _compile_plainly(serve_unbounded)
 
     @wraps(serve)
     def serve_rows(routed: Routed) -> Tensor:
-        is_many = min(routed.x_SD.shape[0], routed.rows_R.shape[0]) > 1
-        return (compiled if is_many else serve)(routed)
+        if min(routed.x_SD.shape[0], routed.rows_R.shape[0]) <= 1:
+            return serve(routed)
+        return (compiled_unbounded if moe.dispatcher.bound.is_waived else compiled)(routed)
 
     return serve_rows

@@ -46,7 +46,8 @@ class ParallelConfig:
     gathers_once_a_step: bool = False
     """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
     and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of
-    compute and whole gradients in that of the reduction, on every rank; buys their traffic, on one rank too."""
+    compute and whole gradients in that of the reduction, on every rank; buys their traffic, on one rank too. With
+    precision.reduce = "bf16" the microbatches add up in bf16."""
 
 
 @dataclass(frozen=True)

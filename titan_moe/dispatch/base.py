@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, final
 
 from torch import Tensor
 
+from titan_moe.dispatch.bound import SlotBound
 from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
 
 Exchange = Any
@@ -70,6 +71,7 @@ class TokenDispatcher(ABC):
     def __init__(self, lay_out: LayOut = lay_out_slots) -> None:
         """`lay_out` sorts arrived choices into slots; `choose_lay_out` in kernels/slots.py has those that exist."""
         self.lay_out = lay_out
+        self.bound = SlotBound()  # of the worst case, unless a dispatcher knows another
 
     @abstractmethod
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Exchange:

@@ -33,6 +33,11 @@ class SlotBound:
         the same."""
 
     @property
+    def is_waived(self) -> bool:
+        """Whether there is a bound, and it does not hold for now."""
+        return self.capacity_factor > 0 and self.is_lifted
+
+    @property
     def can_overflow(self) -> bool:
         """Whether a step's result must be looked at before it counts."""
         return self.capacity_factor > 0 and not self.is_lifted

@@ -1,5 +1,6 @@
 """The optimizer steps of a run: launched or replayed, and taken again where rows did not fit."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,11 @@ from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
 from titan_moe.train.step import StepResult, TrainStep, run_microbatch
+
+logger = logging.getLogger("titan_moe")
+
+MANY_RERUNS, MANY_RERUNS_SHARE = 10, 0.03
+"""When the tenth step is taken again, and they were more than this share of all, the bound costs more than it saves."""
 
 
 class Stepper:
@@ -30,8 +36,8 @@ class Stepper:
     ) -> None:
         """`extent` is the recipe's `compile.cudagraph`."""
         self.step, self.schedule = step, schedule
-        self.num_reruns = 0
-        """Steps so far that were taken again."""
+        self.num_steps, self.num_reruns = 0, 0
+        """Steps so far, and those of them that were taken again."""
         self.num_warm_ups = 0
         self.replay: Callable[[Batch], StepResult] = step
         self.release: Callable[[], None] = _nothing
@@ -51,6 +57,7 @@ class Stepper:
 
     def __call__(self, batch: Batch) -> StepResult:
         """Take a step; what it returns is valid until the next."""
+        self.num_steps += 1
         is_bounded = self.step.bound.can_overflow
         random_states = _random_states(batch.tokens_MBN.device) if is_bounded else []
         result = self._take(batch)
@@ -66,11 +73,22 @@ class Stepper:
         return self.warm_up(lambda: self.step(batch))
 
     def _take_again(self, batch: Batch, random_states: list[Tensor]) -> StepResult:
-        self.num_reruns += 1
+        self._count_rerun()
         self.release()  # the launched step needs the memory; the next one is recorded anew
         _restore(random_states, batch.tokens_MBN.device)
         with self.step.bound.lifted():
             return self.step(batch)
+
+    def _count_rerun(self) -> None:
+        self.num_reruns += 1
+        if self.num_reruns == MANY_RERUNS and self.num_reruns > self.num_steps * MANY_RERUNS_SHARE:
+            logger.warning(
+                "%d of %d steps were taken again, because rows did not fit: with a larger "
+                "parallel.expert_rank_capacity_factor than %g fewer would be",
+                self.num_reruns,
+                self.num_steps,
+                self.step.bound.capacity_factor,
+            )
 
 
 class CapturedMicrobatches:
