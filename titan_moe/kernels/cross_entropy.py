@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
 
@@ -77,6 +78,11 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype != total.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype)
     return total + (a @ b)
+
+
+@register_flop_formula(torch.ops.titan_moe.add_product)
+def _count(total_shape: Any, a_shape: tuple[int, int], b_shape: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 
 @_add_product.register_fake

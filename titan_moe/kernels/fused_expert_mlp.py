@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.expert_mlp import composite
 from titan_moe.kernels.expert_up import TILE_ROWS, expert_up
@@ -130,6 +131,26 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
 
 
 _expert_mlp.register_autograd(_backward, setup_context=_save)
+
+
+def _flops_of_a_pass(num_slots: int, gate_up_shape: tuple[int, int, int, int]) -> int:
+    """Three products of every slot with a matrix of its expert."""
+    return 6 * num_slots * gate_up_shape[2] * gate_up_shape[3]
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp)
+def _count(x_shape: Any, rows: Any, slots: Any, scores: Any, offsets: Any, gate_up: Any, *_: Any, **__: Any) -> int:
+    return _flops_of_a_pass(rows[0], gate_up)
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_dx)
+def _count_dx(dy_shape: Any, rows: Any, slots: Any, scores: Any, offsets: Any, gate_up: Any, *_: Any, **__: Any) -> int:
+    return _flops_of_a_pass(rows[0], gate_up)
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_dw)
+def _count_dw(dy_shape: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: Any, *_: Any, **__: Any) -> int:
+    return _flops_of_a_pass(rows[0], (0, 0, active[1], x[1]))
 
 
 def fused_expert_mlp(

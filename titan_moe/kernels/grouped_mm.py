@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.permute import sample_plans
 from titan_moe.kernels.registry import Kernel, Sample, register
@@ -74,6 +75,16 @@ def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, 
 
 
 _grouped_mm.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titan_moe.grouped_mm)
+def _count(x_shape: tuple[int, int], weight_shape: tuple[int, int, int], *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]  # every slot, as if all were taken
+
+
+@register_flop_formula(torch.ops.titan_moe.grouped_mm_dw)
+def _count_dw(grad_shape: tuple[int, int], x_shape: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * grad_shape[0] * grad_shape[1] * x_shape[1]
 
 
 def grouped_mm(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
 
@@ -67,6 +68,16 @@ def _backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _router_logits.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titan_moe.router_logits)
+def _count(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.titan_moe.router_logits_backward)
+def _count_backward(grad_shape: Any, x_shape: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * 2 * grad_shape[0] * grad_shape[1] * x_shape[1]  # what a model counts; the halves are not work of its own
 
 
 def router_logits(x: Tensor, weight_ED: Tensor) -> Tensor:
