@@ -14,8 +14,8 @@ other; there the node of the start holds the message home, and the gradient that
 results are those of the blocking wire bit for bit.
 
 The functional collectives of PyTorch keep the handle of a message beside its tensor, hold what is sent until somebody
-waits, and can be traced and captured. They are called inside autograd functions of our own: on torch 2.11 they have no
-gradient that starts early, on 2.13 theirs waits at once.
+waits, and can be traced. They are called inside autograd functions of our own, which decide where a gradient's message
+starts and where it is waited for.
 """
 
 from collections.abc import Sequence
