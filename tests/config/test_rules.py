@@ -65,6 +65,10 @@ BROKEN = {
     "ep divides num_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
     "ep needs experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
     "ep needs a dispatcher that moves rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
+    "overlap has messages to hide": (
+        "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=layer",
+        'parallel.dispatcher = "local" sends none',
+    ),
     "a slot bound has a dispatcher to bound": (
         "--parallel.expert_rank_capacity_factor=1.5",
         'bounds nothing with parallel.dispatcher = "alltoall"',
@@ -196,6 +200,7 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--precision.moments=bf16 --perf.optimizer=fused",
         "--precision.moments=fp32 --precision.master=bf16 --perf.optimizer=fused",
         "--precision.master=fp64 --perf.optimizer=fused --run.device=cpu",  # the reference
+        "--parallel.overlap=layer",
         "--compile.extent=block --parallel.dispatcher=allgather",
         "--compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
@@ -237,6 +238,57 @@ def test_ranks_without_tokens_are_no_new_graph(ranks, alone: dict[int, Trace]) -
         trace = Trace(**fields)
         assert_same(trace, alone[4], 1e-9)
         assert trace.num_graphs == [4] * STEPS
+
+
+def train_on_both_wires(blocking: Recipe, num_starved: int, compiled: CompileConfig) -> tuple[Any, Any, int]:
+    """The traces of messages that block and of those that are hidden, and how many messages nobody has waited for."""
+    parallel = replace(blocking.parallel, overlap="layer")
+    hidden = replace(blocking, parallel=parallel, compile=compiled)
+    train_hidden = train if compiled.regional == "off" else train_compiled
+    return train(blocking, num_starved), train_hidden(hidden, num_starved), _get_work_registry_size()
+
+
+def few_steps(parallel: ParallelConfig, what: str) -> Recipe:
+    plain = recipe(parallel, memory=MemoryConfig(what))
+    return replace(plain, train=replace(plain.train, steps=4))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "what", "num_starved"),
+    [
+        pytest.param(2, ParallelConfig(ep=2), "none", -1, id="dp2-ep2"),
+        pytest.param(4, ParallelConfig(ep=4), "none", 4, id="ranks_without_tokens"),
+        pytest.param(4, ParallelConfig(ep=2, dp_replicate=2), "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
+        pytest.param(4, ParallelConfig(ep=2), "block", -1, id="dp4-ep2-edp2-recompute_block"),
+    ],
+)
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_hidden_messages_change_no_bit(
+    ranks, dispatcher: str, num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
+) -> None:
+    candidate = few_steps(replace(parallel, dispatcher=dispatcher), what)
+    for blocking, hidden, num_open in ranks(num_ranks, train_on_both_wires, candidate, num_starved, candidate.compile):
+        assert_same(Trace(**hidden), Trace(**blocking), 0.0)
+        assert num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "compiled", "what"),
+    [
+        pytest.param("alltoall", CompileConfig("on"), "none", id="alltoall-pieces"),
+        pytest.param("allgather", WHOLE, "none", id="allgather-blocks"),
+        pytest.param("allgather", WHOLE, "block", id="allgather-blocks-recompute_block"),
+    ],
+)
+def test_messages_are_hidden_around_and_inside_graphs(
+    ranks, dispatcher: str, compiled: CompileConfig, what: str
+) -> None:
+    candidate = few_steps(replace(EP2, dispatcher=dispatcher), what)
+    for blocking, hidden, num_open in ranks(2, train_on_both_wires, candidate, -1, compiled):
+        assert_same(Trace(**hidden), Trace(**blocking), 1e-9)
+        assert num_open == 0
+        if compiled == WHOLE:
+            assert hidden["num_graphs"] == [4] * candidate.train.steps
 
 
 def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:

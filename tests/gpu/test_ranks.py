@@ -79,6 +79,10 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "bounded": (whole, allgather, "--parallel.expert_rank_capacity_factor=1.25", plain),
         "captured": (whole, allgather, "--compile.cudagraph=step", "--parallel.expert_rank_capacity_factor=1.25"),
         "captured_microbatch": (whole, allgather, "--compile.cudagraph=microbatch"),
+        "hidden": (whole, alltoall, "--parallel.overlap=layer", *gated),
+        "hidden_recompute": (whole, alltoall, "--parallel.overlap=layer", "--memory.recompute=block", plain),
+        "hidden_blocks": (whole, allgather, "--parallel.overlap=layer", "--compile.extent=block"),
+        "hidden_captured": (whole, allgather, "--parallel.overlap=layer", "--compile.cudagraph=step", plain),
         "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }
 

@@ -114,3 +114,15 @@ def test_copies_beside_a_message_are_none(by_hand: ModuleType) -> None:
     ]
     host = [HostEvent(e["name"], e["cat"], (10, 1), e["ts"], e["ts"] + e["dur"], {}) for e in events]
     assert [event.is_communication for event, _ in attribute(host)] == [True, False, True, True]
+
+
+def test_the_two_halves_of_a_message_are_communication_and_what_lies_between_is_not(by_hand: ModuleType) -> None:
+    events = [
+        by_hand.event("cpu_op", "_c10d_functional::all_to_all_single", 0, 20),
+        by_hand.event("cpu_op", "aten::empty", 5, 6),
+        by_hand.event("cpu_op", "c10d::alltoall_base_", 10, 15),
+        by_hand.event("cpu_op", "aten::mm", 30, 80),
+        by_hand.event("cpu_op", "_c10d_functional::wait_tensor", 90, 100),
+    ]
+    host = [HostEvent(e["name"], e["cat"], (10, 1), e["ts"], e["ts"] + e["dur"], {}) for e in events]
+    assert [event.is_communication for event, _ in attribute(host)] == [True, False, True, False, True]

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from titan_moe.dispatch.base import Routed, TokenDispatcher, routed
 from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.wire import all_gather, reduce_scatter
-from titan_moe.kernels.slots import LayOut, lay_out_slots
+from titan_moe.dispatch.wire import BLOCKING, Wire
+from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
 
 
 class AllGatherExchange(NamedTuple):
-    """The choices of the whole group, as this rank sees them."""
+    """The choices of the whole group, on their way: `send` waits for them."""
 
-    local_ids_SK: Tensor
-    """int, expert on this rank, -1 where the choice is another rank's."""
+    ids_SK: Tensor
     scores_SK: Tensor
 
 
@@ -38,39 +37,44 @@ class AllGatherDispatcher(TokenDispatcher):
         group: dist.ProcessGroup,
         lay_out: LayOut = lay_out_slots,
         bound: SlotBound | None = None,
+        wire: Wire = BLOCKING,
     ) -> None:
-        """`num_experts` is the layer's total; `group` holds the ranks that share it; `bound` bounds the slots."""
+        """`num_experts` is the layer's total; `group` holds the ranks that share it; `bound` bounds the slots; `wire`
+        carries the messages."""
         super().__init__(lay_out)
-        self.group = group
+        self.group, self.wire = group, wire
         self.bound = bound or SlotBound()
         self.num_local_experts = num_experts // group.size()
         self.rank = dist.get_rank(group)
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> AllGatherExchange:
-        ids_SK = all_gather(topk_ids_TK, self.group)
+        start = self.wire.all_gather.start
+        return AllGatherExchange(start(topk_ids_TK, self.group), start(topk_scores_TK, self.group))
+
+    def send(self, x_TD: Tensor, exchange: AllGatherExchange) -> Routed:
+        start, wait = self.wire.all_gather
+        x_SD = start(x_TD, self.group)
+        slots = self._lay_out_slots(wait(exchange.ids_SK, self.group), wait(exchange.scores_SK, self.group))
+        return routed(wait(x_SD, self.group), slots, exchange=None)  # the way back needs nothing
+
+    def send_back(self, y_SD: Tensor, exchange: None) -> Tensor:
+        # sums on the way: what a rank gets back is its tokens' results, reduced
+        return self.wire.reduce_scatter.start(y_SD, self.group)
+
+    def reduce(self, y: Tensor, exchange: None) -> Tensor:
+        return self.wire.reduce_scatter.wait(y, self.group)
+
+    def _lay_out_slots(self, ids_SK: Tensor, scores_SK: Tensor) -> Slots:
         # the same operations on every rank: a compiler that saw `ids - 0` on the first rank alone could order that
         # rank's messages differently
         is_here_SK = ids_SK // self.num_local_experts == self.rank
         local_ids_SK = torch.where(is_here_SK, ids_SK % self.num_local_experts, -1)
-        scores_SK = all_gather(topk_scores_TK, self.group)
-        return AllGatherExchange(local_ids_SK, scores_SK)
-
-    def send(self, x_TD: Tensor, exchange: AllGatherExchange) -> Routed:
-        local_ids_SK, scores_SK = exchange
-        num_rows, num_choices = local_ids_SK.shape
+        num_rows, num_choices = ids_SK.shape
         num_slots = self.bound.num_slots(
             balanced=num_rows * num_choices // self.group.size(),
             worst=num_rows * min(num_choices, self.num_local_experts),
         )
-        x_SD = all_gather(x_TD, self.group)
         slots = self.lay_out(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
         if self.bound.can_overflow:
             self.bound.book(slots.overflowed)
-        return routed(x_SD, slots, exchange)
-
-    def send_back(self, y_SD: Tensor, exchange: AllGatherExchange) -> Tensor:
-        # sums on the way: what a rank gets back is its tokens' results, reduced
-        return reduce_scatter(y_SD, self.group)
-
-    def reduce(self, y: Tensor, exchange: AllGatherExchange) -> Tensor:
-        return y
+        return slots

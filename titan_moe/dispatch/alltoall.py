@@ -5,7 +5,8 @@ rank
 
 Bytes: with 8 of 128 experts over 8 ranks a token's row travels to 5.3 ranks instead of 8 times, a third fewer bytes;
 its K local ids and K fp32 scores travel beside it (1-2 % more). Sizes depend on the routing: one exchange of 2·P
-counts tells every rank what comes, and the host reads them once a layer, in `_read_counts`.
+counts tells every rank what comes, and the host reads them once a layer, in `_read_counts`. Ids, scores and rows start
+one behind the other, the small ones first, so that slots can be laid out while rows travel.
 """
 
 from typing import NamedTuple
@@ -14,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import Routed, TokenDispatcher, route
-from titan_moe.dispatch.wire import all_to_all
+from titan_moe.dispatch.base import Routed, TokenDispatcher, routed
+from titan_moe.dispatch.wire import BLOCKING, Wire, all_to_all
 from titan_moe.kernels.permute import gather_rows, sum_slots
-from titan_moe.kernels.slots import LayOut, lay_out_slots
+from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
 
 
 class AllToAllExchange(NamedTuple):
@@ -42,10 +43,16 @@ class AllToAllDispatcher(TokenDispatcher):
 
     reads_host = True
 
-    def __init__(self, num_experts: int, group: dist.ProcessGroup, lay_out: LayOut = lay_out_slots) -> None:
-        """`num_experts` is the layer's total; `group` holds the ranks that share it."""
+    def __init__(
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        lay_out: LayOut = lay_out_slots,
+        wire: Wire = BLOCKING,
+    ) -> None:
+        """`num_experts` is the layer's total; `group` holds the ranks that share it; `wire` carries the messages."""
         super().__init__(lay_out)
-        self.group = group
+        self.group, self.wire = group, wire
         self.num_ranks = group.size()
         self.num_local_experts = num_experts // group.size()
         self.first_expert = self.num_local_experts * dist.get_rank(group)
@@ -61,20 +68,25 @@ class AllToAllDispatcher(TokenDispatcher):
         return AllToAllExchange(topk_ids_TK, topk_scores_TK, tokens_U, copies_TP, rows_sent, rows_received, num_slots)
 
     def send(self, x_TD: Tensor, exchange: AllToAllExchange) -> Routed:
-        def sent(x: Tensor) -> Tensor:
-            return all_to_all(x, exchange.rows_received, exchange.rows_sent, self.group)
-
-        x_SD = sent(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP))
-        scores_SK = sent(gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP))
-        ids_SK = sent(exchange.ids_TK[exchange.tokens_U].int()) - self.first_expert
-        local_ids_SK = torch.where((ids_SK >= 0) & (ids_SK < self.num_local_experts), ids_SK, -1)
-        return route(x_SD, local_ids_SK, scores_SK, self.num_local_experts, exchange.num_slots, exchange, self.lay_out)
+        start, wait = self.wire.all_to_all
+        way = (exchange.rows_received, exchange.rows_sent, self.group)
+        ids_SK = start(exchange.ids_TK[exchange.tokens_U].int(), *way)
+        scores_SK = start(gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP), *way)
+        x_SD = start(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP), *way)
+        slots = self._lay_out_slots(wait(ids_SK, *way), wait(scores_SK, *way), exchange.num_slots)
+        return routed(wait(x_SD, *way), slots, exchange)
 
     def send_back(self, y_SD: Tensor, exchange: AllToAllExchange) -> Tensor:
-        return all_to_all(y_SD, exchange.rows_sent, exchange.rows_received, self.group)
+        return self.wire.all_to_all.start(y_SD, exchange.rows_sent, exchange.rows_received, self.group)
 
     def reduce(self, y: Tensor, exchange: AllToAllExchange) -> Tensor:
-        return sum_slots(y, exchange.tokens_U, exchange.copies_TP)
+        y_UD = self.wire.all_to_all.wait(y, exchange.rows_sent, exchange.rows_received, self.group)
+        return sum_slots(y_UD, exchange.tokens_U, exchange.copies_TP)
+
+    def _lay_out_slots(self, ids_SK: Tensor, scores_SK: Tensor, num_slots: int) -> Slots:
+        ids_SK = ids_SK - self.first_expert
+        local_ids_SK = torch.where((ids_SK >= 0) & (ids_SK < self.num_local_experts), ids_SK, -1)
+        return self.lay_out(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
 
     def _read_counts(self, sent_P2: Tensor) -> tuple[list[int], list[int], int]:
         """Tell every rank how many rows and slots it will get from each: the one host read of a layer."""

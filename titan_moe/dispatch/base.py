@@ -18,8 +18,9 @@ Exchange = Any
 class Routed(NamedTuple):
     """The rows that this rank must serve, and who wants them.
 
-    A named tuple, because FSDP2 looks for tensors inside tuples but not inside dataclasses. A row without a slot
-    returns zero; slots past `offsets_e[-1]` are never read.
+    A named tuple, because FSDP2 looks for tensors inside tuples but not inside dataclasses. All of it has arrived, the
+    exchange too: FSDP2 adds zeros to the gradient of what the experts do not use, and would read there what still
+    travels. A row without a slot returns zero; slots past `offsets_e[-1]` are never read.
     """
 
     x_SD: Tensor
@@ -83,7 +84,8 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def send_back(self, y_SD: Tensor, exchange: Exchange) -> Tensor:
-        """Bring each row's partial result to the rank where the row came from."""
+        """Send each row's partial result to the rank where the row came from. It may still travel when this returns:
+        `reduce` alone may read the result, and what is computed before that hides the message."""
 
     @abstractmethod
     def reduce(self, y: Tensor, exchange: Exchange) -> Tensor:

@@ -1,20 +1,24 @@
 """The collectives that dispatchers use, as differentiable operations: each one's backward is another of them.
 
-They are `torch.library` operations because an in-place collective inside an `autograd.Function` gives silently wrong
-gradients under torch.compile on torch 2.11, and the names of the functional collectives differ between 2.11 and 2.13.
+A dispatcher starts a message and waits for it, and its `Wire` says what that means. On `BLOCKING`, below, a message has
+arrived once it is started. On `SPLIT` of split_wire.py it travels until it is waited for, under whatever is computed in
+between.
+
+The operations here are `torch.library` operations because an in-place collective inside an `autograd.Function` gives
+silently wrong gradients under torch.compile on torch 2.11, and the names of the functional collectives differ between
+2.11 and 2.13.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-# torch 2.13 gives these two new names and warns of the old
+# torch 2.13 gives it a new name and warns of the old
 all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_rows = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @torch.library.custom_op("titan_moe::all_to_all", mutates_args=())
@@ -53,14 +57,10 @@ def _(x: Tensor, group: str, num_ranks: int) -> Tensor:
 
 @torch.library.custom_op("titan_moe::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, group: str, num_ranks: int) -> Tensor:
-    if x.dtype.itemsize >= 4:
-        out = x.new_empty(x.shape[0] // num_ranks, *x.shape[1:])
-        reduce_scatter_rows(out, x.contiguous(), group=_resolve_process_group(group))
-        return out
     # a wire that sums would round to half precision after every rank: the same bytes travel unsummed
     parts = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(parts, x.contiguous(), group=_resolve_process_group(group))
-    return parts.unflatten(0, (num_ranks, -1)).sum(0, dtype=torch.float32).to(x.dtype)
+    return sum_of_parts(parts, num_ranks)
 
 
 @_reduce_scatter.register_fake
@@ -80,6 +80,13 @@ _reduce_scatter.register_autograd(
 )
 
 
+def sum_of_parts(parts: Tensor, num_ranks: int) -> Tensor:
+    """Sum what each rank sent for the same rows, in rank order and at least fp32: [P·T, ...] -> [T, ...]."""
+    dtype = torch.promote_types(parts.dtype, torch.float32)
+    # a copy even where the dtype is right: compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
+    return parts.unflatten(0, (num_ranks, -1)).sum(0, dtype=dtype).to(parts.dtype, copy=True)
+
+
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Send each rank p its `sent[p]` rows of x and get `received[p]` from it, all in rank order.
 
@@ -96,3 +103,33 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks in at least fp32, each rank keeping its rows: [P·T, ...] -> [T, ...]."""
     return _reduce_scatter(x, group.group_name, group.size())
+
+
+class Message(NamedTuple):
+    """A collective in two halves, which take the same arguments after the tensor."""
+
+    start: Callable[..., Tensor]
+    """Hand the rows over. Nobody may read the result before `wait`."""
+    wait: Callable[..., Tensor]
+    """What `start` returned -> the rows that have arrived."""
+
+
+class Wire(NamedTuple):
+    """How messages travel."""
+
+    all_to_all: Message
+    """(x, received, sent, group), as the function of that name."""
+    all_gather: Message
+    """(x, group)"""
+    reduce_scatter: Message
+    """(x, group)"""
+
+
+def _has_arrived(x: Tensor, *_: Any) -> Tensor:
+    return x
+
+
+BLOCKING = Wire(
+    Message(all_to_all, _has_arrived), Message(all_gather, _has_arrived), Message(reduce_scatter, _has_arrived)
+)
+"""A message has arrived once it is started: on a GPU, the stream that started it waits for it there and then."""

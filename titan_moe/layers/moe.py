@@ -49,8 +49,10 @@ class MoE(nn.Module):
         x_TD = x_BND.flatten(0, 1)
         topk_scores_TK, topk_ids_TK = self.router(x_BND)  # sees sequences: per-sequence balance needs them
         routed = self.dispatcher.dispatch(self.latent_down(x_TD), topk_ids_TK, topk_scores_TK)
-        y_TL = self.dispatcher.combine(self.experts(routed), routed)
-        return (self.latent_up(y_TL) + self.shared_experts(x_TD)).unflatten(0, x_BND.shape[:2])
+        y = self.dispatcher.send_back(self.experts(routed), routed.exchange)
+        shared_TD = self.shared_experts(x_TD)  # while results may still travel
+        y_TL = self.dispatcher.reduce(y, routed.exchange)
+        return (self.latent_up(y_TL) + shared_TD).unflatten(0, x_BND.shape[:2])
 
 
 def _shared_experts(config: ModelConfig) -> nn.Module:

@@ -6,9 +6,14 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.split_wire import SPLIT
+from titan_moe.dispatch.wire import BLOCKING
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.mesh import Meshes
+
+WIRES = {"none": BLOCKING, "layer": SPLIT}
+"""The recipe's `parallel.overlap` -> how messages travel."""
 
 
 def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, bound: SlotBound) -> None:
@@ -29,8 +34,8 @@ def _dispatcher(moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBou
     if config.dispatcher == "local":
         return LocalDispatcher(num_experts, lay_out)
     if config.dispatcher == "allgather":
-        return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound)
-    return AllToAllDispatcher(num_experts, meshes.ep.get_group(), lay_out)
+        return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound, WIRES[config.overlap])
+    return AllToAllDispatcher(num_experts, meshes.ep.get_group(), lay_out, WIRES[config.overlap])
 
 
 def _shard(experts: GroupedExperts, meshes: Meshes) -> None:

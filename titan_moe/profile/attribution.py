@@ -19,8 +19,9 @@ NAMED_BY_OTHERS = {"FSDP::": "sharding", "Optimizer.": "optimizer"}
 """Ranges that PyTorch names itself, by how they begin."""
 SENDING = ("c10d::", "nccl:", "gloo:")
 """How calls begin that hand a message over: all that happens inside is communication."""
-WAITING = ("titan_moe::all_to_all", "titan_moe::all_gather", "titan_moe::reduce_scatter")
-"""How operations begin that wait for a message: their own time is communication, the copies inside them are not."""
+WAITING = ("titan_moe::all_to_all", "titan_moe::all_gather", "titan_moe::reduce_scatter", "_c10d_functional::")
+"""How operations begin that start a message, wait for one, or both: their own time is communication, the copies inside
+them are not."""
 
 Thread = tuple[Any, Any]
 """Process and thread of an event."""

@@ -67,6 +67,15 @@ def _ep_needs_a_wire(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+def _overlap_has_messages(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.overlap != "none" and p.dispatcher == "local":
+        yield (
+            f'parallel.overlap = "{p.overlap}" hides messages, and parallel.dispatcher = "local" sends none; set it to '
+            '"none", or spread the experts with "alltoall" or "allgather"'
+        )
+
+
 def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     factor = p.expert_rank_capacity_factor
@@ -129,6 +138,7 @@ PARALLEL_RULES = [
     Rule("ep divides num_experts", _ep_divides_experts, "each rank of an ep group holds the same number of experts"),
     Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
     Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
+    Rule("overlap has messages to hide", _overlap_has_messages, "a switch that does nothing hides a mistake"),
     Rule(
         "a slot bound has a dispatcher to bound",
         _bound_has_a_dispatcher,

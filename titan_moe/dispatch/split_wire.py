@@ -1,0 +1,152 @@
+"""Messages that travel under compute: one operation starts a collective, another waits for it.
+
+P ranks of the group · T rows of one rank
+
+Each pair is its own transpose. The backward of the wait starts the message home, and the backward of the start waits
+for that one. Autograd takes up what was made last first, so what is computed between start and wait in forward is
+differentiated between them in backward, and both ways are hidden by the same work.
+
+What flows between the two halves is memory that the network still writes: only the other half may touch it. Autograd
+wants the gradient of a tensor in the tensor's shape. Rows that are gathered, or summed on their way, take the shape of
+both directions, P·T: they travel as P parts and are added up by whoever waits, in rank order and at least fp32, as on
+the blocking wire. Rows that are sent point to point are as many as leave in one direction and as many as arrive in the
+other; there the node of the start holds the message home, and the gradient that was sent flows past it unread. The
+results are those of the blocking wire bit for bit.
+
+The functional collectives of PyTorch keep the handle of a message beside its tensor, hold what is sent until somebody
+waits, and can be traced. They are called inside autograd functions of our own, which decide where a gradient's message
+starts and where it is waited for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.dispatch.wire import Message, Wire, sum_of_parts
+
+_wait = torch.ops._c10d_functional.wait_tensor
+
+
+def _exchange(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), list(received), list(sent), group)
+
+
+def _exchange_equal_parts(x: Tensor, group: str, num_ranks: int) -> Tensor:
+    rows = [x.shape[0] // num_ranks] * num_ranks
+    return _exchange(x, rows, rows, group)
+
+
+def _gather(x: Tensor, group: str, num_ranks: int) -> Tensor:
+    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), num_ranks, group)
+
+
+def _must_be_reached(ctx: Any, x: Tensor) -> None:
+    """Save next to nothing: recompute stops after the last tensor that backward needs, and a message that it has
+    started by then, but not waited for, would be held for ever."""
+    ctx.save_for_backward(x.new_empty(0))
+
+
+class _StartAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+        return _exchange(x, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        home, ctx.home = ctx.home, None
+        return _wait(home), None, None, None
+
+
+class _WaitAllToAll(torch.autograd.Function):
+    """Eager only, as all who send point to point: their sizes come from the host."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Any, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+        _must_be_reached(ctx, x)
+        ctx.start, ctx.received, ctx.sent, ctx.group = start, received, sent, group
+        return _wait(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        ctx.start.home = _exchange(grad, ctx.sent, ctx.received, ctx.group)
+        return grad, None, None, None, None
+
+
+class _StartAllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, num_ranks: int) -> Tensor:
+        ctx.num_ranks = num_ranks
+        return _gather(x, group, num_ranks)
+
+    @staticmethod
+    def backward(ctx: Any, parts: Tensor) -> tuple[Tensor, None, None]:
+        return sum_of_parts(_wait(parts), ctx.num_ranks), None, None
+
+
+class _WaitAllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, num_ranks: int) -> Tensor:
+        _must_be_reached(ctx, x)
+        ctx.group, ctx.num_ranks = group, num_ranks
+        return _wait(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange_equal_parts(grad, ctx.group, ctx.num_ranks), None, None
+
+
+class _StartReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, num_ranks: int) -> Tensor:
+        return _exchange_equal_parts(x, group, num_ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _wait(grad), None, None
+
+
+class _WaitReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: str, num_ranks: int) -> Tensor:
+        _must_be_reached(ctx, parts)
+        ctx.group, ctx.num_ranks = group, num_ranks
+        return sum_of_parts(_wait(parts), num_ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(grad, ctx.group, ctx.num_ranks), None, None
+
+
+def _start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    return _StartAllToAll.apply(x, received, sent, group.group_name)
+
+
+def _wait_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    return _WaitAllToAll.apply(x, x.grad_fn, received, sent, group.group_name)
+
+
+def _start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _StartAllGather.apply(x, group.group_name, group.size())
+
+
+def _wait_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _WaitAllGather.apply(x, group.group_name, group.size())
+
+
+def _start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _StartReduceScatter.apply(x, group.group_name, group.size())
+
+
+def _wait_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return _WaitReduceScatter.apply(x, group.group_name, group.size())
+
+
+SPLIT = Wire(
+    Message(_start_all_to_all, _wait_all_to_all),
+    Message(_start_all_gather, _wait_all_gather),
+    Message(_start_reduce_scatter, _wait_reduce_scatter),
+)
+"""A message travels until it is waited for."""
