@@ -23,6 +23,11 @@ from titan_moe.kernels.scaled_cast import scaled_cast
 from titan_moe.kernels.slot_sum import slot_sum
 from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward
+from titan_moe.kernels.symm_barrier import symm_barrier
+from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
+from titan_moe.kernels.symm_dispatch_choices import pull_scores, push_choices, take_choices
+from titan_moe.kernels.symm_dispatch_plan import count_copies, place_copies
+from titan_moe.kernels.symm_dispatch_rows import copy_rows, pull_rows, push_rows
 from titan_moe.kernels.tiles import plan_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
@@ -105,9 +110,42 @@ ROTARIES: dict[str, Callable[[], object]] = {
         "head_of_8": {"norms": True, "is_interleaved": True, "head_dim": 8},
     }.items()
 }
+
+
+def shared(num_ranks: int, width: int) -> SymmArrays:
+    """The arrays of a rank whose peers bring as many tokens."""
+    arrays = (
+        index(num_ranks),
+        index(num_ranks, num_ranks),
+        index(num_ranks * S, K),
+        single(num_ranks * S, K),
+        half(num_ranks * S, width),
+    )
+    table_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
+    return SymmArrays(*(SymmArray(array, table_P, 256 * place) for place, array in enumerate(arrays)))
+
+
+def exchange(num_ranks: int, width: int) -> None:
+    """Every kernel of a layer's way there and back over symmetric memory, on rank 1."""
+    arrays, num_local = shared(num_ranks, width), 128 // num_ranks
+    ids_TK, x_TD = index(S, K).long(), half(S, width)
+    places_TP, num_rows = place_copies(
+        ids_TK, count_copies(ids_TK, arrays.counts, 1, num_local), arrays.counts, 1, num_local
+    )
+    symm_barrier(arrays.signals, 1)
+    push_rows(x_TD, places_TP, arrays.rows, 1)
+    push_choices(ids_TK, single(S, K), places_TP, arrays, 1, num_local)
+    copy_rows(arrays.rows.local, half(num_ranks * S, width), num_rows)
+    take_choices(arrays, num_rows)
+    pull_rows(places_TP, arrays.rows)
+    copy_rows(single(num_ranks * S, K), arrays.scores.local, num_rows)
+    pull_scores(ids_TK, places_TP, arrays.scores, num_local)
+
+
 PASSES: dict[str, Callable[[], object]] = {
     **ROTARIES,
     **NORMS,
+    **{f"symm_{p}_ranks_{d}": partial(exchange, p, d) for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))},
     "adamw_fp32": lambda: adamw(single(R * D), single),
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),
