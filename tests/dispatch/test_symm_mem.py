@@ -178,13 +178,14 @@ def test_symm_mem_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-v", __file__, "-k", "interpreted"]
     finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     num_passed = finished.stdout.count(" PASSED")
-    assert finished.returncode == 0 and num_passed == 5, finished.stdout + finished.stderr
+    assert finished.returncode == 0 and num_passed == 4, finished.stdout + finished.stderr
 
 
 @interpreted
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_interpreted_equals_dense_oracle(ranks, tmp_path: Path, num_ranks: int) -> None:
-    routings = equal_local.ROUTINGS if num_ranks < 4 else ("skewed", "one_rank_empty")
+@pytest.mark.parametrize(
+    ("num_ranks", "routings"), [(2, ("random", "all_to_one_rank", "dropped_choices")), (4, ("one_rank_empty",))]
+)
+def test_interpreted_equals_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routings: tuple[str, ...]) -> None:
     check_routings(ranks(num_ranks, run_routings, str(tmp_path), routings), routings)
 
 
@@ -196,7 +197,7 @@ def test_interpreted_compiles_as_one_graph(ranks, tmp_path: Path) -> None:
 
 @interpreted
 def test_interpreted_dispatches_in_a_loop(ranks, tmp_path: Path) -> None:
-    assert ranks(2, stress, str(tmp_path), 20) == [0, 0]
+    assert ranks(2, stress, str(tmp_path), 8) == [0, 0]
 
 
 needs_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs at least two GPUs")

@@ -125,21 +125,18 @@ def shared(num_ranks: int, width: int) -> SymmArrays:
     return SymmArrays(*(SymmArray(array, table_P, 256 * place) for place, array in enumerate(arrays)))
 
 
-def exchange(num_ranks: int, width: int) -> None:
-    """Every kernel of a layer's way there and back over symmetric memory, on rank 1."""
+def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
+    """Every kernel of a layer's way there and back over symmetric memory."""
     arrays, num_local = shared(num_ranks, width), 128 // num_ranks
-    ids_TK, x_TD = index(S, K).long(), half(S, width)
-    places_TP, num_rows = place_copies(
-        ids_TK, count_copies(ids_TK, arrays.counts, 1, num_local), arrays.counts, 1, num_local
-    )
-    symm_barrier(arrays.signals, 1)
-    push_rows(x_TD, places_TP, arrays.rows, 1)
-    push_choices(ids_TK, single(S, K), places_TP, arrays, 1, num_local)
-    copy_rows(arrays.rows.local, half(num_ranks * S, width), num_rows)
+    ids_TK, places_TP, num_rows = index(S, K).long(), index(S, num_ranks), index()
+    symm_barrier(arrays.signals, rank)
+    place_copies(ids_TK, count_copies(ids_TK, arrays.counts, rank, num_local), arrays.counts, rank, num_local)
+    push_choices(ids_TK, single(S, K), places_TP, arrays, rank, num_local)
     take_choices(arrays, num_rows)
-    pull_rows(places_TP, arrays.rows)
-    copy_rows(single(num_ranks * S, K), arrays.scores.local, num_rows)
     pull_scores(ids_TK, places_TP, arrays.scores, num_local)
+    push_rows(half(S, width), places_TP, arrays.rows, rank)
+    pull_rows(places_TP, arrays.rows)
+    copy_rows(arrays.rows.local, half(num_ranks * S, width), num_rows)
 
 
 PASSES: dict[str, Callable[[], object]] = {
@@ -198,3 +195,11 @@ def test_batches_of_any_size_run_the_same_code(hopper: list[Any]) -> None:
     names, keys = {kernel.name for kernel in hopper}, {kernel.key for kernel in hopper}
     assert len(names) == 7
     assert len(keys) == len(names), sorted({(kernel.name, kernel.key[:8]) for kernel in hopper})
+
+
+def test_rows_travel_in_sixteen_bytes_a_thread_by_the_same_code_on_every_rank(hopper: list[Any]) -> None:
+    for rank in (0, 1, 7):
+        exchange(8, D, rank)
+    assert len({kernel.key for kernel in hopper}) == 10
+    # the last three are the push, to 8 peers, the pull and the copy, four accesses a thread each
+    assert [kernel.num_wide_stores for kernel in hopper[-3:]] == [32, 4, 4]

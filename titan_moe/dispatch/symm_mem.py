@@ -221,9 +221,7 @@ def _save_send(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _send_backward(ctx: Any, dx_SD: Tensor, dscores_SK: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    grads = _bring_home(
-        dx_SD, dscores_SK, *ctx.saved_tensors, ctx.memory, ctx.at_P, ctx.rank, ctx.num_local_experts
-    )
+    grads = _bring_home(dx_SD, dscores_SK, *ctx.saved_tensors, ctx.memory, ctx.at_P, ctx.rank, ctx.num_local_experts)
     return *grads, *(None,) * 7
 
 

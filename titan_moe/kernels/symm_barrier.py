@@ -12,8 +12,9 @@ comes. Program p of rank r does two things, one after the other:
 takes the 1 away, so that all signals are 0 again once everyone has left, no number is counted, and a captured barrier
 replays as often as one likes. *The next barrier cannot run into this one*: a rank that is ahead finds its signal still
 1 at a rank that has not left, and tries until that has taken it. *Nobody waits in a circle*, even where a device runs
-the programs one at a time, in ascending order: r at p waits for p to reach r, so p is held at a j < r, and what it waits
-for has the smaller sum p + j. Beside other kernels the P programs of one warp find room as soon as one of those ends.
+the programs one at a time, in ascending order: while r at p waits for p to reach r, p is held at a j < r, and what it
+waits for has the smaller sum p + j. Beside other kernels the P programs, one warp each, find room when one of those
+ends.
 
 *What was written is seen*: kernels of a stream run in order, so what they wrote lies before the arrival; the arrival
 releases it and the wait acquires it at the scope of the system, in which peers are; what the stream launches next reads

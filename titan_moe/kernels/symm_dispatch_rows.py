@@ -101,9 +101,7 @@ def _tile(width: int) -> tuple[int, int]:
     return min(TILE_ELEMENTS // columns, 64), columns
 
 
-def push_rows(
-    x_TD: Tensor, places_TP: Tensor, rows: SymmArray, rank: int, num_programs: int = PUSH_PROGRAMS
-) -> None:
+def push_rows(x_TD: Tensor, places_TP: Tensor, rows: SymmArray, rank: int, num_programs: int = PUSH_PROGRAMS) -> None:
     """Store each token's row to its places in its peers' arrays: of the write phase of a push."""
     num_tokens, width = x_TD.shape
     num_rows, columns = _tile(width)
