@@ -8,14 +8,17 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
@@ -142,6 +145,44 @@ def stress(folder: str | None, num_dispatches: int) -> int:
     return int(wrong)
 
 
+def interleave(folder: str | None) -> list[Tensor]:
+    """Two chunks at once, so that every kind of exchange follows its own kind; what came wrong of y, dx and dscores."""
+    memory, device = share(folder)
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory)
+    chunks = [my_inputs(routing, device) for routing in ("random", "skewed")]
+    for x_TD, _, scores_TK, _ in chunks:
+        x_TD.requires_grad_(), scores_TK.requires_grad_()
+    exchanges = [dispatcher.prepare(ids_TK, scores_TK) for _, ids_TK, scores_TK, _ in chunks]
+    arrived = [dispatcher.send(chunk[0], exchange) for chunk, exchange in zip(chunks, exchanges, strict=True)]
+    results = [dispatcher.combine(routed.x_SD, routed) for routed in arrived]
+    scores = [routed.scores_R[: routed.offsets_e[-1]] for routed in arrived]
+    grads = [grad_TD for _, _, _, grad_TD in chunks] + [torch.full_like(placed, 2) for placed in scores]
+    torch.autograd.backward([*results, *scores], grads)
+    wrong = []
+    for (x_TD, ids_TK, scores_TK, grad_TD), y_TD in zip(chunks, results, strict=True):
+        ranks_TK = ids_TK // (equal_local.NUM_EXPERTS // dist.get_world_size())
+        copies_T1 = torch.stack([(ranks_TK == p).any(1) for p in range(dist.get_world_size())]).sum(0)[:, None]
+        pairs = ((y_TD, x_TD * copies_T1), (x_TD.grad, grad_TD * copies_T1), (scores_TK.grad, 2 + 0 * scores_TK))
+        wrong += [(actual.isclose(expected).logical_not()).sum().cpu() for actual, expected in pairs]
+    return wrong
+
+
+def interleave_beside_a_slow_rank(folder: str, slow_rank: int) -> list[Tensor]:
+    """The same, while one rank sleeps before each of its moves."""
+
+    def slow(move: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any) -> Any:
+            time.sleep(0.1 * (dist.get_rank() == slow_rank))
+            return move(*args)
+
+        return moved
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("count_copies", "place_copies", "push_rows", "copy_rows", "take_choices", "pull_rows"):
+            patched.setattr(symm_mem, name, slow(getattr(symm_mem, name)))
+        return interleave(folder)
+
+
 def replay(num_replays: int) -> tuple[list[Tensor], list[Tensor]]:
     """A graph's results for inputs that it was not captured with, and those of eager launches."""
     memory, device = share(None)
@@ -178,13 +219,11 @@ def test_symm_mem_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-v", __file__, "-k", "interpreted"]
     finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     num_passed = finished.stdout.count(" PASSED")
-    assert finished.returncode == 0 and num_passed == 4, finished.stdout + finished.stderr
+    assert finished.returncode == 0 and num_passed == 5, finished.stdout + finished.stderr
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("num_ranks", "routings"), [(2, ("random", "all_to_one_rank", "dropped_choices")), (4, ("one_rank_empty",))]
-)
+@pytest.mark.parametrize(("num_ranks", "routings"), [(2, equal_local.ROUTINGS), (4, ("skewed", "one_rank_empty"))])
 def test_interpreted_equals_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routings: tuple[str, ...]) -> None:
     check_routings(ranks(num_ranks, run_routings, str(tmp_path), routings), routings)
 
@@ -197,7 +236,15 @@ def test_interpreted_compiles_as_one_graph(ranks, tmp_path: Path) -> None:
 
 @interpreted
 def test_interpreted_dispatches_in_a_loop(ranks, tmp_path: Path) -> None:
-    assert ranks(2, stress, str(tmp_path), 8) == [0, 0]
+    assert ranks(2, stress, str(tmp_path), 20) == [0, 0]
+
+
+@interpreted
+def test_interpreted_ranks_wait_for_a_slow_one(ranks, tmp_path: Path) -> None:
+    """A rank that is late to write or to read is neither read nor written over before its time."""
+    for slow_rank in (0, 1):
+        for wrong in ranks(2, interleave_beside_a_slow_rank, str(tmp_path), slow_rank):
+            assert not any(wrong)
 
 
 needs_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs at least two GPUs")
@@ -209,6 +256,14 @@ RANKS = [n for n in (2, 4, 8) if n <= NUM_GPUS] or [2]
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_gpus_equal_dense_oracle(ranks, num_ranks: int) -> None:
     check_routings(ranks(num_ranks, run_routings, None, equal_local.ROUTINGS), equal_local.ROUTINGS)
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_gpus_serve_two_chunks_at_once(ranks, num_ranks: int) -> None:
+    for wrong in ranks(num_ranks, interleave, None):
+        assert not any(wrong)
 
 
 @pytest.mark.gpu
