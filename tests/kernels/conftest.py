@@ -25,6 +25,8 @@ class Compiled(NamedTuple):
     shared_bytes: int
     spilled_bytes: int
     num_matrix_ops: int
+    num_wide_stores: int
+    """Of 16 bytes a thread, in global memory."""
     key: str
     """The same for launches that run the same code."""
 
@@ -60,5 +62,5 @@ def _examined(binary: Any, path: Path) -> Compiled:
     path.write_bytes(binary.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
     spilled = sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout))
-    num_matrix_ops = binary.asm["ptx"].count("wgmma.mma_async")
-    return Compiled(binary.metadata.name, binary.metadata.shared, spilled, num_matrix_ops, binary.hash)
+    num_matrix_ops, num_wide_stores = (binary.asm["ptx"].count(op) for op in ("wgmma.mma_async", "st.global.v4.b32"))
+    return Compiled(binary.metadata.name, binary.metadata.shared, spilled, num_matrix_ops, num_wide_stores, binary.hash)

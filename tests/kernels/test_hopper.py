@@ -23,6 +23,11 @@ from titan_moe.kernels.scaled_cast import scaled_cast
 from titan_moe.kernels.slot_sum import slot_sum
 from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward
+from titan_moe.kernels.symm_barrier import symm_barrier
+from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
+from titan_moe.kernels.symm_dispatch_choices import pull_scores, push_choices, take_choices
+from titan_moe.kernels.symm_dispatch_plan import count_copies, place_copies
+from titan_moe.kernels.symm_dispatch_rows import copy_rows, pull_rows, push_rows
 from titan_moe.kernels.tiles import plan_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
@@ -105,9 +110,39 @@ ROTARIES: dict[str, Callable[[], object]] = {
         "head_of_8": {"norms": True, "is_interleaved": True, "head_dim": 8},
     }.items()
 }
+
+
+def shared(num_ranks: int, width: int) -> SymmArrays:
+    """The arrays of a rank whose peers bring as many tokens."""
+    arrays = (
+        index(num_ranks),
+        index(num_ranks, num_ranks),
+        index(num_ranks * S, K),
+        single(num_ranks * S, K),
+        half(num_ranks * S, width),
+    )
+    table_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
+    return SymmArrays(*(SymmArray(array, table_P, 256 * place) for place, array in enumerate(arrays)))
+
+
+def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
+    """Every kernel of a layer's way there and back over symmetric memory."""
+    arrays, num_local = shared(num_ranks, width), 128 // num_ranks
+    ids_TK, places_TP, num_rows = index(S, K).long(), index(S, num_ranks), index()
+    symm_barrier(arrays.signals, rank)
+    place_copies(ids_TK, count_copies(ids_TK, arrays.counts, rank, num_local), arrays.counts, rank, num_local)
+    push_choices(ids_TK, single(S, K), places_TP, arrays, rank, num_local)
+    take_choices(arrays, num_rows)
+    pull_scores(ids_TK, places_TP, arrays.scores, num_local)
+    push_rows(half(S, width), places_TP, arrays.rows, rank)
+    pull_rows(places_TP, arrays.rows)
+    copy_rows(arrays.rows.local, half(num_ranks * S, width), num_rows)
+
+
 PASSES: dict[str, Callable[[], object]] = {
     **ROTARIES,
     **NORMS,
+    **{f"symm_{p}_ranks_{d}": partial(exchange, p, d) for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))},
     "adamw_fp32": lambda: adamw(single(R * D), single),
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),
@@ -160,3 +195,11 @@ def test_batches_of_any_size_run_the_same_code(hopper: list[Any]) -> None:
     names, keys = {kernel.name for kernel in hopper}, {kernel.key for kernel in hopper}
     assert len(names) == 7
     assert len(keys) == len(names), sorted({(kernel.name, kernel.key[:8]) for kernel in hopper})
+
+
+def test_rows_travel_in_sixteen_bytes_a_thread_by_the_same_code_on_every_rank(hopper: list[Any]) -> None:
+    for rank in (0, 1, 7):
+        exchange(8, D, rank)
+    assert len({kernel.key for kernel in hopper}) == 10
+    # the last three are the push, to 8 peers, the pull and the copy, four accesses a thread each
+    assert [kernel.num_wide_stores for kernel in hopper[-3:]] == [32, 4, 4]

@@ -76,6 +76,7 @@ INTERPRETED = (
     "counting_sort",
     "slot_sum",
     "test_slots",
+    "test_symm",
     "fused_router",
     "expert_up",
     "expert_weight_grad",

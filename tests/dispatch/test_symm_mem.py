@@ -1,0 +1,289 @@
+"""The dispatcher over shared memory gives what one process gives.
+
+On CPU ranks are processes that map each other's files, and their kernels, the barrier too, run in Triton's interpreter:
+the same code reads and writes the same memory at its own time. On GPUs of one node the memory is CUDA's.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.dispatch import symm_mem
+from titan_moe.dispatch.base import TokenDispatcher
+from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
+from titan_moe.kernels.symm_dispatch import symm_bytes
+from titan_moe.layers.experts import GroupedExperts
+
+spec = importlib.util.spec_from_file_location("equal_local", Path(__file__).with_name("test_equal_local.py"))
+equal_local = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(equal_local)
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NUM_GPUS = torch.cuda.device_count()
+interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter, in a process of its own")
+SIZES = (equal_local.NUM_TOKENS, equal_local.WIDTH, equal_local.TOP_K, torch.float64, torch.float64)
+
+
+def share(folder: str | None) -> tuple[SymmMemory, torch.device]:
+    """This rank's part of the group's memory: files of a folder, or GPUs."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    num_bytes = symm_bytes(num_ranks, *SIZES)
+    if folder is None:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        return open_symm_memory(num_bytes, dist.group.WORLD, device), device
+    # a file is made of zeros, by whoever comes first
+    files = [Path(folder, f"{num_ranks}-{peer}") for peer in range(num_ranks)]
+    memories = [torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
+    mapped.extend(memories)
+    dist.barrier()
+    at_P = torch.tensor([memory.data_ptr() for memory in memories])
+    return SymmMemory(memories[rank], at_P, rank), torch.device("cpu")
+
+
+mapped: list[Tensor] = []
+"""Memory of peers, which nobody but its addresses knows."""
+
+
+def my_experts(device: torch.device) -> GroupedExperts:
+    per_rank = equal_local.NUM_EXPERTS // dist.get_world_size()
+    return equal_local.experts(dist.get_rank() * per_rank, (dist.get_rank() + 1) * per_rank).to(device)
+
+
+def my_inputs(routing: str, device: torch.device) -> list[Tensor]:
+    num_ranks = dist.get_world_size()
+    drawn = equal_local.inputs(routing, num_ranks, [equal_local.NUM_TOKENS] * num_ranks)
+    return [tensor.to(device) for tensor in drawn[dist.get_rank()]]
+
+
+def poison(memory: SymmMemory) -> None:
+    """Fill all but the signals with NaN and -1, when nobody reads any more and before anybody writes."""
+    for work in (lambda: None, lambda: memory.local[memory.at_P.numel() * 4 :].fill_(255)):
+        work()
+        if memory.local.is_cuda:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+def run_routings(folder: str | None, routings: tuple[str, ...]) -> list[list[Tensor]]:
+    """Results of each routing, one after the other in the same memory."""
+    memory, device = share(folder)
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory)
+    module, results = my_experts(device), []
+    for routing in routings:
+        module.zero_grad()
+        poison(memory)
+        results.append([tensor.cpu() for tensor in equal_local.serve(dispatcher, module, my_inputs(routing, device))])
+    return results
+
+
+def check_routings(answers: list[list[list[Tensor]]], routings: tuple[str, ...]) -> None:
+    num_ranks = len(answers)
+    for index, routing in enumerate(routings):
+        drawn = equal_local.inputs(routing, num_ranks, [equal_local.NUM_TOKENS] * num_ranks)
+        expected = equal_local.join([equal_local.dense_oracle(inputs) for inputs in drawn], experts_add_up=True)
+        actual = equal_local.join([answer[index] for answer in answers], experts_add_up=False)
+        equal_local.assert_close(actual, expected)
+
+
+def stepped(dispatcher: TokenDispatcher, module: GroupedExperts) -> Callable[..., Tensor]:
+    """Two layers, so that the memory is used again before either has its backward."""
+
+    def step(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
+        for _ in range(2):
+            routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
+            x_TD = x_TD + dispatcher.combine(module(routed), routed)
+        return x_TD
+
+    return step
+
+
+def compile_two_layers(folder: str | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients of two layers, eager and as one graph."""
+    memory, device = share(folder)
+    module = my_experts(device)
+    step = stepped(SymmMemDispatcher(equal_local.NUM_EXPERTS, memory), module)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
+    results = []
+    for run in (step, compiled):
+        x_TD, ids_TK, scores_TK, grad_TD = my_inputs("skewed", device)
+        x_TD, scores_TK = x_TD.requires_grad_(), scores_TK.requires_grad_()
+        module.zero_grad()
+        y_TD = run(x_TD, ids_TK, scores_TK)
+        y_TD.backward(grad_TD)
+        results.append([t.detach().cpu() for t in (y_TD, x_TD.grad, scores_TK.grad, module.gate_up.grad)])
+    return results[0], results[1]
+
+
+def stress(folder: str | None, num_dispatches: int) -> int:
+    """How many tokens did not get back the sum of their own copies, over many routings."""
+    memory, device = share(folder)
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, bound=SlotBound(2.0, device))
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    x_TD = torch.randn(equal_local.NUM_TOKENS, equal_local.WIDTH, generator=generator, device=device)
+    per_rank = equal_local.NUM_EXPERTS // dist.get_world_size()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(num_dispatches):
+        scores_TE = torch.rand(len(x_TD), equal_local.NUM_EXPERTS, generator=generator, device=device)
+        scores_TK, ids_TK = scores_TE.topk(equal_local.TOP_K)
+        routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
+        y_TD = dispatcher.combine(routed.x_SD, routed)
+        ranks_TK = ids_TK // per_rank
+        copies_T1 = torch.stack([(ranks_TK == p).any(1) for p in range(dist.get_world_size())]).sum(0)[:, None]
+        wrong += ((y_TD - x_TD * copies_T1).abs() > 1e-5).any(1).sum()
+    return int(wrong)
+
+
+def interleave(folder: str | None) -> list[Tensor]:
+    """Two chunks at once, so that every kind of exchange follows its own kind; what came wrong of y, dx and dscores."""
+    memory, device = share(folder)
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory)
+    chunks = [my_inputs(routing, device) for routing in ("random", "skewed")]
+    for x_TD, _, scores_TK, _ in chunks:
+        x_TD.requires_grad_(), scores_TK.requires_grad_()
+    exchanges = [dispatcher.prepare(ids_TK, scores_TK) for _, ids_TK, scores_TK, _ in chunks]
+    arrived = [dispatcher.send(chunk[0], exchange) for chunk, exchange in zip(chunks, exchanges, strict=True)]
+    results = [dispatcher.combine(routed.x_SD, routed) for routed in arrived]
+    scores = [routed.scores_R[: routed.offsets_e[-1]] for routed in arrived]
+    grads = [grad_TD for _, _, _, grad_TD in chunks] + [torch.full_like(placed, 2) for placed in scores]
+    torch.autograd.backward([*results, *scores], grads)
+    wrong = []
+    for (x_TD, ids_TK, scores_TK, grad_TD), y_TD in zip(chunks, results, strict=True):
+        ranks_TK = ids_TK // (equal_local.NUM_EXPERTS // dist.get_world_size())
+        copies_T1 = torch.stack([(ranks_TK == p).any(1) for p in range(dist.get_world_size())]).sum(0)[:, None]
+        pairs = ((y_TD, x_TD * copies_T1), (x_TD.grad, grad_TD * copies_T1), (scores_TK.grad, 2 + 0 * scores_TK))
+        wrong += [(actual.isclose(expected).logical_not()).sum().cpu() for actual, expected in pairs]
+    return wrong
+
+
+def interleave_beside_a_slow_rank(folder: str, slow_rank: int) -> list[Tensor]:
+    """The same, while one rank sleeps before each of its moves."""
+
+    def slow(move: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any) -> Any:
+            time.sleep(0.1 * (dist.get_rank() == slow_rank))
+            return move(*args)
+
+        return moved
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("count_copies", "place_copies", "push_rows", "copy_rows", "take_choices", "pull_rows"):
+            patched.setattr(symm_mem, name, slow(getattr(symm_mem, name)))
+        return interleave(folder)
+
+
+def replay(num_replays: int) -> tuple[list[Tensor], list[Tensor]]:
+    """A graph's results for inputs that it was not captured with, and those of eager launches."""
+    memory, device = share(None)
+    module = my_experts(device)
+    step = stepped(SymmMemDispatcher(equal_local.NUM_EXPERTS, memory), module)
+    static = my_inputs("random", device)
+    static[0].requires_grad_()
+    static[2].requires_grad_()
+
+    def train() -> list[Tensor]:
+        y_TD = step(*static[:3])
+        return [y_TD, *torch.autograd.grad(y_TD, (static[0], static[2], module.gate_up, module.down), static[3])]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        train()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train()
+    with torch.no_grad():
+        for target, source in zip(static, my_inputs("skewed", device), strict=True):
+            target.copy_(source)
+    for _ in range(num_replays):
+        graph.replay()
+    replayed = [tensor.detach().cpu() for tensor in captured]
+    return replayed, [tensor.detach().cpu() for tensor in train()]
+
+
+def test_symm_mem_in_the_interpreter() -> None:
+    """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
+    if IS_INTERPRETED:
+        pytest.skip("this is that process")
+    command = [sys.executable, "-m", "pytest", "-v", __file__, "-k", "interpreted"]
+    finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    num_passed = finished.stdout.count(" PASSED")
+    assert finished.returncode == 0 and num_passed == 5, finished.stdout + finished.stderr
+
+
+@interpreted
+@pytest.mark.parametrize(("num_ranks", "routings"), [(2, equal_local.ROUTINGS), (4, ("skewed", "one_rank_empty"))])
+def test_interpreted_equals_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routings: tuple[str, ...]) -> None:
+    check_routings(ranks(num_ranks, run_routings, str(tmp_path), routings), routings)
+
+
+@interpreted
+def test_interpreted_compiles_as_one_graph(ranks, tmp_path: Path) -> None:
+    for eager, compiled in ranks(2, compile_two_layers, str(tmp_path)):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+
+
+@interpreted
+def test_interpreted_dispatches_in_a_loop(ranks, tmp_path: Path) -> None:
+    assert ranks(2, stress, str(tmp_path), 20) == [0, 0]
+
+
+@interpreted
+def test_interpreted_ranks_wait_for_a_slow_one(ranks, tmp_path: Path) -> None:
+    """A rank that is late to write or to read is neither read nor written over before its time."""
+    for slow_rank in (0, 1):
+        for wrong in ranks(2, interleave_beside_a_slow_rank, str(tmp_path), slow_rank):
+            assert not any(wrong)
+
+
+needs_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs at least two GPUs")
+RANKS = [n for n in (2, 4, 8) if n <= NUM_GPUS] or [2]
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_gpus_equal_dense_oracle(ranks, num_ranks: int) -> None:
+    check_routings(ranks(num_ranks, run_routings, None, equal_local.ROUTINGS), equal_local.ROUTINGS)
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_gpus_serve_two_chunks_at_once(ranks, num_ranks: int) -> None:
+    for wrong in ranks(num_ranks, interleave, None):
+        assert not any(wrong)
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_gpus_compile_as_one_graph(ranks, num_ranks: int) -> None:
+    for eager, compiled in ranks(num_ranks, compile_two_layers, None):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_gpus_replay_what_was_captured(ranks, num_ranks: int) -> None:
+    for replayed, eager in ranks(num_ranks, replay, 100):
+        assert all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_gpus_dispatch_ten_thousand_times(ranks, num_ranks: int) -> None:
+    assert ranks(num_ranks, stress, None, 10_000) == [0] * num_ranks
