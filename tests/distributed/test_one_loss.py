@@ -28,6 +28,8 @@ from titan_moe.layers.router import TopKRouter
 from titan_moe.train.build import assemble
 
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
+FEW = 6
+"""Steps of what differs from a layout that runs them all."""
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
 MOE = MoEConfig(
     num_experts=8,
@@ -93,15 +95,15 @@ def starve(router: TopKRouter, num_starved: int) -> None:
     bias_E[len(bias_E) - num_starved :] = float("-inf")
 
 
-def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
-    """Run all steps on this rank; the fields of a Trace."""
+def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
+    """Run the first steps on this rank; the fields of a Trace."""
     _, model, _, _, stepper = assemble(run, torch.device("cpu"))
     step = stepper.step
     if num_starved >= 0:
         for router in step.balancer.routers.values():
             starve(router, num_starved)
     trace = Trace(losses=[], aux_losses=[], grad_norms=[], counts=[], grads={}, num_graphs=[])
-    for index in range(run.train.steps):
+    for index in range(min(num_steps, run.train.steps)):
         batch = batch_of(index, run.train.micro_batch_sequences)
         if index == 0:
             trace.grads = first_gradients(step, model, batch)
@@ -114,12 +116,12 @@ def train(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
     return vars(trace)
 
 
-def train_compiled(run: Recipe, num_starved: int = -1) -> dict[str, Any]:
+def train_compiled(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
     """`train`, where compiling is quick."""
     torch._dynamo.reset()
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        return train(run, num_starved)
+        return train(run, num_starved, num_steps)
 
 
 def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -156,17 +158,20 @@ CASES = [
 
 
 def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
-    torch.testing.assert_close(actual.losses, expected.losses, rtol=tolerance, atol=tolerance)
+    """Compare as many steps as there are; a reference may have run for longer."""
+    num_steps = len(actual.losses)
+    assert 0 < num_steps <= len(expected.losses)
+    torch.testing.assert_close(actual.losses, expected.losses[:num_steps], rtol=tolerance, atol=tolerance)
     # the books of the auxiliary loss are kept in fp32
-    torch.testing.assert_close(actual.aux_losses, expected.aux_losses, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(actual.grad_norms, expected.grad_norms, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.aux_losses, expected.aux_losses[:num_steps], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual.grad_norms, expected.grad_norms[:num_steps], rtol=tolerance, atol=tolerance)
     assert actual.grads.keys() == expected.grads.keys()
     for name, grad in expected.grads.items():
         torch.testing.assert_close(
             actual.grads[name], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
         )
     if tolerance < 1e-6:
-        assert actual.counts == expected.counts
+        assert actual.counts == expected.counts[:num_steps]
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +200,7 @@ def test_layout_trains_as_one_process(ranks, alone: dict[int, Trace], num_ranks:
 def test_skewed_routing_trains_as_one_process(
     ranks, alone: dict[int, Trace], dispatcher: str, num_starved: int
 ) -> None:
-    for trace in run(ranks, 4, recipe(ParallelConfig(ep=4, dispatcher=dispatcher)), num_starved):
+    for trace in run(ranks, 4, recipe(ParallelConfig(ep=4, dispatcher=dispatcher)), num_starved, FEW):
         assert_same(trace, alone[num_starved], 1e-9)
         assert all(counts[-num_starved:] == [0] * num_starved for by in trace.counts for counts in by.values())
 
@@ -203,7 +208,7 @@ def test_skewed_routing_trains_as_one_process(
 @pytest.mark.parametrize("what", ["experts", "block"])
 def test_recompute_changes_nothing(ranks, alone: dict[int, Trace], what: str) -> None:
     candidate = recipe(ParallelConfig(ep=2, dispatcher="alltoall"), memory=MemoryConfig(what))
-    assert_same(run(ranks, 2, candidate)[0], alone[-1], 1e-9)
+    assert_same(run(ranks, 2, candidate, -1, FEW)[0], alone[-1], 1e-9)
 
 
 WHOLE = CompileConfig("on", extent="block")
@@ -217,8 +222,8 @@ EP2 = ParallelConfig(ep=2, dispatcher="allgather")
     [
         pytest.param(2, ParallelConfig(reshard_after_forward=False), "none", id="dp2"),
         pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
-        pytest.param(4, EP2, "experts", id="dp4-ep2-edp2-recompute_experts"),
-        pytest.param(4, EP2, "block", id="dp4-ep2-edp2-recompute_block"),
+        pytest.param(2, EP2, "experts", id="dp2-ep2-recompute_experts"),
+        pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
         pytest.param(4, replace(EP2, dp_replicate=2), "none", id="hsdp2x2-ep2"),
     ],
 )
@@ -226,18 +231,18 @@ def test_blocks_that_compile_whole_train_as_one_process(
     ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str
 ) -> None:
     candidate = recipe(parallel, compile=WHOLE, memory=MemoryConfig(what))
-    for fields in ranks(num_ranks, train_compiled, candidate):
+    for fields in ranks(num_ranks, train_compiled, candidate, -1, FEW):
         trace = Trace(**fields)
         assert_same(trace, alone[-1], 1e-9)
-        assert trace.num_graphs == [4] * STEPS, "a dense block, one with experts, two sizes of the loss's softmax"
+        assert trace.num_graphs == [4] * FEW, "a dense block, one with experts, two sizes of the loss's softmax"
 
 
 def test_ranks_without_tokens_are_no_new_graph(ranks, alone: dict[int, Trace]) -> None:
     candidate = recipe(ParallelConfig(ep=4, dispatcher="allgather"), compile=WHOLE)
-    for fields in ranks(4, train_compiled, candidate, 4):
+    for fields in ranks(4, train_compiled, candidate, 4, FEW):
         trace = Trace(**fields)
         assert_same(trace, alone[4], 1e-9)
-        assert trace.num_graphs == [4] * STEPS
+        assert trace.num_graphs == [4] * FEW
 
 
 def train_on_both_wires(blocking: Recipe, num_starved: int, compiled: CompileConfig) -> tuple[Any, Any, int]:
@@ -300,7 +305,7 @@ def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:
 @pytest.mark.parametrize("dp_replicate", [1, 2])
 def test_gathering_once_a_step_changes_nothing(ranks, alone: dict[int, Trace], dp_replicate: int) -> None:
     parallel = ParallelConfig(dp_replicate=dp_replicate, ep=2, dispatcher="alltoall", gathers_once_a_step=True)
-    for trace in run(ranks, 4, recipe(parallel)):
+    for trace in run(ranks, 4, recipe(parallel), -1, FEW):
         assert_same(trace, alone[-1], 1e-9)
 
 
@@ -308,5 +313,5 @@ def test_fp32_with_the_fast_kernel(ranks, alone: dict[int, Trace]) -> None:
     fp32 = PrecisionConfig("fp32", "fp32", "fp32")
     one = run(ranks, 1, recipe(ParallelConfig(), kernels="grouped_mm", precision=fp32))[0]
     candidate = recipe(ParallelConfig(ep=4, dispatcher="alltoall"), kernels="grouped_mm", precision=fp32)
-    for trace in run(ranks, 4, candidate):
+    for trace in run(ranks, 4, candidate, -1, FEW):
         assert_same(trace, one, 1e-4)
