@@ -40,19 +40,6 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
-@torch.no_grad()
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup) -> Tensor:
-    """Scale gradients down to a global 2-norm of `max_norm` (0: leave them); returns the norm before, on the device.
-
-    An optimizer that takes the factor itself spares this pass over all gradients.
-    """
-    parameters = list(parameters)
-    norm = grad_norm(parameters, group)
-    if max_norm > 0:
-        torch._foreach_mul_([local(grad) for grad in _grads(parameters)], clip_factor(norm, max_norm))
-    return norm
-
-
 def _grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 

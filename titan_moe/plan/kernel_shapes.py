@@ -52,27 +52,23 @@ def _num_rows(recipe: Recipe) -> int:
     return round(_num_tokens(recipe) * copies * ep / (ep - 1)) if copies else _num_tokens(recipe)
 
 
-def _experts(recipe: Recipe) -> Shape:
+def _load(recipe: Recipe) -> Shape:
+    """What arrives at a rank's experts."""
     moe = recipe.model.moe
     return {
         "rows": _num_rows(recipe),
         "choices": moe.top_k,
         "slots": _num_tokens(recipe) * moe.top_k,
         "experts": moe.num_experts // recipe.parallel.ep,
-        "width": expert_width(recipe.model),
-        "hidden": moe.ffn_hidden_size,
     }
+
+
+def _experts(recipe: Recipe) -> Shape:
+    return {**_load(recipe), "width": expert_width(recipe.model), "hidden": recipe.model.moe.ffn_hidden_size}
 
 
 def _slots(recipe: Recipe) -> Shape:
-    moe = recipe.model.moe
-    return {
-        "rows": _num_rows(recipe),
-        "choices": moe.top_k,
-        "slots": _num_tokens(recipe) * moe.top_k,
-        "experts": moe.num_experts // recipe.parallel.ep,
-        "graph": "in a block's graph" if _has_block_graphs(recipe) else "eager",
-    }
+    return {**_load(recipe), "graph": "in a block's graph" if _has_block_graphs(recipe) else "eager"}
 
 
 def _has_block_graphs(recipe: Recipe) -> bool:
