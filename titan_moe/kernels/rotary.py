@@ -220,7 +220,7 @@ def _benchmark(name: str) -> Benchmark:
     return Benchmark(name, draw, 0, 0, forward, forward + (3 if norms else 2) * queries_and_keys + 2 * values)
 
 
-def _separately(
+def norm_and_rotate_in_torch(
     qkv_BNX: Tensor,
     q_weight_D: Tensor | None,
     k_weight_D: Tensor | None,
@@ -230,7 +230,7 @@ def _separately(
     eps: float,
     is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The PyTorch operations of an attention layer that takes no kernel here."""
+    """The same in PyTorch's operations, which a compiler fuses; in any dtype."""
     heads = qkv_BNX.unflatten(-1, (-1, 2 * cos_NR.shape[1]))
     q_BNHD, k_BNHD, v_BNHD = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
     if q_weight_D is not None and k_weight_D is not None:
@@ -238,6 +238,10 @@ def _separately(
         k_BNHD = F.rms_norm(k_BNHD, k_weight_D.shape, k_weight_D, eps)
     rotate = rotate_pairs if is_interleaved else rotate_halves
     return rotate(q_BNHD, cos_NR, sin_NR), rotate(k_BNHD, cos_NR, sin_NR), v_BNHD
+
+
+MAKERS = {"torch": norm_and_rotate_in_torch, "triton": norm_and_rotate}
+"""`Kernels.rotary` -> what stands between the fused projection and the softmax."""
 
 
 def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
@@ -263,6 +267,6 @@ register(
             "torch": norm_and_rotate_reference,
             "torch, compiled": torch.compile(norm_and_rotate_reference, fullgraph=True),
         },
-        tunable=Tunable("rotary", {"torch": _separately, "triton": norm_and_rotate}, _draw),
+        tunable=Tunable("rotary", MAKERS, _draw),
     )
 )

@@ -16,9 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
-from titan_moe.kernels.rotary import norm_and_rotate
+from titan_moe.kernels.rotary import MAKERS
 from titan_moe.layers.mask import Mask
-from titan_moe.layers.rope import rotation
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -80,10 +79,9 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         a = config.attention
-        self.heads = HEADS[kernels.rotary]
-        self.num_heads, self.num_kv_heads, self.head_dim = a.num_heads, a.num_kv_heads, a.head_dim
-        self.scale = a.head_dim**-0.5
-        self.is_interleaved, self.rotate, self.norm_eps = a.rope_is_interleaved, rotation(a), config.norm_eps
+        self.norm_and_rotate = MAKERS[kernels.rotary]
+        self.num_kv_heads, self.scale = a.num_kv_heads, a.head_dim**-0.5
+        self.is_interleaved, self.norm_eps = a.rope_is_interleaved, config.norm_eps
         self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)
         self.q_norm = nn.RMSNorm(a.head_dim, config.norm_eps) if a.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(a.head_dim, config.norm_eps) if a.qk_norm else nn.Identity()
@@ -91,34 +89,15 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        q_BNHD, k_BNHD, v_BNHD = self.heads(self, self.qkv(x_BND), context)
+        q_weight_D, k_weight_D = (getattr(norm, "weight", None) for norm in (self.q_norm, self.k_norm))
+        q_BNHD, k_BNHD, v_BNHD = self.norm_and_rotate(
+            self.qkv(x_BND),
+            q_weight_D,
+            k_weight_D,
+            context.cos_NR,
+            context.sin_NR,
+            self.num_kv_heads,
+            self.norm_eps,
+            self.is_interleaved,
+        )
         return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))
-
-
-def _heads(attention: GroupedQueryAttention, qkv_BNX: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of the fused projection; queries and keys normed and rotated."""
-    heads = qkv_BNX.unflatten(-1, (-1, attention.head_dim))
-    num_heads, num_kv_heads = attention.num_heads, attention.num_kv_heads
-    q_BNHD, k_BNHD, v_BNHD = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
-    q_BNHD = attention.rotate(attention.q_norm(q_BNHD), context.cos_NR, context.sin_NR)
-    k_BNHD = attention.rotate(attention.k_norm(k_BNHD), context.cos_NR, context.sin_NR)
-    return q_BNHD, k_BNHD, v_BNHD
-
-
-def _fused_heads(attention: GroupedQueryAttention, qkv_BNX: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in one kernel."""
-    q_weight_D, k_weight_D = (getattr(norm, "weight", None) for norm in (attention.q_norm, attention.k_norm))
-    return norm_and_rotate(
-        qkv_BNX,
-        q_weight_D,
-        k_weight_D,
-        context.cos_NR,
-        context.sin_NR,
-        attention.num_kv_heads,
-        attention.norm_eps,
-        attention.is_interleaved,
-    )
-
-
-HEADS = {"torch": _heads, "triton": _fused_heads}
-"""`Kernels.rotary` -> what stands between the fused projection and the softmax."""
