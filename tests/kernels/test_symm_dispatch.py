@@ -3,7 +3,6 @@
 That is what the barriers are for, so here they stand in the order of lines. The same runs on one GPU.
 """
 
-import os
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +22,7 @@ from titan_moe.kernels.symm_dispatch_rows import (
 
 NUM_LOCAL, TOP_K = 2, 3
 ROUTINGS = ("balanced", "skewed", "one_rank_empty", "all_to_one_rank", "dropped_choices", "nobody")
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Batch(NamedTuple):
@@ -172,17 +171,11 @@ def check_layer(batch: Batch, arrays: list[SymmArrays], tolerance: float) -> Non
         torch.testing.assert_close(actual.flatten(0, 1).float(), expected, rtol=tolerance, atol=tolerance)
 
 
-def skip_without_triton(device: str) -> None:
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_symm_layer_equals_one_that_moves_nothing(routing: str, num_ranks: int, device: str) -> None:
     """Two layers in the same memory: the second finds what the first has left."""
-    skip_without_triton(device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(num_ranks)
     num_tokens, width = int(torch.randint(1, 12, ())), 8 + num_ranks
@@ -196,7 +189,6 @@ def test_symm_layer_equals_one_that_moves_nothing(routing: str, num_ranks: int, 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_symm_plan_of_many_blocks(num_ranks: int, device: str) -> None:
     """More tokens than one program counts, rank counts that are no power of two, and ids of 32 bits."""
-    skip_without_triton(device)
     torch.manual_seed(0)
     batch = draw("balanced", num_ranks, 300, 4, device, torch.float32)
     arrays = share_memory(num_ranks, 300, 4, device, torch.float32)
@@ -227,7 +219,6 @@ def test_symm_references_say_what_the_exchange_is(routing: str, num_ranks: int) 
 @pytest.mark.parametrize("device", DEVICES)
 def test_symm_kernels_do_what_their_references_do(device: str) -> None:
     """Two hundred plans: places, counts, rows and sums, bit for bit."""
-    skip_without_triton(device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     for seed in range(200):
         torch.manual_seed(seed)

@@ -1,10 +1,6 @@
 """A model that takes every Triton kernel trains as the one that takes none."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +32,7 @@ CONFIG = ModelConfig(
 )
 MLA = AttentionConfig(kind="mla", num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 DEVICES = [
-    pytest.param("cpu", torch.float32, 1e-4),
+    pytest.param("cpu", torch.float32, 1e-4, marks=pytest.mark.interpreted),
     pytest.param("cuda", torch.bfloat16, 5e-2, marks=pytest.mark.gpu),
 ]
 
@@ -62,8 +58,6 @@ def trained(config: ModelConfig, kernels: Kernels, device: str, dtype: torch.dty
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("attention", [CONFIG.attention, MLA], ids=["gqa", "mla"])
 def test_triton_throughout(attention: AttentionConfig, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
     config = replace(CONFIG, attention=attention)
     plain, fused = (trained(config, kernels, device, dtype) for kernels in (DEFAULT_KERNELS, PRESETS["fused"]))
     torch.testing.assert_close(fused.loss, plain.loss, rtol=tolerance, atol=0)
@@ -72,10 +66,3 @@ def test_triton_throughout(attention: AttentionConfig, device: str, dtype: torch
         assert error < tolerance, f"{name} differs by {error:.1e}"
     for (name, buffer), other in zip(plain.named_buffers(), fused.buffers(), strict=True):
         torch.testing.assert_close(other, buffer, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_triton_throughout_in_the_interpreter() -> None:
-    """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-k", "test_triton_throughout and cpu"]
-    finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert finished.returncode == 0 and "2 passed" in finished.stdout, finished.stdout + finished.stderr
