@@ -296,6 +296,34 @@ def test_messages_are_hidden_around_and_inside_graphs(
             assert hidden["num_graphs"] == [4] * candidate.train.steps
 
 
+def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, int]:
+    """The traces of microbatch after microbatch and of two at a time, and how many messages nobody has waited for."""
+    interleaved = replace(plain, parallel=replace(plain.parallel, overlap="microbatch"))
+    train_either = train if plain.compile.regional == "off" else train_compiled
+    return train_either(plain, num_starved), train_either(interleaved, num_starved), _get_work_registry_size()
+
+
+SPLIT_EP2 = ParallelConfig(ep=2, overlap="layer", gathers_once_a_step=True)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "what", "num_starved"),
+    [
+        pytest.param(2, SPLIT_EP2, "none", -1, id="dp2-ep2"),
+        pytest.param(4, SPLIT_EP2, "experts", -1, id="dp4-ep2-edp2-recompute_experts"),
+        pytest.param(4, replace(SPLIT_EP2, dp_replicate=2), "none", 4, id="hsdp2x2-ep2-ranks_without_tokens"),
+    ],
+)
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_interleaved_microbatches_change_no_bit(
+    ranks, dispatcher: str, num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
+) -> None:
+    plain = few_steps(replace(parallel, dispatcher=dispatcher), what)
+    for one_by_one, interleaved, num_open in ranks(num_ranks, train_interleaved_too, plain, num_starved):
+        assert_same(Trace(**interleaved), Trace(**one_by_one), 0.0)
+        assert num_open == 0
+
+
 def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:
     candidate = recipe(ParallelConfig())
     whole_batch = replace(candidate, train=replace(candidate.train, micro_batch_sequences=SEQUENCES))
