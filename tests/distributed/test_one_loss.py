@@ -304,24 +304,32 @@ def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, in
 
 
 SPLIT_EP2 = ParallelConfig(ep=2, overlap="layer", gathers_once_a_step=True)
+SPLIT_HSDP = replace(SPLIT_EP2, dp_replicate=2)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallel", "what", "num_starved"),
+    ("num_ranks", "parallel", "dispatcher", "what", "num_starved"),
     [
-        pytest.param(2, SPLIT_EP2, "none", -1, id="dp2-ep2"),
-        pytest.param(4, SPLIT_EP2, "experts", -1, id="dp4-ep2-edp2-recompute_experts"),
-        pytest.param(4, replace(SPLIT_EP2, dp_replicate=2), "none", 4, id="hsdp2x2-ep2-ranks_without_tokens"),
+        pytest.param(2, SPLIT_EP2, "alltoall", "none", -1, id="dp2-ep2-alltoall"),
+        pytest.param(2, SPLIT_EP2, "allgather", "none", -1, id="dp2-ep2-allgather"),
+        pytest.param(4, SPLIT_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
+        pytest.param(4, SPLIT_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
     ],
 )
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_interleaved_microbatches_change_no_bit(
-    ranks, dispatcher: str, num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
+    ranks, num_ranks: int, parallel: ParallelConfig, dispatcher: str, what: str, num_starved: int
 ) -> None:
     plain = few_steps(replace(parallel, dispatcher=dispatcher), what)
     for one_by_one, interleaved, num_open in ranks(num_ranks, train_interleaved_too, plain, num_starved):
         assert_same(Trace(**interleaved), Trace(**one_by_one), 0.0)
         assert num_open == 0
+
+
+def test_compiled_pieces_of_interleaved_microbatches_are_the_same_graphs(ranks) -> None:
+    plain = replace(few_steps(replace(SPLIT_EP2, dispatcher="alltoall"), "none"), compile=CompileConfig("on"))
+    for one_by_one, interleaved, num_open in ranks(2, train_interleaved_too, plain, -1):
+        assert_same(Trace(**interleaved), Trace(**one_by_one), 0.0)
+        assert num_open == 0 and interleaved["num_graphs"] == one_by_one["num_graphs"]
 
 
 def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:
