@@ -4,6 +4,7 @@ tests/distributed/test_one_loss.py compares whole runs on every layout, bit for 
 """
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe.config import Recipe
@@ -143,3 +144,25 @@ def test_a_trace_names_the_parts_of_pieces(ranks) -> None:
     inside = {"attention", "dense", "router", "latent", "dispatch", "experts", "combine", "shared"}
     for names in ranks(2, trace):
         assert names == inside | {"embedding", "block", "head", "clip", "optimizer"}
+
+
+def peaks() -> dict[str, int]:
+    """Bytes that forward and backward of a step hold at most, each way."""
+    held = {}
+    tokens = torch.randint(32, (MICROBATCHES, 1, 128))
+    for overlap in WAYS:
+        run = recipe(overlap, "alltoall", PrecisionConfig("fp32", "fp32", "fp32"))
+        deep = replace(run, parallel=replace(run.parallel, ep=1), model=replace(run.model, num_layers=12))
+        built = assemble(deep, CPU)
+        args = built.model, Batch(tokens, tokens, None), torch.tensor(0.1)
+        built.step.step.forward_backward(*args)  # lays out the gradients
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            built.step.step.forward_backward(*args)
+        events = seen.profiler.kineto_results.events()
+        held[overlap] = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    return held
+
+
+def test_little_more_than_one_microbatch_is_kept(ranks) -> None:
+    (held,) = ranks(1, peaks)
+    assert held["microbatch"] < 1.15 * held["layer"]

@@ -7,7 +7,7 @@ Not measured on GPUs yet.
 """
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +66,8 @@ class Passage:
             "back": self._back,
             "head": self._head,
         }
+        self.contexts: dict[str, Context] = {}
+        """What attention sees, by layer; autograd keeps what it needs of it."""
         self.flow: tuple[Any, ...] = ()
         """What goes into the next piece; behind the last, nothing."""
         self.behind: list[Piece] = []
@@ -79,27 +81,24 @@ class Passage:
         self.behind.append(Piece(partial(self.functions[piece], layer)))
         self.flow = self.behind[-1](*self.flow)
         if piece == "head":
-            (loss,), self.flow = self.flow, ()
+            (loss,), self.flow, self.contexts = self.flow, (), {}
             self.loss, self.grads = loss.detach(), [torch.ones_like(loss)]
 
     def backward(self) -> None:
         """Run the backward of the last piece that is left."""
         self.grads = self.behind.pop().backward(self.grads)
 
-    @cached_property
-    def _contexts(self) -> dict[str, Context]:
-        return self.model.contexts(self.tokens_BN, self.document_ids_BN)
-
     def _embed(self, layer: int) -> tuple[Tensor]:
+        self.contexts = self.model.contexts(self.tokens_BN, self.document_ids_BN)
         return (self.model.embed(self.tokens_BN),)
 
     def _block(self, layer: int, x_BND: Tensor) -> tuple[Tensor]:
-        return (self._at(layer).forward(x_BND, self._contexts[str(layer)]),)
+        return (self._at(layer).forward(x_BND, self.contexts[str(layer)]),)
 
     def _front(self, layer: int, x_BND: Tensor) -> tuple[Any, ...]:
         block = self._at(layer)
         with region("block"):
-            h_BND, normed_BND = block.front(x_BND, self._contexts[str(layer)])
+            h_BND, normed_BND = block.front(x_BND, self.contexts[str(layer)])
             return h_BND, *block.feed_forward.send(normed_BND)
 
     def _experts(self, layer: int, h_BND: Tensor, *sent: Any) -> tuple[Any, ...]:
