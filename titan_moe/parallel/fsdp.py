@@ -31,8 +31,8 @@ def apply(
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
-    Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph. So they
-    are where `ByHand` gathers in their place, and only validation goes through doors.
+    Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph. So
+    they are where blocks run in pieces: hooks would fire in one of them, and parameters come and go `ByHand`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=_unless_equal(precision.compute, precision.master),

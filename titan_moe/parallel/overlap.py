@@ -8,7 +8,7 @@ Not measured on GPUs yet.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -58,14 +58,6 @@ class Passage:
     ) -> None:
         self.model, self.scale = model, scale
         self.tokens_BN, self.labels_BN, self.document_ids_BN = tokens_BN, labels_BN, document_ids_BN
-        self.functions: dict[str, Callable[..., tuple[Any, ...]]] = {
-            "embed": self._embed,
-            "block": self._block,
-            "front": self._front,
-            "experts": self._experts,
-            "back": self._back,
-            "head": self._head,
-        }
         self.contexts: dict[str, Context] = {}
         """What attention sees, by layer; autograd keeps what it needs of it."""
         self.flow: tuple[Any, ...] = ()
@@ -78,7 +70,7 @@ class Passage:
 
     def forward(self, layer: int, piece: str) -> None:
         """Run the next piece."""
-        self.behind.append(Piece(partial(self.functions[piece], layer)))
+        self.behind.append(Piece(partial(self.FUNCTIONS[piece], self, layer)))
         self.flow = self.behind[-1](*self.flow)
         if piece == "head":
             (loss,), self.flow, self.contexts = self.flow, (), {}
@@ -117,3 +109,13 @@ class Passage:
         block = self.model.layers[str(layer)]
         assert isinstance(block, Block)
         return block
+
+    FUNCTIONS: ClassVar[dict[str, Callable[..., tuple[Any, ...]]]] = {
+        "embed": _embed,
+        "block": _block,
+        "front": _front,
+        "experts": _experts,
+        "back": _back,
+        "head": _head,
+    }
+    """By name of the piece."""
