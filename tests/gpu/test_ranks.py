@@ -66,6 +66,11 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     )
     whole, half = f"--parallel.ep={num_ranks}", f"--parallel.ep={num_ranks // 2}"
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
+    interleaved = (
+        "--parallel.overlap=microbatch",
+        "--parallel.gathers_once_a_step=true",
+        "--train.micro_batch_sequences=1",
+    )
     return {
         "dp": (plain,),
         "allgather": (whole, allgather, plain),
@@ -83,6 +88,10 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "hidden_recompute": (whole, alltoall, "--parallel.overlap=layer", "--memory.recompute=block", plain),
         "hidden_blocks": (whole, allgather, "--parallel.overlap=layer", "--compile.extent=block"),
         "hidden_captured": (whole, allgather, "--parallel.overlap=layer", "--compile.cudagraph=step", plain),
+        "interleaved": (half, alltoall, *interleaved, *gated),
+        "interleaved_hsdp": ("--parallel.dp_replicate=2", half, alltoall, *interleaved, plain),
+        "interleaved_recompute": (whole, allgather, *interleaved, "--memory.recompute=experts", plain),
+        "interleaved_captured": (whole, allgather, *interleaved, "--compile.cudagraph=step", plain),
         "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }
 

@@ -35,10 +35,13 @@ class ParallelConfig:
     dispatcher: Literal["local", "allgather", "alltoall"] = "local"
     """How rows reach their experts: `local` moves nothing (ep = 1), `allgather` gathers every row of the ep group
     (no host read), `alltoall` sends each row once to each rank that wants it (one host read a layer)."""
-    overlap: Literal["none", "layer"] = "none"
+    overlap: Literal["none", "layer", "microbatch"] = "none"
     """What the dispatcher's messages travel under: `none` waits for each where it starts; `layer` starts them early and
     waits late, so that the slots are laid out while rows travel and the shared experts run while results do, in
-    backward too. The numbers are the same. Not measured on GPUs yet."""
+    backward too; `microbatch` interleaves the forward of each microbatch with the backward of the one before, block by
+    block, so that every message of one travels under compute of the other. It needs `gathers_once_a_step`, two or more
+    microbatches a step, and our own blocks in pieces; it keeps the activations of little more than one microbatch. The
+    numbers are the same. Neither was measured on GPUs yet."""
     expert_rank_capacity_factor: float = 0.0
     """Slots that a rank lays out for its experts, over its balanced load, for `allgather`; 0 lays out the worst case.
     Nothing is dropped: a step whose rows do not fit is taken again without the bound, and counted in the metrics."""
