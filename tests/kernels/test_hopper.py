@@ -72,9 +72,12 @@ def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
 
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
+    "expert_up_gathered": lambda: expert_up(half(R, D), None, single(R), half(E, 2, F, D), tiles()),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
-    "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E), gathers="b"),
-    "expert_weight_grad_down": lambda: expert_weight_grad(half(S, D), half(R, F), index(R), index(E), gathers="a"),
+    "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
+    "expert_weight_grad_down": lambda: expert_weight_grad(
+        half(R, F), half(S, D), index(R), index(E), is_transposed=True
+    ),
 }
 """Kernels that are bound by the matrix units, and must use them."""
 NORM_WIDTHS = (2048, 4096, 7168, 16_384)

@@ -1,4 +1,4 @@
-"""Sum each row's slots, from memory to memory.
+"""Sum each row's slots, or copy each slot's row, from memory to memory.
 
 S rows · R expert slots · K choices a row · D width
 
@@ -32,3 +32,8 @@ def slot_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
             y_RD, slots_SK, out_SD, width, K=num_choices, BLOCK_D=block_d, num_warps=4
         )
     return out_SD
+
+
+def slot_rows(x_SD: Tensor, rows_R: Tensor) -> Tensor:
+    """[S, D] -> [R, D], each slot's row."""
+    return slot_sum(x_SD, rows_R[:, None])

@@ -3,8 +3,10 @@
 B batch · N sequence · T tokens (B·N) · D model width · L latent width · K choices a token
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
@@ -21,8 +23,8 @@ from titan_moe.layers.router import TopKRouter
 class MoE(nn.Module):
     """Send each token to its best experts and add their weighted results, and the shared experts'.
 
-    What a layer does not have is an object that does nothing: no latent is `nn.Identity`, no shared expert returns 0,
-    no expert parallelism is a `LocalDispatcher`. Where experts live on other ranks, another dispatcher sits in
+    What a layer does not have is an object that does nothing: no latent is `nn.Identity`, no shared expert is a sum of
+    one, no expert parallelism is a `LocalDispatcher`. Where experts live on other ranks, another dispatcher sits in
     `dispatcher`.
 
     `forward` is `send`, `serve` and `collect`; each hands the next what it needs, messages in flight among it.
@@ -45,6 +47,7 @@ class MoE(nn.Module):
         mlp = choose_expert_mlp(kernels.experts, moe.score_on)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)
         self.shared_experts = _shared_experts(config)
+        self.sum: Callable[[Tensor, Any], Tensor] = torch.add if moe.shared_ffn_hidden_size else _of_one
         self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()
         self.latent_up = nn.Linear(width, config.hidden_size, bias=False) if moe.latent_size else nn.Identity()
 
@@ -68,7 +71,11 @@ class MoE(nn.Module):
 
     def collect(self, shared_TD: Any, y: InFlight, exchange: Exchange) -> Tensor:
         """Add up the results that come home: -> [T, D]."""
-        return self.latent_up(self.dispatcher.reduce(y, exchange)) + shared_TD
+        return self.sum(self.latent_up(self.dispatcher.reduce(y, exchange)), shared_TD)
+
+
+def _of_one(y_TD: Tensor, _: None) -> Tensor:
+    return y_TD
 
 
 def _shared_experts(config: ModelConfig) -> nn.Module:
