@@ -96,17 +96,21 @@ def test_expert_weight_grad(name: str, cut: WeightGradTiles, device: str, dtype:
 def test_wide_experts_gather_first(
     device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same sums in another order at most, forward and backward."""
+    """The same sums in another order at most, forward and backward, and in a graph."""
+    op = KERNELS["fused_expert_mlp"].op
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=False)
     for sample in KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype):
+        torch._dynamo.reset()
         results = []
-        for width in (10_000, 0):
+        for run, width in ((op, 10_000), (op, 0), (compiled, 0)):
             for name in ("GATHERS_BEFORE_UP_FROM", "GATHERS_BEFORE_GRADIENTS_FROM"):
                 monkeypatch.setattr(fused_expert_mlp, name, width)
             inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
-            y_SD = KERNELS["fused_expert_mlp"].op(*inputs, *sample.args[4:])
+            y_SD = run(*inputs, *sample.args[4:])
             results.append([y_SD.detach(), *torch.autograd.grad(y_SD, inputs, torch.ones_like(y_SD))])
-        for fused, gathered in zip(*results, strict=True):
-            assert_close(gathered, fused, tolerance)
+        for fused, *gathered in zip(*results, strict=True):
+            for other in gathered:
+                assert_close(other, fused, tolerance)
 
 
 def test_what_the_sweep_times_fits_an_h200(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
