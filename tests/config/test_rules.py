@@ -30,6 +30,12 @@ GOOD = [
 ]
 """A recipe for 8 ranks in which as many rules as possible have something to say."""
 
+INTERLEAVED = (
+    "--parallel.overlap=microbatch --parallel.gathers_once_a_step=true --train.global_batch_sequences=32 "
+    "--parallel.dispatcher=allgather"
+)
+"""What makes two microbatches of it run at a time."""
+
 # rule -> (overrides that break it, a part of the message)
 BROKEN = {
     "every number is in its range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
@@ -75,6 +81,7 @@ BROKEN = {
         "--parallel.dispatcher=symm_mem --parallel.ep=16",
         "parallel.ep = 16 does not divide the 8 ranks of a node",
     ),
+    "microbatches that interleave can be cut": ("--parallel.overlap=microbatch", "gathers_once_a_step = true, or take"),
     "a slot bound has a dispatcher to bound": (
         "--parallel.expert_rank_capacity_factor=1.5",
         'bounds nothing with parallel.dispatcher = "alltoall"',
@@ -178,6 +185,17 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--optim.lr=nan", 8, "optim.lr = nan must be above 0"),
         ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "hold some out, or set sample_tokens = 0"),
         ("--precision.compute=fp64 --perf.override.norm=triton", None, "has no Triton kernels (norm)"),
+        (f"{INTERLEAVED} --parallel.gathers_once_a_step=false", 8, "set parallel.gathers_once_a_step = true"),
+        (f"{INTERLEAVED} --compile.extent=block", 8, 'take compile.extent = "pieces", or parallel.overlap = "layer"'),
+        (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
+        (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
+        (f"{INTERLEAVED} --train.global_batch_sequences=16", 8, "is one of 16 over all ranks; take 32 or more"),
+        (f"{INTERLEAVED} --parallel.dispatcher=local --parallel.ep=1", 8, 'parallel.dispatcher = "local" sends none'),
+        (
+            f"{INTERLEAVED} --compile.cudagraph=microbatch --run.device=cuda",
+            8,
+            'compile.cudagraph = "microbatch" records one microbatch for all',
+        ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
         ("--parallel.dispatcher=symm_mem --parallel.overlap=layer", 8, '"symm_mem" sends none that travel while'),
         (
@@ -213,6 +231,9 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--precision.moments=fp32 --precision.master=bf16 --perf.optimizer=fused",
         "--precision.master=fp64 --perf.optimizer=fused --run.device=cpu",  # the reference
         "--parallel.overlap=layer",
+        INTERLEAVED,
+        f"{INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
+        f"{INTERLEAVED} --compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.dispatcher=allgather",
         "--parallel.dispatcher=symm_mem",
         "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",

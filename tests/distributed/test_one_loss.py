@@ -296,6 +296,43 @@ def test_messages_are_hidden_around_and_inside_graphs(
             assert hidden["num_graphs"] == [4] * candidate.train.steps
 
 
+def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, int]:
+    """The traces of microbatch after microbatch and of two at a time, and how many messages nobody has waited for."""
+    interleaved = replace(plain, parallel=replace(plain.parallel, overlap="microbatch"))
+    return train(plain, num_starved), train(interleaved, num_starved), _get_work_registry_size()
+
+
+SPLIT_EP2 = ParallelConfig(ep=2, overlap="layer", gathers_once_a_step=True)
+SPLIT_HSDP = replace(SPLIT_EP2, dp_replicate=2)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "dispatcher", "what", "num_starved"),
+    [
+        pytest.param(2, SPLIT_EP2, "alltoall", "none", -1, id="dp2-ep2-alltoall"),
+        pytest.param(2, SPLIT_EP2, "allgather", "none", -1, id="dp2-ep2-allgather"),
+        pytest.param(4, SPLIT_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
+        pytest.param(4, SPLIT_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
+    ],
+)
+def test_interleaved_microbatches_change_no_bit(
+    ranks, num_ranks: int, parallel: ParallelConfig, dispatcher: str, what: str, num_starved: int
+) -> None:
+    plain = few_steps(replace(parallel, dispatcher=dispatcher), what)
+    for one_by_one, interleaved, num_open in ranks(num_ranks, train_interleaved_too, plain, num_starved):
+        assert_same(Trace(**interleaved), Trace(**one_by_one), 0.0)
+        assert num_open == 0
+
+
+def test_interleaved_microbatches_run_compiled_pieces(ranks, alone: dict[int, Trace]) -> None:
+    parallel = replace(SPLIT_EP2, dispatcher="alltoall", overlap="microbatch")
+    candidate = replace(few_steps(parallel, "none"), compile=CompileConfig("on"))
+    for fields in ranks(2, train_compiled, candidate):
+        trace = Trace(**fields)
+        assert_same(trace, alone[-1], 1e-9)
+        assert 4 < trace.num_graphs[0] and len(set(trace.num_graphs)) == 1, "all were made by the first step"
+
+
 def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:
     candidate = recipe(ParallelConfig())
     whole_batch = replace(candidate, train=replace(candidate.train, micro_batch_sequences=SEQUENCES))

@@ -68,6 +68,11 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     symm_mem, bounded = "--parallel.dispatcher=symm_mem", "--parallel.expert_rank_capacity_factor=1.25"
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
+    interleaved = (
+        "--parallel.overlap=microbatch",
+        "--parallel.gathers_once_a_step=true",
+        "--train.micro_batch_sequences=1",
+    )
     return {
         "dp": (plain,),
         "allgather": (whole, allgather, plain),
@@ -92,6 +97,10 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "symm_mem_captured": (whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
         "symm_mem_captured_blocks": (whole, symm_mem, "--compile.cudagraph=step", "--compile.extent=block"),
         "symm_mem_captured_microbatch": (whole, symm_mem, "--compile.cudagraph=microbatch", plain),
+        "interleaved": (half, alltoall, *interleaved, *gated),
+        "interleaved_hsdp": ("--parallel.dp_replicate=2", half, alltoall, *interleaved, plain),
+        "interleaved_recompute": (whole, allgather, *interleaved, "--memory.recompute=experts", plain),
+        "interleaved_captured": (whole, allgather, *interleaved, "--compile.cudagraph=step", plain),
         "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }
 

@@ -38,10 +38,13 @@ class ParallelConfig:
     (no host read), `alltoall` sends each row once to each rank that wants it (one host read a layer), `symm_mem` sends
     as few as that and reads nothing on the host: GPUs of one node write into memory that they share, which holds all
     rows of the ep group's largest microbatch on each of them. `symm_mem` was not measured on GPUs yet."""
-    overlap: Literal["none", "layer"] = "none"
+    overlap: Literal["none", "layer", "microbatch"] = "none"
     """What the dispatcher's messages travel under: `none` waits for each where it starts; `layer` starts them early and
     waits late, so that the slots are laid out while rows travel and the shared experts run while results do, in
-    backward too. The numbers are the same. Not measured on GPUs yet."""
+    backward too; `microbatch` interleaves the forward of each microbatch with the backward of the one before, block by
+    block, so that every message of one travels under compute of the other. It needs `gathers_once_a_step`, two or more
+    microbatches a step, and our own blocks in pieces; it keeps the activations of little more than one microbatch. The
+    numbers are the same. Neither was measured on GPUs yet."""
     expert_rank_capacity_factor: float = 0.0
     """Slots that a rank lays out for its experts, over its balanced load, for `allgather` and `symm_mem`; for the
     latter also the rows that it keeps for backward, over those that random routing sends it. 0 lays out the worst case.

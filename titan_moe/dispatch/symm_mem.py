@@ -137,14 +137,17 @@ class SymmMemDispatcher(TokenDispatcher):
             self.bound.book(overflowed)
         return SymmMemExchange(topk_ids_TK, topk_scores_TK, places_TP, num_rows)
 
-    def send(self, x_TD: Tensor, exchange: SymmMemExchange) -> Routed:
+    def start_send(self, x_TD: Tensor, exchange: SymmMemExchange) -> tuple[Tensor, Tensor, Tensor]:
         ids_TK, scores_TK, places_TP, num_rows = exchange
-        x_SD, scores_SK, ids_SK = _send(
+        return _send(
             x_TD, scores_TK, ids_TK, places_TP, num_rows, *self.memory, self.num_local_experts,
             self._max_rows(*ids_TK.shape),
         )  # fmt: skip
+
+    def receive(self, sent: tuple[Tensor, Tensor, Tensor], exchange: SymmMemExchange) -> Routed:
+        x_SD, scores_SK, ids_SK = sent
         num_slots = self.bound.num_slots(
-            balanced=ids_TK.numel(), worst=x_SD.shape[0] * min(ids_TK.shape[1], self.num_local_experts)
+            balanced=exchange.ids_TK.numel(), worst=x_SD.shape[0] * min(ids_SK.shape[1], self.num_local_experts)
         )
         slots = self.lay_out(ids_SK, scores_SK, self.num_local_experts, num_slots)
         if self.bound.can_overflow:

@@ -13,7 +13,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.mesh import Meshes
 
-WIRES = {"none": BLOCKING, "layer": SPLIT}
+WIRES = {"none": BLOCKING, "layer": SPLIT, "microbatch": SPLIT}
 """The recipe's `parallel.overlap` -> how messages travel."""
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest, nearest_multiples
@@ -104,6 +105,35 @@ def _symm_mem_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, train = recipe.parallel, recipe.train
+    if p.overlap != "microbatch":
+        return
+    setting = 'parallel.overlap = "microbatch"'
+    way_out = 'parallel.overlap = "layer"'
+    if not p.gathers_once_a_step:
+        yield (
+            f"{setting} runs two microbatches on the same gathered parameters; set parallel.gathers_once_a_step = true,"
+            f" or take {way_out}"
+        )
+    if recipe.compile.regional != "off" and recipe.compile.extent == "block":
+        yield f'{setting} runs blocks in pieces; take compile.extent = "pieces", or {way_out}'
+    if recipe.memory.recompute == "block":
+        yield f'{setting} runs blocks in pieces; take memory.recompute = "experts" or "none", or {way_out}'
+    if recipe.model.class_ != ModelConfig.class_:
+        yield (
+            f'{setting} knows the pieces of "{ModelConfig.class_}" alone, and model.class = "{recipe.model.class_}"; '
+            f"take {way_out}"
+        )
+    sequences = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))
+    if 0 < train.global_batch_sequences < 2 * sequences:
+        yield (
+            f"{setting} needs two microbatches a step or more, and train.global_batch_sequences = "
+            f"{train.global_batch_sequences} is one of {sequences} over all ranks; take {2 * sequences} or more, or "
+            "fewer train.micro_batch_sequences"
+        )
+
+
 def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     factor = p.expert_rank_capacity_factor
@@ -173,6 +203,11 @@ PARALLEL_RULES = [
         "symm_mem stays on a node",
         _symm_mem_stays_on_a_node,
         "a GPU reaches the memory of another in its own node only",
+    ),
+    Rule(
+        "microbatches that interleave can be cut",
+        _interleaved_microbatches_can_be_cut,
+        "the forward of one runs between the pieces of the other's backward, past the hooks of FSDP",
     ),
     Rule(
         "a slot bound has a dispatcher to bound",
