@@ -4,6 +4,7 @@ On CPU ranks are processes that map each other's files, and their kernels, the b
 the same code reads and writes the same memory at its own time. On GPUs of one node the memory is CUDA's.
 """
 
+import copy
 import importlib.util
 import time
 from collections.abc import Callable
@@ -199,6 +200,27 @@ def overflow(folder: str | None) -> list[tuple[int, int, bool, bool, Tensor]]:
             came = int(exchange.num_rows)
             results.append((num_rows, came, is_short, is_finite, torch.stack(misses).max()))
     return results
+
+
+def test_a_copy_keeps_the_memory_that_peers_know() -> None:
+    memory = SymmMemory(torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), 0)
+    copied = copy.deepcopy(SymmMemDispatcher(8, memory))
+    assert copied.memory is memory
+
+
+def open_on_hosts_of_their_own() -> str:
+    """What a rank is told that has a host for itself."""
+    with (
+        mock.patch("socket.gethostname", return_value=f"host{dist.get_rank()}"),
+        pytest.raises(ValueError) as refused,
+    ):
+        open_symm_memory(1024, dist.group.WORLD, torch.device("cuda"))
+    return str(refused.value)
+
+
+def test_ranks_of_several_hosts_are_refused(ranks) -> None:
+    for words in ranks(2, open_on_hosts_of_their_own):
+        assert 'are on 2: host0, host1; take a smaller parallel.ep, or parallel.dispatcher = "alltoall"' in words
 
 
 @pytest.mark.interpreted

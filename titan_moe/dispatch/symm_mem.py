@@ -55,6 +55,10 @@ class SymmMemory(NamedTuple):
     """int64, where this rank finds everyone's."""
     rank: int
 
+    def __deepcopy__(self, memo: Any) -> "SymmMemory":
+        """A copied model goes on in the same memory: peers would not find a copy's."""
+        return self
+
 
 class SymmMemExchange(NamedTuple):
     """Where the copies of this rank's tokens lie."""
@@ -68,7 +72,8 @@ class SymmMemExchange(NamedTuple):
 
 
 def open_symm_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> SymmMemory:
-    """Allocate memory that the GPUs of one node share; all ranks of the group must come, with the same number.
+    """Allocate memory that the GPUs of one node share over NVLink; all ranks of the group must come, with the same
+    number.
 
     `kernels.symm_dispatch.symm_bytes` says how much a microbatch takes. It is the driver's, beside what PyTorch's
     allocator holds and whatever that was told about its segments.
