@@ -75,6 +75,12 @@ BROKEN = {
         "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=layer",
         'parallel.dispatcher = "local" sends none',
     ),
+    "symm_mem has GPUs": ("--parallel.dispatcher=symm_mem --run.device=cpu", 'does not exist with run.device = "cpu"'),
+    "symm_mem has peers": ("--parallel.dispatcher=symm_mem --parallel.ep=1", "parallel.ep = 1 leaves each alone"),
+    "symm_mem stays on a node": (
+        "--parallel.dispatcher=symm_mem --parallel.ep=16",
+        "parallel.ep = 16 does not divide the 8 ranks of a node",
+    ),
     "microbatches that interleave can be cut": ("--parallel.overlap=microbatch", "gathers_once_a_step = true, or take"),
     "a slot bound has a dispatcher to bound": (
         "--parallel.expert_rank_capacity_factor=1.5",
@@ -191,6 +197,12 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
             'compile.cudagraph = "microbatch" records one microbatch for all',
         ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
+        ("--parallel.dispatcher=symm_mem --parallel.overlap=layer", 8, '"symm_mem" sends none that travel while'),
+        (
+            "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=0.5",
+            8,
+            "less than a balanced load",
+        ),
     ],
 )
 def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: int | None, expected: str) -> None:
@@ -223,12 +235,25 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         f"{INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
         f"{INTERLEAVED} --compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.dispatcher=allgather",
+        "--parallel.dispatcher=symm_mem",
+        "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",
+        "--parallel.dispatcher=symm_mem --compile.extent=block --compile.cudagraph=step --run.device=cuda",
+        "--parallel.dispatcher=symm_mem --compile.cudagraph=microbatch --memory.recompute=block --run.device=cuda",
         "--compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
     ],
 )
 def test_what_may_run_is_not_refused(empty_file: Path, overrides: str) -> None:
     assert check_rules(load_recipe(empty_file, [*GOOD, *overrides.split()]), 8) == []
+
+
+def test_a_node_has_the_ranks_that_torchrun_gave_it(empty_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(empty_file, [*GOOD, "--parallel.dispatcher=symm_mem"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (problem,) = check_rules(recipe, 8)
+    assert "parallel.ep = 4 does not divide the 2 ranks of a node" in problem and "(1, 2)" in problem
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert check_rules(recipe, 8) == []
 
 
 def test_without_a_world_the_fewest_ranks_are_assumed(empty_file: Path) -> None:

@@ -133,7 +133,8 @@ def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
     arrays, num_local = shared(num_ranks, width), 128 // num_ranks
     ids_TK, places_TP, num_rows = index(S, K).long(), index(S, num_ranks), index()
     symm_barrier(arrays.signals, rank)
-    place_copies(ids_TK, count_copies(ids_TK, arrays.counts, rank, num_local), arrays.counts, rank, num_local)
+    starts_Pb = count_copies(ids_TK, arrays.counts, rank, num_local)
+    place_copies(ids_TK, starts_Pb, arrays.counts, rank, num_local, num_ranks * S)
     push_choices(ids_TK, single(S, K), places_TP, arrays, rank, num_local)
     take_choices(arrays, num_rows)
     pull_scores(ids_TK, places_TP, arrays.scores, num_local)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+SAMPLE_PROMPT_TOKENS = 64
+"""How much of a held-out document the model reads before it writes `metrics.sample_tokens` of its own."""
+
 
 @dataclass(frozen=True)
 class RunConfig:

@@ -19,7 +19,7 @@ from titan_moe.memory import recompute
 from titan_moe.metrics import regions
 from titan_moe.optim.adamw import build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
-from titan_moe.parallel import expert, fsdp
+from titan_moe.parallel import expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.overlap import forward_backward_interleaved
@@ -65,7 +65,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
 def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: SlotBound) -> nn.Module:
     """Build, spread, compile and initialise the model of a recipe on this rank."""
     model = build_on_meta(recipe)
-    expert.apply(model, recipe.parallel, meshes, bound)  # experts leave the dense mesh before FSDP looks
+    memory = symm_memory.share_memory(model, recipe, meshes, device)
+    expert.apply(model, recipe.parallel, meshes, bound, memory)  # experts leave the dense mesh before FSDP looks
     regional.apply(model, recipe.compile, device)  # blocks or pieces, so that FSDP's hooks stay outside the graphs
     if recipe.profile.start_step:
         regions.apply(model)  # names for the trace, around compiled pieces and inside what is recomputed

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest, nearest_multiples
 
@@ -64,16 +65,43 @@ def _ep_needs_a_wire(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.ep > 1 and p.dispatcher == "local":
         yield (
             f'parallel.dispatcher = "local" moves nothing, but parallel.ep = {p.ep} spreads the experts over ranks; '
-            'take "alltoall" or "allgather", or ep = 1'
+            'take "alltoall", "allgather" or "symm_mem", or ep = 1'
         )
 
 
 def _overlap_has_messages(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    if p.overlap != "none" and p.dispatcher == "local":
+    if p.overlap != "none" and p.dispatcher in ("local", "symm_mem"):
+        sends = "sends none" if p.dispatcher == "local" else "sends none that travel while anything is computed"
         yield (
-            f'parallel.overlap = "{p.overlap}" hides messages, and parallel.dispatcher = "local" sends none; set it to '
-            '"none", or spread the experts with "alltoall" or "allgather"'
+            f'parallel.overlap = "{p.overlap}" hides messages, and parallel.dispatcher = "{p.dispatcher}" {sends}; set '
+            'it to "none", or spread the experts with "alltoall" or "allgather"'
+        )
+
+
+def _symm_mem_has_gpus(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.parallel.dispatcher == "symm_mem" and recipe.run.device == "cpu":
+        yield (
+            'parallel.dispatcher = "symm_mem" does not exist with run.device = "cpu"; take "alltoall" or "allgather", '
+            'or run.device = "cuda"'
+        )
+
+
+def _symm_mem_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.dispatcher == "symm_mem" and p.ep <= 1:
+        yield (
+            f'parallel.dispatcher = "symm_mem" shares memory between the ranks of an ep group, and parallel.ep = '
+            f'{p.ep} leaves each alone; take "local", or a larger ep'
+        )
+
+
+def _symm_mem_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_local = recipe.parallel, ranks_of_a_node(world_size)
+    if p.dispatcher == "symm_mem" and leaves_a_rest(p.ep, num_local):
+        yield (
+            f"parallel.ep = {p.ep} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
+            f'"symm_mem" needs; take a divisor of it ({divisors(num_local)}), or "alltoall"'
         )
 
 
@@ -109,10 +137,10 @@ def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Ite
 def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     factor = p.expert_rank_capacity_factor
-    if factor != 0 and p.dispatcher != "allgather":
+    if factor != 0 and p.dispatcher not in ("allgather", "symm_mem"):
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} bounds nothing with parallel.dispatcher = "
-            f'"{p.dispatcher}", whose slots are exact; set it to 0, or take "allgather"'
+            f'"{p.dispatcher}", whose slots are exact; set it to 0, or take "allgather" or "symm_mem"'
         )
     if 0 < factor < 1:
         yield (
@@ -169,6 +197,13 @@ PARALLEL_RULES = [
     Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
     Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
     Rule("overlap has messages to hide", _overlap_has_messages, "a switch that does nothing hides a mistake"),
+    Rule("symm_mem has GPUs", _symm_mem_has_gpus, "the memory that it shares is CUDA's"),
+    Rule("symm_mem has peers", _symm_mem_has_peers, "there is nobody to share memory with"),
+    Rule(
+        "symm_mem stays on a node",
+        _symm_mem_stays_on_a_node,
+        "a GPU reaches the memory of another in its own node only",
+    ),
     Rule(
         "microbatches that interleave can be cut",
         _interleaved_microbatches_can_be_cut,

@@ -111,7 +111,7 @@ def _whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]
     if compiles_blocks and dispatcher in HOST_READERS and recipe.model.num_moe_layers > 0:
         yield (
             f'compile.extent = "block" cannot hold parallel.dispatcher = "{dispatcher}", which reads its row counts '
-            'on the host; take "allgather" (or "local" where parallel.ep = 1), or compile.extent = "pieces"'
+            'on the host; take "allgather" or "symm_mem" ("local" where parallel.ep = 1), or compile.extent = "pieces"'
         )
 
 
