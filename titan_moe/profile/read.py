@@ -134,7 +134,8 @@ def _device_spans(
 def _parted(spans: list[Span], start_us: float) -> tuple[list[Span], list[Span]]:
     """Work launched before a time, and since. What was launched nobody knows when goes by when it ran."""
     began_us = min((s.start_us for s in spans if s.launched_us is not None and s.launched_us >= start_us), default=0.0)
-    earlier, since = [], []
+    earlier: list[Span] = []
+    since: list[Span] = []
     for span in spans:
         is_earlier = span.start_us < began_us if span.launched_us is None else span.launched_us < start_us
         (earlier if is_earlier else since).append(span)
