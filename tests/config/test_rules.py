@@ -105,9 +105,17 @@ BROKEN = {
         'parallel.dispatcher = "alltoall", which reads its row counts',
     ),
     "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
-    "balanced routing needs a router": (
+    "forced routing needs a router": (
         "--model.num_dense_layers=4 --train.force_balanced_routing=true",
         "train.force_balanced_routing",
+    ),
+    "one routing is forced": (
+        "--train.force_balanced_routing=true --train.force_skewed_routing=true",
+        "set one of them to false",
+    ),
+    "a skewed routing can be dealt": (
+        "--model.moe.num_experts=4 --model.moe.top_k=2 --train.force_skewed_routing=true",
+        "take a parallel.ep of at most 2",
     ),
     "the run has a folder": ("--run.folder=", 'run.folder = ""'),
     "the source has a path": ("--data.path=", "nothing to read"),
@@ -180,6 +188,12 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--model.attention.full_attention_every=2", 8, "model.attention.sliding_window = 0; set the window"),
         ("--model.attention.sliding_window=8 --model.attention.full_attention_every=1", 8, "take 2 or more"),
         ("--run.device=cpu --perf.attention=flex", 8, 'perf.attention = "flex" does not exist'),
+        (
+            "--train.force_skewed_routing=true --model.moe.top_k=9",
+            8,
+            "gives the busiest at most 1.78 times the mean, which is every token, and not 1.8; take a top_k",
+        ),
+        ("--model.num_dense_layers=4 --train.force_skewed_routing=true", 8, "train.force_skewed_routing = true needs"),
         ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),
         (f"--run.seed={2**63}", 8, "must be at least 0 and at most 9,223,372,036,854,775,807"),
         ("--optim.lr=nan", 8, "optim.lr = nan must be above 0"),
@@ -234,6 +248,7 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         INTERLEAVED,
         f"{INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
         f"{INTERLEAVED} --compile.extent=block --compile.regional=off",
+        "--train.force_skewed_routing=true",
         "--compile.extent=block --parallel.dispatcher=allgather",
         "--parallel.dispatcher=symm_mem",
         "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",

@@ -14,7 +14,7 @@ from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.router import ForcedBalance, TopKRouter
+from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
 from titan_moe.memory import recompute
 from titan_moe.metrics import regions
 from titan_moe.optim.adamw import build_optimizer
@@ -76,8 +76,8 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: Slo
     fsdp.apply(model, recipe.parallel, recipe.precision, meshes, experts_come_with_blocks=no_hook_fires_inside)
     model.to_empty(device=device)
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
-    if recipe.train.force_balanced_routing:
-        force_balanced_routing(model, recipe, device)
+    if recipe.train.forced_routing:
+        force_routing(model, recipe, device)
     return model
 
 
@@ -107,9 +107,10 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
     return model
 
 
-def force_balanced_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-    """Replace every router's choice by an even one (benchmarks only)."""
-    force = ForcedBalance(recipe.model.moe, device)
+def force_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    """Replace every router's choice by an even or an uneven one (benchmarks only)."""
+    is_balanced, moe = recipe.train.force_balanced_routing, recipe.model.moe
+    force = ForcedBalance(moe, device) if is_balanced else ForcedSkew(moe, recipe.parallel.ep, device)
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.force = force

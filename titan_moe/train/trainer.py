@@ -225,8 +225,10 @@ class Trainer:
             self.device.type,
             self.run_folder,
         )
-        if self.recipe.train.force_balanced_routing:
-            logger.warning("train.force_balanced_routing = true: the router's choice is replaced, for benchmarks only")
+        forced = self.recipe.train.forced_routing
+        if forced:
+            key = f"train.force_{forced}_routing"
+            logger.warning("%s = true: the router's choice is replaced, for benchmarks only", key)
 
 
 def _patient_barrier() -> Callable[[], None]:
