@@ -4,7 +4,7 @@ T tokens on this rank · K choices a token · S rows received · R expert slots 
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -66,7 +66,7 @@ class TokenDispatcher(ABC):
     way.
     """
 
-    reads_host: ClassVar[bool] = True
+    reads_host: bool = True
     """Whether the host reads values of the device on the way. One that says it does not can be inside a graph."""
 
     def __init__(self, lay_out: LayOut = lay_out_slots) -> None:
