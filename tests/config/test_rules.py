@@ -73,6 +73,7 @@ BROKEN = {
         "--parallel.expert_rank_capacity_factor=1.5",
         'bounds nothing with parallel.dispatcher = "alltoall"',
     ),
+    "clones have ranks to go to": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank has of its own"),
     "what is captured asks the host nothing": ("--compile.cudagraph=step", "reads the counts of every layer"),
     "edp divides the experts' width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
     "microbatches divide the global batch": ("--train.global_batch_sequences=40", "take 32 or 48"),
@@ -172,6 +173,11 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--optim.lr=nan", 8, "optim.lr = nan must be above 0"),
         ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "hold some out, or set sample_tokens = 0"),
         ("--precision.compute=fp64 --perf.override.norm=triton", None, "has no Triton kernels (norm)"),
+        (
+            "--parallel.ep=1 --parallel.dispatcher=local --parallel.expert_clones=1",
+            8,
+            "parallel.expert_clones = 1 lends experts to other ranks, but parallel.ep = 1",
+        ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
     ],
 )
@@ -201,7 +207,9 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--precision.moments=fp32 --precision.master=bf16 --perf.optimizer=fused",
         "--precision.master=fp64 --perf.optimizer=fused --run.device=cpu",  # the reference
         "--parallel.overlap=layer",
+        "--parallel.expert_clones=4",
         "--compile.extent=block --parallel.dispatcher=allgather",
+        "--compile.extent=block --parallel.dispatcher=allgather --parallel.expert_clones=1",
         "--compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
     ],

@@ -24,6 +24,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
 from titan_moe.config.train import OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
+from titan_moe.dispatch import clone_plan, cloning
 from titan_moe.layers.router import TopKRouter
 from titan_moe.train.build import assemble
 
@@ -294,6 +295,62 @@ def test_messages_are_hidden_around_and_inside_graphs(
         assert num_open == 0
         if compiled == WHOLE:
             assert hidden["num_graphs"] == [4] * candidate.train.steps
+
+
+CLONES = ParallelConfig(ep=4, dispatcher="alltoall", expert_clones=1)
+
+
+def train_with_clones(run: Recipe, num_starved: int) -> tuple[dict[str, Any], int]:
+    """The trace, and how many clones were planned in all exchanges."""
+    planned: list[int] = []
+
+    def plan(*args: Any) -> clone_plan.ClonePlan:
+        made = clone_plan.plan_clones(*args)
+        planned.append(int((made.experts_Pc >= 0).sum()))
+        return made
+
+    with mock.patch.object(cloning, "plan_clones", plan):
+        fields = train(run, num_starved, FEW)
+    return fields, sum(planned)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "what", "num_starved"),
+    [
+        pytest.param(4, CLONES, "none", 4, id="ranks_without_tokens"),
+        pytest.param(4, replace(CLONES, dispatcher="allgather", expert_clones=2), "block", 1, id="allgather-block"),
+        pytest.param(4, replace(CLONES, ep=2, expert_clones=3), "experts", -1, id="edp2-recompute_experts"),
+        pytest.param(4, replace(CLONES, ep=2, dp_replicate=2, overlap="layer"), "none", -1, id="hsdp2x2-hidden"),
+        pytest.param(2, replace(CLONES, ep=2, gathers_once_a_step=True), "none", 4, id="gathered_once"),
+    ],
+)
+def test_clones_change_nothing(
+    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
+) -> None:
+    candidate = recipe(parallel, memory=MemoryConfig(what))
+    for fields, num_clones in ranks(num_ranks, train_with_clones, candidate, num_starved):
+        assert_same(Trace(**fields), alone[num_starved], 1e-9)
+        assert num_clones > 0
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "extent", "what", "num_graphs"),
+    [
+        pytest.param("alltoall", "pieces", "none", None, id="alltoall-pieces"),
+        pytest.param("allgather", "block", "none", 4, id="allgather-blocks"),
+        pytest.param("allgather", "block", "experts", 4, id="allgather-blocks-recompute_experts"),
+    ],
+)
+def test_clones_inside_graphs(
+    ranks, alone: dict[int, Trace], dispatcher: str, extent: str, what: str, num_graphs: int | None
+) -> None:
+    parallel = replace(CLONES, ep=2, dispatcher=dispatcher)
+    candidate = recipe(parallel, compile=CompileConfig("on", extent=extent), memory=MemoryConfig(what))
+    for fields in ranks(2, train_compiled, candidate, 4, FEW):
+        trace = Trace(**fields)
+        assert_same(trace, alone[4], 1e-9)
+        assert num_graphs is None or trace.num_graphs == [num_graphs] * FEW
+        assert trace.num_graphs[-1] == trace.num_graphs[0], "clones come and go without a new graph"
 
 
 def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:

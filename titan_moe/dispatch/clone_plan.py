@@ -29,7 +29,8 @@ class ClonePlan(NamedTuple):
 
 
 class Takeovers(NamedTuple):
-    """Which of one rank's choices go to clones: intervals on a line where expert x's n-th choice lies at x·stride + n."""
+    """Which of one rank's choices go to clones: intervals on a line where the n-th choice of expert x lies at
+    x·stride + n."""
 
     begins_I: Tensor
     """int64, ascending."""
