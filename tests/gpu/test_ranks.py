@@ -83,6 +83,17 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "hidden_recompute": (whole, alltoall, "--parallel.overlap=layer", "--memory.recompute=block", plain),
         "hidden_blocks": (whole, allgather, "--parallel.overlap=layer", "--compile.extent=block"),
         "hidden_captured": (whole, allgather, "--parallel.overlap=layer", "--compile.cudagraph=step", plain),
+        "clones": (whole, alltoall, "--parallel.expert_clones=2", "--perf.kernels=fused"),
+        "clones_edp2": (half, alltoall, "--parallel.expert_clones=1", "--memory.recompute=experts", plain),
+        "clones_blocks": (whole, allgather, "--parallel.expert_clones=1", "--compile.extent=block"),
+        "clones_captured": (
+            whole,
+            allgather,
+            "--parallel.expert_clones=1",
+            "--parallel.expert_rank_capacity_factor=1.25",
+            "--compile.cudagraph=step",
+            plain,
+        ),
         "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }
 

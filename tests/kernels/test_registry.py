@@ -80,6 +80,7 @@ INTERPRETED = (
     "fused_router",
     "expert_up",
     "expert_weight_grad",
+    "two_pieces",
 )
 """Words in the names of tests beside the registry's whose Triton kernels the interpreter can run too."""
 

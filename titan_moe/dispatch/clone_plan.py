@@ -43,10 +43,10 @@ class Takeovers(NamedTuple):
 def plan_clones(counts_PE: Tensor, num_spare: int, min_choices: int = 1) -> ClonePlan:
     """Fill the spare slots so that ranks above the mean load give what they have too much to ranks below it.
 
-    In each of c rounds every rank below the mean takes at most one piece of one expert. A rank above the mean gives its
-    hottest experts, as few as cover what it has too much, in pieces that the emptiest rank can hold; pieces of the
-    fullest ranks come first, and the widest piece goes to the rank with the most room. Nobody sinks below the mean by
-    giving or rises above it by taking, so the fullest rank is never fuller than without clones.
+    In each of c rounds every rank below the mean takes at most one piece of one expert. A piece is no wider than the
+    most room that a rank has; a rank above the mean gives its widest ones, as few as cover what it has too much. Pieces
+    of the fullest ranks come first, and the widest of those that are taken goes to the rank with the most room. Nobody
+    sinks below the mean by giving or rises above it by taking, so the fullest rank is never fuller than without clones.
 
     Args:
         counts_PE: how many choices each rank has for each expert.
@@ -76,23 +76,22 @@ def _match(left_Pe: Tensor, load_P: Tensor, mean: Tensor) -> tuple[Tensor, Tenso
     num_ranks, num_local_experts = left_Pe.shape
     room_P, takers_P = (mean - load_P).clamp(min=0).sort(descending=True, stable=True)
     widest = room_P[0].clamp(min=1)
-    hottest_Pe, order_Pe = left_Pe.sort(dim=1, descending=True, stable=True)
-    before_Pe = hottest_Pe.cumsum(1) - hottest_Pe
-    surplus_P1 = (load_P - mean).clamp(min=0)[:, None]
-    given_Pe = (surplus_P1 - before_Pe).clamp(min=0).minimum(hottest_Pe)
-    # an expert that is hotter than any room is given in pieces, at most one to each rank
+    # an expert that is hotter than any room comes in pieces, as many as there are ranks if need be
     cut_P = torch.arange(num_ranks, device=left_Pe.device) * widest
-    piece_PeP = (given_Pe[:, :, None] - cut_P).clamp(min=0).minimum(widest)
+    piece_PeP = (left_Pe[:, :, None] - cut_P).clamp(min=0).minimum(widest)
+    piece_Pn, order_Pn = piece_PeP.flatten(1).sort(dim=1, descending=True, stable=True)
+    before_Pn = piece_Pn.cumsum(1) - piece_Pn
+    given_Pn = ((load_P - mean).clamp(min=0)[:, None] - before_Pn).clamp(min=0).minimum(piece_Pn)
     # how full its rank is when a piece's turn comes; ties by index, so that the order depends on nothing else
-    level_PeP = torch.where(piece_PeP > 0, load_P[:, None, None] - before_Pe[:, :, None] - cut_P, 0)
-    size = level_PeP.numel()
-    keys = level_PeP.flatten() * size + torch.arange(size - 1, -1, -1, device=left_Pe.device)
+    level_Pn = torch.where(given_Pn > 0, load_P[:, None] - before_Pn, 0)
+    size = level_Pn.numel()
+    keys = level_Pn.flatten() * size + torch.arange(size - 1, -1, -1, device=left_Pe.device)
     chosen_P = keys.topk(num_ranks).indices
-    piece_P, by_width_P = piece_PeP.flatten()[chosen_P].sort(descending=True, stable=True)
-    place_P = chosen_P[by_width_P] // num_ranks  # of the piece's expert, in order of heat on its rank
-    expert_P = place_P // num_local_experts * num_local_experts + order_Pe.flatten()[place_P]
-    experts_P = torch.zeros_like(expert_P).scatter(0, takers_P, expert_P)
-    return experts_P, torch.zeros_like(piece_P).scatter(0, takers_P, piece_P.minimum(room_P))
+    given_P, by_width_P = given_Pn.flatten()[chosen_P].sort(descending=True, stable=True)
+    chosen_P = chosen_P[by_width_P]
+    giver_P, local_P = chosen_P // order_Pn.shape[1], order_Pn.flatten()[chosen_P] // num_ranks
+    experts_P = torch.zeros_like(local_P).scatter(0, takers_P, giver_P * num_local_experts + local_P)
+    return experts_P, torch.zeros_like(given_P).scatter(0, takers_P, given_P.minimum(room_P))
 
 
 def takeovers(counts_PE: Tensor, plan: ClonePlan, rank: int, stride: int) -> Takeovers:
