@@ -4,10 +4,12 @@ P ranks of the group · E experts · e experts at home on each rank · c spare s
 
 To the dispatcher inside, a rank has e + c experts: its own ones, and whatever lies in its spare slots. Here is decided
 what that is, and which choices it takes over; `clone_weights.py` brings the weights. Beside what the dispatcher inside
-moves, a table of P·E counts is gathered; nothing is read by the host.
+moves, a table of P·E counts is gathered; nothing is read by the host. The plan is some 70 small operations and 50 for
+each spare slot, nothing that a GPU notices, but a host that launches them one by one does: it is a piece to compile.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,16 +37,18 @@ class CloningDispatcher(TokenDispatcher):
         self.inner, self.group = inner, group
         self.bound, self.reads_host = inner.bound, inner.reads_host
         self.num_experts, self.num_spare = num_experts, num_spare
-        self.num_local_experts = num_experts // group.size()
         self.rank = dist.get_rank(group)
+        self.settle = settle
+
+    def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:
+        self.settle = compiled(self.settle)
+        self.inner.compile_pieces(compiled)
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> CloningExchange:
         nth_TK, counts_E = self._number(topk_ids_TK, topk_scores_TK.detach())
         counts_PE = all_gather(counts_E[None], self.group)
-        plan = plan_clones(counts_PE, self.num_spare)
-        taken = takeovers(counts_PE, plan, self.rank, stride=topk_ids_TK.numel() + 1)
-        ids_TK = self._places(topk_ids_TK, spare_slots(topk_ids_TK, nth_TK, taken))
-        return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), plan.experts_Pc)
+        ids_TK, experts_Pc = self.settle(topk_ids_TK, nth_TK, counts_PE, self.num_spare, self.rank)
+        return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), experts_Pc)
 
     def send(self, x_TD: Tensor, exchange: CloningExchange) -> Routed:
         routed = self.inner.send(x_TD, exchange.inner)
@@ -63,9 +67,17 @@ class CloningDispatcher(TokenDispatcher):
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         return slots.slots_SK - (ends_E - counts_E)[ids_TK.long().clamp(min=0)], counts_E
 
-    def _places(self, ids_TK: Tensor, spare_TK: Tensor) -> Tensor:
-        """The expert, as the dispatcher inside counts them: own ones of a rank before its spare slots."""
-        num_places = self.num_local_experts + self.num_spare
-        home_TK = ids_TK // self.num_local_experts * num_places + ids_TK % self.num_local_experts
-        clone_TK = spare_TK // self.num_spare * num_places + self.num_local_experts + spare_TK % self.num_spare
-        return torch.where(ids_TK < 0, -1, torch.where(spare_TK < 0, home_TK, clone_TK.to(ids_TK.dtype)))
+
+def settle(ids_TK: Tensor, nth_TK: Tensor, counts_PE: Tensor, num_spare: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Decide where every choice of this rank is served.
+
+    Returns: the choices as experts of the dispatcher inside, a rank's own ones before its spare slots, -1 for none; and
+    what lies in the spare slots [P, c].
+    """
+    plan = plan_clones(counts_PE, num_spare)
+    spare_TK = spare_slots(ids_TK, nth_TK, takeovers(counts_PE, plan, rank, stride=ids_TK.numel() + 1))
+    own = counts_PE.shape[1] // counts_PE.shape[0]
+    home_TK = ids_TK // own * (own + num_spare) + ids_TK % own
+    clone_TK = spare_TK // num_spare * (own + num_spare) + own + spare_TK % num_spare
+    ids_TK = torch.where(ids_TK < 0, -1, torch.where(spare_TK < 0, home_TK, clone_TK.to(ids_TK.dtype)))
+    return ids_TK, plan.experts_Pc
