@@ -4,8 +4,10 @@ P ranks of the group · E experts · e experts at home on each rank · c spare s
 
 To the dispatcher inside, a rank has e + c experts: its own ones, and whatever lies in its spare slots. Here is decided
 what that is, and which choices it takes over; `clone_weights.py` brings the weights. Beside what the dispatcher inside
-moves, a table of P·E counts is gathered; nothing is read by the host. The plan is some 70 small operations and 50 for
-each spare slot, nothing that a GPU notices, but a host that launches them one by one does: it is a piece to compile.
+moves, a table of P·E counts is gathered; nothing is read by the host.
+
+The plan is some 70 small operations and 50 for each spare slot: launched one by one they cost the host more than all else here, so they are a
+piece to compile. Not measured on GPUs yet.
 """
 
 from collections.abc import Callable
