@@ -6,8 +6,8 @@ To the dispatcher inside, a rank has e + c experts: its own ones, and whatever l
 what that is, and which choices it takes over; `clone_weights.py` brings the weights. Beside what the dispatcher inside
 moves, a table of P·E counts is gathered; nothing is read by the host.
 
-The plan is some 70 small operations and 50 for each spare slot: launched one by one they cost the host more than all else here, so they are a
-piece to compile. Not measured on GPUs yet.
+The plan is some 70 small operations and 50 for each spare slot, a lot for a host to launch one by one, so it is a piece
+to compile. Not measured on GPUs yet.
 """
 
 from collections.abc import Callable
