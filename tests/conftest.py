@@ -1,10 +1,11 @@
-"""Fixtures of all tests: a pool of processes for multi-rank tests, started once."""
+"""Fixtures of all tests: a pool of processes for multi-rank tests, started once; a process for Triton's interpreter."""
 
 import inspect
 import io
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 TIMEOUT_SECONDS = 240
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Ranks:
@@ -72,7 +74,50 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pool.close()
 
 
+class Interpreter:
+    """Runs the tests that are marked `interpreted`, in a process of its own: Triton must be told to interpret before it
+    is imported. It begins with the session and works beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, tempfile.TemporaryFile("w+")
+        command = [sys.executable, "-m", "pytest", "-v", "-m", "interpreted", str(folder)]
+        self.process = subprocess.Popen(
+            command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=self.log, stderr=subprocess.STDOUT
+        )
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for it: its exit code, and what it printed."""
+        code = self.process.wait()
+        self.log.seek(0)
+        return code, self.log.read()
+
+
+INTERPRETER = pytest.StashKey[Interpreter]()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("interpreted") and not IS_INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter: tests/test_interpreter.py"))
+    items.sort(key=_waits_for_interpreter)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any(_waits_for_interpreter(item) for item in session.items) and not session.config.option.collectonly:
+        session.config.stash[INTERPRETER] = Interpreter(Path(__file__).parent)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if INTERPRETER in config.stash:
+        config.stash[INTERPRETER].process.kill()
+
+
+@pytest.fixture(scope="session")
+def interpreter(request: pytest.FixtureRequest) -> Interpreter:
+    return request.config.stash[INTERPRETER]
+
+
+def _waits_for_interpreter(item: pytest.Item) -> bool:
+    return "interpreter" in getattr(item, "fixturenames", ())

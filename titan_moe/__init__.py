@@ -19,12 +19,15 @@ _HOMES = {
     "ModelConfig": "titan_moe.config.model",
     "Recipe": "titan_moe.config.recipe",
     "Routed": "titan_moe.dispatch",
+    "SymmMemDispatcher": "titan_moe.dispatch.symm_mem",
     "TokenDispatcher": "titan_moe.dispatch",
     "TopKRouter": "titan_moe.layers.router",
     "Transformer": "titan_moe.models.transformer",
     "init_weights": "titan_moe.layers.init",
     "linear_cross_entropy": "titan_moe.kernels.cross_entropy",
     "load_recipe": "titan_moe.config.parse",
+    "open_symm_memory": "titan_moe.dispatch.symm_mem",
+    "symm_bytes": "titan_moe.kernels.symm_dispatch",
 }
 
 __all__ = [*_HOMES]  # noqa: PLE0604

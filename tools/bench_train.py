@@ -1,158 +1,150 @@
-"""Time whole optimizer steps of a recipe on this host's GPUs, beside torchtitan's own Trainer on as many tokens.
+"""Time whole optimizer steps of recipes on this host's GPUs, each beside its variants and torchtitan's own Trainer.
 
-    python tools/bench_train.py recipes/qwen3_30b_a3b.toml --nproc 8 --peer [--section.key=value ...]
+    python tools/bench_train.py recipes/qwen3_30b_a3b.toml recipes/deepseek_v2_lite.toml --nproc 8 --peer \\
+        --train.force_balanced_routing=true --vary "--compile.cudagraph=step --parallel.dispatcher=allgather" \\
+        --append tools/RESULTS.md
 
-Each candidate runs in processes of its own, ours first. A step is timed on the host between device synchronisations,
-the slowest rank counts; the figure is the median of the steps after warm-up. Data is random tokens made before the
-clock starts.
+Every recipe runs as given, then once for each `--vary` (or line of `--variants`) with those overrides on top, then,
+with `--peer`, as torchtitan's model on as many tokens. Each candidate runs in processes of its own, in this order; one
+that fails or takes too long is a row too. The figure is the median of the steps after warm-up (tools/time_steps.py).
 """
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
+import shlex
 import sys
-import tempfile
-import time
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from rank_processes import run_ranks
+from result_table import Row, append, facts_of, flops_per_token, peer_facts, section, table
+
+from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config.parse import split_overrides
+
+WORKER = Path(__file__).with_name("time_steps.py")
 PEER = Path(__file__).with_name("peer_torchtitan.py")
 PEER_MODELS = {"qwen3_30b_a3b": "qwen3_30b_a3b", "deepseek_v2_lite": "deepseek_v2_lite"}
+HOLDS_WORDS = ("--vary", "--peer-args")
+"""Options whose value is words of another command line, which begin with dashes too."""
 
 
-def main() -> None:
+@dataclass(frozen=True)
+class Candidate:
+    """Something to be timed."""
+
+    recipe: Path
+    overrides: tuple[str, ...]
+    name: str
+    is_peer: bool = False
+
+
+def main(argv: Sequence[str]) -> list[Row]:
+    args, overrides = parse(argv)
+    rows: list[Row] = []
+    for candidate in candidates(args, overrides):
+        print(f"--- {candidate.name}", flush=True)
+        rows.append(run(candidate, args))
+        print("\n".join([*table(rows[-1:])][2:]), flush=True)
+    print("\n".join(["", *table(rows)]))
+    if args.out:
+        args.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if args.append:
+        timing = f"median of {args.steps} steps after {args.warmup}"
+        command = shlex.join(["python", "tools/bench_train.py", *argv])
+        append(args.append, section(rows, command, date.today().isoformat(), args.nproc, timing))
+    return rows
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the overrides that all candidates share."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe")
+    parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--nproc", type=int, default=1, help="GPUs")
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--vary", action="append", default=[], metavar="WORDS", help="overrides of one more candidate")
+    parser.add_argument("--variants", type=Path, help="file with such words, a candidate a line; # begins a comment")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds that a candidate may take")
     parser.add_argument("--peer", action="store_true", help="run torchtitan's Trainer too")
     parser.add_argument("--peer-args", default="", help="further arguments of peer_torchtitan.py, in one string")
+    parser.add_argument("--append", type=Path, help="Markdown file that gets the table as a new section")
     parser.add_argument("--out", type=Path, help="JSON file for all results")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    args, overrides = parser.parse_known_args()
-    if args.worker:
-        run_worker(args, overrides)
-        return
-    results = {
-        "titan_moe": _launch(
-            args, [__file__, args.recipe, f"--steps={args.steps}", f"--warmup={args.warmup}", *overrides], "--worker"
-        )
-    }
-    if args.peer:
-        results["torchtitan"] = _launch(args, [str(PEER), *_peer_args(args, results["titan_moe"])], "--out")
-    _print(results)
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1))
+    overrides, others = split_overrides(_joined(argv))
+    return parser.parse_args(others), overrides
 
 
-def run_worker(args: argparse.Namespace, overrides: list[str]) -> None:
-    """One rank of our own candidate."""
-    import torch
-    import torch.distributed as dist
-
-    from titan_moe.config.parse import load_recipe
-    from titan_moe.train.process import process_group
-    from titan_moe.train.settle import settle_kernels
-
-    recipe = load_recipe(args.recipe, overrides)
-    recipe = replace(recipe, train=replace(recipe.train, steps=args.steps + args.warmup))
-    with process_group(recipe.run) as device:
-        recipe = settle_kernels(recipe, device)
-        result = measure(recipe, device, args.warmup)
-        if dist.get_rank() == 0:
-            result |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "overrides": overrides}
-            result |= {"kernels": asdict(recipe.perf.chosen_kernels)}
-            args.worker.write_text(json.dumps(result))
+def candidates(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Candidate]:
+    """Recipe by recipe: as given, varied, the peer."""
+    variants = [*args.vary, *(_lines(args.variants) if args.variants else [])]
+    for recipe in args.recipes:
+        yield Candidate(recipe, tuple(overrides), recipe.stem)
+        for words in variants:
+            yield Candidate(recipe, (*overrides, *shlex.split(words)), f"{recipe.stem}, {words.replace('--', '')}")
+        if args.peer:
+            yield Candidate(recipe, tuple(overrides), f"{recipe.stem}, torchtitan", is_peer=True)
 
 
-def measure(recipe: Any, device: Any, warmup: int) -> dict[str, Any]:
-    """Build the run as the trainer does and time its steps."""
-    import torch
-    import torch.distributed as dist
-
-    from titan_moe.data.packing import Batch
-    from titan_moe.layers.attention import attention_backend
-    from titan_moe.plan.count import count
-    from titan_moe.train.build import assemble
-
-    train, num_ranks = recipe.train, dist.get_world_size()
-    step = assemble(recipe, device).step
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
-    shape = (-1, train.micro_batch_sequences, train.seq_len_tokens)
-    num_mine = train.global_batch_sequences // num_ranks * train.seq_len_tokens
-    tokens = torch.randint(recipe.model.vocab_size, (num_mine,), device=device, generator=generator).view(shape)
-    batch = Batch(tokens, tokens.roll(-1, -1), None)
-    step_ms, losses = [], []
-    with attention_backend(recipe.perf.attention):
-        for index in range(train.steps):
-            if index == warmup:
-                torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            result = step(batch)
-            torch.cuda.synchronize()
-            slowest = torch.tensor(time.perf_counter() - begin, device=device)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            step_ms.append(1e3 * slowest.item())
-            losses.append(result.loss.item())
-    median_ms = statistics.median(step_ms[warmup:])
-    tokens_per_second = num_mine / median_ms * 1e3
-    flops = count(recipe.model, train.seq_len_tokens).flops_per_token
-    return {
-        "tokens_per_second_per_gpu": tokens_per_second,
-        "tflops_per_gpu": tokens_per_second * flops / 1e12,
-        "median_step_ms": median_ms,
-        "step_ms": step_ms,
-        "losses": losses,
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-        "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "num_gpus": num_ranks,
-        "num_layers": recipe.model.num_layers,
-        "seq_len_tokens": train.seq_len_tokens,
-        "sequences_per_gpu": train.global_batch_sequences // num_ranks,
-        "micro_batch_sequences": train.micro_batch_sequences,
-        "ep": recipe.parallel.ep,
-        "dispatcher": recipe.parallel.dispatcher,
-        "recompute": recipe.memory.recompute,
-        "forced_balance": train.force_balanced_routing,
-    }
+def run(candidate: Candidate, args: argparse.Namespace) -> Row:
+    """Time one candidate; what cannot run is told without starting it."""
+    name, group = candidate.name, candidate.recipe.stem
+    try:
+        recipe = load_recipe(candidate.recipe, candidate.overrides)
+    except RecipeError as error:
+        return Row(name, group, {"error": "; ".join(error.problems)})
+    time = _time_peer if candidate.is_peer else _time_ours
+    result, facts = time(candidate, recipe, args)
+    return Row(name, group, result, facts, flops_per_token(recipe))
 
 
-def _peer_args(args: argparse.Namespace, ours: dict[str, Any]) -> list[str]:
-    """The same model, depth, tokens and expert parallelism for the peer."""
-    routing = "--forced-balance" if ours.get("forced_balance", True) else "--natural"
-    common = [f"--model={PEER_MODELS[Path(args.recipe).stem]}", f"--steps={args.steps + args.warmup}", routing]
-    shape = [f"--warmup={args.warmup}", f"--num-layers={ours['num_layers']}", f"--seq={ours['seq_len_tokens']}"]
-    return [*common, *shape, f"--batch={ours['sequences_per_gpu']}", f"--ep={ours['ep']}", *args.peer_args.split()]
+def _time_ours(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    problems = check_rules(recipe, args.nproc)
+    if problems:
+        return {"error": "; ".join(problems)}, {}
+    words = [str(candidate.recipe), f"--steps={args.steps}", f"--warmup={args.warmup}", *candidate.overrides]
+    return run_ranks([str(WORKER), *words], args.nproc, args.timeout), facts_of(recipe, args.nproc)
 
 
-def _launch(args: argparse.Namespace, command: list[str], out_flag: str) -> dict[str, Any]:
-    """Run one candidate under torchrun; a failure is a result too."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
-        environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ
-        finished = subprocess.run([*torchrun, *command, f"{out_flag}={out}"], env=environment)
-        if not out.exists():
-            return {"error": f"exit code {finished.returncode}"}
-        return json.loads(out.read_text())
+def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+    """The same model, depth, tokens and expert parallelism for torchtitan."""
+    train = recipe.train
+    if candidate.recipe.stem not in PEER_MODELS:
+        return {"error": f"torchtitan has no {candidate.recipe.stem}"}, {}
+    if train.forced_routing == "skewed":
+        return {"error": "torchtitan cannot be skewed"}, {}
+    words = [
+        f"--model={PEER_MODELS[candidate.recipe.stem]}",
+        f"--steps={args.steps}",
+        f"--warmup={args.warmup}",
+        f"--num-layers={recipe.model.num_layers}",
+        f"--seq={train.seq_len_tokens}",
+        f"--batch={train.global_batch_sequences // args.nproc}",
+        f"--ep={recipe.parallel.ep}",
+        "--forced-balance" if train.forced_routing else "--natural",
+    ]
+    result = run_ranks([str(PEER), *words, *shlex.split(args.peer_args)], args.nproc, args.timeout)
+    if "versions" in result:
+        result["torch"] = result["versions"]["torch"]
+    recompute = result.get("settings", {}).get("recompute", "unknown")
+    return result, peer_facts(recipe, args.nproc, recompute)
 
 
-def _print(results: dict[str, dict[str, Any]]) -> None:
-    for name, result in results.items():
-        if "error" in result:
-            print(f"{name:12} failed: {result['error']}")
-            continue
-        figures = f"{result['tokens_per_second_per_gpu']:9,.0f} tokens/s/GPU  {result['median_step_ms']:8.1f} ms"
-        print(f"{name:12} {figures}  peak {result['peak_memory_gib']:6.1f} GiB")
-    both = [r["tokens_per_second_per_gpu"] for r in results.values() if "error" not in r]
-    if len(both) == 2:
-        print(f"ratio {both[0] / both[1]:.2f}")
+def _joined(argv: Sequence[str]) -> list[str]:
+    """`--vary WORDS` as one word, or its value would be taken for an option."""
+    words, joined = list(argv), []
+    while words:
+        word = words.pop(0)
+        joined.append(f"{word}={words.pop(0)}" if word in HOLDS_WORDS and words else word)
+    return joined
+
+
+def _lines(file: Path) -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

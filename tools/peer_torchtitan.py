@@ -26,6 +26,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # torch
 
 import torch
 import torch.distributed as dist
+from rank_processes import write_once
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import job_config as titan
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
@@ -190,16 +191,6 @@ def circumstances(args: argparse.Namespace) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
-
-
-def write_once(path: Path, result: dict[str, Any]) -> None:
-    """Write the result unless another rank has: of several failing ranks the first one knows the cause."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with path.open("x") as file:
-            json.dump(result, file, indent=2)
-    except FileExistsError:
-        pass
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Time the Triton GEMMs of the fused expert MLP, cut in every way that fits an H200, at the shapes of its benchmarks.
 
-    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up weight_grad] [--seconds 240]
+    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up down_grad weight_grad] [--seconds 240]
 
 Each candidate is compared with the first, which is what runs today; one that differs or fails says so and is left
 behind. Medians on random bf16 data and routing, the fastest first; each table ends with grouped_mm on rows that were
@@ -20,28 +20,31 @@ from torch import Tensor
 from titan_moe.kernels.expert_up import TILE_ROWS, UpTiles, expert_up
 from titan_moe.kernels.expert_weight_grad import WeightGradTiles, expert_weight_grad
 from titan_moe.kernels.fused_expert_mlp import SHAPES
+from titan_moe.kernels.gather_mm import GatherTiles, gather_mm
 from titan_moe.kernels.permute import full_size_plan
 from titan_moe.kernels.tiles import plan_tiles
 from titan_moe.kernels.timing import median_ms
 
 UP_TILES = [
     UpTiles(),
-    *(UpTiles(is_one_product=True, num_stages=stages) for stages in (2, 3, 4)),
-    *(UpTiles(inner=inner, is_one_product=True, num_stages=stages) for inner, stages in ((32, 5), (32, 7), (128, 2))),
-    UpTiles(num_stages=4),
+    *(UpTiles(group=group) for group in (1, 4, 16, 32)),
+    UpTiles(num_stages=3),
+]
+GATHER_TILES = [
+    GatherTiles(),
+    *(GatherTiles(group=group) for group in (1, 4, 16, 32)),
+    GatherTiles(outputs=128),
+    GatherTiles(num_stages=3),
 ]
 WEIGHT_GRAD_TILES = [
     WeightGradTiles(),
-    *(WeightGradTiles(slots=32, num_stages=stages) for stages in (7, 9, 11)),
-    *(WeightGradTiles(slots=64, num_stages=stages) for stages in (5, 7)),
-    *(WeightGradTiles(slots=32, carries_rows=True, num_stages=stages) for stages in (4, 5, 6)),
-    *(WeightGradTiles(slots=64, carries_rows=True, num_stages=stages) for stages in (3, 4)),
-    *(
-        WeightGradTiles(256, 128, slots, carries, num_stages=stages)
-        for (slots, stages), carries in product(((32, 9), (64, 7)), (False,))
-    ),
-    WeightGradTiles(256, 128, 64, carries_rows=True, num_stages=4),
+    *(WeightGradTiles(group=group) for group in (1, 2, 4, 16)),
+    *(WeightGradTiles(num_stages=4, group=group) for group in (4, 8)),
+    *(WeightGradTiles(256, 128, num_stages=stages, group=group) for stages, group in product((3, 4), (4, 8))),
 ]
+
+
+KERNELS = ["up", "down_grad", "weight_grad"]
 
 
 class Problem(NamedTuple):
@@ -57,7 +60,7 @@ class Problem(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--kernels", nargs="+", choices=["up", "weight_grad"], default=["up", "weight_grad"])
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--seconds", type=float, default=240.0, help="no candidate begins later")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -92,21 +95,39 @@ def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[P
             lambda: F.grouped_mm(x_RD, flat, offs=offsets_e),
             4.0 * num_slots * width * hidden,
         )
+        yield Problem(
+            "up of gathered",
+            lambda cut: expert_up(x_RD, None, scores_R, weight, tiles, cut)[0],
+            UP_TILES,
+            lambda: F.grouped_mm(x_RD, flat, offs=offsets_e),
+            4.0 * num_slots * width * hidden,
+        )
+    if "down_grad" in kernels:
+        weight = draw(num_experts, width, hidden) / width**0.5
+        tiles, x_RD = plan_tiles(offsets_e, num_slots, TILE_ROWS), x_SD[rows_R]
+        yield Problem(
+            "dA",
+            lambda cut: gather_mm(x_SD, rows_R, weight, tiles, cut),
+            GATHER_TILES,
+            lambda: F.grouped_mm(x_RD, weight, offs=offsets_e),
+            2.0 * num_slots * width * hidden,
+        )
     if "weight_grad" in kernels:
-        for name, factor, gathers in (("dW1", draw(num_slots, 2 * hidden), "b"), ("dW2", draw(num_slots, hidden), "a")):
-            yield _weight_grad(name, factor, x_SD, rows_R, offsets_e, gathers)
+        for name, features, is_transposed in (("dW1", 2 * hidden, False), ("dW2", hidden, True)):
+            yield _weight_grad(name, draw(num_slots, features), x_SD, rows_R, offsets_e, is_transposed)
 
 
-def _weight_grad(name: str, factor: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, gathers: str) -> Problem:
-    a, b = (factor, x_SD) if gathers == "b" else (x_SD, factor)
-    gathered = x_SD[rows_R]
-    left, right = (factor, gathered) if gathers == "b" else (gathered, factor)
+def _weight_grad(
+    name: str, factor_RA: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, is_transposed: bool
+) -> Problem:
+    gathered_RD = x_SD[rows_R]
+    left, right = (gathered_RD, factor_RA) if is_transposed else (factor_RA, gathered_RD)
     return Problem(
         name,
-        lambda cut: expert_weight_grad(a, b, rows_R, offsets_e, gathers=gathers, tiles=cut),
+        lambda cut: expert_weight_grad(factor_RA, x_SD, rows_R, offsets_e, is_transposed=is_transposed, cut=cut),
         WEIGHT_GRAD_TILES,
         lambda: F.grouped_mm(left.T, right, offs=offsets_e),
-        2.0 * rows_R.numel() * a.shape[1] * b.shape[1],
+        2.0 * rows_R.numel() * factor_RA.shape[1] * x_SD.shape[1],
     )
 
 

@@ -17,6 +17,7 @@ from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDis
 from titan_moe.dispatch.base import Routed, route
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.local import LocalExchange
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
 from titan_moe.memory import recompute
@@ -199,7 +200,12 @@ class Reading(LocalDispatcher):
 
 
 def test_the_recipe_knows_which_dispatchers_read_the_host() -> None:
-    kinds = {"local": LocalDispatcher, "allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+    kinds = {
+        "local": LocalDispatcher,
+        "allgather": AllGatherDispatcher,
+        "alltoall": AllToAllDispatcher,
+        "symm_mem": SymmMemDispatcher,
+    }
     assert set(kinds) == set(get_args(get_type_hints(ParallelConfig)["dispatcher"]))
     assert {name for name, kind in kinds.items() if kind.reads_host} == set(HOST_READERS)
 

@@ -30,6 +30,12 @@ GOOD = [
 ]
 """A recipe for 8 ranks in which as many rules as possible have something to say."""
 
+INTERLEAVED = (
+    "--parallel.overlap=microbatch --parallel.gathers_once_a_step=true --train.global_batch_sequences=32 "
+    "--parallel.dispatcher=allgather"
+)
+"""What makes two microbatches of it run at a time."""
+
 # rule -> (overrides that break it, a part of the message)
 BROKEN = {
     "every number is in its range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
@@ -69,6 +75,13 @@ BROKEN = {
         "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=layer",
         'parallel.dispatcher = "local" sends none',
     ),
+    "symm_mem has GPUs": ("--parallel.dispatcher=symm_mem --run.device=cpu", 'does not exist with run.device = "cpu"'),
+    "symm_mem has peers": ("--parallel.dispatcher=symm_mem --parallel.ep=1", "parallel.ep = 1 leaves each alone"),
+    "symm_mem stays on a node": (
+        "--parallel.dispatcher=symm_mem --parallel.ep=16",
+        "parallel.ep = 16 does not divide the 8 ranks of a node",
+    ),
+    "microbatches that interleave can be cut": ("--parallel.overlap=microbatch", "gathers_once_a_step = true, or take"),
     "a slot bound has a dispatcher to bound": (
         "--parallel.expert_rank_capacity_factor=1.5",
         'bounds nothing with parallel.dispatcher = "alltoall"',
@@ -93,9 +106,17 @@ BROKEN = {
         'parallel.dispatcher = "alltoall", which reads its row counts',
     ),
     "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
-    "balanced routing needs a router": (
+    "forced routing needs a router": (
         "--model.num_dense_layers=4 --train.force_balanced_routing=true",
         "train.force_balanced_routing",
+    ),
+    "one routing is forced": (
+        "--train.force_balanced_routing=true --train.force_skewed_routing=true",
+        "set one of them to false",
+    ),
+    "a skewed routing can be dealt": (
+        "--model.moe.num_experts=4 --model.moe.top_k=2 --train.force_skewed_routing=true",
+        "take a parallel.ep of at most 2",
     ),
     "the run has a folder": ("--run.folder=", 'run.folder = ""'),
     "the source has a path": ("--data.path=", "nothing to read"),
@@ -168,6 +189,12 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--model.attention.full_attention_every=2", 8, "model.attention.sliding_window = 0; set the window"),
         ("--model.attention.sliding_window=8 --model.attention.full_attention_every=1", 8, "take 2 or more"),
         ("--run.device=cpu --perf.attention=flex", 8, 'perf.attention = "flex" does not exist'),
+        (
+            "--train.force_skewed_routing=true --model.moe.top_k=9",
+            8,
+            "gives the busiest at most 1.78 times the mean, which is every token, and not 1.8; take a top_k",
+        ),
+        ("--model.num_dense_layers=4 --train.force_skewed_routing=true", 8, "train.force_skewed_routing = true needs"),
         ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),
         (f"--run.seed={2**63}", 8, "must be at least 0 and at most 9,223,372,036,854,775,807"),
         ("--optim.lr=nan", 8, "optim.lr = nan must be above 0"),
@@ -178,7 +205,24 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
             8,
             "parallel.expert_clones = 1 lends experts to other ranks, but parallel.ep = 1",
         ),
+        (f"{INTERLEAVED} --parallel.gathers_once_a_step=false", 8, "set parallel.gathers_once_a_step = true"),
+        (f"{INTERLEAVED} --compile.extent=block", 8, 'take compile.extent = "pieces", or parallel.overlap = "layer"'),
+        (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
+        (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
+        (f"{INTERLEAVED} --train.global_batch_sequences=16", 8, "is one of 16 over all ranks; take 32 or more"),
+        (f"{INTERLEAVED} --parallel.dispatcher=local --parallel.ep=1", 8, 'parallel.dispatcher = "local" sends none'),
+        (
+            f"{INTERLEAVED} --compile.cudagraph=microbatch --run.device=cuda",
+            8,
+            'compile.cudagraph = "microbatch" records one microbatch for all',
+        ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
+        ("--parallel.dispatcher=symm_mem --parallel.overlap=layer", 8, '"symm_mem" sends none that travel while'),
+        (
+            "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=0.5",
+            8,
+            "less than a balanced load",
+        ),
     ],
 )
 def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: int | None, expected: str) -> None:
@@ -210,12 +254,31 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--parallel.expert_clones=4",
         "--compile.extent=block --parallel.dispatcher=allgather",
         "--compile.extent=block --parallel.dispatcher=allgather --parallel.expert_clones=1",
+        "--parallel.dispatcher=symm_mem --parallel.expert_clones=1",
+        f"{INTERLEAVED} --parallel.expert_clones=1",
+        INTERLEAVED,
+        f"{INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
+        f"{INTERLEAVED} --compile.extent=block --compile.regional=off",
+        "--train.force_skewed_routing=true",
+        "--parallel.dispatcher=symm_mem",
+        "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",
+        "--parallel.dispatcher=symm_mem --compile.extent=block --compile.cudagraph=step --run.device=cuda",
+        "--parallel.dispatcher=symm_mem --compile.cudagraph=microbatch --memory.recompute=block --run.device=cuda",
         "--compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
     ],
 )
 def test_what_may_run_is_not_refused(empty_file: Path, overrides: str) -> None:
     assert check_rules(load_recipe(empty_file, [*GOOD, *overrides.split()]), 8) == []
+
+
+def test_a_node_has_the_ranks_that_torchrun_gave_it(empty_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(empty_file, [*GOOD, "--parallel.dispatcher=symm_mem"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (problem,) = check_rules(recipe, 8)
+    assert "parallel.ep = 4 does not divide the 2 ranks of a node" in problem and "(1, 2)" in problem
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert check_rules(recipe, 8) == []
 
 
 def test_without_a_world_the_fewest_ranks_are_assumed(empty_file: Path) -> None:

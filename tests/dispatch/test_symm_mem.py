@@ -4,56 +4,51 @@ On CPU ranks are processes that map each other's files, and their kernels, the b
 the same code reads and writes the same memory at its own time. On GPUs of one node the memory is CUDA's.
 """
 
+import copy
 import importlib.util
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.dispatch import bound as bound_module
 from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.clone_weights import CloneFetcher
+from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 
-spec = importlib.util.spec_from_file_location("equal_local", Path(__file__).with_name("test_equal_local.py"))
-equal_local = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(equal_local)
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+def neighbour(name: str) -> Any:
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+equal_local, mapped_files = neighbour("test_equal_local"), neighbour("mapped_files")
 NUM_GPUS = torch.cuda.device_count()
-interpreted = pytest.mark.skipif(not IS_INTERPRETED, reason="runs in Triton's interpreter, in a process of its own")
 SIZES = (equal_local.NUM_TOKENS, equal_local.WIDTH, equal_local.TOP_K, torch.float64, torch.float64)
 
 
 def share(folder: str | None) -> tuple[SymmMemory, torch.device]:
     """This rank's part of the group's memory: files of a folder, or GPUs."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    num_bytes = symm_bytes(num_ranks, *SIZES)
-    if folder is None:
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        return open_symm_memory(num_bytes, dist.group.WORLD, device), device
-    # a file is made of zeros, by whoever comes first
-    files = [Path(folder, f"{num_ranks}-{peer}") for peer in range(num_ranks)]
-    memories = [torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
-    mapped.extend(memories)
-    dist.barrier()
-    at_P = torch.tensor([memory.data_ptr() for memory in memories])
-    return SymmMemory(memories[rank], at_P, rank), torch.device("cpu")
-
-
-mapped: list[Tensor] = []
-"""Memory of peers, which nobody but its addresses knows."""
+    num_bytes = symm_bytes(dist.get_world_size(), *SIZES)
+    if folder is not None:
+        return mapped_files.map_files(folder, num_bytes, dist.group.WORLD), torch.device("cpu")
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    return open_symm_memory(num_bytes, dist.group.WORLD, device), device
 
 
 def my_experts(device: torch.device) -> GroupedExperts:
@@ -76,11 +71,21 @@ def poison(memory: SymmMemory) -> None:
         dist.barrier()
 
 
-def run_routings(folder: str | None, routings: tuple[str, ...]) -> list[list[Tensor]]:
+def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int) -> TokenDispatcher:
+    """A dispatcher that fills spare slots of a rank, if there are any, with clones of the experts of `module`."""
+    group = dist.group.WORLD
+    inner = SymmMemDispatcher(equal_local.NUM_EXPERTS + group.size() * num_spare, memory)
+    if not num_spare:
+        return inner
+    module.with_clones = CloneFetcher(group)
+    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
+
+
+def run_routings(folder: str | None, routings: tuple[str, ...], num_spare: int = 0) -> list[list[Tensor]]:
     """Results of each routing, one after the other in the same memory."""
     memory, device = share(folder)
-    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory)
     module, results = my_experts(device), []
+    dispatcher = lending(memory, module, num_spare)
     for routing in routings:
         module.zero_grad()
         poison(memory)
@@ -183,68 +188,103 @@ def interleave_beside_a_slow_rank(folder: str, slow_rank: int) -> list[Tensor]:
         return interleave(folder)
 
 
-def replay(num_replays: int) -> tuple[list[Tensor], list[Tensor]]:
-    """A graph's results for inputs that it was not captured with, and those of eager launches."""
-    memory, device = share(None)
-    module = my_experts(device)
-    step = stepped(SymmMemDispatcher(equal_local.NUM_EXPERTS, memory), module)
-    static = my_inputs("random", device)
-    static[0].requires_grad_()
-    static[2].requires_grad_()
-
-    def train() -> list[Tensor]:
-        y_TD = step(*static[:3])
-        return [y_TD, *torch.autograd.grad(y_TD, (static[0], static[2], module.gate_up, module.down), static[3])]
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        train()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = train()
-    with torch.no_grad():
-        for target, source in zip(static, my_inputs("skewed", device), strict=True):
-            target.copy_(source)
-    for _ in range(num_replays):
-        graph.replay()
-    replayed = [tensor.detach().cpu() for tensor in captured]
-    return replayed, [tensor.detach().cpu() for tensor in train()]
+def overflow(folder: str | None) -> list[tuple[int, int, bool, bool, Tensor]]:
+    """For each routing, bounded and then not: rows that a rank made room for, rows that came, whether more had wanted
+    to, whether all that this rank brought home is finite, and how far it is from what it should be."""
+    memory, device = share(folder)
+    bound = SlotBound(1.0, device)
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, bound=bound)
+    module, results = my_experts(device), []
+    for routing in ("all_to_one_rank", "one_rank_empty"):
+        drawn = my_inputs(routing, device)
+        for is_lifted in (False, True):
+            module.zero_grad()
+            poison(memory)
+            with bound.lifted() if is_lifted else mock.patch.object(bound_module, "SLOTS_ALIGNMENT", 1):
+                home = equal_local.serve(dispatcher, module, drawn)[:3]
+                bound.reset()
+                exchange = dispatcher.prepare(*drawn[1:3])
+                is_short = bool(bound.overflowed)
+                num_rows = dispatcher.send(drawn[0], exchange).x_SD.shape[0]
+            expected = equal_local.dense_oracle(tuple(tensor.cpu() for tensor in drawn))[:3]
+            misses = [(actual.cpu() - wanted).abs().max() for actual, wanted in zip(home, expected, strict=True)]
+            is_finite = all(bool(tensor.isfinite().all()) for tensor in home)
+            came = int(exchange.num_rows)
+            results.append((num_rows, came, is_short, is_finite, torch.stack(misses).max()))
+    return results
 
 
-def test_symm_mem_in_the_interpreter() -> None:
-    """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
-    if IS_INTERPRETED:
-        pytest.skip("this is that process")
-    command = [sys.executable, "-m", "pytest", "-v", __file__, "-k", "interpreted"]
-    finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    num_passed = finished.stdout.count(" PASSED")
-    assert finished.returncode == 0 and num_passed == 5, finished.stdout + finished.stderr
+def test_a_copy_keeps_the_memory_that_peers_know() -> None:
+    memory = SymmMemory(torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), 0)
+    copied = copy.deepcopy(SymmMemDispatcher(8, memory))
+    assert copied.memory is memory
 
 
-@interpreted
+def open_on_hosts_of_their_own() -> str:
+    """What a rank is told that has a host for itself."""
+    with (
+        mock.patch("socket.gethostname", return_value=f"host{dist.get_rank()}"),
+        pytest.raises(ValueError) as refused,
+    ):
+        open_symm_memory(1024, dist.group.WORLD, torch.device("cuda"))
+    return str(refused.value)
+
+
+def test_ranks_of_several_hosts_are_refused(ranks) -> None:
+    for words in ranks(2, open_on_hosts_of_their_own):
+        assert 'are on 2: host0, host1; take a smaller parallel.ep, or parallel.dispatcher = "alltoall"' in words
+
+
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("num_ranks", "routings"), [(2, equal_local.ROUTINGS), (4, ("skewed", "one_rank_empty"))])
-def test_interpreted_equals_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routings: tuple[str, ...]) -> None:
+def test_files_equal_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routings: tuple[str, ...]) -> None:
     check_routings(ranks(num_ranks, run_routings, str(tmp_path), routings), routings)
 
 
-@interpreted
-def test_interpreted_compiles_as_one_graph(ranks, tmp_path: Path) -> None:
+@pytest.mark.interpreted
+def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
+    routings = ("skewed", "all_to_one_rank", "dropped_choices")
+    check_routings(ranks(2, run_routings, str(tmp_path), routings, 2), routings)
+
+
+@pytest.mark.interpreted
+def test_files_compile_as_one_graph(ranks, tmp_path: Path) -> None:
     for eager, compiled in ranks(2, compile_two_layers, str(tmp_path)):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
-@interpreted
-def test_interpreted_dispatches_in_a_loop(ranks, tmp_path: Path) -> None:
+@pytest.mark.interpreted
+def test_files_dispatch_in_a_loop(ranks, tmp_path: Path) -> None:
     assert ranks(2, stress, str(tmp_path), 20) == [0, 0]
 
 
-@interpreted
-def test_interpreted_ranks_wait_for_a_slow_one(ranks, tmp_path: Path) -> None:
+@pytest.mark.interpreted
+def test_files_send_no_row_that_has_no_room(ranks, tmp_path: Path) -> None:
+    check_overflow(ranks(2, overflow, str(tmp_path)))
+
+
+@pytest.mark.interpreted
+def test_ranks_wait_for_a_slow_one(ranks, tmp_path: Path) -> None:
     """A rank that is late to write or to read is neither read nor written over before its time."""
     for slow_rank in (0, 1):
-        for wrong in ranks(2, interleave_beside_a_slow_rank, str(tmp_path), slow_rank):
+        folder = tmp_path / str(slow_rank)
+        folder.mkdir()
+        for wrong in ranks(2, interleave_beside_a_slow_rank, str(folder), slow_rank):
             assert not any(wrong)
+
+
+def check_overflow(answers: list[list[tuple[int, int, bool, bool, Tensor]]]) -> None:
+    """There is room for the rows of random routing, and no more."""
+    worst = len(answers) * equal_local.NUM_TOKENS
+    for rank, (full, full_lifted, empty, empty_lifted) in enumerate(answers):
+        assert full[0] == empty[0] < full_lifted[0] == empty_lifted[0] == worst
+        # all rows want to come to the first rank, and only there is it known
+        assert full[1:3] == ((full[0], True) if rank == 0 else (0, False))
+        assert full_lifted[1:3] == ((worst, False) if rank == 0 else (0, False))
+        assert empty[1] <= empty[0] and not empty_lifted[2]
+        assert all(is_finite for _, _, _, is_finite, _ in answers[rank])
+        assert max(full_lifted[4], empty_lifted[4]) < 1e-11
+    assert max(full[4] for full, *_ in answers) > 1e-3, "what did not fit is missing"
 
 
 needs_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs at least two GPUs")
@@ -261,6 +301,13 @@ def test_gpus_equal_dense_oracle(ranks, num_ranks: int) -> None:
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
+def test_gpus_with_clones_equal_dense_oracle(ranks, num_ranks: int) -> None:
+    check_routings(ranks(num_ranks, run_routings, None, equal_local.ROUTINGS, 1), equal_local.ROUTINGS)
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_gpus_serve_two_chunks_at_once(ranks, num_ranks: int) -> None:
     for wrong in ranks(num_ranks, interleave, None):
         assert not any(wrong)
@@ -269,17 +316,16 @@ def test_gpus_serve_two_chunks_at_once(ranks, num_ranks: int) -> None:
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_compile_as_one_graph(ranks, num_ranks: int) -> None:
-    for eager, compiled in ranks(num_ranks, compile_two_layers, None):
-        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+def test_gpus_send_no_row_that_has_no_room(ranks, num_ranks: int) -> None:
+    check_overflow(ranks(num_ranks, overflow, None))
 
 
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_replay_what_was_captured(ranks, num_ranks: int) -> None:
-    for replayed, eager in ranks(num_ranks, replay, 100):
-        assert all(torch.equal(a, b) for a, b in zip(replayed, eager, strict=True))
+def test_gpus_compile_as_one_graph(ranks, num_ranks: int) -> None:
+    for eager, compiled in ranks(num_ranks, compile_two_layers, None):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu

@@ -24,7 +24,6 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
 from titan_moe.config.train import OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
-from titan_moe.dispatch import clone_plan, cloning
 from titan_moe.layers.router import TopKRouter
 from titan_moe.train.build import assemble
 
@@ -297,58 +296,43 @@ def test_messages_are_hidden_around_and_inside_graphs(
             assert hidden["num_graphs"] == [4] * candidate.train.steps
 
 
-CLONES = ParallelConfig(ep=4, dispatcher="alltoall", expert_clones=1)
+def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, int]:
+    """The traces of microbatch after microbatch and of two at a time, and how many messages nobody has waited for."""
+    interleaved = replace(plain, parallel=replace(plain.parallel, overlap="microbatch"))
+    return train(plain, num_starved), train(interleaved, num_starved), _get_work_registry_size()
 
 
-def train_with_clones(run: Recipe, num_starved: int) -> tuple[dict[str, Any], int]:
-    """The trace, and how many clones were planned in all exchanges."""
-    planned: list[int] = []
-
-    def plan(*args: Any) -> clone_plan.ClonePlan:
-        made = clone_plan.plan_clones(*args)
-        planned.append(int((made.experts_Pc >= 0).sum()))
-        return made
-
-    with mock.patch.object(cloning, "plan_clones", plan):
-        fields = train(run, num_starved, 3)
-    return fields, sum(planned)
+SPLIT_EP2 = ParallelConfig(ep=2, overlap="layer", gathers_once_a_step=True)
+SPLIT_HSDP = replace(SPLIT_EP2, dp_replicate=2)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallel", "what", "num_starved"),
+    ("num_ranks", "parallel", "dispatcher", "what", "num_starved"),
     [
-        pytest.param(4, CLONES, "none", 4, id="ranks_without_tokens"),
-        pytest.param(4, replace(CLONES, dispatcher="allgather", expert_clones=2), "block", 1, id="allgather-block"),
-        pytest.param(4, replace(CLONES, ep=2, expert_clones=3), "experts", -1, id="edp2-recompute_experts"),
-        pytest.param(4, replace(CLONES, ep=2, dp_replicate=2, overlap="layer"), "none", -1, id="hsdp2x2-hidden"),
-        pytest.param(2, replace(CLONES, ep=2, gathers_once_a_step=True), "none", 4, id="gathered_once"),
+        pytest.param(2, SPLIT_EP2, "alltoall", "none", -1, id="dp2-ep2-alltoall"),
+        pytest.param(2, SPLIT_EP2, "allgather", "none", -1, id="dp2-ep2-allgather"),
+        pytest.param(4, SPLIT_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
+        pytest.param(4, SPLIT_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
+        pytest.param(2, replace(SPLIT_EP2, expert_clones=2), "alltoall", "none", 4, id="clones"),
+        pytest.param(4, replace(SPLIT_HSDP, expert_clones=1), "allgather", "experts", 4, id="clones-hsdp2x2"),
     ],
 )
-def test_clones_change_nothing(
-    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
+def test_interleaved_microbatches_change_no_bit(
+    ranks, num_ranks: int, parallel: ParallelConfig, dispatcher: str, what: str, num_starved: int
 ) -> None:
-    candidate = recipe(parallel, memory=MemoryConfig(what))
-    for fields, num_clones in ranks(num_ranks, train_with_clones, candidate, num_starved):
-        assert_same(Trace(**fields), alone[num_starved], 1e-9)
-        assert num_clones > 0
+    plain = few_steps(replace(parallel, dispatcher=dispatcher), what)
+    for one_by_one, interleaved, num_open in ranks(num_ranks, train_interleaved_too, plain, num_starved):
+        assert_same(Trace(**interleaved), Trace(**one_by_one), 0.0)
+        assert num_open == 0
 
 
-@pytest.mark.parametrize(
-    ("dispatcher", "extent", "what", "num_graphs"),
-    [
-        pytest.param("alltoall", "pieces", "none", 8, id="alltoall-pieces"),
-        pytest.param("allgather", "block", "experts", 4, id="allgather-blocks-recompute_experts"),
-    ],
-)
-def test_clones_inside_graphs(
-    ranks, alone: dict[int, Trace], dispatcher: str, extent: str, what: str, num_graphs: int
-) -> None:
-    parallel = replace(CLONES, ep=2, dispatcher=dispatcher)
-    candidate = recipe(parallel, compile=CompileConfig("on", extent=extent), memory=MemoryConfig(what))
-    for fields in ranks(2, train_compiled, candidate, 4, 3):
+def test_interleaved_microbatches_run_compiled_pieces(ranks, alone: dict[int, Trace]) -> None:
+    parallel = replace(SPLIT_EP2, dispatcher="alltoall", overlap="microbatch")
+    candidate = replace(few_steps(parallel, "none"), compile=CompileConfig("on"))
+    for fields in ranks(2, train_compiled, candidate):
         trace = Trace(**fields)
-        assert_same(trace, alone[4], 1e-9)
-        assert trace.num_graphs == [num_graphs] * 3, "clones come and go without a new graph"
+        assert_same(trace, alone[-1], 1e-9)
+        assert 4 < trace.num_graphs[0] and len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
 def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:

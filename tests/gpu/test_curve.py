@@ -1,6 +1,8 @@
-"""A small model learns real text along one curve, whatever makes its steps fast."""
+"""A small model learns real text along one curve, whatever makes its steps fast, on one GPU and on all of them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ pytestmark = pytest.mark.gpu
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 STEPS, WINDOW = 500, 50
+SEQUENCES = 8
 ON_A_GPU = (
     "--run.device=cuda",
     "--precision.compute=bf16",
     f"--train.steps={STEPS}",
+    f"--train.global_batch_sequences={SEQUENCES}",
     "--metrics.every_steps=1",
     "--metrics.sample_tokens=0",
     "--metrics.tensorboard=false",
@@ -26,6 +30,14 @@ FAST = {
     "captured": ("--perf.kernels=fused", "--compile.cudagraph=step"),
     "one_graph_a_block": ("--perf.kernels=fused", "--compile.extent=block", "--compile.cudagraph=step"),
 }
+NUM_RANKS = min(SEQUENCES, 2 ** (max(torch.cuda.device_count(), 1).bit_length() - 1))
+"""As many of the GPUs as share out the sequences of a step, and the experts."""
+# dispatcher, overlap, cudagraph, expert_rank_capacity_factor (0: no bound, so that no step is taken again)
+SPREAD = {
+    "plain": ("alltoall", "none", "off", 0.0),
+    "hidden_captured": ("allgather", "layer", "step", 0.0),
+    "hidden_captured_bounded": ("allgather", "layer", "step", 2.0),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +45,27 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     return curve(tmp_path_factory.mktemp("reference"), "--perf.kernels=grouped_mm", "--compile.regional=off")
 
 
+def words(folder: Path, *overrides: str) -> list[str]:
+    return ["train", str(QUICKSTART), f"--run.folder={folder}", *ON_A_GPU, *overrides]
+
+
 def curve(folder: Path, *overrides: str) -> torch.Tensor:
-    """Mean losses of every fifty steps."""
+    """Mean losses of every fifty steps, on one GPU."""
     torch._dynamo.reset()
-    assert cli.main(["train", str(QUICKSTART), f"--run.folder={folder}", *ON_A_GPU, *overrides]) == 0
+    assert cli.main(words(folder, *overrides)) == 0
+    return read(folder)
+
+
+def spread_curve(folder: Path, *overrides: str) -> torch.Tensor:
+    """The same on many, each of which takes its part of every step's sequences and of the experts."""
+    shares = (f"--train.micro_batch_sequences={SEQUENCES // NUM_RANKS}", f"--parallel.ep={NUM_RANKS}")
+    command = [sys.executable, "-m", "titan_moe", *words(folder, f"--nproc={NUM_RANKS}", *shares, *overrides)]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return read(folder)
+
+
+def read(folder: Path) -> torch.Tensor:
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     losses = [record["loss"] for record in records if "loss" in record]
     return torch.tensor(losses).view(-1, WINDOW).mean(1)
@@ -46,3 +75,19 @@ def curve(folder: Path, *overrides: str) -> torch.Tensor:
 def test_fast_steps_learn_along_the_reference(tmp_path: Path, reference: torch.Tensor, how: str) -> None:
     assert reference[-1] < 0.5 * reference[0]
     torch.testing.assert_close(curve(tmp_path, *FAST[how]), reference, rtol=3e-3, atol=0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs")
+@pytest.mark.parametrize("how", SPREAD)
+def test_all_gpus_together_learn_along_the_reference(tmp_path: Path, reference: torch.Tensor, how: str) -> None:
+    dispatcher, overlap, cudagraph, capacity_factor = SPREAD[how]
+    actual = spread_curve(
+        tmp_path,
+        "--perf.kernels=fused",
+        f"--parallel.dispatcher={dispatcher}",
+        f"--parallel.overlap={overlap}",
+        f"--compile.cudagraph={cudagraph}",
+        f"--parallel.expert_rank_capacity_factor={capacity_factor}",
+    )
+    assert reference[-1] < 0.5 * reference[0]
+    torch.testing.assert_close(actual, reference, rtol=5e-3, atol=0)

@@ -65,7 +65,14 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "--parallel.dispatcher=allgather",
     )
     whole, half = f"--parallel.ep={num_ranks}", f"--parallel.ep={num_ranks // 2}"
+    symm_mem, bounded = "--parallel.dispatcher=symm_mem", "--parallel.expert_rank_capacity_factor=1.25"
+    validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
+    interleaved = (
+        "--parallel.overlap=microbatch",
+        "--parallel.gathers_once_a_step=true",
+        "--train.micro_batch_sequences=1",
+    )
     return {
         "dp": (plain,),
         "allgather": (whole, allgather, plain),
@@ -76,24 +83,30 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "recompute": (whole, alltoall, "--memory.recompute=block"),
         "fused": (whole, alltoall, "--perf.kernels=fused"),
         "gated": (whole, alltoall, *gated, plain),
-        "bounded": (whole, allgather, "--parallel.expert_rank_capacity_factor=1.25", plain),
-        "captured": (whole, allgather, "--compile.cudagraph=step", "--parallel.expert_rank_capacity_factor=1.25"),
+        "bounded": (whole, allgather, bounded, plain),
+        "captured": (whole, allgather, "--compile.cudagraph=step", bounded),
         "captured_microbatch": (whole, allgather, "--compile.cudagraph=microbatch"),
         "hidden": (whole, alltoall, "--parallel.overlap=layer", *gated),
         "hidden_recompute": (whole, alltoall, "--parallel.overlap=layer", "--memory.recompute=block", plain),
         "hidden_blocks": (whole, allgather, "--parallel.overlap=layer", "--compile.extent=block"),
         "hidden_captured": (whole, allgather, "--parallel.overlap=layer", "--compile.cudagraph=step", plain),
+        "symm_mem": (whole, symm_mem),
+        "symm_mem_edp2": (f"--parallel.ep={max(num_ranks // 2, 2)}", symm_mem, plain),
+        "symm_mem_recompute": (whole, symm_mem, "--memory.recompute=block", bounded, plain),
+        "symm_mem_blocks": (whole, symm_mem, "--compile.extent=block", bounded),
+        "symm_mem_captured": (whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
+        "symm_mem_captured_blocks": (whole, symm_mem, "--compile.cudagraph=step", "--compile.extent=block"),
+        "symm_mem_captured_microbatch": (whole, symm_mem, "--compile.cudagraph=microbatch", plain),
+        "interleaved": (half, alltoall, *interleaved, *gated),
+        "interleaved_hsdp": ("--parallel.dp_replicate=2", half, alltoall, *interleaved, plain),
+        "interleaved_recompute": (whole, allgather, *interleaved, "--memory.recompute=experts", plain),
+        "interleaved_captured": (whole, allgather, *interleaved, "--compile.cudagraph=step", plain),
         "clones": (whole, alltoall, "--parallel.expert_clones=2", "--perf.kernels=fused"),
         "clones_edp2": (half, alltoall, "--parallel.expert_clones=1", "--memory.recompute=experts", plain),
         "clones_blocks": (whole, allgather, "--parallel.expert_clones=1", "--compile.extent=block"),
-        "clones_captured": (
-            whole,
-            allgather,
-            "--parallel.expert_clones=1",
-            "--parallel.expert_rank_capacity_factor=1.25",
-            "--compile.cudagraph=step",
-            plain,
-        ),
+        "clones_captured": (whole, allgather, "--parallel.expert_clones=1", bounded, "--compile.cudagraph=step", plain),
+        "clones_symm_mem": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.cudagraph=step", bounded, plain),
+        "clones_interleaved": (half, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
         "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }
 

@@ -1,7 +1,6 @@
 """The expert GEMMs compute the same however their work is cut."""
 
 import importlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_moe.kernels import fused_expert_mlp
 from titan_moe.kernels.expert_up import UpTiles, expert_up
 from titan_moe.kernels.expert_weight_grad import WeightGradTiles, expert_weight_grad
+from titan_moe.kernels.gather_mm import GatherTiles, gather_mm
 from titan_moe.kernels.permute import sample_plans
+from titan_moe.kernels.registry import KERNELS, load_all
 from titan_moe.kernels.swiglu import weighted_swiglu
 from titan_moe.kernels.tiles import plan_tiles
 
+load_all()
 DEVICES = [
-    pytest.param("cpu", torch.float32, 1e-5),
+    pytest.param("cpu", torch.float32, 1e-5, marks=pytest.mark.interpreted),
     pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu),
 ]
 NAMES = ("random", "skewed", "empty_expert", "padded")
@@ -25,8 +28,6 @@ WIDTH, HIDDEN = 64, 40
 
 def plan(name: str, device: str) -> tuple[Tensor, Tensor, int]:
     """Rows, borders and number of experts."""
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
     torch.manual_seed(0)
     plans = {plan[0]: plan[1:] for plan in sample_plans(torch.device(device))}
     rows_R, _, offsets_e, num_experts = plans[name]
@@ -44,7 +45,7 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize("cut", [UpTiles(), UpTiles(is_one_product=True)], ids=["two_products", "one_product"])
+@pytest.mark.parametrize("cut", [UpTiles(), UpTiles(group=1)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
     rows_R, offsets_e, num_experts = plan(name, device)
@@ -52,19 +53,27 @@ def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tol
     scores_R = torch.rand(rows_R.numel(), device=device)
     weight = torch.randn(num_experts, 2, HIDDEN, WIDTH, device=device, dtype=dtype) / 8
     tiles = plan_tiles(offsets_e, rows_R.numel(), 128)
-    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weight, tiles, cut)
+    for x, rows in ((x_SD, rows_R), (x_SD[rows_R], None)):
+        hidden_R2F, active_RF = expert_up(x, rows, scores_R, weight, tiles, cut)
+        for expert, span in enumerate(spans(offsets_e)):
+            expected = x_SD[rows_R[span]].double() @ weight[expert].flatten(0, 1).double().T
+            assert_close(hidden_R2F[span], expected, tolerance)
+            assert_close(active_RF[span], weighted_swiglu(hidden_R2F[span], scores_R[span]), tolerance)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("cut", [GatherTiles(), GatherTiles(outputs=128, group=3)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_gather_mm(name: str, cut: GatherTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    rows_R, offsets_e, num_experts = plan(name, device)
+    x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
+    weight = torch.randn(num_experts, WIDTH, 300, device=device, dtype=dtype) / 8
+    out_RO = gather_mm(x_SD, rows_R, weight, plan_tiles(offsets_e, rows_R.numel(), 128), cut)
     for expert, span in enumerate(spans(offsets_e)):
-        expected = x_SD[rows_R[span]].double() @ weight[expert].flatten(0, 1).double().T
-        assert_close(hidden_R2F[span], expected, tolerance)
-        assert_close(active_RF[span], weighted_swiglu(hidden_R2F[span], scores_R[span]), tolerance)
+        assert_close(out_RO[span], x_SD[rows_R[span]].double() @ weight[expert].double(), tolerance)
 
 
-CUTS = [
-    WeightGradTiles(),
-    WeightGradTiles(carries_rows=True),
-    WeightGradTiles(slots=64, num_stages=7),
-    WeightGradTiles(slots=64, carries_rows=True, num_stages=4),
-]
+CUTS = [WeightGradTiles(), WeightGradTiles(32, 16, slots=32, group=2), WeightGradTiles(width_a=256, width_b=128)]
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
@@ -75,18 +84,39 @@ def test_expert_weight_grad(name: str, cut: WeightGradTiles, device: str, dtype:
     x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
     grad_RF = torch.randn(rows_R.numel(), HIDDEN, device=device, dtype=dtype)
     grad_RF[int(offsets_e[-1]) :] = float("nan")  # nobody may read it
-    by_b = expert_weight_grad(grad_RF, x_SD, rows_R, offsets_e, gathers="b", tiles=cut)
-    by_a = expert_weight_grad(x_SD, grad_RF, rows_R, offsets_e, gathers="a", tiles=cut)
+    plain = expert_weight_grad(grad_RF, x_SD, rows_R, offsets_e, cut=cut)
+    transposed = expert_weight_grad(grad_RF, x_SD, rows_R, offsets_e, is_transposed=True, cut=cut)
     for expert, span in enumerate(spans(offsets_e)):
         expected = grad_RF[span].double().T @ x_SD[rows_R[span]].double()
-        assert_close(by_b[expert], expected, tolerance)
-        assert_close(by_a[expert], expected.T, tolerance)
+        assert_close(plain[expert], expected, tolerance)
+        assert_close(transposed[expert], expected.T, tolerance)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+def test_wide_experts_gather_first(
+    device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sums in another order at most, forward and backward, and in a graph."""
+    op = KERNELS["fused_expert_mlp"].op
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=False)
+    for sample in KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype):
+        torch._dynamo.reset()
+        results = []
+        for run, width in ((op, 10_000), (op, 0), (compiled, 0)):
+            for name in ("GATHERS_BEFORE_UP_FROM", "GATHERS_BEFORE_GRADIENTS_FROM"):
+                monkeypatch.setattr(fused_expert_mlp, name, width)
+            inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
+            y_SD = run(*inputs, *sample.args[4:])
+            results.append([y_SD.detach(), *torch.autograd.grad(y_SD, inputs, torch.ones_like(y_SD))])
+        for fused, *gathered in zip(*results, strict=True):
+            for other in gathered:
+                assert_close(other, fused, tolerance)
 
 
 def test_what_the_sweep_times_fits_an_h200(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
     sweep = importlib.import_module("sweep_expert_gemms")
-    for problem in sweep.problems("qwen3_ep8", torch.device("meta"), ["up", "weight_grad"]):
+    for problem in sweep.problems("qwen3_ep8", torch.device("meta"), ["up", "down_grad", "weight_grad"]):
         for cut in problem.cuts:
             hopper.clear()
             problem.run(cut)

@@ -1,6 +1,5 @@
 """The fused head and loss beyond its values: memory, speed, and what autograd asks of it."""
 
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,10 +23,10 @@ GIB = 2**30
 BAR_BYTES = 1.5 * GIB
 
 
-@pytest.fixture(params=[pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
     torch.manual_seed(0)
     return request.param
 

@@ -1,6 +1,5 @@
 """The router in Triton: what its registry entry does not show."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from titan_moe.kernels.fused_router import route_tokens
 from titan_moe.kernels.router import Routing, RoutingRule, route_tokens_reference
 from titan_moe.layers.router import ForcedBalance, TopKRouter
 
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 SIGMOID = RoutingRule("sigmoid", 3, route_scale=2.5)
 CASES = {
     "softmax": (12, RoutingRule("softmax", 2)),
@@ -30,8 +29,6 @@ CASES = {
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
     torch.manual_seed(0)
     return torch.device(request.param)
 

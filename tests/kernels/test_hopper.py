@@ -72,9 +72,12 @@ def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
 
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
+    "expert_up_gathered": lambda: expert_up(half(R, D), None, single(R), half(E, 2, F, D), tiles()),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
-    "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E), gathers="b"),
-    "expert_weight_grad_down": lambda: expert_weight_grad(half(S, D), half(R, F), index(R), index(E), gathers="a"),
+    "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
+    "expert_weight_grad_down": lambda: expert_weight_grad(
+        half(R, F), half(S, D), index(R), index(E), is_transposed=True
+    ),
 }
 """Kernels that are bound by the matrix units, and must use them."""
 NORM_WIDTHS = (2048, 4096, 7168, 16_384)
@@ -130,7 +133,8 @@ def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
     arrays, num_local = shared(num_ranks, width), 128 // num_ranks
     ids_TK, places_TP, num_rows = index(S, K).long(), index(S, num_ranks), index()
     symm_barrier(arrays.signals, rank)
-    place_copies(ids_TK, count_copies(ids_TK, arrays.counts, rank, num_local), arrays.counts, rank, num_local)
+    starts_Pb = count_copies(ids_TK, arrays.counts, rank, num_local)
+    place_copies(ids_TK, starts_Pb, arrays.counts, rank, num_local, num_ranks * S)
     push_choices(ids_TK, single(S, K), places_TP, arrays, rank, num_local)
     take_choices(arrays, num_rows)
     pull_scores(ids_TK, places_TP, arrays.scores, num_local)

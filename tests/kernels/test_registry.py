@@ -1,11 +1,8 @@
 """Every registered operation against its reference: values, gradients, compiled as one graph."""
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from titan_moe.kernels.registry import KERNELS, Kernel, Output, Sample, as_tuple
 
 load_all()
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def evaluate(
@@ -56,59 +52,30 @@ def check(kernel: Kernel, op: Callable[..., Output], sample: Sample, dtype: torc
         assert error < TOLERANCE[dtype], f"{kernel.name}/{sample.name}: {name} differs by {error:.2e}"
 
 
-CASES = [
-    pytest.param(kernel, dtype, id=f"{kernel.name}-{dtype}") for kernel in KERNELS.values() for dtype in kernel.dtypes
-]
+def cases() -> list[Any]:
+    """Every kernel wherever it runs: Triton on GPUs, and in fp32 in its interpreter; grouped GEMMs on GPUs in bf16."""
+    found = []
+    for kernel in KERNELS.values():
+        for dtype in kernel.dtypes:
+            name = f"{kernel.name}-{dtype}"
+            if not kernel.needs_triton:
+                found.append(pytest.param(kernel, dtype, "cpu", id=f"{name}-cpu"))
+            elif dtype == torch.float32:
+                found.append(pytest.param(kernel, dtype, "cpu", id=f"{name}-cpu", marks=pytest.mark.interpreted))
+            if dtype == torch.bfloat16 or kernel.name not in ("grouped_mm", "fused_expert_mlp"):
+                found.append(pytest.param(kernel, dtype, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu))
+    return found
 
 
-def skip_what_is_not_there(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
-    if device == "cuda" and kernel.name in ("grouped_mm", "fused_expert_mlp") and dtype != torch.bfloat16:
-        pytest.skip("the CUDA grouped GEMM is bf16")
-    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and dtype == torch.float32
-    if device == "cpu" and kernel.needs_triton and not is_interpreted:
-        pytest.skip("Triton runs on GPUs, and in fp32 in its interpreter")
-
-
-INTERPRETED = (
-    "tile_map",
-    "fused_cross_entropy",
-    "adamw_in_triton",
-    "counting_sort",
-    "slot_sum",
-    "test_slots",
-    "test_symm",
-    "fused_router",
-    "expert_up",
-    "expert_weight_grad",
-    "two_pieces",
-)
-"""Words in the names of tests beside the registry's whose Triton kernels the interpreter can run too."""
-
-
-def test_triton_kernels_in_the_interpreter() -> None:
-    """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
-    kernels = [kernel.name for kernel in KERNELS.values() if kernel.needs_triton]
-    chosen = [*(f"({name} and float32 and cpu)" for name in kernels), *(f"({name} and cpu)" for name in INTERPRETED)]
-    command = [sys.executable, "-m", "pytest", "-v", str(Path(__file__).parent), "-k", " or ".join(chosen)]
-    finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    passed = [line for line in finished.stdout.splitlines() if " PASSED" in line]
-    missing = [name for name in (*kernels, *INTERPRETED) if not any(name in line for line in passed)]
-    assert finished.returncode == 0 and not missing, f"{missing} did not run\n{finished.stdout}{finished.stderr}"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("kernel", "dtype"), CASES)
+@pytest.mark.parametrize(("kernel", "dtype", "device"), cases())
 def test_equals_reference(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
-    skip_what_is_not_there(kernel, dtype, device)
     torch.manual_seed(0)
     for sample in kernel.samples(torch.device(device), dtype):
         check(kernel, kernel.op, sample, dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("kernel", "dtype"), CASES)
+@pytest.mark.parametrize(("kernel", "dtype", "device"), cases())
 def test_compiles_as_one_graph(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
-    skip_what_is_not_there(kernel, dtype, device)
     torch.manual_seed(0)
     torch._dynamo.reset()
     compiled = torch.compile(kernel.op, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")

@@ -1,21 +1,17 @@
 """The sum of a row's slots against a loop: odd widths, one choice, rows without a slot, memory that nobody wrote."""
 
-import os
-
 import pytest
 import torch
 
 from titan_moe.kernels.slot_sum import slot_sum
 
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_choices", [1, 3])
 @pytest.mark.parametrize("width", [1, 20, 1024, 1500])
 def test_slot_sum_adds_what_a_row_was_given(width: int, num_choices: int, device: str) -> None:
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
     torch.manual_seed(0)
     num_rows = 6
     slots_SK = torch.randperm(num_rows * num_choices, device=device).view(num_rows, num_choices).int()
@@ -33,8 +29,6 @@ def test_slot_sum_adds_what_a_row_was_given(width: int, num_choices: int, device
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_slot_sum_of_no_rows_and_of_no_slots(device: str) -> None:
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
     none_SK = torch.full((3, 2), -1, dtype=torch.int32, device=device)
     assert slot_sum(torch.empty(4, 8, device=device), none_SK[:0]).shape == (0, 8)
     assert slot_sum(torch.empty(0, 8, device=device), none_SK).tolist() == [[0.0] * 8] * 3

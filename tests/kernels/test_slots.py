@@ -1,7 +1,9 @@
 """Both ways to lay out choices against a loop that says what a slot is, with too many slots and with too few."""
 
-import os
+from collections.abc import Iterable
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
 from titan_moe.kernels.slots import LayOut, Slots, choose_lay_out, lay_out_slots
 
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 WAYS: dict[str, LayOut] = {
     "torch": lay_out_slots,
     "triton": choose_lay_out("triton"),
@@ -29,11 +31,20 @@ CASES = {  # rows, choices a row, experts, share of absent choices
 }
 
 
-def skip_what_is_not_there(way: str, device: str, case: str = "") -> None:
-    if device == "cpu" and (way == "triton" and case or way != "torch" and case == "all_experts_there_may_be"):
-        pytest.skip("the interpreter takes a second a block of full size, and too long for hundreds of experts")
-    if way != "torch" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
+def places(*ways: str, cases: Iterable[str] = ("",)) -> list[Any]:
+    """Each way wherever it runs, in each case if it can there: the interpreter takes a second a block of full size, and
+    too long for hundreds of experts."""
+    found = []
+    for way, case in product(ways, cases):
+        args = (case, way) if case else (way,)
+        name = "-".join(args)
+        is_slow = case and way == "triton" or case == "all_experts_there_may_be"
+        if way == "torch":
+            found.append(pytest.param(*args, "cpu", id=f"{name}-cpu"))
+        elif not is_slow:
+            found.append(pytest.param(*args, "cpu", id=f"{name}-cpu", marks=pytest.mark.interpreted))
+        found.append(pytest.param(*args, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu))
+    return found
 
 
 def drawn(case: str, device: str) -> tuple[Tensor, Tensor, int]:
@@ -75,29 +86,22 @@ def bounds(ids_SK: Tensor) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "way", "device"), places(*WAYS, cases=CASES))
 def test_slots_are_dealt_out(case: str, way: str, device: str) -> None:
-    skip_what_is_not_there(way, device, case)
     ids_SK, scores_SK, num_experts = drawn(case, device)
     for num_slots in bounds(ids_SK).values():
         check(WAYS[way](ids_SK, scores_SK, num_experts, num_slots), ids_SK, scores_SK, num_experts, num_slots)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "device"), places(*WAYS))
 def test_ids_and_scores_of_other_types(way: str, device: str) -> None:
-    skip_what_is_not_there(way, device)
     ids_SK, scores_SK, num_experts = drawn("some_absent", device)
     ids_SK, scores_SK = ids_SK.int(), scores_SK.double()
     check(WAYS[way](ids_SK, scores_SK, num_experts, 100), ids_SK, scores_SK, num_experts, 100)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.parametrize(("way", "device"), places("torch", "triton"))
 def test_a_score_without_a_slot_has_no_gradient(way: str, device: str) -> None:
-    skip_what_is_not_there(way, device)
     ids_SK, scores_SK, num_experts = drawn("some_absent", device)
     scores_SK.requires_grad_()
     slots = WAYS[way](ids_SK, scores_SK, num_experts, 30)
@@ -108,20 +112,16 @@ def test_a_score_without_a_slot_has_no_gradient(way: str, device: str) -> None:
     assert int((scores_SK.grad == 0).sum()) == ids_SK.numel() - 30 > int((ids_SK < 0).sum())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.parametrize(("way", "device"), places("torch", "triton"))
 def test_an_expanded_gradient_is_taken(way: str, device: str) -> None:
-    skip_what_is_not_there(way, device)
     ids_SK, scores_SK, num_experts = drawn("some_absent", device)
     scores_SK.requires_grad_()
     WAYS[way](ids_SK, scores_SK, num_experts, ids_SK.numel()).scores_R.sum().backward()
     torch.testing.assert_close(scores_SK.grad, (ids_SK >= 0).float())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", ["torch", "triton"])
+@pytest.mark.parametrize(("way", "device"), places("torch", "triton"))
 def test_slots_compile_as_one_graph(way: str, device: str) -> None:
-    skip_what_is_not_there(way, device)
     torch._dynamo.reset()
     lay_out = torch.compile(WAYS[way], fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
     ids_SK, scores_SK, num_experts = drawn("some_absent", device)
@@ -131,7 +131,6 @@ def test_slots_compile_as_one_graph(way: str, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_triton_slots_are_a_sound_operation(device: str) -> None:
-    skip_what_is_not_there("triton", device)
     ids_SK, scores_SK, num_experts = drawn("some_absent", device)
     args = (ids_SK, scores_SK.requires_grad_(), num_experts, 100)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
@@ -142,7 +141,6 @@ def test_triton_slots_are_a_sound_operation(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_triton_slots_without_choices_fetch_nothing(device: str) -> None:
-    skip_what_is_not_there("triton", device)
     none_SK = torch.empty(0, 3, dtype=torch.int32, device=device)
     assert fetch_scores(torch.zeros(4, device=device), none_SK).shape == (0, 3)
 

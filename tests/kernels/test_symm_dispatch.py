@@ -3,7 +3,6 @@
 That is what the barriers are for, so here they stand in the order of lines. The same runs on one GPU.
 """
 
-import os
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +22,7 @@ from titan_moe.kernels.symm_dispatch_rows import (
 
 NUM_LOCAL, TOP_K = 2, 3
 ROUTINGS = ("balanced", "skewed", "one_rank_empty", "all_to_one_rank", "dropped_choices", "nobody")
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Batch(NamedTuple):
@@ -56,24 +55,37 @@ def draw(routing: str, num_ranks: int, num_tokens: int, width: int, device: str,
     return Batch(x_PTD, ids_PTK, torch.rand(ids_PTK.shape, device=device), dy_PTD)
 
 
-def share_memory(num_ranks: int, num_tokens: int, width: int, device: str, dtype: torch.dtype) -> list[SymmArrays]:
-    """Every rank's arrays, poisoned: bytes of 255 are NaN, and -1 where they are integers."""
+def share_memory(
+    num_ranks: int, num_tokens: int, width: int, device: str, dtype: torch.dtype, max_rows: int | None = None
+) -> list[SymmArrays]:
+    """Every rank's arrays, poisoned: bytes of 255 are NaN, and -1 where they are integers. The memory has room for all
+    rows, the arrays for as many as they are told."""
+    max_rows = num_ranks * num_tokens if max_rows is None else max_rows
     size = symm_bytes(num_ranks, num_tokens, width, TOP_K, dtype)
     memories = [torch.full((size,), 255, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
     addresses_P = torch.tensor([memory.data_ptr() for memory in memories], device=device)
-    return [symm_arrays(memory, addresses_P, num_tokens, width, TOP_K, dtype) for memory in memories]
+    return [symm_arrays(memory, addresses_P, max_rows, width, TOP_K, dtype) for memory in memories]
 
 
-def plan(batch: Batch, arrays: list[SymmArrays]) -> tuple[list[Tensor], list[Tensor]]:
+def bytes_past(arrays: SymmArrays) -> Tensor:
+    """What lies behind a rank's arrays, which nobody may touch."""
+    memory = torch.empty(0, dtype=torch.uint8, device=arrays.rows.local.device).set_(
+        arrays.rows.local.untyped_storage()
+    )
+    return memory[arrays.rows.offset_bytes + arrays.rows.local.nbytes :]
+
+
+def plan(batch: Batch, arrays: list[SymmArrays]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     starts = [
         count_copies(ids, mine.counts, rank, NUM_LOCAL)
         for rank, (ids, mine) in enumerate(zip(batch.ids_PTK, arrays, strict=True))
     ]
     placed = [
-        place_copies(ids, start, mine.counts, rank, NUM_LOCAL)
+        place_copies(ids, start, mine.counts, rank, NUM_LOCAL, len(mine.rows.local))
         for rank, (ids, start, mine) in enumerate(zip(batch.ids_PTK, starts, arrays, strict=True))
     ]
-    return [places for places, _ in placed], [num_rows for _, num_rows in placed]
+    places, num_rows, overflowed = zip(*placed, strict=True)
+    return list(places), list(num_rows), list(overflowed)
 
 
 def push(x_PTD: Tensor, places: list[Tensor], num_rows: list[Tensor], arrays: list[SymmArrays]) -> list[Tensor]:
@@ -137,7 +149,8 @@ def experts_of(x: Tensor, ids: Tensor, scores: Tensor, weights_E: Tensor) -> Ten
 def check_layer(batch: Batch, arrays: list[SymmArrays], tolerance: float) -> None:
     """A layer forward and backward, against one that moves nothing."""
     weights_E = torch.linspace(0.5, 2, len(arrays) * NUM_LOCAL, device=batch.x_PTD.device)
-    places, num_rows = plan(batch, arrays)
+    places, num_rows, overflowed = plan(batch, arrays)
+    assert not any(overflowed)
     check_received(batch, places, num_rows, arrays)
     served = []
     for rank, mine in enumerate(arrays):
@@ -172,17 +185,11 @@ def check_layer(batch: Batch, arrays: list[SymmArrays], tolerance: float) -> Non
         torch.testing.assert_close(actual.flatten(0, 1).float(), expected, rtol=tolerance, atol=tolerance)
 
 
-def skip_without_triton(device: str) -> None:
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_symm_layer_equals_one_that_moves_nothing(routing: str, num_ranks: int, device: str) -> None:
     """Two layers in the same memory: the second finds what the first has left."""
-    skip_without_triton(device)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(num_ranks)
     num_tokens, width = int(torch.randint(1, 12, ())), 8 + num_ranks
@@ -196,11 +203,10 @@ def test_symm_layer_equals_one_that_moves_nothing(routing: str, num_ranks: int, 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_symm_plan_of_many_blocks(num_ranks: int, device: str) -> None:
     """More tokens than one program counts, rank counts that are no power of two, and ids of 32 bits."""
-    skip_without_triton(device)
     torch.manual_seed(0)
     batch = draw("balanced", num_ranks, 300, 4, device, torch.float32)
     arrays = share_memory(num_ranks, 300, 4, device, torch.float32)
-    places, num_rows = plan(batch._replace(ids_PTK=batch.ids_PTK.int()), arrays)
+    places, num_rows, _ = plan(batch._replace(ids_PTK=batch.ids_PTK.int()), arrays)
     check_received(batch, places, num_rows, arrays)
 
 
@@ -210,7 +216,8 @@ def test_symm_references_say_what_the_exchange_is(routing: str, num_ranks: int) 
     """Plain torch, on any machine: the plan against rows found one by one, the moves against a sum."""
     torch.manual_seed(num_ranks)
     batch = draw(routing, num_ranks, 13, 8, "cpu", torch.float32)
-    places_PTP, num_rows_P = place_copies_reference(batch.ids_PTK, NUM_LOCAL)
+    places_PTP, num_rows_P, overflowed_P = place_copies_reference(batch.ids_PTK, NUM_LOCAL, 13 * num_ranks)
+    assert not overflowed_P.any()
     rows_PSD = [torch.full((13 * num_ranks, 8), float("nan")) for _ in range(num_ranks)]
     for x_TD, places_TP in zip(batch.x_PTD, places_PTP, strict=True):
         push_rows_reference(x_TD, places_TP, rows_PSD)
@@ -226,19 +233,20 @@ def test_symm_references_say_what_the_exchange_is(routing: str, num_ranks: int) 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_symm_kernels_do_what_their_references_do(device: str) -> None:
-    """Two hundred plans: places, counts, rows and sums, bit for bit."""
-    skip_without_triton(device)
+    """Many plans, of which every other may have too little room: places, counts, rows and sums, bit for bit."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    for seed in range(200):
+    for seed in range(100 if device == "cpu" else 1000):
         torch.manual_seed(seed)
         num_ranks, routing = (2, 2, 2, 4, 4, 8)[seed % 6], ROUTINGS[seed // 6 % len(ROUTINGS)]
         num_tokens = int(torch.randint(0, 12, ()))
         batch = draw(routing, num_ranks, num_tokens, 8, device, dtype)
-        arrays = share_memory(num_ranks, num_tokens, 8, device, dtype)
-        places, num_rows = plan(batch, arrays)
-        places_PTP, num_rows_P = place_copies_reference(batch.ids_PTK, NUM_LOCAL)
-        assert torch.equal(torch.stack(places), places_PTP)
-        assert torch.equal(torch.stack(num_rows), num_rows_P)
+        max_rows = num_tokens * num_ranks
+        max_rows = max_rows if seed % 2 else int(torch.randint(0, max_rows + 1, ()))
+        arrays = share_memory(num_ranks, num_tokens, 8, device, dtype, max_rows)
+        planned = plan(batch, arrays)
+        for actual, expected in zip(planned, place_copies_reference(batch.ids_PTK, NUM_LOCAL, max_rows), strict=True):
+            assert torch.equal(torch.stack(actual), expected)
+        places, _, _ = planned
         rows_PSD = [torch.full_like(mine.rows.local, float("nan")) for mine in arrays]
         for rank, mine in enumerate(arrays):
             push_rows(batch.x_PTD[rank], places[rank], mine.rows, rank)
@@ -246,10 +254,55 @@ def test_symm_kernels_do_what_their_references_do(device: str) -> None:
         for rank, mine in enumerate(arrays):
             assert torch.equal(mine.rows.local.nan_to_num(7), rows_PSD[rank].nan_to_num(7))
             assert torch.equal(pull_rows(places[rank], mine.rows), pull_rows_reference(rows_PSD, places[rank]))
+            assert (bytes_past(mine) == 255).all()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("max_rows", [0, 5])
+def test_symm_reference_has_no_place_for_rows_without_room(num_ranks: int, max_rows: int) -> None:
+    """The first rows of a rank, by source and token, have places; the rest has none, and the flag is up."""
+    torch.manual_seed(num_ranks)
+    batch = draw("skewed", num_ranks, 13, 8, "cpu", torch.float32)
+    places_PTP, num_rows_P, overflowed_P = place_copies_reference(batch.ids_PTK, NUM_LOCAL, max_rows)
+    for rank in range(num_ranks):
+        wanted = wanted_rows(batch.ids_PTK, rank)
+        placed = {(s, t): places_PTP[s, t, rank].item() for s in range(num_ranks) for t in range(13)}
+        assert {pair: row for pair, row in placed.items() if row >= 0} == {
+            pair: row for row, pair in enumerate(wanted[:max_rows])
+        }
+        assert num_rows_P[rank] == min(max_rows, len(wanted)) and overflowed_P[rank] == (len(wanted) > max_rows)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("routing", ["skewed", "all_to_one_rank"])
+def test_symm_choices_of_rows_without_room_go_nowhere(routing: str, device: str) -> None:
+    """Ids, scores and rows of what has a place arrive; what has none is neither written anywhere nor read."""
+    torch.manual_seed(0)
+    batch, max_rows = draw(routing, 4, 13, 8, device, torch.float32), 9
+    arrays = share_memory(4, 13, 8, device, torch.float32, max_rows)
+    places, num_rows, overflowed = plan(batch, arrays)
+    assert any(overflowed) and max(num_rows) == max_rows
+    for rank, mine in enumerate(arrays):
+        push_choices(batch.ids_PTK[rank], batch.scores_PTK[rank], places[rank], mine, rank, NUM_LOCAL)
+    received = push(batch.x_PTD, places, num_rows, arrays)
+    for rank, mine in enumerate(arrays):
+        wanted = wanted_rows(batch.ids_PTK, rank)[:max_rows]
+        _, scores_SK = take_choices(mine, num_rows[rank])
+        for row, (source, token) in enumerate(wanted):
+            assert torch.equal(scores_SK[row], batch.scores_PTK[source, token])
+            assert torch.equal(received[rank][row], batch.x_PTD[source, token])
+        assert received[rank][len(wanted) :].isnan().all() and (bytes_past(mine) == 255).all()
+    # on the way home a choice whose row never went finds nothing, and no NaN of what was never written
+    for rank, (ids_TK, places_TP) in enumerate(zip(batch.ids_PTK, places, strict=True)):
+        ranks_TK = torch.where(ids_TK < 0, 0, ids_TK // NUM_LOCAL).long()
+        went_TK = (ids_TK >= 0) & (places_TP.gather(1, ranks_TK) >= 0)
+        expected = torch.where(went_TK, batch.scores_PTK[rank], 0)
+        assert torch.equal(pull_scores(ids_TK, places_TP, arrays[rank].scores, NUM_LOCAL), expected)
+        assert pull_rows(places_TP, arrays[rank].rows).isfinite().all()
 
 
 def test_symm_memory_that_is_too_small_is_refused() -> None:
     memory = torch.empty(symm_bytes(2, 4, 8, TOP_K, torch.float32), dtype=torch.uint8)
-    symm_arrays(memory, torch.zeros(2, dtype=torch.int64), 4, 8, TOP_K, torch.float32)
-    with pytest.raises(ValueError, match="5 tokens a rank of 2 ranks"):
-        symm_arrays(memory, torch.zeros(2, dtype=torch.int64), 5, 8, TOP_K, torch.float32)
+    symm_arrays(memory, torch.zeros(2, dtype=torch.int64), 8, 8, TOP_K, torch.float32)
+    with pytest.raises(ValueError, match="1000 rows from 2 ranks"):
+        symm_arrays(memory, torch.zeros(2, dtype=torch.int64), 1000, 8, TOP_K, torch.float32)

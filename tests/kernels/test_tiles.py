@@ -1,21 +1,17 @@
 """The tile map against its definition."""
 
-import os
-
 import pytest
 import torch
 
 from titan_moe.kernels.tiles import plan_tiles, plan_tiles_reference
 
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 BORDERS = [[3, 3, 300, 301], [0, 0, 0, 0], [128, 256, 256, 257], [320], [0, 0, 0, 0, 320]]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offsets", BORDERS, ids=str)
 def test_the_tile_map_is_its_definition(offsets: list[int], device: str) -> None:
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
     offsets_e = torch.tensor(offsets, dtype=torch.int32, device=device)
     actual, expected = plan_tiles(offsets_e, 320, 128), plan_tiles_reference(offsets_e, 320, 128)
     assert actual.experts_M.tolist() == expected.experts_M.tolist()

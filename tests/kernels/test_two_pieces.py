@@ -1,6 +1,5 @@
 """Weights in two pieces, own experts and clones behind them, give what they give in one, bit for bit."""
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,14 +13,33 @@ from titan_moe.kernels.expert_mlp import ExpertMLP, choose_expert_mlp
 from titan_moe.kernels.permute import sample_plans
 
 EXPERTS, OWN, WIDTH, HIDDEN = 5, 3, 64, 40
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
-MLPS = ["grouped_mm", "reference", "fused"]
+WIDTHS = ("GATHERS_BEFORE_UP_FROM", "GATHERS_BEFORE_GRADIENTS_FROM")
 
 
-def built(kernels: str, device: str, *, is_compiled: bool) -> tuple[ExpertMLP, torch.dtype]:
-    if kernels == "fused" and device == "cpu" and (is_compiled or os.environ.get("TRITON_INTERPRET") != "1"):
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
-    return choose_expert_mlp(kernels, "activation"), torch.bfloat16 if device == "cuda" else torch.float32
+def cases() -> list[Any]:
+    """Every MLP wherever it runs, eager and compiled; the one in Triton also as it serves wide experts."""
+    found = []
+    for kernels in ("grouped_mm", "reference", "fused", "wide"):
+        for is_compiled in (False, True):
+            name, is_triton = f"{kernels}-{'compiled' if is_compiled else 'eager'}", kernels in ("fused", "wide")
+            if not (is_triton and is_compiled):
+                marks = [pytest.mark.interpreted] if is_triton else []
+                found.append(pytest.param(kernels, is_compiled, "cpu", id=f"{name}-cpu", marks=marks))
+            found.append(pytest.param(kernels, is_compiled, "cuda", id=f"{name}-cuda", marks=pytest.mark.gpu))
+    return found
+
+
+@pytest.fixture
+def mlp(kernels: str, monkeypatch: pytest.MonkeyPatch) -> ExpertMLP:
+    if kernels == "wide":
+        from titan_moe.kernels import fused_expert_mlp
+
+        for name in WIDTHS:
+            monkeypatch.setattr(fused_expert_mlp, name, 1)
+    return choose_expert_mlp("fused" if kernels == "wide" else kernels, "activation")
+
+
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
 def drawn(name: str, device: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -55,15 +73,12 @@ def serve(mlp: Callable[..., Tensor], leaves: list[Tensor], plan: list[Tensor], 
     return [y_SD.detach(), grads[0], grads[1][:used], *grads[2:]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kernels", MLPS)
-def test_two_pieces_equal_one(kernels: str, is_compiled: bool, device: str) -> None:
-    mlp, dtype = built(kernels, device, is_compiled=is_compiled)
+@pytest.mark.parametrize(("kernels", "is_compiled", "device"), cases())
+def test_two_pieces_equal_one(mlp: ExpertMLP, is_compiled: bool, device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager") if is_compiled else mlp
     for name in ("random", "skewed", "empty_expert", "padded", "no_rows"):
-        leaves, plan = drawn(name, device, dtype)
+        leaves, plan = drawn(name, device, DTYPES[device])
         split, whole = serve(compiled, leaves, plan, is_split=True), serve(mlp, leaves, plan, is_split=False)
         for got, wanted in zip(split, whole, strict=True):
             assert torch.equal(got, wanted), name
@@ -85,12 +100,9 @@ def saved_bytes(function: Callable[[], Any], ignored: list[Tensor]) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("kernels", MLPS)
-def test_weights_in_two_pieces_are_not_kept_once_more(kernels: str, is_compiled: bool, device: str) -> None:
-    mlp, dtype = built(kernels, device, is_compiled=is_compiled)
-    leaves, plan = drawn("random", device, dtype)
+@pytest.mark.parametrize(("kernels", "is_compiled", "device"), cases())
+def test_weights_in_two_pieces_are_not_kept_once_more(mlp: ExpertMLP, is_compiled: bool, device: str) -> None:
+    leaves, plan = drawn("random", device, DTYPES[device])
     rows_R, slots_SK, offsets_e = plan
     x_SD, scores_R, gate_up, down = leaves
     pieces = [

@@ -1,8 +1,5 @@
 """Blocks whose norms and rotations are Triton: the same parameters, the same numbers, still one graph."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -27,8 +24,7 @@ ATTENTIONS = {
                            qk_rope_head_dim=4, v_head_dim=5),
 }  # fmt: skip
 TOKENS = (2, 7, 16)
-needs_interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter")
-DEVICES = [pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def built(attention: AttentionConfig, kernels: Kernels) -> Block:
@@ -92,10 +88,3 @@ def test_front_equals_torch(name: str, is_compiled: bool, device: str) -> None:
     expected, actual = (run_front(block, ATTENTIONS[name], device) for block in (plain, triton))
     tolerance = 1e-3 if device == "cuda" else 2e-5
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
-
-
-def test_in_the_interpreter() -> None:
-    """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "test_front_equals_torch and cpu"]
-    finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert finished.returncode == 0 and "8 passed" in finished.stdout, finished.stdout + finished.stderr

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.kernels.router import RoutingRule, choose_experts
-from titan_moe.layers.router import ForcedBalance, TopKRouter
+from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
+from titan_moe.plan.skew import WINDOW_TOKENS, skewed_counts
 
 MOE = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=8)
 WIDTH = 16
@@ -143,3 +144,31 @@ def test_forced_balance_is_shuffled_and_repeatable() -> None:
     assert not torch.equal(first, ForcedBalance(moe, cpu, seed=1)(scores_BNE))
     ranks_TK = first[0] // 8
     assert sum(len(set(ranks)) > 2 for ranks in ranks_TK.tolist()) > 8, "a token's experts are spread over 8 ranks"
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "num_ranks"), [(128, 8, 8), (64, 6, 8), (8, 2, 4), (128, 8, 1), (12, 3, 2)]
+)
+def test_forced_skew_deals_every_window_as_planned_and_distinct(num_experts: int, top_k: int, num_ranks: int) -> None:
+    force = ForcedSkew(MoEConfig(num_experts=num_experts, top_k=top_k), num_ranks, torch.device("cpu"))
+    num_tokens = 10 * WINDOW_TOKENS  # the second sequence comes round to the table's beginning
+    ids_TK = force(torch.rand(2, num_tokens, num_experts)).flatten(0, 1)
+    expected_E = torch.tensor(skewed_counts(num_experts, top_k, num_ranks))
+    for window_TK in ids_TK.split(WINDOW_TOKENS):
+        assert torch.equal(torch.bincount(window_TK.flatten(), minlength=num_experts), expected_E)
+    chosen_TE = torch.zeros(len(ids_TK), num_experts, dtype=torch.int64).scatter_(1, ids_TK, 1)
+    assert chosen_TE.sum(1).eq(top_k).all(), "a token's experts are distinct"
+
+
+def test_forced_skew_keeps_company_as_random_choices_do() -> None:
+    moe = MoEConfig(num_experts=128, top_k=8)
+    ids_TK = ForcedSkew(moe, 8, torch.device("cpu"))(torch.zeros(1, 16 * WINDOW_TOKENS, 128))[0]
+    ranks_TP = torch.zeros(len(ids_TK), 8).scatter_(1, ids_TK // 16, 1.0)
+    loads_E = torch.tensor(skewed_counts(128, 8, 8)).float()
+    drawn_TK = torch.multinomial(loads_E.expand(len(ids_TK), -1), 8, generator=torch.Generator().manual_seed(0))
+    drawn_TP = torch.zeros_like(ranks_TP).scatter_(1, drawn_TK // 16, 1.0)
+    torch.testing.assert_close(ranks_TP.sum(1).mean(), drawn_TP.sum(1).mean(), rtol=0.02, atol=0)
+    assert len(ids_TK[:1024].sort(-1).values.unique(dim=0)) > 64, "rows of one window are many"
+    first, again = (ForcedSkew(moe, 8, torch.device("cpu")).table_TK for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, ForcedSkew(moe, 8, torch.device("cpu"), seed=1).table_TK)

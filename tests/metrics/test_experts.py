@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_moe.metrics.experts import expert_loads, read
+from titan_moe.metrics.experts import expert_loads, rank_loads, read
 
 
 def test_loads():
@@ -21,6 +21,12 @@ def test_loads():
         "one": 4.0,
         "none": 0.0,
     }
+
+
+def test_loads_of_ranks_are_those_of_their_experts_together():
+    counts = {"skewed": torch.tensor([6, 0, 1, 1, 4, 0, 0, 0])}
+    assert {n: rank_loads(counts, n)["skewed"].item() for n in (1, 2, 4)} == {1: 1.0, 2: 8 / 6, 4: 2.0}
+    assert rank_loads(counts, 8)["skewed"] == expert_loads(counts)["skewed"] == 4.0
 
 
 def test_counts_beyond_the_integers_of_fp32():

@@ -96,11 +96,11 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
 
-def test_forced_balance_is_on_record(tmp_path, capsys):
+def test_forced_routing_is_on_record(tmp_path, capsys):
     meter = build(tmp_path, force=True)
     meter.start(0, 0)
-    assert log(meter, 1)["forced_balance"] is True
-    assert "FORCED BALANCE" in capsys.readouterr().out
+    assert log(meter, 1)["forced_routing"] == "balanced"
+    assert "ROUTING FORCED TO BE BALANCED" in capsys.readouterr().out
 
 
 def test_tensorboard_curves(tmp_path):

@@ -40,8 +40,8 @@ def test_steps_that_changed_nothing_or_were_taken_again_are_said() -> None:
     assert line.endswith("SKIPPED 2 steps, their gradients were not finite  1 steps taken again")
 
 
-def test_forced_balance_is_said_loudly():
-    assert describe(RECORD | {"forced_balance": True}, 20, "GPU").endswith("FORCED BALANCE")
+def test_forced_routing_is_said_loudly():
+    assert describe(RECORD | {"forced_routing": "skewed"}, 20, "GPU").endswith("ROUTING FORCED TO BE SKEWED")
 
 
 def test_validation_line():

@@ -1,10 +1,6 @@
 """A model that takes every Triton kernel trains as the one that takes none."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,17 +32,17 @@ CONFIG = ModelConfig(
 )
 MLA = AttentionConfig(kind="mla", num_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 DEVICES = [
-    pytest.param("cpu", torch.float32, 1e-4),
-    pytest.param("cuda", torch.bfloat16, 5e-2, marks=pytest.mark.gpu),
+    pytest.param("cpu", torch.float32, 1e-4, marks=pytest.mark.interpreted),
+    pytest.param("cuda", torch.bfloat16, 1e-2, marks=pytest.mark.gpu),
 ]
 
 
-def trained(config: ModelConfig, kernels: Kernels, device: str, dtype: torch.dtype) -> Transformer:
+def trained(config: ModelConfig, kernels: Kernels, device: str, dtype: torch.dtype, is_forced: bool) -> Transformer:
     """A model with the gradients of one batch."""
     model = Transformer(config, kernels=kernels, loss_chunk_tokens=16).to(device)
     init_weights(model, seed=0, std=0.2, num_layers=config.num_layers)
     model.to(dtype)
-    if dtype == torch.bfloat16:  # rounded otherwise, some token's best experts may be others: not an error, but a jump
+    if is_forced:  # rounded otherwise, some token's best experts may be others: not an error, but a jump
         for module in model.modules():
             if isinstance(module, TopKRouter):
                 module.force = ForcedBalance(config.moe, torch.device(device))
@@ -62,20 +58,19 @@ def trained(config: ModelConfig, kernels: Kernels, device: str, dtype: torch.dty
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("attention", [CONFIG.attention, MLA], ids=["gqa", "mla"])
 def test_triton_throughout(attention: AttentionConfig, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("Triton runs on GPUs, and in its interpreter")
-    config = replace(CONFIG, attention=attention)
-    plain, fused = (trained(config, kernels, device, dtype) for kernels in (DEFAULT_KERNELS, PRESETS["fused"]))
+    """As far from the exact gradients as PyTorch's own kernels are, or nearer."""
+    config, is_forced = replace(CONFIG, attention=attention), dtype == torch.bfloat16
+    exact, plain, fused = (
+        trained(config, kernels, device, width, is_forced)
+        for kernels, width in (
+            (PRESETS["reference"], torch.float64),
+            (DEFAULT_KERNELS, dtype),
+            (PRESETS["fused"], dtype),
+        )
+    )
     torch.testing.assert_close(fused.loss, plain.loss, rtol=tolerance, atol=0)
-    for (name, parameter), other in zip(plain.named_parameters(), fused.parameters(), strict=True):
-        error = (other.grad.float() - parameter.grad.float()).norm() / parameter.grad.float().norm()
-        assert error < tolerance, f"{name} differs by {error:.1e}"
+    for (name, wanted), *given in zip(exact.named_parameters(), plain.parameters(), fused.parameters(), strict=True):
+        of_plain, of_fused = (float((own.grad - wanted.grad).norm() / wanted.grad.norm()) for own in given)
+        assert of_fused < tolerance + 1.5 * of_plain, f"{name} differs by {of_fused:.1e}, PyTorch's by {of_plain:.1e}"
     for (name, buffer), other in zip(plain.named_buffers(), fused.buffers(), strict=True):
         torch.testing.assert_close(other, buffer, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_triton_throughout_in_the_interpreter() -> None:
-    """The interpreter must be chosen before Triton is imported: the same tests in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-k", "test_triton_throughout and cpu"]
-    finished = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert finished.returncode == 0 and "2 passed" in finished.stdout, finished.stdout + finished.stderr

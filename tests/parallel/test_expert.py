@@ -8,6 +8,7 @@ from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel import expert
 from titan_moe.parallel.mesh import build_meshes
@@ -21,7 +22,8 @@ def spread(kind: str, num_ranks: int, slots: str) -> tuple[str, str]:
     with torch.device("meta"):
         moe = MoE(CONFIG, Kernels(slots=slots))
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
-    expert.apply(nn.ModuleList([moe]), parallel, meshes, SlotBound())
+    memory = SymmMemory(torch.empty(0), torch.empty(num_ranks), 0) if kind == "symm_mem" else None
+    expert.apply(nn.ModuleList([moe]), parallel, meshes, SlotBound(), memory)
     return type(moe.dispatcher).__name__, moe.dispatcher.lay_out.__name__
 
 
@@ -31,5 +33,6 @@ def test_the_new_dispatcher_lays_out_slots_as_the_layer_was_told(ranks, slots: s
         ("local", 1, "LocalDispatcher"),
         ("allgather", 2, "AllGatherDispatcher"),
         ("alltoall", 2, "AllToAllDispatcher"),
+        ("symm_mem", 2, "SymmMemDispatcher"),
     ):
         assert ranks(num_ranks, spread, kind, num_ranks, slots) == [(dispatcher, lay_out)] * num_ranks

@@ -4,13 +4,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PrecisionConfig
+from titan_moe.config.recipe import most_tokens_at_once
+from titan_moe.config.train import MetricsConfig
+from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.plan.count import count_parameters
-from titan_moe.plan.memory import gathered_bytes_per_rank, state_bytes_per_rank
+from titan_moe.plan.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
 from titan_moe.plan.page import describe
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
@@ -55,3 +59,24 @@ def test_moments_may_be_smaller_or_larger_than_the_rest(master: Any, moments: An
     assert state_bytes_per_rank(recipe, 1) == expected * count_parameters(MODEL).total
     page = describe(recipe, 1)
     assert (f"parameters and gradients in {master}, moments in {moments}" in page) == (moments != "master")
+
+
+@pytest.mark.parametrize(("compute", "scores"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
+def test_ranks_share_what_their_dispatcher_opens(compute: Any, scores: str) -> None:
+    recipe = Recipe(
+        model=MODEL, parallel=ParallelConfig(ep=4, dispatcher="alltoall"), precision=PrecisionConfig(compute)
+    )
+    assert shared_bytes_per_rank(recipe) == 0 and "ranks share" not in describe(recipe, 4)
+    recipe = replace(recipe, parallel=replace(recipe.parallel, dispatcher="symm_mem"))
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    opened = symm_bytes(4, 8 * 256, 64, MODEL.moe.top_k, dtypes[compute], dtypes[scores])
+    assert shared_bytes_per_rank(recipe) == pytest.approx(opened, abs=1024)
+    assert "GiB of memory that ranks share" in describe(recipe, 4)
+
+
+def test_the_largest_batch_may_be_the_sample() -> None:
+    recipe = Recipe(model=MODEL)
+    assert most_tokens_at_once(recipe) == 8 * 256
+    assert most_tokens_at_once(replace(recipe, metrics=MetricsConfig(sample_tokens=5000))) == 64 + 5000
+    short = replace(recipe.train, seq_len_tokens=16, micro_batch_sequences=1)
+    assert most_tokens_at_once(replace(recipe, train=short, metrics=MetricsConfig(sample_tokens=10))) == 16 + 10

@@ -24,3 +24,10 @@ def test_the_gaps_of_a_replay_are_not_the_hosts(by_hand: ModuleType) -> None:
 def test_without_such_a_step_they_have_no_part(by_hand: ModuleType) -> None:
     alone = [event for event in by_hand.REPLAYED_STEPS if event["ts"] >= 2000]
     assert {span.part for span in read_events(alone).spans} == {"other"}
+
+
+def test_work_of_earlier_steps_names_nothing(by_hand: ModuleType) -> None:
+    """The device is behind: when the trace begins it still runs kernels whose launches nobody saw."""
+    late = [by_hand.kernel(900 + index, "gemm", -50 + 10 * index, -45 + 10 * index) for index in range(2)]
+    expected = [span.part for span in read_events(by_hand.REPLAYED_STEPS, num_steps=1).spans]
+    assert [span.part for span in read_events([*late, *by_hand.REPLAYED_STEPS], num_steps=1).spans] == expected

@@ -45,6 +45,15 @@ def test_steps_are_averaged(by_hand: ModuleType) -> None:
     assert both.parts["experts"].forward_ms == pytest.approx(one.parts["experts"].forward_ms)
 
 
+def test_work_of_an_earlier_step_is_not_this_ones(by_hand: ModuleType) -> None:
+    """The device is behind: the step begins when it has done what was launched before."""
+    earlier = by_hand.kernel(900, "gemm", -100, 40)
+    alone, behind = (split(read_events(events)) for events in (by_hand.STEP_ON_GPU, [earlier, *by_hand.STEP_ON_GPU]))
+    assert behind.step_ms == pytest.approx(alone.step_ms - 0.04)
+    assert behind.idle_ms == pytest.approx(alone.idle_ms - 0.04)
+    assert behind.parts == alone.parts
+
+
 def test_work_outlives_its_step_on_the_host(by_hand: ModuleType) -> None:
     late = by_hand.kernel(5, "late", 990, 1200)
     result = split(read_events([*by_hand.STEP_ON_GPU, late]))

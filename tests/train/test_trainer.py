@@ -177,12 +177,21 @@ def test_forced_balance_is_even_and_says_so(
     run = tiny("--train.steps=3", "--train.force_balanced_routing=true")
     assert run.train() == 0
     assert any("force_balanced_routing" in message for message in caplog.messages)
-    assert "FORCED BALANCE" in capsys.readouterr().out
-    assert all(record["forced_balance"] for record in run.records)
+    assert "ROUTING FORCED TO BE BALANCED" in capsys.readouterr().out
+    assert all(record["forced_routing"] == "balanced" for record in run.records)
     assert run.column("expert_load") == [{ROUTER: 1.0}] * 3
     honest = tiny("--train.steps=3")
     assert honest.train() == 0
-    assert honest.column("forced_balance") == [] and honest.column("expert_load")[0][ROUTER] > 1
+    assert honest.column("forced_routing") == [] and honest.column("expert_load")[0][ROUTER] > 1
+
+
+def test_forced_skew_is_uneven_in_all_steps_alike_and_says_so(tiny, caplog: pytest.LogCaptureFixture) -> None:
+    run = tiny("--train.steps=3", "--train.force_skewed_routing=true")
+    assert run.train() == 0
+    assert any("force_skewed_routing" in message for message in caplog.messages)
+    assert all(record["forced_routing"] == "skewed" for record in run.records)
+    loads = [load[ROUTER] for load in run.column("expert_load")]
+    assert loads == [loads[0]] * 3 and loads[0] == pytest.approx(1.8, rel=0.1), "a step is not whole windows"
 
 
 def test_a_trace_of_steps_is_written(tiny) -> None:

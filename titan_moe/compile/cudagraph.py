@@ -44,9 +44,19 @@ class Recorder:
         """Record a function; nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
         # threads that watch over NCCL ask the device things that a recording forbids: it binds this thread alone
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
-            outputs = function()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                outputs = function()
+        except RuntimeError:
+            _forget_recording(self.stream.device)
+            raise
         return Recording(graph.replay, graph.reset, outputs)
+
+
+def _forget_recording(device: torch.device) -> None:
+    """A spoilt recording leaves the generator in the belief that it is still recorded: nothing could draw from it."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 class Captured:

@@ -1,6 +1,7 @@
 """How a model is spread over ranks, as data: what `[parallel]` of a recipe may say, and the sizes that follow."""
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,15 +33,21 @@ class ParallelConfig:
     replica."""
     etp: int = 1
     """Tensor-parallel ranks inside an expert. Only 1 works today."""
-    dispatcher: Literal["local", "allgather", "alltoall"] = "local"
+    dispatcher: Literal["local", "allgather", "alltoall", "symm_mem"] = "local"
     """How rows reach their experts: `local` moves nothing (ep = 1), `allgather` gathers every row of the ep group
-    (no host read), `alltoall` sends each row once to each rank that wants it (one host read a layer)."""
-    overlap: Literal["none", "layer"] = "none"
+    (no host read), `alltoall` sends each row once to each rank that wants it (one host read a layer), `symm_mem` sends
+    as few as that and reads nothing on the host: GPUs of one node write into memory that they share, which holds all
+    rows of the ep group's largest microbatch on each of them. `symm_mem` was not measured on GPUs yet."""
+    overlap: Literal["none", "layer", "microbatch"] = "none"
     """What the dispatcher's messages travel under: `none` waits for each where it starts; `layer` starts them early and
     waits late, so that the slots are laid out while rows travel and the shared experts run while results do, in
-    backward too. The numbers are the same. Not measured on GPUs yet."""
+    backward too; `microbatch` interleaves the forward of each microbatch with the backward of the one before, block by
+    block, so that every message of one travels under compute of the other. It needs `gathers_once_a_step`, two or more
+    microbatches a step, and our own blocks in pieces; it keeps the activations of little more than one microbatch. The
+    numbers are the same. Neither was measured on GPUs yet."""
     expert_rank_capacity_factor: float = 0.0
-    """Slots that a rank lays out for its experts, over its balanced load, for `allgather`; 0 lays out the worst case.
+    """Slots that a rank lays out for its experts, over its balanced load, for `allgather` and `symm_mem`; for the
+    latter also the rows that it keeps for backward, over those that random routing sends it. 0 lays out the worst case.
     Nothing is dropped: a step whose rows do not fit is taken again without the bound, and counted in the metrics."""
     expert_clones: int = 0
     """Spare expert slots of a rank: for every exchange, hot experts are cloned onto ranks that have room, and their
@@ -103,6 +110,15 @@ def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:
         raise ValueError(f"pp * dp_replicate * ep * etp = {expert_ranks} does not divide the {world_size} ranks: {p}")
     edp = world_size // expert_ranks
     return ParallelSizes(world_size, p.pp, p.dp_replicate, dp_shard, p.cp, p.tp, edp, p.ep, p.etp)
+
+
+def ranks_of_a_node(world_size: int) -> int:
+    """How many ranks share a node, as torchrun told this one; without it, as in `check`, all of them.
+
+    The expert view puts the ranks of an ep group side by side, so a group is on one node if ep divides this number.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdigit() and int(told) > 0 else world_size
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

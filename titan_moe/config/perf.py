@@ -68,8 +68,8 @@ class CompileConfig:
     """Compile the dense part and the experts of every block, each as one full graph: on GPUs only, always, or never."""
     extent: Literal["pieces", "block"] = "pieces"
     """How much one graph spans: `pieces` leaves the dispatch between them eager; `block` takes a whole block, dispatch
-    and all, which needs a dispatcher that reads nothing on the host (`local`, `allgather`) and leaves a trace one part
-    a block. Not measured on a GPU yet."""
+    and all, which needs a dispatcher that reads nothing on the host (any but `alltoall`) and leaves a trace one part a
+    block. Not measured on a GPU yet."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
     then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""

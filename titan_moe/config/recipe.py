@@ -6,6 +6,7 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
 from titan_moe.config.train import (
+    SAMPLE_PROMPT_TOKENS,
     CheckpointConfig,
     DataConfig,
     MetricsConfig,
@@ -41,3 +42,11 @@ def num_microbatches(recipe: Recipe, world_size: int) -> int:
     """Count the forward and backward passes that a rank makes in one optimizer step."""
     sequences_at_once = recipe.train.micro_batch_sequences * resolve(recipe.parallel, world_size).dp
     return recipe.train.global_batch_sequences // sequences_at_once
+
+
+def most_tokens_at_once(recipe: Recipe) -> int:
+    """Count the tokens of the largest batch that a rank sends through the model: a microbatch, in training as in
+    validation, or the sample's prompt with all that was written behind it."""
+    train, sample_tokens = recipe.train, recipe.metrics.sample_tokens
+    sample = min(train.seq_len_tokens, SAMPLE_PROMPT_TOKENS) + sample_tokens if sample_tokens else 0
+    return max(train.micro_batch_sequences * train.seq_len_tokens, sample)

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+SAMPLE_PROMPT_TOKENS = 64
+"""How much of a held-out document the model reads before it writes `metrics.sample_tokens` of its own."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -35,6 +38,17 @@ class TrainConfig:
     force_balanced_routing: bool = False
     """Benchmarks only: replace the router's choice by an even one, so that runs can be compared; the log and the
     metrics say so."""
+    force_skewed_routing: bool = False
+    """Benchmarks only: replace the router's choice by an uneven one, fixed and the same in every layer, in which the
+    busiest expert has 1.8 times the mean load and the busiest of the ep ranks 1.2 times; the log and the metrics say
+    so."""
+
+    @property
+    def forced_routing(self) -> str:
+        """What replaces the router's choice: `balanced` or `skewed` routing; empty where nothing does."""
+        if self.force_balanced_routing:
+            return "balanced"
+        return "skewed" if self.force_skewed_routing else ""
 
 
 @dataclass(frozen=True)

@@ -63,4 +63,5 @@ def _microbatches(x: Tensor, micro_batch_sequences: int) -> Tensor:
 
 
 def _to(x: Tensor, device: torch.device) -> Tensor:
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    crosses = device.type == "cuda" and x.device.type == "cpu"
+    return x.pin_memory().to(device, non_blocking=True) if crosses else x.to(device)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import Routed, TokenDispatcher, routed
+from titan_moe.dispatch.base import InFlight, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.wire import BLOCKING, Wire, all_to_all
 from titan_moe.kernels.permute import gather_rows, sum_slots
 from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
@@ -36,6 +36,14 @@ class AllToAllExchange(NamedTuple):
     """Rows from each rank; their sum is S."""
     num_slots: int
     """Slots of this rank's experts (R), exact."""
+
+
+class Sent(NamedTuple):
+    """What a rank's choices and rows travel as."""
+
+    ids_SK: InFlight
+    scores_SK: InFlight
+    x_SD: InFlight
 
 
 class AllToAllDispatcher(TokenDispatcher):
@@ -67,21 +75,27 @@ class AllToAllDispatcher(TokenDispatcher):
         copies_TP, tokens_U = _lay_out_copies(wanted_TP, sum(rows_sent))
         return AllToAllExchange(topk_ids_TK, topk_scores_TK, tokens_U, copies_TP, rows_sent, rows_received, num_slots)
 
-    def send(self, x_TD: Tensor, exchange: AllToAllExchange) -> Routed:
-        start, wait = self.wire.all_to_all
-        way = (exchange.rows_received, exchange.rows_sent, self.group)
+    def start_send(self, x_TD: Tensor, exchange: AllToAllExchange) -> Sent:
+        start, way = self.wire.all_to_all.start, self._way_there(exchange)
         ids_SK = start(exchange.ids_TK[exchange.tokens_U].int(), *way)
         scores_SK = start(gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP), *way)
         x_SD = start(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP), *way)
-        slots = self._lay_out_slots(wait(ids_SK, *way), wait(scores_SK, *way), exchange.num_slots)
-        return routed(wait(x_SD, *way), slots, exchange)
+        return Sent(ids_SK, scores_SK, x_SD)
 
-    def send_back(self, y_SD: Tensor, exchange: AllToAllExchange) -> Tensor:
+    def receive(self, sent: Sent, exchange: AllToAllExchange) -> Routed:
+        wait, way = self.wire.all_to_all.wait, self._way_there(exchange)
+        slots = self._lay_out_slots(wait(sent.ids_SK, *way), wait(sent.scores_SK, *way), exchange.num_slots)
+        return routed(wait(sent.x_SD, *way), slots, exchange)
+
+    def send_back(self, y_SD: Tensor, exchange: AllToAllExchange) -> InFlight:
         return self.wire.all_to_all.start(y_SD, exchange.rows_sent, exchange.rows_received, self.group)
 
-    def reduce(self, y: Tensor, exchange: AllToAllExchange) -> Tensor:
+    def reduce(self, y: InFlight, exchange: AllToAllExchange) -> Tensor:
         y_UD = self.wire.all_to_all.wait(y, exchange.rows_sent, exchange.rows_received, self.group)
         return sum_slots(y_UD, exchange.tokens_U, exchange.copies_TP)
+
+    def _way_there(self, exchange: AllToAllExchange) -> tuple[list[int], list[int], dist.ProcessGroup]:
+        return exchange.rows_received, exchange.rows_sent, self.group
 
     def _lay_out_slots(self, ids_SK: Tensor, scores_SK: Tensor, num_slots: int) -> Slots:
         ids_SK = ids_SK - self.first_expert

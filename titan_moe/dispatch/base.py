@@ -16,6 +16,10 @@ Exchange = Any
 """What a dispatcher must remember between `prepare` and `reduce`; each dispatcher has its own named tuple."""
 
 
+InFlight = Any
+"""What travels between the two halves of a message: only the other half may touch it."""
+
+
 class Routed(NamedTuple):
     """The rows that this rank must serve, and who wants them.
 
@@ -83,17 +87,27 @@ class TokenDispatcher(ABC):
         """Work out who gets what. Ids are global experts, -1 for none; scores are fp32."""
 
     @abstractmethod
-    def send(self, x_TD: Tensor, exchange: Exchange) -> Routed:
-        """Bring rows, ids and scores to the ranks of the experts; differentiable in rows and scores."""
+    def start_send(self, x_TD: Tensor, exchange: Exchange) -> InFlight:
+        """Send rows, ids and scores to the ranks of the experts; differentiable in rows and scores. They may still
+        travel when this returns: what is computed before `receive` hides the messages."""
 
     @abstractmethod
-    def send_back(self, y_SD: Tensor, exchange: Exchange) -> Tensor:
+    def receive(self, sent: InFlight, exchange: Exchange) -> Routed:
+        """Wait for what `start_send` sent everyone, and lay out its slots. All of the result has arrived."""
+
+    @abstractmethod
+    def send_back(self, y_SD: Tensor, exchange: Exchange) -> InFlight:
         """Send each row's partial result to the rank where the row came from. It may still travel when this returns:
-        `reduce` alone may read the result, and what is computed before that hides the message."""
+        what is computed before `reduce` hides the message."""
 
     @abstractmethod
-    def reduce(self, y: Tensor, exchange: Exchange) -> Tensor:
-        """Sum a token's partial results, in at least fp32: -> [T, D]."""
+    def reduce(self, y: InFlight, exchange: Exchange) -> Tensor:
+        """Wait for what `send_back` sent everyone, and sum a token's partial results in at least fp32: -> [T, D]."""
+
+    @final
+    def send(self, x_TD: Tensor, exchange: Exchange) -> Routed:
+        """`receive` after `start_send`."""
+        return self.receive(self.start_send(x_TD, exchange), exchange)
 
     @final
     def dispatch(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Routed:

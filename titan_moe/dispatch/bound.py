@@ -1,10 +1,11 @@
-"""How many slots a rank lays out for its experts where rows from other ranks decide it, and the host must not ask.
+"""How many slots a rank lays out for its experts, and rows it has room for, where other ranks' routing decides it and
+the host must not ask.
 
 The worst case, every row of the group choosing experts of one rank, is as many times the balanced load as there are
 ranks. Slots for all of it would be safe, and mostly empty. A bound of a small factor times the balanced load
-(Megatron's expert-rank capacity factor) makes sizes static and small. Nothing is ever dropped for it: choices that do
-not fit raise a flag on the device, the optimizer step that they belong to changes nothing, and is taken again without
-the bound.
+(Megatron's expert-rank capacity factor) makes sizes static and small. Nothing is ever dropped for it: rows and choices
+that do not fit raise a flag on the device, the optimizer step that they belong to changes nothing, and is taken again
+without the bound.
 """
 
 import math
@@ -15,21 +16,22 @@ import torch
 from torch import Tensor
 
 SLOTS_ALIGNMENT = 128
-"""Slots are laid out in whole tiles of the expert kernels."""
+"""Slots are laid out in whole tiles of the expert kernels, and rows in as many."""
 
 
 class SlotBound:
     """The bound of all layers of a model, and whether any of them has met it.
 
     Args:
-        capacity_factor: slots of a rank over its balanced load; 0 lays out the worst case, which nothing overflows.
+        capacity_factor: slots of a rank over its balanced load, and rows over those that random routing sends it; 0
+            lays out the worst case, which nothing overflows.
     """
 
     def __init__(self, capacity_factor: float = 0.0, device: torch.device | str = "cpu") -> None:
         self.capacity_factor = capacity_factor
         self.is_lifted = False
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
-        """On the device: whether some choice found no slot since `reset`. Set anew by a forward that is repeated, to
+        """On the device: whether something found no room since `reset`. Set anew by a forward that is repeated, to
         the same."""
 
     @property
@@ -42,19 +44,23 @@ class SlotBound:
         """Whether a step's result must be looked at before it counts."""
         return self.capacity_factor > 0 and not self.is_lifted
 
-    def num_slots(self, balanced: int, worst: int) -> int:
+    def num_slots(self, balanced: float, worst: int) -> int:
         """Slots to lay out, from those of a balanced load and those of the worst."""
         if not self.can_overflow:
             return worst
         wanted = math.ceil(balanced * self.capacity_factor / SLOTS_ALIGNMENT) * SLOTS_ALIGNMENT
         return min(wanted, worst)
 
+    def num_rows(self, expected: float, worst: int) -> int:
+        """Rows to make room for, from those that random routing sends and those of the worst case."""
+        return self.num_slots(expected, worst)
+
     def reset(self) -> None:
         """Forget what overflowed."""
         self.overflowed.zero_()
 
     def book(self, overflowed: Tensor) -> None:
-        """Remember that a layer's choices did not fit, if they did not."""
+        """Remember that a layer's rows or choices did not fit, if they did not."""
         self.overflowed.logical_or_(overflowed)
 
     @contextmanager

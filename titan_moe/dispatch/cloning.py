@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import Exchange, Routed, TokenDispatcher
+from titan_moe.dispatch.base import Exchange, InFlight, Routed, TokenDispatcher
 from titan_moe.dispatch.clone_plan import plan_clones, spare_slots, takeovers
 from titan_moe.dispatch.wire import all_gather
 
@@ -52,14 +52,17 @@ class CloningDispatcher(TokenDispatcher):
         ids_TK, experts_Pc = self.settle(topk_ids_TK, nth_TK, counts_PE, self.num_spare, self.rank)
         return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), experts_Pc)
 
-    def send(self, x_TD: Tensor, exchange: CloningExchange) -> Routed:
-        routed = self.inner.send(x_TD, exchange.inner)
+    def start_send(self, x_TD: Tensor, exchange: CloningExchange) -> InFlight:
+        return self.inner.start_send(x_TD, exchange.inner)
+
+    def receive(self, sent: InFlight, exchange: CloningExchange) -> Routed:
+        routed = self.inner.receive(sent, exchange.inner)
         return routed._replace(exchange=exchange._replace(inner=routed.exchange))
 
-    def send_back(self, y_SD: Tensor, exchange: CloningExchange) -> Tensor:
+    def send_back(self, y_SD: Tensor, exchange: CloningExchange) -> InFlight:
         return self.inner.send_back(y_SD, exchange.inner)
 
-    def reduce(self, y: Tensor, exchange: CloningExchange) -> Tensor:
+    def reduce(self, y: InFlight, exchange: CloningExchange) -> Tensor:
         return self.inner.reduce(y, exchange.inner)
 
     def _number(self, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,9 @@ What flows between the two halves is memory that the network still writes: only 
 wants the gradient of a tensor in the tensor's shape. Rows that are gathered, or summed on their way, take the shape of
 both directions, P·T: they travel as P parts and are added up by whoever waits, in rank order and at least fp32, as on
 the blocking wire. Rows that are sent point to point are as many as leave in one direction and as many as arrive in the
-other; there the node of the start holds the message home, and the gradient that was sent flows past it unread. The
-results are those of the blocking wire bit for bit.
+other; there both halves know a mailbox for the message home, and the gradient that was sent flows past it unread. The
+results are those of the blocking wire bit for bit. Whoever cuts autograd between the halves must hand both over, the
+gradient untouched and the mailbox too.
 
 The functional collectives of PyTorch keep the handle of a message beside its tensor, hold what is sent until somebody
 waits, and can be traced. They are called inside autograd functions of our own, which decide where a gradient's message
@@ -19,7 +20,7 @@ starts and where it is waited for.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,29 +50,49 @@ def _must_be_reached(ctx: Any, x: Tensor) -> None:
     ctx.save_for_backward(x.new_empty(0))
 
 
+class Mailbox:
+    """Where the message home lies, from the backward of the wait to that of the start."""
+
+    def __init__(self) -> None:
+        self.message: Tensor | None = None
+
+    def take(self) -> Tensor:
+        """The message, which is then gone from here."""
+        message, self.message = self.message, None
+        assert message is not None, "the backward of the wait comes first"
+        return message
+
+
+class Rows(NamedTuple):
+    """Rows on their way from rank to rank, and where their gradients will come home."""
+
+    x: Tensor
+    home: Mailbox
+
+
 class _StartAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, home: Mailbox, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+        ctx.home = home
         return _exchange(x, received, sent, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        home, ctx.home = ctx.home, None
-        return _wait(home), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _wait(ctx.home.take()), None, None, None, None
 
 
 class _WaitAllToAll(torch.autograd.Function):
     """Eager only, as all who send point to point: their sizes come from the host."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, start: Any, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, home: Mailbox, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
         _must_be_reached(ctx, x)
-        ctx.start, ctx.received, ctx.sent, ctx.group = start, received, sent, group
+        ctx.home, ctx.received, ctx.sent, ctx.group = home, received, sent, group
         return _wait(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        ctx.start.home = _exchange(grad, ctx.sent, ctx.received, ctx.group)
+        ctx.home.message = _exchange(grad, ctx.sent, ctx.received, ctx.group)
         return grad, None, None, None, None
 
 
@@ -120,12 +141,13 @@ class _WaitReduceScatter(torch.autograd.Function):
         return _gather(grad, ctx.group, ctx.num_ranks), None, None
 
 
-def _start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    return _StartAllToAll.apply(x, received, sent, group.group_name)
+def _start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Rows:
+    home = Mailbox()
+    return Rows(_StartAllToAll.apply(x, home, received, sent, group.group_name), home)
 
 
-def _wait_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    return _WaitAllToAll.apply(x, x.grad_fn, received, sent, group.group_name)
+def _wait_all_to_all(rows: Rows, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    return _WaitAllToAll.apply(*rows, received, sent, group.group_name)
 
 
 def _start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

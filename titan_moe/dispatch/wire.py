@@ -108,8 +108,8 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 class Message(NamedTuple):
     """A collective in two halves, which take the same arguments after the tensor."""
 
-    start: Callable[..., Tensor]
-    """Hand the rows over. Nobody may read the result before `wait`."""
+    start: Callable[..., Any]
+    """Hand the rows over: -> what travels. Nobody may read it before `wait`."""
     wait: Callable[..., Tensor]
     """What `start` returned -> the rows that have arrived."""
 

@@ -3,8 +3,10 @@
 S rows · R expert slots, sorted by expert · e local experts · D width of a row · F hidden width
 
 Physics: 4·R·D·F FLOPs, bound by the matrix units from about 200 slots an expert on. The rows are gathered while the
-GEMM loads its tiles, so no permuted copy of them exists; gate and up of the same columns are accumulated side by side,
-so that the epilogue has both and writes the pre-activation (for backward) and the weighted activation, each once.
+GEMM loads its tiles, so no permuted copy of them exists; gate and up of the same columns are one product of twice as
+many columns, which reads the rows from shared memory once, and are split afterwards, so that the epilogue has both and
+writes the pre-activation (for backward) and the weighted activation, each once. Rows that were gathered before come by
+TMA, which is faster than pointers by more than the gather costs where F is large.
 """
 
 from typing import NamedTuple
@@ -14,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_moe.kernels.tiles import Tiles
+from titan_moe.kernels.tiles import Tiles, place_in_groups
 
 TILE_ROWS = 128
 
@@ -25,50 +27,44 @@ class UpTiles(NamedTuple):
     features: int = 128
     """Columns of gate and of up that a program computes."""
     inner: int = 64
-    is_one_product: bool = False
-    """Whether gate and up are one product of twice the columns, split afterwards: fewer reads of the rows."""
+    group: int = 8
+    """Tiles of rows that share columns while they run."""
     num_warps: int = 8
-    num_stages: int = 3
+    num_stages: int = 4
 
 
 MEASURED = UpTiles()
-"""569 TFLOP/s on an H200; 541 with 4 stages."""
 
 
 @triton.jit
 def _expert_up_kernel(
-    x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
-    F: tl.constexpr, D: tl.constexpr, ONE_PRODUCT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
+    F: tl.constexpr, D: tl.constexpr, GATHERS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_columns: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    tile, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
+    tile, column = place_in_groups(tl.program_id(0), tl.num_programs(0) // num_columns, num_columns, GROUP)
     expert = tl.load(experts_ptr + tile)
     if expert < 0:
         return
     begin, end = tl.load(begins_ptr + tile), tl.load(ends_ptr + tile)
     slots = begin + tl.arange(0, BLOCK_R)
     is_slot = slots < end
-    rows = tl.load(rows_ptr + slots, mask=is_slot, other=0).to(tl.int64)
     features = column * BLOCK_F + tl.arange(0, BLOCK_F)
     is_feature = features < F
     inner = tl.arange(0, BLOCK_D)
-    x_ptrs = x_ptr + rows[:, None] * D + inner[None, :]
-    if ONE_PRODUCT:
-        both = tl.zeros((BLOCK_R, 2 * BLOCK_F), dtype=tl.float32)
-        for k in range(0, D, BLOCK_D):
-            x = tl.load(x_ptrs + k, mask=is_slot[:, None] & (inner < D - k)[None, :], other=0.0)
-            weight = weight_desc.load([expert * 2, column * BLOCK_F, k]).reshape(2 * BLOCK_F, BLOCK_D)
-            both = tl.dot(x, weight.T, both, input_precision="ieee")
-        gate, up = tl.split(both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1))
-    else:
-        first_gate = expert * 2 * F + column * BLOCK_F
-        gate = tl.zeros((BLOCK_R, BLOCK_F), dtype=tl.float32)
-        up = tl.zeros((BLOCK_R, BLOCK_F), dtype=tl.float32)
-        for k in range(0, D, BLOCK_D):
-            x = tl.load(x_ptrs + k, mask=is_slot[:, None] & (inner < D - k)[None, :], other=0.0)
-            gate = tl.dot(x, weight_desc.load([first_gate, k]).T, gate, input_precision="ieee")
-            up = tl.dot(x, weight_desc.load([first_gate + F, k]).T, up, input_precision="ieee")
+    if GATHERS:
+        rows = tl.load(rows_ptr + slots, mask=is_slot, other=0).to(tl.int64)
+        x_ptrs = x + rows[:, None] * D + inner[None, :]
+    both = tl.zeros((BLOCK_R, 2 * BLOCK_F), dtype=tl.float32)
+    for k in range(0, D, BLOCK_D):
+        if GATHERS:
+            left = tl.load(x_ptrs + k, mask=is_slot[:, None] & (inner < D - k)[None, :], other=0.0)
+        else:
+            left = x.load([begin, k])
+        weight = weight_desc.load([expert * 2, column * BLOCK_F, k]).reshape(2 * BLOCK_F, BLOCK_D)
+        both = tl.dot(left, weight.T, both, input_precision="ieee")
+    gate, up = tl.split(both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1))
     # the activation is made of the rounded pre-activation, as backward will see it
     gate = gate.to(hidden_ptr.dtype.element_ty)
     up = up.to(hidden_ptr.dtype.element_ty)
@@ -84,21 +80,24 @@ def _expert_up_kernel(
 
 
 def expert_up(
-    x_SD: Tensor, rows_R: Tensor, scores_R: Tensor, weight_e2FD: Tensor, tiles: Tiles, cut: UpTiles = MEASURED
+    x: Tensor, rows_R: Tensor | None, scores_R: Tensor, weight_e2FD: Tensor, tiles: Tiles, cut: UpTiles = MEASURED
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written."""
-    _, _, num_features, width = weight_e2FD.shape
-    hidden_R2F = x_SD.new_empty(rows_R.numel(), 2 * num_features)
-    active_RF = x_SD.new_empty(rows_R.numel(), num_features)
+    """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
+
+    `x` is [S, D] and read through `rows_R`, or, without it, [R, D] with a row for each slot.
+    """
+    num_slots, (_, _, num_features, width) = scores_R.numel(), weight_e2FD.shape
+    hidden_R2F, active_RF = x.new_empty(num_slots, 2 * num_features), x.new_empty(num_slots, num_features)
+    if not num_slots:
+        return hidden_R2F, active_RF
+    left = x if rows_R is not None else TensorDescriptor.from_tensor(x, [tiles.rows, cut.inner])
     # a block may run over the end of its expert's gate or up half: those columns are computed and not stored
-    if cut.is_one_product:
-        weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.features, cut.inner])
-    else:
-        weights = TensorDescriptor.from_tensor(weight_e2FD.view(-1, width), [cut.features, cut.inner])
+    weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.features, cut.inner])
     grid = (tiles.experts_M.numel() * triton.cdiv(num_features, cut.features),)
     _expert_up_kernel[grid](
-        x_SD, rows_R, scores_R, weights, hidden_R2F, active_RF, tiles.experts_M, tiles.begins_M, tiles.ends_M,
-        F=num_features, D=width, ONE_PRODUCT=cut.is_one_product,
-        BLOCK_R=tiles.rows, BLOCK_F=cut.features, BLOCK_D=cut.inner, num_warps=cut.num_warps, num_stages=cut.num_stages,
+        left, rows_R, scores_R, weights, hidden_R2F, active_RF, tiles.experts_M, tiles.begins_M, tiles.ends_M,
+        F=num_features, D=width, GATHERS=rows_R is not None,
+        BLOCK_R=tiles.rows, BLOCK_F=cut.features, BLOCK_D=cut.inner, GROUP=cut.group,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     return hidden_R2F, active_RF

@@ -6,21 +6,37 @@ Physics: 2·R·I·O FLOPs, bound by the matrix units from about 200 slots an exp
 GEMM loads its tiles, so no permuted copy of them exists.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.tiles import Tiles
+from titan_moe.kernels.tiles import Tiles, place_in_groups
+
+
+class GatherTiles(NamedTuple):
+    """How the kernel cuts its work; `tools/sweep_expert_gemms.py` times others."""
+
+    outputs: int = 256
+    inner: int = 64
+    group: int = 8
+    """Tiles of rows that share columns while they run."""
+    num_warps: int = 8
+    num_stages: int = 4
+
+
+MEASURED = GatherTiles()
 
 
 @triton.jit
 def _gather_mm_kernel(
     x_ptr, rows_ptr, weight_ptr, out_ptr, experts_ptr, begins_ptr, ends_ptr,
     I: tl.constexpr, O: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
-    tile, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
+    tile, column = place_in_groups(tl.program_id(0), tl.num_programs(0) // num_columns, num_columns, GROUP)
     expert = tl.load(experts_ptr + tile)
     if expert < 0:
         return
@@ -42,13 +58,13 @@ def _gather_mm_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None] & is_column[None, :])
 
 
-def gather_mm(x_SI: Tensor, rows_R: Tensor, weight_eIO: Tensor, tiles: Tiles) -> Tensor:
+def gather_mm(x_SI: Tensor, rows_R: Tensor, weight_eIO: Tensor, tiles: Tiles, cut: GatherTiles = MEASURED) -> Tensor:
     """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written."""
     _, width, out_width = weight_eIO.shape
     out_RO = x_SI.new_empty(rows_R.numel(), out_width)
-    block_o = 256  # measured on H200: 650 TFLOP/s with 4 stages, 583 with 3, 495 with half the width
-    _gather_mm_kernel[(tiles.experts_M.numel() * triton.cdiv(out_width, block_o),)](
+    _gather_mm_kernel[(tiles.experts_M.numel() * triton.cdiv(out_width, cut.outputs),)](
         x_SI, rows_R, weight_eIO, out_RO, tiles.experts_M, tiles.begins_M, tiles.ends_M,
-        I=width, O=out_width, BLOCK_R=tiles.rows, BLOCK_O=block_o, BLOCK_I=64, num_warps=8, num_stages=4,
+        I=width, O=out_width, BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_I=cut.inner, GROUP=cut.group,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     return out_RO

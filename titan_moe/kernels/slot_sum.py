@@ -1,10 +1,11 @@
-"""Sum each row's slots, from memory to memory.
+"""Sum each row's slots, or copy each slot's row, from memory to memory.
 
 S rows · R expert slots · K choices a row · D width
 
 Physics: memory-bound, reads at most S·K·D elements and writes S·D; a choice without a slot reads nothing.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,3 +33,14 @@ def slot_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
             y_RD, slots_SK, out_SD, width, K=num_choices, BLOCK_D=block_d, num_warps=4
         )
     return out_SD
+
+
+@torch.library.custom_op("titan_moe::slot_rows", mutates_args=())
+def slot_rows(x_SD: Tensor, rows_R: Tensor) -> Tensor:
+    """[S, D] -> [R, D], each slot's row. Not differentiable."""
+    return slot_sum(x_SD, rows_R[:, None])
+
+
+@slot_rows.register_fake
+def _(x_SD: Tensor, rows_R: Tensor) -> Tensor:
+    return x_SD.new_empty(rows_R.numel(), x_SD.shape[1])

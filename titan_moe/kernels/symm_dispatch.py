@@ -1,10 +1,11 @@
 """The memory that ranks of one node share when rows travel without the host, and the rules of its use.
 
-P ranks of the group · T tokens on each of them · S rows a rank can receive, P·T · K choices a token · D width
+P ranks of the group · T tokens on each of them · S rows a rank can receive, at most P·T · K choices a token · D width
 
 Every rank has an allocation of the same layout, and a table with the address of everyone's: a kernel reads and writes
 a peer's arrays as it does its own. The rows take nearly all of it, P·T·D elements: 0.5 GiB for 8 ranks of 16,384
-tokens of width 2048 in bf16, whatever the routing.
+tokens of width 2048 in bf16, whatever the routing. An exchange may lay out fewer rows over it, S; all ranks must agree
+on how many, and no two exchanges need to.
 
 Exchanges come in phases. In the *write* phase of an exchange a rank fills arrays, its own or its peers'; in its *read*
 phase it reads them. A barrier of the group stands before each phase. So one rule is enough for the arrays to be used
@@ -63,10 +64,9 @@ class SymmArrays(NamedTuple):
 
 
 def _layout(
-    num_ranks: int, num_tokens: int, width: int, num_choices: int, row_dtype: torch.dtype, score_dtype: torch.dtype
+    num_ranks: int, num_rows: int, width: int, num_choices: int, row_dtype: torch.dtype, score_dtype: torch.dtype
 ) -> tuple[list[tuple[tuple[int, ...], torch.dtype, int]], int]:
     """Shape, dtype and offset of each array, and the bytes of all."""
-    num_rows = num_ranks * num_tokens
     layout, end = [], 0
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]] = (
         ((num_ranks,), torch.int32),
@@ -89,32 +89,33 @@ def symm_bytes(
     row_dtype: torch.dtype,
     score_dtype: torch.dtype = torch.float32,
 ) -> int:
-    """Bytes that each rank must allocate for `num_tokens` tokens a rank."""
-    return _layout(num_ranks, num_tokens, width, num_choices, row_dtype, score_dtype)[1]
+    """Bytes that each rank must allocate for `num_tokens` tokens a rank, whatever the routing."""
+    return _layout(num_ranks, num_ranks * num_tokens, width, num_choices, row_dtype, score_dtype)[1]
 
 
 def symm_arrays(
     memory: Tensor,
     memory_at_P: Tensor,
-    num_tokens: int,
+    num_rows: int,
     width: int,
     num_choices: int,
     row_dtype: torch.dtype,
     score_dtype: torch.dtype = torch.float32,
 ) -> SymmArrays:
-    """Lay arrays over this rank's memory; ranks that do so with the same numbers see the same arrays.
+    """Lay arrays with room for `num_rows` rows over this rank's memory; ranks that do so with the same numbers see the
+    same arrays.
 
     Shapes: memory uint8 [at least symm_bytes(...)], aligned to 16 bytes; memory_at_P int64 [P].
 
     Raises: ValueError if the memory is too small.
     """
     num_ranks = memory_at_P.numel()
-    layout, wanted = _layout(num_ranks, num_tokens, width, num_choices, row_dtype, score_dtype)
+    layout, wanted = _layout(num_ranks, num_rows, width, num_choices, row_dtype, score_dtype)
     if memory.numel() < wanted:
         raise ValueError(
-            f"{num_tokens} tokens a rank of {num_ranks} ranks, {num_choices} choices and {width} wide in {row_dtype} "
-            f"take {wanted} bytes of symmetric memory, and {memory.numel()} were allocated: allocate it for the "
-            f"largest microbatch"
+            f"{num_rows} rows from {num_ranks} ranks, with {num_choices} choices and {width} wide in {row_dtype}, take "
+            f"{wanted} bytes of symmetric memory, and {memory.numel()} were allocated: allocate it for the largest "
+            f"microbatch"
         )
     arrays = [
         SymmArray(memory[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape), memory_at_P, at)

@@ -1,6 +1,6 @@
 """Send a row's expert choices beside it, and bring the gradients of their scores home.
 
-P ranks of the group · T tokens on each of them · S rows a rank can receive, P·T · K choices a token · e experts a rank
+P ranks of the group · T tokens on each of them · S rows a rank has room for · K choices a token · e experts a rank
 
 Physics: latency-bound. 8 bytes a choice travel with each copy, 64 a row of 8 choices, against the 4096 of the row
 itself in bf16 of width 2048; on the way home only the rank that has a choice's expert knows its gradient, so a choice

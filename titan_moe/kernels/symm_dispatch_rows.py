@@ -1,6 +1,6 @@
 """Push rows into the memories of peers, pull their results back, and copy what lies in one's own.
 
-P ranks of the group · T tokens on each of them · S rows a rank can receive, P·T · D width
+P ranks of the group · T tokens on each of them · S rows a rank has room for · D width
 
 Physics: bound by the links. A row goes once to each rank that wants it, D elements each: with 8 of 128 experts over 8
 ranks 4.67 of a token's 5.34 copies leave the device, 313 MB of 16,384 tokens of width 2048, 0.9 ms at 350 GB/s; a pull

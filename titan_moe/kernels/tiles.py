@@ -28,6 +28,19 @@ class Tiles(NamedTuple):
     """Slots of a full tile."""
 
 
+@triton.jit
+def place_in_groups(program, num_rows, num_columns, GROUP: tl.constexpr):
+    """The row and the column of a program's tile: column by column within groups of rows.
+
+    Programs that run at one time then share rows and columns, and find in the L2 cache what another has loaded; row by
+    row, wide weights would come from memory once for each row of tiles.
+    """
+    first = program // (GROUP * num_columns) * GROUP
+    size = tl.minimum(num_rows - first, GROUP)
+    within = program % (GROUP * num_columns)
+    return first + within % size, within // size
+
+
 def plan_tiles_reference(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
     """The definition, expert by expert on the host."""
     tiles = []

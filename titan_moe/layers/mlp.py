@@ -36,7 +36,7 @@ class GatedMLP(nn.Module):
 
 
 class NoMLP(nn.Module):
-    """No shared experts: adds nothing."""
+    """No shared experts: there is nothing to add."""
 
-    def forward(self, x: Tensor) -> int:
-        return 0
+    def forward(self, x: Tensor) -> None:
+        return None

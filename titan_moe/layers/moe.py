@@ -3,11 +3,15 @@
 B batch · N sequence · T tokens (B·N) · D model width · L latent width · K choices a token
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
-from titan_moe.dispatch.base import TokenDispatcher
+from titan_moe.dispatch.base import Exchange, InFlight, TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.kernels.expert_mlp import choose_expert_mlp
 from titan_moe.kernels.slots import choose_lay_out
@@ -19,9 +23,11 @@ from titan_moe.layers.router import TopKRouter
 class MoE(nn.Module):
     """Send each token to its best experts and add their weighted results, and the shared experts'.
 
-    What a layer does not have is an object that does nothing: no latent is `nn.Identity`, no shared expert returns 0,
-    no expert parallelism is a `LocalDispatcher`. Where experts live on other ranks, another dispatcher sits in
+    What a layer does not have is an object that does nothing: no latent is `nn.Identity`, no shared expert is a sum of
+    one, no expert parallelism is a `LocalDispatcher`. Where experts live on other ranks, another dispatcher sits in
     `dispatcher`.
+
+    `forward` is `send`, `serve` and `collect`; each hands the next what it needs, messages in flight among it.
 
     Example:
         >>> import torch
@@ -41,18 +47,35 @@ class MoE(nn.Module):
         mlp = choose_expert_mlp(kernels.experts, moe.score_on)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)
         self.shared_experts = _shared_experts(config)
+        self.sum: Callable[[Tensor, Any], Tensor] = torch.add if moe.shared_ffn_hidden_size else _of_one
         self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()
         self.latent_up = nn.Linear(width, config.hidden_size, bias=False) if moe.latent_size else nn.Identity()
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
+        return self.collect(*self.serve(*self.send(x_BND))).unflatten(0, x_BND.shape[:2])
+
+    def send(self, x_BND: Tensor) -> tuple[Tensor, InFlight, Exchange]:
+        """Choose experts and send the rows on their way to them."""
         x_TD = x_BND.flatten(0, 1)
         topk_scores_TK, topk_ids_TK = self.router(x_BND)  # sees sequences: per-sequence balance needs them
-        routed = self.dispatcher.dispatch(self.latent_down(x_TD), topk_ids_TK, topk_scores_TK)
+        x_TL = self.latent_down(x_TD)
+        exchange = self.dispatcher.prepare(topk_ids_TK, topk_scores_TK)
+        return x_TD, self.dispatcher.start_send(x_TL, exchange), exchange
+
+    def serve(self, x_TD: Tensor, sent: InFlight, exchange: Exchange) -> tuple[Any, InFlight, Exchange]:
+        """Serve the rows that arrive and send the results on their way home."""
+        routed = self.dispatcher.receive(sent, exchange)
         y = self.dispatcher.send_back(self.experts(routed), routed.exchange)
-        shared_TD = self.shared_experts(x_TD)  # while results may still travel
-        y_TL = self.dispatcher.reduce(y, routed.exchange)
-        return (self.latent_up(y_TL) + shared_TD).unflatten(0, x_BND.shape[:2])
+        return self.shared_experts(x_TD), y, routed.exchange  # shared experts while results may still travel
+
+    def collect(self, shared_TD: Any, y: InFlight, exchange: Exchange) -> Tensor:
+        """Add up the results that come home: -> [T, D]."""
+        return self.sum(self.latent_up(self.dispatcher.reduce(y, exchange)), shared_TD)
+
+
+def _of_one(y_TD: Tensor, _: None) -> Tensor:
+    return y_TD
 
 
 def _shared_experts(config: ModelConfig) -> nn.Module:

@@ -13,6 +13,7 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.kernels.router import RoutingRule, choose_router
 from titan_moe.kernels.router_logits import choose_router_logits
 from titan_moe.layers.balance import LoadBalance
+from titan_moe.plan.skew import WINDOW_TOKENS, skewed_counts
 
 
 class ForcedBalance:
@@ -32,6 +33,39 @@ class ForcedBalance:
         num_sequences, num_tokens, num_experts = logits_BNE.shape
         places = torch.arange(num_sequences * num_tokens * self.top_k, device=logits_BNE.device) % num_experts
         return self.ring_E[places].view(num_sequences, num_tokens, self.top_k)
+
+
+class ForcedSkew:
+    """Benchmarks only: load experts and ranks unevenly, as `plan/skew.py` says, whatever the scores say.
+
+    A token takes K distinct experts, each as often as its load wants (systematic sampling): experts lie on a line, in
+    random order, each as long as its count of a window, and a token takes those at K points that are a window apart;
+    no expert is longer than that. Every window has its loads exactly, and sixteen orders of experts keep a token's
+    company, and so the ranks that its row goes to, as mixed as random choices would.
+
+    All layers have the same table. So the same rank is the busy one in all of them: its activations are the most that
+    one rank can have, and no layer makes good what another cost, as could be where the busy rank changed.
+    """
+
+    NUM_ORDERS = 16
+
+    def __init__(self, config: MoEConfig, num_ranks: int, device: torch.device, seed: int = 0) -> None:
+        """`num_ranks` share the experts, in consecutive pieces."""
+        generator = torch.Generator().manual_seed(seed)
+        counts_E = torch.tensor(skewed_counts(config.num_experts, config.top_k, num_ranks))
+        windows = []
+        for _ in range(self.NUM_ORDERS):
+            order_E = torch.randperm(config.num_experts, generator=generator)
+            line = order_E.repeat_interleave(counts_E[order_E])
+            window_TK = line.view(config.top_k, WINDOW_TOKENS).T
+            windows.append(window_TK[torch.randperm(WINDOW_TOKENS, generator=generator)])
+        self.table_TK = torch.cat(windows).to(device)
+
+    def __call__(self, logits_BNE: Tensor) -> Tensor:
+        """[B, N, E] -> experts [B, N, K]."""
+        num_sequences, num_tokens, _ = logits_BNE.shape
+        places = torch.arange(num_sequences * num_tokens, device=logits_BNE.device) % len(self.table_TK)
+        return self.table_TK[places].unflatten(0, (num_sequences, num_tokens))
 
 
 class TopKRouter(nn.Module):

@@ -17,6 +17,14 @@ def expert_loads(tokens_per_expert: dict[str, Tensor]) -> dict[str, Tensor]:
     return {layer: count_E.max() / count_E.mean().clamp_min(1e-12) for layer, count_E in counts.items()}
 
 
+def rank_loads(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> dict[str, Tensor]:
+    """The same of the ranks that share a layer's experts, each with as many consecutive ones.
+
+    A layer takes as long as its busiest rank, so this is what uneven routing costs at least.
+    """
+    return expert_loads({layer: count_E.view(num_ranks, -1).sum(1) for layer, count_E in tokens_per_expert.items()})
+
+
 def read(values: Sequence[Tensor | float]) -> list[float]:
     """Bring scalars to the host in one transfer, however many tensors are among them."""
     tensors = [value.detach().double().reshape(()) for value in values if isinstance(value, Tensor)]

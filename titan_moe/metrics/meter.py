@@ -85,7 +85,7 @@ class Meter:
         loads = expert_loads(tokens_per_expert)
         scalars = read([loss, aux_loss, grad_norm, num_skipped, *loads.values()])
         measured = self.throughput.measure()  # after the read: the device has finished the step
-        record = {
+        record: dict[str, Any] = {
             "step": step,
             **dict(zip(("loss", "aux_loss", "grad_norm"), scalars[:3], strict=True)),
             "lr": lr,
@@ -96,8 +96,8 @@ class Meter:
             "skipped_steps": int(scalars[3]),
             "rerun_steps": num_reruns,
         }
-        if self.recipe.train.force_balanced_routing:
-            record["forced_balance"] = True
+        if self.recipe.train.forced_routing:
+            record["forced_routing"] = self.recipe.train.forced_routing
         self._write(record)
         return record
 

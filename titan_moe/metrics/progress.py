@@ -57,8 +57,8 @@ def describe(record: dict[str, Any], total_steps: int, unit: str) -> str:
         words.append(f"SKIPPED {record['skipped_steps']} steps, their gradients were not finite")
     if record["rerun_steps"]:
         words.append(f"{record['rerun_steps']} steps taken again")
-    if record.get("forced_balance"):
-        words.append("FORCED BALANCE")
+    if "forced_routing" in record:
+        words.append(f"ROUTING FORCED TO BE {record['forced_routing'].upper()}")
     return "  ".join(words)
 
 

@@ -39,7 +39,7 @@ def apply(model: nn.Module) -> None:
 def _mark_moe(moe: MoE) -> None:
     dispatcher: TokenDispatcher = moe.dispatcher
     _mark(moe.router, "router", "forward")
-    _mark(dispatcher, "dispatch", "prepare", "send")
+    _mark(dispatcher, "dispatch", "prepare", "start_send", "receive")
     _mark(dispatcher, "combine", "send_back", "reduce")
     _mark(moe.experts, "experts", "forward")
     if not isinstance(moe.shared_experts, NoMLP):

@@ -45,16 +45,17 @@ class Transformer(nn.Module):
         self, tokens_BN: Tensor, labels_BN: Tensor | None = None, document_ids_BN: Tensor | None = None
     ) -> Tensor:
         """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] their summed loss (fp32 or wider)."""
-        contexts = self._contexts(tokens_BN, document_ids_BN)
+        contexts = self.contexts(tokens_BN, document_ids_BN)
         x_BND = self.embed(tokens_BN)
         for name, block in self.layers.items():
             x_BND = block(x_BND, contexts[name])
-        x_BND = self.norm(x_BND)
-        if labels_BN is None:
-            return self.head(x_BND)
-        return self.head.loss(x_BND.flatten(0, 1), labels_BN.flatten())
+        return self.head(self.norm(x_BND)) if labels_BN is None else self.loss(x_BND, labels_BN)
 
-    def _contexts(self, tokens_BN: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
+    def loss(self, x_BND: Tensor, labels_BN: Tensor) -> Tensor:
+        """The summed loss of what the last block returns."""
+        return self.head.loss(self.norm(x_BND).flatten(0, 1), labels_BN.flatten())
+
+    def contexts(self, tokens_BN: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
         """By layer; layers that reach equally far share a mask, so that it is made once."""
         attention, num_tokens, device = self.config.attention, tokens_BN.shape[1], tokens_BN.device
         tables = rope_tables(attention, num_tokens, device)

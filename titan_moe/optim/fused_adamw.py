@@ -53,7 +53,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 continue
             states = [self.state[parameter] for parameter in parameters]
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, self.one - found_inf)
+            torch._foreach_add_(steps, [self.one - found_inf] * len(steps))  # of one tensor it would ask the host
             adamw(
                 [local(parameter) for parameter in parameters],
                 [local(parameter.grad) for parameter in parameters],

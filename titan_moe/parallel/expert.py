@@ -9,34 +9,41 @@ from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.clone_weights import CloneFetcher
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.split_wire import SPLIT
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.wire import BLOCKING
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.mesh import Meshes
 
-WIRES = {"none": BLOCKING, "layer": SPLIT}
+WIRES = {"none": BLOCKING, "layer": SPLIT, "microbatch": SPLIT}
 """The recipe's `parallel.overlap` -> how messages travel."""
 
 
-def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, bound: SlotBound) -> None:
+def apply(
+    model: nn.Module, config: ParallelConfig, meshes: Meshes, bound: SlotBound, memory: SymmMemory | None = None
+) -> None:
     """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
 
     The new dispatcher lays out slots as the one before it did. All layers share one `bound` of slots, and so one flag
-    that says whether any of them overflowed.
+    that says whether any of them overflowed; with `symm_mem` they share the `memory` of the ep group too.
     """
     for module in model.modules():
         if isinstance(module, MoE):
-            module.dispatcher = _dispatcher(module, config, meshes, bound)
+            module.dispatcher = _dispatcher(module, config, meshes, bound, memory)
             if config.ep > 1:
                 _shard(module.experts, meshes)
             if config.expert_clones:
                 _let_lend(module, config.expert_clones, meshes)
 
 
-def _dispatcher(moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBound) -> TokenDispatcher:
+def _dispatcher(
+    moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBound, memory: SymmMemory | None
+) -> TokenDispatcher:
     num_experts, lay_out = moe.router.weight.shape[0] + config.ep * config.expert_clones, moe.dispatcher.lay_out
     if config.dispatcher == "local":
         return LocalDispatcher(num_experts, lay_out)
+    if memory is not None:
+        return SymmMemDispatcher(num_experts, memory, lay_out, bound)
     if config.dispatcher == "allgather":
         return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound, WIRES[config.overlap])
     return AllToAllDispatcher(num_experts, meshes.ep.get_group(), lay_out, WIRES[config.overlap])

@@ -16,6 +16,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PrecisionConfig
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.plan.schedule import ROOT
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -26,11 +27,12 @@ def apply(
     precision: PrecisionConfig,
     meshes: Meshes,
     *,
-    blocks_are_one_graph: bool = False,
+    experts_come_with_blocks: bool = False,
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
-    Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph.
+    Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph. So
+    they are where blocks run in pieces: hooks would fire in one of them, and parameters come and go `ByHand`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=_unless_equal(precision.compute, precision.master),
@@ -44,7 +46,7 @@ def apply(
             _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
         reshards_block = reshards and config.reshard_after_forward
         fully_shard(block, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshards_block)
-        if blocks_are_one_graph:
+        if experts_come_with_blocks:
             for experts in _experts_of(block):
                 _gather_at_the_door(experts, block)
     fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=False)
@@ -66,6 +68,43 @@ def keep_gathered(model: nn.Module, keeps: bool) -> None:
     """Let the coming backwards leave parameters gathered and gradients unreduced, or finish both."""
     _fsdp(model).set_requires_gradient_sync(not keeps)
     _fsdp(model).set_reshard_after_backward(not keeps)
+
+
+class ByHand:
+    """Gathers parameters once a step and settles gradients for who runs pieces of blocks, which no hook sees.
+
+    Does what the hooks do with parameters that are kept gathered for a step (`keep_gathered`), bit for bit. Layers are
+    those of plan/schedule.py.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = _fsdp(fully_shard.state(model))
+        self.root._lazy_init()  # or groups would not know each other's streams
+        blocks = enumerate(model.get_submodule("layers").children())
+        self.modules = {ROOT: [model], **{layer: [block, *_experts_of(block)] for layer, block in blocks}}
+        self.handles: dict[int, list[Any]] = {}
+
+    def gather(self, layer: int) -> None:
+        """Start to gather a layer's parameters."""
+        self.handles[layer] = [_fsdp(module).unshard(async_op=True) for module in self.modules[layer]]
+
+    def wait(self, layer: int) -> None:
+        """Let what follows read them."""
+        for handle in self.handles.pop(layer):
+            handle.wait()
+
+    @torch.no_grad()
+    def settle(self, layer: int, *, is_last: bool) -> None:
+        """Add what a microbatch's backward has left to the layer's gradients, in the dtype of the reduction; after the
+        last one, start to reduce them, and free the parameters."""
+        for module in reversed(self.modules[layer]):
+            _fsdp(module).set_requires_gradient_sync(is_last, recurse=False)
+            _fsdp(module).set_reshard_after_backward(is_last, recurse=False)
+            _fsdp(fully_shard.state(module))._fsdp_param_group.post_backward()
+
+    def finish(self) -> None:
+        """Let what follows read the reduced gradients."""
+        self.root._root_post_backward_final_callback()
 
 
 def let_go(model: nn.Module) -> None:
@@ -113,7 +152,7 @@ def _experts_of(block: nn.Module) -> list[Any]:
     return [module for module in block.modules() if isinstance(module, GroupedExperts)]
 
 
-def _fsdp(module: nn.Module) -> Any:
+def _fsdp(module: Any) -> Any:
     return module
 
 

@@ -25,8 +25,8 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
 def _obstacles_of_experts(recipe: Recipe) -> Iterator[str]:
     if recipe.parallel.dispatcher == "alltoall":
         yield (
-            'parallel.dispatcher = "alltoall" reads the counts of every layer on the host; take "allgather", or '
-            '"local" with ep = 1'
+            'parallel.dispatcher = "alltoall" reads the counts of every layer on the host; take "allgather" or '
+            '"symm_mem", or "local" with ep = 1'
         )
     if recipe.perf.chosen_kernels.experts == "reference":
         yield 'the "reference" experts read their borders on the host; take perf.kernels = "grouped_mm" or "fused"'

@@ -89,9 +89,12 @@ def copies_on_the_wire(recipe: Recipe) -> float:
         return 0.0
     if recipe.parallel.dispatcher == "allgather":
         return num_ranks - 1
-    elsewhere = moe.num_experts - moe.num_experts // num_ranks
-    is_spared = math.comb(elsewhere, moe.top_k) / math.comb(moe.num_experts, moe.top_k)
-    return (num_ranks - 1) * (1 - is_spared)
+    return (num_ranks - 1) * visit_probability(moe.num_experts, moe.num_experts // num_ranks, moe.top_k)
+
+
+def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:
+    """How likely a token is to have a choice among a rank's experts, if it chooses at random."""
+    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
 
 
 def sharding_bytes(recipe: Recipe, world_size: int) -> float:

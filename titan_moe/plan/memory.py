@@ -1,8 +1,8 @@
 """What of a GPU's memory is spoken for before the first activation."""
 
 from titan_moe.config.parallel import resolve
-from titan_moe.config.recipe import Recipe
-from titan_moe.plan.count import count_parameters
+from titan_moe.config.recipe import Recipe, most_tokens_at_once
+from titan_moe.plan.count import count_parameters, expert_width
 
 BYTES_OF_DTYPE = {"bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -25,6 +25,16 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     count, sizes = count_parameters(recipe.model), resolve(recipe.parallel, world_size)
     whole = count.total - count.routed_experts + count.routed_experts / sizes.ep
     return round(whole * (BYTES_OF_DTYPE[recipe.precision.compute] + BYTES_OF_DTYPE[recipe.precision.reduce]))
+
+
+def shared_bytes_per_rank(recipe: Recipe) -> int:
+    """Count the bytes of the memory that `symm_mem` shares: every row of the ep group's largest batch, with the ids and
+    scores of its choices. What tells ranks of each other's counts comes on top, a few hundred bytes."""
+    if recipe.parallel.dispatcher != "symm_mem":
+        return 0
+    element = BYTES_OF_DTYPE[recipe.precision.compute]
+    row = expert_width(recipe.model) * element + recipe.model.moe.top_k * (4 + max(element, 4))
+    return recipe.parallel.ep * most_tokens_at_once(recipe) * row
 
 
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:

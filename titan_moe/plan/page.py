@@ -7,7 +7,7 @@ from titan_moe.plan.capture import obstacles
 from titan_moe.plan.count import ParameterCount, count
 from titan_moe.plan.kernel_choice import choose_for, in_words
 from titan_moe.plan.kernel_table import measured_devices
-from titan_moe.plan.memory import gathered_bytes_per_rank, state_bytes_per_rank
+from titan_moe.plan.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
 
 LABEL_WIDTH = 12
 
@@ -63,7 +63,7 @@ def _experts(recipe: Recipe) -> str:
         return "none"
     shared = f", shared width {moe.shared_ffn_hidden_size}" if moe.shared_ffn_hidden_size else ""
     latent = f", latent width {moe.latent_size}" if moe.latent_size else ""
-    forced = "; routing FORCED to be balanced" if recipe.train.force_balanced_routing else ""
+    forced = f"; routing FORCED to be {recipe.train.forced_routing}" if recipe.train.forced_routing else ""
     chosen = f"{moe.top_k} of {moe.num_experts} a token, width {moe.ffn_hidden_size}"
     return f"{chosen}{shared}{latent}, {moe.score_fn} scores{forced}"
 
@@ -117,7 +117,9 @@ def _memory(recipe: Recipe, world_size: int) -> str:
         kept = f"parameters and gradients in {master}, moments in {moments}"
     gathered = gathered_bytes_per_rank(recipe, world_size) / 2**30
     during_a_step = f" {gathered:.3g} GiB of whole parameters and gradients during a step and" if gathered else ""
-    return f"{gib:.3g} GiB a rank: {kept};{during_a_step} activations come on top"
+    shared = shared_bytes_per_rank(recipe) / 2**30
+    among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""
+    return f"{gib:.3g} GiB a rank: {kept};{during_a_step}{among_ranks} activations come on top"
 
 
 def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:

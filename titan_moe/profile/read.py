@@ -33,7 +33,7 @@ class Timeline:
     spans: list[Span]
     """Work, in order of its beginning."""
     start_us: float
-    """Beginning of the first step."""
+    """Beginning of the first step, or, on a GPU, end of the work that was launched before it."""
     stop_us: float
     """End of the last step and of all work that it launched."""
     num_steps: int
@@ -76,12 +76,15 @@ def read_events(
     steps.sort(key=lambda step: step["ts"])
     device = [event for event in complete if event.get("cat") in ON_DEVICE]
     host = list(attribute(_host_event(event) for event in complete if event.get("cat") in ON_HOST))
-    spans = _device_spans(device, host, steps[0]["ts"] + steps[0]["dur"]) if device else _host_spans(host)
+    spans = _device_spans(device, host, steps[0]) if device else _host_spans(host)
     steps = steps[-num_steps:] if num_steps else steps
     start_us = min(step["ts"] for step in steps)
     stop_us = max(step["ts"] + step["dur"] for step in steps)
     if device:
-        stop_us = max(stop_us, max(span.stop_us for span in spans))
+        # it works behind the host: at first still on steps before these, at last when the host has left the last one
+        earlier, spans = _parted(spans, start_us)
+        start_us = max([start_us, *(span.stop_us for span in earlier)])
+        stop_us = max([stop_us, *(span.stop_us for span in spans)])
     inside = (span for span in spans if span.stop_us > start_us and span.start_us < stop_us)
     return Timeline(
         spans=sorted(inside, key=lambda span: span.start_us),
@@ -107,7 +110,7 @@ def _host_event(event: dict[str, Any]) -> HostEvent:
 
 
 def _device_spans(
-    device: list[dict[str, Any]], host: Iterable[tuple[HostEvent, HostEvent | None]], first_step_stop_us: float
+    device: list[dict[str, Any]], host: Iterable[tuple[HostEvent, HostEvent | None]], first_step: dict[str, Any]
 ) -> list[Span]:
     launches = {
         event.args["correlation"]: event
@@ -123,8 +126,20 @@ def _device_spans(
             replays[launch.args["correlation"]].append(span)
         else:
             launched.append(span)
-    of_first_step = (span for span in launched if (span.launched_us or 0.0) <= first_step_stop_us)
+    begin_us, stop_us = first_step["ts"], first_step["ts"] + first_step["dur"]
+    of_first_step = (s for s in launched if s.launched_us is not None and begin_us <= s.launched_us <= stop_us)
     return [*launched, *name_replayed(replays.values(), of_first_step)]
+
+
+def _parted(spans: list[Span], start_us: float) -> tuple[list[Span], list[Span]]:
+    """Work launched before a time, and since. What was launched nobody knows when goes by when it ran."""
+    began_us = min((s.start_us for s in spans if s.launched_us is not None and s.launched_us >= start_us), default=0.0)
+    earlier: list[Span] = []
+    since: list[Span] = []
+    for span in spans:
+        is_earlier = span.start_us < began_us if span.launched_us is None else span.launched_us < start_us
+        (earlier if is_earlier else since).append(span)
+    return earlier, since
 
 
 def _device_span(event: dict[str, Any], launch: HostEvent | None) -> Span:

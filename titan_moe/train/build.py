@@ -1,26 +1,28 @@
 """The assembly: transforms over a built model, in one visible order, and the parts of a run around it."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe, RecipeError
-from titan_moe.config.parallel import resolve
+from titan_moe.config.parallel import ParallelConfig, resolve
+from titan_moe.data.packing import Batch
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.router import ForcedBalance, TopKRouter
+from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
 from titan_moe.memory import recompute
 from titan_moe.metrics import regions
 from titan_moe.optim.adamw import build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
-from titan_moe.parallel import expert, fsdp
+from titan_moe.parallel import expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
+from titan_moe.parallel.overlap import forward_backward_interleaved
 from titan_moe.parallel.shards import local_slice
 from titan_moe.titan import OptimizersContainer
 from titan_moe.train.step import TrainStep, forward_backward, forward_backward_gathered
@@ -52,7 +54,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     )
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(model, recipe.model.moe.bias_update_speed, meshes.data_group)
-    run_batch = forward_backward_gathered if recipe.parallel.gathers_once_a_step else forward_backward
+    run_batch = _forward_backward(recipe.parallel)
     num_skipped = torch.zeros((), dtype=torch.int64, device=device)
     step = TrainStep(
         model, optimizers, balancer, bound, recipe.optim.max_grad_norm, meshes.data_group, num_skipped, run_batch
@@ -63,19 +65,26 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
 def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: SlotBound) -> nn.Module:
     """Build, spread, compile and initialise the model of a recipe on this rank."""
     model = build_on_meta(recipe)
-    expert.apply(model, recipe.parallel, meshes, bound)  # experts leave the dense mesh before FSDP looks
+    memory = symm_memory.share_memory(model, recipe, meshes, device)
+    expert.apply(model, recipe.parallel, meshes, bound, memory)  # experts leave the dense mesh before FSDP looks
     regional.apply(model, recipe.compile, device)  # blocks or pieces, so that FSDP's hooks stay outside the graphs
     if recipe.profile.start_step:
         regions.apply(model)  # names for the trace, around compiled pieces and inside what is recomputed
     recompute.apply(model, recipe.memory)  # around what is compiled, experts also inside it
-    spans_blocks = regional.spans_blocks(recipe.compile, device)
+    no_hook_fires_inside = regional.spans_blocks(recipe.compile, device) or recipe.parallel.overlap == "microbatch"
     # outermost: gathers around what is compiled
-    fsdp.apply(model, recipe.parallel, recipe.precision, meshes, blocks_are_one_graph=spans_blocks)
+    fsdp.apply(model, recipe.parallel, recipe.precision, meshes, experts_come_with_blocks=no_hook_fires_inside)
     model.to_empty(device=device)
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
-    if recipe.train.force_balanced_routing:
-        force_balanced_routing(model, recipe, device)
+    if recipe.train.forced_routing:
+        force_routing(model, recipe, device)
     return model
+
+
+def _forward_backward(parallel: ParallelConfig) -> Callable[[nn.Module, Batch, Tensor], Tensor]:
+    if parallel.overlap == "microbatch":
+        return forward_backward_interleaved
+    return forward_backward_gathered if parallel.gathers_once_a_step else forward_backward
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
@@ -98,9 +107,10 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
     return model
 
 
-def force_balanced_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-    """Replace every router's choice by an even one (benchmarks only)."""
-    force = ForcedBalance(recipe.model.moe, device)
+def force_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
+    """Replace every router's choice by an even or an uneven one (benchmarks only)."""
+    is_balanced, moe = recipe.train.force_balanced_routing, recipe.model.moe
+    force = ForcedBalance(moe, device) if is_balanced else ForcedSkew(moe, recipe.parallel.ep, device)
     for module in model.modules():
         if isinstance(module, TopKRouter):
             module.force = force

@@ -35,6 +35,7 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield device
+            _leave_together(device)
         finally:
             dist.destroy_process_group()
 
@@ -50,6 +51,13 @@ def _device(config: RunConfig) -> torch.device:
         problem = f"rank {index} of this host has no GPU, PyTorch sees {num_gpus}; start at most {num_gpus} ranks on it"
         raise RecipeError([problem])
     return torch.device("cuda", index)
+
+
+def _leave_together(device: torch.device) -> None:
+    """Let no rank's memory go while a peer may still read it: what ranks of a node share does not ask its owner."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        dist.all_reduce(torch.zeros(1))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor
 from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMisfit
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.parse import dump_recipe
+from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
 from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
@@ -35,7 +36,6 @@ from titan_moe.train.step import StepResult
 logger = logging.getLogger("titan_moe")
 
 STEPS_BETWEEN_GARBAGE_COLLECTIONS = 100
-PROMPT_TOKENS = 64
 
 
 def run(recipe: Recipe) -> None:
@@ -201,7 +201,8 @@ class Trainer:
     def _write_sample(self) -> None:
         """Let the model continue a held-out prompt. Every rank takes part, the main one prints."""
         metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
-        prompt_BN = next(iter(self.loader.validation_batches())).tokens_MBN[0, :1, :PROMPT_TOKENS].to(self.device)
+        tokens_MBN = next(iter(self.loader.validation_batches())).tokens_MBN
+        prompt_BN = tokens_MBN[0, :1, :SAMPLE_PROMPT_TOKENS].to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
         with evaluating(self.model), self.step.step.bound.lifted():
             tokens_BN = self.model.generate(
@@ -224,8 +225,10 @@ class Trainer:
             self.device.type,
             self.run_folder,
         )
-        if self.recipe.train.force_balanced_routing:
-            logger.warning("train.force_balanced_routing = true: the router's choice is replaced, for benchmarks only")
+        forced = self.recipe.train.forced_routing
+        if forced:
+            key = f"train.force_{forced}_routing"
+            logger.warning("%s = true: the router's choice is replaced, for benchmarks only", key)
 
 
 def _patient_barrier() -> Callable[[], None]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest, nearest_multiples
 
@@ -63,26 +65,82 @@ def _ep_needs_a_wire(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.ep > 1 and p.dispatcher == "local":
         yield (
             f'parallel.dispatcher = "local" moves nothing, but parallel.ep = {p.ep} spreads the experts over ranks; '
-            'take "alltoall" or "allgather", or ep = 1'
+            'take "alltoall", "allgather" or "symm_mem", or ep = 1'
         )
 
 
 def _overlap_has_messages(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    if p.overlap != "none" and p.dispatcher == "local":
+    if p.overlap != "none" and p.dispatcher in ("local", "symm_mem"):
+        sends = "sends none" if p.dispatcher == "local" else "sends none that travel while anything is computed"
         yield (
-            f'parallel.overlap = "{p.overlap}" hides messages, and parallel.dispatcher = "local" sends none; set it to '
-            '"none", or spread the experts with "alltoall" or "allgather"'
+            f'parallel.overlap = "{p.overlap}" hides messages, and parallel.dispatcher = "{p.dispatcher}" {sends}; set '
+            'it to "none", or spread the experts with "alltoall" or "allgather"'
+        )
+
+
+def _symm_mem_has_gpus(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.parallel.dispatcher == "symm_mem" and recipe.run.device == "cpu":
+        yield (
+            'parallel.dispatcher = "symm_mem" does not exist with run.device = "cpu"; take "alltoall" or "allgather", '
+            'or run.device = "cuda"'
+        )
+
+
+def _symm_mem_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.dispatcher == "symm_mem" and p.ep <= 1:
+        yield (
+            f'parallel.dispatcher = "symm_mem" shares memory between the ranks of an ep group, and parallel.ep = '
+            f'{p.ep} leaves each alone; take "local", or a larger ep'
+        )
+
+
+def _symm_mem_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_local = recipe.parallel, ranks_of_a_node(world_size)
+    if p.dispatcher == "symm_mem" and leaves_a_rest(p.ep, num_local):
+        yield (
+            f"parallel.ep = {p.ep} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
+            f'"symm_mem" needs; take a divisor of it ({divisors(num_local)}), or "alltoall"'
+        )
+
+
+def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, train = recipe.parallel, recipe.train
+    if p.overlap != "microbatch":
+        return
+    setting = 'parallel.overlap = "microbatch"'
+    way_out = 'parallel.overlap = "layer"'
+    if not p.gathers_once_a_step:
+        yield (
+            f"{setting} runs two microbatches on the same gathered parameters; set parallel.gathers_once_a_step = true,"
+            f" or take {way_out}"
+        )
+    if recipe.compile.regional != "off" and recipe.compile.extent == "block":
+        yield f'{setting} runs blocks in pieces; take compile.extent = "pieces", or {way_out}'
+    if recipe.memory.recompute == "block":
+        yield f'{setting} runs blocks in pieces; take memory.recompute = "experts" or "none", or {way_out}'
+    if recipe.model.class_ != ModelConfig.class_:
+        yield (
+            f'{setting} knows the pieces of "{ModelConfig.class_}" alone, and model.class = "{recipe.model.class_}"; '
+            f"take {way_out}"
+        )
+    sequences = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))
+    if 0 < train.global_batch_sequences < 2 * sequences:
+        yield (
+            f"{setting} needs two microbatches a step or more, and train.global_batch_sequences = "
+            f"{train.global_batch_sequences} is one of {sequences} over all ranks; take {2 * sequences} or more, or "
+            "fewer train.micro_batch_sequences"
         )
 
 
 def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     factor = p.expert_rank_capacity_factor
-    if factor != 0 and p.dispatcher != "allgather":
+    if factor != 0 and p.dispatcher not in ("allgather", "symm_mem"):
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} bounds nothing with parallel.dispatcher = "
-            f'"{p.dispatcher}", whose slots are exact; set it to 0, or take "allgather"'
+            f'"{p.dispatcher}", whose slots are exact; set it to 0, or take "allgather" or "symm_mem"'
         )
     if 0 < factor < 1:
         yield (
@@ -99,7 +157,7 @@ def _clones_have_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             f"parallel.expert_clones = {p.expert_clones} lends experts to other ranks, but parallel.ep = {p.ep} and "
             f'parallel.dispatcher = "{p.dispatcher}" leave them all on one; set it to 0, or spread the experts with '
-            '"alltoall" or "allgather"'
+            '"alltoall", "allgather" or "symm_mem"'
         )
     elif p.expert_clones > num_experts // p.ep:
         yield (
@@ -156,6 +214,18 @@ PARALLEL_RULES = [
     Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
     Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
     Rule("overlap has messages to hide", _overlap_has_messages, "a switch that does nothing hides a mistake"),
+    Rule("symm_mem has GPUs", _symm_mem_has_gpus, "the memory that it shares is CUDA's"),
+    Rule("symm_mem has peers", _symm_mem_has_peers, "there is nobody to share memory with"),
+    Rule(
+        "symm_mem stays on a node",
+        _symm_mem_stays_on_a_node,
+        "a GPU reaches the memory of another in its own node only",
+    ),
+    Rule(
+        "microbatches that interleave can be cut",
+        _interleaved_microbatches_can_be_cut,
+        "the forward of one runs between the pieces of the other's backward, past the hooks of FSDP",
+    ),
     Rule(
         "a slot bound has a dispatcher to bound",
         _bound_has_a_dispatcher,

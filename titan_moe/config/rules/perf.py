@@ -7,6 +7,7 @@ from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, nearest_multiples
 from titan_moe.plan.capture import obstacles
+from titan_moe.plan.skew import obstacles_to_skew
 
 BYTES_OF = {"bf16": 2, "fp32": 4, "fp64": 8}
 GROUPED_MM_STRIDE_BYTES = 16
@@ -111,7 +112,7 @@ def _whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]
     if compiles_blocks and dispatcher in HOST_READERS and recipe.model.num_moe_layers > 0:
         yield (
             f'compile.extent = "block" cannot hold parallel.dispatcher = "{dispatcher}", which reads its row counts '
-            'on the host; take "allgather" (or "local" where parallel.ep = 1), or compile.extent = "pieces"'
+            'on the host; take "allgather" or "symm_mem" ("local" where parallel.ep = 1), or compile.extent = "pieces"'
         )
 
 
@@ -120,9 +121,22 @@ def _recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield 'memory.recompute = "experts" needs layers with experts, and this model has none; take "block" or "none"'
 
 
-def _balanced_routing_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.train.force_balanced_routing and recipe.model.num_moe_layers <= 0:
-        yield "train.force_balanced_routing = true needs layers with experts, and this model has none; set it to false"
+def _forced_routing_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
+    forced = recipe.train.forced_routing
+    if forced and recipe.model.num_moe_layers <= 0:
+        yield f"train.force_{forced}_routing = true needs layers with experts, and this model has none; set it to false"
+
+
+def _one_routing_is_forced(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.train.force_balanced_routing and recipe.train.force_skewed_routing:
+        yield "train.force_balanced_routing and train.force_skewed_routing are both true; set one of them to false"
+
+
+def _skew_can_be_dealt(recipe: Recipe, world_size: int) -> Iterator[str]:
+    model = recipe.model
+    if recipe.train.force_skewed_routing and model.num_moe_layers > 0:
+        for obstacle in obstacles_to_skew(model.moe.num_experts, model.moe.top_k, recipe.parallel.ep):
+            yield f"train.force_skewed_routing = true: {obstacle}"
 
 
 PERF_RULES = [
@@ -164,5 +178,11 @@ PERF_RULES = [
         "a graph cannot wait for a size in its middle",
     ),
     Rule("recomputed experts exist", _recomputed_experts_exist, "nothing would be recomputed"),
-    Rule("balanced routing needs a router", _balanced_routing_needs_a_router, "there is no choice to replace"),
+    Rule("forced routing needs a router", _forced_routing_needs_a_router, "there is no choice to replace"),
+    Rule("one routing is forced", _one_routing_is_forced, "a token's experts cannot be chosen twice"),
+    Rule(
+        "a skewed routing can be dealt",
+        _skew_can_be_dealt,
+        "what is called skewed has the same loads everywhere, so that figures can be compared",
+    ),
 ]

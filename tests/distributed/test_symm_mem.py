@@ -1,0 +1,98 @@
+"""Training with the symmetric-memory dispatcher, assembled as a recipe does it, trains as one process does.
+
+Ranks are processes that map each other's files, and Triton's interpreter runs the kernels; only how the memory is
+opened differs from a run on GPUs.
+"""
+
+import importlib.util
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.parallel import symm_memory
+
+pytestmark = pytest.mark.interpreted
+TESTS = Path(__file__).parents[1]
+STEPS = 3
+
+
+def load(path: str) -> ModuleType:
+    """A module of the tests."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, TESTS / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+one_loss, stepper, mapped_files = map(
+    load, ("distributed/test_one_loss.py", "train/test_stepper.py", "dispatch/mapped_files.py")
+)
+
+
+def on_files(folder: str, module: str, name: str, *args: Any) -> Any:
+    """Call a function of a test module where memory is shared through files."""
+    with mock.patch.object(
+        symm_memory, "open_symm_memory", side_effect=partial(mapped_files.map_files, folder)
+    ) as opened:
+        answer = getattr(globals()[module], name)(*args)
+    assert opened.call_count == 1, "one piece of memory serves all layers"
+    return answer
+
+
+EP2, EP4 = ParallelConfig(ep=2, dispatcher="symm_mem"), ParallelConfig(ep=4, dispatcher="symm_mem")
+
+
+def in_one_microbatch(candidate: Recipe, num_ranks: int) -> Recipe:
+    """The same steps in as few exchanges as there can be: the interpreter takes its time for each."""
+    return replace(candidate, train=replace(candidate.train, micro_batch_sequences=one_loss.SEQUENCES // num_ranks))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Any) -> Any:
+    return one_loss.Trace(**ranks(1, one_loss.train, one_loss.recipe(ParallelConfig()), -1, STEPS)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "what"),
+    [
+        pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
+        pytest.param(4, EP4, "none", id="dp4-ep4"),
+        pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
+        pytest.param(4, replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-ep2-recompute_experts"),
+        pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),
+    ],
+)
+def test_layout_trains_as_one_process(
+    ranks: Any, alone: Any, tmp_path: Path, num_ranks: int, parallel: ParallelConfig, what: str
+) -> None:
+    candidate = in_one_microbatch(one_loss.recipe(parallel, memory=MemoryConfig(what)), num_ranks)
+    for fields in ranks(num_ranks, on_files, str(tmp_path), "one_loss", "train", candidate, -1, STEPS):
+        one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
+
+
+def test_blocks_that_compile_whole_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
+    candidate = in_one_microbatch(one_loss.recipe(EP2, compile=CompileConfig("on", extent="block")), 2)
+    for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train_compiled", candidate, -1, STEPS):
+        trace = one_loss.Trace(**fields)
+        one_loss.assert_same(trace, alone, 1e-9)
+        assert trace.num_graphs == [4] * STEPS
+
+
+def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, tmp_path: Path) -> None:
+    """Rows and slots are bounded, and the steps repeated as a graph would repeat them."""
+    bounded = replace(EP4, expert_rank_capacity_factor=stepper.FACTOR)
+    exact = ranks(1, stepper.train, stepper.RECIPE)[0]
+    candidate = replace(stepper.RECIPE, parallel=bounded)
+    runs = ranks(4, on_files, str(tmp_path), "stepper", "train", candidate, "step")
+    for other in runs:
+        stepper.assert_equal(exact, other, 1e-9)
+        assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0
+    assert 0 < runs[0]["reruns"][-1] < stepper.STEPS, "some steps fit and some do not"

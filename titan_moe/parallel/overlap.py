@@ -1,0 +1,121 @@
+"""Run a step by the schedule of plan/schedule.py: two microbatches at a time, each hiding the other's messages.
+
+Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gradients settled by hand. What is kept at
+once is little more than one microbatch's: a forward fills what the backward beside it frees.
+
+Not measured on GPUs yet.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.data.packing import Batch
+from titan_moe.layers.attention import Context
+from titan_moe.layers.block import Block
+from titan_moe.layers.moe import MoE
+from titan_moe.models.transformer import Transformer
+from titan_moe.parallel.fsdp import ByHand
+from titan_moe.parallel.pieces import Piece
+from titan_moe.plan.schedule import interleaved
+from titan_moe.profile.region import region
+
+
+def forward_backward_interleaved(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
+    """Forward and backward of all microbatches of a step; returns this rank's loss, scaled.
+
+    Gradients are those of microbatch after microbatch, and so is their order of addition, but for one case: where the
+    embedding is the head too, its two gradients of a microbatch are added one after the other.
+    """
+    assert isinstance(model, Transformer)
+    is_dense = [not isinstance(block.feed_forward, MoE) for block in model.layers.values()]
+    passages = [Passage(model, *microbatch, scale) for microbatch in batch.microbatches()]
+    parameters = ByHand(model)
+    for kind, microbatch, layer, piece in interleaved(len(passages), is_dense):
+        match kind:
+            case "gather":
+                parameters.gather(layer)
+            case "await":
+                parameters.wait(layer)
+            case "forward":
+                passages[microbatch].forward(layer, piece)
+            case "backward":
+                passages[microbatch].backward()
+            case "settle":
+                parameters.settle(layer, is_last=microbatch == len(passages) - 1)
+    parameters.finish()
+    return torch.stack([passage.loss for passage in passages]).sum()
+
+
+class Passage:
+    """One microbatch on its way through the pieces of a model, and back."""
+
+    def __init__(
+        self, model: Transformer, tokens_BN: Tensor, labels_BN: Tensor, document_ids_BN: Tensor | None, scale: Tensor
+    ) -> None:
+        self.model, self.scale = model, scale
+        self.tokens_BN, self.labels_BN, self.document_ids_BN = tokens_BN, labels_BN, document_ids_BN
+        self.contexts: dict[str, Context] = {}
+        """What attention sees, by layer; autograd keeps what it needs of it."""
+        self.flow: tuple[Any, ...] = ()
+        """What goes into the next piece; behind the last, nothing."""
+        self.behind: list[Piece] = []
+        """The pieces that backward still has to run."""
+        self.grads: list[Tensor | None] = []
+        """Those of what came out of the last of them."""
+        self.loss: Tensor
+
+    def forward(self, layer: int, piece: str) -> None:
+        """Run the next piece."""
+        self.behind.append(Piece(partial(self.FUNCTIONS[piece], self, layer)))
+        self.flow = self.behind[-1](*self.flow)
+        if piece == "head":
+            (loss,), self.flow, self.contexts = self.flow, (), {}
+            self.loss, self.grads = loss.detach(), [torch.ones_like(loss)]
+
+    def backward(self) -> None:
+        """Run the backward of the last piece that is left."""
+        self.grads = self.behind.pop().backward(self.grads)
+
+    def _embed(self, layer: int) -> tuple[Tensor]:
+        self.contexts = self.model.contexts(self.tokens_BN, self.document_ids_BN)
+        return (self.model.embed(self.tokens_BN),)
+
+    def _block(self, layer: int, x_BND: Tensor) -> tuple[Tensor]:
+        return (self._at(layer).forward(x_BND, self.contexts[str(layer)]),)
+
+    def _front(self, layer: int, x_BND: Tensor) -> tuple[Any, ...]:
+        block = self._at(layer)
+        with region("block"):
+            h_BND, normed_BND = block.front(x_BND, self.contexts[str(layer)])
+            return h_BND, *block.feed_forward.send(normed_BND)
+
+    def _experts(self, layer: int, h_BND: Tensor, *sent: Any) -> tuple[Any, ...]:
+        with region("block"):
+            return h_BND, *self._at(layer).feed_forward.serve(*sent)
+
+    def _back(self, layer: int, h_BND: Tensor, *served: Any) -> tuple[Tensor]:
+        with region("block"):
+            y_TD = self._at(layer).feed_forward.collect(*served)
+            return (h_BND + y_TD.unflatten(0, h_BND.shape[:2]),)
+
+    def _head(self, layer: int, x_BND: Tensor) -> tuple[Tensor]:
+        return (self.model.loss(x_BND, self.labels_BN) * self.scale,)
+
+    def _at(self, layer: int) -> Any:
+        block = self.model.layers[str(layer)]
+        assert isinstance(block, Block)
+        return block
+
+    FUNCTIONS: ClassVar[dict[str, Callable[..., tuple[Any, ...]]]] = {
+        "embed": _embed,
+        "block": _block,
+        "front": _front,
+        "experts": _experts,
+        "back": _back,
+        "head": _head,
+    }
+    """By name of the piece."""

@@ -1,0 +1,34 @@
+"""The memory that the ranks of an expert-parallel group share, opened once for all layers and all of a run."""
+
+import torch
+from torch import nn
+
+from titan_moe.config import Recipe
+from titan_moe.config.recipe import most_tokens_at_once
+from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
+from titan_moe.kernels.symm_dispatch import symm_bytes
+from titan_moe.layers.moe import MoE
+from titan_moe.parallel.fsdp import DTYPES
+from titan_moe.parallel.mesh import Meshes
+
+
+def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch.device) -> SymmMemory | None:
+    """Open what the model's exchanges need if the recipe's dispatcher is `symm_mem`; every rank must come.
+
+    One piece serves all layers, because their exchanges follow each other. It holds the worst case of the largest
+    batch that the run sends through the model, also where the recipe bounds rows: a step that does not fit is taken
+    again without the bound.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    if recipe.parallel.dispatcher != "symm_mem" or not layers:
+        return None
+    rows, group = DTYPES[recipe.precision.compute], meshes.ep.get_group()
+    num_bytes = symm_bytes(
+        group.size(),
+        most_tokens_at_once(recipe),
+        width=max(moe.experts.down.shape[1] for moe in layers),
+        num_choices=max(moe.router.rule.top_k for moe in layers),
+        row_dtype=rows,
+        score_dtype=torch.promote_types(rows, torch.float32),
+    )
+    return open_symm_memory(num_bytes, group, device)

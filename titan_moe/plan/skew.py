@@ -1,0 +1,67 @@
+"""How many tokens each expert gets where a routing is uneven on purpose, so that runs under load can be compared.
+
+E experts · K choices a token · P ep ranks, each with consecutive experts
+
+Loads are shares over the mean. A rank's load sets the pace of its layer, an expert's the shape of its GEMM: ranks fall
+evenly from 1.2 to 0.8, and in each of them experts from 1.5 to 0.5 times what they would have alike, so that the
+busiest expert has 1.8 times the mean. On one rank experts fall from 1.8 to 0.2. Which ones are busy is drawn with a
+fixed seed.
+"""
+
+import random
+from collections.abc import Iterator
+
+HOTTEST_EXPERT = 1.8
+HOTTEST_RANK = 1.2
+
+WINDOW_TOKENS = 1024
+"""So many consecutive tokens of a rank have the loads exactly, up to whole tokens."""
+
+
+def skewed_counts(num_experts: int, top_k: int, num_ranks: int) -> list[int]:
+    """Deal the choices of a window's tokens out to the experts: as many in all, and to none more than one a token.
+
+    `obstacles_to_skew` says beforehand for which numbers there is such a deal.
+    """
+    scale = WINDOW_TOKENS * top_k / num_experts
+    counts, dealt, end = [], 0, 0.0
+    for load in _skewed_loads(num_experts, num_ranks):
+        end += load * scale
+        counts.append(round(end) - dealt)  # what is rounded away is the next one's
+        dealt = round(end)
+    return counts
+
+
+def obstacles_to_skew(num_experts: int, top_k: int, num_ranks: int) -> Iterator[str]:
+    """Say what keeps these numbers from such loads, with a way out; nothing where they can have them."""
+    if num_ranks < 1 or num_experts % num_ranks:
+        return  # experts cannot be spread at all, which other rules say
+    if num_experts // num_ranks < 2:
+        yield (
+            f"parallel.ep = {num_ranks} leaves each rank one of the {num_experts} experts, so the busiest expert would "
+            f"be the busiest rank, and both cannot have their loads, {HOTTEST_EXPERT} and {HOTTEST_RANK} times the "
+            f"mean; take a parallel.ep of at most {num_experts // 2}"
+        )
+    if HOTTEST_EXPERT * top_k > num_experts:
+        yield (
+            f"model.moe.top_k = {top_k} of {num_experts} experts gives the busiest at most {num_experts / top_k:.3g} "
+            f"times the mean, which is every token, and not {HOTTEST_EXPERT}; take a top_k of at most "
+            f"{int(num_experts / HOTTEST_EXPERT)}"
+        )
+
+
+def _skewed_loads(num_experts: int, num_ranks: int) -> list[float]:
+    """Each expert's load, rank by rank."""
+    chance = random.Random(0)
+    hottest_rank = HOTTEST_RANK if num_ranks > 1 else 1.0
+    experts = _falling(HOTTEST_EXPERT / hottest_rank, num_experts // num_ranks)
+    loads = []
+    for rank_load in chance.sample(_falling(hottest_rank, num_ranks), num_ranks):
+        loads += [rank_load * load for load in chance.sample(experts, len(experts))]
+    return loads
+
+
+def _falling(hottest: float, number: int) -> list[float]:
+    """Loads that fall evenly, with a mean of one."""
+    steps = max(number - 1, 1)
+    return [hottest - 2 * (hottest - 1) * index / steps for index in range(number)]

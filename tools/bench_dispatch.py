@@ -1,0 +1,136 @@
+"""Time dispatch and combine alone, and a MoE layer with them: every dispatcher and torchtitan's, on this host's GPUs.
+
+    python tools/bench_dispatch.py --nproc 8 [--candidates alltoall symm_mem] [--tasks dispatch layer check]
+
+GB/s are bytes of rows that other GPUs want, each row once a GPU, there and back, over the time of the whole call: for
+every candidate the same bytes, whatever it sends. TFLOP/s of the layer are those of the experts, 6 * slots * width *
+hidden forward and twice that backward. `--check` only compares results and gradients with those of `alltoall`, for
+balanced, skewed and one-sided routings. Each candidate runs in processes of its own (tools/time_dispatch.py); one that
+fails or hangs is a line too.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dispatch_candidates import CANDIDATES, DISPATCHERS, PEER, ROUTINGS, Case
+from rank_processes import run_ranks
+
+WORKER = Path(__file__).with_name("time_dispatch.py")
+QWEN3 = Case(tokens=16_384, width=2048, hidden=768, experts=128, choices=8)
+LAYER_TOKENS = 8192
+SMOKE = Case(tokens=64, width=16, hidden=8, experts=8, choices=2, kernels="grouped_mm")
+BARS = {
+    "dispatch": "the bar, 8 GPUs: symm_mem 280 GB/s, 1.15 x alltoall, 1.5 x torchtitan",
+    "layer": "the bar, 8 GPUs: 250/250 TFLOP/s forward/backward, 280 in chunks; best published 238/211",
+    "check": "",
+}
+Results = dict[str, dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=int, default=8, help="GPUs")
+    parser.add_argument("--tasks", nargs="+", choices=BARS, default=["dispatch", "layer"])
+    parser.add_argument(
+        "--check", dest="tasks", action="store_const", const=["check"], help="the same as --tasks check"
+    )
+    parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    parser.add_argument("--routing", choices=ROUTINGS, default="random", help="random: by the router's own scores")
+    parser.add_argument("--kernels", choices=("grouped_mm", "fused"), default="fused", help="preset of perf.kernels")
+    parser.add_argument("--tokens", type=int, help="on each GPU; 16,384, and 8,192 for the layer")
+    parser.add_argument("--calls", type=int, default=50, help="timed calls")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that a candidate may take for a task")
+    parser.add_argument("--out", type=Path, help="JSON file for all results")
+    parser.add_argument("--smoke", action="store_true", help="a tiny case on the CPU, to see that all runs")
+    args = parser.parse_args()
+    results = {}
+    for task in args.tasks:
+        case = replace(QWEN3, tokens=LAYER_TOKENS) if task == "layer" else QWEN3
+        case = replace(case, tokens=args.tokens or case.tokens, routing=args.routing, kernels=args.kernels)
+        case = replace(SMOKE, routing=args.routing) if args.smoke else case
+        results[task] = run_task(task, case, args)
+        print("\n".join(["", *describe(task, case, args.nproc, results[task]), ""]), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1))
+
+
+def run_task(task: str, case: Case, args: argparse.Namespace) -> Results:
+    """All candidates that can do a task, one after the other."""
+    results = {}
+    for name in args.candidates:
+        if name in does(task):
+            words = [str(WORKER), task, name, f"--case={json.dumps(asdict(case))}", f"--calls={args.calls}"]
+            device = "--device=cpu" if args.smoke else "--device=cuda"
+            results[name] = run_ranks([*words, device], args.nproc, args.timeout)
+            print(f"{task} {name}: {'failed' if 'error' in results[name] else 'done'}", flush=True)
+    return results
+
+
+def does(task: str) -> tuple[str, ...]:
+    """Who takes part: a layer of torchtitan's is bench_train.py's, and `alltoall` is what others are compared with."""
+    return {"dispatch": CANDIDATES, "layer": DISPATCHERS, "check": tuple(n for n in CANDIDATES if n != "alltoall")}[
+        task
+    ]
+
+
+def describe(task: str, case: Case, num_ranks: int, results: Results) -> Iterator[str]:
+    """What was run, a line for each way of each candidate, and the bar."""
+    told = next((result for result in results.values() if "device" in result), {})
+    yield f"{task}: {num_ranks} x {told.get('device', 'an unknown device')}, torch {told.get('torch', 'unknown')}; " + (
+        f"{case.tokens:,} tokens a GPU, d {case.width}, {case.choices} of {case.experts} experts of {case.hidden}, "
+        f"{case.routing} routing, kernels {case.kernels}"
+    )
+    lines = {"dispatch": _dispatch_lines, "layer": _layer_lines, "check": _check_lines}[task]
+    good = {name: result for name, result in results.items() if "error" not in result}
+    yield from lines(good, case)
+    yield from (f"{name:22} failed: {result['error']}" for name, result in results.items() if "error" in result)
+    if BARS[task]:
+        yield BARS[task]
+
+
+def ways(results: Results) -> Iterator[tuple[str, float, float]]:
+    """Each candidate as it is launched, and as a graph: name, milliseconds forward, and with backward."""
+    for name, result in results.items():
+        for prefix, suffix in (("", ""), ("captured_", ", captured")):
+            if f"{prefix}total_ms" in result:
+                yield name + suffix, result[f"{prefix}forward_ms"], result[f"{prefix}total_ms"]
+
+
+def _dispatch_lines(results: Results, case: Case) -> Iterator[str]:
+    if results:
+        there_bytes = next(iter(results.values()))["remote_bytes"]
+        yield f"{there_bytes / 1e6:.0f} MB of a GPU's rows are wanted by others"
+    for name, forward_ms, total_ms in ways(results):
+        rates = f"{2 * there_bytes / forward_ms / 1e6:5.0f} GB/s", f"{4 * there_bytes / total_ms / 1e6:5.0f} GB/s"
+        times = [
+            f"{results[rival]['forward_ms'] / forward_ms:.2f}/{results[rival]['total_ms'] / total_ms:.2f} x {rival}"
+            for rival in ("alltoall", PEER)
+            if rival in results and rival != name
+        ]
+        yield (
+            f"{name:22} {forward_ms:8.3f} ms {rates[0]}   with backward {total_ms:8.3f} ms {rates[1]}   "
+            f"{'   '.join(times)}"
+        )
+
+
+def _layer_lines(results: Results, case: Case) -> Iterator[str]:
+    for name, forward_ms, total_ms in ways(results):
+        forward, backward = (
+            case.forward_flops / forward_ms / 1e9,
+            2 * case.forward_flops / (total_ms - forward_ms) / 1e9,
+        )
+        yield f"{name:22} {forward_ms:8.3f} ms, with backward {total_ms:8.3f} ms: {forward:.0f}/{backward:.0f} TFLOP/s"
+
+
+def _check_lines(results: Results, case: Case) -> Iterator[str]:
+    for name, result in results.items():
+        verdict = "agrees with alltoall" if result["agrees"] else "DIFFERS from alltoall"
+        yield f"{name:22} {verdict}: " + ", ".join(f"{way} {far:.1e}" for way, far in result["distances"].items())
+
+
+if __name__ == "__main__":
+    main()

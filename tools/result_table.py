@@ -1,0 +1,158 @@
+"""What bench_train.py measured, as rows of a table that stays in tools/RESULTS.md."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_moe.config import Recipe
+from titan_moe.config.recipe import num_microbatches
+from titan_moe.plan.count import count
+from titan_moe.plan.hardware import find_hardware
+
+FIGURES = ("tokens/s/GPU", "of the first", "TF", "MFU", "step ms", "peak GiB")
+FACTS = (
+    "layers",
+    "tokens a microbatch",
+    "microbatches",
+    "recompute",
+    "optimizer",
+    "routing",
+    "kernels",
+    "dispatcher",
+    "overlap",
+    "CUDA graph",
+)
+LOADS = "load of expert / rank"
+NOTES = "notes"
+COLUMNS = ("run", *FIGURES, *FACTS, LOADS, NOTES)
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate: what it is, and what came of it."""
+
+    name: str
+    group: str
+    """Rows of one group are compared with the first of them that has figures."""
+    result: dict[str, Any]
+    facts: dict[str, str] = field(default_factory=dict)
+    """Of `FACTS`; empty where the recipe could not be read."""
+    flops_per_token: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """tokens/s/GPU; 0 where it failed."""
+        return self.result.get("tokens_per_second_per_gpu", 0.0)
+
+
+def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
+    """What a figure of ours depends on."""
+    p, train = recipe.precision, recipe.train
+    graph = recipe.compile.cudagraph
+    compiled = recipe.compile.extent if recipe.compile.regional != "off" else "not compiled"
+    override = recipe.perf.override
+    differs = "" if override == type(override)() else ", some overridden"
+    return {
+        "layers": str(recipe.model.num_layers),
+        "tokens a microbatch": f"{train.micro_batch_sequences * train.seq_len_tokens:,}",
+        "microbatches": str(num_microbatches(recipe, num_ranks)),
+        "recompute": recipe.memory.recompute,
+        "optimizer": f"{recipe.perf.optimizer}; master {p.master}, reduce {p.reduce}, moments {p.moments_dtype}",
+        "routing": train.forced_routing or f"natural ({recipe.data.source})",
+        "kernels": f"{recipe.perf.kernels}{differs}",
+        "dispatcher": f"{recipe.parallel.dispatcher}, ep {recipe.parallel.ep}",
+        "overlap": recipe.parallel.overlap,
+        "CUDA graph": f"{graph} ({compiled})",
+    }
+
+
+def peer_facts(recipe: Recipe, num_ranks: int, recompute: str) -> dict[str, str]:
+    """The same of torchtitan's Trainer on as many tokens, which it takes in one microbatch."""
+    train = recipe.train
+    return {
+        "layers": str(recipe.model.num_layers),
+        "tokens a microbatch": f"{train.global_batch_sequences // num_ranks * train.seq_len_tokens:,}",
+        "microbatches": "1",
+        "recompute": recompute,
+        "optimizer": "torch; master fp32, reduce fp32, moments fp32",
+        "routing": train.forced_routing or "natural (synthetic)",
+        "kernels": "torchtitan",
+        "dispatcher": f"torchtitan, ep {recipe.parallel.ep}",
+        "overlap": "none",
+        "CUDA graph": "off",
+    }
+
+
+def flops_per_token(recipe: Recipe) -> float:
+    """Model FLOPs of training on a token, causal attention halved, recompute not counted."""
+    return float(count(recipe.model, recipe.train.seq_len_tokens).flops_per_token)
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines of Markdown; a candidate that failed has a row without figures, and its error in the notes."""
+    yield f"| {' | '.join(COLUMNS)} |"
+    yield "|" + "---|" * len(COLUMNS)
+    for row in rows:
+        first = next((other for other in rows if other.group == row.group and other.speed), row)
+        cells = {"run": row.name, LOADS: _loads(row), NOTES: _notes(row), **row.facts, **_figures(row, first)}
+        yield f"| {' | '.join(cells.get(column, NOTHING).replace('|', '/') for column in COLUMNS)} |"
+
+
+def section(rows: Sequence[Row], command: str, date: str, num_ranks: int, timing: str) -> str:
+    """All of one call, to stand on its own: when, on what, by which command."""
+    told = [row.result for row in rows if "device" in row.result]
+    device, torch = (told[0]["device"], told[0]["torch"]) if told else ("an unknown device", "of an unknown version")
+    lines = [
+        f"## {date}: whole steps, {num_ranks} × {device}",
+        "",
+        f"torch {torch}; {timing}.",
+        "",
+        f"    {command}",
+        "",
+        *table(rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def append(path: Path, text: str) -> None:
+    """Add a section at the end of a file, with an empty line before it."""
+    before = path.read_text(encoding="utf-8").rstrip("\n") if path.exists() else ""
+    path.write_text(f"{before}\n\n{text}" if before else text, encoding="utf-8")
+
+
+def _figures(row: Row, first: Row) -> dict[str, str]:
+    if not row.speed:
+        return {}
+    flops = row.speed * row.flops_per_token
+    hardware = find_hardware(row.result.get("device", ""))
+    return {
+        "tokens/s/GPU": f"{row.speed:,.0f}",
+        "of the first": f"{row.speed / first.speed:.2f}",
+        "TF": f"{flops / 1e12:.3g}",
+        "MFU": f"{flops / hardware.bf16_flops:.1%}" if hardware else NOTHING,
+        "step ms": f"{row.result['median_step_ms']:.1f}",
+        "peak GiB": f"{row.result['peak_memory_gib']:.1f}",
+    }
+
+
+def _loads(row: Row) -> str:
+    """Busiest over mean, of experts and of ranks: the mean over layers and steps, and the worst."""
+    expert, rank = row.result.get("expert_load"), row.result.get("rank_load")
+    if not expert or not rank:
+        return NOTHING
+    return f"{expert['mean']:.2f} / {rank['mean']:.2f}, worst {expert['worst']:.2f} / {rank['worst']:.2f}"
+
+
+def _notes(row: Row) -> str:
+    result, notes = row.result, []
+    if "error" in result:
+        notes.append(f"failed: {result['error']}")
+    if result.get("num_reruns"):
+        notes.append(f"{result['num_reruns']} of the timed steps taken again")
+    if result.get("num_skipped"):
+        notes.append(f"{result['num_skipped']} steps skipped")
+    if not result.get("is_finite", True):
+        notes.append("the loss was not finite")
+    return "; ".join(notes) or NOTHING

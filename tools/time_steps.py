@@ -1,0 +1,144 @@
+"""Time whole optimizer steps of one recipe on the ranks that torchrun started; bench_train.py calls it.
+
+    torchrun --nproc-per-node 8 tools/time_steps.py recipes/qwen3_30b_a3b.toml --out result.json [--section.key=value]
+
+A step is timed on the host between device synchronisations, and the slowest rank counts. Batches are on the device
+before the clock starts: uniform random tokens where `data.source` is synthetic, else what the loader reads. What is
+read of a step, its loss and how tokens fell on experts and ranks, is read between the clocks.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_processes import telling, write_once
+from torch import Tensor
+
+from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.data.loader import build_loader
+from titan_moe.data.packing import Batch
+from titan_moe.layers.attention import attention_backend
+from titan_moe.metrics.experts import expert_loads, rank_loads, read
+from titan_moe.metrics.throughput import peak_memory_gib
+from titan_moe.parallel.mesh import Meshes
+from titan_moe.train.build import assemble
+from titan_moe.train.process import process_group
+from titan_moe.train.settle import settle_kernels
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    args, overrides = parser.parse_known_args()
+    with telling(args.out):
+        recipe = load_recipe(args.recipe, overrides)
+        recipe = replace(recipe, train=replace(recipe.train, steps=args.steps + args.warmup))
+        with process_group(recipe.run) as device:
+            problems = check_rules(replace(recipe, run=replace(recipe.run, device=device.type)), dist.get_world_size())
+            if problems:
+                raise RecipeError(problems)
+            result = measure(settle_kernels(recipe, device), device, args.warmup, args.out.parent)
+            if dist.get_rank() == 0:
+                write_once(args.out, result)
+
+
+def measure(recipe: Recipe, device: torch.device, warmup: int, folder: Path) -> dict[str, Any]:
+    """Build the run as the trainer does and time its steps; texts are tokenised into `folder`."""
+    torch.manual_seed(recipe.run.seed)
+    assembly = assemble(recipe, device)
+    step_ms: list[float] = []
+    losses: list[float] = []
+    loads: list[tuple[list[float], list[float]]] = []
+    num_early_reruns = 0
+    try:
+        with attention_backend(recipe.perf.attention):
+            for number, batch in enumerate(batches(recipe, assembly.meshes, device, folder)):
+                if number == warmup:
+                    num_early_reruns = assembly.step.num_reruns
+                    _forget_peak(device)
+                begin = _now(device)
+                result = assembly.step(batch)
+                step_ms.append(_largest(1e3 * (_now(device) - begin), device))
+                losses.append(result.loss.item())
+                loads.append(loads_of(result.tokens_per_expert, recipe.parallel.ep))
+        num_skipped = int(result.num_skipped)
+    finally:
+        assembly.step.release()  # NCCL does not shut down while a recording holds messages
+    median_ms = statistics.median(step_ms[warmup:])
+    num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens // dist.get_world_size()
+    return {
+        "tokens_per_second_per_gpu": num_tokens / median_ms * 1e3,
+        "median_step_ms": median_ms,
+        "step_ms": step_ms,
+        "losses": losses,
+        "is_finite": all(map(math.isfinite, losses)),
+        "peak_memory_gib": _largest(peak_memory_gib(device), device),
+        "num_reruns": assembly.step.num_reruns - num_early_reruns,
+        "num_skipped": num_skipped,
+        "expert_load": _summary([expert for expert, _ in loads[warmup:]]),
+        "rank_load": _summary([rank for _, rank in loads[warmup:]]),
+        "kernels": asdict(recipe.perf.chosen_kernels),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": str(torch.__version__),
+    }
+
+
+def batches(recipe: Recipe, meshes: Meshes, device: torch.device, folder: Path) -> Iterator[Batch]:
+    """One a step, all of them made before the first is given; random tokens are the same in every step."""
+    train = recipe.train
+    if recipe.data.source == "synthetic":
+        generator = torch.Generator(device).manual_seed(dist.get_rank())
+        num_mine = train.global_batch_sequences // meshes.sizes.dp * train.seq_len_tokens
+        tokens = torch.randint(recipe.model.vocab_size, (num_mine,), device=device, generator=generator)
+        tokens_MBN = tokens.view(-1, train.micro_batch_sequences, train.seq_len_tokens)
+        drawn = [Batch(tokens_MBN, tokens_MBN.roll(-1, -1), None)] * train.steps
+    else:
+        loader = build_loader(recipe, meshes.data_rank, meshes.sizes.dp, folder, dist.barrier)
+        drawn = [loader.next_step().to(device) for _ in range(train.steps)]
+    return iter(drawn)
+
+
+def loads_of(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> tuple[list[float], list[float]]:
+    """The busiest expert's tokens over the mean, layer by layer, and the busiest rank's."""
+    experts = expert_loads(tokens_per_expert).values()
+    ranks = rank_loads(tokens_per_expert, num_ranks).values()
+    return read(list(experts)), read(list(ranks))
+
+
+def _summary(loads: list[list[float]]) -> dict[str, float]:
+    """Mean and worst over steps and layers; nothing for a model without experts."""
+    flat = [load for of_step in loads for load in of_step]
+    return {"mean": statistics.mean(flat), "worst": max(flat)} if flat else {}
+
+
+def _now(device: torch.device) -> float:
+    """The host's clock, in seconds, once the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _largest(value: float, device: torch.device) -> float:
+    """The largest that any rank has."""
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+if __name__ == "__main__":
+    main()
