@@ -73,10 +73,10 @@ def poison(memory: SymmMemory) -> None:
 
 def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int) -> TokenDispatcher:
     """A dispatcher that fills spare slots of a rank, if there are any, with clones of the experts of `module`."""
-    group = dist.group.WORLD
-    inner = SymmMemDispatcher(equal_local.NUM_EXPERTS + group.size() * num_spare, memory)
+    inner = SymmMemDispatcher(equal_local.NUM_EXPERTS + dist.get_world_size() * num_spare, memory)
     if not num_spare:
         return inner
+    group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
     module.with_clones = CloneFetcher(group)
     return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
 
