@@ -16,7 +16,7 @@ import triton
 from titan_moe.compile import regional
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.kernels.registry import Tunable, load_all
-from titan_moe.kernels.timing import Stopwatch, forward_and_total_ms, median_ms
+from titan_moe.kernels.timing import Stopwatch, forward_and_total_ms, replayed_ms
 from titan_moe.plan.kernel_choice import choose_for, in_words, makers_that_may_run
 from titan_moe.plan.kernel_shapes import Shape, shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, cached_tables, read_table, table_name, write_table
@@ -57,7 +57,7 @@ def table_at(path: Path, device: str) -> KernelTable:
 
 
 def measure(
-    recipe: Recipe, world_size: int, device: torch.device, stopwatch: Stopwatch = median_ms
+    recipe: Recipe, world_size: int, device: torch.device, stopwatch: Stopwatch = replayed_ms
 ) -> Iterator[Measured]:
     """Time each tunable operation of the recipe; one with fewer than two candidates, or a broken one, is left out."""
     tunables = {kernel.tunable.operation: kernel.tunable for kernel in load_all().values() if kernel.tunable}
