@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from titan_moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    CloningDispatcher,
+    LocalDispatcher,
+    TokenDispatcher,
+)
+from titan_moe.dispatch.clone_weights import CloneFetcher
 from titan_moe.kernels.expert_mlp import choose_expert_mlp
 from titan_moe.kernels.slots import Slots, lay_out_slots
 from titan_moe.layers.experts import GroupedExperts
@@ -87,6 +94,22 @@ def run_rank(kind: str, routing: str, tokens_by_rank: list[int]) -> list[Tensor]
     return serve(dispatcher, module, inputs(routing, num_ranks, tokens_by_rank)[rank])
 
 
+def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_spare: int) -> tuple[list[Tensor], int]:
+    """Results with clones, and how many choices of all ranks these took over."""
+    group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    inner = KINDS[kind](NUM_EXPERTS + num_ranks * num_spare, group)
+    dispatcher = CloningDispatcher(inner, NUM_EXPERTS, num_spare, group)
+    assert dispatcher.reads_host == inner.reads_host
+    per_rank = NUM_EXPERTS // num_ranks
+    module = experts(rank * per_rank, (rank + 1) * per_rank)
+    module.with_clones = CloneFetcher(group)
+    rank_inputs = inputs(routing, num_ranks, tokens_by_rank)[rank]
+    offsets_e = dispatcher.dispatch(*rank_inputs[:3]).offsets_e
+    num_taken = offsets_e[-1] - offsets_e[per_rank - 1]
+    dist.all_reduce(num_taken)
+    return serve(dispatcher, module, rank_inputs), int(num_taken)
+
+
 def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
     for name, a, b in zip(("y", "dx", "dscores", "dgate_up", "ddown"), actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
@@ -113,6 +136,19 @@ def test_spread_equals_dense_oracle(ranks, kind: str, num_ranks: int) -> None:
         actual = join(ranks(num_ranks, run_rank, kind, routing, tokens_by_rank), experts_add_up=False)
         expected = [dense_oracle(drawn) for drawn in inputs(routing, num_ranks, tokens_by_rank)]
         assert_close(actual, join(expected, experts_add_up=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("num_ranks", "num_spare"), [(2, 1), (2, 4), (4, 1), (4, 2)])
+def test_clones_equal_dense_oracle(ranks, kind: str, num_ranks: int, num_spare: int) -> None:
+    num_taken = {}
+    for routing in ROUTINGS:
+        tokens_by_rank = [NUM_TOKENS] * num_ranks if kind == "allgather" else [5, 0, 2 * NUM_TOKENS, 1][-num_ranks:]
+        results, taken = zip(*ranks(num_ranks, run_cloning_rank, kind, routing, tokens_by_rank, num_spare), strict=True)
+        expected = [dense_oracle(drawn) for drawn in inputs(routing, num_ranks, tokens_by_rank)]
+        assert_close(join(list(results), experts_add_up=False), join(expected, experts_add_up=True))
+        num_taken[routing] = taken[0]
+    assert num_taken["skewed"] > 0 and num_taken["all_to_one_rank"] > 0, num_taken
 
 
 def test_alltoall_takes_uneven_and_missing_tokens(ranks) -> None:

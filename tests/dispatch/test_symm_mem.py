@@ -21,6 +21,8 @@ from titan_moe.dispatch import bound as bound_module
 from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.clone_weights import CloneFetcher
+from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
@@ -69,11 +71,21 @@ def poison(memory: SymmMemory) -> None:
         dist.barrier()
 
 
-def run_routings(folder: str | None, routings: tuple[str, ...]) -> list[list[Tensor]]:
+def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int) -> TokenDispatcher:
+    """A dispatcher that fills spare slots of a rank, if there are any, with clones of the experts of `module`."""
+    inner = SymmMemDispatcher(equal_local.NUM_EXPERTS + dist.get_world_size() * num_spare, memory)
+    if not num_spare:
+        return inner
+    group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
+    module.with_clones = CloneFetcher(group)
+    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
+
+
+def run_routings(folder: str | None, routings: tuple[str, ...], num_spare: int = 0) -> list[list[Tensor]]:
     """Results of each routing, one after the other in the same memory."""
     memory, device = share(folder)
-    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory)
     module, results = my_experts(device), []
+    dispatcher = lending(memory, module, num_spare)
     for routing in routings:
         module.zero_grad()
         poison(memory)
@@ -230,6 +242,12 @@ def test_files_equal_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routing
 
 
 @pytest.mark.interpreted
+def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
+    routings = ("skewed", "all_to_one_rank", "dropped_choices")
+    check_routings(ranks(2, run_routings, str(tmp_path), routings, 2), routings)
+
+
+@pytest.mark.interpreted
 def test_files_compile_as_one_graph(ranks, tmp_path: Path) -> None:
     for eager, compiled in ranks(2, compile_two_layers, str(tmp_path)):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
@@ -278,6 +296,13 @@ RANKS = [n for n in (2, 4, 8) if n <= NUM_GPUS] or [2]
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_gpus_equal_dense_oracle(ranks, num_ranks: int) -> None:
     check_routings(ranks(num_ranks, run_routings, None, equal_local.ROUTINGS), equal_local.ROUTINGS)
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_gpus_with_clones_equal_dense_oracle(ranks, num_ranks: int) -> None:
+    check_routings(ranks(num_ranks, run_routings, None, equal_local.ROUTINGS, 1), equal_local.ROUTINGS)
 
 
 @pytest.mark.gpu

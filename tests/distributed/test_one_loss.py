@@ -313,6 +313,7 @@ SPLIT_HSDP = replace(SPLIT_EP2, dp_replicate=2)
         pytest.param(2, SPLIT_EP2, "allgather", "none", -1, id="dp2-ep2-allgather"),
         pytest.param(4, SPLIT_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
         pytest.param(4, SPLIT_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
+        pytest.param(4, replace(SPLIT_HSDP, expert_clones=1), "alltoall", "experts", 4, id="clones"),
     ],
 )
 def test_interleaved_microbatches_change_no_bit(

@@ -101,6 +101,12 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "interleaved_hsdp": ("--parallel.dp_replicate=2", half, alltoall, *interleaved, plain),
         "interleaved_recompute": (whole, allgather, *interleaved, "--memory.recompute=experts", plain),
         "interleaved_captured": (whole, allgather, *interleaved, "--compile.cudagraph=step", plain),
+        "clones": (whole, alltoall, "--parallel.expert_clones=2", "--perf.kernels=fused"),
+        "clones_edp2": (half, alltoall, "--parallel.expert_clones=1", "--memory.recompute=experts", plain),
+        "clones_blocks": (whole, allgather, "--parallel.expert_clones=1", "--compile.extent=block"),
+        "clones_captured": (whole, allgather, "--parallel.expert_clones=1", bounded, "--compile.cudagraph=step", plain),
+        "clones_symm_mem": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.cudagraph=step", bounded, plain),
+        "clones_interleaved": (half, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
         "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }
 

@@ -66,6 +66,7 @@ def _compile_pieces(module: nn.Module) -> None:
     elif isinstance(module, MoE):  # in a block of any class, a user's too
         for piece in (module.router, module.shared_experts):
             piece.forward = _compile_plainly(piece.forward)  # type: ignore[method-assign]
+        module.dispatcher.compile_pieces(_compile_plainly)
         module.experts.forward = _compile_for_many_rows(module)  # type: ignore
     elif isinstance(module, Block):
         module.front = _compile_plainly(module.front)  # type: ignore[method-assign]

@@ -49,6 +49,11 @@ class ParallelConfig:
     """Slots that a rank lays out for its experts, over its balanced load, for `allgather` and `symm_mem`; for the
     latter also the rows that it keeps for backward, over those that random routing sends it. 0 lays out the worst case.
     Nothing is dropped: a step whose rows do not fit is taken again without the bound, and counted in the metrics."""
+    expert_clones: int = 0
+    """Spare expert slots of a rank: for every exchange, hot experts are cloned onto ranks that have room, and their
+    choices are shared, so that the fullest rank holds the others up less. Exact; 0 is off. One or two are enough for a
+    fullest rank of 1.2 times the mean load. Costs messages: a rank gets (ep - 1) * expert_clones experts of a layer
+    forward, as many gradients of experts backward, and copies its own for the GEMMs. Not measured on GPUs yet."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""

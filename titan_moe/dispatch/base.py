@@ -4,7 +4,8 @@ T tokens on this rank · K choices a token · S rows received · R expert slots 
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple, final
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
@@ -70,13 +71,16 @@ class TokenDispatcher(ABC):
     way.
     """
 
-    reads_host: ClassVar[bool] = True
+    reads_host: bool = True
     """Whether the host reads values of the device on the way. One that says it does not can be inside a graph."""
 
     def __init__(self, lay_out: LayOut = lay_out_slots) -> None:
         """`lay_out` sorts arrived choices into slots; `choose_lay_out` in kernels/slots.py has those that exist."""
         self.lay_out = lay_out
         self.bound = SlotBound()  # of the worst case, unless a dispatcher knows another
+
+    def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:  # noqa: B027, most have none
+        """Replace what is arithmetic of tensors by what a compiler makes of it, where the whole way is not compiled."""
 
     @abstractmethod
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Exchange:

@@ -26,7 +26,7 @@ from titan_moe.kernels.expert_mlp import composite
 from titan_moe.kernels.expert_up import TILE_ROWS, expert_up
 from titan_moe.kernels.expert_weight_grad import DOWN_CUT, UP_CUT, expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
-from titan_moe.kernels.grouped_mm import grouped_mm, grouped_mm_reference
+from titan_moe.kernels.grouped_mm import grouped_mm, grouped_mm_reference, join
 from titan_moe.kernels.permute import full_size_plan, place_scores, sample_plans
 from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
 from titan_moe.kernels.slot_sum import slot_rows, slot_sum
@@ -46,13 +46,16 @@ def _expert_mlp(
     offsets_e: Tensor,
     gate_up_e2FD: Tensor,
     down_eDF: Tensor,
+    gate_up_c2FD: Tensor | None = None,
+    down_cDF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS)
+    weights = join(gate_up_e2FD, gate_up_c2FD)
     if gate_up_e2FD.shape[2] >= GATHERS_BEFORE_UP_FROM:
-        hidden_R2F, active_RF = expert_up(slot_rows(x_SD, rows_R), None, scores_R, gate_up_e2FD, tiles)
+        hidden_R2F, active_RF = expert_up(slot_rows(x_SD, rows_R), None, scores_R, weights, tiles)
     else:
-        hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, gate_up_e2FD, tiles)
-    y_RD = F.grouped_mm(active_RF, down_eDF.transpose(1, 2), offs=offsets_e)
+        hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weights, tiles)
+    y_RD = F.grouped_mm(active_RF, join(down_eDF, down_cDF).transpose(1, 2), offs=offsets_e)
     return slot_sum(y_RD, slots_SK), hidden_R2F
 
 
@@ -65,6 +68,8 @@ def _(
     offsets_e: Tensor,
     gate_up_e2FD: Tensor,
     down_eDF: Tensor,
+    gate_up_c2FD: Tensor | None = None,
+    down_cDF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x_SD), x_SD.new_empty(rows_R.shape[0], 2 * gate_up_e2FD.shape[2])
 
@@ -80,15 +85,18 @@ def _expert_mlp_dx(
     gate_up_e2FD: Tensor,
     down_eDF: Tensor,
     hidden_R2F: Tensor,
+    gate_up_c2FD: Tensor | None = None,
+    down_cDF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_SD, dscores_R, and what the weight gradients need: dhidden_R2F, active_RF. `dy_RD` is dy with a row for each
     slot, where it was gathered first."""
+    weights = join(down_eDF, down_cDF)
     if dy_RD is None:
-        dactive_RF = gather_mm(dy_SD, rows_R, down_eDF, plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS))
+        dactive_RF = gather_mm(dy_SD, rows_R, weights, plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS))
     else:
-        dactive_RF = F.grouped_mm(dy_RD, down_eDF, offs=offsets_e)
+        dactive_RF = F.grouped_mm(dy_RD, weights, offs=offsets_e)
     dhidden_R2F, active_RF, dscores_R = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
-    dx_RD = F.grouped_mm(dhidden_R2F, gate_up_e2FD.flatten(1, 2), offs=offsets_e)
+    dx_RD = F.grouped_mm(dhidden_R2F, join(gate_up_e2FD, gate_up_c2FD).flatten(1, 2), offs=offsets_e)
     return slot_sum(dx_RD, slots_SK), dscores_R, dhidden_R2F, active_RF
 
 
@@ -103,6 +111,8 @@ def _(
     gate_up_e2FD: Tensor,
     down_eDF: Tensor,
     hidden_R2F: Tensor,
+    gate_up_c2FD: Tensor | None = None,
+    down_cDF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     active_RF = hidden_R2F.new_empty(hidden_R2F.shape[0], hidden_R2F.shape[1] // 2)
     return torch.empty_like(dy_SD), torch.empty_like(scores_R), torch.empty_like(hidden_R2F), active_RF
@@ -141,7 +151,7 @@ def _(
     return x_SD.new_empty(num_experts, 2, hidden, width), x_SD.new_empty(num_experts, width, hidden)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.set_materialize_grads(False)  # or a gradient of zeros is written for the pre-activation, every time
     ctx.save_for_backward(*inputs, output[1])
     ctx.mark_non_differentiable(output[1])
@@ -149,15 +159,19 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy_SD is None:
-        return (None,) * 7
-    x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, hidden_R2F = ctx.saved_tensors
+        return (None,) * 9
+    x_SD, rows_R, slots_SK, scores_R, offsets_e, *own, gate_up_c2FD, down_cDF, hidden_R2F = ctx.saved_tensors
     dy_SD = dy_SD.contiguous()
-    dy_RD = slot_rows(dy_SD, rows_R) if down_eDF.shape[2] >= GATHERS_BEFORE_GRADIENTS_FROM else None
+    dy_RD = slot_rows(dy_SD, rows_R) if own[1].shape[2] >= GATHERS_BEFORE_GRADIENTS_FROM else None
     dx_SD, dscores_R, dhidden_R2F, active_RF = _expert_mlp_dx(
-        dy_SD, dy_RD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, hidden_R2F
+        dy_SD, dy_RD, rows_R, slots_SK, scores_R, offsets_e, *own, hidden_R2F, gate_up_c2FD, down_cDF
     )
     dgate_up, ddown = _expert_mlp_dw(dy_SD, dy_RD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
-    return dx_SD, None, None, dscores_R, None, dgate_up, ddown
+    if gate_up_c2FD is None:
+        return dx_SD, None, None, dscores_R, None, dgate_up, ddown, None, None
+    sizes = [own[0].shape[0], gate_up_c2FD.shape[0]]
+    (own_gate_up, gate_up), (own_down, down) = dgate_up.split(sizes), ddown.split(sizes)
+    return dx_SD, None, None, dscores_R, None, own_gate_up, own_down, gate_up, down
 
 
 _expert_mlp.register_autograd(_backward, setup_context=_save)
@@ -195,16 +209,18 @@ def fused_expert_mlp(
     offsets_e: Tensor,
     gate_up_e2FD: Tensor,
     down_eDF: Tensor,
+    gate_up_c2FD: Tensor | None = None,
+    down_cDF: Tensor | None = None,
 ) -> Tensor:
     """The MLP in Triton: bf16 on a GPU (fp32 in the interpreter).
 
     Shapes: x [S, D], rows int32 [R], slots int32 [S, K], scores fp32 [R], offsets int32 [e], gate_up [e, 2, F, D],
-    down [e, D, F] -> [S, D].
+    down [e, D, F] -> [S, D]. With c clones behind own experts, gate_up [c, 2, F, D], down [c, D, F], offsets [e + c].
     """
     # the kernels count on rows that lie one behind the other
     x_SD, scores_R = x_SD.contiguous(), scores_R.contiguous()
     gate_up_e2FD, down_eDF = gate_up_e2FD.contiguous(), down_eDF.contiguous()
-    return _expert_mlp(x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF)[0]
+    return _expert_mlp(x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, gate_up_c2FD, down_cDF)[0]
 
 
 def _with_scores_first(expert_mlp: Any) -> Any:

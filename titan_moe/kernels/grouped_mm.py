@@ -11,6 +11,10 @@ its fake kernel refuses fp32, its backward refuses an expanded gradient, it has 
 last border unwritten. The last one remains true here: slots past `offsets_e[-1]` of an output, and of the gradient of
 x, hold anything and must not be read. The weight gradient is an operation of its own, so that a schedule may run it
 later.
+
+The weight may come in two pieces, a rank's own experts and c clones behind them. PyTorch's GEMM wants one tensor, so
+the pieces are joined for each call and let go: a copy of the weights, 4·(e+c)·I·O bytes in bf16, forward and backward.
+Joined before the operation, they would be kept for backward in every layer, own weights twice.
 """
 
 from typing import Any
@@ -29,22 +33,34 @@ def _borders(offsets_e: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def grouped_mm_reference(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
+def join(own: Tensor, clones: Tensor | None) -> Tensor:
+    """Weights in one piece, in the memory order that the own ones have."""
+    if clones is None:
+        return own
+    return torch.cat([own, clones]) if own.stride(-1) == 1 else torch.cat([own.mT, clones.mT]).mT
+
+
+def grouped_mm_reference(
+    x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None
+) -> Tensor:
     """Multiply each expert's slots by its weight, in a loop: the definition, differentiable, in any dtype."""
+    weight_eOI = join(weight_eOI, clones_cOI)
     parts = [x_RI[a:b] @ weight_OI.T for weight_OI, (a, b) in zip(weight_eOI, _borders(offsets_e), strict=True)]
     tail = x_RI.new_full((x_RI.shape[0] - int(offsets_e[-1]), weight_eOI.shape[1]), float("nan"))  # nobody may read it
     return torch.cat([*parts, tail])
 
 
 @torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())
-def _grouped_mm(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool) -> Tensor:
+def _grouped_mm(
+    x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool, clones_cOI: Tensor | None = None
+) -> Tensor:
     if loop:
-        return grouped_mm_reference(x_RI, weight_eOI, offsets_e)
-    return F.grouped_mm(x_RI, weight_eOI.transpose(-2, -1), offs=offsets_e)
+        return grouped_mm_reference(x_RI, weight_eOI, offsets_e, clones_cOI)
+    return F.grouped_mm(x_RI, join(weight_eOI, clones_cOI).transpose(-2, -1), offs=offsets_e)
 
 
 @_grouped_mm.register_fake
-def _(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool) -> Tensor:
+def _(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool, clones_cOI: Tensor | None = None) -> Tensor:
     return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
 
 
@@ -60,18 +76,24 @@ def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, loop: bool) -> Tensor:
     return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
-    x_RI, weight_eOI, offsets_e, ctx.loop = inputs
-    ctx.save_for_backward(x_RI, weight_eOI, offsets_e)
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, Tensor | None], output: Tensor) -> None:
+    x_RI, weight_eOI, offsets_e, ctx.loop, clones_cOI = inputs
+    ctx.save_for_backward(x_RI, weight_eOI, offsets_e, clones_cOI)
 
 
-def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-    x_RI, weight_eOI, offsets_e = ctx.saved_tensors
+def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None]:
+    x_RI, weight_eOI, offsets_e, clones_cOI = ctx.saved_tensors
     grad_RO = grad_RO.contiguous()
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    grad_x = _grouped_mm(grad_RO, weight_eOI.transpose(-2, -1), offsets_e, ctx.loop) if needs_x else None
-    grad_weight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.loop) if needs_weight else None
-    return grad_x, grad_weight, None, None
+    grad_x, grad_weight, grad_clones = None, None, None
+    if needs_x:
+        clones_cIO = None if clones_cOI is None else clones_cOI.transpose(-2, -1)
+        grad_x = _grouped_mm(grad_RO, weight_eOI.transpose(-2, -1), offsets_e, ctx.loop, clones_cIO)
+    if needs_weight:
+        grad_weight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.loop)
+        if clones_cOI is not None:
+            grad_weight, grad_clones = grad_weight.split([weight_eOI.shape[0], clones_cOI.shape[0]])
+    return grad_x, grad_weight, None, None, grad_clones
 
 
 _grouped_mm.register_autograd(_backward, setup_context=_save)
@@ -87,18 +109,18 @@ def _count_dw(grad_shape: tuple[int, int], x_shape: tuple[int, int], *_: Any, **
     return 2 * grad_shape[0] * grad_shape[1] * x_shape[1]
 
 
-def grouped_mm(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
+def grouped_mm(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None) -> Tensor:
     """Multiply each expert's slots by its weight with one grouped GEMM.
 
-    Shapes: x [R, I], weight [e, O, I] (as `nn.Linear` stores it), offsets_e int32 [e] -> [R, O].
-    Widths must be multiples of 16 bytes. Slots past `offsets_e[-1]` are not written.
+    Shapes: x [R, I], weight [e, O, I] (as `nn.Linear` stores it), clones [c, O, I] if there are any, offsets_e int32
+    [e + c] -> [R, O]. Widths must be multiples of 16 bytes. Slots past `offsets_e[-1]` are not written.
     """
-    return _grouped_mm(x_RI, weight_eOI, offsets_e, False)
+    return _grouped_mm(x_RI, weight_eOI, offsets_e, False, clones_cOI)
 
 
-def grouped_mm_loop(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
+def grouped_mm_loop(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None) -> Tensor:
     """The same through the reference loop, as an operation: slow, in any dtype, reads the borders on the host."""
-    return _grouped_mm(x_RI, weight_eOI, offsets_e, True)
+    return _grouped_mm(x_RI, weight_eOI, offsets_e, True, clones_cOI)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from titan_moe.dispatch.base import Routed
+from titan_moe.dispatch.base import Exchange, Routed
 from titan_moe.kernels.expert_mlp import ExpertMLP, choose_expert_mlp
 
 
@@ -17,7 +17,8 @@ class GroupedExperts(nn.Module):
 
     Gate and up are stored together as `[e, 2, F, L]`, down as `[e, L, F]`: one GEMM reads gate and up at once, and
     dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
-    experts; it is identity unless the experts are spread over ranks.
+    experts; it is identity unless the experts are spread over ranks. `with_clones` adds the weights of experts that
+    other ranks have lent; there are none unless the dispatcher plans them.
     """
 
     def __init__(self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None) -> None:
@@ -26,13 +27,18 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn_hidden_size))
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
+        self.with_clones: Callable[[Tensor, Tensor, Exchange], tuple[Tensor, ...]] = _no_clones
 
     def forward(self, routed: Routed) -> Tensor:
         """Serve the rows: -> [S, L], zero for a row that no expert here wants."""
-        x_SL, rows_R, slots_SK, scores_R, offsets_e, _ = routed
-        gate_up, down = self.local(self.gate_up), self.local(self.down)
-        return self.mlp(x_SL, rows_R, slots_SK, scores_R, offsets_e, gate_up, down)
+        x_SL, rows_R, slots_SK, scores_R, offsets_e, exchange = routed
+        weights = self.with_clones(self.local(self.gate_up), self.local(self.down), exchange)
+        return self.mlp(x_SL, rows_R, slots_SK, scores_R, offsets_e, *weights)
 
 
 def _identity(weight: Tensor) -> Tensor:
     return weight
+
+
+def _no_clones(gate_up: Tensor, down: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
+    return gate_up, down

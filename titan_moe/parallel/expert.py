@@ -6,6 +6,8 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.clone_weights import CloneFetcher
+from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.split_wire import SPLIT
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.wire import BLOCKING
@@ -30,12 +32,14 @@ def apply(
             module.dispatcher = _dispatcher(module, config, meshes, bound, memory)
             if config.ep > 1:
                 _shard(module.experts, meshes)
+            if config.expert_clones:
+                _let_lend(module, config.expert_clones, meshes)
 
 
 def _dispatcher(
     moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBound, memory: SymmMemory | None
 ) -> TokenDispatcher:
-    num_experts, lay_out = moe.router.weight.shape[0], moe.dispatcher.lay_out
+    num_experts, lay_out = moe.router.weight.shape[0] + config.ep * config.expert_clones, moe.dispatcher.lay_out
     if config.dispatcher == "local":
         return LocalDispatcher(num_experts, lay_out)
     if memory is not None:
@@ -43,6 +47,13 @@ def _dispatcher(
     if config.dispatcher == "allgather":
         return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound, WIRES[config.overlap])
     return AllToAllDispatcher(num_experts, meshes.ep.get_group(), lay_out, WIRES[config.overlap])
+
+
+def _let_lend(moe: MoE, num_spare: int, meshes: Meshes) -> None:
+    """Fill the spare slots that the dispatcher counts with clones of hot experts."""
+    group = meshes.ep.get_group()
+    moe.dispatcher = CloningDispatcher(moe.dispatcher, moe.router.weight.shape[0], num_spare, group)
+    moe.experts.with_clones = CloneFetcher(group)
 
 
 def _shard(experts: GroupedExperts, meshes: Meshes) -> None:

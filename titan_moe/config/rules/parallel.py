@@ -149,6 +149,23 @@ def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+def _clones_have_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_experts = recipe.parallel, recipe.model.moe.num_experts
+    if p.expert_clones <= 0:
+        return
+    if p.ep <= 1 or p.dispatcher == "local":
+        yield (
+            f"parallel.expert_clones = {p.expert_clones} lends experts to other ranks, but parallel.ep = {p.ep} and "
+            f'parallel.dispatcher = "{p.dispatcher}" leave them all on one; set it to 0, or spread the experts with '
+            '"alltoall", "allgather" or "symm_mem"'
+        )
+    elif p.expert_clones > num_experts // p.ep:
+        yield (
+            f"parallel.expert_clones = {p.expert_clones} exceeds the {num_experts // p.ep} experts that a rank has of "
+            f"its own (model.moe.num_experts / parallel.ep = {num_experts} / {p.ep}); take 1 or 2"
+        )
+
+
 def _edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, model = recipe.parallel, recipe.model
     edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
@@ -213,6 +230,11 @@ PARALLEL_RULES = [
         "a slot bound has a dispatcher to bound",
         _bound_has_a_dispatcher,
         "it stands in for sizes that depend on the routing and that the host must not read",
+    ),
+    Rule(
+        "clones have ranks to go to",
+        _clones_have_ranks,
+        "a spare slot holds an expert of another rank, and every exchange pays for it whether it is used or not",
     ),
     Rule(
         "edp divides the experts' width",

@@ -1,0 +1,121 @@
+"""What clones cost and what they are good for: memory, bounded slots, messages. That they are exact is in
+test_equal_local.py."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, CloningDispatcher
+from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.clone_weights import CloneFetcher
+from titan_moe.dispatch.cloning import CloningExchange
+from titan_moe.kernels.expert_mlp import choose_expert_mlp
+from titan_moe.layers.experts import GroupedExperts
+
+NUM_EXPERTS, NUM_SPARE, NUM_TOKENS, WIDTH, HIDDEN = 8, 1, 400, 16, 8
+
+
+def cloning(kind: str, bound: SlotBound) -> CloningDispatcher:
+    group = dist.group.WORLD
+    num_places = NUM_EXPERTS + NUM_SPARE * group.size()
+    if kind == "allgather":
+        inner = AllGatherDispatcher(num_places, group, bound=bound)
+    else:
+        inner = AllToAllDispatcher(num_places, group)
+    return CloningDispatcher(inner, NUM_EXPERTS, NUM_SPARE, group)
+
+
+def skewed_inputs(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that all ranks want two of the first rank's experts for, two times in three."""
+    generator = torch.Generator().manual_seed(rank)
+    x_TD = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
+    ids_TK = torch.randint(NUM_EXPERTS, (NUM_TOKENS, 1), generator=generator)
+    ids_TK[::3], ids_TK[1::3] = 0, 1
+    return x_TD, ids_TK, torch.rand(NUM_TOKENS, 1, generator=generator, dtype=torch.float64, requires_grad=True)
+
+
+def experts() -> GroupedExperts:
+    own = NUM_EXPERTS // dist.get_world_size()
+    module = GroupedExperts(own, WIDTH, HIDDEN, choose_expert_mlp("reference", "activation")).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    module.with_clones = CloneFetcher(dist.group.WORLD)
+    return module
+
+
+def run_bounded(capacity_factor: float) -> tuple[list[bool], list[int]]:
+    """Whether slots overflow without clones and with them; and the slots that are taken with them."""
+    bound = SlotBound(capacity_factor)
+    plain = AllGatherDispatcher(NUM_EXPERTS, dist.group.WORLD, bound=bound)
+    inputs, overflowed = skewed_inputs(dist.get_rank()), []
+    for dispatcher in (plain, cloning("allgather", bound)):
+        bound.reset()
+        routed = dispatcher.dispatch(*inputs)
+        overflowed.append(bool(bound.overflowed))
+    return overflowed, routed.offsets_e.tolist()
+
+
+def test_clones_fit_in_a_bound_that_overflows_without_them(ranks) -> None:
+    (first, offsets_of_first), (second, offsets_of_second) = ranks(2, run_bounded, 1.3)
+    assert first == [True, False] and second == [False, False]
+    assert offsets_of_first[-1] == offsets_of_second[-1] == NUM_TOKENS
+    assert offsets_of_second[-1] > offsets_of_second[-2], "what the first rank gave away"
+
+
+def saved_weights(kind: str, is_compiled: bool) -> tuple[int, int]:
+    """Bytes of weights that are kept for backward, beside the parameters; and those of the clones."""
+    module, dispatcher = experts(), cloning(kind, SlotBound())
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.dim() > 2 and storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    torch._dynamo.reset()
+    serve = torch.compile(module, fullgraph=True, backend="aot_eager") if is_compiled else module
+    routed = dispatcher.dispatch(*skewed_inputs(dist.get_rank()))
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y_SD = serve(routed)
+    y_SD.sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in module.parameters())
+    expert = sum(parameter[0].numel() * parameter.element_size() for parameter in module.parameters())
+    return sum(kept.values()), NUM_SPARE * expert
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_only_the_clones_are_kept_beside_own_weights(ranks, kind: str, is_compiled: bool) -> None:
+    for kept, clones in ranks(2, saved_weights, kind, is_compiled):
+        assert 0 < kept <= 2 * clones, "c experts, as parts of one row or each on its own"
+
+
+def sum_gradients_in_bf16() -> tuple[Tensor, Tensor]:
+    """Gradients of an expert that all ranks but its home have a clone of, each of them random in bf16."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    experts_Pc = torch.full((num_ranks, 1), 0)
+    experts_Pc[0] = -1
+    weights = [torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 4, 64), (64, 4))]
+    pieces = CloneFetcher(dist.group.WORLD)(*weights, CloningExchange(None, experts_Pc))
+    grads = gradients_of(rank)
+    grads = [*grads, *(grad * 0 if rank == 0 else grad for grad in grads)]
+    torch.autograd.backward(pieces, grads)
+    return weights[0].grad, weights[1].grad
+
+
+def gradients_of(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(1, *shape, generator=generator).bfloat16() for shape in ((2, 4, 64), (64, 4))]
+
+
+def test_gradients_that_come_home_are_rounded_once(ranks) -> None:
+    home, *others = ranks(4, sum_gradients_in_bf16)
+    for index in range(2):
+        exact = torch.stack([gradients_of(rank)[index].double() for rank in range(4)]).sum(0)
+        assert (home[index] != exact.bfloat16()).float().mean() < 0.01
+        for rank, grads in enumerate(others, start=1):
+            assert torch.equal(grads[index], gradients_of(rank)[index]), "what nobody has cloned"

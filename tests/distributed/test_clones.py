@@ -1,0 +1,86 @@
+"""Training with clones of hot experts trains as one process does."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.dispatch import clone_plan, cloning
+
+
+def load(name: str) -> ModuleType:
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+one_loss = load("test_one_loss")
+STEPS = 3
+CLONES = ParallelConfig(ep=4, dispatcher="alltoall", expert_clones=1)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Any) -> dict[int, Any]:
+    """One process, plain and skewed."""
+    one = one_loss.recipe(ParallelConfig())
+    return {starved: one_loss.Trace(**ranks(1, one_loss.train, one, starved, STEPS)[0]) for starved in (-1, 1, 4)}
+
+
+def train_with_clones(run: Recipe, num_starved: int) -> tuple[dict[str, Any], int]:
+    """The trace, and how many clones were planned in all exchanges."""
+    planned: list[int] = []
+
+    def plan(*args: Any) -> clone_plan.ClonePlan:
+        made = clone_plan.plan_clones(*args)
+        planned.append(int((made.experts_Pc >= 0).sum()))
+        return made
+
+    with mock.patch.object(cloning, "plan_clones", plan):
+        fields = one_loss.train(run, num_starved, STEPS)
+    return fields, sum(planned)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "what", "num_starved"),
+    [
+        pytest.param(4, CLONES, "none", 4, id="ranks_without_tokens"),
+        pytest.param(4, replace(CLONES, dispatcher="allgather", expert_clones=2), "block", 1, id="allgather-block"),
+        pytest.param(4, replace(CLONES, ep=2, expert_clones=3), "experts", -1, id="edp2-recompute_experts"),
+        pytest.param(4, replace(CLONES, ep=2, dp_replicate=2, overlap="layer"), "none", -1, id="hsdp2x2-hidden"),
+        pytest.param(2, replace(CLONES, ep=2, gathers_once_a_step=True), "none", 4, id="gathered_once"),
+    ],
+)
+def test_clones_change_nothing(
+    ranks, alone: dict[int, Any], num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
+) -> None:
+    candidate = one_loss.recipe(parallel, memory=MemoryConfig(what))
+    for fields, num_clones in ranks(num_ranks, train_with_clones, candidate, num_starved):
+        one_loss.assert_same(one_loss.Trace(**fields), alone[num_starved], 1e-9)
+        assert num_clones > 0
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "extent", "what", "num_graphs"),
+    [
+        pytest.param("alltoall", "pieces", "none", 8, id="alltoall-pieces"),
+        pytest.param("allgather", "block", "experts", 4, id="allgather-blocks-recompute_experts"),
+    ],
+)
+def test_clones_inside_graphs(
+    ranks, alone: dict[int, Any], dispatcher: str, extent: str, what: str, num_graphs: int
+) -> None:
+    parallel = replace(CLONES, ep=2, dispatcher=dispatcher)
+    candidate = one_loss.recipe(parallel, compile=CompileConfig("on", extent=extent), memory=MemoryConfig(what))
+    for fields in ranks(2, one_loss.train_compiled, candidate, 4, 2):
+        trace = one_loss.Trace(**fields)
+        one_loss.assert_same(trace, alone[4], 1e-9)
+        assert trace.num_graphs == [num_graphs] * 2, "clones come and go without a new graph"

@@ -1,0 +1,88 @@
+"""Any dispatcher, with clones of hot experts on ranks that have room.
+
+P ranks of the group · E experts · e experts at home on each rank · c spare slots of each rank · T tokens · K choices
+
+To the dispatcher inside, a rank has e + c experts: its own ones, and whatever lies in its spare slots. Here is decided
+what that is, and which choices it takes over; `clone_weights.py` brings the weights. Beside what the dispatcher inside
+moves, a table of P·E counts is gathered; nothing is read by the host.
+
+The plan is some 70 small operations and 50 for each spare slot, a lot for a host to launch one by one, so it is a piece
+to compile. Not measured on GPUs yet.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.dispatch.base import Exchange, InFlight, Routed, TokenDispatcher
+from titan_moe.dispatch.clone_plan import plan_clones, spare_slots, takeovers
+from titan_moe.dispatch.wire import all_gather
+
+
+class CloningExchange(NamedTuple):
+    """What the dispatcher inside remembers, and what lies in the spare slots."""
+
+    inner: Exchange
+    experts_Pc: Tensor
+    """int64, the expert in each rank's spare slots, -1 for none."""
+
+
+class CloningDispatcher(TokenDispatcher):
+    """Plan clones for every exchange, and let another dispatcher move the rows to them."""
+
+    def __init__(self, inner: TokenDispatcher, num_experts: int, num_spare: int, group: dist.ProcessGroup) -> None:
+        """`num_experts` is the layer's total; `inner` was built for `group.size() * num_spare` more."""
+        super().__init__(inner.lay_out)
+        self.inner, self.group = inner, group
+        self.bound, self.reads_host = inner.bound, inner.reads_host
+        self.num_experts, self.num_spare = num_experts, num_spare
+        self.rank = dist.get_rank(group)
+        self.settle = settle
+
+    def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:
+        self.settle = compiled(self.settle)
+        self.inner.compile_pieces(compiled)
+
+    def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> CloningExchange:
+        nth_TK, counts_E = self._number(topk_ids_TK, topk_scores_TK.detach())
+        counts_PE = all_gather(counts_E[None], self.group)
+        ids_TK, experts_Pc = self.settle(topk_ids_TK, nth_TK, counts_PE, self.num_spare, self.rank)
+        return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), experts_Pc)
+
+    def start_send(self, x_TD: Tensor, exchange: CloningExchange) -> InFlight:
+        return self.inner.start_send(x_TD, exchange.inner)
+
+    def receive(self, sent: InFlight, exchange: CloningExchange) -> Routed:
+        routed = self.inner.receive(sent, exchange.inner)
+        return routed._replace(exchange=exchange._replace(inner=routed.exchange))
+
+    def send_back(self, y_SD: Tensor, exchange: CloningExchange) -> InFlight:
+        return self.inner.send_back(y_SD, exchange.inner)
+
+    def reduce(self, y: InFlight, exchange: CloningExchange) -> Tensor:
+        return self.inner.reduce(y, exchange.inner)
+
+    def _number(self, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Number this rank's choices of each expert, in token order: -> numbers [T, K] and int64 counts [E]."""
+        slots = self.lay_out(ids_TK, scores_TK, self.num_experts, ids_TK.numel())
+        ends_E = slots.offsets_e.long()
+        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+        return slots.slots_SK - (ends_E - counts_E)[ids_TK.long().clamp(min=0)], counts_E
+
+
+def settle(ids_TK: Tensor, nth_TK: Tensor, counts_PE: Tensor, num_spare: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Decide where every choice of this rank is served.
+
+    Returns: the choices as experts of the dispatcher inside, a rank's own ones before its spare slots, -1 for none; and
+    what lies in the spare slots [P, c].
+    """
+    plan = plan_clones(counts_PE, num_spare)
+    spare_TK = spare_slots(ids_TK, nth_TK, takeovers(counts_PE, plan, rank, stride=ids_TK.numel() + 1))
+    own = counts_PE.shape[1] // counts_PE.shape[0]
+    home_TK = ids_TK // own * (own + num_spare) + ids_TK % own
+    clone_TK = spare_TK // num_spare * (own + num_spare) + own + spare_TK % num_spare
+    ids_TK = torch.where(ids_TK < 0, -1, torch.where(spare_TK < 0, home_TK, clone_TK.to(ids_TK.dtype)))
+    return ids_TK, plan.experts_Pc
