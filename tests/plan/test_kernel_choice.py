@@ -9,22 +9,23 @@ from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, KernelOverrides
 from titan_moe.plan.kernel_choice import choose_for, in_words, makers_that_may_run, settled
 from titan_moe.plan.kernel_shapes import shapes_of
-from titan_moe.plan.kernel_table import KernelTable, Measured, write_table
+from titan_moe.plan.kernel_table import KernelTable, Measured, table_name, write_table
 from titan_moe.plan.page import describe
 
-QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
-H200 = "NVIDIA H200"
+RECIPES = Path(__file__).parents[2] / "recipes"
+GPU = "Some GPU"
+"""One that the package has no table of."""
 FULL = ("--train.micro_batch_sequences=4",)
 """16,384 tokens a rank."""
 
 
 def recipe(*overrides: str) -> Recipe:
-    return load_recipe(QWEN3, [*FULL, *overrides])
+    return load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*FULL, *overrides])
 
 
 @pytest.fixture
 def measured(cache: Path) -> None:
-    """Somebody has measured the experts of this recipe on an H200, and found the fused ones faster."""
+    """Somebody has measured the experts of this recipe on some GPU, and found the fused ones faster."""
     measure(cache, recipe(), "experts", fused=6.0, grouped_mm=7.0)
 
 
@@ -33,9 +34,9 @@ def kernels_of(recipe: Recipe, device: str | None):
 
 
 def measure(cache: Path, recipe: Recipe, operation: str, **ms: float) -> None:
-    """Pretend that somebody has measured on an H200."""
+    """Pretend that somebody has measured on some GPU."""
     entry = Measured(operation, shapes_of(recipe)[operation], ms, "2.13.0", "3.7.1", "2026-11-21")
-    write_table(cache / "nvidia_h200.toml", KernelTable(H200, (entry,)))
+    write_table(cache / table_name(GPU), KernelTable(GPU, (entry,)))
 
 
 def test_auto_is_the_default_and_is_the_default_kernels_where_nobody_measured() -> None:
@@ -47,18 +48,21 @@ def test_auto_is_the_default_and_is_the_default_kernels_where_nobody_measured() 
 
 
 def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
-    assert kernels_of(recipe(), H200) == replace(DEFAULT_KERNELS, experts="fused")
-    experts, others = in_words(choose_for(recipe(), 8, H200))
+    assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, experts="fused")
+    experts, others = in_words(choose_for(recipe(), 8, GPU))
     assert experts.startswith("experts fused (6 ms fused, 7 ms grouped_mm, measured at 87")
     assert "131,072 slots, 16 experts" in experts and experts.endswith("with torch 2.13.0, 2026-11-21)")
     assert others == "slots torch, router torch, norm torch, rotary torch, head torch (not measured)"
 
 
-def test_the_shipped_tie_leaves_the_default() -> None:
-    assert kernels_of(recipe(), H200) == DEFAULT_KERNELS
-    experts, _ = in_words(choose_for(recipe(), 8, H200))
-    said = "experts grouped_mm (fused is within 2 % of grouped_mm: the default stays; 7.38 ms grouped_mm, 7.36 ms fused"
-    assert experts.startswith(f"{said}, measured at 16,384 rows")
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
+def test_the_package_knows_an_h200(name: str) -> None:
+    """As the recipes spread over 8 ranks: all in Triton but the norm, which the compiler makes as fast or faster."""
+    shipped = load_recipe(RECIPES / f"{name}.toml")
+    taken = kernels_of(shipped, "NVIDIA H200")
+    has_rotary = shipped.model.attention.kind == "gqa"
+    assert taken == replace(PRESETS["fused"], norm="torch", rotary="triton" if has_rotary else "torch")
+    assert "not measured" not in str(in_words(choose_for(shipped, 8, "NVIDIA H200")))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,7 @@ def test_the_shipped_tie_leaves_the_default() -> None:
 )
 def test_the_default_gives_way_to_what_is_two_percent_faster(cache: Path, fused_ms: float, taken: str) -> None:
     measure(cache, recipe(), "experts", fused=fused_ms, grouped_mm=100.0)
-    (experts, *_) = choose_for(recipe(), 8, H200)
+    (experts, *_) = choose_for(recipe(), 8, GPU)
     assert experts.maker == taken
     assert experts.reason == (
         "measured" if taken == "fused" else "fused is within 2 % of grouped_mm: the default stays"
@@ -75,7 +79,7 @@ def test_the_default_gives_way_to_what_is_two_percent_faster(cache: Path, fused_
 
 def test_where_the_default_was_not_measured_there_is_no_margin(cache: Path) -> None:
     measure(cache, recipe(), "experts", fused=5.0, reference=5.01)
-    assert kernels_of(recipe(), H200) == replace(DEFAULT_KERNELS, experts="fused")
+    assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, experts="fused")
 
 
 @pytest.mark.parametrize(
@@ -89,47 +93,47 @@ def test_where_the_default_was_not_measured_there_is_no_margin(cache: Path) -> N
     ],
 )
 def test_auto_keeps_the_default_elsewhere(measured: None, overrides: str) -> None:
-    assert kernels_of(recipe(overrides), H200) == DEFAULT_KERNELS
+    assert kernels_of(recipe(overrides), GPU) == DEFAULT_KERNELS
 
 
 def test_auto_takes_what_was_fastest(cache: Path) -> None:
     measure(cache, recipe(), "experts", fused=3.0, grouped_mm=2.0)
-    assert kernels_of(recipe(), H200) == DEFAULT_KERNELS
+    assert kernels_of(recipe(), GPU) == DEFAULT_KERNELS
     measure(cache, recipe(), "norm", triton=1.0, torch=2.0, gone=0.5)
-    assert kernels_of(recipe(), H200) == replace(DEFAULT_KERNELS, norm="triton")
+    assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, norm="triton")
 
 
 def test_auto_keeps_the_rules(cache: Path) -> None:
     weighs_input = recipe("--model.moe.score_on=input")
     measure(cache, weighs_input, "experts", fused=1.0, grouped_mm=2.0)
     assert makers_that_may_run(weighs_input, 8, "experts", ["fused", "grouped_mm"]) == ["grouped_mm"]
-    (experts, *_) = choose_for(weighs_input, 8, H200)
+    (experts, *_) = choose_for(weighs_input, 8, GPU)
     assert experts.maker == "grouped_mm" and experts.measured is not None
 
 
 def test_an_override_wins(measured: None) -> None:
     changed = recipe("--perf.override.experts=grouped_mm", "--perf.override.head=triton")
-    assert kernels_of(changed, H200) == replace(DEFAULT_KERNELS, head="triton")
-    lines = in_words(choose_for(changed, 8, H200))
+    assert kernels_of(changed, GPU) == replace(DEFAULT_KERNELS, head="triton")
+    lines = in_words(choose_for(changed, 8, GPU))
     assert "experts grouped_mm (perf.override.experts)" in lines and "head triton (perf.override.head)" in lines
 
 
 @pytest.mark.parametrize("preset", ["grouped_mm", "fused", "reference"])
 def test_a_named_preset_asks_no_table(measured: None, preset: str) -> None:
-    assert kernels_of(recipe(f"--perf.kernels={preset}"), H200) == PRESETS[preset]
+    assert kernels_of(recipe(f"--perf.kernels={preset}"), GPU) == PRESETS[preset]
 
 
 def test_a_settled_recipe_says_what_runs(measured: None) -> None:
     before = recipe("--perf.override.norm=torch")
-    perf = settled(before.perf, choose_for(before, 8, H200))
+    perf = settled(before.perf, choose_for(before, 8, GPU))
     assert (perf.kernels, perf.override) == ("grouped_mm", KernelOverrides(experts="fused", norm="torch"))
     after = replace(before, perf=perf)
-    assert check_rules(after, 8) == [] and kernels_of(after, "CPU") == kernels_of(before, H200)
+    assert check_rules(after, 8) == [] and kernels_of(after, "CPU") == kernels_of(before, GPU)
 
 
 def test_the_page_shows_the_kernels_by_device(measured: None) -> None:
     page = describe(recipe(), 8)
-    assert "on NVIDIA H200\n" in page and "experts fused (6 ms" in page
+    assert "on Some GPU\n" in page and "experts fused (6 ms" in page
     assert "on other devices\n" in page and "experts grouped_mm, slots torch" in page
     assert "H200" not in describe(recipe("--run.device=cpu", "--precision.compute=fp32"), 8)
     assert "  experts fused, slots triton, router triton" in describe(recipe("--perf.kernels=fused"), 8)

@@ -7,7 +7,8 @@ Qwen3-30B streams 76 GB (bf16 moments), 16 ms of an H200. An element takes 35 in
 moments, 75 all in bf16 (counted in the code for sm_90); an H200 issues 170, 120 and 85 while it moves the bytes. A
 launch a tensor is enough: 48 layers have some 500 shards, an average one keeps the GPU busy for 30 us, longer than it
 takes to launch the next, and a captured step launches them for nothing. But an operation a tensor would not be: its way
-through PyTorch costs the host more than that, so one operation takes them all. Time on a GPU is not measured yet.
+through PyTorch costs the host more than that, so one operation takes them all. Measured on an H200: 4.1 TB/s in fp32
+(PyTorch's fused one 3.5) and with bf16 moments, 3.5 all in bf16 (2.7).
 
 Math is fp32, the bias corrections fp64. What is stored in bf16 is rounded at random (stochastic_rounding.py). It must
 be: at beta2 = 0.999 a second moment that nothing feeds falls by a thousandth a step; rounding to nearest, which forgets

@@ -7,7 +7,7 @@ to add into the fp32 weight gradient: large chunks are faster, small ones smalle
 2·C·V bytes of logits, which become their own gradient in place, and 4·V·D of the sum. At 16,384 x 2048 x 151,936 the
 GEMMs are 30.6 TFLOP, the softmax moves 15 GB, eight chunks of 2048 tokens move 20 GB for the sum, and memory peaks in
 backward, where sum and bf16 gradient meet: 1.2 GiB beyond the gradients. Aim: under 1.5 GiB and 80 % of the speed of
-the GEMMs alone; not measured yet.
+the GEMMs alone; 88 to 90 % was measured on an H200.
 
 As in cross_entropy.py, forward computes the gradients for a loss gradient of one, and backward scales them. The whole
 forward is one operation because only so can chunks share buffers under autograd and the compiler. The reference is
