@@ -15,6 +15,7 @@ import pytest
 import torch
 
 TIMEOUT_SECONDS = 240
+INTERPRETER_TIMEOUT_SECONDS = 900
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -82,12 +83,19 @@ class Interpreter:
         self.folder, self.log = folder, tempfile.TemporaryFile("w+")
         command = [sys.executable, "-m", "pytest", "-v", "-m", "interpreted", str(folder)]
         self.process = subprocess.Popen(
-            command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=self.log, stderr=subprocess.STDOUT
+            command,
+            env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
         )
 
     def finish(self) -> tuple[int, str]:
         """Wait for it: its exit code, and what it printed."""
-        code = self.process.wait()
+        try:
+            code = self.process.wait(INTERPRETER_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:  # a barrier that waits for ever, perhaps: the log tells where
+            self.process.kill()
+            code = self.process.wait()
         self.log.seek(0)
         return code, self.log.read()
 

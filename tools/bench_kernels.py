@@ -40,7 +40,11 @@ def compare(kernel: Kernel, benchmark: Benchmark, hardware: Hardware | None) -> 
     """A line for the operation and one for each rival."""
     sample = benchmark.draw(torch.device("cuda"))
     for name, op in {"titan_moe": kernel.op, **kernel.rivals}.items():
-        forward_ms, total_ms = forward_and_total_ms(op, sample)
+        try:
+            forward_ms, total_ms = forward_and_total_ms(op, sample)
+        except RuntimeError as error:
+            yield f"{kernel.name}/{benchmark.name:17} {name:22} failed: {str(error).splitlines()[0][:80]}"
+            continue
         forward = describe(forward_ms, benchmark.forward_flops, benchmark.forward_bytes, hardware)
         total = describe(total_ms, benchmark.total_flops, benchmark.total_bytes, hardware)
         yield f"{kernel.name}/{benchmark.name:17} {name:22} fwd {forward}   fwd+bwd {total}"

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.kernels.expert_up import TILE_ROWS, UpTiles, expert_up
-from titan_moe.kernels.expert_weight_grad import WeightGradTiles, expert_weight_grad
+from titan_moe.kernels.expert_weight_grad import DOWN_CUT, UP_CUT, WeightGradTiles, expert_weight_grad
 from titan_moe.kernels.fused_expert_mlp import SHAPES
 from titan_moe.kernels.gather_mm import GatherTiles, gather_mm
 from titan_moe.kernels.permute import full_size_plan
@@ -37,8 +37,7 @@ GATHER_TILES = [
     GatherTiles(num_stages=3),
 ]
 WEIGHT_GRAD_TILES = [
-    WeightGradTiles(),
-    *(WeightGradTiles(group=group) for group in (1, 2, 4, 16)),
+    *(WeightGradTiles(group=group) for group in (1, 2, 4, 8, 16)),
     *(WeightGradTiles(num_stages=4, group=group) for group in (4, 8)),
     *(WeightGradTiles(256, 128, num_stages=stages, group=group) for stages, group in product((3, 4), (4, 8))),
 ]
@@ -125,7 +124,7 @@ def _weight_grad(
     return Problem(
         name,
         lambda cut: expert_weight_grad(factor_RA, x_SD, rows_R, offsets_e, is_transposed=is_transposed, cut=cut),
-        WEIGHT_GRAD_TILES,
+        [DOWN_CUT if is_transposed else UP_CUT, *WEIGHT_GRAD_TILES],
         lambda: F.grouped_mm(left.T, right, offs=offsets_e),
         2.0 * rows_R.numel() * factor_RA.shape[1] * x_SD.shape[1],
     )

@@ -151,13 +151,6 @@ def test_an_expert_hotter_than_a_rank_goes_to_many() -> None:
     assert loads(counts_PE, plan).max() == loads(counts_PE).sum() // 8
 
 
-def test_small_clones_are_not_made() -> None:
-    counts_PE = torch.tensor([[20, 20, 10, 5], [20, 20, 10, 5]])
-    assert plan_clones(counts_PE, 1, min_choices=25).taken_Pc.tolist() == [[0], [25]]
-    none = plan_clones(counts_PE, 1, min_choices=26)
-    assert none.taken_Pc.tolist() == [[0], [0]] and none.experts_Pc.tolist() == [[-1], [-1]]
-
-
 def test_ties_are_broken_by_index() -> None:
     counts_PE = torch.full((4, 8), 10)
     counts_PE[:, :4] += 10  # ranks 0 and 1 are equally full, 2 and 3 equally empty

@@ -65,6 +65,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "--parallel.dispatcher=allgather",
     )
     whole, half = f"--parallel.ep={num_ranks}", f"--parallel.ep={num_ranks // 2}"
+    spread = f"--parallel.ep={max(num_ranks // 2, 2)}"
     symm_mem, bounded = "--parallel.dispatcher=symm_mem", "--parallel.expert_rank_capacity_factor=1.25"
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
@@ -91,7 +92,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "hidden_blocks": (whole, allgather, "--parallel.overlap=layer", "--compile.extent=block"),
         "hidden_captured": (whole, allgather, "--parallel.overlap=layer", "--compile.cudagraph=step", plain),
         "symm_mem": (whole, symm_mem),
-        "symm_mem_edp2": (f"--parallel.ep={max(num_ranks // 2, 2)}", symm_mem, plain),
+        "symm_mem_edp2": (spread, symm_mem, plain),
         "symm_mem_recompute": (whole, symm_mem, "--memory.recompute=block", bounded, plain),
         "symm_mem_blocks": (whole, symm_mem, "--compile.extent=block", bounded),
         "symm_mem_captured": (whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
@@ -102,11 +103,11 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "interleaved_recompute": (whole, allgather, *interleaved, "--memory.recompute=experts", plain),
         "interleaved_captured": (whole, allgather, *interleaved, "--compile.cudagraph=step", plain),
         "clones": (whole, alltoall, "--parallel.expert_clones=2", "--perf.kernels=fused"),
-        "clones_edp2": (half, alltoall, "--parallel.expert_clones=1", "--memory.recompute=experts", plain),
+        "clones_edp2": (spread, alltoall, "--parallel.expert_clones=1", "--memory.recompute=experts", plain),
         "clones_blocks": (whole, allgather, "--parallel.expert_clones=1", "--compile.extent=block"),
         "clones_captured": (whole, allgather, "--parallel.expert_clones=1", bounded, "--compile.cudagraph=step", plain),
         "clones_symm_mem": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.cudagraph=step", bounded, plain),
-        "clones_interleaved": (half, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
+        "clones_interleaved": (spread, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
         "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }
 

@@ -20,7 +20,7 @@ from titan_moe.kernels.router import Routing, RoutingRule
 from titan_moe.kernels.router_backward import route_backward
 from titan_moe.kernels.router_forward import route_forward
 from titan_moe.kernels.scaled_cast import scaled_cast
-from titan_moe.kernels.slot_sum import slot_sum
+from titan_moe.kernels.slot_sum import slot_rows, slot_sum
 from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward
 from titan_moe.kernels.symm_barrier import symm_barrier
@@ -155,6 +155,7 @@ PASSES: dict[str, Callable[[], object]] = {
     "counting_sort_512": lambda: sort_choices(index(S, K).long(), single(S, K), 512, R),
     "fetch_scores": lambda: fetch_scores(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
+    "slot_rows": lambda: slot_rows(half(S, D), index(R), index(E)),
     "route_qwen3": lambda: route(128, QWEN3),
     "route_forced": lambda: route(128, QWEN3, single(2, S, 8).long()),
     "route_deepseek_v3": lambda: route(256, DEEPSEEK_V3),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_moe.kernels.slot_sum import slot_sum
+from titan_moe.kernels.slot_sum import slot_rows, slot_sum
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -32,3 +32,22 @@ def test_slot_sum_of_no_rows_and_of_no_slots(device: str) -> None:
     none_SK = torch.full((3, 2), -1, dtype=torch.int32, device=device)
     assert slot_sum(torch.empty(4, 8, device=device), none_SK[:0]).shape == (0, 8)
     assert slot_sum(torch.empty(0, 8, device=device), none_SK).tolist() == [[0.0] * 8] * 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [1, 20, 1500])
+def test_slot_rows_are_those_of_the_slots_that_there_are(width: int, device: str) -> None:
+    torch.manual_seed(0)
+    x_SD, rows_R = torch.randn(6, width, device=device), torch.randint(6, (10,), device=device).int()
+    for end in (0, 1, 7, 10):
+        offsets_e = torch.tensor([0, end // 2, end, end], dtype=torch.int32, device=device)
+        torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+        try:
+            actual_RD = slot_rows(x_SD, rows_R, offsets_e)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert torch.equal(actual_RD[:end], x_SD[rows_R[:end].long()])
+        assert actual_RD[end:].isnan().all(), "what is past the last expert costs nothing"
+    assert slot_rows(x_SD, rows_R[:0], offsets_e).shape == (0, width)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.titan_moe.slot_rows.default, (x_SD, rows_R, offsets_e), test_utils=tests)

@@ -86,6 +86,10 @@ def test_shards_are_gathered_and_summed(
     train = TrainConfig(global_batch_sequences=2 * num_ranks, micro_batch_sequences=1)
     recipe = Recipe(model=ModelConfig(hidden_size=4), parallel=parallel, train=train)
     assert sharding_bytes(recipe, num_ranks) == pytest.approx(expected)
+    once = replace(parallel, gathers_once_a_step=True, reshard_after_forward=True, reshard_experts_after_forward=True)
+    kept = replace(parallel, reshard_after_forward=False, reshard_experts_after_forward=False)
+    of_two = sharding_bytes(replace(recipe, parallel=kept), num_ranks)
+    assert sharding_bytes(replace(recipe, parallel=once), num_ranks) == pytest.approx(of_two / 2)
 
 
 def test_the_scarcest_resource_sets_the_floor() -> None:

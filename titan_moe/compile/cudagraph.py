@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from titan_moe.kernels.recording import forget_recording
+
 NUM_WARM_UPS = 3
 """Steps before the recording: by then all is compiled, tuned and allocated, and libraries have their workspaces."""
 
@@ -48,15 +50,9 @@ class Recorder:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 outputs = function()
         except RuntimeError:
-            _forget_recording(self.stream.device)
+            forget_recording(self.stream.device)
             raise
         return Recording(graph.replay, graph.reset, outputs)
-
-
-def _forget_recording(device: torch.device) -> None:
-    """A spoilt recording leaves the generator in the belief that it is still recorded: nothing could draw from it."""
-    generator = torch.cuda.default_generators[device.index]
-    generator.graphsafe_set_state(generator.clone_state())
 
 
 class Captured:

@@ -40,7 +40,7 @@ class Takeovers(NamedTuple):
     stride: int
 
 
-def plan_clones(counts_PE: Tensor, num_spare: int, min_choices: int = 1) -> ClonePlan:
+def plan_clones(counts_PE: Tensor, num_spare: int) -> ClonePlan:
     """Fill the spare slots so that ranks above the mean load give what they have too much to ranks below it.
 
     In each of c rounds every rank below the mean takes at most one piece of one expert. A piece is no wider than the
@@ -51,8 +51,6 @@ def plan_clones(counts_PE: Tensor, num_spare: int, min_choices: int = 1) -> Clon
     Args:
         counts_PE: how many choices each rank has for each expert.
         num_spare: spare slots of a rank (c).
-        min_choices: choices that a clone must take over to be made. Where weights are fetched one by one, a clone pays
-            from about FLOP/s over bytes/s choices on (some 2,000 on an H200 over NVLink), whatever the expert's shape.
     """
     num_ranks, num_experts = counts_PE.shape
     left_Pe = counts_PE.long().sum(0).view(num_ranks, num_experts // num_ranks)
@@ -61,7 +59,6 @@ def plan_clones(counts_PE: Tensor, num_spare: int, min_choices: int = 1) -> Clon
     rounds = []
     for _ in range(num_spare):
         experts_P, taken_P = _match(left_Pe, load_P, mean)
-        taken_P = torch.where(taken_P < min_choices, 0, taken_P)
         is_none_P = taken_P == 0
         left_Pe = left_Pe.flatten().scatter_add(0, experts_P, -taken_P).view_as(left_Pe)
         given_P = torch.zeros_like(load_P).scatter_add(0, experts_P // left_Pe.shape[1], taken_P)

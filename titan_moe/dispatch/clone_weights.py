@@ -77,6 +77,9 @@ def _unpack(both: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor
 
 
 def _add(own_eN: Tensor, is_clone_eI: Tensor, clones_IN: Tensor) -> Tensor:
-    """Add each expert's clones to it, in rank order, in at least fp32, rounding once: a product with zeros and ones."""
+    """Add each expert's clones to it, in rank order, in at least fp32, rounding once: a product with zeros and ones.
+
+    So one that is not finite makes all sums so: the step is void then, whichever expert it began with.
+    """
     sums = torch.addmm(own_eN.flatten(1), is_clone_eI.to(own_eN.dtype), clones_IN.flatten(1))
     return sums.view_as(own_eN)

@@ -124,14 +124,19 @@ class SymmMemDispatcher(TokenDispatcher):
     reads_host = False
 
     def __init__(
-        self, num_experts: int, memory: SymmMemory, lay_out: LayOut = lay_out_slots, bound: SlotBound | None = None
+        self,
+        num_experts: int,
+        memory: SymmMemory,
+        lay_out: LayOut = lay_out_slots,
+        bound: SlotBound | None = None,
+        num_chosen_from: int | None = None,
     ) -> None:
         """`num_experts` is the layer's total; `memory` is shared by the ranks that have them; `bound` bounds rows and
-        slots."""
+        slots, over what is expected where tokens choose among `num_chosen_from` (fewer, if some places are spare)."""
         super().__init__(lay_out)
         self.memory = memory
         self.bound = bound or SlotBound()
-        self.num_experts = num_experts
+        self.num_chosen_from = num_chosen_from or num_experts
         self.num_ranks = memory.at_P.numel()
         self.num_local_experts = num_experts // self.num_ranks
 
@@ -169,7 +174,7 @@ class SymmMemDispatcher(TokenDispatcher):
     def _max_rows(self, num_tokens: int, num_choices: int) -> int:
         """Rows that every rank has room for, when all bring as many tokens."""
         worst = self.num_ranks * num_tokens
-        share = visit_probability(self.num_experts, self.num_local_experts, num_choices)
+        share = visit_probability(self.num_chosen_from, self.num_chosen_from // self.num_ranks, num_choices)
         return self.bound.num_rows(expected=share * worst, worst=worst)
 
 

@@ -29,7 +29,7 @@ from titan_moe.kernels.gather_mm import gather_mm
 from titan_moe.kernels.grouped_mm import grouped_mm, grouped_mm_reference, join
 from titan_moe.kernels.permute import full_size_plan, place_scores, sample_plans
 from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
-from titan_moe.kernels.slot_sum import slot_rows, slot_sum
+from titan_moe.kernels.slot_sum import slot_rows, slot_rows_op, slot_sum
 from titan_moe.kernels.swiglu_backward import swiglu_backward
 from titan_moe.kernels.tiles import plan_tiles
 
@@ -52,7 +52,7 @@ def _expert_mlp(
     tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS)
     weights = join(gate_up_e2FD, gate_up_c2FD)
     if gate_up_e2FD.shape[2] >= GATHERS_BEFORE_UP_FROM:
-        hidden_R2F, active_RF = expert_up(slot_rows(x_SD, rows_R), None, scores_R, weights, tiles)
+        hidden_R2F, active_RF = expert_up(slot_rows(x_SD, rows_R, offsets_e), None, scores_R, weights, tiles)
     else:
         hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weights, tiles)
     y_RD = F.grouped_mm(active_RF, join(down_eDF, down_cDF).transpose(1, 2), offs=offsets_e)
@@ -130,7 +130,7 @@ def _expert_mlp_dw(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up and down: an operation of its own, so that a schedule may run it later."""
     if dy_RD is not None:
-        dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R), offs=offsets_e)
+        dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R, offsets_e), offs=offsets_e)
         return dgate_up.unflatten(1, (2, -1)), F.grouped_mm(dy_RD.T, active_RF, offs=offsets_e)
     dgate_up = expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e, cut=UP_CUT)
     ddown_eDF = expert_weight_grad(active_RF, dy_SD, rows_R, offsets_e, is_transposed=True, cut=DOWN_CUT)
@@ -162,7 +162,7 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
         return (None,) * 9
     x_SD, rows_R, slots_SK, scores_R, offsets_e, *own, gate_up_c2FD, down_cDF, hidden_R2F = ctx.saved_tensors
     dy_SD = dy_SD.contiguous()
-    dy_RD = slot_rows(dy_SD, rows_R) if own[1].shape[2] >= GATHERS_BEFORE_GRADIENTS_FROM else None
+    dy_RD = slot_rows_op(dy_SD, rows_R, offsets_e) if own[1].shape[2] >= GATHERS_BEFORE_GRADIENTS_FROM else None
     dx_SD, dscores_R, dhidden_R2F, active_RF = _expert_mlp_dx(
         dy_SD, dy_RD, rows_R, slots_SK, scores_R, offsets_e, *own, hidden_R2F, gate_up_c2FD, down_cDF
     )

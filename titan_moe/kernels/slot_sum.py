@@ -35,12 +35,33 @@ def slot_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
     return out_SD
 
 
-@torch.library.custom_op("titan_moe::slot_rows", mutates_args=())
-def slot_rows(x_SD: Tensor, rows_R: Tensor) -> Tensor:
-    """[S, D] -> [R, D], each slot's row. Not differentiable."""
-    return slot_sum(x_SD, rows_R[:, None])
+@triton.jit
+def _slot_rows_kernel(x_ptr, rows_ptr, offsets_ptr, out_ptr, num_experts, D, BLOCK_D: tl.constexpr):
+    slot = tl.program_id(0).to(tl.int64)
+    if slot >= tl.load(offsets_ptr + num_experts - 1):
+        return
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = tl.load(rows_ptr + slot).to(tl.int64)
+    x = tl.load(x_ptr + row * D + columns, mask=columns < D, other=0.0)
+    tl.store(out_ptr + slot * D + columns, x, mask=columns < D)
 
 
-@slot_rows.register_fake
-def _(x_SD: Tensor, rows_R: Tensor) -> Tensor:
+def slot_rows(x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor) -> Tensor:
+    """[S, D] -> [R, D], each slot's row; slots past the last expert are not written."""
+    num_slots, width = rows_R.numel(), x_SD.shape[1]
+    out_RD = x_SD.new_empty(num_slots, width)
+    block_d = min(triton.next_power_of_2(width), 1024)
+    if num_slots:
+        _slot_rows_kernel[(num_slots, triton.cdiv(width, block_d))](
+            x_SD, rows_R, offsets_e, out_RD, offsets_e.numel(), width, BLOCK_D=block_d, num_warps=4
+        )
+    return out_RD
+
+
+slot_rows_op = torch.library.custom_op("titan_moe::slot_rows", slot_rows, mutates_args=())
+"""The same for whoever may be traced."""
+
+
+@slot_rows_op.register_fake
+def _(x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor) -> Tensor:
     return x_SD.new_empty(rows_R.numel(), x_SD.shape[1])

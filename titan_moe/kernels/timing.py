@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from triton.testing import do_bench
 
+from titan_moe.kernels.recording import forget_recording
 from titan_moe.kernels.registry import Sample
 
 Stopwatch = Callable[[Callable[[], Any]], float]
@@ -31,12 +32,18 @@ def replayed_ms(call: Callable[[], Any]) -> float:
 
     Call it on a stream other than the default one, where the leaves of autograd were made too: their gradients come
     home to the stream that they were made on, and the default one cannot be recorded.
+
+    Raises: RuntimeError if the call cannot be recorded.
     """
     for _ in range(2):  # compiled by now, with all workspaces
         call()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        call()
+    try:
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            call()
+    except RuntimeError:
+        forget_recording(torch.cuda.current_stream().device)
+        raise
     return median_ms(graph.replay)
 
 

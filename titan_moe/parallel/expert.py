@@ -39,14 +39,18 @@ def apply(
 def _dispatcher(
     moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBound, memory: SymmMemory | None
 ) -> TokenDispatcher:
-    num_experts, lay_out = moe.router.weight.shape[0] + config.ep * config.expert_clones, moe.dispatcher.lay_out
-    if config.dispatcher == "local":
-        return LocalDispatcher(num_experts, lay_out)
-    if memory is not None:
-        return SymmMemDispatcher(num_experts, memory, lay_out, bound)
-    if config.dispatcher == "allgather":
-        return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound, WIRES[config.overlap])
-    return AllToAllDispatcher(num_experts, meshes.ep.get_group(), lay_out, WIRES[config.overlap])
+    num_chosen_from, lay_out = moe.router.weight.shape[0], moe.dispatcher.lay_out
+    num_experts = num_chosen_from + config.ep * config.expert_clones
+    match config.dispatcher:
+        case "local":
+            return LocalDispatcher(num_experts, lay_out)
+        case "symm_mem":
+            assert memory is not None, "symm_mem needs what parallel.symm_memory.share_memory opens"
+            return SymmMemDispatcher(num_experts, memory, lay_out, bound, num_chosen_from)
+        case "allgather":
+            return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound, WIRES[config.overlap])
+        case "alltoall":
+            return AllToAllDispatcher(num_experts, meshes.ep.get_group(), lay_out, WIRES[config.overlap])
 
 
 def _let_lend(moe: MoE, num_spare: int, meshes: Meshes) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from titan_moe.config import Recipe
+from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.recipe import most_tokens_at_once
 from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_dispatch import symm_bytes
@@ -18,6 +18,8 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
     One piece serves all layers, because their exchanges follow each other. It holds the worst case of the largest
     batch that the run sends through the model, also where the recipe bounds rows: a step that does not fit is taken
     again without the bound.
+
+    Raises: RecipeError if these GPUs cannot reach each other's memory.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if recipe.parallel.dispatcher != "symm_mem" or not layers:
@@ -31,4 +33,8 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
-    return open_symm_memory(num_bytes, group, device)
+    try:
+        return open_symm_memory(num_bytes, group, device)
+    except (RuntimeError, ValueError) as error:
+        problem = f'parallel.dispatcher = "symm_mem" cannot share memory here: {error}; take "alltoall"'
+        raise RecipeError([problem]) from error

@@ -101,7 +101,7 @@ def sharding_bytes(recipe: Recipe, world_size: int) -> float:
     """Count what FSDP brings a rank in a step: gathered parameters, summed gradients, and the sums over replicas.
 
     Every microbatch gathers what it needs for forward, again for backward where it was freed between, and sums its
-    gradients.
+    gradients; or the first of a step gathers and the last sums for all.
     """
     sizes, p, counted = resolve(recipe.parallel, world_size), recipe.parallel, count_parameters(recipe.model)
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
@@ -109,11 +109,15 @@ def sharding_bytes(recipe: Recipe, world_size: int) -> float:
     blocks = counted.total - counted.routed_experts - root
     groups = (  # parameters, gathers a microbatch, ranks that share them
         (root, 1, sizes.dp_shard),
-        (blocks, 1 + p.reshard_after_forward, sizes.dp_shard),
-        (counted.routed_experts / sizes.ep, 1 + p.reshard_experts_after_forward, sizes.edp),
+        (blocks, 1 + (p.reshard_after_forward and not p.gathers_once_a_step), sizes.dp_shard),
+        (
+            counted.routed_experts / sizes.ep,
+            1 + (p.reshard_experts_after_forward and not p.gathers_once_a_step),
+            sizes.edp,
+        ),
     )
     num_bytes = 0.0
     for size, num_gathers, num_ranks in groups:
         num_bytes += size * (1 - 1 / num_ranks) * (num_gathers * gathered + summed)
         num_bytes += 2 * size / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
-    return num_bytes * num_microbatches(recipe, world_size)
+    return num_bytes * (1 if p.gathers_once_a_step else num_microbatches(recipe, world_size))
