@@ -29,18 +29,30 @@ UP_TILES = [
     UpTiles(),
     *(UpTiles(group=group) for group in (1, 4, 16, 32)),
     UpTiles(num_stages=3),
+    *(UpTiles(group=group, is_persistent=True) for group in (4, 8, 16)),
+    UpTiles(num_stages=3, is_persistent=True),
 ]
 GATHER_TILES = [
     GatherTiles(),
     *(GatherTiles(group=group) for group in (1, 4, 16, 32)),
     GatherTiles(outputs=128),
     GatherTiles(num_stages=3),
+    GatherTiles(narrows_last=True),
+    *(
+        GatherTiles(weights_by_tma=True, narrows_last=narrows, group=group)
+        for narrows in (False, True)
+        for group in (8, 16)
+    ),
+    *(GatherTiles(group=group, is_persistent=True) for group in (4, 8, 16)),
+    GatherTiles(num_stages=3, is_persistent=True),
 ]
 WEIGHT_GRAD_TILES = [
     WeightGradTiles(),
     *(WeightGradTiles(group=group) for group in (1, 2, 4, 16)),
     *(WeightGradTiles(num_stages=4, group=group) for group in (4, 8)),
     *(WeightGradTiles(256, 128, num_stages=stages, group=group) for stages, group in product((3, 4), (4, 8))),
+    *(WeightGradTiles(group=group, is_persistent=True) for group in (2, 8, 16)),
+    WeightGradTiles(num_stages=4, is_persistent=True),
 ]
 
 
