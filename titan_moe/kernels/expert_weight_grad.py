@@ -92,7 +92,7 @@ def _persistent_weight_grad_kernel(
     tiles_b: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
     program, step = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, BLOCK_R)
-    tile, begin, end, left = program - step, 0, 0, 0
+    tile, expert, tile_a, tile_b, begin, end, left = program - step, 0, 0, 0, 0, 0, 0
     next_rows = tl.zeros((BLOCK_R,), dtype=tl.int32)
     total = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
     for _ in range(_num_iterations(offsets_ptr, num_experts, program, step, tiles_a * tiles_b, BLOCK_R, BLOCK_E)):
@@ -100,6 +100,7 @@ def _persistent_weight_grad_kernel(
         if left < 0:
             tile += step
             expert = tile // (tiles_a * tiles_b)
+            tile_a, tile_b = place_in_groups(tile % (tiles_a * tiles_b), tiles_a, tiles_b, GROUP)
             begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
             end = tl.load(offsets_ptr + expert)
             left = tl.maximum((end - begin + BLOCK_R - 1) // BLOCK_R, 1) - 1
@@ -107,7 +108,6 @@ def _persistent_weight_grad_kernel(
         else:
             begin += BLOCK_R
             rows = next_rows
-        tile_a, tile_b = place_in_groups(tile % (tiles_a * tiles_b), tiles_a, tiles_b, GROUP)
         columns_a = tile_a * BLOCK_A + tl.arange(0, BLOCK_A)
         columns_b = tile_b * BLOCK_B + tl.arange(0, BLOCK_B)
         slots = begin + lane
@@ -119,7 +119,7 @@ def _persistent_weight_grad_kernel(
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
         next_rows = tl.load(rows_ptr + slots + BLOCK_R, mask=slots + BLOCK_R < end, other=0)
         if left == 0:
-            _store(total, tile // (tiles_a * tiles_b), columns_a, columns_b, out_ptr, A, B, IS_TRANSPOSED)
+            _store(total, expert, columns_a, columns_b, out_ptr, A, B, IS_TRANSPOSED)
             total = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
 
 
