@@ -31,6 +31,7 @@ UP_TILES = [
     UpTiles(num_stages=3),
     *(UpTiles(group=group, is_persistent=True) for group in (4, 8, 16)),
     UpTiles(num_stages=3, is_persistent=True),
+    *(UpTiles(is_persistent=persistent, flushes_denormals=True) for persistent in (False, True)),
 ]
 GATHER_TILES = [
     GatherTiles(),

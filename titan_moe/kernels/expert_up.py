@@ -33,6 +33,8 @@ class UpTiles(NamedTuple):
     num_stages: int = 4
     is_persistent: bool = False
     """One program a multiprocessor, which loads its next tile while it stores the last."""
+    flushes_denormals: bool = False
+    """SwiGLU's quotient without care for numbers below 1e-38: a third fewer instructions in the epilogue."""
 
 
 MEASURED = UpTiles()
@@ -41,7 +43,7 @@ MEASURED = UpTiles()
 @triton.jit
 def _expert_up_kernel(
     x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr, count_ptr,
-    F: tl.constexpr, D: tl.constexpr, GATHERS: tl.constexpr, IS_PERSISTENT: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, GATHERS: tl.constexpr, IS_PERSISTENT: tl.constexpr, FLUSHES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_columns: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
@@ -51,7 +53,8 @@ def _expert_up_kernel(
             tile, column = place_in_groups(program, num_rows, num_columns, GROUP)
             _expert_up_tile(
                 tl.load(experts_ptr + tile), column, tl.load(begins_ptr + tile), tl.load(ends_ptr + tile),
-                x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, F, D, GATHERS, BLOCK_R, BLOCK_F, BLOCK_D,
+                x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, F, D, GATHERS, FLUSHES,
+                BLOCK_R, BLOCK_F, BLOCK_D,
             )  # fmt: skip
     else:
         tile, column = place_in_groups(tl.program_id(0), tl.num_programs(0) // num_columns, num_columns, GROUP)
@@ -60,14 +63,15 @@ def _expert_up_kernel(
             return
         _expert_up_tile(
             expert, column, tl.load(begins_ptr + tile), tl.load(ends_ptr + tile),
-            x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, F, D, GATHERS, BLOCK_R, BLOCK_F, BLOCK_D,
+            x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, F, D, GATHERS, FLUSHES,
+            BLOCK_R, BLOCK_F, BLOCK_D,
         )  # fmt: skip
 
 
 @triton.jit
 def _expert_up_tile(
     expert, column, begin, end, x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr,
-    F: tl.constexpr, D: tl.constexpr, GATHERS: tl.constexpr,
+    F: tl.constexpr, D: tl.constexpr, GATHERS: tl.constexpr, FLUSHES: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     slots = begin + tl.arange(0, BLOCK_R)
@@ -97,9 +101,32 @@ def _expert_up_tile(
     tl.store(hidden_ptrs + F, up, mask=keep)
     score = tl.load(scores_ptr + slots, mask=is_slot, other=0.0)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
-    active = gate * tl.sigmoid(gate) * up * score[:, None]
+    if FLUSHES:
+        active = _silu(gate) * up * score[:, None]
+    else:
+        active = gate * tl.sigmoid(gate) * up * score[:, None]
     active_ptrs = active_ptr + slots.to(tl.int64)[:, None] * F + features[None, :]
     tl.store(active_ptrs, active.to(active_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _silu(gate):
+    # in PTX, since Triton knows no other quotient than the one that scales its factors
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 share;
+        mul.f32 share, $1, 0fBFB8AA3B; // -log2(e)
+        ex2.approx.ftz.f32 share, share;
+        add.f32 share, share, 0f3F800000;
+        rcp.approx.ftz.f32 share, share;
+        mul.f32 $0, $1, share;
+        }""",
+        "=f,f",
+        [gate],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 def expert_up(
@@ -119,7 +146,8 @@ def expert_up(
     num_tiles = tiles.experts_M.numel() * triton.cdiv(num_features, cut.features)
     _expert_up_kernel[(num_multiprocessors(x.device) if cut.is_persistent else num_tiles,)](
         left, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:4],
-        F=num_features, D=width, GATHERS=rows_R is not None, IS_PERSISTENT=cut.is_persistent,
+        F=num_features, D=width, GATHERS=rows_R is not None,
+        IS_PERSISTENT=cut.is_persistent, FLUSHES=cut.flushes_denormals,
         BLOCK_R=tiles.rows, BLOCK_F=cut.features, BLOCK_D=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
