@@ -1,6 +1,6 @@
 """Time the Triton GEMMs of the fused expert MLP, cut in every way that fits an H200, at the shapes of its benchmarks.
 
-    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up down_grad weight_grad] [--only by_tma=True]
+    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up down_grad ...] [--only by_tma=True]
 
 Each candidate is compared with the first, which is what runs today; one that differs or fails says so and is left
 behind. Medians on random bf16 data and routing, the fastest first; each table ends with grouped_mm on rows that were
