@@ -1,6 +1,6 @@
 """Time the Triton GEMMs of the fused expert MLP, cut in every way that fits an H200, at the shapes of its benchmarks.
 
-    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up down_grad weight_grad] [--seconds 240]
+    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up down_grad ...] [--only by_tma=True]
 
 Each candidate is compared with the first, which is what runs today; one that differs or fails says so and is left
 behind. Medians on random bf16 data and routing, the fastest first; each table ends with grouped_mm on rows that were
@@ -29,17 +29,30 @@ UP_TILES = [
     UpTiles(),
     *(UpTiles(group=group) for group in (1, 4, 16, 32)),
     UpTiles(num_stages=3),
+    *(UpTiles(group=group, is_persistent=True) for group in (4, 8, 16)),
+    UpTiles(num_stages=3, is_persistent=True),
+    *(UpTiles(is_persistent=persistent, flushes_denormals=True) for persistent in (False, True)),
 ]
 GATHER_TILES = [
     GatherTiles(),
     *(GatherTiles(group=group) for group in (1, 4, 16, 32)),
     GatherTiles(outputs=128),
     GatherTiles(num_stages=3),
+    GatherTiles(narrows_last=True),
+    *(
+        GatherTiles(weights_by_tma=True, narrows_last=narrows, group=group)
+        for narrows in (False, True)
+        for group in (8, 16)
+    ),
+    *(GatherTiles(group=group, is_persistent=True) for group in (4, 8, 16)),
+    GatherTiles(num_stages=3, is_persistent=True),
 ]
 WEIGHT_GRAD_TILES = [
     *(WeightGradTiles(group=group) for group in (1, 2, 4, 8, 16)),
     *(WeightGradTiles(num_stages=4, group=group) for group in (4, 8)),
     *(WeightGradTiles(256, 128, num_stages=stages, group=group) for stages, group in product((3, 4), (4, 8))),
+    *(WeightGradTiles(group=group, is_persistent=True) for group in (2, 8, 16)),
+    WeightGradTiles(num_stages=4, is_persistent=True),
 ]
 
 
@@ -61,6 +74,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--seconds", type=float, default=240.0, help="no candidate begins later")
+    parser.add_argument("--only", nargs="+", default=[""], help="time the first cut and those that have one of these")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure")
@@ -68,7 +82,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for shape in args.shapes:
         for problem in problems(shape, torch.device("cuda"), args.kernels):
-            for line in sweep(problem, stop_at):
+            for line in sweep(narrowed(problem, args.only), stop_at):
                 print(f"{shape:17} {line}", flush=True)
 
 
@@ -128,6 +142,12 @@ def _weight_grad(
         lambda: F.grouped_mm(left.T, right, offs=offsets_e),
         2.0 * rows_R.numel() * factor_RA.shape[1] * x_SD.shape[1],
     )
+
+
+def narrowed(problem: Problem, only: list[str]) -> Problem:
+    """With the first cut, to compare with, and those whose name has one of these in it."""
+    first, *others = problem.cuts
+    return problem._replace(cuts=[first, *(cut for cut in others if any(part in str(cut) for part in only))])
 
 
 def sweep(problem: Problem, stop_at: float, stopwatch: Callable[[Callable[[], Any]], float] = median_ms) -> list[str]:

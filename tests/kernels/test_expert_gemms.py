@@ -44,10 +44,29 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert error < tolerance
 
 
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few that persistent ones have several tiles each, and not all as many."""
+    for name in ("expert_up", "gather_mm", "expert_weight_grad"):
+        monkeypatch.setattr(f"titan_moe.kernels.{name}.num_multiprocessors", lambda device: 3)
+
+
+UP_CUTS = [
+    UpTiles(),
+    UpTiles(group=1),
+    UpTiles(is_persistent=True),
+    UpTiles(flushes_denormals=True),
+    UpTiles(is_persistent=True, flushes_denormals=True),
+]
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize("cut", [UpTiles(), UpTiles(group=1)], ids=str)
+@pytest.mark.parametrize("cut", UP_CUTS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    if cut.flushes_denormals and device == "cpu":
+        pytest.skip("the interpreter runs no PTX")
     rows_R, offsets_e, num_experts = plan(name, device)
     x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
     scores_R = torch.rand(rows_R.numel(), device=device)
@@ -61,21 +80,38 @@ def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tol
             assert_close(active_RF[span], weighted_swiglu(hidden_R2F[span], scores_R[span]), tolerance)
 
 
+GATHER_CUTS = [
+    GatherTiles(),
+    GatherTiles(outputs=128, group=3),
+    GatherTiles(narrows_last=True),
+    GatherTiles(weights_by_tma=True, narrows_last=True, group=1),
+    GatherTiles(is_persistent=True),
+]
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize("cut", [GatherTiles(), GatherTiles(outputs=128, group=3)], ids=str)
+@pytest.mark.parametrize("cut", GATHER_CUTS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_gather_mm(name: str, cut: GatherTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
     rows_R, offsets_e, num_experts = plan(name, device)
     x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
-    weight = torch.randn(num_experts, WIDTH, 300, device=device, dtype=dtype) / 8
+    weight = torch.randn(num_experts, WIDTH, 304, device=device, dtype=dtype) / 8
     out_RO = gather_mm(x_SD, rows_R, weight, plan_tiles(offsets_e, rows_R.numel(), 128), cut)
     for expert, span in enumerate(spans(offsets_e)):
         assert_close(out_RO[span], x_SD[rows_R[span]].double() @ weight[expert].double(), tolerance)
 
 
-CUTS = [WeightGradTiles(), WeightGradTiles(32, 16, slots=32, group=2), WeightGradTiles(width_a=256, width_b=128)]
+CUTS = [
+    WeightGradTiles(),
+    WeightGradTiles(32, 16, slots=32, group=2),
+    WeightGradTiles(width_a=256, width_b=128),
+    WeightGradTiles(is_persistent=True),
+    WeightGradTiles(32, 16, slots=32, group=2, is_persistent=True),
+]
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", NAMES)

@@ -35,6 +35,14 @@ def test_nothing_begins_after_the_time_is_over(tool: ModuleType) -> None:
     assert "no time left" in tool.sweep(problem, 0.0, lambda call: 1.0)[-1]
 
 
+def test_only_some_cuts_and_the_first(tool: ModuleType) -> None:
+    problem = next(tool.problems("qwen3_ep8", torch.device("meta"), ["weight_grad"]))
+    cuts = tool.narrowed(problem, ["is_persistent=True", "group=16,"]).cuts
+    assert cuts[0] == problem.cuts[0] and 1 < len(cuts) < len(problem.cuts)
+    assert all(cut.is_persistent or cut.group == 16 for cut in cuts[1:])
+    assert tool.narrowed(problem, [""]).cuts == problem.cuts
+
+
 @pytest.mark.parametrize("shape", ["qwen3_ep8", "deepseek_v3_ep8"])
 def test_inputs_of_a_shape(tool: ModuleType, shape: str) -> None:
     num_slots, num_experts, width, hidden = (tool.SHAPES[shape][key] for key in ("slots", "experts", "width", "hidden"))
