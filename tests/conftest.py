@@ -84,7 +84,7 @@ class Interpreter:
         command = [sys.executable, "-m", "pytest", "-v", "-m", "interpreted", str(folder)]
         self.process = subprocess.Popen(
             command,
-            env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""},
+            env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"},
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )

@@ -64,7 +64,6 @@ def alone(ranks: Any) -> Any:
     ("num_ranks", "parallel", "what"),
     [
         pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
-        pytest.param(4, EP4, "none", id="dp4-ep4"),
         pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
         pytest.param(4, replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-ep2-recompute_experts"),
         pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),

