@@ -41,7 +41,7 @@ def experts() -> GroupedExperts:
     module = GroupedExperts(own, WIDTH, HIDDEN, choose_expert_mlp("reference", "activation")).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    module.with_clones = CloneFetcher(dist.group.WORLD)
+    module.gather_weights = CloneFetcher(dist.group.WORLD)
     return module
 
 

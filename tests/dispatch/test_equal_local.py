@@ -102,7 +102,7 @@ def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_spa
     assert dispatcher.reads_host == inner.reads_host
     per_rank = NUM_EXPERTS // num_ranks
     module = experts(rank * per_rank, (rank + 1) * per_rank)
-    module.with_clones = CloneFetcher(group)
+    module.gather_weights = CloneFetcher(group)
     rank_inputs = inputs(routing, num_ranks, tokens_by_rank)[rank]
     offsets_e = dispatcher.dispatch(*rank_inputs[:3]).offsets_e
     num_taken = offsets_e[-1] - offsets_e[per_rank - 1]

@@ -77,7 +77,7 @@ def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int) -> Token
     if not num_spare:
         return inner
     group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
-    module.with_clones = CloneFetcher(group)
+    module.gather_weights = CloneFetcher(group)
     return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
 
 

@@ -55,14 +55,19 @@ def _expert_weight_grad_kernel(
     rows = tl.load(rows_ptr + begin + lane, mask=begin + lane < end, other=0)
     for first in range(begin, end, BLOCK_R):
         slots = first + lane
-        is_slot = slots < end
-        a_ptrs = a_ptr + slots.to(tl.int64)[:, None] * A + columns_a[None, :]
-        b_ptrs = b_ptr + rows.to(tl.int64)[:, None] * B + columns_b[None, :]
-        a = tl.load(a_ptrs, mask=is_slot[:, None] & (columns_a < A)[None, :], other=0.0)
-        b = tl.load(b_ptrs, mask=is_slot[:, None] & (columns_b < B)[None, :], other=0.0)
-        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+        total = _add_product(total, a_ptr, b_ptr, slots, rows, end, columns_a, columns_b, A, B)
         rows = tl.load(rows_ptr + slots + BLOCK_R, mask=slots + BLOCK_R < end, other=0)
     _store(total, expert, columns_a, columns_b, out_ptr, A, B, IS_TRANSPOSED)
+
+
+@triton.jit
+def _add_product(total, a_ptr, b_ptr, slots, rows, end, columns_a, columns_b, A: tl.constexpr, B: tl.constexpr):
+    is_slot = slots < end
+    a_ptrs = a_ptr + slots.to(tl.int64)[:, None] * A + columns_a[None, :]
+    b_ptrs = b_ptr + rows.to(tl.int64)[:, None] * B + columns_b[None, :]
+    a = tl.load(a_ptrs, mask=is_slot[:, None] & (columns_a < A)[None, :], other=0.0)
+    b = tl.load(b_ptrs, mask=is_slot[:, None] & (columns_b < B)[None, :], other=0.0)
+    return tl.dot(tl.trans(a), b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -111,12 +116,7 @@ def _persistent_weight_grad_kernel(
         columns_a = tile_a * BLOCK_A + tl.arange(0, BLOCK_A)
         columns_b = tile_b * BLOCK_B + tl.arange(0, BLOCK_B)
         slots = begin + lane
-        is_slot = slots < end
-        a_ptrs = a_ptr + slots.to(tl.int64)[:, None] * A + columns_a[None, :]
-        b_ptrs = b_ptr + rows.to(tl.int64)[:, None] * B + columns_b[None, :]
-        a = tl.load(a_ptrs, mask=is_slot[:, None] & (columns_a < A)[None, :], other=0.0)
-        b = tl.load(b_ptrs, mask=is_slot[:, None] & (columns_b < B)[None, :], other=0.0)
-        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
+        total = _add_product(total, a_ptr, b_ptr, slots, rows, end, columns_a, columns_b, A, B)
         next_rows = tl.load(rows_ptr + slots + BLOCK_R, mask=slots + BLOCK_R < end, other=0)
         if left == 0:
             _store(total, expert, columns_a, columns_b, out_ptr, A, B, IS_TRANSPOSED)

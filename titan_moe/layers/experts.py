@@ -17,8 +17,8 @@ class GroupedExperts(nn.Module):
 
     Gate and up are stored together as `[e, 2, F, L]`, down as `[e, L, F]`: one GEMM reads gate and up at once, and
     dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
-    experts; it is identity unless the experts are spread over ranks. `with_clones` adds the weights of experts that
-    other ranks have lent; there are none unless the dispatcher plans them.
+    experts; it is identity unless the experts are spread over ranks. `gather_weights` gives the
+    weights that an exchange wants served: this rank's own, and what its dispatcher may have planned behind them.
     """
 
     def __init__(self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None) -> None:
@@ -27,12 +27,12 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn_hidden_size))
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
-        self.with_clones: Callable[[Tensor, Tensor, Exchange], tuple[Tensor, ...]] = _no_clones
+        self.gather_weights: Callable[[Tensor, Tensor, Exchange], tuple[Tensor, ...]] = _own
 
     def forward(self, routed: Routed) -> Tensor:
         """Serve the rows: -> [S, L], zero for a row that no expert here wants."""
         x_SL, rows_R, slots_SK, scores_R, offsets_e, exchange = routed
-        weights = self.with_clones(self.local(self.gate_up), self.local(self.down), exchange)
+        weights = self.gather_weights(self.local(self.gate_up), self.local(self.down), exchange)
         return self.mlp(x_SL, rows_R, slots_SK, scores_R, offsets_e, *weights)
 
 
@@ -40,5 +40,5 @@ def _identity(weight: Tensor) -> Tensor:
     return weight
 
 
-def _no_clones(gate_up: Tensor, down: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
+def _own(gate_up: Tensor, down: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
     return gate_up, down

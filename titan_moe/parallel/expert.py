@@ -57,7 +57,7 @@ def _let_lend(moe: MoE, num_spare: int, meshes: Meshes) -> None:
     """Fill the spare slots that the dispatcher counts with clones of hot experts."""
     group = meshes.ep.get_group()
     moe.dispatcher = CloningDispatcher(moe.dispatcher, moe.router.weight.shape[0], num_spare, group)
-    moe.experts.with_clones = CloneFetcher(group)
+    moe.experts.gather_weights = CloneFetcher(group)
 
 
 def _shard(experts: GroupedExperts, meshes: Meshes) -> None:
