@@ -146,6 +146,15 @@ def test_forced_balance_is_shuffled_and_repeatable() -> None:
     assert sum(len(set(ranks)) > 2 for ranks in ranks_TK.tolist()) > 8, "a token's experts are spread over 8 ranks"
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (64, 6), (8, 2)])
+def test_forced_balance_sends_every_rank_as_many_rows(num_experts: int, top_k: int) -> None:
+    """A token that has two choices of a rank sends it one row: few orders of experts would favour some ranks."""
+    force = ForcedBalance(MoEConfig(num_experts=num_experts, top_k=top_k), torch.device("cpu"))
+    ranks_TK = force(torch.zeros(1, 8192, num_experts))[0] // (num_experts // 8)
+    num_rows_P = torch.zeros(8192, 8).scatter_(1, ranks_TK, 1.0).sum(0)
+    assert num_rows_P.max() < 1.03 * num_rows_P.mean()
+
+
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "num_ranks"), [(128, 8, 8), (64, 6, 8), (8, 2, 4), (128, 8, 1), (12, 3, 2)]
 )

@@ -3,6 +3,7 @@
 B batch · N sequence · D width · E experts · K choices a token
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -16,27 +17,38 @@ from titan_moe.layers.balance import LoadBalance
 from titan_moe.plan.skew import WINDOW_TOKENS, skewed_counts
 
 
-class ForcedBalance:
-    """Benchmarks only: deal experts out evenly, in a fixed random order, whatever the scores say.
+class ForcedTable:
+    """Benchmarks only: the experts of a table, row by row and round again, whatever the scores say."""
 
-    Token t takes K neighbours of a shuffled ring of experts, so every E tokens load each expert with K, and a token's
-    experts lie on as many ranks as randomly chosen ones would.
-    """
-
-    def __init__(self, config: MoEConfig, device: torch.device, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.ring_E = torch.randperm(config.num_experts, generator=generator).to(device)
-        self.top_k = config.top_k
+    def __init__(self, table_TK: Tensor) -> None:
+        self.table_TK = table_TK
 
     def __call__(self, logits_BNE: Tensor) -> Tensor:
         """[B, N, E] -> experts [B, N, K]."""
-        num_sequences, num_tokens, num_experts = logits_BNE.shape
-        places = torch.arange(num_sequences * num_tokens * self.top_k, device=logits_BNE.device) % num_experts
-        return self.ring_E[places].view(num_sequences, num_tokens, self.top_k)
+        num_sequences, num_tokens, _ = logits_BNE.shape
+        places = torch.arange(num_sequences * num_tokens, device=logits_BNE.device) % len(self.table_TK)
+        return self.table_TK[places].unflatten(0, (num_sequences, num_tokens))
 
 
-class ForcedSkew:
-    """Benchmarks only: load experts and ranks unevenly, as `plan/skew.py` says, whatever the scores say.
+class ForcedBalance(ForcedTable):
+    """Deal experts out evenly.
+
+    A token takes K neighbours of a shuffled ring of experts, so every E tokens load each expert with K, and a token's
+    experts lie on as many ranks as randomly chosen ones would. One ring would send some of 8 ranks a fifth more rows
+    than others, though as many choices; with so many, each comes within some percent of the mean.
+    """
+
+    NUM_RINGS = 64
+
+    def __init__(self, config: MoEConfig, device: torch.device, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        num_rounds = math.lcm(config.num_experts, config.top_k) // config.num_experts  # until it ends with a token
+        rings = [torch.randperm(config.num_experts, generator=generator) for _ in range(self.NUM_RINGS)]
+        super().__init__(torch.cat([ring_E.repeat(num_rounds) for ring_E in rings]).view(-1, config.top_k).to(device))
+
+
+class ForcedSkew(ForcedTable):
+    """Load experts and ranks unevenly, as `plan/skew.py` says.
 
     A token takes K distinct experts, each as often as its load wants (systematic sampling): experts lie on a line, in
     random order, each as long as its count of a window, and a token takes those at K points that are a window apart;
@@ -59,13 +71,7 @@ class ForcedSkew:
             line = order_E.repeat_interleave(counts_E[order_E])
             window_TK = line.view(config.top_k, WINDOW_TOKENS).T
             windows.append(window_TK[torch.randperm(WINDOW_TOKENS, generator=generator)])
-        self.table_TK = torch.cat(windows).to(device)
-
-    def __call__(self, logits_BNE: Tensor) -> Tensor:
-        """[B, N, E] -> experts [B, N, K]."""
-        num_sequences, num_tokens, _ = logits_BNE.shape
-        places = torch.arange(num_sequences * num_tokens, device=logits_BNE.device) % len(self.table_TK)
-        return self.table_TK[places].unflatten(0, (num_sequences, num_tokens))
+        super().__init__(torch.cat(windows).to(device))
 
 
 class TopKRouter(nn.Module):
