@@ -183,7 +183,15 @@ def interleave_beside_a_slow_rank(folder: str, slow_rank: int) -> list[Tensor]:
         return moved
 
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("count_copies", "place_copies", "push_rows", "copy_rows", "take_choices", "pull_rows"):
+        for name in (
+            "announce_rows",
+            "plan_rows",
+            "own_rows",
+            "fetch_rows",
+            "fetch_choices",
+            "deliver_rows",
+            "sum_deliveries",
+        ):
             patched.setattr(symm_mem, name, slow(getattr(symm_mem, name)))
         return interleave(folder)
 
@@ -209,7 +217,7 @@ def overflow(folder: str | None) -> list[tuple[int, int, bool, bool, Tensor]]:
             expected = equal_local.dense_oracle(tuple(tensor.cpu() for tensor in drawn))[:3]
             misses = [(actual.cpu() - wanted).abs().max() for actual, wanted in zip(home, expected, strict=True)]
             is_finite = all(bool(tensor.isfinite().all()) for tensor in home)
-            came = int(exchange.num_rows)
+            came = int(exchange.plan.ends_Q[-1])
             results.append((num_rows, came, is_short, is_finite, torch.stack(misses).max()))
     return results
 
@@ -274,10 +282,11 @@ def test_ranks_wait_for_a_slow_one(ranks, tmp_path: Path) -> None:
 
 
 def check_overflow(answers: list[list[tuple[int, int, bool, bool, Tensor]]]) -> None:
-    """There is room for the rows of random routing, and no more."""
+    """There is room for the rows of random routing, and no more; without the bound, for those that come."""
     worst = len(answers) * equal_local.NUM_TOKENS
     for rank, (full, full_lifted, empty, empty_lifted) in enumerate(answers):
-        assert full[0] == empty[0] < full_lifted[0] == empty_lifted[0] == worst
+        assert full[0] == empty[0] < worst
+        assert full_lifted[0] == full_lifted[1] and empty_lifted[0] == empty_lifted[1]
         # all rows want to come to the first rank, and only there is it known
         assert full[1:3] == ((full[0], True) if rank == 0 else (0, False))
         assert full_lifted[1:3] == ((worst, False) if rank == 0 else (0, False))

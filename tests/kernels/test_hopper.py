@@ -25,9 +25,9 @@ from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward
 from titan_moe.kernels.symm_barrier import symm_barrier
 from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
-from titan_moe.kernels.symm_dispatch_choices import pull_scores, push_choices, take_choices
-from titan_moe.kernels.symm_dispatch_plan import count_copies, place_copies
-from titan_moe.kernels.symm_dispatch_rows import copy_rows, pull_rows, push_rows
+from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, pick_scores
+from titan_moe.kernels.symm_dispatch_plan import announce_rows, plan_rows
+from titan_moe.kernels.symm_dispatch_rows import deliver_rows, fetch_rows, sum_deliveries
 from titan_moe.kernels.tiles import plan_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
@@ -142,9 +142,10 @@ def shared(num_ranks: int, width: int) -> SymmArrays:
     arrays = (
         index(num_ranks),
         index(num_ranks, num_ranks),
-        index(num_ranks * S, K),
-        single(num_ranks * S, K),
-        half(num_ranks * S, width),
+        index(num_ranks, S),
+        index(S, K),
+        single(S, num_ranks, K),
+        half(S, num_ranks, width),
     )
     table_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
     return SymmArrays(*(SymmArray(array, table_P, 256 * place) for place, array in enumerate(arrays)))
@@ -152,17 +153,16 @@ def shared(num_ranks: int, width: int) -> SymmArrays:
 
 def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
     """Every kernel of a layer's way there and back over symmetric memory."""
-    arrays, num_local = shared(num_ranks, width), 128 // num_ranks
-    ids_TK, places_TP, num_rows = index(S, K).long(), index(S, num_ranks), index()
+    arrays, num_local, ids_TK = shared(num_ranks, width), 128 // num_ranks, index(S, K).long()
     symm_barrier(arrays.signals, rank)
-    starts_Pb = count_copies(ids_TK, arrays.counts, rank, num_local)
-    place_copies(ids_TK, starts_Pb, arrays.counts, rank, num_local, num_ranks * S)
-    push_choices(ids_TK, single(S, K), places_TP, arrays, rank, num_local)
-    take_choices(arrays, num_rows)
-    pull_scores(ids_TK, places_TP, arrays.scores, num_local)
-    push_rows(half(S, width), places_TP, arrays.rows, rank)
-    pull_rows(places_TP, arrays.rows)
-    copy_rows(arrays.rows.local, half(num_ranks * S, width), num_rows)
+    starts_Pb = announce_rows(ids_TK, arrays, rank, num_local)
+    plan = plan_rows(ids_TK, starts_Pb, arrays, rank, num_local, num_ranks * S)
+    x_SD = fetch_rows(plan, arrays.rows, rank, num_ranks * S)
+    _, scores_SK = fetch_choices(plan, arrays, rank, num_local, num_ranks * S)
+    deliver_rows(x_SD, plan, arrays.rows, rank)
+    sum_deliveries(plan.went_TP, arrays.rows)
+    deliver_scores(scores_SK, plan, arrays.scores, rank)
+    pick_scores(ids_TK, plan.went_TP, arrays.scores, num_local)
 
 
 PASSES: dict[str, Callable[[], object]] = {

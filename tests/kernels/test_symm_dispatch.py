@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.symm_dispatch import SymmArrays, symm_arrays, symm_bytes
-from titan_moe.kernels.symm_dispatch_choices import pull_scores, push_choices, take_choices
-from titan_moe.kernels.symm_dispatch_plan import count_copies, place_copies, place_copies_reference
+from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, own_scores, pick_scores
+from titan_moe.kernels.symm_dispatch_plan import RowPlan, announce_rows, plan_rows, plan_rows_reference
 from titan_moe.kernels.symm_dispatch_rows import (
-    copy_rows,
-    pull_rows,
-    pull_rows_reference,
-    push_rows,
-    push_rows_reference,
+    deliver_rows,
+    fetch_rows,
+    fetch_rows_reference,
+    own_rows,
+    sum_deliveries,
+    sum_deliveries_reference,
 )
 
 NUM_LOCAL, TOP_K = 2, 3
@@ -55,52 +56,36 @@ def draw(routing: str, num_ranks: int, num_tokens: int, width: int, device: str,
     return Batch(x_PTD, ids_PTK, torch.rand(ids_PTK.shape, device=device), dy_PTD)
 
 
-def share_memory(
-    num_ranks: int, num_tokens: int, width: int, device: str, dtype: torch.dtype, max_rows: int | None = None
-) -> list[SymmArrays]:
-    """Every rank's arrays, poisoned: bytes of 255 are NaN, and -1 where they are integers. The memory has room for all
-    rows, the arrays for as many as they are told."""
-    max_rows = num_ranks * num_tokens if max_rows is None else max_rows
+def share_memory(num_ranks: int, num_tokens: int, width: int, device: str, dtype: torch.dtype) -> list[SymmArrays]:
+    """Every rank's arrays, poisoned: bytes of 255 are NaN, and -1 where they are integers."""
     size = symm_bytes(num_ranks, num_tokens, width, TOP_K, dtype)
     memories = [torch.full((size,), 255, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
     addresses_P = torch.tensor([memory.data_ptr() for memory in memories], device=device)
-    return [symm_arrays(memory, addresses_P, max_rows, width, TOP_K, dtype) for memory in memories]
+    return [symm_arrays(memory, addresses_P, num_tokens, width, TOP_K, dtype) for memory in memories]
 
 
-def bytes_past(arrays: SymmArrays) -> Tensor:
-    """What lies behind a rank's arrays, which nobody may touch."""
-    memory = torch.empty(0, dtype=torch.uint8, device=arrays.rows.local.device).set_(
-        arrays.rows.local.untyped_storage()
-    )
-    return memory[arrays.rows.offset_bytes + arrays.rows.local.nbytes :]
-
-
-def plan(batch: Batch, arrays: list[SymmArrays]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+def plan(batch: Batch, arrays: list[SymmArrays], max_rows: int | None = None) -> list[RowPlan]:
+    max_rows = batch.ids_PTK.shape[0] * batch.ids_PTK.shape[1] if max_rows is None else max_rows
     starts = [
-        count_copies(ids, mine.counts, rank, NUM_LOCAL)
+        announce_rows(ids, mine, rank, NUM_LOCAL)
         for rank, (ids, mine) in enumerate(zip(batch.ids_PTK, arrays, strict=True))
     ]
-    placed = [
-        place_copies(ids, start, mine.counts, rank, NUM_LOCAL, len(mine.rows.local))
+    return [
+        plan_rows(ids, start, mine, rank, NUM_LOCAL, max_rows)
         for rank, (ids, start, mine) in enumerate(zip(batch.ids_PTK, starts, arrays, strict=True))
     ]
-    places, num_rows, overflowed = zip(*placed, strict=True)
-    return list(places), list(num_rows), list(overflowed)
 
 
-def push(x_PTD: Tensor, places: list[Tensor], num_rows: list[Tensor], arrays: list[SymmArrays]) -> list[Tensor]:
-    for rank, mine in enumerate(arrays):
-        push_rows(x_PTD[rank], places[rank], mine.rows, rank)
-    received = [torch.full_like(mine.rows.local, float("nan")) for mine in arrays]
-    for x_SD, count, mine in zip(received, num_rows, arrays, strict=True):
-        copy_rows(mine.rows.local, x_SD, count)
-    return received
+def fetch(x_PTD: Tensor, plans: list[RowPlan], arrays: list[SymmArrays], max_rows: int) -> list[Tensor]:
+    for x_TD, mine in zip(x_PTD, arrays, strict=True):
+        own_rows(mine.rows).copy_(x_TD)
+    return [fetch_rows(p, mine.rows, rank, max_rows) for rank, (p, mine) in enumerate(zip(plans, arrays, strict=True))]
 
 
-def pull(y_PSD: list[Tensor], places: list[Tensor], num_rows: list[Tensor], arrays: list[SymmArrays]) -> list[Tensor]:
-    for y_SD, count, mine in zip(y_PSD, num_rows, arrays, strict=True):
-        copy_rows(y_SD, mine.rows.local, count)
-    return [pull_rows(places_TP, mine.rows) for places_TP, mine in zip(places, arrays, strict=True)]
+def deliver(y_PSD: list[Tensor], plans: list[RowPlan], arrays: list[SymmArrays]) -> list[Tensor]:
+    for rank, (y_SD, p, mine) in enumerate(zip(y_PSD, plans, arrays, strict=True)):
+        deliver_rows(y_SD, p, mine.rows, rank)
+    return [sum_deliveries(p.went_TP, mine.rows) for p, mine in zip(plans, arrays, strict=True)]
 
 
 def wanted_rows(ids_PTK: Tensor, rank: int) -> list[tuple[int, int]]:
@@ -114,27 +99,31 @@ def wanted_rows(ids_PTK: Tensor, rank: int) -> list[tuple[int, int]]:
     ]
 
 
-def check_received(batch: Batch, places: list[Tensor], num_rows: list[Tensor], arrays: list[SymmArrays]) -> None:
-    """Push everything, and compare rows, order, ids, scores and counts with what should have come."""
-    assert sum((placed >= 0).sum() for placed in places) == sum(num_rows)
-    received = push(batch.x_PTD, places, num_rows, arrays)
-    for rank, mine in enumerate(arrays):
-        push_choices(batch.ids_PTK[rank], batch.scores_PTK[rank], places[rank], mine, rank, NUM_LOCAL)
-    for rank, mine in enumerate(arrays):
-        wanted, first = wanted_rows(batch.ids_PTK, rank), rank * NUM_LOCAL
-        assert num_rows[rank].item() == len(wanted)
-        for row, (source, token) in enumerate(wanted):
-            assert places[source][token, rank] == row
-        ids_SK, scores_SK = take_choices(mine, num_rows[rank])
-        assert (ids_SK[len(wanted) :] == -1).all() and not scores_SK[len(wanted) :].any()
-        assert received[rank][len(wanted) :].isnan().all()
+def check_received(
+    batch: Batch, plans: list[RowPlan], arrays: list[SymmArrays], max_rows: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Fetch everything, and compare rows, order, ids, scores and counts with what should have come."""
+    num_rows = [int(p.ends_Q[-1]) for p in plans]
+    assert sum(p.went_TP.sum() for p in plans) == sum(num_rows)
+    received = fetch(batch.x_PTD, plans, arrays, max_rows)
+    for ids_TK, scores_TK, mine in zip(batch.ids_PTK, batch.scores_PTK, arrays, strict=True):
+        mine.ids.local.copy_(ids_TK)
+        own_scores(mine.scores).copy_(scores_TK)
+    answers = []
+    for rank, (p, mine) in enumerate(zip(plans, arrays, strict=True)):
+        wanted, first = wanted_rows(batch.ids_PTK, rank)[:max_rows], rank * NUM_LOCAL
+        ids_SK, scores_SK = fetch_choices(p, mine, rank, NUM_LOCAL, max_rows)
+        count = num_rows[rank]
+        assert count == len(wanted) and (ids_SK[count:] == -1).all() and not scores_SK[count:].any()
         if wanted:
             sources, tokens = torch.tensor(wanted, device=ids_SK.device).unbind(1)
-            assert torch.equal(received[rank][: len(wanted)], batch.x_PTD[sources, tokens])
-            assert torch.equal(scores_SK[: len(wanted)], batch.scores_PTK[sources, tokens])
+            assert torch.equal(received[rank][:count], batch.x_PTD[sources, tokens])
+            assert torch.equal(scores_SK[:count], batch.scores_PTK[sources, tokens])
             expected = batch.ids_PTK[sources, tokens] - first
             expected = torch.where((expected >= 0) & (expected < NUM_LOCAL), expected, -1)
-            assert torch.equal(ids_SK[: len(wanted)], expected.int())
+            assert torch.equal(ids_SK[:count], expected.int())
+        answers.append((received[rank][:count], ids_SK[:count], scores_SK[:count]))
+    return answers
 
 
 def experts_of(x: Tensor, ids: Tensor, scores: Tensor, weights_E: Tensor) -> Tensor:
@@ -148,35 +137,36 @@ def experts_of(x: Tensor, ids: Tensor, scores: Tensor, weights_E: Tensor) -> Ten
 
 def check_layer(batch: Batch, arrays: list[SymmArrays], tolerance: float) -> None:
     """A layer forward and backward, against one that moves nothing."""
+    max_rows = batch.x_PTD.shape[0] * batch.x_PTD.shape[1]
     weights_E = torch.linspace(0.5, 2, len(arrays) * NUM_LOCAL, device=batch.x_PTD.device)
-    places, num_rows, overflowed = plan(batch, arrays)
-    assert not any(overflowed)
-    check_received(batch, places, num_rows, arrays)
+    plans = plan(batch, arrays)
+    assert not any(p.overflowed for p in plans)
     served = []
-    for rank, mine in enumerate(arrays):
-        count = int(num_rows[rank])
-        x_SD = mine.rows.local[:count].float().requires_grad_()  # valid until the next exchange
-        scores_SK = mine.scores.local[:count].clone().requires_grad_()
+    for rank, (x_SD, ids_SK, scores_SK) in enumerate(check_received(batch, plans, arrays, max_rows)):
+        x_SD, scores_SK = x_SD.float().requires_grad_(), scores_SK.clone().requires_grad_()
         weights_e = weights_E[rank * NUM_LOCAL : (rank + 1) * NUM_LOCAL]
-        served.append((x_SD, scores_SK, experts_of(x_SD, mine.ids.local[:count], scores_SK, weights_e)))
+        served.append((x_SD, scores_SK, experts_of(x_SD, ids_SK, scores_SK, weights_e)))
 
-    def as_received(rows: list[Tensor], like: str) -> list[Tensor]:
+    def padded(rows: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Rows that are there, and NaN in the place of those that did not come."""
-        outs = [torch.full_like(getattr(mine, like).local, float("nan")) for mine in arrays]
+        outs = [row.new_full((max_rows, row.shape[1]), float("nan"), dtype=dtype) for row in rows]
         for out, row in zip(outs, rows, strict=True):
             out[: len(row)] = row.detach()
         return outs
 
-    y_PTD = torch.stack(pull(as_received([y for _, _, y in served], "rows"), places, num_rows, arrays))
-    dy = push(batch.dy_PTD, places, num_rows, arrays)
+    dtype = batch.x_PTD.dtype
+    y_PTD = torch.stack(deliver(padded([y for _, _, y in served], dtype), plans, arrays))
+    dy = fetch(batch.dy_PTD, plans, arrays, max_rows)
     for (_, _, y_SD), dy_SD in zip(served, dy, strict=True):
         y_SD.backward(dy_SD[: len(y_SD)].float())
-    dscores = as_received([s.grad for _, s, _ in served], "scores")
-    for dscores_SK, count, mine in zip(dscores, num_rows, arrays, strict=True):
-        copy_rows(dscores_SK, mine.scores.local, count)
-    dx_PTD = torch.stack(pull(as_received([x.grad for x, _, _ in served], "rows"), places, num_rows, arrays))
+    for rank, dscores_SK in enumerate(padded([s.grad for _, s, _ in served], torch.float32)):
+        deliver_scores(dscores_SK, plans[rank], arrays[rank].scores, rank)
+    dx_PTD = torch.stack(deliver(padded([x.grad for x, _, _ in served], dtype), plans, arrays))
     dscores_PTK = torch.stack(
-        [pull_scores(ids, p, m.scores, NUM_LOCAL) for ids, p, m in zip(batch.ids_PTK, places, arrays, strict=True)]
+        [
+            pick_scores(ids, p.went_TP, mine.scores, NUM_LOCAL)
+            for ids, p, mine in zip(batch.ids_PTK, plans, arrays, strict=True)
+        ]
     )
     x, scores = batch.x_PTD.flatten(0, 1).float().requires_grad_(), batch.scores_PTK.flatten(0, 1).requires_grad_()
     y = experts_of(x, batch.ids_PTK.flatten(0, 1), scores, weights_E)
@@ -206,8 +196,8 @@ def test_symm_plan_of_many_blocks(num_ranks: int, device: str) -> None:
     torch.manual_seed(0)
     batch = draw("balanced", num_ranks, 300, 4, device, torch.float32)
     arrays = share_memory(num_ranks, 300, 4, device, torch.float32)
-    places, num_rows, _ = plan(batch._replace(ids_PTK=batch.ids_PTK.int()), arrays)
-    check_received(batch, places, num_rows, arrays)
+    plans = plan(batch._replace(ids_PTK=batch.ids_PTK.int()), arrays)
+    check_received(batch, plans, arrays, 300 * num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
@@ -215,25 +205,23 @@ def test_symm_plan_of_many_blocks(num_ranks: int, device: str) -> None:
 def test_symm_references_say_what_the_exchange_is(routing: str, num_ranks: int) -> None:
     """Plain torch, on any machine: the plan against rows found one by one, the moves against a sum."""
     torch.manual_seed(num_ranks)
-    batch = draw(routing, num_ranks, 13, 8, "cpu", torch.float32)
-    places_PTP, num_rows_P, overflowed_P = place_copies_reference(batch.ids_PTK, NUM_LOCAL, 13 * num_ranks)
-    assert not overflowed_P.any()
-    rows_PSD = [torch.full((13 * num_ranks, 8), float("nan")) for _ in range(num_ranks)]
-    for x_TD, places_TP in zip(batch.x_PTD, places_PTP, strict=True):
-        push_rows_reference(x_TD, places_TP, rows_PSD)
-    for rank, rows_SD in enumerate(rows_PSD):
+    batch, max_rows = draw(routing, num_ranks, 13, 8, "cpu", torch.float32), 13 * num_ranks
+    plans = plan_rows_reference(batch.ids_PTK, NUM_LOCAL, max_rows)
+    assert not any(p.overflowed for p in plans)
+    received = [fetch_rows_reference(list(batch.x_PTD), p, max_rows) for p in plans]
+    for rank, (x_SD, p) in enumerate(zip(received, plans, strict=True)):
         wanted = wanted_rows(batch.ids_PTK, rank)
-        assert num_rows_P[rank] == len(wanted) == (~rows_SD.isnan()).all(1).sum()
+        assert p.ends_Q[-1] == len(wanted) and not x_SD[len(wanted) :].any()
         for row, (source, token) in enumerate(wanted):
-            assert torch.equal(rows_SD[row], batch.x_PTD[source, token])
-    for x_TD, places_TP in zip(batch.x_PTD, places_PTP, strict=True):
-        num_copies_T1 = (places_TP >= 0).sum(1, keepdim=True)
-        torch.testing.assert_close(pull_rows_reference(rows_PSD, places_TP), x_TD * num_copies_T1)
+            assert torch.equal(x_SD[row], batch.x_PTD[source, token]) and plans[source].went_TP[token, rank]
+    home = sum_deliveries_reference(received, plans, 13)
+    for x_TD, y_TD, p in zip(batch.x_PTD, home, plans, strict=True):
+        torch.testing.assert_close(y_TD, x_TD * p.went_TP.sum(1, keepdim=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_symm_kernels_do_what_their_references_do(device: str) -> None:
-    """Many plans, of which every other may have too little room: places, counts, rows and sums, bit for bit."""
+    """Many plans, of which every other may have too little room: plans, rows and sums, bit for bit."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     for seed in range(100 if device == "cpu" else 1000):
         torch.manual_seed(seed)
@@ -242,67 +230,62 @@ def test_symm_kernels_do_what_their_references_do(device: str) -> None:
         batch = draw(routing, num_ranks, num_tokens, 8, device, dtype)
         max_rows = num_tokens * num_ranks
         max_rows = max_rows if seed % 2 else int(torch.randint(0, max_rows + 1, ()))
-        arrays = share_memory(num_ranks, num_tokens, 8, device, dtype, max_rows)
-        planned = plan(batch, arrays)
-        for actual, expected in zip(planned, place_copies_reference(batch.ids_PTK, NUM_LOCAL, max_rows), strict=True):
-            assert torch.equal(torch.stack(actual), expected)
-        places, _, _ = planned
-        rows_PSD = [torch.full_like(mine.rows.local, float("nan")) for mine in arrays]
-        for rank, mine in enumerate(arrays):
-            push_rows(batch.x_PTD[rank], places[rank], mine.rows, rank)
-            push_rows_reference(batch.x_PTD[rank], places[rank], rows_PSD)
-        for rank, mine in enumerate(arrays):
-            assert torch.equal(mine.rows.local.nan_to_num(7), rows_PSD[rank].nan_to_num(7))
-            assert torch.equal(pull_rows(places[rank], mine.rows), pull_rows_reference(rows_PSD, places[rank]))
-            assert (bytes_past(mine) == 255).all()
+        arrays = share_memory(num_ranks, num_tokens, 8, device, dtype)
+        plans, expected = plan(batch, arrays, max_rows), plan_rows_reference(batch.ids_PTK, NUM_LOCAL, max_rows)
+        for mine, reference in zip(plans, expected, strict=True):
+            for name in ("went_TP", "ends_Q", "overflowed"):
+                assert torch.equal(getattr(mine, name), getattr(reference, name)), name
+            promised = reference.tokens_PT >= 0
+            assert torch.equal(mine.tokens_PT[promised], reference.tokens_PT[promised])
+        received = fetch(batch.x_PTD, plans, arrays, max_rows)
+        for x_SD, p in zip(received, plans, strict=True):
+            reference = fetch_rows_reference(list(batch.x_PTD), p, max_rows)
+            assert torch.equal(x_SD[: p.ends_Q[-1]], reference[: p.ends_Q[-1]])
+        home = deliver(received, plans, arrays)
+        for actual, reference in zip(home, sum_deliveries_reference(received, plans, num_tokens), strict=True):
+            assert torch.equal(actual, reference)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("max_rows", [0, 5])
-def test_symm_reference_has_no_place_for_rows_without_room(num_ranks: int, max_rows: int) -> None:
-    """The first rows of a rank, by source and token, have places; the rest has none, and the flag is up."""
+def test_symm_reference_leaves_out_rows_without_room(num_ranks: int, max_rows: int) -> None:
+    """The first rows of a rank, by source and token, go there; the rest does not, and the flag is up."""
     torch.manual_seed(num_ranks)
     batch = draw("skewed", num_ranks, 13, 8, "cpu", torch.float32)
-    places_PTP, num_rows_P, overflowed_P = place_copies_reference(batch.ids_PTK, NUM_LOCAL, max_rows)
-    for rank in range(num_ranks):
+    plans = plan_rows_reference(batch.ids_PTK, NUM_LOCAL, max_rows)
+    for rank, p in enumerate(plans):
         wanted = wanted_rows(batch.ids_PTK, rank)
-        placed = {(s, t): places_PTP[s, t, rank].item() for s in range(num_ranks) for t in range(13)}
-        assert {pair: row for pair, row in placed.items() if row >= 0} == {
-            pair: row for row, pair in enumerate(wanted[:max_rows])
-        }
-        assert num_rows_P[rank] == min(max_rows, len(wanted)) and overflowed_P[rank] == (len(wanted) > max_rows)
+        went = [(s, t) for s in range(num_ranks) for t in range(13) if plans[s].went_TP[t, rank]]
+        assert went == wanted[:max_rows]
+        assert p.ends_Q[-1] == min(max_rows, len(wanted)) and p.overflowed == (len(wanted) > max_rows)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("routing", ["skewed", "all_to_one_rank"])
 def test_symm_choices_of_rows_without_room_go_nowhere(routing: str, device: str) -> None:
-    """Ids, scores and rows of what has a place arrive; what has none is neither written anywhere nor read."""
+    """Ids, scores and rows of what has room arrive; what has none is neither fetched nor delivered nor read."""
     torch.manual_seed(0)
     batch, max_rows = draw(routing, 4, 13, 8, device, torch.float32), 9
-    arrays = share_memory(4, 13, 8, device, torch.float32, max_rows)
-    places, num_rows, overflowed = plan(batch, arrays)
-    assert any(overflowed) and max(num_rows) == max_rows
-    for rank, mine in enumerate(arrays):
-        push_choices(batch.ids_PTK[rank], batch.scores_PTK[rank], places[rank], mine, rank, NUM_LOCAL)
-    received = push(batch.x_PTD, places, num_rows, arrays)
-    for rank, mine in enumerate(arrays):
-        wanted = wanted_rows(batch.ids_PTK, rank)[:max_rows]
-        _, scores_SK = take_choices(mine, num_rows[rank])
-        for row, (source, token) in enumerate(wanted):
-            assert torch.equal(scores_SK[row], batch.scores_PTK[source, token])
-            assert torch.equal(received[rank][row], batch.x_PTD[source, token])
-        assert received[rank][len(wanted) :].isnan().all() and (bytes_past(mine) == 255).all()
-    # on the way home a choice whose row never went finds nothing, and no NaN of what was never written
-    for rank, (ids_TK, places_TP) in enumerate(zip(batch.ids_PTK, places, strict=True)):
+    arrays = share_memory(4, 13, 8, device, torch.float32)
+    plans = plan(batch, arrays, max_rows)
+    assert any(p.overflowed for p in plans) and max(p.ends_Q[-1] for p in plans) == max_rows
+    received = check_received(batch, plans, arrays, max_rows)
+    for mine in arrays:  # on the way home a choice whose row never went finds nothing, and no NaN of its place
+        mine.rows.local.fill_(float("nan"))
+        mine.scores.local.fill_(float("nan"))
+    for rank, (_, _, scores_SK) in enumerate(received):
+        deliver_scores(scores_SK.contiguous(), plans[rank], arrays[rank].scores, rank)
+    home = deliver([x_SD.contiguous() for x_SD, _, _ in received], plans, arrays)
+    for rank, (ids_TK, p) in enumerate(zip(batch.ids_PTK, plans, strict=True)):
         ranks_TK = torch.where(ids_TK < 0, 0, ids_TK // NUM_LOCAL).long()
-        went_TK = (ids_TK >= 0) & (places_TP.gather(1, ranks_TK) >= 0)
+        went_TK = (ids_TK >= 0) & p.went_TP.gather(1, ranks_TK)
         expected = torch.where(went_TK, batch.scores_PTK[rank], 0)
-        assert torch.equal(pull_scores(ids_TK, places_TP, arrays[rank].scores, NUM_LOCAL), expected)
-        assert pull_rows(places_TP, arrays[rank].rows).isfinite().all()
+        assert torch.equal(pick_scores(ids_TK, p.went_TP, arrays[rank].scores, NUM_LOCAL), expected)
+        torch.testing.assert_close(home[rank], batch.x_PTD[rank] * p.went_TP.sum(1, keepdim=True))
 
 
 def test_symm_memory_that_is_too_small_is_refused() -> None:
     memory = torch.empty(symm_bytes(2, 4, 8, TOP_K, torch.float32), dtype=torch.uint8)
-    symm_arrays(memory, torch.zeros(2, dtype=torch.int64), 8, 8, TOP_K, torch.float32)
-    with pytest.raises(ValueError, match="1000 rows from 2 ranks"):
+    symm_arrays(memory, torch.zeros(2, dtype=torch.int64), 4, 8, TOP_K, torch.float32)
+    with pytest.raises(ValueError, match="1000 tokens on each of 2 ranks"):
         symm_arrays(memory, torch.zeros(2, dtype=torch.int64), 1000, 8, TOP_K, torch.float32)

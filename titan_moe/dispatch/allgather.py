@@ -73,6 +73,7 @@ class AllGatherDispatcher(TokenDispatcher):
         local_ids_SK = torch.where(is_here_SK, ids_SK % self.num_local_experts, -1)
         num_rows, num_choices = ids_SK.shape
         num_slots = self.bound.num_slots(
+            local_ids_SK,
             balanced=num_rows * num_choices // self.group.size(),
             worst=num_rows * min(num_choices, self.num_local_experts),
         )

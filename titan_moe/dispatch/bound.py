@@ -5,7 +5,7 @@ The worst case, every row of the group choosing experts of one rank, is as many 
 ranks. Slots for all of it would be safe, and mostly empty. A bound of a small factor times the balanced load
 (Megatron's expert-rank capacity factor) makes sizes static and small. Nothing is ever dropped for it: rows and choices
 that do not fit raise a flag on the device, the optimizer step that they belong to changes nothing, and is taken again
-without the bound.
+without the bound, at the sizes that the host then reads.
 """
 
 import math
@@ -44,16 +44,24 @@ class SlotBound:
         """Whether a step's result must be looked at before it counts."""
         return self.capacity_factor > 0 and not self.is_lifted
 
-    def num_slots(self, balanced: float, worst: int) -> int:
-        """Slots to lay out, from those of a balanced load and those of the worst."""
-        if not self.can_overflow:
-            return worst
-        wanted = math.ceil(balanced * self.capacity_factor / SLOTS_ALIGNMENT) * SLOTS_ALIGNMENT
-        return min(wanted, worst)
+    @property
+    def asks_device(self) -> bool:
+        """Whether the host reads sizes: where a bound does not hold for now, unless a compiler looks for one graph."""
+        return self.is_waived and not torch.compiler.is_compiling()
+
+    def num_slots(self, ids_SK: Tensor, balanced: float, worst: int) -> int:
+        """Slots to lay out for choices, -1 where there is none, from those of a balanced load and of the worst."""
+        return int((ids_SK >= 0).sum()) if self.asks_device else self._bounded(balanced, worst)
 
     def num_rows(self, expected: float, worst: int) -> int:
         """Rows to make room for, from those that random routing sends and those of the worst case."""
-        return self.num_slots(expected, worst)
+        return self._bounded(expected, worst)
+
+    def _bounded(self, expected: float, worst: int) -> int:
+        if not self.can_overflow:
+            return worst
+        wanted = math.ceil(expected * self.capacity_factor / SLOTS_ALIGNMENT) * SLOTS_ALIGNMENT
+        return min(wanted, worst)
 
     def reset(self) -> None:
         """Forget what overflowed."""
@@ -65,7 +73,7 @@ class SlotBound:
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Lay out the worst case for a while: exact, whatever the routing."""
+        """Make room for what comes, whatever the routing, for a while: exact, and the host waits for each size."""
         was_lifted, self.is_lifted = self.is_lifted, True
         try:
             yield

@@ -1,10 +1,11 @@
-"""Each row goes once to each rank that wants it, written by the device into the memory of its peers: no host read.
+"""Each row goes once to each rank that wants it, moved by the devices through each other's memory: no host read.
 
 P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · D width
 
 The bytes of `alltoall` without its host read: counts are exchanged and read on the devices, sizes are those of the
-worst case, P·T rows, or up to a bound over what random routing sends. What kernels do in each phase of an exchange, and
-why two barriers make its memory free for the next, is in kernels/symm_dispatch.py.
+worst case, P·T rows, or up to a bound over what random routing sends. Only a step that met its bound, and is taken
+again without it, reads its sizes on the host: the worst case of a large model fits into no memory. What kernels do in
+each phase of an exchange, and why two barriers make its memory free for the next, is in kernels/symm_dispatch.py.
 
 Each operation here is one whole exchange, barriers included. Its memory outlives it as scratch: what it leaves there
 nobody reads. So to a compiler it is a function of its other arguments, which may be dropped where no rank needs its
@@ -20,8 +21,6 @@ Used alone, with a process group `group` of the GPUs of one node and this rank's
     routed = dispatcher.dispatch(x_TD, topk_ids_TK, topk_scores_TK)  # in every rank, with as many tokens
     y_TD = dispatcher.combine(experts(routed), routed)
     close_symm_memory(group)  # before any rank lets its memory go
-
-Has not run on several GPUs yet.
 """
 
 import socket
@@ -36,9 +35,9 @@ from titan_moe.dispatch.bound import SlotBound
 from titan_moe.kernels.slots import LayOut, lay_out_slots
 from titan_moe.kernels.symm_barrier import symm_barrier
 from titan_moe.kernels.symm_dispatch import SymmArrays, symm_arrays
-from titan_moe.kernels.symm_dispatch_choices import pull_scores, push_choices, take_choices
-from titan_moe.kernels.symm_dispatch_plan import count_copies, place_copies
-from titan_moe.kernels.symm_dispatch_rows import copy_rows, pull_rows, push_rows
+from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, own_scores, pick_scores
+from titan_moe.kernels.symm_dispatch_plan import RowPlan, announce_rows, plan_rows
+from titan_moe.kernels.symm_dispatch_rows import deliver_rows, fetch_rows, own_rows, sum_deliveries
 from titan_moe.plan.floor import visit_probability
 
 
@@ -61,14 +60,13 @@ class SymmMemory(NamedTuple):
 
 
 class SymmMemExchange(NamedTuple):
-    """Where the copies of this rank's tokens lie."""
+    """Who sends what to whom."""
 
     ids_TK: Tensor
     scores_TK: Tensor
-    places_TP: Tensor
-    """int32, token -> its row on each rank, -1 for none."""
-    num_rows: Tensor
-    """int32 scalar on the device: rows that come to this rank."""
+    plan: RowPlan
+    max_rows: int
+    """Rows that this rank has room for."""
 
 
 def open_symm_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> SymmMemory:
@@ -119,7 +117,7 @@ def _tell_everyone(word: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 class SymmMemDispatcher(TokenDispatcher):
-    """Push rows to the ranks of their experts, pull the results. Every rank must bring the same number of tokens."""
+    """Fetch rows from the ranks of their tokens, deliver the results. Every rank must bring as many tokens."""
 
     reads_host = False
 
@@ -141,23 +139,25 @@ class SymmMemDispatcher(TokenDispatcher):
         self.num_local_experts = num_experts // self.num_ranks
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> SymmMemExchange:
-        max_rows = self._max_rows(*topk_ids_TK.shape)
-        places_TP, num_rows, overflowed = _plan(topk_ids_TK, *self.memory, self.num_local_experts, max_rows)
+        num_tokens, num_choices = topk_ids_TK.shape
+        worst = self.num_ranks * num_tokens
+        share = visit_probability(self.num_chosen_from, self.num_chosen_from // self.num_ranks, num_choices)
+        max_rows = self.bound.num_rows(expected=share * worst, worst=worst)
+        plan = RowPlan(*_plan(topk_ids_TK, *self.memory, self.num_local_experts, max_rows))
         if self.bound.can_overflow:
-            self.bound.book(overflowed)
-        return SymmMemExchange(topk_ids_TK, topk_scores_TK, places_TP, num_rows)
+            self.bound.book(plan.overflowed)
+        if self.bound.asks_device:
+            max_rows = int(plan.ends_Q[-1])
+        return SymmMemExchange(topk_ids_TK, topk_scores_TK, plan, max_rows)
 
     def start_send(self, x_TD: Tensor, exchange: SymmMemExchange) -> tuple[Tensor, Tensor, Tensor]:
-        ids_TK, scores_TK, places_TP, num_rows = exchange
-        return _send(
-            x_TD, scores_TK, ids_TK, places_TP, num_rows, *self.memory, self.num_local_experts,
-            self._max_rows(*ids_TK.shape),
-        )  # fmt: skip
+        ids_TK, scores_TK, plan, max_rows = exchange
+        return _fetch(x_TD, scores_TK, ids_TK, *plan[:3], *self.memory, self.num_local_experts, max_rows)
 
     def receive(self, sent: tuple[Tensor, Tensor, Tensor], exchange: SymmMemExchange) -> Routed:
         x_SD, scores_SK, ids_SK = sent
         num_slots = self.bound.num_slots(
-            balanced=exchange.ids_TK.numel(), worst=x_SD.shape[0] * min(ids_SK.shape[1], self.num_local_experts)
+            ids_SK, balanced=exchange.ids_TK.numel(), worst=len(x_SD) * min(ids_SK.shape[1], self.num_local_experts)
         )
         slots = self.lay_out(ids_SK, scores_SK, self.num_local_experts, num_slots)
         if self.bound.can_overflow:
@@ -165,64 +165,68 @@ class SymmMemDispatcher(TokenDispatcher):
         return routed(x_SD, slots, exchange)
 
     def send_back(self, y_SD: Tensor, exchange: SymmMemExchange) -> Tensor:
-        # sums on the way: a token's rank pulls its copies in one pass
-        return _pull(y_SD, exchange.places_TP, exchange.num_rows, *self.memory)
+        # sums on the way: what is delivered lies beside what other ranks have delivered for its token
+        return _deliver(y_SD, *exchange.plan[:3], *self.memory)
 
     def reduce(self, y: Tensor, exchange: SymmMemExchange) -> Tensor:
         return y
 
-    def _max_rows(self, num_tokens: int, num_choices: int) -> int:
-        """Rows that every rank has room for, when all bring as many tokens."""
-        worst = self.num_ranks * num_tokens
-        share = visit_probability(self.num_chosen_from, self.num_chosen_from // self.num_ranks, num_choices)
-        return self.bound.num_rows(expected=share * worst, worst=worst)
 
-
-def _row_arrays(memory: Tensor, at_P: Tensor, num_rows: int, width: int, dtype: torch.dtype) -> SymmArrays:
+def _row_arrays(memory: Tensor, at_P: Tensor, num_tokens: int, like_ND: Tensor) -> SymmArrays:
     """The arrays of an exchange that moves rows alone."""
-    return symm_arrays(memory, at_P, num_rows, width, 0, dtype)
+    return symm_arrays(memory, at_P, num_tokens, like_ND.shape[1], 0, like_ND.dtype)
 
 
 @torch.library.custom_op("titan_moe::symm_plan", mutates_args=())
 def _plan(
     ids_TK: Tensor, memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_TK = ids_TK.contiguous()
-    arrays = _row_arrays(memory, at_P, 0, 0, torch.float32)
+    arrays = symm_arrays(memory, at_P, len(ids_TK), 0, 0, torch.float32)
     symm_barrier(arrays.signals, rank)
-    starts_Pb = count_copies(ids_TK, arrays.counts, rank, num_local_experts)
+    starts_Pb = announce_rows(ids_TK, arrays, rank, num_local_experts)
     symm_barrier(arrays.signals, rank)
-    return place_copies(ids_TK, starts_Pb, arrays.counts, rank, num_local_experts, max_rows)
+    return tuple(plan_rows(ids_TK, starts_Pb, arrays, rank, num_local_experts, max_rows))
 
 
 @_plan.register_fake
 def _(
     ids_TK: Tensor, memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    num_rows, overflowed = (ids_TK.new_empty((), dtype=torch.int32) for _ in range(2))
-    return ids_TK.new_empty(len(ids_TK), at_P.numel(), dtype=torch.int32), num_rows, overflowed
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_ranks, num_tokens = at_P.numel(), len(ids_TK)
+    return (
+        ids_TK.new_empty(num_tokens, num_ranks, dtype=torch.bool),
+        ids_TK.new_empty(num_ranks, num_tokens, dtype=torch.int32),
+        ids_TK.new_empty(num_ranks + 1, dtype=torch.int32),
+        ids_TK.new_empty((), dtype=torch.int32),
+    )
 
 
-@torch.library.custom_op("titan_moe::symm_send", mutates_args=())
-def _send(
-    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, places_TP: Tensor, num_rows: Tensor,
+def _known(went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor) -> RowPlan:
+    """A plan that was made with room for its rows."""
+    return RowPlan(went_TP, tokens_PT, ends_Q, ends_Q.new_empty(0))
+
+
+@torch.library.custom_op("titan_moe::symm_fetch", mutates_args=())
+def _fetch(
+    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
     memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    num_choices, width = ids_TK.shape[1], x_TD.shape[1]
-    arrays = symm_arrays(memory, at_P, max_rows, width, num_choices, x_TD.dtype, scores_TK.dtype)
+    plan = _known(went_TP, tokens_PT, ends_Q)
+    arrays = symm_arrays(memory, at_P, len(x_TD), x_TD.shape[1], ids_TK.shape[1], x_TD.dtype, scores_TK.dtype)
     symm_barrier(arrays.signals, rank)
-    push_rows(x_TD.contiguous(), places_TP, arrays.rows, rank)
-    push_choices(ids_TK.contiguous(), scores_TK.contiguous(), places_TP, arrays, rank, num_local_experts)
+    own_rows(arrays.rows).copy_(x_TD)
+    arrays.ids.local.copy_(ids_TK)
+    own_scores(arrays.scores).copy_(scores_TK)
     symm_barrier(arrays.signals, rank)
-    x_SD = torch.empty_like(arrays.rows.local)
-    copy_rows(arrays.rows.local, x_SD, num_rows)
-    ids_SK, scores_SK = take_choices(arrays, num_rows)
+    x_SD = fetch_rows(plan, arrays.rows, rank, max_rows)
+    ids_SK, scores_SK = fetch_choices(plan, arrays, rank, num_local_experts, max_rows)
     return x_SD, scores_SK, ids_SK
 
 
-@_send.register_fake
+@_fetch.register_fake
 def _(
-    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, places_TP: Tensor, num_rows: Tensor,
+    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
     memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (max_rows, ids_TK.shape[1])
@@ -230,84 +234,89 @@ def _(
     return x_SD, scores_TK.new_empty(shape), ids_TK.new_empty(shape, dtype=torch.int32)
 
 
-@torch.library.custom_op("titan_moe::symm_bring_home", mutates_args=())
-def _bring_home(
-    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, places_TP: Tensor, num_rows: Tensor,
+@torch.library.custom_op("titan_moe::symm_deliver_gradients", mutates_args=())
+def _deliver_gradients(
+    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
     memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    num_choices, width = ids_TK.shape[1], dx_SD.shape[1]
-    arrays = symm_arrays(memory, at_P, len(dx_SD), width, num_choices, dx_SD.dtype, dscores_SK.dtype)
+    plan, (num_tokens, num_choices) = _known(went_TP, tokens_PT, ends_Q), ids_TK.shape
+    arrays = symm_arrays(memory, at_P, num_tokens, dx_SD.shape[1], num_choices, dx_SD.dtype, dscores_SK.dtype)
     symm_barrier(arrays.signals, rank)
-    copy_rows(dx_SD.contiguous(), arrays.rows.local, num_rows)
-    copy_rows(dscores_SK.contiguous(), arrays.scores.local, num_rows)
+    deliver_rows(dx_SD.contiguous(), plan, arrays.rows, rank)
+    deliver_scores(dscores_SK.contiguous(), plan, arrays.scores, rank)
     symm_barrier(arrays.signals, rank)
-    dx_TD = pull_rows(places_TP, arrays.rows)
-    return dx_TD, pull_scores(ids_TK.contiguous(), places_TP, arrays.scores, num_local_experts)
+    dx_TD = sum_deliveries(went_TP, arrays.rows)
+    return dx_TD, pick_scores(ids_TK.contiguous(), went_TP, arrays.scores, num_local_experts)
 
 
-@_bring_home.register_fake
+@_deliver_gradients.register_fake
 def _(
-    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, places_TP: Tensor, num_rows: Tensor,
+    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
     memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return dx_SD.new_empty(len(ids_TK), dx_SD.shape[1]), dscores_SK.new_empty(ids_TK.shape)
 
 
-@torch.library.custom_op("titan_moe::symm_pull", mutates_args=())
-def _pull(y_SD: Tensor, places_TP: Tensor, num_rows: Tensor, memory: Tensor, at_P: Tensor, rank: int) -> Tensor:
-    arrays = _row_arrays(memory, at_P, y_SD.shape[0], y_SD.shape[1], y_SD.dtype)
-    symm_barrier(arrays.signals, rank)
-    copy_rows(y_SD.contiguous(), arrays.rows.local, num_rows)
-    symm_barrier(arrays.signals, rank)
-    return pull_rows(places_TP, arrays.rows)
-
-
-@_pull.register_fake
-def _(y_SD: Tensor, places_TP: Tensor, num_rows: Tensor, memory: Tensor, at_P: Tensor, rank: int) -> Tensor:
-    return y_SD.new_empty(len(places_TP), y_SD.shape[1])
-
-
-@torch.library.custom_op("titan_moe::symm_push", mutates_args=())
-def _push(
-    dy_TD: Tensor, places_TP: Tensor, num_rows: Tensor, memory: Tensor, at_P: Tensor, rank: int, max_rows: int
+@torch.library.custom_op("titan_moe::symm_deliver", mutates_args=())
+def _deliver(
+    y_SD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int
 ) -> Tensor:
-    arrays = _row_arrays(memory, at_P, max_rows, dy_TD.shape[1], dy_TD.dtype)
+    arrays = _row_arrays(memory, at_P, len(went_TP), y_SD)
     symm_barrier(arrays.signals, rank)
-    push_rows(dy_TD.contiguous(), places_TP, arrays.rows, rank)
+    deliver_rows(y_SD.contiguous(), _known(went_TP, tokens_PT, ends_Q), arrays.rows, rank)
     symm_barrier(arrays.signals, rank)
-    dy_SD = torch.empty_like(arrays.rows.local)
-    copy_rows(arrays.rows.local, dy_SD, num_rows)
-    return dy_SD
+    return sum_deliveries(went_TP, arrays.rows)
 
 
-@_push.register_fake
+@_deliver.register_fake
 def _(
-    dy_TD: Tensor, places_TP: Tensor, num_rows: Tensor, memory: Tensor, at_P: Tensor, rank: int, max_rows: int
+    y_SD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int
 ) -> Tensor:
+    return y_SD.new_empty(len(went_TP), y_SD.shape[1])
+
+
+@torch.library.custom_op("titan_moe::symm_fetch_gradients", mutates_args=())
+def _fetch_gradients(
+    dy_TD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int,
+    max_rows: int,
+) -> Tensor:  # fmt: skip
+    arrays = _row_arrays(memory, at_P, len(dy_TD), dy_TD)
+    symm_barrier(arrays.signals, rank)
+    own_rows(arrays.rows).copy_(dy_TD)
+    symm_barrier(arrays.signals, rank)
+    return fetch_rows(_known(went_TP, tokens_PT, ends_Q), arrays.rows, rank, max_rows)
+
+
+@_fetch_gradients.register_fake
+def _(
+    dy_TD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int,
+    max_rows: int,
+) -> Tensor:  # fmt: skip
     return dy_TD.new_empty(max_rows, dy_TD.shape[1])
 
 
-def _save_send(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save_fetch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # the memory is no saved tensor: whoever offloads those would copy all of it
     _, _, *saved, ctx.memory, ctx.at_P, ctx.rank, ctx.num_local_experts, _ = inputs
     ctx.save_for_backward(*saved)
     ctx.mark_non_differentiable(output[2])
 
 
-def _send_backward(ctx: Any, dx_SD: Tensor, dscores_SK: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    grads = _bring_home(dx_SD, dscores_SK, *ctx.saved_tensors, ctx.memory, ctx.at_P, ctx.rank, ctx.num_local_experts)
-    return *grads, *(None,) * 8
+def _fetch_backward(ctx: Any, dx_SD: Tensor, dscores_SK: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    memory = (ctx.memory, ctx.at_P, ctx.rank)
+    grads = _deliver_gradients(dx_SD, dscores_SK, *ctx.saved_tensors, *memory, ctx.num_local_experts)
+    return *grads, *(None,) * 9
 
 
-def _save_pull(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_deliver(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     y_SD, *saved, ctx.memory, ctx.at_P, ctx.rank = inputs
     ctx.max_rows = y_SD.shape[0]
     ctx.save_for_backward(*saved)
 
 
-def _pull_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    return _push(dy_TD, *ctx.saved_tensors, ctx.memory, ctx.at_P, ctx.rank, ctx.max_rows), *(None,) * 5
+def _deliver_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+    return _fetch_gradients(dy_TD, *ctx.saved_tensors, ctx.memory, ctx.at_P, ctx.rank, ctx.max_rows), *(None,) * 6
 
 
-_send.register_autograd(_send_backward, setup_context=_save_send)
-_pull.register_autograd(_pull_backward, setup_context=_save_pull)
+_fetch.register_autograd(_fetch_backward, setup_context=_save_fetch)
+_deliver.register_autograd(_deliver_backward, setup_context=_save_deliver)

@@ -1,12 +1,12 @@
-"""Send a row's expert choices beside it, and bring the gradients of their scores home.
+"""Fetch the expert choices of rows that come, and bring the gradients of their scores home.
 
 P ranks of the group · T tokens on each of them · S rows a rank has room for · K choices a token · e experts a rank
 
-Physics: latency-bound. 8 bytes a choice travel with each copy, 64 a row of 8 choices, against the 4096 of the row
-itself in bf16 of width 2048; on the way home only the rank that has a choice's expert knows its gradient, so a choice
-pulls one number. Not measured yet.
+Physics: latency-bound. 8 bytes a choice cross the link with each row, 64 a row of 8 choices, against the 4096 of the
+row itself in bf16 of width 2048; K numbers a row come home, of which only the rank that has a choice's expert knows
+its own.
 
-The sender says which choices are the receiver's: ids arrive as the receiver's own experts, -1 for those of others.
+Who fetches makes the experts its own, -1 for those of others.
 """
 
 import torch
@@ -15,88 +15,113 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays, peer_array
+from titan_moe.kernels.symm_dispatch_plan import RowPlan
 
 BLOCK, CHUNK = 32, 1024
-SIZES = ["rank", "num_tokens", "num_choices"]
+SIZES = ["rank", "num_tokens", "num_rows", "num_choices"]
+
+
+@triton.jit
+def _find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P: tl.constexpr):
+    """Source and token of each row, and whether it came."""
+    source = tl.zeros_like(row)
+    for peer in tl.static_range(P - 1):
+        source += (row >= tl.load(ends_ptr + peer + 1)).to(tl.int32)
+    came = row < tl.load(ends_ptr + P)
+    begin = tl.load(ends_ptr + source)
+    token = tl.load(tokens_ptr + source.to(tl.int64) * num_tokens + row - begin, mask=came, other=0)
+    return source, token.to(tl.int64), came
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _push_kernel(
-    ids_ptr, scores_ptr, places_ptr, here_ptr, memory_at_ptr, ids_offset, scores_offset, rank, num_tokens,
-    num_local_experts, P: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, BLOCK: tl.constexpr,
+def _fetch_kernel(
+    out_ids_ptr, out_scores_ptr, tokens_ptr, ends_ptr, here_ptr, memory_at_ptr, ids_offset, scores_offset, rank,
+    num_tokens, num_rows, num_local_experts, P: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, K2)[None, :]
-    keep = (token < num_tokens)[:, None] & (k < K)
-    at = token[:, None].to(tl.int64) * K + k
-    ids = tl.load(ids_ptr + at, mask=keep, other=-1)
-    scores = tl.load(scores_ptr + at, mask=keep, other=0.0)
-    for step in tl.static_range(P):
-        peer = (rank + step) % P
-        place = tl.load(places_ptr + token * P + peer, mask=token < num_tokens, other=-1)[:, None]
-        there = place.to(tl.int64) * K + k
-        expert = ids - peer * num_local_experts
-        expert = tl.where((expert >= 0) & (expert < num_local_experts), expert, -1).to(tl.int32)
-        tl.store(peer_array(memory_at_ptr, peer, ids_offset, here_ptr) + there, expert, mask=keep & (place >= 0))
-        tl.store(peer_array(memory_at_ptr, peer, scores_offset, scores_ptr) + there, scores, mask=keep & (place >= 0))
+    keep = (row < num_rows)[:, None] & (k < K)
+    source, token, came = _find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P)
+    there = token[:, None] * K + k
+    ids_ptr = peer_array(memory_at_ptr, source, ids_offset, here_ptr)[:, None]
+    expert = tl.load(ids_ptr + there, mask=keep & came[:, None], other=-1) - rank * num_local_experts
+    expert = tl.where(came[:, None] & (expert >= 0) & (expert < num_local_experts), expert, -1)
+    scores_ptr = peer_array(memory_at_ptr, source, scores_offset, out_scores_ptr)[:, None]
+    scores = tl.load(scores_ptr + there, mask=keep & came[:, None], other=0.0)
+    at = row[:, None].to(tl.int64) * K + k
+    tl.store(out_ids_ptr + at, expert, mask=keep)
+    tl.store(out_scores_ptr + at, scores, mask=keep)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _take_kernel(
-    ids_ptr, scores_ptr, out_ids_ptr, out_scores_ptr, num_rows_ptr, num_choices, K: tl.constexpr, CHUNK: tl.constexpr
+def _deliver_kernel(
+    scores_ptr, tokens_ptr, ends_ptr, memory_at_ptr, offset_bytes, rank, num_tokens, num_rows,
+    P: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    choice = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    keep = choice < num_choices
-    came = keep & (choice < tl.load(num_rows_ptr).to(tl.int64) * K)
-    tl.store(out_ids_ptr + choice, tl.load(ids_ptr + choice, mask=came, other=-1), mask=keep)
-    tl.store(out_scores_ptr + choice, tl.load(scores_ptr + choice, mask=came, other=0.0), mask=keep)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, K2)[None, :]
+    source, token, came = _find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P)
+    keep = ((row < num_rows) & came)[:, None] & (k < K)
+    scores = tl.load(scores_ptr + row[:, None].to(tl.int64) * K + k, mask=keep, other=0.0)
+    place = (token * P + rank)[:, None] * K + k
+    tl.store(peer_array(memory_at_ptr, source, offset_bytes, scores_ptr)[:, None] + place, scores, mask=keep)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _pull_kernel(
-    out_ptr, ids_ptr, places_ptr, memory_at_ptr, offset_bytes, num_choices, num_local_experts,
+def _pick_kernel(
+    out_ptr, ids_ptr, went_ptr, scores_ptr, num_choices, num_local_experts,
     P: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     choice = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     keep = choice < num_choices
     expert = tl.load(ids_ptr + choice, mask=keep, other=-1)
-    home = tl.where(expert < 0, 0, expert // num_local_experts)
-    place = tl.load(places_ptr + choice // K * P + home, mask=keep & (expert >= 0), other=-1).to(tl.int64)
-    scores_ptr = peer_array(memory_at_ptr, home, offset_bytes, out_ptr)
-    score = tl.load(scores_ptr + place * K + choice % K, mask=place >= 0, other=0.0)
+    home = tl.where(expert < 0, 0, expert // num_local_experts).to(tl.int64)
+    place = choice // K * P + home
+    went = tl.load(went_ptr + place, mask=keep & (expert >= 0), other=0)
+    score = tl.load(scores_ptr + place * K + choice % K, mask=went != 0, other=0.0)
     tl.store(out_ptr + choice, score, mask=keep)
 
 
-def push_choices(
-    ids_TK: Tensor, scores_TK: Tensor, places_TP: Tensor, arrays: SymmArrays, rank: int, num_local_experts: int
-) -> None:
-    """Store each token's ids and scores beside its copies: of the write phase of a push."""
-    num_tokens, num_choices = ids_TK.shape
-    if ids_TK.numel():
-        _push_kernel[(triton.cdiv(num_tokens, BLOCK),)](
-            ids_TK, scores_TK, places_TP, arrays.ids.local, arrays.ids.memory_at_P,
-            arrays.ids.offset_bytes, arrays.scores.offset_bytes, rank, num_tokens, num_local_experts,
-            P=places_TP.shape[1], K=num_choices, K2=triton.next_power_of_2(num_choices), BLOCK=BLOCK,
-        )  # fmt: skip
+def own_scores(scores: SymmArray) -> Tensor:
+    """Where the scores of the rank's tokens lie to be fetched: [T, K]."""
+    return scores.local.flatten(0, 1)[: len(scores.local)]
 
 
-def take_choices(arrays: SymmArrays, num_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy what came out of this rank's arrays: ids, -1 past the last row that came, and scores, 0 there."""
-    ids_SK, scores_SK = (torch.empty_like(array.local) for array in (arrays.ids, arrays.scores))
+def fetch_choices(
+    plan: RowPlan, arrays: SymmArrays, rank: int, num_local_experts: int, max_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Load the choices of the rows that come: int32 ids [S, K], -1 past the last, and scores [S, K], 0 there; of the
+    read phase of a fetch."""
+    num_tokens, num_ranks, num_choices = arrays.scores.local.shape
+    ids_SK = arrays.ids.local.new_empty(max_rows, num_choices)
+    scores_SK = arrays.scores.local.new_empty(max_rows, num_choices)
     if ids_SK.numel():
-        _take_kernel[(triton.cdiv(ids_SK.numel(), CHUNK),)](
-            arrays.ids.local, arrays.scores.local, ids_SK, scores_SK, num_rows, ids_SK.numel(),
-            K=ids_SK.shape[1], CHUNK=CHUNK,
+        _fetch_kernel[(triton.cdiv(max_rows, BLOCK),)](
+            ids_SK, scores_SK, plan.tokens_PT, plan.ends_Q, arrays.ids.local, arrays.ids.memory_at_P,
+            arrays.ids.offset_bytes, arrays.scores.offset_bytes, rank, num_tokens, max_rows, num_local_experts,
+            P=num_ranks, K=num_choices, K2=triton.next_power_of_2(num_choices), BLOCK=BLOCK,
         )  # fmt: skip
     return ids_SK, scores_SK
 
 
-def pull_scores(ids_TK: Tensor, places_TP: Tensor, scores: SymmArray, num_local_experts: int) -> Tensor:
-    """Load each choice's number from the array of its expert's rank, 0 for no choice: of the read phase of a pull."""
+def deliver_scores(dscores_SK: Tensor, plan: RowPlan, scores: SymmArray, rank: int) -> None:
+    """Store each row's numbers in its token's place for this rank: of the write phase of a delivery."""
+    num_tokens, num_ranks, num_choices = scores.local.shape
+    if dscores_SK.numel():
+        _deliver_kernel[(triton.cdiv(len(dscores_SK), BLOCK),)](
+            dscores_SK, plan.tokens_PT, plan.ends_Q, scores.memory_at_P, scores.offset_bytes, rank, num_tokens,
+            len(dscores_SK),
+            P=num_ranks, K=num_choices, K2=triton.next_power_of_2(num_choices), BLOCK=BLOCK,
+        )  # fmt: skip
+
+
+def pick_scores(ids_TK: Tensor, went_TP: Tensor, scores: SymmArray, num_local_experts: int) -> Tensor:
+    """Load each choice's number from its token's place for its expert's rank, 0 for no choice: of the read phase of a
+    delivery."""
     out_TK = scores.local.new_empty(ids_TK.shape)
     if ids_TK.numel():
-        _pull_kernel[(triton.cdiv(ids_TK.numel(), CHUNK),)](
-            out_TK, ids_TK, places_TP, scores.memory_at_P, scores.offset_bytes, ids_TK.numel(), num_local_experts,
-            P=places_TP.shape[1], K=ids_TK.shape[1], CHUNK=CHUNK,
+        _pick_kernel[(triton.cdiv(ids_TK.numel(), CHUNK),)](
+            out_TK, ids_TK, went_TP.view(torch.int8), scores.local, ids_TK.numel(), num_local_experts,
+            P=went_TP.shape[1], K=ids_TK.shape[1], CHUNK=CHUNK,
         )  # fmt: skip
     return out_TK
