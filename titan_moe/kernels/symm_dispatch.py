@@ -122,8 +122,9 @@ def symm_arrays(
             f"{row_dtype}, take {wanted} bytes of symmetric memory, and {memory.numel()} were allocated: allocate it "
             f"for the largest microbatch"
         )
+    scratch = memory.data  # nobody reads what an exchange has left: autograd must not count its writes as changes
     arrays = [
-        SymmArray(memory[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape), memory_at_P, at)
+        SymmArray(scratch[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape), memory_at_P, at)
         for shape, dtype, at in layout
     ]
     return SymmArrays(*arrays)
