@@ -5,8 +5,8 @@
 GB/s are bytes of rows that other GPUs want, each row once a GPU, there and back, over the time of the whole call: for
 every candidate the same bytes, whatever it sends. TFLOP/s of the layer are those of the experts, 6 * slots * width *
 hidden forward and twice that backward. `--check` only compares results and gradients with those of `alltoall`, for
-balanced, skewed and one-sided routings. Each candidate runs in processes of its own (tools/time_dispatch.py); one that
-fails or hangs is a line too.
+balanced, skewed and one-sided routings. All tasks and candidates follow each other in the same processes
+(tools/time_dispatch.py). One that fails or hangs is a line too: it ends its processes, and new ones go on after it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatch_candidates import CANDIDATES, DISPATCHERS, PEER, ROUTINGS, Case
-from rank_processes import run_ranks
+from rank_processes import run_jobs
 
 WORKER = Path(__file__).with_name("time_dispatch.py")
 QWEN3 = Case(tokens=16_384, width=2048, hidden=768, experts=128, choices=8)
@@ -43,31 +43,46 @@ def main() -> None:
     parser.add_argument("--kernels", choices=("grouped_mm", "fused"), default="fused", help="preset of perf.kernels")
     parser.add_argument("--tokens", type=int, help="on each GPU; 16,384, and 8,192 for the layer")
     parser.add_argument("--calls", type=int, default=50, help="timed calls")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that a candidate may take for a task")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a task of a candidate, or its start")
     parser.add_argument("--out", type=Path, help="JSON file for all results")
     parser.add_argument("--smoke", action="store_true", help="a tiny case on the CPU, to see that all runs")
     args = parser.parse_args()
-    results = {}
-    for task in args.tasks:
-        case = replace(QWEN3, tokens=LAYER_TOKENS) if task == "layer" else QWEN3
-        case = replace(case, tokens=args.tokens or case.tokens, routing=args.routing, kernels=args.kernels)
-        case = replace(SMOKE, routing=args.routing) if args.smoke else case
-        results[task] = run_task(task, case, args)
-        print("\n".join(["", *describe(task, case, args.nproc, results[task]), ""]), flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1))
+    cases = {task: case_of(task, args) for task in args.tasks}
+    results: dict[str, Results] = {task: {} for task in cases}
+    for task, name, result in run_tasks(cases, args):
+        results[task][name] = result
+        print(f"{task} {name}: {'failed' if 'error' in result else 'done'}", flush=True)
+        if len(results[task]) == len(takers(task, args)):
+            print("\n".join(["", *describe(task, cases[task], args.nproc, results[task]), ""]), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(results, indent=1))
 
 
-def run_task(task: str, case: Case, args: argparse.Namespace) -> Results:
-    """All candidates that can do a task, one after the other."""
-    results = {}
-    for name in args.candidates:
-        if name in does(task):
-            words = [str(WORKER), task, name, f"--case={json.dumps(asdict(case))}", f"--calls={args.calls}"]
-            device = "--device=cpu" if args.smoke else "--device=cuda"
-            results[name] = run_ranks([*words, device], args.nproc, args.timeout)
-            print(f"{task} {name}: {'failed' if 'error' in results[name] else 'done'}", flush=True)
-    return results
+def case_of(task: str, args: argparse.Namespace) -> Case:
+    """What all candidates of a task send."""
+    if args.smoke:
+        return replace(SMOKE, routing=args.routing)
+    tokens = args.tokens or (LAYER_TOKENS if task == "layer" else QWEN3.tokens)
+    return replace(QWEN3, tokens=tokens, routing=args.routing, kernels=args.kernels)
+
+
+def run_tasks(cases: dict[str, Case], args: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Task by task, each candidate and what came of it."""
+    words = [
+        str(WORKER),
+        f"--cases={json.dumps({task: asdict(case) for task, case in cases.items()})}",
+        f"--calls={args.calls}",
+        f"--device={'cpu' if args.smoke else 'cuda'}",
+    ]
+    jobs = [f"{task}:{name}" for task in cases for name in takers(task, args)]
+    for job, result in run_jobs(words, jobs, args.nproc, args.timeout):
+        task, name = job.split(":")
+        yield task, name, result
+
+
+def takers(task: str, args: argparse.Namespace) -> list[str]:
+    """The candidates that were asked for and can do a task."""
+    return [name for name in dict.fromkeys(args.candidates) if name in does(task)]
 
 
 def does(task: str) -> tuple[str, ...]:

@@ -1,4 +1,9 @@
-"""Time one way to send rows on the ranks that torchrun started, or compare its results; bench_dispatch.py calls it.
+"""Time ways to send rows on the ranks that torchrun started, or compare their results; bench_dispatch.py calls it.
+
+    torchrun --nproc-per-node 8 tools/time_dispatch.py dispatch:symm_mem check:symm_mem --cases JSON --out lines.json
+
+Jobs follow each other in the same processes, and each leaves the next one the memory and the compiler as it found them.
+Its figures are a line of the file as soon as it has them; the first job that fails ends the processes.
 
 A call is timed between events on the device, after a small all-reduce that lets all ranks begin together: the plan,
 what the host reads of it and every barrier are in the time. The slowest rank of each call counts, and of the calls the
@@ -7,6 +12,7 @@ launch them.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -29,7 +35,7 @@ from dispatch_candidates import (
     draw_choices,
     draw_rows,
 )
-from rank_processes import telling, write_once
+from rank_processes import add_line, telling
 from torch import Tensor
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Recorder
@@ -46,18 +52,38 @@ Call = Callable[[], Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("candidate", choices=CANDIDATES)
-    parser.add_argument("--case", required=True, help="fields of dispatch_candidates.Case as JSON")
+    parser.add_argument("jobs", nargs="+", choices=JOBS, metavar="TASK:CANDIDATE", help="done in this order")
+    parser.add_argument("--cases", required=True, help="fields of dispatch_candidates.Case for each task, as JSON")
     parser.add_argument("--calls", type=int, default=50, help="timed calls")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=Path, required=True, help="file that gets a line of JSON for each job")
     args = parser.parse_args()
-    with telling(args.out), process_group(RunConfig(device=args.device)) as device:
-        result = TASKS[args.task](args.candidate, Case(**json.loads(args.case)), device, args.calls)
-        if dist.get_rank() == 0:
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-            write_once(args.out, result | {"device": name, "torch": str(torch.__version__)})
+    cases = {task: Case(**fields) for task, fields in json.loads(args.cases).items()}
+    with telling(args.out, args.jobs), process_group(RunConfig(device=args.device)) as device:
+        for job in args.jobs:
+            with telling(args.out, [job]):
+                task, name = job.split(":")
+                result = TASKS[task](name, cases[task], device, args.calls)
+                if dist.get_rank() == 0:
+                    add_line(args.out, [job], result | facts_of(device))
+                forget(device)
+
+
+def facts_of(device: torch.device) -> dict[str, str]:
+    """What figures were measured on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {"device": name, "torch": str(torch.__version__)}
+
+
+def forget(device: torch.device) -> None:
+    """Give back what a job held, memory that ranks share too: all have seen its last all-reduce, so no peer reads there
+    any more. No rank goes on before all are here: a job's line is written before a later job can fail."""
+    torch.compiler.reset()  # sizes that differed for one candidate would be dynamic for the next
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    _largest([0.0], device)
 
 
 def time_dispatch(name: str, case: Case, device: torch.device, num_calls: int) -> dict[str, Any]:
@@ -105,6 +131,7 @@ def check(name: str, case: Case, device: torch.device, num_calls: int) -> dict[s
 
 
 TASKS = {"dispatch": time_dispatch, "layer": time_layer, "check": check}
+JOBS = [f"{task}:{name}" for task in TASKS for name in CANDIDATES]
 
 
 def time_both(

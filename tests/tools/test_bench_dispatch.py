@@ -1,10 +1,13 @@
-"""The benchmark of dispatch at a tiny size, over gloo: what it compares agrees, what it times has a line."""
+"""The benchmark of dispatch at a tiny size, over gloo: what it compares agrees, what it times has a line, what fails
+does not take the rest with it."""
 
 import importlib
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -124,13 +127,129 @@ def test_rates_ratios_and_failures_are_lines(bench: ModuleType) -> None:
     assert list(bench.describe("check", case, 8, wrong))[1].endswith("DIFFERS from alltoall: random 5.0e-01")
 
 
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {tools!r})
+from rank_processes import add_line, telling
+out, jobs = Path(sys.argv[-1].partition("=")[2]), sys.argv[3:-1]
+with Path({starts!r}).open("a") as starts:
+    starts.write(" ".join(jobs) + chr(10))
+with telling(out, jobs):
+    if "no start" in jobs:
+        raise LookupError("no such device")
+    for job in jobs:
+        with telling(out, [job]):
+            if job == "hang":
+                time.sleep(60)
+            if job == "die":
+                os._exit(3)
+            if job == "fail":
+                raise MemoryError("no room" + chr(10) + "at all")
+            add_line(out, [job], {{"process": os.getpid()}})
+            if job == "spoil":
+                raise ValueError("this came after the figures")
+"""
+
+
+@pytest.fixture
+def do(bench: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], list[str]]]:
+    """Do jobs in a script of one rank: what came of them, and the jobs of each start."""
+    script, starts = tmp_path / "script.py", tmp_path / "starts"
+    script.write_text(SCRIPT.format(tools=TOOLS, starts=str(starts)))
+    launcher = [sys.executable, "-c", "import sys; exec(open(sys.argv[2]).read())"]  # after --nproc
+
+    def run(*jobs: str, timeout_s: float = 60.0) -> tuple[dict[str, Any], list[str]]:
+        told = list(bench.run_jobs([str(script)], jobs, 1, timeout_s, launcher))
+        assert [job for job, _ in told] == list(jobs), "each job once, in order"
+        return dict(told), starts.read_text().splitlines()
+
+    return run
+
+
+def test_what_fails_or_hangs_does_not_take_the_rest_with_it(do: Any) -> None:
+    results, starts = do("a", "b", "fail", "c", "hang", "spoil", "die", "d", timeout_s=3.0)
+    assert starts == ["a b fail c hang spoil die d", "c hang spoil die d", "spoil die d", "die d", "d"]
+    assert {job: result["error"] for job, result in results.items() if "error" in result} == {
+        "fail": "MemoryError: no room",
+        "hang": "stopped after 3 s",
+        "die": "exit code 3",
+    }
+    processes = [results[job]["process"] for job in ("a", "b", "c", "spoil", "d")]
+    assert processes[0] == processes[1] and len(set(processes)) == 4
+
+
+def test_what_cannot_start_is_started_once(do: Any) -> None:
+    results, starts = do("a", "no start", "b")
+    assert starts == ["a no start b"]
+    assert list(results.values()) == [{"error": "LookupError: no such device"}] * 3
+
+
+def test_one_start_does_all_that_was_asked(bench: ModuleType, tmp_path: Path) -> None:
+    """symm_mem needs GPUs: its failure is the only cause of a second start."""
+    script, out = f"{TOOLS}/bench_dispatch.py", tmp_path / "results.json"
+    options = ["--smoke", "--nproc=2", "--calls=2", "--routing=skewed", "--timeout=120", f"--out={out}"]
+    words = ["--tasks", "layer", "dispatch", "--candidates", "alltoall", "symm_mem", "allgather"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    said = subprocess.run(
+        [sys.executable, script, *options, *words], check=True, capture_output=True, text=True, env=environment
+    ).stdout.splitlines()
+    results = json.loads(out.read_text())
+    names = ["alltoall", "symm_mem", "allgather"]
+    assert {task: list(of_task) for task, of_task in results.items()} == {"layer": names, "dispatch": names}
+    for task, of_task in results.items():
+        assert [name for name in names if "error" in of_task[name]] == ["symm_mem"]
+        assert of_task["allgather"]["forward_ms"] > 0 and of_task["allgather"]["device"] == "CPU"
+        how = [f"{task} {name}: {'failed' if name == 'symm_mem' else 'done'}" for name in names]
+        first = said.index(how[0])
+        assert said[first : first + 3] == how and said[first + 4].startswith(
+            f"{task}: 2 x CPU, torch {torch.__version__}"
+        )
+        assert "skewed routing, kernels grouped_mm" in said[first + 4]
+
+
+def test_nothing_stays_of_a_job(ranks) -> None:
+    assert ranks(1, forget_a_layer) == [(True, False)]
+    assert ranks(1, forget_sizes) == [[False, True, False]]
+
+
+def forget_a_layer() -> tuple[bool, bool]:
+    """Whether a layer that holds itself is there before a job's memory is given back, and after."""
+    sys.path.insert(0, TOOLS)
+    worker, candidates = importlib.import_module("time_dispatch"), importlib.import_module("dispatch_candidates")
+    layer = candidates.build_layer("alltoall", tiny(candidates), torch.device("cpu"), torch.float32)
+    layer(torch.ones(1, 64, 16)).sum().backward()
+    layer.myself = [layer]
+    layer_is_there = weakref.ref(layer)
+    del layer
+    before = layer_is_there() is not None
+    worker.forget(torch.device("cpu"))
+    return before, layer_is_there() is not None
+
+
+def forget_sizes() -> list[bool]:
+    """Whether each graph of a function is for any size: first, for a second size, and then in the next job."""
+    sys.path.insert(0, TOOLS)
+    graphs = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        graphs.append(any(isinstance(size, torch.SymInt) for size in inputs))
+        return graph
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    double(torch.ones(4)), double(torch.ones(5))
+    importlib.import_module("time_dispatch").forget(torch.device("cpu"))
+    double(torch.ones(6))
+    return graphs
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs")
 def test_everybody_agrees_on_gpus(tmp_path: Path) -> None:
     num_ranks = 2 ** (min(torch.cuda.device_count(), 8).bit_length() - 1)
     options = [f"--nproc={num_ranks}", "--tokens=256", "--calls=3", f"--out={tmp_path / 'results.json'}"]
     tasks = ["--tasks", "check", "dispatch", "layer"]
-    subprocess.run([sys.executable, f"{TOOLS}/bench_dispatch.py", *options, *tasks], check=True)
+    subprocess.run([sys.executable, f"{TOOLS}/bench_dispatch.py", *options, *tasks], check=True)  # one start
     results = json.loads((tmp_path / "results.json").read_text())
     assert {name: result.get("agrees") for name, result in results["check"].items()} == {
         "allgather": True,
