@@ -1,4 +1,4 @@
-"""Ranks of GPU tests: training on many of them, run after run in the same processes, through the command line's door."""
+"""Ranks of GPU tests: they train run after run in the same processes, through the command line's door."""
 
 import gc
 import os
