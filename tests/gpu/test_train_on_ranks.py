@@ -36,7 +36,7 @@ def state_of_process() -> tuple[Any, ...]:
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     num_meshes = sum(type(thing) is DeviceMesh for thing in gc.get_objects())
     is_deterministic = torch.are_deterministic_algorithms_enabled()
-    return os.getpid(), dict(os.environ), handlers, num_meshes, gc.isenabled(), is_deterministic
+    return os.getpid(), sorted(os.environ), handlers, num_meshes, gc.isenabled(), is_deterministic
 
 
 def test_runs_follow_each_other_in_the_same_processes(
