@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, Listener
+from contextlib import ExitStack, closing
+from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 import torch
 
 TIMEOUT_SECONDS = 240
+SECONDS_AFTER_A_FAILURE = 10
+"""A rank whose peer has failed waits in a collective: what it still has to say, it says at once."""
 INTERPRETER_TIMEOUT_SECONDS = 900
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -38,16 +42,24 @@ class Ranks:
         )
         for pipe in self.pipes[:num_ranks]:
             pipe.send(job)
-        answers = [self._answer(pipe) for pipe in self.pipes[:num_ranks]]
+        answers = self._answers(self.pipes[:num_ranks])
         failures = [f"rank {rank}:\n{text}" for rank, (is_good, text) in enumerate(answers) if not is_good]
         if failures:
             self.close()
             pytest.fail("\n".join(failures))
         return [torch.load(io.BytesIO(result), weights_only=False) for _, result in answers]
 
-    def _answer(self, pipe: Connection) -> tuple[bool, Any]:
-        # a rank whose peer has failed waits in a collective: do not wait with it
-        return pipe.recv() if pipe.poll(TIMEOUT_SECONDS) else (False, f"no answer within {TIMEOUT_SECONDS} s")
+    def _answers(self, pipes: list[Connection]) -> list[tuple[bool, Any]]:
+        answers: dict[Connection, tuple[bool, Any]] = {}
+        end = time.monotonic() + TIMEOUT_SECONDS
+        while waiting := [pipe for pipe in pipes if pipe not in answers]:
+            ready = wait(waiting, max(end - time.monotonic(), 0))
+            if not ready:
+                break
+            answers |= {pipe: _hear(pipe) for pipe in ready}
+            if not all(answers[pipe][0] for pipe in ready):
+                end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
+        return [answers.get(pipe, (False, "no answer in time")) for pipe in pipes]
 
     def _grow(self, num_ranks: int) -> None:
         worker = Path(__file__).with_name("rank_worker.py")
@@ -68,11 +80,23 @@ class Ranks:
         self.pipes, self.workers = [], []
 
 
+def _hear(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        return pipe.recv()
+    except (EOFError, ConnectionError):
+        return False, "its process has ended"
+
+
 @pytest.fixture(scope="session")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    pool = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield pool
-    pool.close()
+def new_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Ranks]]:
+    """Makes pools of processes of their own, for tests that cannot share them with all others."""
+    with ExitStack() as pools:
+        yield lambda: pools.enter_context(closing(Ranks(tmp_path_factory.mktemp("ranks"))))
+
+
+@pytest.fixture(scope="session")
+def ranks(new_ranks: Callable[[], Ranks]) -> Ranks:
+    return new_ranks()
 
 
 class Interpreter:

@@ -1,14 +1,11 @@
 """A small model learns real text along one curve, whatever makes its steps fast, on one GPU and on all of them."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-
-from titan_moe import cli
 
 pytestmark = pytest.mark.gpu
 
@@ -44,28 +41,22 @@ SPREAD = {
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    return curve(tmp_path_factory.mktemp("reference"), "--perf.kernels=grouped_mm", "--compile.regional=off")
+def curve(train_on_ranks: Callable[..., list[int]]) -> Callable[..., torch.Tensor]:
+    """Trains, and takes the mean losses of every fifty steps. Of several ranks, each takes its part of every step's
+    sequences and of the experts."""
+
+    def train(folder: Path, num_ranks: int, *overrides: str) -> torch.Tensor:
+        shares = (f"--train.micro_batch_sequences={SEQUENCES // num_ranks}", f"--parallel.ep={num_ranks}")
+        words = ["train", str(QUICKSTART), f"--run.folder={folder}", *ON_A_GPU, *(shares if num_ranks > 1 else ())]
+        assert train_on_ranks(num_ranks, [*words, *overrides]) == [0] * num_ranks
+        return read(folder)
+
+    return train
 
 
-def words(folder: Path, *overrides: str) -> list[str]:
-    return ["train", str(QUICKSTART), f"--run.folder={folder}", *ON_A_GPU, *overrides]
-
-
-def curve(folder: Path, *overrides: str) -> torch.Tensor:
-    """Mean losses of every fifty steps, on one GPU."""
-    torch._dynamo.reset()
-    assert cli.main(words(folder, *overrides)) == 0
-    return read(folder)
-
-
-def spread_curve(folder: Path, *overrides: str) -> torch.Tensor:
-    """The same on many, each of which takes its part of every step's sequences and of the experts."""
-    shares = (f"--train.micro_batch_sequences={SEQUENCES // NUM_RANKS}", f"--parallel.ep={NUM_RANKS}")
-    command = [sys.executable, "-m", "titan_moe", *words(folder, f"--nproc={NUM_RANKS}", *shares, *overrides)]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return read(folder)
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, curve: Callable[..., torch.Tensor]) -> torch.Tensor:
+    return curve(tmp_path_factory.mktemp("reference"), 1, "--perf.kernels=grouped_mm", "--compile.regional=off")
 
 
 def read(folder: Path) -> torch.Tensor:
@@ -75,17 +66,22 @@ def read(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", FAST)
-def test_fast_steps_learn_along_the_reference(tmp_path: Path, reference: torch.Tensor, how: str) -> None:
+def test_fast_steps_learn_along_the_reference(
+    tmp_path: Path, curve: Callable[..., torch.Tensor], reference: torch.Tensor, how: str
+) -> None:
     assert reference[-1] < 0.5 * reference[0]
-    torch.testing.assert_close(curve(tmp_path, *FAST[how]), reference, rtol=3e-3, atol=0)
+    torch.testing.assert_close(curve(tmp_path, 1, *FAST[how]), reference, rtol=3e-3, atol=0)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs")
 @pytest.mark.parametrize("how", SPREAD)
-def test_all_gpus_together_learn_along_the_reference(tmp_path: Path, reference: torch.Tensor, how: str) -> None:
+def test_all_gpus_together_learn_along_the_reference(
+    tmp_path: Path, curve: Callable[..., torch.Tensor], reference: torch.Tensor, how: str
+) -> None:
     dispatcher, overlap, cudagraph, capacity_factor = SPREAD[how]
-    actual = spread_curve(
+    actual = curve(
         tmp_path,
+        NUM_RANKS,
         "--perf.kernels=fused",
         f"--parallel.dispatcher={dispatcher}",
         f"--parallel.overlap={overlap}",

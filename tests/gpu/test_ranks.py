@@ -1,8 +1,10 @@
-"""Several GPUs over NCCL: every dispatcher trains as one GPU does, through the command line."""
+"""Several GPUs over NCCL: every dispatcher trains as one GPU does, through the command line's door."""
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
 ]
 
+NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
+BY_COMMAND = ("alltoall", "edp2")
+"""Layouts, a compiled and a plain one, that start as users start them, with `--nproc`; all others share processes."""
 RECIPE = """
 [run]
 device = "cuda"
@@ -46,15 +51,36 @@ every_steps = 6
 """
 
 
-def losses(folder: Path, num_ranks: int, *overrides: str) -> list[float]:
-    """Train in a folder of its own; the losses of all steps."""
+def words(folder: Path, *overrides: str) -> list[str]:
+    """The command that trains in a folder of its own."""
     folder.mkdir()
     (folder / "recipe.toml").write_text(RECIPE)
-    command = [sys.executable, "-m", "titan_moe", "train", str(folder / "recipe.toml"), f"--nproc={num_ranks}"]
-    finished = subprocess.run([*command, f"--run.folder={folder / 'run'}", *overrides], capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    return ["train", str(folder / "recipe.toml"), f"--run.folder={folder / 'run'}", *overrides]
+
+
+def read(folder: Path) -> list[float]:
+    """The losses of all steps."""
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def losses(train_on_ranks: Callable[..., list[int]]) -> Callable[..., list[float]]:
+    """Trains in a folder of its own on so many ranks, and reads the losses."""
+
+    def train(folder: Path, num_ranks: int, *overrides: str) -> list[float]:
+        assert train_on_ranks(num_ranks, words(folder, *overrides)) == [0] * num_ranks
+        return read(folder)
+
+    return train
+
+
+def losses_by_command(folder: Path, num_ranks: int, *overrides: str) -> list[float]:
+    """The same as a user starts it."""
+    command = [sys.executable, "-m", "titan_moe", *words(folder, *overrides), f"--nproc={num_ranks}"]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return read(folder)
 
 
 def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
@@ -113,29 +139,29 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.fixture(scope="module")
-def one_gpu(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(tmp_path_factory.mktemp("one") / "gpu", 1)
+def one_gpu(tmp_path_factory: pytest.TempPathFactory, losses: Callable[..., list[float]]) -> Callable[..., list[float]]:
+    """The losses of one GPU, for each change to the model once."""
+    return cache(lambda *changes: losses(tmp_path_factory.mktemp("one") / "gpu", 1, *changes))
 
 
 @pytest.mark.parametrize("layout", layouts(4))
-def test_every_layout_trains_as_one_gpu(tmp_path: Path, one_gpu: list[float], layout: str) -> None:
-    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
-    overrides = layouts(num_ranks)[layout]
-    model = tuple(word for word in overrides if word.startswith("--model"))
-    expected = losses(tmp_path / "one", 1, *model) if model else one_gpu
+def test_every_layout_trains_as_one_gpu(
+    tmp_path: Path, losses: Callable[..., list[float]], one_gpu: Callable[..., list[float]], layout: str
+) -> None:
+    overrides = layouts(NUM_RANKS)[layout]
+    expected = one_gpu(*(word for word in overrides if word.startswith("--model")))
     assert expected[-1] < expected[0] - 0.3
-    actual = losses(tmp_path / "spread", num_ranks, *overrides)
+    train = losses_by_command if layout in BY_COMMAND else losses
+    actual = train(tmp_path / "spread", NUM_RANKS, *overrides)
     torch.testing.assert_close(actual, expected, rtol=5e-3, atol=5e-3)
 
 
-def test_a_run_resumes_on_another_number_of_gpus(tmp_path: Path) -> None:
-    expected = losses(tmp_path / "whole", 2, "--parallel.ep=2", "--parallel.dispatcher=alltoall")
+def test_a_run_resumes_on_another_number_of_gpus(
+    tmp_path: Path, losses: Callable[..., list[float]], train_on_ranks: Callable[..., list[int]]
+) -> None:
+    ep = (f"--parallel.ep={NUM_RANKS}", "--parallel.dispatcher=alltoall")
+    expected = losses(tmp_path / "whole", NUM_RANKS, *ep)
     half = tmp_path / "half"
-    ep = ("--parallel.ep=2", "--parallel.dispatcher=alltoall", "--checkpoint.is_async=true")
-    losses(half, 2, *ep, "--train.steps=6")
-    command = [sys.executable, "-m", "titan_moe", "train", str(half / "recipe.toml"), f"--run.folder={half / 'run'}"]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    lines = map(json.loads, (half / "run" / "metrics.jsonl").read_text().splitlines())
-    actual = [line["loss"] for line in lines if "loss" in line]
-    torch.testing.assert_close(actual, expected, rtol=5e-3, atol=5e-3)
+    losses(half, NUM_RANKS, *ep, "--checkpoint.is_async=true", "--train.steps=6")
+    assert train_on_ranks(1, ["train", str(half / "recipe.toml"), f"--run.folder={half / 'run'}"]) == [0]
+    torch.testing.assert_close(read(half), expected, rtol=5e-3, atol=5e-3)

@@ -7,6 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_moe.config.train import RunConfig
 from titan_moe.train.process import StopSignal, process_group
@@ -27,6 +29,15 @@ def test_determinism_is_settled_before_the_first_gemm(monkeypatch: pytest.Monkey
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_run_does_not_meet_the_meshes_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for _ in range(2):
+        with process_group(RunConfig(device="cpu")):
+            mesh = init_device_mesh("cpu", (1,))
+            spread = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+            assert (spread * 2).device_mesh is mesh
 
 
 def stop_step() -> int:

@@ -1,5 +1,6 @@
 """A run as its user meets it: what it writes, what it says, what it refuses."""
 
+import gc
 import json
 import logging
 import sys
@@ -72,6 +73,7 @@ def test_recordings_are_released_while_the_ranks_are_still_together(
     with pytest.raises(AttributeError) if fails else nullcontext():
         tiny("--train.steps=1").train()
     assert released == [True]
+    assert gc.isenabled(), "a run collects garbage at its own steps, and only while it runs"
 
 
 def test_the_run_folder_explains_and_repeats_the_run(tiny, tmp_path: Path) -> None:

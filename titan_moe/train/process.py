@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
@@ -38,6 +39,8 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
             _leave_together(device)
         finally:
             dist.destroy_process_group()
+            # DTensor remembers layouts with their meshes, and meshes keep their groups: none shall outlive the run
+            _clear_sharding_prop_cache()
 
 
 def _device(config: RunConfig) -> torch.device:

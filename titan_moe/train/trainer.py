@@ -162,8 +162,8 @@ class Trainer:
                 garbage.run(self.progress.step)
         finally:
             self.step.release()  # NCCL does not shut down while a recording holds messages; nor after an error
+            gc.enable()
         tracer.close()
-        gc.enable()
 
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress

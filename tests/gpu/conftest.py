@@ -1,0 +1,89 @@
+"""Ranks of GPU tests: they train run after run in the same processes, through the command line's door."""
+
+import gc
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from titan_moe import cli
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture(scope="session")
+def ranks(new_ranks: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
+    """As everywhere, but another number of ranks is other processes.
+
+    PyTorch numbers the meetings over symmetric memory in each process: two ranks that have met before, and two that
+    have not, would look for each other under different numbers, for ever.
+    """
+    pools: defaultdict[int, Callable[..., list[Any]]] = defaultdict(new_ranks)
+    return lambda num_ranks, function, *args: pools[num_ranks](num_ranks, function, *args)
+
+
+@pytest.fixture(scope="session")
+def train_on_ranks(ranks: Callable[..., list[Any]]) -> Callable[[int, Sequence[str]], list[int]]:
+    """Runs the words of a command on so many ranks, as its `--nproc` would, and returns their exit codes: one rank is
+    this process, several are processes that stay for the next run. What they print is among what the test has printed.
+    """
+
+    def train(num_ranks: int, words: Sequence[str]) -> list[int]:
+        if num_ranks == 1:
+            return [run_words(list(words), {})]
+        # it outlives the ranks, as torchrun's does: none can leave too early for another
+        store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        return ranks(num_ranks, run_as_rank, list(words), store.port)
+
+    return train
+
+
+def run_as_rank(words: list[str], port: int) -> int:
+    """Leave the pool's process group and be one of torchrun's ranks, whose store is at `port`, for as long as a command
+    takes; its exit code."""
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    dist.barrier()
+    dist.destroy_process_group()
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return run_words(words, variables)
+
+
+def run_words(words: list[str], variables: dict[str, str]) -> int:
+    """Run a command in this process, under variables of its own."""
+    with mock.patch.dict(os.environ, variables), nothing_left():
+        return cli.main(words)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Begin without the graphs that were compiled before, and leave neither those nor a model's memory."""
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+        gc.collect()  # models and what was compiled for them refer to each other
+        release_groups()
+        torch.cuda.empty_cache()
+
+
+def release_groups() -> None:
+    """Let go of the process groups of meshes that PyTorch itself keeps: 2.11 does not forget every strategy of DTensor,
+    and each group holds a dozen descriptors and threads."""
+    for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()
