@@ -67,7 +67,7 @@ def _compile_pieces(module: nn.Module) -> None:
         for piece in (module.router, module.shared_experts):
             piece.forward = _compile_plainly(piece.forward)  # type: ignore[method-assign]
         module.dispatcher.compile_pieces(_compile_plainly)
-        module.experts.forward = _compile_for_many_rows(module)  # type: ignore
+        module.experts.serve = _compile_for_many_rows(module)  # type: ignore
     elif isinstance(module, Block):
         module.front = _compile_plainly(module.front)  # type: ignore[method-assign]
 
@@ -90,24 +90,24 @@ def _compile_with_experts(forward: Callable[..., Tensor]) -> Callable[..., Tenso
     return _compile_plainly(with_experts)
 
 
-def _compile_for_many_rows(moe: MoE) -> Callable[[Routed], Tensor]:
+def _compile_for_many_rows(moe: MoE) -> Callable[..., Tensor]:
     """Serve no row, or one, without the compiler, which would make a graph of its own for each of these sizes.
 
     Where rows travel between ranks both happen, and graphs of one piece are limited in number. Slots without their
     bound are served by another code object: one that saw both sizes would make a graph of any size for both.
     """
-    serve = moe.experts.forward
+    serve = moe.experts.serve
 
     @wraps(serve)
-    def serve_unbounded(routed: Routed) -> Tensor:
-        return serve(routed)
+    def serve_unbounded(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+        return serve(routed, gate_up, down)
 
     compiled, compiled_unbounded = _compile_plainly(serve), _compile_plainly(serve_unbounded)
 
     @wraps(serve)
-    def serve_rows(routed: Routed) -> Tensor:
+    def serve_rows(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
         if min(routed.x_SD.shape[0], routed.rows_R.shape[0]) <= 1:
-            return serve(routed)
-        return (compiled_unbounded if moe.dispatcher.bound.is_waived else compiled)(routed)
+            return serve(routed, gate_up, down)
+        return (compiled_unbounded if moe.dispatcher.bound.is_waived else compiled)(routed, gate_up, down)
 
     return serve_rows

@@ -36,8 +36,9 @@ class ParallelConfig:
     dispatcher: Literal["local", "allgather", "alltoall", "symm_mem"] = "local"
     """How rows reach their experts: `local` moves nothing (ep = 1), `allgather` gathers every row of the ep group
     (no host read), `alltoall` sends each row once to each rank that wants it (one host read a layer), `symm_mem` sends
-    as few as that and reads nothing on the host: GPUs of one node write into memory that they share, which holds all
-    rows of the ep group's largest microbatch on each of them. `symm_mem` was not measured on GPUs yet."""
+    as few as that and reads nothing on the host: GPUs of one node read and write memory that they share, which has a
+    place on each of them for every row of its largest microbatch from every rank. On 8 H200s it is the fastest, and
+    wants `expert_rank_capacity_factor`: the worst case of a large model fits into no memory."""
     overlap: Literal["none", "layer", "microbatch"] = "none"
     """What the dispatcher's messages travel under: `none` waits for each where it starts; `layer` starts them early and
     waits late, so that the slots are laid out while rows travel and the shared experts run while results do, in
@@ -58,12 +59,13 @@ class ParallelConfig:
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
     reshard_experts_after_forward: bool = True
-    """The same for the gathered experts of a block (where edp = 1 nothing is gathered, but cast to compute's dtype)."""
+    """The same for the gathered experts of a block; where edp = 1 nothing is gathered."""
     gathers_once_a_step: bool = False
     """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
     and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of
     compute and whole gradients in that of the reduction, on every rank; buys their traffic, on one rank too. With
-    precision.reduce = "bf16" the microbatches add up in bf16."""
+    precision.reduce = "bf16" the microbatches add up in bf16. Experts that lie whole on a rank (edp = 1) are cast once
+    a step then, not once a use, and their gradients add up in precision.master whatever this says."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class GroupedExperts(nn.Module):
 
     Gate and up are stored together as `[e, 2, F, L]`, down as `[e, L, F]`: one GEMM reads gate and up at once, and
     dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
-    experts; it is identity unless the experts are spread over ranks. `gather_weights` gives the
+    experts, in compute's dtype; it is identity unless the experts are spread over ranks. `gather_weights` gives the
     weights that an exchange wants served: this rank's own, and what its dispatcher may have planned behind them.
     """
 
@@ -31,8 +31,12 @@ class GroupedExperts(nn.Module):
 
     def forward(self, routed: Routed) -> Tensor:
         """Serve the rows: -> [S, L], zero for a row that no expert here wants."""
+        return self.serve(routed, self.local(self.gate_up), self.local(self.down))
+
+    def serve(self, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+        """The same, with weights that are ready: what is compiled where blocks run in pieces."""
         x_SL, rows_R, slots_SK, scores_R, offsets_e, exchange = routed
-        weights = self.gather_weights(self.local(self.gate_up), self.local(self.down), exchange)
+        weights = self.gather_weights(gate_up, down, exchange)
         return self.mlp(x_SL, rows_R, slots_SK, scores_R, offsets_e, *weights)
 
 

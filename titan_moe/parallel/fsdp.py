@@ -1,7 +1,8 @@
 """Fully sharded data parallelism (FSDP2): dense parameters over the dense mesh, experts over the expert mesh.
 
 Gradients are summed, never averaged: the loss is already divided by the tokens of the whole step, so experts, whose
-gradients come from fewer ranks, need no scale of their own.
+gradients come from fewer ranks, need no scale of their own. Experts that lie whole on a rank are none of FSDP's
+business (whole_weights.py).
 """
 
 from typing import Any
@@ -16,6 +17,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PrecisionConfig
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.whole_weights import keep_whole
 from titan_moe.plan.schedule import ROOT
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -41,19 +43,38 @@ def apply(
     )
     reshards = not config.gathers_once_a_step
     blocks = list(model.get_submodule("layers").children())
+    whole: set[nn.Parameter] = set()
     for block in blocks:
-        for experts in _experts_of(block):
-            _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
+        for experts in _all_experts_of(block):
+            if lie_whole(precision, meshes.expert_fsdp):
+                keep_whole(experts, meshes.expert_fsdp, policy.param_dtype, keeps=config.gathers_once_a_step)
+                whole.update(experts.parameters())
+            else:
+                _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
         reshards_block = reshards and config.reshard_after_forward
-        fully_shard(block, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshards_block)
+        fully_shard(
+            block,
+            mesh=meshes.dense_fsdp,
+            mp_policy=policy,
+            reshard_after_forward=reshards_block,
+            ignored_params=whole,
+        )
         if experts_come_with_blocks:
             for experts in _experts_of(block):
                 _gather_at_the_door(experts, block)
-    fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
     _prefetch(blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
+
+
+def lie_whole(precision: PrecisionConfig, mesh: DeviceMesh) -> bool:
+    """Whether a rank holds experts whole, and the optimizer's dtype is good enough to add their gradients up in."""
+    return (
+        mesh.size() == 1
+        and torch.promote_types(DTYPES[precision.master], DTYPES[precision.reduce]) == (DTYPES[precision.master])
+    )
 
 
 def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
@@ -148,8 +169,13 @@ def _prefetch(blocks: list[nn.Module]) -> None:
         _fsdp(block).set_modules_to_backward_prefetch([_fsdp(previous), *_experts_of(previous)])
 
 
-def _experts_of(block: nn.Module) -> list[Any]:
+def _all_experts_of(block: nn.Module) -> list[GroupedExperts]:
     return [module for module in block.modules() if isinstance(module, GroupedExperts)]
+
+
+def _experts_of(block: nn.Module) -> list[Any]:
+    """Those that are sharded."""
+    return [experts for experts in _all_experts_of(block) if isinstance(experts, FSDPModule)]
 
 
 def _fsdp(module: Any) -> Any:

@@ -20,6 +20,7 @@ from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.fsdp import ByHand
 from titan_moe.parallel.pieces import Piece
+from titan_moe.parallel.whole_weights import let_go
 from titan_moe.plan.schedule import interleaved
 from titan_moe.profile.region import region
 
@@ -47,6 +48,7 @@ def forward_backward_interleaved(model: nn.Module, batch: Batch, scale: Tensor) 
             case "settle":
                 parameters.settle(layer, is_last=microbatch == len(passages) - 1)
     parameters.finish()
+    let_go(model)
     return torch.stack([passage.loss for passage in passages]).sum()
 
 

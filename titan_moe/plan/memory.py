@@ -18,23 +18,28 @@ def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
 def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     """Count the bytes of whole parameters and gradients that a rank holds during a step that gathers once.
 
-    Whole is all of the dense part, and every expert of its ep share.
+    Whole is all of the dense part, and every expert of its ep share; of experts that lie whole on a rank anyhow, only
+    copies in compute's dtype come on top.
     """
     if not recipe.parallel.gathers_once_a_step:
         return 0
-    count, sizes = count_parameters(recipe.model), resolve(recipe.parallel, world_size)
-    whole = count.total - count.routed_experts + count.routed_experts / sizes.ep
-    return round(whole * (BYTES_OF_DTYPE[recipe.precision.compute] + BYTES_OF_DTYPE[recipe.precision.reduce]))
+    count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
+    compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
+    dense, experts = count.total - count.routed_experts, count.routed_experts / sizes.ep
+    if sizes.edp * sizes.dp_replicate > 1 or reduce > BYTES_OF_DTYPE[precision.master]:
+        return round((dense + experts) * (compute + reduce))
+    return round(dense * (compute + reduce) + experts * (compute if precision.compute != precision.master else 0))
 
 
 def shared_bytes_per_rank(recipe: Recipe) -> int:
-    """Count the bytes of the memory that `symm_mem` shares: every row of the ep group's largest batch, with the ids and
-    scores of its choices. What tells ranks of each other's counts comes on top, a few hundred bytes."""
+    """Count the bytes of the memory that `symm_mem` shares: for every token of the largest batch a place of each rank
+    for its row and its scores' gradients, its choices, and lists of tokens. What tells ranks of each other's counts
+    comes on top, a few hundred bytes."""
     if recipe.parallel.dispatcher != "symm_mem":
         return 0
-    element = BYTES_OF_DTYPE[recipe.precision.compute]
-    row = expert_width(recipe.model) * element + recipe.model.moe.top_k * (4 + max(element, 4))
-    return recipe.parallel.ep * most_tokens_at_once(recipe) * row
+    element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
+    place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4
+    return most_tokens_at_once(recipe) * (recipe.parallel.ep * place + 4 * top_k)
 
 
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.optim.adamw import Optimizers
-from titan_moe.parallel import fsdp
+from titan_moe.parallel import fsdp, whole_weights
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import clip_factor, grad_norm
 from titan_moe.profile.region import region
@@ -43,6 +43,7 @@ def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> 
     for number, microbatch in enumerate(microbatches, start=1):
         fsdp.keep_gathered(model, number < len(microbatches))
         losses.append(run_microbatch(model, microbatch, scale))
+    whole_weights.let_go(model)
     return torch.stack(losses).sum()
 
 

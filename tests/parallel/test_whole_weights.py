@@ -1,0 +1,102 @@
+"""Weights without FSDP: copies in compute's dtype, gradients in the master's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from titan_moe.config.perf import PrecisionConfig
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.parallel.fsdp import lie_whole
+from titan_moe.parallel.whole_weights import keep_whole, let_go
+
+
+@pytest.fixture
+def mesh(tmp_path: Path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def built(mesh, dtype: torch.dtype | None, *, keeps: bool) -> GroupedExperts:
+    experts = GroupedExperts(2, 4, 3)
+    torch.manual_seed(0)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    keep_whole(experts, mesh, dtype, keeps=keeps)
+    return experts
+
+
+def pull(experts: GroupedExperts, seed: int) -> Tensor:
+    """A microbatch whose gradient of `down` is drawn; the copy that it read."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = experts.local(experts.down)
+    weight.backward(torch.randn(weight.shape, generator=generator).to(weight.dtype))
+    return weight.detach()
+
+
+def drawn(*seeds: int, dtype: torch.dtype) -> Tensor:
+    """The sum of those gradients, in fp32 and in order."""
+    total = torch.zeros(2, 4, 3)
+    for seed in seeds:
+        total += torch.randn(total.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return total
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_add_up_in_the_masters_dtype(mesh, keeps: bool) -> None:
+    experts = built(mesh, torch.bfloat16, keeps=keeps)
+    for seed in range(40):  # enough for a sum in bf16 to be wrong
+        pull(experts, seed)
+    grad = experts.down.grad
+    assert isinstance(grad, DTensor) and grad.dtype == torch.float32 and grad.placements == experts.down.placements
+    assert torch.equal(grad.to_local(), drawn(*range(40), dtype=torch.bfloat16))
+    assert experts.gate_up.grad is None, "who served nothing has no gradient"
+
+
+def test_a_gradient_in_another_layout_lies_like_its_master(mesh) -> None:
+    experts = built(mesh, torch.bfloat16, keeps=False)
+    experts.local(experts.down).backward(torch.randn(2, 3, 4).bfloat16().transpose(1, 2))
+    assert experts.down.grad.to_local().is_contiguous()
+
+
+def test_copies_serve_for_a_step_or_for_one_use(mesh) -> None:
+    for keeps in (False, True):
+        experts = built(mesh, torch.bfloat16, keeps=keeps)
+        first = pull(experts, 0)
+        assert torch.equal(first, experts.down.to_local().detach().bfloat16())
+        with torch.no_grad():
+            experts.down.to_local().mul_(2)
+        assert torch.equal(pull(experts, 1), first if keeps else 2 * first)
+        with torch.no_grad():
+            assert torch.equal(experts.local(experts.down), 2 * first), "a validation sees the weights of now"
+        let_go(experts)
+        assert torch.equal(pull(experts, 2), 2 * first)
+
+
+def test_one_graph_holds_the_cast(mesh) -> None:
+    experts = built(mesh, torch.bfloat16, keeps=True)
+    compiled = torch.compile(lambda: experts.local(experts.down).sum(), fullgraph=True, backend="aot_eager")
+    compiled().backward()
+    assert torch.equal(experts.down.grad.to_local(), torch.ones(2, 4, 3)) and not experts.local.copies
+
+
+def test_without_a_cast_the_master_itself_is_served(mesh) -> None:
+    experts = built(mesh, None, keeps=True)
+    weight = experts.local(experts.down)
+    assert weight.dtype == torch.float32 and weight.data_ptr() == experts.down.to_local().data_ptr()
+    weight.backward(torch.ones(2, 4, 3))
+    assert torch.equal(experts.down.grad.to_local(), torch.ones(2, 4, 3)) and not isinstance(experts, FSDPModule)
+
+
+@pytest.mark.parametrize(
+    ("master", "reduce", "expected"),
+    [("fp32", "fp32", True), ("fp32", "bf16", True), ("bf16", "bf16", True), ("bf16", "fp32", False)],
+)
+def test_sums_are_never_coarser_than_the_recipe_says(mesh, master: str, reduce: str, expected: bool) -> None:
+    assert lie_whole(PrecisionConfig(master=master, reduce=reduce), mesh) is expected

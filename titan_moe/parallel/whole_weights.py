@@ -1,0 +1,92 @@
+"""Weights that lie whole on a rank: cast for compute, and gradients added where the optimizer reads them.
+
+Where the mesh that would shard an expert has one rank (edp = 1), there is nothing to gather and nothing to reduce. FSDP
+would still copy: 16 bytes a parameter to bf16 weights and 20 to 30 back to fp32 gradients, every microbatch; on
+Mixtral-8x7B over 8 H200s that was a tenth of a step. Here a weight is cast once a use, or once a step (6 bytes), and a
+gradient is added to the master's in one pass (10 bytes), in the master's dtype.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_moe.layers.experts import GroupedExperts
+
+
+class ComputeCopies:
+    """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
+
+    def __init__(self, dtype: torch.dtype, *, keeps: bool) -> None:
+        """With `keeps`, a copy serves until `let_go`: all microbatches of a step."""
+        self.dtype, self.keeps = dtype, keeps
+        self.copies: dict[int, Tensor] = {}
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _local(weight).to(self.dtype)  # a graph knows no copies; without gradients nobody says when they age
+        copy = self.copies.get(id(weight))
+        if copy is None:
+            copy = _own(weight).to(self.dtype)
+            if self.keeps:
+                self.copies[id(weight)] = copy
+        return _Cast.apply(weight, copy)
+
+
+class _Cast(torch.autograd.Function):
+    """A copy stands for its master, which gets the gradients, added up in its own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, copy: Tensor) -> Tensor:
+        ctx.master = master
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        master = ctx.master
+        if master.grad is None:
+            fresh = torch.empty_like(_own(master)).copy_(grad)
+            master.grad = _spread(fresh, master.device_mesh, master.placements) if _is_spread(master) else fresh
+        else:
+            _own(master.grad).add_(grad)
+        return None, None
+
+
+def keep_whole(experts: GroupedExperts, mesh: DeviceMesh, dtype: torch.dtype | None, *, keeps: bool) -> None:
+    """Take a layer's weights as they are, in place of FSDP on a mesh of one rank.
+
+    Shapes: gate_up [e, 2, F, L] and down [e, L, F], DTensors of the ep mesh or, where ep = 1, made such on `mesh`.
+    `dtype` is compute's if it is not the master's; `keeps` lets copies serve for all microbatches of a step.
+    """
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        if not _is_spread(weight):
+            spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
+            experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
+    experts.local = _local if dtype is None else ComputeCopies(dtype, keeps=keeps)
+
+
+def let_go(model: nn.Module) -> None:
+    """Drop the copies of a step: the next one's weights are others."""
+    for module in model.modules():
+        if isinstance(module, GroupedExperts) and isinstance(module.local, ComputeCopies):
+            module.local.copies.clear()
+
+
+def _is_spread(weight: Tensor) -> bool:
+    return isinstance(weight, DTensor)
+
+
+def _spread(local: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def _local(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+def _own(weight: Tensor) -> Tensor:
+    """What of it lies here, past autograd."""
+    return weight._local_tensor if isinstance(weight, DTensor) else weight
