@@ -238,7 +238,7 @@ def test_one_start_times_all_as_if_each_were_alone(
 
 
 def test_no_group_stays_and_none_is_missed(ranks) -> None:
-    assert ranks(2, leave_and_go_on) == [(True, 1, True)] * 2
+    assert ranks(4, leave_and_go_on) == [(True, 1, True)] * 4
 
 
 def leave_and_go_on() -> tuple[bool, int, bool]:
@@ -248,8 +248,8 @@ def leave_and_go_on() -> tuple[bool, int, bool]:
     groups = dist.distributed_c10d._world.pg_map
 
     def total() -> float:
-        meshes = build_meshes(resolve(load_recipe(QUICKSTART, ["--parallel.ep=2"]).parallel, 2), cpu)
-        shards = distribute_tensor(torch.arange(8.0), meshes.dense["dp_shard"], [Shard(0)])
+        meshes = build_meshes(resolve(load_recipe(QUICKSTART, ["--parallel.ep=2"]).parallel, 4), cpu)
+        shards = distribute_tensor(torch.arange(8.0), meshes.expert["ep"], [Shard(0)])
         return (shards * 2).sum().full_tensor().item()
 
     before, has_groups = total(), len(groups) > 1
@@ -281,7 +281,7 @@ def test_kernel_times_are_told(tools: Any, tmp_path: Path) -> None:
 def test_a_step_on_a_gpu_is_profiled(tools: Any, tmp_path: Path) -> None:
     """Twice in one start: the profiler and a recording leave nothing that spoils the next candidate."""
     folder = tmp_path / "kernels"
-    on_gpu = [word.replace("--run.device=cpu", "--run.device=cuda") for word in TINY]
+    on_gpu = [*TINY, "--run.device=cuda", "--precision.compute=bf16"]
     graph = "--compile.cudagraph=step --parallel.dispatcher=local"
     rows = tools("bench_train").main([QUICKSTART, *on_gpu, "--vary", graph, "--vary", graph, "--profile", str(folder)])
     assert [row.result.get("error") for row in rows] == [None] * 3
