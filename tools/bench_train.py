@@ -5,21 +5,27 @@
         --append tools/RESULTS.md
 
 Every recipe runs as given, then once for each `--vary` (or line of `--variants`) with those overrides on top, then,
-with `--peer`, as torchtitan's model on as many tokens. Each candidate runs in processes of its own, in this order; one
-that fails or takes too long is a row too. The figure is the median of the steps after warm-up (tools/time_steps.py).
+with `--peer`, as torchtitan's model on as many tokens; the table has them in this order. What cannot run is told before
+anything starts. Then all that is ours follows each other in the same processes (tools/time_steps.py), and each peer in
+processes of its own. A candidate that fails or takes too long is a row too: it ends its processes, and new ones go on
+after it. The figure is the median of the steps after warm-up.
+
+With `--profile FOLDER` each candidate of ours takes a further step under the profiler, and a text file there has its
+longest kernels, numbered in the order of the rows, from 0. The profiler stays loaded: figures to be published are
+taken without it.
 """
 
 import argparse
 import json
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
-from rank_processes import run_ranks
+from rank_processes import Result, run_jobs, run_ranks
 from result_table import Row, append, facts_of, flops_per_token, peer_facts, section, table
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
@@ -44,11 +50,12 @@ class Candidate:
 
 def main(argv: Sequence[str]) -> list[Row]:
     args, overrides = parse(argv)
-    rows: list[Row] = []
-    for candidate in candidates(args, overrides):
-        print(f"--- {candidate.name}", flush=True)
-        rows.append(run(candidate, args))
-        print("\n".join([*table(rows[-1:])][2:]), flush=True)
+    wanted = [*candidates(args, overrides)]
+    told: dict[int, Row] = {}
+    for number, row in run(wanted, args):
+        told[number] = row
+        print("\n".join([*table([row])][2:]), flush=True)
+    rows = [told[number] for number in range(len(wanted))]
     print("\n".join(["", *table(rows)]))
     if args.out:
         args.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -68,7 +75,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
     parser.add_argument("--vary", action="append", default=[], metavar="WORDS", help="overrides of one more candidate")
     parser.add_argument("--variants", type=Path, help="file with such words, a candidate a line; # begins a comment")
-    parser.add_argument("--timeout", type=float, default=1200, help="seconds that a candidate may take")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds that a candidate, or its start, may take")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="gets the kernel times of our candidates (GPU)")
     parser.add_argument("--peer", action="store_true", help="run torchtitan's Trainer too")
     parser.add_argument("--peer-args", default="", help="further arguments of peer_torchtitan.py, in one string")
     parser.add_argument("--append", type=Path, help="Markdown file that gets the table as a new section")
@@ -88,33 +96,64 @@ def candidates(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[C
             yield Candidate(recipe, tuple(overrides), f"{recipe.stem}, torchtitan", is_peer=True)
 
 
-def run(candidate: Candidate, args: argparse.Namespace) -> Row:
-    """Time one candidate; what cannot run is told without starting it."""
-    name, group = candidate.name, candidate.recipe.stem
-    try:
-        recipe = load_recipe(candidate.recipe, candidate.overrides)
-    except RecipeError as error:
-        return Row(name, group, {"error": "; ".join(error.problems)})
-    time = _time_peer if candidate.is_peer else _time_ours
-    result, facts = time(candidate, recipe, args)
-    return Row(name, group, result, facts, flops_per_token(recipe))
+def run(wanted: Sequence[Candidate], args: argparse.Namespace) -> Iterator[tuple[int, Row]]:
+    """The number and the row of each candidate, as they come: what cannot run, ours, the peer."""
+    recipes: dict[int, Recipe] = {}
+    for number, candidate in enumerate(wanted):
+        try:
+            recipes[number] = _checked(candidate, args)
+        except RecipeError as error:
+            yield number, Row(candidate.name, candidate.recipe.stem, {"error": "; ".join(error.problems)})
+    for number, result in _time_ours({n: r for n, r in recipes.items() if not wanted[n].is_peer}, wanted, args):
+        yield number, _row(wanted[number], recipes[number], result, facts_of(recipes[number], args.nproc))
+    for number, recipe in recipes.items():
+        if wanted[number].is_peer:
+            yield number, _row(wanted[number], recipe, *_time_peer(wanted[number], recipe, args))
 
 
-def _time_ours(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    problems = check_rules(recipe, args.nproc)
+def _row(candidate: Candidate, recipe: Recipe, result: Result, facts: dict[str, str]) -> Row:
+    return Row(candidate.name, candidate.recipe.stem, result, facts, flops_per_token(recipe))
+
+
+def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
+    """The candidate's recipe.
+
+    Raises: RecipeError if it cannot run.
+    """
+    recipe = load_recipe(candidate.recipe, candidate.overrides)
+    problems = []
+    if not candidate.is_peer:
+        problems = check_rules(recipe, args.nproc)
+        if args.profile and recipe.run.device == "cpu":
+            problems.append('--profile records a GPU\'s kernels, and run.device = "cpu"; leave it out')
+    elif candidate.recipe.stem not in PEER_MODELS:
+        problems = [f"torchtitan has no {candidate.recipe.stem}"]
+    elif recipe.train.forced_routing == "skewed":
+        problems = ["torchtitan cannot be skewed"]
     if problems:
-        return {"error": "; ".join(problems)}, {}
-    words = [str(candidate.recipe), f"--steps={args.steps}", f"--warmup={args.warmup}", *candidate.overrides]
-    return run_ranks([str(WORKER), *words], args.nproc, args.timeout), facts_of(recipe, args.nproc)
+        raise RecipeError(problems)
+    return recipe
 
 
-def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
+def _time_ours(
+    recipes: dict[int, Recipe], wanted: Sequence[Candidate], args: argparse.Namespace
+) -> Iterator[tuple[int, Result]]:
+    """One start for all that agree on what holds for a whole process."""
+    words = [str(WORKER), f"--steps={args.steps}", f"--warmup={args.warmup}"]
+    if args.profile:
+        words.append(f"--profile={args.profile}")
+    starts: dict[tuple[str, bool], dict[str, int]] = defaultdict(dict)
+    for number, recipe in recipes.items():
+        told = {"number": number, "recipe": str(wanted[number].recipe), "overrides": wanted[number].overrides}
+        starts[recipe.run.device, recipe.run.is_deterministic][json.dumps(told)] = number
+    for jobs in starts.values():
+        for job, result in run_jobs(words, [*jobs], args.nproc, args.timeout):
+            yield jobs[job], result
+
+
+def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -> tuple[Result, dict[str, str]]:
     """The same model, depth, tokens and expert parallelism for torchtitan."""
     train = recipe.train
-    if candidate.recipe.stem not in PEER_MODELS:
-        return {"error": f"torchtitan has no {candidate.recipe.stem}"}, {}
-    if train.forced_routing == "skewed":
-        return {"error": "torchtitan cannot be skewed"}, {}
     words = [
         f"--model={PEER_MODELS[candidate.recipe.stem]}",
         f"--steps={args.steps}",

@@ -12,7 +12,6 @@ launch them.
 """
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -35,6 +34,7 @@ from dispatch_candidates import (
     draw_choices,
     draw_rows,
 )
+from leftovers import forget
 from rank_processes import add_line, telling
 from torch import Tensor
 
@@ -73,17 +73,6 @@ def facts_of(device: torch.device) -> dict[str, str]:
     """What figures were measured on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {"device": name, "torch": str(torch.__version__)}
-
-
-def forget(device: torch.device) -> None:
-    """Give back what a job held, memory that ranks share too: all have seen its last all-reduce, so no peer reads there
-    any more. No rank goes on before all are here: a job's line is written before a later job can fail."""
-    torch.compiler.reset()  # sizes that differed for one candidate would be dynamic for the next
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-    _largest([0.0], device)
 
 
 def time_dispatch(name: str, case: Case, device: torch.device, num_calls: int) -> dict[str, Any]:

@@ -1,17 +1,28 @@
 """The benchmark of whole steps without a GPU: its candidates, its table, and one tiny run that is really timed."""
 
 import importlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from titan_moe.config import load_recipe
+from titan_moe.config import RecipeError, load_recipe
+from titan_moe.config.parallel import resolve
+from titan_moe.parallel.mesh import build_meshes
 from titan_moe.train.process import process_group
 
+TOOLS = Path(__file__).parents[2] / "tools"
 RECIPES = Path(__file__).parents[2] / "recipes"
+QUICKSTART = str(RECIPES / "quickstart.toml")
 QWEN3, MIXTRAL = str(RECIPES / "qwen3_30b_a3b.toml"), str(RECIPES / "mixtral_8x7b.toml")
 RESULT = {
     "tokens_per_second_per_gpu": 20_000.0,
@@ -29,6 +40,7 @@ TINY = """
 --model.attention.num_heads=2 --model.attention.num_kv_heads=1 --model.attention.head_dim=16 --train.steps=4
 --train.seq_len_tokens=64 --train.global_batch_sequences=32 --train.micro_batch_sequences=16
 --data.source=synthetic --data.holdout_fraction=0 --validation.every_steps=0 --train.force_skewed_routing=true
+--metrics.sample_tokens=0
 """.split()
 
 
@@ -46,10 +58,16 @@ def bench(tools: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, list
 
     def run_ranks(words: list[str], num_ranks: int, timeout_s: float) -> dict[str, Any]:
         runs.append(words)
-        is_natural = "--train.force_balanced_routing=false" in words
-        return {"error": "OutOfMemoryError: no room | at all"} if is_natural else RESULT
+        return RESULT
+
+    def run_jobs(words: list[str], jobs: list[str], num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Any]]:
+        runs.append([*words, *jobs])
+        for job in jobs:
+            is_natural = "--train.force_balanced_routing=false" in json.loads(job)["overrides"]
+            yield job, {"error": "OutOfMemoryError: no room | at all"} if is_natural else RESULT
 
     monkeypatch.setattr(module, "run_ranks", run_ranks)
+    monkeypatch.setattr(module, "run_jobs", run_jobs)
     return module, runs
 
 
@@ -65,16 +83,23 @@ def test_every_recipe_is_run_as_given_varied_and_as_peer(bench: Any, tmp_path: P
     options = ["--nproc", "8", "--vary", graph, "--variants", str(variants), "--peer", "--peer-args", "--no-compile"]
     rows = module.main([QWEN3, MIXTRAL, *options, "--train.force_balanced_routing=true"])
     balanced = "--train.force_balanced_routing=true"
-    assert [words[3:] for words in runs[:3]] == [
-        ["--warmup=5", balanced],
-        ["--warmup=5", balanced, *graph.split()],
-        ["--warmup=5", balanced, "--memory.recompute=experts"],
+    assert [words[1] for words in runs[1:]] == ["--model=qwen3_30b_a3b"], "all of ours have one start"
+    jobs = [json.loads(job) for job in runs[0][3:]]
+    assert runs[0][1:3] == ["--steps=10", "--warmup=5"]
+    assert [job["recipe"] for job in jobs] == [QWEN3] * 3 + [MIXTRAL] * 3
+    assert [job["overrides"] for job in jobs] == 2 * [
+        [balanced],
+        [balanced, *graph.split()],
+        [balanced, "--memory.recompute=experts"],
     ]
-    assert runs[3][1:] == [
+    assert runs[1][1:] == [
         *("--model=qwen3_30b_a3b", "--steps=10", "--warmup=5", "--num-layers=48", "--seq=4096", "--batch=4", "--ep=8"),
         *("--forced-balance", "--no-compile"),
     ]
-    assert len(runs) == 7 and len(rows) == 8, "torchtitan has no Mixtral"
+    names = ["", f", {graph.replace('--', '')}", ", memory.recompute=experts", ", torchtitan"]
+    assert [row.name for row in rows] == [
+        f"{stem}{name}" for stem in ("qwen3_30b_a3b", "mixtral_8x7b") for name in names
+    ]
     assert rows[-1].result == {"error": "torchtitan has no mixtral_8x7b"}
     assert [row.facts["overlap"] for row in rows[:4]] == ["none"] * 4
     assert rows[1].facts["dispatcher"] == "allgather, ep 8" and rows[1].facts["CUDA graph"] == "step (pieces)"
@@ -121,6 +146,39 @@ def test_what_cannot_run_is_not_started(bench: Any) -> None:
     assert "model.no_such_key is not a known key" in rows[1].result["error"]
 
 
+def test_what_differs_for_whole_processes_has_a_start_of_its_own(bench: Any) -> None:
+    module, runs = bench
+    varied = ["--vary", "--run.is_deterministic=true", "--vary", "--memory.recompute=experts"]
+    rows = module.main([QWEN3, "--nproc=8", "--train.force_balanced_routing=true", *varied, "--profile=kernels"])
+    assert [[json.loads(job)["number"] for job in words[4:]] for words in runs] == [[0, 2], [1]]
+    assert all(words[3] == "--profile=kernels" for words in runs)
+    assert [row.name.partition(", ")[2] for row in rows] == [
+        "",
+        "run.is_deterministic=true",
+        "memory.recompute=experts",
+    ]
+
+
+def test_only_gpus_are_profiled(bench: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, runs = bench
+    rows = module.main([QUICKSTART, "--profile=kernels", *TINY])
+    assert runs == [] and 'run.device = "cpu"; leave it out' in rows[0].result["error"]
+    worker, out = tools("time_steps"), tmp_path / "lines"
+    monkeypatch.setattr(worker, "telling", lambda *_: nullcontext())
+    job = json.dumps({"recipe": QUICKSTART, "overrides": TINY})
+    monkeypatch.setattr("sys.argv", ["time_steps.py", job, "--profile=kernels", f"--out={out}"])
+    with pytest.raises(ValueError, match="computes on the CPU; leave it out"):
+        worker.main()
+
+
+def test_recipes_that_cannot_share_processes_are_refused(tools: Any) -> None:
+    recipes = [load_recipe(QUICKSTART, [*TINY, *words]) for words in ([], ["--run.is_deterministic=true"])]
+    worker = tools("time_steps")
+    assert worker.common_run(recipes[:1] * 2) == recipes[0].run
+    with pytest.raises(RecipeError, match="call for each kind on its own"):
+        worker.common_run(recipes)
+
+
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -152,6 +210,83 @@ def test_ranks_bring_figures_or_errors_home(tools: Any, tmp_path: Path) -> None:
         "die": {"error": "exit code 3"},
         "hang": {"error": "stopped after 1.5 s"},
     }
+
+
+def test_one_start_times_all_as_if_each_were_alone(
+    tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module, processes = tools("bench_train"), tools("rank_processes")
+    starts, popen = [], processes.subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        starts.append([json.loads(word)["number"] for word in command if word.startswith("{")])
+        return popen(command, **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", start)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    missing = f"--data.source=text --data.path={tmp_path}/none*"
+    varied = ["--train.micro_batch_sequences=8", missing, "--run.seed=0"]
+    options = ["--nproc=2", "--steps=3", "--warmup=1", *(word for words in varied for word in ("--vary", words))]
+    rows = module.main([QUICKSTART, *options, *TINY, "--parallel.ep=2", "--parallel.dispatcher=alltoall"])
+    assert starts == [[0, 1, 2, 3], [3]], "new processes only after a failure"
+    assert ["error" in row.result for row in rows] == [False, False, True, False]
+    assert f"{tmp_path}/none*" in rows[2].result["error"]
+    losses = [row.result.get("losses") for row in rows]
+    assert losses[0] == losses[3] and losses[1] == pytest.approx(losses[0], rel=1e-5), "the second was not the first"
+    said = [line.split(" | ")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("| quickstart")]
+    assert len(said) == 8 and said[:4] == said[4:], "each as it comes, and all in the end"
+
+
+def test_no_group_stays_and_none_is_missed(ranks) -> None:
+    assert ranks(4, leave_and_go_on) == [(True, 1, True)] * 4
+
+
+def leave_and_go_on() -> tuple[bool, int, bool]:
+    """Whether a run makes groups, how many are left of them, and whether it can be repeated, with a gather of all."""
+    sys.path.insert(0, str(TOOLS))
+    leftovers, cpu = importlib.import_module("leftovers"), torch.device("cpu")
+    groups = dist.distributed_c10d._world.pg_map
+
+    def total() -> float:
+        meshes = build_meshes(resolve(load_recipe(QUICKSTART, ["--parallel.ep=2"]).parallel, 4), cpu)
+        shards = distribute_tensor(torch.arange(8.0), meshes.expert["ep"], [Shard(0)])
+        return (shards * 2).sum().full_tensor().item()
+
+    before, has_groups = total(), len(groups) > 1
+    leftovers.forget(cpu)
+    leftovers.leave_groups()
+    return has_groups, len(groups), total() == before == 56.0
+
+
+def test_kernel_times_are_told(tools: Any, tmp_path: Path) -> None:
+    kernels, trace = tools("kernel_times"), tmp_path / "trace.json"
+    ran = [("gemm", 100, 40), ("gemm", 120, 40), ("Memcpy", 150, 5), ("nccl", 200, 100), ("x" * 500, 290, 1)]
+    events = [{"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in reversed(ran)]
+    events += [{"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 900}, {"ph": "i"}]
+    trace.write_text(json.dumps({"traceEvents": events}))
+    span, busy, _, _, *lines = kernels.describe(kernels.read_works(trace))
+    assert span.startswith("the step took 0.200 ms") and busy.endswith("0.160 ms of it (80.0%)")
+    assert [line.split()[:5] for line in lines[:3]] == [
+        ["0.100", "50.0%", "1", "100.0", "nccl"],
+        ["0.080", "40.0%", "2", "40.0", "gemm"],
+        ["0.005", "2.5%", "1", "5.0", "Memcpy"],
+    ]
+    assert len(lines) == 4 and lines[3].endswith(" " + "x" * kernels.NAME_WIDTH)
+    assert list(kernels.describe([])) == ["the profiler saw nothing run on the device"]
+    many = [kernels.Work(str(number), number, number + 1) for number in range(60)]
+    assert len(list(kernels.describe(many))) == 4 + kernels.NUM_LONGEST
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_is_profiled(tools: Any, tmp_path: Path) -> None:
+    """Twice in one start: the profiler and a recording leave nothing that spoils the next candidate."""
+    folder = tmp_path / "kernels"
+    on_gpu = [*TINY, "--run.device=cuda", "--precision.compute=bf16"]
+    graph = "--compile.cudagraph=step --parallel.dispatcher=local"
+    rows = tools("bench_train").main([QUICKSTART, *on_gpu, "--vary", graph, "--vary", graph, "--profile", str(folder)])
+    assert [row.result.get("error") for row in rows] == [None] * 3
+    texts = [file.read_text() for file in sorted(folder.iterdir())]
+    assert len(texts) == 3 and all("the step took" in text and " kernel" in text for text in texts)
 
 
 def test_a_tiny_run_is_timed(tools: Any, tmp_path: Path) -> None:
