@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection, Listener, wait
@@ -97,6 +98,17 @@ def new_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[],
 @pytest.fixture(scope="session")
 def ranks(new_ranks: Callable[[], Ranks]) -> Ranks:
     return new_ranks()
+
+
+@pytest.fixture(scope="session")
+def ranks_of_a_size(new_ranks: Callable[[], Ranks]) -> Callable[..., list[Any]]:
+    """As `ranks`, but another number of ranks is other processes: for GPUs that share memory.
+
+    PyTorch numbers the meetings over symmetric memory in each process: two ranks that have met before, and two that
+    have not, would look for each other under different numbers, for ever.
+    """
+    pools: defaultdict[int, Ranks] = defaultdict(new_ranks)
+    return lambda num_ranks, function, *args: pools[num_ranks](num_ranks, function, *args)
 
 
 class Interpreter:

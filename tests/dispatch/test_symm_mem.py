@@ -303,42 +303,42 @@ RANKS = [n for n in (2, 4, 8) if n <= NUM_GPUS] or [2]
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_equal_dense_oracle(ranks, num_ranks: int) -> None:
-    check_routings(ranks(num_ranks, run_routings, None, equal_local.ROUTINGS), equal_local.ROUTINGS)
+def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int) -> None:
+    check_routings(ranks_of_a_size(num_ranks, run_routings, None, equal_local.ROUTINGS), equal_local.ROUTINGS)
 
 
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_with_clones_equal_dense_oracle(ranks, num_ranks: int) -> None:
-    check_routings(ranks(num_ranks, run_routings, None, equal_local.ROUTINGS, 1), equal_local.ROUTINGS)
+def test_gpus_with_clones_equal_dense_oracle(ranks_of_a_size, num_ranks: int) -> None:
+    check_routings(ranks_of_a_size(num_ranks, run_routings, None, equal_local.ROUTINGS, 1), equal_local.ROUTINGS)
 
 
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_serve_two_chunks_at_once(ranks, num_ranks: int) -> None:
-    for wrong in ranks(num_ranks, interleave, None):
+def test_gpus_serve_two_chunks_at_once(ranks_of_a_size, num_ranks: int) -> None:
+    for wrong in ranks_of_a_size(num_ranks, interleave, None):
         assert not any(wrong)
 
 
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_send_no_row_that_has_no_room(ranks, num_ranks: int) -> None:
-    check_overflow(ranks(num_ranks, overflow, None))
+def test_gpus_send_no_row_that_has_no_room(ranks_of_a_size, num_ranks: int) -> None:
+    check_overflow(ranks_of_a_size(num_ranks, overflow, None))
 
 
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_compile_as_one_graph(ranks, num_ranks: int) -> None:
-    for eager, compiled in ranks(num_ranks, compile_two_layers, None):
+def test_gpus_compile_as_one_graph(ranks_of_a_size, num_ranks: int) -> None:
+    for eager, compiled in ranks_of_a_size(num_ranks, compile_two_layers, None):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_dispatch_ten_thousand_times(ranks, num_ranks: int) -> None:
-    assert ranks(num_ranks, stress, None, 10_000) == [0] * num_ranks
+def test_gpus_dispatch_ten_thousand_times(ranks_of_a_size, num_ranks: int) -> None:
+    assert ranks_of_a_size(num_ranks, stress, None, 10_000) == [0] * num_ranks

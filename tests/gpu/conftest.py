@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,14 +18,8 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture(scope="session")
-def ranks(new_ranks: Callable[[], Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
-    """As everywhere, but another number of ranks is other processes.
-
-    PyTorch numbers the meetings over symmetric memory in each process: two ranks that have met before, and two that
-    have not, would look for each other under different numbers, for ever.
-    """
-    pools: defaultdict[int, Callable[..., list[Any]]] = defaultdict(new_ranks)
-    return lambda num_ranks, function, *args: pools[num_ranks](num_ranks, function, *args)
+def ranks(ranks_of_a_size: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    return ranks_of_a_size
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,7 @@ def test_compiled_pieces_are_listed(tiny) -> None:
     assert trace(run, "--profile.num_steps=1") == 0
     page = (run.folder / "trace" / "report.html").read_text()
     assert "0 graph breaks, 0 recompiles, 0 compilations during the traced steps" in page
-    assert "front (layers/block.py" in page and "forward (layers/experts.py" in page
+    assert "front (layers/block.py" in page and "serve (layers/experts.py" in page
 
 
 def test_blocks_that_compile_whole_are_one_part(
