@@ -60,15 +60,15 @@ def in_new_process(*words: str, **variables: str) -> subprocess.CompletedProcess
 
 
 def test_check_shows_shape_cost_and_ranks_without_torch() -> None:
-    done = in_new_process("check", QWEN3, "--nproc", "16")
+    done = in_new_process("check", QWEN3, "--nproc", "16", "--train.global_batch_sequences=64")
     assert done.returncode == 0, done.stderr
     for expected in (
         "30.53B, 3.35B active",
         "23.01 GFLOP",
         "dp_shard 16",
         "edp 2 · ep 8",
-        "131,072 tokens = microbatches 1",
-        "28.4 GiB",
+        "262,144 tokens = microbatches 1",
+        "21.3 GiB",
         'perf.kernels = "auto"',
         "on NVIDIA H200",
         "on other devices",
@@ -108,7 +108,7 @@ def test_a_key_without_its_section_is_completed(capsys: pytest.CaptureFixture[st
 def test_train_refuses_a_broken_recipe_at_once_and_without_torch() -> None:
     done = in_new_process("train", QWEN3, "--nproc", "8", "--parallel.ep=6", "--train.global_batch_sequences=7")
     assert done.returncode == 2 and done.stdout == ""
-    assert "titan-moe: 3 problems" in done.stderr
+    assert "titan-moe: 4 problems" in done.stderr
     assert f"{QWEN3}: parallel.ep = 6 does not divide model.moe.num_experts = 128" in done.stderr
     assert "train.global_batch_sequences = 7" in done.stderr
 
