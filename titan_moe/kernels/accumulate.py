@@ -48,8 +48,8 @@ def launch_accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> 
 def accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> None:
     """Add to a total of the same shape, in its dtype; with `is_first` overwrite it, whatever it holds.
 
-    In Triton if bf16 comes to fp32 on a GPU and both are contiguous. All else is PyTorch's, a transposed addend too; the
-    bits are the same.
+    In Triton if bf16 comes to fp32 on a GPU and both are contiguous. All else is PyTorch's, a transposed addend too;
+    the bits are the same.
     """
     if total.shape != addend.shape:
         raise ValueError(f"a total of shape {list(total.shape)} takes no addend of shape {list(addend.shape)}")
