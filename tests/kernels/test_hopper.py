@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.accumulate import launch_accumulate
 from titan_moe.kernels.adamw import launch_adamw
 from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
 from titan_moe.kernels.expert_up import UpTiles, expert_up
@@ -169,6 +170,10 @@ PASSES: dict[str, Callable[[], object]] = {
     **ROTARIES,
     **NORMS,
     **{f"symm_{p}_ranks_{d}": partial(exchange, p, d) for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))},
+    "accumulate": lambda: launch_accumulate(single(R, D), half(R, D)),
+    "accumulate_first": lambda: launch_accumulate(single(R, D), half(R, D), True),
+    "accumulate_many": lambda: launch_accumulate(single(2**31 + 16), half(2**31 + 16)),
+    "accumulate_odd": lambda: launch_accumulate(single(3 * D + 1), half(3 * D + 1)),
     "adamw_fp32": lambda: adamw(single(R * D), single),
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),
@@ -230,6 +235,12 @@ def test_batches_of_any_size_run_the_same_code(hopper: list[Any]) -> None:
     names, keys = {kernel.name for kernel in hopper}, {kernel.key for kernel in hopper}
     assert len(names) == 7
     assert len(keys) == len(names), sorted({(kernel.name, kernel.key[:8]) for kernel in hopper})
+
+
+@pytest.mark.parametrize("name", ["accumulate", "accumulate_first", "accumulate_many"])
+def test_gradients_are_added_sixteen_bytes_a_thread_past_shared_memory(name: str, hopper: list[Any]) -> None:
+    PASSES[name]()
+    assert (hopper[-1].num_wide_stores, hopper[-1].shared_bytes) == (2, 0)
 
 
 def test_rows_travel_in_sixteen_bytes_a_thread_by_the_same_code_on_every_rank(hopper: list[Any]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config.perf import PrecisionConfig
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.fsdp import lie_whole
-from titan_moe.parallel.whole_weights import keep_whole, let_go
+from titan_moe.parallel.whole_weights import ComputeCopies, keep_whole, let_go
 
 
 @pytest.fixture
@@ -57,6 +57,20 @@ def test_gradients_add_up_in_the_masters_dtype(mesh, keeps: bool) -> None:
     assert isinstance(grad, DTensor) and grad.dtype == torch.float32 and grad.placements == experts.down.placements
     assert torch.equal(grad.to_local(), drawn(*range(40), dtype=torch.bfloat16))
     assert experts.gate_up.grad is None, "who served nothing has no gradient"
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_add_up_to_pytorchs_bits(device: str, is_flat: bool) -> None:
+    torch.manual_seed(0)
+    master = torch.nn.Parameter(torch.randn(2, 96, 64, device=device))
+    local, total = ComputeCopies(torch.bfloat16, keeps=True), torch.zeros_like(master)
+    for _ in range(3):
+        grad = torch.randn(2, 64, 96, device=device).bfloat16()
+        grad = grad.view(2, 96, 64) if is_flat else grad.transpose(1, 2)
+        local(master).backward(grad)
+        total += grad
+    assert master.grad is not None and master.grad.is_contiguous() and torch.equal(master.grad, total)
 
 
 def test_a_gradient_in_another_layout_lies_like_its_master(mesh) -> None:

@@ -3,7 +3,7 @@
 Where the mesh that would shard an expert has one rank (edp = 1), there is nothing to gather and nothing to reduce. FSDP
 would still copy: 16 bytes a parameter to bf16 weights and 20 to 30 back to fp32 gradients, every microbatch; on
 Mixtral-8x7B over 8 H200s that was a tenth of a step. Here a weight is cast once a use, or once a step (6 bytes), and a
-gradient is added to the master's in one pass (10 bytes), in the master's dtype.
+gradient is added to the master's in one pass (10 bytes, the first of a step 6), in the master's dtype.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titan_moe.kernels.accumulate import accumulate
 from titan_moe.layers.experts import GroupedExperts
 
 
@@ -46,11 +47,11 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         master = ctx.master
-        if master.grad is None:
-            fresh = torch.empty_like(_own(master)).copy_(grad)
+        is_first = master.grad is None
+        if is_first:
+            fresh = torch.empty_like(_own(master))
             master.grad = _spread(fresh, master.device_mesh, master.placements) if _is_spread(master) else fresh
-        else:
-            _own(master.grad).add_(grad)
+        accumulate(_own(master.grad), grad, is_first)
         return None, None
 
 
