@@ -246,6 +246,6 @@ def test_gradients_are_added_sixteen_bytes_a_thread_past_shared_memory(name: str
 def test_rows_travel_in_sixteen_bytes_a_thread_by_the_same_code_on_every_rank(hopper: list[Any]) -> None:
     for rank in (0, 1, 7):
         exchange(8, D, rank)
-    assert len({kernel.key for kernel in hopper}) == 10
-    # the last three are the push, to 8 peers, the pull and the copy, four accesses a thread each
-    assert [kernel.num_wide_stores for kernel in hopper[-3:]] == [32, 4, 4]
+    assert len({kernel.key for kernel in hopper}) == 11
+    # among the last six are the fetch, the delivery and its sum, with eight, four and two accesses a thread
+    assert [hopper[place].num_wide_stores for place in (-6, -4, -3)] == [8, 4, 2]
