@@ -75,6 +75,10 @@ BROKEN = {
         "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=layer",
         'parallel.dispatcher = "local" sends none',
     ),
+    "a lane runs beside pieces": (
+        "--parallel.dispatcher=symm_mem --parallel.overlap=layer --compile.extent=block",
+        "on a stream of their own",
+    ),
     "symm_mem has GPUs": ("--parallel.dispatcher=symm_mem --run.device=cpu", 'does not exist with run.device = "cpu"'),
     "symm_mem has peers": ("--parallel.dispatcher=symm_mem --parallel.ep=1", "parallel.ep = 1 leaves each alone"),
     "symm_mem stays on a node": (
@@ -217,7 +221,6 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
             'compile.cudagraph = "microbatch" records one microbatch for all',
         ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
-        ("--parallel.dispatcher=symm_mem --parallel.overlap=layer", 8, '"symm_mem" sends none that travel while'),
         (
             "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=0.5",
             8,

@@ -23,6 +23,7 @@ from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.clone_weights import CloneFetcher
 from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.symm_lane import Lane
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
@@ -71,9 +72,10 @@ def poison(memory: SymmMemory) -> None:
         dist.barrier()
 
 
-def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int) -> TokenDispatcher:
+def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int, *, on_a_lane: bool) -> TokenDispatcher:
     """A dispatcher that fills spare slots of a rank, if there are any, with clones of the experts of `module`."""
-    inner = SymmMemDispatcher(equal_local.NUM_EXPERTS + dist.get_world_size() * num_spare, memory)
+    num_experts = equal_local.NUM_EXPERTS + dist.get_world_size() * num_spare
+    inner = SymmMemDispatcher(num_experts, memory, lane=Lane(memory.local.device) if on_a_lane else None)
     if not num_spare:
         return inner
     group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
@@ -81,11 +83,13 @@ def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int) -> Token
     return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
 
 
-def run_routings(folder: str | None, routings: tuple[str, ...], num_spare: int = 0) -> list[list[Tensor]]:
+def run_routings(
+    folder: str | None, routings: tuple[str, ...], num_spare: int = 0, on_a_lane: bool = False
+) -> list[list[Tensor]]:
     """Results of each routing, one after the other in the same memory."""
     memory, device = share(folder)
     module, results = my_experts(device), []
-    dispatcher = lending(memory, module, num_spare)
+    dispatcher = lending(memory, module, num_spare, on_a_lane=on_a_lane)
     for routing in routings:
         module.zero_grad()
         poison(memory)
@@ -150,10 +154,10 @@ def stress(folder: str | None, num_dispatches: int) -> int:
     return int(wrong)
 
 
-def interleave(folder: str | None) -> list[Tensor]:
+def interleave(folder: str | None, on_a_lane: bool = False) -> list[Tensor]:
     """Two chunks at once, so that every kind of exchange follows its own kind; what came wrong of y, dx and dscores."""
     memory, device = share(folder)
-    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory)
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, lane=Lane(device) if on_a_lane else None)
     chunks = [my_inputs(routing, device) for routing in ("random", "skewed")]
     for x_TD, _, scores_TK, _ in chunks:
         x_TD.requires_grad_(), scores_TK.requires_grad_()
@@ -196,6 +200,11 @@ def interleave_beside_a_slow_rank(folder: str, slow_rank: int) -> list[Tensor]:
         return interleave(folder)
 
 
+def is_short_of_rows(dispatcher: SymmMemDispatcher, drawn: list[Tensor]) -> bool:
+    """Whether more rows want to come to this rank than it has room for."""
+    return bool(dispatcher.prepare(*drawn[1:3]).plan.overflowed)
+
+
 def overflow(folder: str | None) -> list[tuple[int, int, bool, bool, Tensor]]:
     """For each routing, bounded and then not: rows that a rank made room for, rows that came, whether more had wanted
     to, whether all that this rank brought home is finite, and how far it is from what it should be."""
@@ -210,9 +219,10 @@ def overflow(folder: str | None) -> list[tuple[int, int, bool, bool, Tensor]]:
             poison(memory)
             with bound.lifted() if is_lifted else mock.patch.object(bound_module, "SLOTS_ALIGNMENT", 1):
                 home = equal_local.serve(dispatcher, module, drawn)[:3]
+                assert bool(bound.overflowed) >= is_short_of_rows(dispatcher, drawn), "the step is told"
                 bound.reset()
                 exchange = dispatcher.prepare(*drawn[1:3])
-                is_short = bool(bound.overflowed)
+                is_short = bool(exchange.plan.overflowed)
                 num_rows = dispatcher.send(drawn[0], exchange).x_SD.shape[0]
             expected = equal_local.dense_oracle(tuple(tensor.cpu() for tensor in drawn))[:3]
             misses = [(actual.cpu() - wanted).abs().max() for actual, wanted in zip(home, expected, strict=True)]
@@ -253,6 +263,16 @@ def test_files_equal_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routing
 def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
     routings = ("skewed", "all_to_one_rank", "dropped_choices")
     check_routings(ranks(2, run_routings, str(tmp_path), routings, 2), routings)
+
+
+@pytest.mark.interpreted
+def test_files_on_a_lane_equal_dense_oracle(ranks, tmp_path: Path) -> None:
+    routings = ("skewed", "one_rank_empty", "dropped_choices")
+    check_routings(ranks(2, run_routings, str(tmp_path), routings, 0, True), routings)
+    folder = tmp_path / "two_chunks"
+    folder.mkdir()
+    for wrong in ranks(2, interleave, str(folder), True):
+        assert not any(wrong)
 
 
 @pytest.mark.interpreted
@@ -303,8 +323,10 @@ RANKS = [n for n in (2, 4, 8) if n <= NUM_GPUS] or [2]
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int) -> None:
-    check_routings(ranks_of_a_size(num_ranks, run_routings, None, equal_local.ROUTINGS), equal_local.ROUTINGS)
+@pytest.mark.parametrize("on_a_lane", [False, True])
+def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int, on_a_lane: bool) -> None:
+    answers = ranks_of_a_size(num_ranks, run_routings, None, equal_local.ROUTINGS, 0, on_a_lane)
+    check_routings(answers, equal_local.ROUTINGS)
 
 
 @pytest.mark.gpu
@@ -317,8 +339,9 @@ def test_gpus_with_clones_equal_dense_oracle(ranks_of_a_size, num_ranks: int) ->
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_serve_two_chunks_at_once(ranks_of_a_size, num_ranks: int) -> None:
-    for wrong in ranks_of_a_size(num_ranks, interleave, None):
+@pytest.mark.parametrize("on_a_lane", [False, True])
+def test_gpus_serve_two_chunks_at_once(ranks_of_a_size, num_ranks: int, on_a_lane: bool) -> None:
+    for wrong in ranks_of_a_size(num_ranks, interleave, None, on_a_lane):
         assert not any(wrong)
 
 

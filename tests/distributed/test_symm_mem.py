@@ -66,7 +66,10 @@ def alone(ranks: Any) -> Any:
         pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
         pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
         pytest.param(4, replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-ep2-recompute_experts"),
-        pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),
+        pytest.param(
+            2, replace(EP2, expert_clones=1, overlap="layer"), "experts", id="dp2-ep2-clones-recompute_experts"
+        ),
+        pytest.param(2, replace(EP2, overlap="layer"), "block", id="dp2-ep2-overlap-recompute_block"),
     ],
 )
 def test_layout_trains_as_one_process(
@@ -74,6 +77,12 @@ def test_layout_trains_as_one_process(
 ) -> None:
     candidate = in_one_microbatch(one_loss.recipe(parallel, memory=MemoryConfig(what)), num_ranks)
     for fields in ranks(num_ranks, on_files, str(tmp_path), "one_loss", "train", candidate, -1, STEPS):
+        one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
+
+
+def test_interleaved_microbatches_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
+    parallel = replace(EP2, overlap="microbatch", gathers_once_a_step=True)
+    for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train", one_loss.recipe(parallel), -1, STEPS):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 

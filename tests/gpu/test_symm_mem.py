@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch import AllToAllDispatcher, TokenDispatcher
+from titan_moe.dispatch.symm_lane import Lane
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, close_symm_memory, open_symm_memory
 from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
@@ -67,13 +68,14 @@ def serve(dispatcher: TokenDispatcher, module: GroupedExperts, given: list[Tenso
     return [h_TD.detach(), *torch.autograd.grad(h_TD, (x_TD, scores_TK, module.gate_up, module.down), grad_TD)]
 
 
-def compare(num_plans: int) -> dict[str, list[int]]:
+def compare(num_plans: int, on_a_lane: bool) -> dict[str, list[int]]:
     """The plans whose results are not those of NCCL, not those of a second run, not those of a replayed graph."""
     num_ranks, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     group = dist.new_group(backend="nccl")
     memory = open_symm_memory(symm_bytes(num_ranks, NUM_TOKENS, WIDTH, TOP_K, torch.bfloat16), group, device)
-    dispatcher, module = SymmMemDispatcher(NUM_EXPERTS, memory), built(num_ranks, device)
+    dispatcher = SymmMemDispatcher(NUM_EXPERTS, memory, lane=Lane(device) if on_a_lane else None)
+    module = built(num_ranks, device)
     other = AllToAllDispatcher(NUM_EXPERTS, group)
     static = draw(0, num_ranks, device)
     stream = torch.cuda.Stream()
@@ -105,5 +107,6 @@ def compare(num_plans: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("num_ranks", [n for n in (2, 4, 8) if n <= torch.cuda.device_count()] or [2])
-def test_a_thousand_plans_arrive_as_over_nccl(ranks, num_ranks: int) -> None:
-    assert ranks(num_ranks, compare, 1000) == [{"alltoall": [], "again": [], "replayed": []}] * num_ranks
+@pytest.mark.parametrize("on_a_lane", [False, True])
+def test_a_thousand_plans_arrive_as_over_nccl(ranks, num_ranks: int, on_a_lane: bool) -> None:
+    assert ranks(num_ranks, compare, 1000, on_a_lane) == [{"alltoall": [], "again": [], "replayed": []}] * num_ranks

@@ -9,6 +9,7 @@ from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.clone_weights import CloneFetcher
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.split_wire import SPLIT
+from titan_moe.dispatch.symm_lane import Lane
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.wire import BLOCKING
 from titan_moe.layers.experts import GroupedExperts
@@ -25,11 +26,13 @@ def apply(
     """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
 
     The new dispatcher lays out slots as the one before it did. All layers share one `bound` of slots, and so one flag
-    that says whether any of them overflowed; with `symm_mem` they share the `memory` of the ep group too.
+    that says whether any of them overflowed; with `symm_mem` they share the `memory` of the ep group too, and the lane
+    of its exchanges if these travel under compute.
     """
+    lane = Lane(memory.local.device) if memory is not None and config.overlap != "none" else None
     for module in model.modules():
         if isinstance(module, MoE):
-            module.dispatcher = _dispatcher(module, config, meshes, bound, memory)
+            module.dispatcher = _dispatcher(module, config, meshes, bound, memory, lane)
             if config.ep > 1:
                 _shard(module.experts, meshes)
             if config.expert_clones:
@@ -37,7 +40,12 @@ def apply(
 
 
 def _dispatcher(
-    moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBound, memory: SymmMemory | None
+    moe: MoE,
+    config: ParallelConfig,
+    meshes: Meshes,
+    bound: SlotBound,
+    memory: SymmMemory | None,
+    lane: Lane | None,
 ) -> TokenDispatcher:
     num_chosen_from, lay_out = moe.router.weight.shape[0], moe.dispatcher.lay_out
     num_experts = num_chosen_from + config.ep * config.expert_clones
@@ -46,7 +54,7 @@ def _dispatcher(
             return LocalDispatcher(num_experts, lay_out)
         case "symm_mem":
             assert memory is not None, "symm_mem needs what parallel.symm_memory.share_memory opens"
-            return SymmMemDispatcher(num_experts, memory, lay_out, bound, num_chosen_from)
+            return SymmMemDispatcher(num_experts, memory, lay_out, bound, num_chosen_from, lane)
         case "allgather":
             return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound, WIRES[config.overlap])
         case "alltoall":

@@ -71,11 +71,20 @@ def _ep_needs_a_wire(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _overlap_has_messages(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    if p.overlap != "none" and p.dispatcher in ("local", "symm_mem"):
-        sends = "sends none" if p.dispatcher == "local" else "sends none that travel while anything is computed"
+    if p.overlap != "none" and p.dispatcher == "local":
         yield (
-            f'parallel.overlap = "{p.overlap}" hides messages, and parallel.dispatcher = "{p.dispatcher}" {sends}; set '
-            'it to "none", or spread the experts with "alltoall" or "allgather"'
+            f'parallel.overlap = "{p.overlap}" hides messages, and parallel.dispatcher = "local" sends none; set it to '
+            '"none", or spread the experts with "alltoall", "allgather" or "symm_mem"'
+        )
+
+
+def _lane_runs_beside_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    compiles_blocks = recipe.compile.regional != "off" and recipe.compile.extent == "block"
+    if p.overlap == "layer" and p.dispatcher == "symm_mem" and compiles_blocks:
+        yield (
+            'parallel.overlap = "layer" runs the exchanges of parallel.dispatcher = "symm_mem" on a stream of their '
+            'own, which compile.extent = "block" cannot see; take "pieces", or overlap = "none"'
         )
 
 
@@ -214,6 +223,7 @@ PARALLEL_RULES = [
     Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
     Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
     Rule("overlap has messages to hide", _overlap_has_messages, "a switch that does nothing hides a mistake"),
+    Rule("a lane runs beside pieces", _lane_runs_beside_pieces, "a graph of the compiler has one stream"),
     Rule("symm_mem has GPUs", _symm_mem_has_gpus, "the memory that it shares is CUDA's"),
     Rule("symm_mem has peers", _symm_mem_has_peers, "there is nobody to share memory with"),
     Rule(
