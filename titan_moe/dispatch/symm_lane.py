@@ -177,7 +177,8 @@ def start_fetch(lane: Lane, x_TD: Tensor, scores_TK: Tensor, way: Way) -> FetchU
     """Launch `way.there`, (x_TD, scores_TK) -> x_SD, scores_SK and ids_SK; `way.back` takes gradients of the first two
     and gives those of its arguments."""
     trip = Trip(lane)
-    return FetchUnderway(*_StartFetch.apply(x_TD, scores_TK, trip, way), trip, way)
+    x_SD, scores_SK, ids_SK = _StartFetch.apply(x_TD, scores_TK, trip, way)
+    return FetchUnderway(x_SD, scores_SK, ids_SK, trip, way)
 
 
 def wait_fetch(sent: FetchUnderway) -> tuple[Tensor, Tensor, Tensor]:
