@@ -13,6 +13,11 @@ def test_an_override_changes_one_operation() -> None:
     assert choose_kernels("grouped_mm", KernelOverrides()) == DEFAULT_KERNELS
 
 
+def test_no_preset_takes_what_was_not_measured() -> None:
+    assert {preset.gradients for preset in PRESETS.values()} == {"torch"}
+    assert choose_kernels("fused", KernelOverrides(gradients="triton")).gradients == "triton"
+
+
 def test_presets_are_what_a_recipe_may_name() -> None:
     assert set(get_args(get_type_hints(PerfConfig)["kernels"])) == set(PRESETS)
 

@@ -205,6 +205,11 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "hold some out, or set sample_tokens = 0"),
         ("--precision.compute=fp64 --perf.override.norm=triton", None, "has no Triton kernels (norm)"),
         (
+            "--precision.compute=fp32 --perf.override.gradients=triton",
+            None,
+            'adds bf16 to fp32, not precision.compute = "fp32" to precision.master = "fp32"; take "bf16" and',
+        ),
+        (
             "--parallel.ep=1 --parallel.dispatcher=local --parallel.expert_clones=1",
             8,
             "parallel.expert_clones = 1 lends experts to other ranks, but parallel.ep = 1",

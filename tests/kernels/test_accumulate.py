@@ -75,7 +75,9 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
 def test_the_custom_op_is_sound() -> None:
     for is_first in (False, True):
         args = (torch.randn(6, 3), torch.randn(6, 3).bfloat16(), is_first)
-        torch.library.opcheck(accumulate, args, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            torch.ops.titan_moe.accumulate.default, args, test_utils=("test_schema", "test_faketensor")
+        )
 
 
 @pytest.mark.gpu

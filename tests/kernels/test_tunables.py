@@ -16,6 +16,8 @@ from torch import Tensor
 from titan_moe.config import Recipe, load_recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS, KernelOverrides, Kernels
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import smallest_world
+from titan_moe.kernels import accumulate
 from titan_moe.kernels.cross_entropy import linear_cross_entropy
 from titan_moe.kernels.registry import Sample, Tunable, as_tuple, load_all
 from titan_moe.layers.attention import GroupedQueryAttention
@@ -46,9 +48,13 @@ def tiny(*overrides: str) -> Recipe:
     return load_recipe(RECIPES / "quickstart.toml", [*words, "--train.micro_batch_sequences=4", *overrides])
 
 
+def world_size(recipe: Recipe) -> int:
+    return smallest_world(recipe.parallel)
+
+
 def drawn(operation: str, recipe: Recipe, device: torch.device) -> Sample:
     torch.manual_seed(0)
-    return TUNABLES[operation].draw(shapes_of(recipe)[operation], device)
+    return TUNABLES[operation].draw(shapes_of(recipe, world_size(recipe))[operation], device)
 
 
 def evaluate(op: Callable[..., Any], sample: Sample) -> list[Tensor]:
@@ -56,7 +62,7 @@ def evaluate(op: Callable[..., Any], sample: Sample) -> list[Tensor]:
     inputs = [x.detach().requires_grad_() for x in sample.args[: sample.num_differentiable]]
     outputs = as_tuple(op(*inputs, *sample.args[len(inputs) :]))
     wanted = [out for out in outputs if out.requires_grad]
-    grads = torch.autograd.grad(wanted, inputs, [torch.ones_like(out) for out in wanted])
+    grads = torch.autograd.grad(wanted, inputs, [torch.ones_like(out) for out in wanted]) if inputs else ()
     return [*(out.detach() for out in outputs), *grads]
 
 
@@ -83,7 +89,11 @@ def test_every_choice_of_a_recipe_is_measured() -> None:
 @pytest.mark.parametrize("operation", TUNABLES)
 def test_candidates_give_the_same_shapes(operation: str, overrides: str, without_inductor: None) -> None:
     recipe, tunable = tiny(*overrides.split()), TUNABLES[operation]
-    shape, default = shapes_of(recipe)[operation], tunable.candidates[getattr(DEFAULT_KERNELS, operation)]
+    shapes = shapes_of(recipe, world_size(recipe))
+    if operation not in shapes:
+        assert operation == "gradients" and recipe.compile.extent == "block", "the graph of a block has them"
+        return
+    shape, default = shapes[operation], tunable.candidates[getattr(DEFAULT_KERNELS, operation)]
     expected = evaluate(default, drawn(operation, recipe, CPU))
     assert all(x.isfinite().all() for x in expected)
     for op in tunable.candidates.values():
@@ -98,15 +108,16 @@ def sizes(operation: str, recipe: Recipe) -> list[Any]:
 
 
 def test_what_is_drawn_has_the_shape_of_the_recipe() -> None:
-    qwen3 = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
+    qwen3 = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--train.micro_batch_sequences=2"])
     (rows, choices), *_ = sizes("slots", qwen3)
-    assert choices == 8 and rows == shapes_of(qwen3)["slots"]["rows"] and sizes("slots", qwen3)[2:] == [16, 65_536]
+    assert choices == 8 and rows == shapes_of(qwen3, 8)["slots"]["rows"] and sizes("slots", qwen3)[2:] == [16, 65_536]
     assert sizes("router", qwen3)[:3] == [(2, 4096, 2048), (128, 2048), (128,)]
     assert sizes("router", qwen3)[4:] == [True, False], "an auxiliary loss, no z-loss"
     assert sizes("norm", qwen3)[:4] == [(8192, 2048), (8192, 2048), (2048,), (2048,)]
     assert sizes("rotary", qwen3)[:5] == [(2, 4096, 5120), (128,), (128,), (4096, 64), (4096, 64)]
     assert sizes("head", qwen3) == [(8192, 2048), (151_936, 2048), (8192,), 4096]
     (x, scores, gate_up, down, slots, *_) = sizes("experts", qwen3)
+    assert sizes("gradients", qwen3) == [(16 * 2 * 768 * 2048,)] * 2
     assert (x, scores, gate_up, down) == ((rows, 2048), (rows, 8), (16, 2, 768, 2048), (16, 2048, 768))
     assert slots == (65_536,)
 
@@ -114,7 +125,7 @@ def test_what_is_drawn_has_the_shape_of_the_recipe() -> None:
 @pytest.mark.parametrize("name", ["deepseek_v2_lite", "mixtral_8x7b", "qwen3_30b_a3b"])
 def test_candidates_take_what_is_drawn_for_real_recipes(name: str) -> None:
     recipe = load_recipe(RECIPES / f"{name}.toml")
-    for operation in shapes_of(recipe):
+    for operation in shapes_of(recipe, world_size(recipe)):
         sample = drawn(operation, recipe, META)
         first, *others = [described(evaluate(op, sample)) for op in TUNABLES[operation].candidates.values()]
         assert all(other == first for other in others)
@@ -154,11 +165,21 @@ def test_norms_and_head_are_timed_as_their_layers_run_them() -> None:
         assert LanguageModelHead(8, 16, 4, maker).cross_entropy is cross_entropy
 
 
+def test_gradients_are_timed_as_a_step_adds_them() -> None:
+    recipe, gradients = tiny(), TUNABLES["gradients"]
+    for maker, add in gradients.candidates.items():
+        total, addend = drawn("gradients", recipe, CPU).args
+        assert (total.dtype, addend.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(add(total.fill_(torch.nan), addend), 2 * addend.float()) and maker in accumulate.MAKERS
+
+
 def test_what_runs_eager_is_timed_eager() -> None:
+    for op in TUNABLES["gradients"].candidates.values():
+        assert TUNABLES["gradients"].compiled(op, {}) is op
     slots, head = TUNABLES["slots"], TUNABLES["head"]
     for op in slots.candidates.values():
-        assert slots.compiled(op, shapes_of(tiny())["slots"]) is op
-        assert slots.compiled(op, shapes_of(tiny("--compile.extent=block"))["slots"]) is not op
+        assert slots.compiled(op, shapes_of(tiny(), 1)["slots"]) is op
+        assert slots.compiled(op, shapes_of(tiny("--compile.extent=block"), 1)["slots"]) is not op
     compiled = head.compiled(linear_cross_entropy, {})
     assert compiled.func is linear_cross_entropy and set(compiled.keywords) == {"softmax"}
     assert head.compiled(head.candidates["triton"], {}) is head.candidates["triton"]

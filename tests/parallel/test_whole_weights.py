@@ -10,10 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from titan_moe.config import Recipe
 from titan_moe.config.perf import PrecisionConfig
+from titan_moe.kernels.accumulate import MAKERS, accumulate, accumulate_reference
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.fsdp import lie_whole
 from titan_moe.parallel.whole_weights import ComputeCopies, keep_whole, let_go
+from titan_moe.plan.memory import experts_lie_whole
 
 
 @pytest.fixture
@@ -59,18 +62,27 @@ def test_gradients_add_up_in_the_masters_dtype(mesh, keeps: bool) -> None:
     assert experts.gate_up.grad is None, "who served nothing has no gradient"
 
 
+@pytest.mark.parametrize("maker", ["torch", "triton"])
 @pytest.mark.parametrize("is_flat", [True, False])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_gradients_add_up_to_pytorchs_bits(device: str, is_flat: bool) -> None:
+def test_gradients_add_up_to_pytorchs_bits(device: str, is_flat: bool, maker: str) -> None:
     torch.manual_seed(0)
     master = torch.nn.Parameter(torch.randn(2, 96, 64, device=device))
-    local, total = ComputeCopies(torch.bfloat16, keeps=True), torch.zeros_like(master)
+    local = ComputeCopies(torch.bfloat16, keeps=True, accumulate=MAKERS[maker])
+    total = torch.zeros_like(master)
     for _ in range(3):
         grad = torch.randn(2, 64, 96, device=device).bfloat16()
         grad = grad.view(2, 96, 64) if is_flat else grad.transpose(1, 2)
         local(master).backward(grad)
         total += grad
     assert master.grad is not None and master.grad.is_contiguous() and torch.equal(master.grad, total)
+
+
+def test_the_measured_way_is_the_default_and_the_other_is_chosen_by_name(mesh) -> None:
+    assert built(mesh, torch.bfloat16, keeps=False).local.accumulate is accumulate_reference
+    experts = GroupedExperts(2, 4, 3)
+    keep_whole(experts, mesh, torch.bfloat16, keeps=False, gradients="triton")
+    assert experts.local.accumulate is accumulate
 
 
 def test_a_gradient_in_another_layout_lies_like_its_master(mesh) -> None:
@@ -113,4 +125,6 @@ def test_without_a_cast_the_master_itself_is_served(mesh) -> None:
     [("fp32", "fp32", True), ("fp32", "bf16", True), ("bf16", "bf16", True), ("bf16", "fp32", False)],
 )
 def test_sums_are_never_coarser_than_the_recipe_says(mesh, master: str, reduce: str, expected: bool) -> None:
-    assert lie_whole(PrecisionConfig(master=master, reduce=reduce), mesh) is expected
+    precision = PrecisionConfig(master=master, reduce=reduce)
+    assert lie_whole(precision, mesh) is expected
+    assert experts_lie_whole(Recipe(precision=precision), 1) is expected, "what is planned is what runs"

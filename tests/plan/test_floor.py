@@ -48,7 +48,8 @@ def test_rows_travel_as_far_as_the_dispatcher_sends_them() -> None:
 
 def test_bytes_by_hand() -> None:
     recipe: Recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
-    gathered = replace(recipe, parallel=ParallelConfig(ep=8, dispatcher="allgather"))
+    parallel = ParallelConfig(ep=8, dispatcher="allgather")
+    gathered = replace(recipe, parallel=parallel, perf=PerfConfig(), precision=PrecisionConfig())
     work = step_work(gathered, world_size=8)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / 8
     m = recipe.model

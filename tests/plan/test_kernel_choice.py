@@ -35,7 +35,7 @@ def kernels_of(recipe: Recipe, device: str | None):
 
 def measure(cache: Path, recipe: Recipe, operation: str, **ms: float) -> None:
     """Pretend that somebody has measured on some GPU."""
-    entry = Measured(operation, shapes_of(recipe)[operation], ms, "2.13.0", "3.7.1", "2026-11-21")
+    entry = Measured(operation, shapes_of(recipe, 8)[operation], ms, "2.13.0", "3.7.1", "2026-11-21")
     write_table(cache / table_name(GPU), KernelTable(GPU, (entry,)))
 
 
@@ -52,17 +52,19 @@ def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
     experts, others = in_words(choose_for(recipe(), 8, GPU))
     assert experts.startswith("experts fused (6 ms fused, 7 ms grouped_mm, measured at 87")
     assert "131,072 slots, 16 experts" in experts and experts.endswith("with torch 2.13.0, 2026-11-21)")
-    assert others == "slots torch, router torch, norm torch, rotary torch, head torch (not measured)"
+    assert others == "slots torch, router torch, norm torch, rotary torch, head torch, gradients torch (not measured)"
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
 def test_the_package_knows_an_h200(name: str) -> None:
-    """As the recipes spread over 8 ranks: all in Triton but the norm, which the compiler makes as fast or faster."""
+    """As the recipes spread over 8 ranks: all in Triton but the norm, which the compiler makes as fast or faster, and
+    the gradients, which nobody has measured."""
     shipped = load_recipe(RECIPES / f"{name}.toml")
     taken = kernels_of(shipped, "NVIDIA H200")
     has_rotary = shipped.model.attention.kind == "gqa"
     assert taken == replace(PRESETS["fused"], norm="torch", rotary="triton" if has_rotary else "torch")
-    assert "not measured" not in str(in_words(choose_for(shipped, 8, "NVIDIA H200")))
+    unmeasured = [line for line in in_words(choose_for(shipped, 8, "NVIDIA H200")) if "not measured" in line]
+    assert unmeasured == ["gradients torch (not measured)"]
 
 
 @pytest.mark.parametrize(
@@ -101,6 +103,11 @@ def test_auto_takes_what_was_fastest(cache: Path) -> None:
     assert kernels_of(recipe(), GPU) == DEFAULT_KERNELS
     measure(cache, recipe(), "norm", triton=1.0, torch=2.0, gone=0.5)
     assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, norm="triton")
+    measure(cache, recipe(), "gradients", triton=1.0, torch=2.0)
+    assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, gradients="triton")
+    assert "1 ms triton, 2 ms torch, measured at 50,331,648 elements, bf16 to fp32" in str(
+        in_words(choose_for(recipe(), 8, GPU))
+    )
 
 
 def test_auto_keeps_the_rules(cache: Path) -> None:
@@ -116,6 +123,11 @@ def test_an_override_wins(measured: None) -> None:
     assert kernels_of(changed, GPU) == replace(DEFAULT_KERNELS, head="triton")
     lines = in_words(choose_for(changed, 8, GPU))
     assert "experts grouped_mm (perf.override.experts)" in lines and "head triton (perf.override.head)" in lines
+
+
+def test_what_a_run_has_not_got_is_not_shown() -> None:
+    assert "gradients" in str(in_words(choose_for(recipe(), 8, None)))
+    assert "gradients" not in str(in_words(choose_for(recipe(), 16, None))), "two ranks share each expert"
 
 
 @pytest.mark.parametrize("preset", ["grouped_mm", "fused", "reference"])

@@ -12,8 +12,8 @@ from titan_moe.plan.kernel_shapes import OPERATIONS, shapes_of
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
 
 
-def shapes(*overrides: str):
-    return shapes_of(load_recipe(QWEN3, ["--train.micro_batch_sequences=4", *overrides]))
+def shapes(*overrides: str, world_size: int = 8):
+    return shapes_of(load_recipe(QWEN3, ["--train.micro_batch_sequences=4", *overrides]), world_size)
 
 
 def test_every_choice_has_a_shape() -> None:
@@ -69,7 +69,7 @@ def test_what_a_routers_time_depends_on() -> None:
     ("overrides", "graph"),
     [
         ("", "eager"),
-        ("--compile.extent=block", "eager"),  # alltoall reads on the host
+        ("--compile.extent=block --parallel.dispatcher=alltoall", "eager"),  # which reads on the host
         ("--compile.extent=block --parallel.dispatcher=allgather", "in a block's graph"),
         ("--compile.extent=block --parallel.dispatcher=allgather --compile.regional=off", "eager"),
     ],
@@ -78,7 +78,29 @@ def test_slots_are_laid_out_where_the_dispatch_runs(overrides: str, graph: str) 
     assert shapes(*overrides.split())["slots"]["graph"] == graph
 
 
+def test_the_larger_weight_of_a_layers_experts_takes_the_gradients() -> None:
+    assert shapes()["gradients"] == {"elements": 16 * 2 * 768 * 2048, "dtypes": "bf16 to fp32"}
+    alone = shapes("--parallel.ep=1", "--parallel.dispatcher=local", world_size=1)
+    assert alone["gradients"]["elements"] == 8 * shapes()["gradients"]["elements"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size"),
+    [
+        ("", 16),  # edp = 2
+        ("--parallel.dp_replicate=2", 16),
+        ("--precision.master=bf16", 8),  # coarser than the sum should be
+        ("--precision.master=bf16 --precision.reduce=bf16", 8),  # nothing is cast
+        ("--compile.extent=block", 8),  # symm_mem: the graph has the cast
+        ("--model.num_dense_layers=48", 8),
+    ],
+)
+def test_gradients_are_only_added_where_whole_experts_are_cast(overrides: str, world_size: int) -> None:
+    others = shapes(*overrides.split(), world_size=world_size)
+    assert "gradients" not in others and "norm" in others
+
+
 def test_a_dense_model_has_no_router() -> None:
     recipe = load_recipe(QWEN3)
     dense = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, num_experts=0)))
-    assert set(shapes_of(dense)) == {"norm", "rotary", "head"}
+    assert set(shapes_of(dense, 8)) == {"norm", "rotary", "head"}

@@ -1,18 +1,26 @@
 """A model of one's own: what the assembly needs of it is asked for before it is spread."""
 
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_moe.config import Recipe, RecipeError
+from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig, resolve
+from titan_moe.dispatch.bound import SlotBound
+from titan_moe.kernels.accumulate import MAKERS
 from titan_moe.layers.block import Block
+from titan_moe.layers.experts import GroupedExperts
 from titan_moe.models.transformer import Transformer
-from titan_moe.train.build import build_on_meta
+from titan_moe.parallel.mesh import Meshes, build_meshes
+from titan_moe.train.build import build_model, build_on_meta
 
 
 class Remembering(nn.Module):
@@ -31,6 +39,13 @@ class Restoring(Remembering):
 
     def reset_buffers(self) -> None:
         self.table.fill_(5.0)
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[Meshes]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield build_meshes(resolve(ParallelConfig(), 1), torch.device("cpu"))
+    dist.destroy_process_group()
 
 
 def with_norm(norm: type[nn.Module]) -> type[Transformer]:
@@ -56,6 +71,15 @@ def build(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> nn.M
     monkeypatch.setitem(sys.modules, "own_model", module)
     moe = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16)
     return build_on_meta(Recipe(model=ModelConfig(class_="own_model:Model", hidden_size=16, moe=moe)))
+
+
+@pytest.mark.parametrize("maker", ["torch", "triton"])
+def test_the_recipe_says_who_adds_the_gradients_of_whole_experts(maker: str, one_rank: Meshes) -> None:
+    words = ["--run.device=auto", "--precision.compute=bf16", f"--perf.override.gradients={maker}"]
+    recipe = load_recipe(Path(__file__).with_name("tiny.toml"), words)
+    model = build_model(recipe, one_rank, torch.device("cpu"), SlotBound())
+    layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    assert layers and all(experts.local.accumulate is MAKERS[maker] for experts in layers)
 
 
 def test_a_buffer_that_would_hold_garbage_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,10 @@ Attention = Literal["sdpa", "flex"]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementations that a model is built with; a model of one's own takes the default or names some."""
+    """The implementations that a model is built with; a model of one's own takes the default or names some.
+
+    What adds `gradients` up is no part of the model: who spreads it asks.
+    """
 
     experts: Experts = "grouped_mm"
     slots: Maker = "torch"
@@ -18,6 +21,7 @@ class Kernels:
     norm: Maker = "torch"
     rotary: Maker = "torch"
     head: Maker = "torch"
+    gradients: Maker = "torch"
     attention: Attention = "sdpa"
 
 
@@ -37,6 +41,10 @@ class KernelOverrides:
     """Norm and rotation of queries and keys in `gqa`; `mla` rotates in PyTorch, whatever this says."""
     head: Literal["no", "torch", "triton"] = "no"
     """Cross entropy of the output head: softmax and its gradient between the GEMMs, and their buffers."""
+    gradients: Literal["no", "torch", "triton"] = "no"
+    """Adding a microbatch's bf16 gradients of expert weights to the fp32 ones that the optimizer reads, where experts
+    lie whole on a rank (edp = 1) and their block is not one graph; elsewhere FSDP or the graph adds, whatever this
+    says. Triton's was not measured on GPUs yet: only `auto` may take it, once a table says so."""
 
 
 DEFAULT_KERNELS = Kernels()

@@ -4,19 +4,25 @@ Physics: memory-bound. A bf16 gradient and an fp32 total move 2 + 4 + 4 = 10 byt
 step overwrites a total that nobody zeroes and nobody reads: 2 + 4 = 6. PyTorch's `add_` makes no wide accesses where
 dtypes differ: 1.75 TB/s on an H200, 96 of the 2577 ms of a step of Mixtral-8x7B over 8 of them with 4 microbatches; its
 `copy_` to another dtype moves 2.5. Here a warp touches whole lines, a thread has 48 bytes under way, and weights fill
-tens of thousands of programs. The aim is 4 TB/s, as of AdamW on the same tensors: 42 ms for 96. Not measured yet.
+tens of thousands of programs. The aim is 4 TB/s, as of AdamW on the same tensors: 42 ms for 96. Not measured yet:
+PyTorch adds unless a recipe names Triton for `gradients`, or a table says that it was faster.
 
 Nothing is rounded on the way: a bf16 number is an fp32 one, and the sum is rounded once, to PyTorch's bits.
 """
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
 
 BLOCK = 2048
+Accumulate = Callable[[Tensor, Tensor, bool], Tensor]
+"""Total, addend, whether it is the first -> the total, which has changed."""
 
 
 def accumulate_reference(total: Tensor, addend: Tensor, is_first: bool = False) -> Tensor:
@@ -45,12 +51,7 @@ def launch_accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> 
 
 
 @torch.library.custom_op("titan_moe::accumulate", mutates_args=("total",))
-def accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> None:
-    """Add to a total of the same shape, in its dtype; with `is_first` overwrite it, whatever it holds.
-
-    In Triton if bf16 comes to fp32 on a GPU and both are contiguous. All else is PyTorch's, a transposed addend too;
-    the bits are the same.
-    """
+def _accumulate(total: Tensor, addend: Tensor, is_first: bool) -> None:
     if total.shape != addend.shape:
         raise ValueError(f"a total of shape {list(total.shape)} takes no addend of shape {list(addend.shape)}")
     is_mixed = total.dtype == torch.float32 and addend.dtype == torch.bfloat16
@@ -60,13 +61,21 @@ def accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> None:
         accumulate_reference(total, addend, is_first)
 
 
-accumulate.register_fake(lambda total, addend, is_first=False: None)
+_accumulate.register_fake(lambda total, addend, is_first: None)
 
 
-def _returned(total: Tensor, addend: Tensor, is_first: bool) -> Tensor:
-    """The operation as the registry wants it: it returns what it changes."""
-    accumulate(total, addend, is_first)
+def accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> Tensor:
+    """Add to a total of the same shape, in its dtype; with `is_first` overwrite it, whatever it holds.
+
+    In Triton if bf16 comes to fp32 on a GPU and both are contiguous. All else is PyTorch's, a transposed addend too;
+    the bits are the same.
+    """
+    _accumulate(total, addend, is_first)
     return total
+
+
+MAKERS: dict[str, Accumulate] = {"torch": accumulate_reference, "triton": accumulate}
+"""`Kernels.gradients` -> what adds."""
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -81,6 +90,26 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         total, addend, _ = sample("strided", 33, 5, is_first=is_first).args
         samples.append(Sample(f"strided_{is_first}", (total, addend.reshape(5, 33).T, is_first), 0))
     return samples
+
+
+def _overwriting_and_adding(add: Accumulate) -> Callable[[Tensor, Tensor], Tensor]:
+    """What a step of two microbatches does."""
+
+    def op(total: Tensor, addend: Tensor) -> Tensor:
+        add(total, addend, True)
+        return add(total, addend, False)
+
+    return op
+
+
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    addend = torch.randn(shape["elements"], device=device, dtype=torch.bfloat16)
+    return Sample("", (torch.empty(shape["elements"], device=device), addend), 0)
+
+
+def _eager(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., Any]:
+    """Autograd calls it, outside of every graph."""
+    return op
 
 
 def _benchmark(name: str, bytes_moved: int, is_first: bool) -> Benchmark:
@@ -98,10 +127,13 @@ def _benchmark(name: str, bytes_moved: int, is_first: bool) -> Benchmark:
 register(
     Kernel(
         "accumulate",
-        _returned,
+        accumulate,
         accumulate_reference,
         _samples,
         benchmarks=(_benchmark("mixtral_ep8", 10, False), _benchmark("mixtral_ep8_first", 6, True)),
         rivals={"torch": accumulate_reference},
+        tunable=Tunable(
+            "gradients", {maker: _overwriting_and_adding(add) for maker, add in MAKERS.items()}, _draw, _eager
+        ),
     )
 )

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from titan_moe.config.kernels import Maker
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PrecisionConfig
 from titan_moe.layers.experts import GroupedExperts
@@ -30,11 +31,13 @@ def apply(
     meshes: Meshes,
     *,
     experts_come_with_blocks: bool = False,
+    gradients: Maker = "torch",
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
     Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph. So
     they are where blocks run in pieces: hooks would fire in one of them, and parameters come and go `ByHand`.
+    `gradients` is who adds up those of experts that FSDP leaves alone.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=_unless_equal(precision.compute, precision.master),
@@ -47,7 +50,13 @@ def apply(
     for block in blocks:
         for experts in _all_experts_of(block):
             if lie_whole(precision, meshes.expert_fsdp):
-                keep_whole(experts, meshes.expert_fsdp, policy.param_dtype, keeps=config.gathers_once_a_step)
+                keep_whole(
+                    experts,
+                    meshes.expert_fsdp,
+                    policy.param_dtype,
+                    keeps=config.gathers_once_a_step,
+                    gradients=gradients,
+                )
                 whole.update(experts.parameters())
             else:
                 _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)

@@ -3,7 +3,8 @@
 Where the mesh that would shard an expert has one rank (edp = 1), there is nothing to gather and nothing to reduce. FSDP
 would still copy: 16 bytes a parameter to bf16 weights and 20 to 30 back to fp32 gradients, every microbatch; on
 Mixtral-8x7B over 8 H200s that was a tenth of a step. Here a weight is cast once a use, or once a step (6 bytes), and a
-gradient is added to the master's in one pass (10 bytes, the first of a step 6), in the master's dtype.
+gradient is added to the master's in one pass (10 bytes, the first of a step 6), in the master's dtype; the recipe's
+choice of `gradients` says by whom.
 """
 
 from typing import Any
@@ -13,16 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_moe.kernels.accumulate import accumulate
+from titan_moe.config.kernels import Maker
+from titan_moe.kernels.accumulate import MAKERS, Accumulate
 from titan_moe.layers.experts import GroupedExperts
 
 
 class ComputeCopies:
     """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
 
-    def __init__(self, dtype: torch.dtype, *, keeps: bool) -> None:
-        """With `keeps`, a copy serves until `let_go`: all microbatches of a step."""
-        self.dtype, self.keeps = dtype, keeps
+    def __init__(self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = MAKERS["torch"]) -> None:
+        """With `keeps`, a copy serves until `let_go`: all microbatches of a step; `accumulate` adds gradients."""
+        self.dtype, self.keeps, self.accumulate = dtype, keeps, accumulate
         self.copies: dict[int, Tensor] = {}
 
     def __call__(self, weight: Tensor) -> Tensor:
@@ -33,39 +35,43 @@ class ComputeCopies:
             copy = _own(weight).to(self.dtype)
             if self.keeps:
                 self.copies[id(weight)] = copy
-        return _Cast.apply(weight, copy)
+        return _Cast.apply(weight, copy, self.accumulate)
 
 
 class _Cast(torch.autograd.Function):
     """A copy stands for its master, which gets the gradients, added up in its own dtype."""
 
     @staticmethod
-    def forward(ctx: Any, master: Tensor, copy: Tensor) -> Tensor:
-        ctx.master = master
+    def forward(ctx: Any, master: Tensor, copy: Tensor, accumulate: Accumulate) -> Tensor:
+        ctx.master, ctx.accumulate = master, accumulate
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         master = ctx.master
         is_first = master.grad is None
         if is_first:
             fresh = torch.empty_like(_own(master))
             master.grad = _spread(fresh, master.device_mesh, master.placements) if _is_spread(master) else fresh
-        accumulate(_own(master.grad), grad, is_first)
-        return None, None
+        ctx.accumulate(_own(master.grad), grad, is_first)
+        return None, None, None
 
 
-def keep_whole(experts: GroupedExperts, mesh: DeviceMesh, dtype: torch.dtype | None, *, keeps: bool) -> None:
+def keep_whole(
+    experts: GroupedExperts, mesh: DeviceMesh, dtype: torch.dtype | None, *, keeps: bool, gradients: Maker = "torch"
+) -> None:
     """Take a layer's weights as they are, in place of FSDP on a mesh of one rank.
 
     Shapes: gate_up [e, 2, F, L] and down [e, L, F], DTensors of the ep mesh or, where ep = 1, made such on `mesh`.
-    `dtype` is compute's if it is not the master's; `keeps` lets copies serve for all microbatches of a step.
+    `dtype` is compute's if it is not the master's; `keeps` lets copies serve for all microbatches of a step;
+    `gradients` is the recipe's choice of who adds theirs up.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
         if not _is_spread(weight):
             spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    experts.local = _local if dtype is None else ComputeCopies(dtype, keeps=keeps)
+    copies = None if dtype is None else ComputeCopies(dtype, keeps=keeps, accumulate=MAKERS[gradients])
+    experts.local = copies or _local
 
 
 def let_go(model: nn.Module) -> None:

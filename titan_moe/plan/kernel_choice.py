@@ -35,7 +35,7 @@ class KernelChoice:
 
 
 def choose_for(recipe: Recipe, world_size: int, device: str | None) -> list[KernelChoice]:
-    """Choose each operation that the model has, on a device by its driver's name; None for one without a table.
+    """Choose each operation that the run has, on a device by its driver's name; None for one without a table.
 
     Raises: RecipeError if a table cannot be read.
     """
@@ -43,7 +43,7 @@ def choose_for(recipe: Recipe, world_size: int, device: str | None) -> list[Kern
     tables = tables_for(device) if is_auto and device is not None and recipe.run.device != "cpu" else []
     named, overridden = asdict(recipe.perf.chosen_kernels), asdict(recipe.perf.override)
     choices = []
-    for operation, shape in shapes_of(recipe).items():
+    for operation, shape in shapes_of(recipe, world_size).items():
         choice = KernelChoice(operation, named[operation], "not measured" if is_auto else "")
         if overridden[operation] != "no":
             choice = replace(choice, reason=f"perf.override.{operation}")

@@ -10,6 +10,7 @@ from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.count import expert_width
 from titan_moe.plan.floor import copies_on_the_wire
+from titan_moe.plan.memory import experts_lie_whole
 
 Shape = Mapping[str, int | str]
 """Sizes by name, for one call on one rank, and in words what else its time depends on; enough to draw such a call."""
@@ -25,21 +26,29 @@ class Operation:
     """What must be equal in both shapes."""
     load: Callable[[Shape], float]
     """What may differ by a factor."""
-    is_in: Callable[[Recipe], bool] = lambda recipe: True
-    """Whether the recipe's model has it."""
+    is_in: Callable[[Recipe, int], bool] = lambda recipe, world_size: True
+    """Whether a run of the recipe has it, on so many ranks."""
 
 
-def shapes_of(recipe: Recipe) -> dict[str, Shape]:
-    """List the operations that the model has, each with its shape on one rank in one microbatch."""
-    return {name: operation.shape(recipe) for name, operation in OPERATIONS.items() if operation.is_in(recipe)}
+def shapes_of(recipe: Recipe, world_size: int) -> dict[str, Shape]:
+    """List the operations that a run has, each with its shape on one rank in one microbatch."""
+    found = {name: operation for name, operation in OPERATIONS.items() if operation.is_in(recipe, world_size)}
+    return {name: operation.shape(recipe) for name, operation in found.items()}
 
 
-def _has_experts(recipe: Recipe) -> bool:
+def _has_experts(recipe: Recipe, world_size: int) -> bool:
     return recipe.model.num_moe_layers > 0
 
 
-def _has_rotated_heads(recipe: Recipe) -> bool:
+def _has_rotated_heads(recipe: Recipe, world_size: int) -> bool:
     return recipe.model.attention.kind == "gqa"  # mla rotates in PyTorch
+
+
+def _adds_gradients(recipe: Recipe, world_size: int) -> bool:
+    """Whether expert weights are cast for compute outside of graphs and of FSDP, so that their gradients come back."""
+    is_cast = recipe.precision.compute != recipe.precision.master
+    is_ours = experts_lie_whole(recipe, world_size) and not _has_block_graphs(recipe)
+    return _has_experts(recipe, world_size) and is_cast and is_ours
 
 
 def _num_tokens(recipe: Recipe) -> int:
@@ -128,12 +137,26 @@ def _head(recipe: Recipe) -> Shape:
     }
 
 
+def _gradients(recipe: Recipe) -> Shape:
+    """Of gate and up, the larger weight of a layer's experts."""
+    moe, precision = recipe.model.moe, recipe.precision
+    held = moe.num_experts // recipe.parallel.ep
+    return {
+        "elements": held * 2 * moe.ffn_hidden_size * expert_width(recipe.model),
+        "dtypes": f"{precision.compute} to {precision.master}",
+    }
+
+
 def _tokens(shape: Shape) -> float:
     return float(shape["tokens"])
 
 
 def _rows(shape: Shape) -> float:
     return float(shape["rows"])
+
+
+def _elements(shape: Shape) -> float:
+    return float(shape["elements"])
 
 
 def _slots_of_an_expert(shape: Shape) -> float:
@@ -151,5 +174,6 @@ OPERATIONS = {
         _rotary, ("query_heads", "key_heads", "head_width", "norm", "pairs"), _tokens, _has_rotated_heads
     ),
     "head": Operation(_head, ("chunk", "width", "vocabulary"), _tokens),
+    "gradients": Operation(_gradients, ("dtypes",), _elements, _adds_gradients),
 }
 """Every field of `KernelOverrides`."""

@@ -26,9 +26,16 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     dense, experts = count.total - count.routed_experts, count.routed_experts / sizes.ep
-    if sizes.edp * sizes.dp_replicate > 1 or reduce > BYTES_OF_DTYPE[precision.master]:
+    if not experts_lie_whole(recipe, world_size):
         return round((dense + experts) * (compute + reduce))
     return round(dense * (compute + reduce) + experts * (compute if precision.compute != precision.master else 0))
+
+
+def experts_lie_whole(recipe: Recipe, world_size: int) -> bool:
+    """Whether a rank holds its experts whole, so that FSDP has nothing to gather, and adds their gradients up itself:
+    nobody shares them, and the optimizer's dtype is good enough for the sum."""
+    sizes, precision = resolve(recipe.parallel, world_size), recipe.precision
+    return sizes.edp * sizes.dp_replicate == 1 and BYTES_OF_DTYPE[precision.reduce] <= BYTES_OF_DTYPE[precision.master]
 
 
 def shared_bytes_per_rank(recipe: Recipe) -> int:

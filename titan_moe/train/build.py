@@ -73,7 +73,14 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: Slo
     recompute.apply(model, recipe.memory)  # around what is compiled, experts also inside it
     no_hook_fires_inside = regional.spans_blocks(recipe.compile, device) or recipe.parallel.overlap == "microbatch"
     # outermost: gathers around what is compiled
-    fsdp.apply(model, recipe.parallel, recipe.precision, meshes, experts_come_with_blocks=no_hook_fires_inside)
+    fsdp.apply(
+        model,
+        recipe.parallel,
+        recipe.precision,
+        meshes,
+        experts_come_with_blocks=no_hook_fires_inside,
+        gradients=recipe.perf.chosen_kernels.gradients,
+    )
     model.to_empty(device=device)
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
     if recipe.train.forced_routing:

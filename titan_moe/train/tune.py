@@ -62,7 +62,7 @@ def measure(
     """Time each tunable operation of the recipe; one with fewer than two candidates, or a broken one, is left out."""
     tunables = {kernel.tunable.operation: kernel.tunable for kernel in load_all().values() if kernel.tunable}
     is_compiled = regional.is_on(recipe.compile, device)
-    for operation, shape in shapes_of(recipe).items():
+    for operation, shape in shapes_of(recipe, world_size).items():
         if operation not in tunables:
             continue
         tunable = tunables[operation]

@@ -41,6 +41,12 @@ def _triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             'perf.kernels = "fused" needs model.moe.score_on = "activation"; take that, or perf.kernels = "grouped_mm"'
         )
+    p = recipe.precision
+    if kernels.gradients == "triton" and (p.compute, p.master) != ("bf16", "fp32"):
+        yield (
+            f'perf.override.gradients = "triton" adds bf16 to fp32, not precision.compute = "{p.compute}" to '
+            f'precision.master = "{p.master}"; take "bf16" and "fp32", or perf.override.gradients = "torch"'
+        )
 
 
 def _expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -148,7 +154,8 @@ PERF_RULES = [
     Rule(
         "Triton kernels can run",
         _triton_kernels_can_run,
-        "they compute in fp32 on GPUs, and the experts' gather rows inside a GEMM, where no score can reach them",
+        "they compute in fp32 on GPUs, the experts' gather rows inside a GEMM, where no score can reach them, and what "
+        "adds gradients knows bf16 and fp32 alone",
     ),
     Rule(
         "expert rows are aligned",
