@@ -6,6 +6,8 @@ Mixtral-8x7B over 8 H200s that was a tenth of a step. Here a weight is cast once
 gradient is added to the master's in one pass (10 bytes), in the master's dtype.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ class ComputeCopies:
     """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
 
     def __init__(self, dtype: torch.dtype, *, keeps: bool) -> None:
-        """With `keeps`, a copy serves until `let_go`: all microbatches of a step."""
+        """With `keeps`, a copy serves all microbatches `within_a_step`; else one use and its backward."""
         self.dtype, self.keeps = dtype, keeps
+        self.is_within_a_step = False
         self.copies: dict[int, Tensor] = {}
 
     def __call__(self, weight: Tensor) -> Tensor:
@@ -30,7 +33,7 @@ class ComputeCopies:
         copy = self.copies.get(id(weight))
         if copy is None:
             copy = _own(weight).to(self.dtype)
-            if self.keeps:
+            if self.keeps and self.is_within_a_step:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy)
 
@@ -48,7 +51,7 @@ class _Cast(torch.autograd.Function):
         master = ctx.master
         if master.grad is None:
             fresh = torch.empty_like(_own(master)).copy_(grad)
-            master.grad = _spread(fresh, master.device_mesh, master.placements) if _is_spread(master) else fresh
+            master.grad = _spread(fresh, master.device_mesh, master.placements)
         else:
             _own(master.grad).add_(grad)
         return None, None
@@ -61,21 +64,26 @@ def keep_whole(experts: GroupedExperts, mesh: DeviceMesh, dtype: torch.dtype | N
     `dtype` is compute's if it is not the master's; `keeps` lets copies serve for all microbatches of a step.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
-        if not _is_spread(weight):
+        if not isinstance(weight, DTensor):
             spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
     experts.local = _local if dtype is None else ComputeCopies(dtype, keeps=keeps)
 
 
-def let_go(model: nn.Module) -> None:
-    """Drop the copies of a step: the next one's weights are others."""
-    for module in model.modules():
-        if isinstance(module, GroupedExperts) and isinstance(module.local, ComputeCopies):
-            module.local.copies.clear()
-
-
-def _is_spread(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor)
+@contextmanager
+def within_a_step(model: nn.Module) -> Iterator[None]:
+    """Let copies that are kept live as long as a step's forwards and backwards, also where one of those fails: the
+    weights are others after it."""
+    every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
+    keepers = [local for local in every if isinstance(local, ComputeCopies)]
+    for keeper in keepers:
+        keeper.is_within_a_step = True
+    try:
+        yield
+    finally:
+        for keeper in keepers:
+            keeper.is_within_a_step = False
+            keeper.copies.clear()
 
 
 def _spread(local: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
@@ -89,4 +97,5 @@ def _local(weight: Tensor) -> Tensor:
 
 def _own(weight: Tensor) -> Tensor:
     """What of it lies here, past autograd."""
-    return weight._local_tensor if isinstance(weight, DTensor) else weight
+    assert isinstance(weight, DTensor)
+    return weight._local_tensor
