@@ -276,3 +276,32 @@ def test_a_waived_bound_leaves_the_bounded_graph_alone(counter: CompileCounterWi
     assert counter.frame_count == 2, "each of its own size"
     moe.experts(unbounded)
     assert counter.frame_count == 3, "what would have happened without: a graph of any size"
+
+
+class Bounded(LocalDispatcher):
+    """A dispatcher that notes how many slots it lays out, without a compiler."""
+
+    def receive(self, sent: torch.Tensor, exchange: LocalExchange) -> Routed:
+        num_slots = self.bound.num_slots(exchange.ids_TK, balanced=500, worst=999)
+        if not torch.compiler.is_compiling():
+            self.laid_out = num_slots
+        return super().receive(sent, exchange)
+
+
+def test_a_whole_block_without_its_bound_asks_no_compiler(counter: CompileCounterWithBackend) -> None:
+    """A graph would lay out the worst case, and a step is taken again because that fits nowhere."""
+    bound, model, plain = SlotBound(1.5), Transformer(SHALLOW), built("off", config=SHALLOW)
+    for layer in experts_layers(model):
+        layer.dispatcher = Bounded(MOE.num_experts)
+        layer.dispatcher.bound = bound
+    regional.apply(model, CompileConfig("on", "block"), CPU)
+    model.load_state_dict(plain.state_dict())
+    tokens, labels = batch()
+    model(tokens, labels).backward()
+    assert not any(hasattr(layer.dispatcher, "laid_out") for layer in experts_layers(model))
+    with bound.lifted():
+        loss = model(tokens, labels)
+    assert all(layer.dispatcher.laid_out == tokens.numel() * MOE.top_k for layer in experts_layers(model))
+    torch.testing.assert_close(loss, plain(tokens, labels))
+    model(tokens, labels)
+    assert counter.frame_count == 3, "a dense block, one with experts and the softmax: the graphs that there were"

@@ -15,7 +15,7 @@ from titan_moe.config.perf import PrecisionConfig
 from titan_moe.kernels.accumulate import MAKERS, accumulate, accumulate_reference
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.fsdp import lie_whole
-from titan_moe.parallel.whole_weights import ComputeCopies, keep_whole, let_go
+from titan_moe.parallel.whole_weights import ComputeCopies, keep_whole, within_a_step
 from titan_moe.plan.memory import experts_lie_whole
 
 
@@ -35,7 +35,7 @@ def built(mesh, dtype: torch.dtype | None, *, keeps: bool) -> GroupedExperts:
     return experts
 
 
-def pull(experts: GroupedExperts, seed: int) -> Tensor:
+def serve(experts: GroupedExperts, seed: int) -> Tensor:
     """A microbatch whose gradient of `down` is drawn; the copy that it read."""
     generator = torch.Generator().manual_seed(seed)
     weight = experts.local(experts.down)
@@ -55,7 +55,7 @@ def drawn(*seeds: int, dtype: torch.dtype) -> Tensor:
 def test_gradients_add_up_in_the_masters_dtype(mesh, keeps: bool) -> None:
     experts = built(mesh, torch.bfloat16, keeps=keeps)
     for seed in range(40):  # enough for a sum in bf16 to be wrong
-        pull(experts, seed)
+        serve(experts, seed)
     grad = experts.down.grad
     assert isinstance(grad, DTensor) and grad.dtype == torch.float32 and grad.placements == experts.down.placements
     assert torch.equal(grad.to_local(), drawn(*range(40), dtype=torch.bfloat16))
@@ -94,22 +94,38 @@ def test_a_gradient_in_another_layout_lies_like_its_master(mesh) -> None:
 def test_copies_serve_for_a_step_or_for_one_use(mesh) -> None:
     for keeps in (False, True):
         experts = built(mesh, torch.bfloat16, keeps=keeps)
-        first = pull(experts, 0)
-        assert torch.equal(first, experts.down.to_local().detach().bfloat16())
-        with torch.no_grad():
-            experts.down.to_local().mul_(2)
-        assert torch.equal(pull(experts, 1), first if keeps else 2 * first)
-        with torch.no_grad():
-            assert torch.equal(experts.local(experts.down), 2 * first), "a validation sees the weights of now"
-        let_go(experts)
-        assert torch.equal(pull(experts, 2), 2 * first)
+        with within_a_step(experts):
+            first = serve(experts, 0)
+            assert torch.equal(first, experts.down.to_local().detach().bfloat16())
+            with torch.no_grad():
+                experts.down.to_local().mul_(2)
+            assert torch.equal(serve(experts, 1), first if keeps else 2 * first)
+            with torch.no_grad():
+                assert torch.equal(experts.local(experts.down), 2 * first), "a validation sees the weights of now"
+        with within_a_step(experts):
+            assert torch.equal(serve(experts, 2), 2 * first)
+
+
+def test_no_copy_outlives_its_step(mesh) -> None:
+    """Not one that a failure has left, nor one that somebody read between steps, with gradients."""
+    experts = built(mesh, torch.bfloat16, keeps=True)
+    with pytest.raises(ArithmeticError), within_a_step(experts):
+        first = serve(experts, 0)
+        raise ArithmeticError
+    serve(experts, 1)
+    with torch.no_grad():
+        experts.down.to_local().mul_(2)
+    with within_a_step(experts):
+        assert torch.equal(serve(experts, 2), 2 * first)
 
 
 def test_one_graph_holds_the_cast(mesh) -> None:
     experts = built(mesh, torch.bfloat16, keeps=True)
     compiled = torch.compile(lambda: experts.local(experts.down).sum(), fullgraph=True, backend="aot_eager")
-    compiled().backward()
-    assert torch.equal(experts.down.grad.to_local(), torch.ones(2, 4, 3)) and not experts.local.copies
+    with within_a_step(experts):
+        compiled().backward()
+        assert not experts.local.copies
+    assert torch.equal(experts.down.grad.to_local(), torch.ones(2, 4, 3))
 
 
 def test_without_a_cast_the_master_itself_is_served(mesh) -> None:

@@ -9,7 +9,7 @@ import torch
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import PrecisionConfig
+from titan_moe.config.perf import MemoryConfig, PrecisionConfig
 from titan_moe.config.recipe import most_tokens_at_once
 from titan_moe.config.train import MetricsConfig
 from titan_moe.kernels.symm_dispatch import symm_bytes
@@ -51,6 +51,17 @@ def test_a_step_that_gathers_once_holds_whole_parameters_and_gradients() -> None
     assert "of whole parameters and gradients during a step" in describe(once, 8)
     dense = parameters.total - parameters.routed_experts  # on 4 ranks experts are whole: copies alone come on top
     assert gathered_bytes_per_rank(once, 4) == pytest.approx((2 + 4) * dense + 2 * parameters.routed_experts / 4)
+
+
+def test_copies_of_whole_experts_stay_until_their_backward() -> None:
+    copies = 2 * count_parameters(MODEL).routed_experts / 4
+    recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
+    assert gathered_bytes_per_rank(recipe, 4) == pytest.approx(copies)
+    assert "of experts in bf16 during a step" in describe(recipe, 4)
+    for recompute in ("experts", "block"):
+        assert gathered_bytes_per_rank(replace(recipe, memory=MemoryConfig(recompute=recompute)), 4) == 0
+    for changed in ({"master": "bf16", "reduce": "bf16"}, {"master": "bf16", "reduce": "fp32"}):
+        assert gathered_bytes_per_rank(replace(recipe, precision=PrecisionConfig(**changed)), 4) == 0
 
 
 @pytest.mark.parametrize(

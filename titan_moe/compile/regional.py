@@ -44,9 +44,9 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
             continue
         if _is_one_graph(module, spans_blocks(config, device)):
             inside_a_graph.update(module.modules())
-            has_experts = any(isinstance(inside, MoE) for inside in module.modules())
-            compiled = _compile_with_experts if has_experts else _compile_plainly
-            module.forward = compiled(module.forward)
+            layers = [inside for inside in module.modules() if isinstance(inside, MoE)]
+            forward = module.forward
+            module.forward = _compile_with_experts(forward, layers) if layers else _compile_plainly(forward)
         else:
             _compile_pieces(module)
 
@@ -76,18 +76,26 @@ def _compile_plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
 
 
-def _compile_with_experts(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compile_with_experts(forward: Callable[..., Tensor], layers: list[MoE]) -> Callable[..., Tensor]:
     """Compile a whole block, or the MoE layer of a block of one's own, under a code object of its own.
 
     Graphs of one code object are limited in number, and dense blocks need theirs: training, validation, and two sizes
-    while text is generated.
+    while text is generated. Where the layers' bound does not hold, no compiler is asked: a graph would have to lay out
+    the worst case, which a large model has no memory for.
     """
 
     @wraps(forward)
     def with_experts(*args: Any, **kwargs: Any) -> Tensor:
         return forward(*args, **kwargs)
 
-    return _compile_plainly(with_experts)
+    compiled = _compile_plainly(with_experts)
+
+    @wraps(forward)
+    def compiled_while_bounded(*args: Any, **kwargs: Any) -> Tensor:
+        is_waived = any(layer.dispatcher.bound.is_waived for layer in layers)
+        return (forward if is_waived else compiled)(*args, **kwargs)
+
+    return compiled_while_bounded
 
 
 def _compile_for_many_rows(moe: MoE) -> Callable[..., Tensor]:

@@ -60,7 +60,9 @@ class ParallelConfig:
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
     reshard_experts_after_forward: bool = True
-    """The same for the gathered experts of a block; where edp = 1 nothing is gathered."""
+    """The same for the gathered experts of a block. Where edp = 1 nothing is gathered, and this changes nothing:
+    experts are cast to precision.compute, and the copies of all layers stay until their backward, unless
+    memory.recompute has them made again."""
     gathers_once_a_step: bool = False
     """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
     and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of

@@ -69,7 +69,8 @@ class CompileConfig:
     extent: Literal["pieces", "block"] = "pieces"
     """How much one graph spans: `pieces` leaves the dispatch between them eager; `block` takes a whole block, dispatch
     and all, which needs a dispatcher that reads nothing on the host (any but `alltoall`) and leaves a trace one part a
-    block. Captured, it is as fast as `pieces`; launched, it was not measured."""
+    block. Captured, it is as fast as `pieces`; launched, it was not measured. Where slots are bounded, what runs
+    without the bound (a step that is taken again, validation) runs such a block uncompiled."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
     then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""

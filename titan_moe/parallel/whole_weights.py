@@ -7,6 +7,8 @@ gradient is added to the master's in one pass (10 bytes, the first of a step 6),
 choice of `gradients` says by whom.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ class ComputeCopies:
     """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
 
     def __init__(self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = MAKERS["torch"]) -> None:
-        """With `keeps`, a copy serves until `let_go`: all microbatches of a step; `accumulate` adds gradients."""
+        """With `keeps`, a copy serves all microbatches `within_a_step`; else one use and its backward. `accumulate` adds
+        gradients."""
         self.dtype, self.keeps, self.accumulate = dtype, keeps, accumulate
+        self.is_within_a_step = False
         self.copies: dict[int, Tensor] = {}
 
     def __call__(self, weight: Tensor) -> Tensor:
@@ -33,7 +37,7 @@ class ComputeCopies:
         copy = self.copies.get(id(weight))
         if copy is None:
             copy = _own(weight).to(self.dtype)
-            if self.keeps:
+            if self.keeps and self.is_within_a_step:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
 
@@ -52,7 +56,7 @@ class _Cast(torch.autograd.Function):
         is_first = master.grad is None
         if is_first:
             fresh = torch.empty_like(_own(master))
-            master.grad = _spread(fresh, master.device_mesh, master.placements) if _is_spread(master) else fresh
+            master.grad = _spread(fresh, master.device_mesh, master.placements)
         ctx.accumulate(_own(master.grad), grad, is_first)
         return None, None, None
 
@@ -67,22 +71,27 @@ def keep_whole(
     `gradients` is the recipe's choice of who adds theirs up.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
-        if not _is_spread(weight):
+        if not isinstance(weight, DTensor):
             spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
     copies = None if dtype is None else ComputeCopies(dtype, keeps=keeps, accumulate=MAKERS[gradients])
     experts.local = copies or _local
 
 
-def let_go(model: nn.Module) -> None:
-    """Drop the copies of a step: the next one's weights are others."""
-    for module in model.modules():
-        if isinstance(module, GroupedExperts) and isinstance(module.local, ComputeCopies):
-            module.local.copies.clear()
-
-
-def _is_spread(weight: Tensor) -> bool:
-    return isinstance(weight, DTensor)
+@contextmanager
+def within_a_step(model: nn.Module) -> Iterator[None]:
+    """Let copies that are kept live as long as a step's forwards and backwards, also where one of those fails: the
+    weights are others after it."""
+    every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
+    keepers = [local for local in every if isinstance(local, ComputeCopies)]
+    for keeper in keepers:
+        keeper.is_within_a_step = True
+    try:
+        yield
+    finally:
+        for keeper in keepers:
+            keeper.is_within_a_step = False
+            keeper.copies.clear()
 
 
 def _spread(local: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
@@ -96,4 +105,5 @@ def _local(weight: Tensor) -> Tensor:
 
 def _own(weight: Tensor) -> Tensor:
     """What of it lies here, past autograd."""
-    return weight._local_tensor if isinstance(weight, DTensor) else weight
+    assert isinstance(weight, DTensor)
+    return weight._local_tensor

@@ -16,19 +16,20 @@ def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
 
 
 def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
-    """Count the bytes of whole parameters and gradients that a rank holds during a step that gathers once.
+    """Count the bytes of whole parameters and gradients that a rank holds during a step, beside its state.
 
-    Whole is all of the dense part, and every expert of its ep share; of experts that lie whole on a rank anyhow, only
-    copies in compute's dtype come on top.
+    Where a step gathers once, whole is all of the dense part, and every expert of its ep share. Experts that lie whole
+    on a rank anyhow have only copies in compute's dtype on top: for the step, or else from a layer's forward to its
+    backward, which is all layers' at once where nothing is recomputed.
     """
-    if not recipe.parallel.gathers_once_a_step:
-        return 0
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     dense, experts = count.total - count.routed_experts, count.routed_experts / sizes.ep
-    if not experts_lie_whole(recipe, world_size):
-        return round((dense + experts) * (compute + reduce))
-    return round(dense * (compute + reduce) + experts * (compute if precision.compute != precision.master else 0))
+    lie_whole = experts_lie_whole(recipe, world_size)
+    copy = compute if precision.compute != precision.master else 0
+    if not recipe.parallel.gathers_once_a_step:
+        return round(experts * copy) if lie_whole and recipe.memory.recompute == "none" else 0
+    return round(dense * (compute + reduce) + experts * (copy if lie_whole else compute + reduce))
 
 
 def experts_lie_whole(recipe: Recipe, world_size: int) -> bool:

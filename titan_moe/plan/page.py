@@ -116,7 +116,9 @@ def _memory(recipe: Recipe, world_size: int) -> str:
     if moments != master:
         kept = f"parameters and gradients in {master}, moments in {moments}"
     gathered = gathered_bytes_per_rank(recipe, world_size) / 2**30
-    during_a_step = f" {gathered:.3g} GiB of whole parameters and gradients during a step and" if gathered else ""
+    is_once = recipe.parallel.gathers_once_a_step
+    held = "whole parameters and gradients" if is_once else f"experts in {recipe.precision.compute}"
+    during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
     shared = shared_bytes_per_rank(recipe) / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""
     return f"{gib:.3g} GiB a rank: {kept};{during_a_step}{among_ranks} activations come on top"

@@ -40,10 +40,10 @@ def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> 
     """The same, with parameters gathered by the first microbatch and gradients reduced by the last."""
     microbatches = list(batch.microbatches())
     losses = []
-    for number, microbatch in enumerate(microbatches, start=1):
-        fsdp.keep_gathered(model, number < len(microbatches))
-        losses.append(run_microbatch(model, microbatch, scale))
-    whole_weights.let_go(model)
+    with whole_weights.within_a_step(model):
+        for number, microbatch in enumerate(microbatches, start=1):
+            fsdp.keep_gathered(model, number < len(microbatches))
+            losses.append(run_microbatch(model, microbatch, scale))
     return torch.stack(losses).sum()
 
 
