@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config import Recipe
 from titan_moe.config.perf import PrecisionConfig
@@ -65,17 +65,19 @@ def test_gradients_add_up_in_the_masters_dtype(mesh, keeps: bool) -> None:
 @pytest.mark.parametrize("maker", ["torch", "triton"])
 @pytest.mark.parametrize("is_flat", [True, False])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_gradients_add_up_to_pytorchs_bits(device: str, is_flat: bool, maker: str) -> None:
+def test_gradients_add_up_to_pytorchs_bits(mesh, device: str, is_flat: bool, maker: str) -> None:
     torch.manual_seed(0)
-    master = torch.nn.Parameter(torch.randn(2, 96, 64, device=device))
+    weight = torch.randn(2, 96, 64, device=device)
+    master = torch.nn.Parameter(DTensor.from_local(weight, init_device_mesh(device, (1,)), [Shard(0)]))
     local = ComputeCopies(torch.bfloat16, keeps=True, accumulate=MAKERS[maker])
-    total = torch.zeros_like(master)
+    total = torch.zeros_like(weight)
     for _ in range(3):
         grad = torch.randn(2, 64, 96, device=device).bfloat16()
         grad = grad.view(2, 96, 64) if is_flat else grad.transpose(1, 2)
         local(master).backward(grad)
         total += grad
-    assert master.grad is not None and master.grad.is_contiguous() and torch.equal(master.grad, total)
+    assert master.grad is not None and master.grad.to_local().is_contiguous()
+    assert torch.equal(master.grad.to_local(), total)
 
 
 def test_the_measured_way_is_the_default_and_the_other_is_chosen_by_name(mesh) -> None:

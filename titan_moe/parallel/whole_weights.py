@@ -25,8 +25,8 @@ class ComputeCopies:
     """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
 
     def __init__(self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = MAKERS["torch"]) -> None:
-        """With `keeps`, a copy serves all microbatches `within_a_step`; else one use and its backward. `accumulate` adds
-        gradients."""
+        """With `keeps`, a copy serves all microbatches `within_a_step`; else one use and its backward. `accumulate`
+        adds gradients up."""
         self.dtype, self.keeps, self.accumulate = dtype, keeps, accumulate
         self.is_within_a_step = False
         self.copies: dict[int, Tensor] = {}
