@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dispatch_candidates import CANDIDATES, DISPATCHERS, PEER, ROUTINGS, Case
+from dispatch_candidates import CANDIDATES, DISPATCHERS, LAYERS, PEER, ROUTINGS, Case
 from rank_processes import run_jobs
 
 WORKER = Path(__file__).with_name("time_dispatch.py")
@@ -87,9 +87,8 @@ def takers(task: str, args: argparse.Namespace) -> list[str]:
 
 def does(task: str) -> tuple[str, ...]:
     """Who takes part: a layer of torchtitan's is bench_train.py's, and `alltoall` is what others are compared with."""
-    return {"dispatch": CANDIDATES, "layer": DISPATCHERS, "check": tuple(n for n in CANDIDATES if n != "alltoall")}[
-        task
-    ]
+    alone = (*DISPATCHERS, PEER)
+    return {"dispatch": alone, "layer": LAYERS, "check": tuple(n for n in CANDIDATES if n != "alltoall")}[task]
 
 
 def describe(task: str, case: Case, num_ranks: int, results: Results) -> Iterator[str]:

@@ -24,7 +24,10 @@ from titan_moe.titan import import_torchtitan
 
 PEER = "torchtitan"
 DISPATCHERS = ("alltoall", "allgather", "symm_mem")
-CANDIDATES = (*DISPATCHERS, PEER)
+CHUNKED = "symm_mem_chunks"
+"""A layer whose tokens travel in two halves, the rows of one under the experts of the other."""
+LAYERS = (*DISPATCHERS, CHUNKED)
+CANDIDATES = (*LAYERS, PEER)
 ROUTINGS = ("random", "balanced", "skewed", "one_rank_empty", "all_to_one_rank")
 
 Serve = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
@@ -98,11 +101,13 @@ def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.d
         return AllToAllDispatcher(case.experts, group, lay_out)
     if name == "allgather":
         return AllGatherDispatcher(case.experts, group, lay_out)
+    from titan_moe.dispatch.symm_lane import Lane
     from titan_moe.dispatch.symm_mem import SymmMemDispatcher, open_symm_memory
     from titan_moe.kernels.symm_dispatch import symm_bytes
 
     num_bytes = symm_bytes(group.size(), case.tokens, case.width, case.choices, dtype)
-    return SymmMemDispatcher(case.experts, open_symm_memory(num_bytes, group, device), lay_out)
+    lane = Lane(device) if name == CHUNKED else None
+    return SymmMemDispatcher(case.experts, open_symm_memory(num_bytes, group, device), lay_out, lane=lane)
 
 
 def build_mover(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Serve:
@@ -148,6 +153,7 @@ def build_layer(name: str, case: Case, device: torch.device, dtype: torch.dtype)
     if case.routing != "random":
         layer.router.force = Given(draw_choices(case, device)[None])
     layer.dispatcher = build_dispatcher(name, case, device, dtype)
+    layer.num_chunks = 2 if name == CHUNKED else 1
     regional.apply(layer, CompileConfig(), device)
     return layer
 

@@ -75,6 +75,7 @@ BROKEN = {
         "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=layer",
         'parallel.dispatcher = "local" sends none',
     ),
+    "chunks travel under each other": ("--parallel.chunks=2", 'take overlap = "layer", or chunks = 1'),
     "a lane runs beside pieces": (
         "--parallel.dispatcher=symm_mem --parallel.overlap=layer --compile.extent=block",
         "on a stream of their own",

@@ -245,6 +245,23 @@ def test_ranks_without_tokens_are_no_new_graph(ranks, alone: dict[int, Trace]) -
         assert trace.num_graphs == [4] * FEW
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "what", "num_starved"),
+    [
+        pytest.param(2, ParallelConfig(ep=2, dispatcher="alltoall", chunks=2), "none", -1, id="dp2-ep2-alltoall"),
+        pytest.param(4, ParallelConfig(ep=4, dispatcher="alltoall", chunks=3), "none", 4, id="ranks_without_tokens"),
+        # experts that FSDP gathers, for each chunk
+        pytest.param(4, ParallelConfig(ep=2, dispatcher="allgather", chunks=2), "block", -1, id="edp2-recompute_block"),
+    ],
+)
+def test_rows_in_chunks_train_as_one_process(
+    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
+) -> None:
+    candidate = recipe(replace(parallel, overlap="layer"), memory=MemoryConfig(what))
+    for fields in ranks(num_ranks, train, candidate, num_starved, FEW):
+        assert_same(Trace(**fields), alone[num_starved], 1e-9)
+
+
 def train_on_both_wires(blocking: Recipe, num_starved: int, compiled: CompileConfig) -> tuple[Any, Any, int]:
     """The traces of messages that block and of those that are hidden, and how many messages nobody has waited for."""
     parallel = replace(blocking.parallel, overlap="layer")

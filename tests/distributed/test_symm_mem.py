@@ -69,7 +69,7 @@ def alone(ranks: Any) -> Any:
         pytest.param(
             2, replace(EP2, expert_clones=1, overlap="layer"), "experts", id="dp2-ep2-clones-recompute_experts"
         ),
-        pytest.param(2, replace(EP2, overlap="layer"), "block", id="dp2-ep2-overlap-recompute_block"),
+        pytest.param(2, replace(EP2, overlap="layer", chunks=2), "block", id="dp2-ep2-chunks-recompute_block"),
     ],
 )
 def test_layout_trains_as_one_process(

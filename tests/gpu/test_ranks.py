@@ -125,6 +125,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "symm_mem_captured_blocks": (whole, symm_mem, "--compile.cudagraph=step", "--compile.extent=block"),
         "symm_mem_captured_microbatch": (whole, symm_mem, "--compile.cudagraph=microbatch", plain),
         "symm_mem_hidden": (whole, symm_mem, "--parallel.overlap=layer", *gated),
+        "symm_mem_chunks": (whole, symm_mem, "--parallel.overlap=layer", "--parallel.chunks=2", bounded),
         "symm_mem_hidden_captured": (whole, symm_mem, "--parallel.overlap=layer", "--compile.cudagraph=step", plain),
         "symm_mem_interleaved": (whole, symm_mem, *interleaved, bounded),
         "symm_mem_interleaved_captured": (whole, symm_mem, *interleaved, "--compile.cudagraph=step", plain),

@@ -15,7 +15,7 @@ from titan_moe.config.perf import PrecisionConfig
 from titan_moe.kernels.accumulate import MAKERS, accumulate, accumulate_reference
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.fsdp import lie_whole
-from titan_moe.parallel.whole_weights import ComputeCopies, keep_whole, within_a_step
+from titan_moe.parallel.whole_weights import ComputeCopies, keep_whole, keeping_copies
 from titan_moe.plan.memory import experts_lie_whole
 
 
@@ -96,7 +96,7 @@ def test_a_gradient_in_another_layout_lies_like_its_master(mesh) -> None:
 def test_copies_serve_for_a_step_or_for_one_use(mesh) -> None:
     for keeps in (False, True):
         experts = built(mesh, torch.bfloat16, keeps=keeps)
-        with within_a_step(experts):
+        with keeping_copies(experts):
             first = serve(experts, 0)
             assert torch.equal(first, experts.down.to_local().detach().bfloat16())
             with torch.no_grad():
@@ -104,27 +104,27 @@ def test_copies_serve_for_a_step_or_for_one_use(mesh) -> None:
             assert torch.equal(serve(experts, 1), first if keeps else 2 * first)
             with torch.no_grad():
                 assert torch.equal(experts.local(experts.down), 2 * first), "a validation sees the weights of now"
-        with within_a_step(experts):
+        with keeping_copies(experts):
             assert torch.equal(serve(experts, 2), 2 * first)
 
 
 def test_no_copy_outlives_its_step(mesh) -> None:
     """Not one that a failure has left, nor one that somebody read between steps, with gradients."""
     experts = built(mesh, torch.bfloat16, keeps=True)
-    with pytest.raises(ArithmeticError), within_a_step(experts):
+    with pytest.raises(ArithmeticError), keeping_copies(experts):
         first = serve(experts, 0)
         raise ArithmeticError
     serve(experts, 1)
     with torch.no_grad():
         experts.down.to_local().mul_(2)
-    with within_a_step(experts):
+    with keeping_copies(experts):
         assert torch.equal(serve(experts, 2), 2 * first)
 
 
 def test_one_graph_holds_the_cast(mesh) -> None:
     experts = built(mesh, torch.bfloat16, keeps=True)
     compiled = torch.compile(lambda: experts.local(experts.down).sum(), fullgraph=True, backend="aot_eager")
-    with within_a_step(experts):
+    with keeping_copies(experts):
         compiled().backward()
         assert not experts.local.copies
     assert torch.equal(experts.down.grad.to_local(), torch.ones(2, 4, 3))

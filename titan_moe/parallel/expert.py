@@ -33,6 +33,7 @@ def apply(
     for module in model.modules():
         if isinstance(module, MoE):
             module.dispatcher = _dispatcher(module, config, meshes, bound, memory, lane)
+            module.num_chunks = config.chunks
             if config.ep > 1:
                 _shard(module.experts, meshes)
             if config.expert_clones:

@@ -54,7 +54,7 @@ def apply(
                     experts,
                     meshes.expert_fsdp,
                     policy.param_dtype,
-                    keeps=config.gathers_once_a_step,
+                    keeps=config.gathers_once_a_step or config.chunks > 1,
                     gradients=gradients,
                 )
                 whole.update(experts.parameters())

@@ -20,7 +20,7 @@ from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.fsdp import ByHand
 from titan_moe.parallel.pieces import Piece
-from titan_moe.parallel.whole_weights import within_a_step
+from titan_moe.parallel.whole_weights import keeping_copies
 from titan_moe.plan.schedule import interleaved
 from titan_moe.profile.region import region
 
@@ -35,7 +35,7 @@ def forward_backward_interleaved(model: nn.Module, batch: Batch, scale: Tensor) 
     is_dense = [not isinstance(block.feed_forward, MoE) for block in model.layers.values()]
     passages = [Passage(model, *microbatch, scale) for microbatch in batch.microbatches()]
     parameters = ByHand(model)
-    with within_a_step(model):
+    with keeping_copies(model):
         for kind, microbatch, layer, piece in interleaved(len(passages), is_dense):
             match kind:
                 case "gather":

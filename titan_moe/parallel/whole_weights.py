@@ -25,10 +25,10 @@ class ComputeCopies:
     """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
 
     def __init__(self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = MAKERS["torch"]) -> None:
-        """With `keeps`, a copy serves all microbatches `within_a_step`; else one use and its backward. `accumulate`
-        adds gradients up."""
+        """With `keeps`, a copy serves every use inside `keeping_copies`; else one use and its backward. `accumulate` adds
+        gradients up."""
         self.dtype, self.keeps, self.accumulate = dtype, keeps, accumulate
-        self.is_within_a_step = False
+        self.is_keeping = False
         self.copies: dict[int, Tensor] = {}
 
     def __call__(self, weight: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class ComputeCopies:
         copy = self.copies.get(id(weight))
         if copy is None:
             copy = _own(weight).to(self.dtype)
-            if self.keeps and self.is_within_a_step:
+            if self.keeps and self.is_keeping:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
 
@@ -67,7 +67,7 @@ def keep_whole(
     """Take a layer's weights as they are, in place of FSDP on a mesh of one rank.
 
     Shapes: gate_up [e, 2, F, L] and down [e, L, F], DTensors of the ep mesh or, where ep = 1, made such on `mesh`.
-    `dtype` is compute's if it is not the master's; `keeps` lets copies serve for all microbatches of a step;
+    `dtype` is compute's if it is not the master's; `keeps` lets a copy serve more than one use;
     `gradients` is the recipe's choice of who adds theirs up.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
@@ -79,18 +79,18 @@ def keep_whole(
 
 
 @contextmanager
-def within_a_step(model: nn.Module) -> Iterator[None]:
-    """Let copies that are kept live as long as a step's forwards and backwards, also where one of those fails: the
-    weights are others after it."""
+def keeping_copies(model: nn.Module) -> Iterator[None]:
+    """Let copies that are kept live as long as a microbatch's or a step's forwards and backwards, also where one of
+    those fails: the weights are others after a step."""
     every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
     keepers = [local for local in every if isinstance(local, ComputeCopies)]
     for keeper in keepers:
-        keeper.is_within_a_step = True
+        keeper.is_keeping = True
     try:
         yield
     finally:
         for keeper in keepers:
-            keeper.is_within_a_step = False
+            keeper.is_keeping = False
             keeper.copies.clear()
 
 

@@ -56,18 +56,23 @@ def _num_tokens(recipe: Recipe) -> int:
 
 
 def _num_rows(recipe: Recipe) -> int:
-    """Rows that reach a rank: each token's row goes to every rank that it has a choice on."""
+    """Rows that reach a rank at once: each token's row goes to every rank that it has a choice on."""
     ep, copies = recipe.parallel.ep, copies_on_the_wire(recipe)
-    return round(_num_tokens(recipe) * copies * ep / (ep - 1)) if copies else _num_tokens(recipe)
+    return round(_num_travellers(recipe) * copies * ep / (ep - 1)) if copies else _num_travellers(recipe)
+
+
+def _num_travellers(recipe: Recipe) -> int:
+    """Tokens whose rows travel together."""
+    return -(-_num_tokens(recipe) // recipe.parallel.chunks)
 
 
 def _load(recipe: Recipe) -> Shape:
-    """What arrives at a rank's experts."""
+    """What arrives at a rank's experts at once."""
     moe = recipe.model.moe
     return {
         "rows": _num_rows(recipe),
         "choices": moe.top_k,
-        "slots": _num_tokens(recipe) * moe.top_k,
+        "slots": _num_travellers(recipe) * moe.top_k,
         "experts": moe.num_experts // recipe.parallel.ep,
     }
 

@@ -33,14 +33,18 @@ class StepResult(NamedTuple):
 
 def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
     """Run microbatch after microbatch, gradients adding up; returns this rank's loss, scaled."""
-    return torch.stack([run_microbatch(model, microbatch, scale) for microbatch in batch.microbatches()]).sum()
+    losses = []
+    for microbatch in batch.microbatches():
+        with whole_weights.keeping_copies(model):
+            losses.append(run_microbatch(model, microbatch, scale))
+    return torch.stack(losses).sum()
 
 
 def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
     """The same, with parameters gathered by the first microbatch and gradients reduced by the last."""
     microbatches = list(batch.microbatches())
     losses = []
-    with whole_weights.within_a_step(model):
+    with whole_weights.keeping_copies(model):
         for number, microbatch in enumerate(microbatches, start=1):
             fsdp.keep_gathered(model, number < len(microbatches))
             losses.append(run_microbatch(model, microbatch, scale))

@@ -78,6 +78,15 @@ def _overlap_has_messages(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+def _chunks_travel(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.chunks > 1 and p.overlap != "layer":
+        yield (
+            f'parallel.chunks = {p.chunks} lets rows travel under experts, and parallel.overlap = "{p.overlap}" does '
+            'not; take overlap = "layer", or chunks = 1'
+        )
+
+
 def _lane_runs_beside_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     compiles_blocks = recipe.compile.regional != "off" and recipe.compile.extent == "block"
@@ -223,6 +232,7 @@ PARALLEL_RULES = [
     Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
     Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
     Rule("overlap has messages to hide", _overlap_has_messages, "a switch that does nothing hides a mistake"),
+    Rule("chunks travel under each other", _chunks_travel, "messages that hide nothing only cost"),
     Rule("a lane runs beside pieces", _lane_runs_beside_pieces, "a graph of the compiler has one stream"),
     Rule("symm_mem has GPUs", _symm_mem_has_gpus, "the memory that it shares is CUDA's"),
     Rule("symm_mem has peers", _symm_mem_has_peers, "there is nobody to share memory with"),
