@@ -48,9 +48,9 @@ class ParallelConfig:
     numbers are the same. `symm_mem` moves its rows by few programs then, on a stream of its own; that was not measured
     yet. Over `alltoall` on 8 H200s, `microbatch` was slower than `none`."""
     chunks: int = 1
-    """Messages that a batch's tokens travel in, each way, in every MoE layer. With two and `overlap = "layer"`, the rows
-    of one travel under the experts of the other, in backward too, so that half of the way is hidden, for smaller GEMMs
-    and two sums of gradients. Not measured yet."""
+    """Messages that a batch's tokens travel in, each way, in every MoE layer. With two and `overlap = "layer"`, the
+    rows of one travel under the experts of the other, in backward too, so that half of the way is hidden, for smaller
+    GEMMs and two sums of gradients. Not measured yet."""
     expert_rank_capacity_factor: float = 0.0
     """Slots that a rank lays out for its experts, over its balanced load, for `allgather` and `symm_mem`; for the
     latter also the rows that it keeps for backward, over those that random routing sends it. 0 lays out the worst case.

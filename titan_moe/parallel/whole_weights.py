@@ -25,8 +25,8 @@ class ComputeCopies:
     """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
 
     def __init__(self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = MAKERS["torch"]) -> None:
-        """With `keeps`, a copy serves every use inside `keeping_copies`; else one use and its backward. `accumulate` adds
-        gradients up."""
+        """With `keeps`, a copy serves every use inside `keeping_copies`; else one use and its backward. `accumulate`
+        adds gradients up."""
         self.dtype, self.keeps, self.accumulate = dtype, keeps, accumulate
         self.is_keeping = False
         self.copies: dict[int, Tensor] = {}
