@@ -42,7 +42,7 @@ class Lane:
             return exchange(*args), Arrival(None, ())
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            return exchange(*args), Arrival(self.stream.record_event(), args)
+            return exchange(*args), Arrival(self.stream.record_event(), (exchange, *args))
 
 
 class Arrival(NamedTuple):
@@ -50,7 +50,8 @@ class Arrival(NamedTuple):
 
     event: torch.cuda.Event | None
     held: tuple[Any, ...]
-    """What the exchange reads, which must not be used for something else before."""
+    """What the exchange reads, itself and what it knows among it, which must not be used for something else before:
+    autograd lets go of it as soon as the backward of a piece has been launched."""
 
     def wait(self) -> None:
         """Let the current stream go on when they are."""
@@ -100,12 +101,13 @@ class _StartFetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, scores_TK: Tensor, trip: Trip, way: Way) -> tuple[Tensor, Tensor, Tensor]:
         ctx.trip = trip
+        ctx.set_materialize_grads(False)  # nobody reads them, and ids would get zeros
         x_SD, scores_SK, ids_SK = trip.start(way.there, x_TD, scores_TK)
         ctx.mark_non_differentiable(ids_SK)
         return x_SD, scores_SK, ids_SK
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
         dx_TD, dscores_TK = ctx.trip.take_home()
         return dx_TD, dscores_TK, None, None
 
