@@ -17,6 +17,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.fsdp import lie_whole
 from titan_moe.parallel.whole_weights import ComputeCopies, keep_whole, keeping_copies
 from titan_moe.plan.memory import experts_lie_whole
+from titan_moe.train.step import run_microbatch
 
 
 @pytest.fixture
@@ -106,6 +107,26 @@ def test_copies_serve_for_a_step_or_for_one_use(mesh) -> None:
                 assert torch.equal(experts.local(experts.down), 2 * first), "a validation sees the weights of now"
         with keeping_copies(experts):
             assert torch.equal(serve(experts, 2), 2 * first)
+
+
+def test_a_microbatch_alone_keeps_its_copies(mesh) -> None:
+    """Also where it is what a graph records."""
+
+    class Chunks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = built(mesh, torch.bfloat16, keeps=True)
+            self.copies: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.copies = [self.experts.local(self.experts.down) for _ in range(2)]
+            return sum((x * copy).sum() for copy in self.copies)
+
+    model = Chunks()
+    run_microbatch(model, (torch.ones(()),), torch.tensor(2.0))
+    assert model.copies[0].data_ptr() == model.copies[1].data_ptr()
+    assert torch.equal(model.experts.down.grad.to_local(), torch.full((2, 4, 3), 4.0))
+    assert not model.experts.local.copies
 
 
 def test_no_copy_outlives_its_step(mesh) -> None:

@@ -59,7 +59,10 @@ def test_copies_of_whole_experts_stay_until_their_backward() -> None:
     assert gathered_bytes_per_rank(recipe, 4) == pytest.approx(copies)
     assert "of experts in bf16 during a step" in describe(recipe, 4)
     for recompute in ("experts", "block"):
-        assert gathered_bytes_per_rank(replace(recipe, memory=MemoryConfig(recompute=recompute)), 4) == 0
+        again = replace(recipe, memory=MemoryConfig(recompute=recompute))
+        assert gathered_bytes_per_rank(again, 4) == 0
+        in_chunks = replace(again, parallel=replace(again.parallel, chunks=2))
+        assert gathered_bytes_per_rank(in_chunks, 4) == pytest.approx(copies)
     for changed in ({"master": "bf16", "reduce": "bf16"}, {"master": "bf16", "reduce": "fp32"}):
         assert gathered_bytes_per_rank(replace(recipe, precision=PrecisionConfig(**changed)), 4) == 0
 

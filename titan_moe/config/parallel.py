@@ -66,7 +66,7 @@ class ParallelConfig:
     reshard_experts_after_forward: bool = True
     """The same for the gathered experts of a block. Where edp = 1 nothing is gathered, and this changes nothing:
     experts are cast to precision.compute, and the copies of all layers stay until their backward, unless
-    memory.recompute has them made again."""
+    memory.recompute has them made again and nothing travels in `chunks`, which share them."""
     gathers_once_a_step: bool = False
     """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
     and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of

@@ -20,7 +20,7 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
 
     Where a step gathers once, whole is all of the dense part, and every expert of its ep share. Experts that lie whole
     on a rank anyhow have only copies in compute's dtype on top: for the step, or else from a layer's forward to its
-    backward, which is all layers' at once where nothing is recomputed.
+    backward, which is all layers' at once where nothing is recomputed; chunks share theirs, so they stay anyhow.
     """
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
@@ -28,7 +28,8 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     lie_whole = experts_lie_whole(recipe, world_size)
     copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.gathers_once_a_step:
-        return round(experts * copy) if lie_whole and recipe.memory.recompute == "none" else 0
+        stays = recipe.memory.recompute == "none" or recipe.parallel.chunks > 1
+        return round(experts * copy) if lie_whole and stays else 0
     return round(dense * (compute + reduce) + experts * (copy if lie_whole else compute + reduce))
 
 

@@ -19,6 +19,9 @@ from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import clip_factor, grad_norm
 from titan_moe.profile.region import region
 
+Microbatch = tuple[Tensor, Tensor, Tensor | None]
+"""Tokens, labels and, where documents are packed, their numbers."""
+
 
 class StepResult(NamedTuple):
     """What a step leaves on the device; reading it is the reader's wait."""
@@ -33,11 +36,7 @@ class StepResult(NamedTuple):
 
 def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
     """Run microbatch after microbatch, gradients adding up; returns this rank's loss, scaled."""
-    losses = []
-    for microbatch in batch.microbatches():
-        with whole_weights.keeping_copies(model):
-            losses.append(run_microbatch(model, microbatch, scale))
-    return torch.stack(losses).sum()
+    return torch.stack([run_microbatch(model, microbatch, scale) for microbatch in batch.microbatches()]).sum()
 
 
 def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
@@ -47,12 +46,17 @@ def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> 
     with whole_weights.keeping_copies(model):
         for number, microbatch in enumerate(microbatches, start=1):
             fsdp.keep_gathered(model, number < len(microbatches))
-            losses.append(run_microbatch(model, microbatch, scale))
+            losses.append(_there_and_back(model, microbatch, scale))
     return torch.stack(losses).sum()
 
 
-def run_microbatch(model: nn.Module, microbatch: tuple[Tensor, Tensor, Tensor | None], scale: Tensor) -> Tensor:
-    """Forward and backward; returns the loss, scaled."""
+def run_microbatch(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
+    """Forward and backward of a microbatch alone; returns the loss, scaled."""
+    with whole_weights.keeping_copies(model):
+        return _there_and_back(model, microbatch, scale)
+
+
+def _there_and_back(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
     loss = model(*microbatch) * scale
     loss.backward()
     return loss.detach()
