@@ -95,6 +95,8 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     symm_mem, bounded = "--parallel.dispatcher=symm_mem", "--parallel.expert_rank_capacity_factor=1.25"
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
+    hidden = (whole, symm_mem, "--parallel.overlap=layer")
+    chunks = ("--parallel.overlap=layer", "--parallel.chunks=2")
     interleaved = (
         "--parallel.overlap=microbatch",
         "--parallel.gathers_once_a_step=true",
@@ -124,9 +126,11 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "symm_mem_captured": (whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
         "symm_mem_captured_blocks": (whole, symm_mem, "--compile.cudagraph=step", "--compile.extent=block"),
         "symm_mem_captured_microbatch": (whole, symm_mem, "--compile.cudagraph=microbatch", plain),
-        "symm_mem_hidden": (whole, symm_mem, "--parallel.overlap=layer", *gated),
-        "symm_mem_chunks": (whole, symm_mem, "--parallel.overlap=layer", "--parallel.chunks=2", bounded),
-        "symm_mem_hidden_captured": (whole, symm_mem, "--parallel.overlap=layer", "--compile.cudagraph=step", plain),
+        "symm_mem_hidden": (*hidden, *gated),
+        "symm_mem_chunks": (whole, symm_mem, *chunks, bounded),
+        "symm_mem_chunks_edp2": (spread, symm_mem, *chunks, "--memory.recompute=block", plain),
+        "symm_mem_chunks_captured_microbatch": (whole, symm_mem, *chunks, "--compile.cudagraph=microbatch", plain),
+        "symm_mem_hidden_captured": (*hidden, "--compile.cudagraph=step", bounded, *validated, plain),
         "symm_mem_interleaved": (whole, symm_mem, *interleaved, bounded),
         "symm_mem_interleaved_captured": (whole, symm_mem, *interleaved, "--compile.cudagraph=step", plain),
         "interleaved": (half, alltoall, *interleaved, *gated),
