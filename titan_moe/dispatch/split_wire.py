@@ -44,9 +44,9 @@ def _gather(x: Tensor, group: str, num_ranks: int) -> Tensor:
     return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), num_ranks, group)
 
 
-def _must_be_reached(ctx: Any, x: Tensor) -> None:
-    """Save next to nothing: recompute stops after the last tensor that backward needs, and a message that it has
-    started by then, but not waited for, would be held for ever."""
+def must_be_reached(ctx: Any, x: Tensor) -> None:
+    """Save next to nothing, in the wait for a message: recompute stops after the last tensor that backward needs, and
+    one that it has started by then, but not waited for, would be held for ever."""
     ctx.save_for_backward(x.new_empty(0))
 
 
@@ -86,7 +86,7 @@ class _WaitAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, home: Mailbox, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-        _must_be_reached(ctx, x)
+        must_be_reached(ctx, x)
         ctx.home, ctx.received, ctx.sent, ctx.group = home, received, sent, group
         return _wait(x)
 
@@ -110,7 +110,7 @@ class _StartAllGather(torch.autograd.Function):
 class _WaitAllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, num_ranks: int) -> Tensor:
-        _must_be_reached(ctx, x)
+        must_be_reached(ctx, x)
         ctx.group, ctx.num_ranks = group, num_ranks
         return _wait(x)
 
@@ -132,7 +132,7 @@ class _StartReduceScatter(torch.autograd.Function):
 class _WaitReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: str, num_ranks: int) -> Tensor:
-        _must_be_reached(ctx, parts)
+        must_be_reached(ctx, parts)
         ctx.group, ctx.num_ranks = group, num_ranks
         return sum_of_parts(_wait(parts), num_ranks)
 

@@ -7,10 +7,14 @@ wait starts the exchange home, and the backward of the start waits for that one.
 arrived, so what is sent home lies in the trip, and the gradient flows past it unread.
 
 All exchanges of a memory run on the one stream, plans too, in the order in which the host launches them, which is the
-same on every rank: its barriers need no more. Each begins after all that was computed before it was launched, so memory
-that the stream lets go is used again only after whoever read it; what an exchange reads of others' memory is held until
-somebody has waited for it. The stream goes before others, and few programs move the rows: those that compute give up a
-fifth of the device at most while rows travel.
+same on every rank: its barriers need no more. Nobody waits in a circle beside other streams' messages either: what a
+rank has launched waits for what it launched before and for the same exchange or message of its peers, all launch these
+in one order, and what spins meanwhile, a warp for each rank or NCCL's few programs, leaves the device room.
+
+Each exchange begins after all that was computed before it was launched, so memory that the stream lets go is used again
+only after whoever read it; what an exchange reads of others' memory is held until somebody has waited for it. The
+stream goes before others, and few programs move the rows: those that compute give up a fifth of the device at most
+while rows travel. Kernels of as many programs as there are multiprocessors would hold an exchange up until they end.
 """
 
 from collections.abc import Callable
@@ -18,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from titan_moe.dispatch.split_wire import must_be_reached
 
 NUM_PROGRAMS = 24
 """That move rows beside others that compute: on an H200 309 GB/s each way."""
@@ -115,7 +121,7 @@ class _StartFetch(torch.autograd.Function):
 class _WaitFetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, scores_SK: Tensor, trip: Trip, way: Way) -> tuple[Tensor, Tensor]:
-        _must_be_reached(ctx, x_SD)
+        must_be_reached(ctx, x_SD)
         ctx.trip, ctx.way = trip, way
         trip.wait()
         return x_SD.detach(), scores_SK.detach()
@@ -140,7 +146,7 @@ class _StartDeliver(torch.autograd.Function):
 class _WaitDeliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_TD: Tensor, trip: Trip, way: Way) -> Tensor:
-        _must_be_reached(ctx, y_TD)
+        must_be_reached(ctx, y_TD)
         ctx.trip, ctx.way = trip, way
         trip.wait()
         return y_TD.detach()
@@ -149,12 +155,6 @@ class _WaitDeliver(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
         ctx.trip.start_home(ctx.way.back, dy_TD)
         return dy_TD, None, None
-
-
-def _must_be_reached(ctx: Any, x: Tensor) -> None:
-    """Save next to nothing: recompute stops after the last tensor that backward needs, and an exchange that it has
-    started by then must have been waited for."""
-    ctx.save_for_backward(x.new_empty(0))
 
 
 class FetchUnderway(NamedTuple):

@@ -66,6 +66,7 @@ class SymmMemExchange(NamedTuple):
     ids_TK: Tensor
     scores_TK: Tensor
     plan: RowPlan
+    """On a lane, it is there when the rows are."""
     max_rows: int
     """Rows that this rank has room for."""
 
