@@ -126,3 +126,15 @@ def test_the_two_halves_of_a_message_are_communication_and_what_lies_between_is_
     ]
     host = [HostEvent(e["name"], e["cat"], (10, 1), e["ts"], e["ts"] + e["dur"], {}) for e in events]
     assert [event.is_communication for event, _ in attribute(host)] == [True, False, True, False, True]
+
+
+def test_an_exchange_over_shared_memory_is_communication_throughout(by_hand: ModuleType) -> None:
+    events = [
+        by_hand.event("cpu_op", "titan_moe::symm_fetch", 0, 50),
+        by_hand.event("cpu_op", "aten::copy_", 10, 20),
+        by_hand.event("cpu_op", "titan_moe::expert_mlp", 60, 90),
+    ]
+    host = [
+        HostEvent(e["name"], e["cat"], (e["pid"], e["tid"]), e["ts"], e["ts"] + e["dur"], e["args"]) for e in events
+    ]
+    assert [event.is_communication for event, _ in attribute(host)] == [True, True, False]

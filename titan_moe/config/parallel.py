@@ -50,7 +50,8 @@ class ParallelConfig:
     chunks: int = 1
     """Messages that a batch's tokens travel in, each way, in every MoE layer. With two and `overlap = "layer"`, the
     rows of one travel under the experts of the other, in backward too, so that half of the way is hidden, for smaller
-    GEMMs and two sums of gradients. Not measured yet."""
+    GEMMs and two sums of gradients (and, where edp > 1, two gathers and reductions of the experts). Not measured
+    yet."""
     expert_rank_capacity_factor: float = 0.0
     """Slots that a rank lays out for its experts, over its balanced load, for `allgather` and `symm_mem`; for the
     latter also the rows that it keeps for backward, over those that random routing sends it. 0 lays out the worst case.

@@ -17,8 +17,9 @@ OTHER = "other"
 NODE = "autograd::engine::evaluate_function"
 NAMED_BY_OTHERS = {"FSDP::": "sharding", "Optimizer.": "optimizer"}
 """Ranges that PyTorch names itself, by how they begin."""
-SENDING = ("c10d::", "nccl:", "gloo:")
-"""How calls begin that hand a message over: all that happens inside is communication."""
+SENDING = ("c10d::", "nccl:", "gloo:", "titan_moe::symm_")
+"""How calls begin that hand a message over, or exchange rows over shared memory: all that happens inside is
+communication."""
 WAITING = ("titan_moe::all_to_all", "titan_moe::all_gather", "titan_moe::reduce_scatter", "_c10d_functional::")
 """How operations begin that start a message, wait for one, or both: their own time is communication, the copies inside
 them are not."""
