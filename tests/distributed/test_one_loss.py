@@ -248,7 +248,6 @@ def test_ranks_without_tokens_are_no_new_graph(ranks, alone: dict[int, Trace]) -
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "what", "num_starved"),
     [
-        pytest.param(2, ParallelConfig(ep=2, dispatcher="alltoall", chunks=2), "none", -1, id="dp2-ep2-alltoall"),
         pytest.param(4, ParallelConfig(ep=4, dispatcher="alltoall", chunks=3), "none", 4, id="ranks_without_tokens"),
         # experts that FSDP gathers, for each chunk
         pytest.param(4, ParallelConfig(ep=2, dispatcher="allgather", chunks=2), "block", -1, id="edp2-recompute_block"),

@@ -1,11 +1,9 @@
-"""Runs that follow each other in the same processes are those of the command line. Needs no GPU."""
+"""Runs follow each other in the same processes, through the command line's door. Needs no GPU."""
 
 import gc
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,14 +52,6 @@ def test_runs_follow_each_other_in_the_same_processes(
     assert ranks(2, state_of_process) == before
     # a few are closed by threads of gloo, in their own time
     assert all(now < then + 10 for now, then in zip(ranks(2, num_descriptors), descriptors, strict=True))
-
-
-def test_a_run_is_that_of_the_command_line(tmp_path: Path, train_on_ranks: Callable[..., list[int]]) -> None:
-    folders = tmp_path / "here", tmp_path / "there"
-    assert train_on_ranks(2, words(folders[0], *LAYOUTS["alltoall"])) == [0, 0]
-    command = [sys.executable, "-m", "titan_moe", *words(folders[1], *LAYOUTS["alltoall"]), "--nproc=2"]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-    assert losses(folders[0]) == losses(folders[1])
 
 
 def test_a_refused_recipe_is_an_exit_code_and_the_next_one_runs(

@@ -23,6 +23,7 @@ from titan_moe.kernels.symm_dispatch_rows import (
 
 NUM_LOCAL, TOP_K = 2, 3
 ROUTINGS = ("balanced", "skewed", "one_rank_empty", "all_to_one_rank", "dropped_choices", "nobody")
+LAYERS = [*((routing, p) for routing in ROUTINGS for p in (2, 4)), ("all_to_one_rank", 8), ("dropped_choices", 8)]
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -176,8 +177,7 @@ def check_layer(batch: Batch, arrays: list[SymmArrays], tolerance: float) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("routing", "num_ranks"), LAYERS)
 def test_symm_layer_equals_one_that_moves_nothing(routing: str, num_ranks: int, device: str) -> None:
     """Two layers in the same memory: the second finds what the first has left."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -223,7 +223,7 @@ def test_symm_references_say_what_the_exchange_is(routing: str, num_ranks: int) 
 def test_symm_kernels_do_what_their_references_do(device: str) -> None:
     """Many plans, of which every other may have too little room: plans, rows and sums, bit for bit."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    for seed in range(100 if device == "cpu" else 1000):
+    for seed in range(42 if device == "cpu" else 1000):
         torch.manual_seed(seed)
         num_ranks, routing = (2, 2, 2, 4, 4, 8)[seed % 6], ROUTINGS[seed // 6 % len(ROUTINGS)]
         num_tokens = int(torch.randint(0, 12, ()))
