@@ -220,11 +220,9 @@ EP2 = ParallelConfig(ep=2, dispatcher="allgather")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "what"),
     [
-        pytest.param(2, ParallelConfig(reshard_after_forward=False), "none", id="dp2"),
         pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
-        pytest.param(2, EP2, "experts", id="dp2-ep2-recompute_experts"),
+        pytest.param(2, replace(EP2, reshard_after_forward=False), "experts", id="dp2-ep2-recompute_experts"),
         pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
-        pytest.param(4, replace(EP2, dp_replicate=2), "none", id="hsdp2x2-ep2"),
     ],
 )
 def test_blocks_that_compile_whole_train_as_one_process(
@@ -279,7 +277,6 @@ def few_steps(parallel: ParallelConfig, what: str) -> Recipe:
     [
         pytest.param(2, ParallelConfig(ep=2), "none", -1, id="dp2-ep2"),
         pytest.param(4, ParallelConfig(ep=4), "none", 4, id="ranks_without_tokens"),
-        pytest.param(4, ParallelConfig(ep=2, dp_replicate=2), "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
         pytest.param(4, ParallelConfig(ep=2), "block", -1, id="dp4-ep2-edp2-recompute_block"),
     ],
 )

@@ -119,7 +119,7 @@ def test_replayed_steps_are_the_steps(ranks: Any, num_ranks: int, extent: str) -
         assert other["skipped"] == 0 and other["reruns"][-1] == 0
 
 
-@pytest.mark.parametrize("extent", ["off", "microbatch", "step"])
+@pytest.mark.parametrize("extent", ["off", "step"])
 def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, extent: str) -> None:
     bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
     exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
