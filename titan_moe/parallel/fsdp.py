@@ -80,10 +80,8 @@ def apply(
 
 def lie_whole(precision: PrecisionConfig, mesh: DeviceMesh) -> bool:
     """Whether a rank holds experts whole, and the optimizer's dtype is good enough to add their gradients up in."""
-    return (
-        mesh.size() == 1
-        and torch.promote_types(DTYPES[precision.master], DTYPES[precision.reduce]) == (DTYPES[precision.master])
-    )
+    master = DTYPES[precision.master]
+    return mesh.size() == 1 and torch.promote_types(master, DTYPES[precision.reduce]) == master
 
 
 def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
