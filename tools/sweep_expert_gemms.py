@@ -1,6 +1,6 @@
 """Time the Triton GEMMs of the fused expert MLP, cut in every way that fits an H200, at the shapes of its benchmarks.
 
-    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up down_grad ...] [--only by_tma=True]
+    python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up down_grad ...] [--only group=8,]
 
 Each candidate is compared with the first, which is what runs today; one that differs or fails says so and is left
 behind. Medians on random bf16 data and routing, the fastest first; each table ends with grouped_mm on rows that were
@@ -29,30 +29,16 @@ UP_TILES = [
     UpTiles(),
     *(UpTiles(group=group) for group in (1, 4, 16, 32)),
     UpTiles(num_stages=3),
-    *(UpTiles(group=group, is_persistent=True) for group in (4, 8, 16)),
-    UpTiles(num_stages=3, is_persistent=True),
-    *(UpTiles(is_persistent=persistent, flushes_denormals=True) for persistent in (False, True)),
 ]
 GATHER_TILES = [
     GatherTiles(),
-    *(GatherTiles(group=group) for group in (1, 4, 16, 32)),
+    *(GatherTiles(group=group) for group in (1, 4, 8, 32)),
     GatherTiles(outputs=128),
     GatherTiles(num_stages=3),
-    GatherTiles(narrows_last=True),
-    *(
-        GatherTiles(weights_by_tma=True, narrows_last=narrows, group=group)
-        for narrows in (False, True)
-        for group in (8, 16)
-    ),
-    *(GatherTiles(group=group, is_persistent=True) for group in (4, 8, 16)),
-    GatherTiles(num_stages=3, is_persistent=True),
 ]
 WEIGHT_GRAD_TILES = [
-    *(WeightGradTiles(group=group) for group in (1, 2, 4, 8, 16)),
-    *(WeightGradTiles(num_stages=4, group=group) for group in (4, 8)),
+    *(WeightGradTiles(num_stages=stages, group=group) for stages, group in product((3, 4), (1, 2, 4, 8, 16))),
     *(WeightGradTiles(256, 128, num_stages=stages, group=group) for stages, group in product((3, 4), (4, 8))),
-    *(WeightGradTiles(group=group, is_persistent=True) for group in (2, 8, 16)),
-    WeightGradTiles(num_stages=4, is_persistent=True),
 ]
 
 
@@ -104,13 +90,6 @@ def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[P
         yield Problem(
             "up",
             lambda cut: expert_up(x_SD, rows_R, scores_R, weight, tiles, cut)[0],
-            UP_TILES,
-            lambda: F.grouped_mm(x_RD, flat, offs=offsets_e),
-            4.0 * num_slots * width * hidden,
-        )
-        yield Problem(
-            "up of gathered",
-            lambda cut: expert_up(x_RD, None, scores_R, weight, tiles, cut)[0],
             UP_TILES,
             lambda: F.grouped_mm(x_RD, flat, offs=offsets_e),
             4.0 * num_slots * width * hidden,

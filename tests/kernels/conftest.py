@@ -27,8 +27,6 @@ class Compiled(NamedTuple):
     num_matrix_ops: int
     num_wide_stores: int
     """Of 16 bytes a thread, in global memory."""
-    loads_under_epilogue: bool
-    """Whether one loop issues loads between its matrix operation and its stores: those of the next tile."""
     key: str
     """The same for launches that run the same code."""
 
@@ -65,15 +63,4 @@ def _examined(binary: Any, path: Path) -> Compiled:
     usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
     spilled = sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout))
     num_matrix_ops, num_wide_stores = (binary.asm["ptx"].count(op) for op in ("wgmma.mma_async", "st.global.v4.b32"))
-    ir = binary.asm["ttgir"]
-    order = [
-        ir.rfind("ttng.warp_group_dot "),
-        max(ir.rfind("ttg.async_copy_global_to_local"), ir.rfind("ttng.async_tma_copy_global_to_local")),
-        ir.find("tt.store"),
-        ir.rfind("scf.yield"),
-    ]
-    loads_under_epilogue = ir.count("scf.for") == 1 and order == sorted(order)
-    return Compiled(
-        binary.metadata.name, binary.metadata.shared, spilled, num_matrix_ops, num_wide_stores, loads_under_epilogue,
-        binary.hash,
-    )  # fmt: skip
+    return Compiled(binary.metadata.name, binary.metadata.shared, spilled, num_matrix_ops, num_wide_stores, binary.hash)

@@ -11,9 +11,9 @@ from torch import Tensor
 from titan_moe.kernels.accumulate import launch_accumulate
 from titan_moe.kernels.adamw import launch_adamw
 from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
-from titan_moe.kernels.expert_up import UpTiles, expert_up
-from titan_moe.kernels.expert_weight_grad import WeightGradTiles, expert_weight_grad
-from titan_moe.kernels.gather_mm import GatherTiles, gather_mm
+from titan_moe.kernels.expert_up import expert_up
+from titan_moe.kernels.expert_weight_grad import expert_weight_grad
+from titan_moe.kernels.gather_mm import gather_mm
 from titan_moe.kernels.rms_norm import norm_backward, norm_forward
 from titan_moe.kernels.rotary_backward import rotary_backward
 from titan_moe.kernels.rotary_forward import rotary_forward
@@ -71,38 +71,16 @@ def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
     launch_adamw(param, param, moments(n), moments(n), *scalars, 0.9, 0.999, 1e-8, 0.1, 2**40 + 1)
 
 
-def narrow_last(cut: GatherTiles) -> Tensor:
-    return gather_mm(half(S, D), index(R), half(E, D, 1408), tiles(), cut)
-
-
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
-    "expert_up_gathered": lambda: expert_up(half(R, D), None, single(R), half(E, 2, F, D), tiles()),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
-    "gather_mm_narrow": lambda: narrow_last(GatherTiles(narrows_last=True)),
-    "gather_mm_narrow_tma": lambda: narrow_last(GatherTiles(narrows_last=True, weights_by_tma=True)),
+    "gather_mm_narrow": lambda: gather_mm(half(S, D), index(R), half(E, D, 1408), tiles()),
     "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
     "expert_weight_grad_down": lambda: expert_weight_grad(
         half(R, F), half(S, D), index(R), index(E), is_transposed=True
     ),
 }
 """Kernels that are bound by the matrix units, and must use them."""
-PERSISTENT: dict[str, Callable[[], object]] = {
-    "expert_up": lambda: expert_up(
-        half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), UpTiles(is_persistent=True)
-    ),
-    "expert_up_gathered": lambda: expert_up(
-        half(R, D), None, single(R), half(E, 2, F, D), tiles(), UpTiles(is_persistent=True)
-    ),
-    "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), GatherTiles(is_persistent=True)),
-    "expert_weight_grad_up": lambda: expert_weight_grad(
-        half(R, 2 * F), half(S, D), index(R), index(E), cut=WeightGradTiles(is_persistent=True)
-    ),
-    "expert_weight_grad_down": lambda: expert_weight_grad(
-        half(R, F), half(S, D), index(R), index(E), is_transposed=True, cut=WeightGradTiles(is_persistent=True)
-    ),
-}
-"""Kernels that load their next tile while they store the last."""
 NORM_WIDTHS = (2048, 4096, 7168, 16_384)
 NORMS: dict[str, Callable[[], object]] = {
     **{f"norm_forward_{d}": partial(norm_forward, half(S, d), half(S, d), half(d), 1e-6) for d in NORM_WIDTHS},
@@ -208,14 +186,6 @@ def test_compiles_for_an_h200(name: str, hopper: list[Any]) -> None:
     assert hopper
     assert all(kernel.fits for kernel in hopper), hopper
     assert name not in GEMMS or hopper[-1].num_matrix_ops > 0
-
-
-@pytest.mark.parametrize("name", PERSISTENT)
-def test_persistent_programs_load_under_their_epilogue(name: str, hopper: list[Any]) -> None:
-    GEMMS[name]()
-    assert not hopper[-1].loads_under_epilogue
-    PERSISTENT[name]()
-    assert hopper[-1].fits and hopper[-1].num_matrix_ops > 0 and hopper[-1].loads_under_epilogue, hopper[-1]
 
 
 def lay_out_and_multiply(num_rows: int) -> None:

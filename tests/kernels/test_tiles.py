@@ -16,6 +16,5 @@ def test_the_tile_map_is_its_definition(offsets: list[int], device: str) -> None
     actual, expected = plan_tiles(offsets_e, 320, 128), plan_tiles_reference(offsets_e, 320, 128)
     assert actual.experts_M.tolist() == expected.experts_M.tolist()
     is_tile = expected.experts_M >= 0
-    assert actual.count.item() == expected.count.item() == is_tile.sum()
     assert actual.begins_M[is_tile].tolist() == expected.begins_M[is_tile].tolist()
     assert actual.ends_M[is_tile].tolist() == expected.ends_M[is_tile].tolist()

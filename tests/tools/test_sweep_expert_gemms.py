@@ -37,9 +37,9 @@ def test_nothing_begins_after_the_time_is_over(tool: ModuleType) -> None:
 
 def test_only_some_cuts_and_the_first(tool: ModuleType) -> None:
     problem = next(tool.problems("qwen3_ep8", torch.device("meta"), ["weight_grad"]))
-    cuts = tool.narrowed(problem, ["is_persistent=True", "group=16,"]).cuts
+    cuts = tool.narrowed(problem, ["num_stages=4", "group=16,"]).cuts
     assert cuts[0] == problem.cuts[0] and 1 < len(cuts) < len(problem.cuts)
-    assert all(cut.is_persistent or cut.group == 16 for cut in cuts[1:])
+    assert all(cut.num_stages == 4 or cut.group == 16 for cut in cuts[1:])
     assert tool.narrowed(problem, [""]).cuts == problem.cuts
 
 

@@ -5,8 +5,7 @@ S rows · R expert slots, sorted by expert · e local experts · D width of a ro
 Physics: 4·R·D·F FLOPs, bound by the matrix units from about 200 slots an expert on. The rows are gathered while the
 GEMM loads its tiles, so no permuted copy of them exists; gate and up of the same columns are one product of twice as
 many columns, which reads the rows from shared memory once, and are split afterwards, so that the epilogue has both and
-writes the pre-activation (for backward) and the weighted activation, each once. Rows that were gathered before come by
-TMA, which is faster than pointers by more than the gather costs where F is large.
+writes the pre-activation (for backward) and the weighted activation, each once.
 """
 
 from typing import NamedTuple
@@ -14,9 +13,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_moe.kernels.tiles import Tiles, num_multiprocessors, place_in_groups
+from titan_moe.kernels.tiles import Tiles, place_in_groups
 
 TILE_ROWS = 128
 
@@ -27,14 +27,10 @@ class UpTiles(NamedTuple):
     features: int = 128
     """Columns of gate and of up that a program computes."""
     inner: int = 64
-    group: int = 8
+    group: int = 16
     """Tiles of rows that share columns while they run."""
     num_warps: int = 8
     num_stages: int = 4
-    is_persistent: bool = False
-    """One program a multiprocessor, which loads its next tile while it stores the last."""
-    flushes_denormals: bool = False
-    """SwiGLU's quotient without care for numbers below 1e-38: a third fewer instructions in the epilogue."""
 
 
 MEASURED = UpTiles()
@@ -42,55 +38,27 @@ MEASURED = UpTiles()
 
 @triton.jit
 def _expert_up_kernel(
-    x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr, count_ptr,
-    F: tl.constexpr, D: tl.constexpr, GATHERS: tl.constexpr, IS_PERSISTENT: tl.constexpr, FLUSHES: tl.constexpr,
+    x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
+    F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     num_columns: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    if IS_PERSISTENT:
-        num_rows = tl.load(count_ptr)
-        for program in tl.range(tl.program_id(0), num_rows * num_columns, tl.num_programs(0), flatten=True):
-            tile, column = place_in_groups(program, num_rows, num_columns, GROUP)
-            _expert_up_tile(
-                tl.load(experts_ptr + tile), column, tl.load(begins_ptr + tile), tl.load(ends_ptr + tile),
-                x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, F, D, GATHERS, FLUSHES,
-                BLOCK_R, BLOCK_F, BLOCK_D,
-            )  # fmt: skip
-    else:
-        tile, column = place_in_groups(tl.program_id(0), tl.num_programs(0) // num_columns, num_columns, GROUP)
-        expert = tl.load(experts_ptr + tile)
-        if expert < 0:
-            return
-        _expert_up_tile(
-            expert, column, tl.load(begins_ptr + tile), tl.load(ends_ptr + tile),
-            x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, F, D, GATHERS, FLUSHES,
-            BLOCK_R, BLOCK_F, BLOCK_D,
-        )  # fmt: skip
-
-
-@triton.jit
-def _expert_up_tile(
-    expert, column, begin, end, x, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr,
-    F: tl.constexpr, D: tl.constexpr, GATHERS: tl.constexpr, FLUSHES: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    slots = begin + tl.arange(0, BLOCK_R)
-    is_slot = slots < end
+    tile, column = place_in_groups(tl.program_id(0), tl.num_programs(0) // num_columns, num_columns, GROUP)
+    expert = tl.load(experts_ptr + tile)
+    if expert < 0:
+        return
+    slots = tl.load(begins_ptr + tile) + tl.arange(0, BLOCK_R)
+    is_slot = slots < tl.load(ends_ptr + tile)
     features = column * BLOCK_F + tl.arange(0, BLOCK_F)
     is_feature = features < F
     inner = tl.arange(0, BLOCK_D)
-    if GATHERS:
-        rows = tl.load(rows_ptr + slots, mask=is_slot, other=0)
+    rows = tl.load(rows_ptr + slots, mask=is_slot, other=0)
     both = tl.zeros((BLOCK_R, 2 * BLOCK_F), dtype=tl.float32)
     for k in range(0, D, BLOCK_D):
-        if GATHERS:
-            # made here, of what a flattened loop carries: pointers themselves would fill the registers
-            x_ptrs = x + rows.to(tl.int64)[:, None] * D + (k + inner)[None, :]
-            left = tl.load(x_ptrs, mask=is_slot[:, None] & (inner < D - k)[None, :], other=0.0)
-        else:
-            left = x.load([begin, k])
+        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * D + (k + inner)[None, :]
+        x = tl.load(x_ptrs, mask=is_slot[:, None] & (inner < D - k)[None, :], other=0.0)
         weight = weight_desc.load([expert * 2, column * BLOCK_F, k]).reshape(2 * BLOCK_F, BLOCK_D)
-        both = tl.dot(left, weight.T, both, input_precision="ieee")
+        both = tl.dot(x, weight.T, both, input_precision="ieee")
     gate, up = tl.split(both.reshape(BLOCK_R, 2, BLOCK_F).permute(0, 2, 1))
     # the activation is made of the rounded pre-activation, as backward will see it
     gate = gate.to(hidden_ptr.dtype.element_ty)
@@ -101,16 +69,15 @@ def _expert_up_tile(
     tl.store(hidden_ptrs + F, up, mask=keep)
     score = tl.load(scores_ptr + slots, mask=is_slot, other=0.0)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
-    if FLUSHES:
-        active = _silu(gate) * up * score[:, None]
-    else:
-        active = gate * tl.sigmoid(gate) * up * score[:, None]
+    silu = gate * tl.sigmoid(gate) if IS_INTERPRETED else _silu(gate)
+    active = silu * up * score[:, None]
     active_ptrs = active_ptr + slots.to(tl.int64)[:, None] * F + features[None, :]
     tl.store(active_ptrs, active.to(active_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def _silu(gate):
+    """Without care for numbers below 1e-38, which saves a third of the epilogue's instructions."""
     # in PTX, since Triton knows no other quotient than the one that scales its factors
     return tl.inline_asm_elementwise(
         """{
@@ -130,24 +97,18 @@ def _silu(gate):
 
 
 def expert_up(
-    x: Tensor, rows_R: Tensor | None, scores_R: Tensor, weight_e2FD: Tensor, tiles: Tiles, cut: UpTiles = MEASURED
+    x_SD: Tensor, rows_R: Tensor, scores_R: Tensor, weight_e2FD: Tensor, tiles: Tiles, cut: UpTiles = MEASURED
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
-
-    `x` is [S, D] and read through `rows_R`, or, without it, [R, D] with a row for each slot.
-    """
+    """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written."""
     num_slots, (_, _, num_features, width) = scores_R.numel(), weight_e2FD.shape
-    hidden_R2F, active_RF = x.new_empty(num_slots, 2 * num_features), x.new_empty(num_slots, num_features)
+    hidden_R2F, active_RF = x_SD.new_empty(num_slots, 2 * num_features), x_SD.new_empty(num_slots, num_features)
     if not num_slots:
         return hidden_R2F, active_RF
-    left = x if rows_R is not None else TensorDescriptor.from_tensor(x, [tiles.rows, cut.inner])
     # a block may run over the end of its expert's gate or up half: those columns are computed and not stored
     weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.features, cut.inner])
-    num_tiles = tiles.experts_M.numel() * triton.cdiv(num_features, cut.features)
-    _expert_up_kernel[(num_multiprocessors(x.device) if cut.is_persistent else num_tiles,)](
-        left, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:4],
-        F=num_features, D=width, GATHERS=rows_R is not None,
-        IS_PERSISTENT=cut.is_persistent, FLUSHES=cut.flushes_denormals,
+    _expert_up_kernel[(tiles.experts_M.numel() * triton.cdiv(num_features, cut.features),)](
+        x_SD, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:3],
+        F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret,
         BLOCK_R=tiles.rows, BLOCK_F=cut.features, BLOCK_D=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.tiles import num_multiprocessors, place_in_groups
+from titan_moe.kernels.tiles import place_in_groups
 
 
 class WeightGradTiles(NamedTuple):
@@ -28,8 +28,6 @@ class WeightGradTiles(NamedTuple):
     """Tiles of the left factor that share the right one's while they run."""
     num_warps: int = 8
     num_stages: int = 3
-    is_persistent: bool = False
-    """One program a multiprocessor, which loads its next tile while it stores the last."""
 
 
 UP_CUT, DOWN_CUT = WeightGradTiles(group=2), WeightGradTiles(group=16)
@@ -55,23 +53,13 @@ def _expert_weight_grad_kernel(
     rows = tl.load(rows_ptr + begin + lane, mask=begin + lane < end, other=0)
     for first in range(begin, end, BLOCK_R):
         slots = first + lane
-        total = _add_product(total, a_ptr, b_ptr, slots, rows, end, columns_a, columns_b, A, B)
+        is_slot = slots < end
+        a_ptrs = a_ptr + slots.to(tl.int64)[:, None] * A + columns_a[None, :]
+        b_ptrs = b_ptr + rows.to(tl.int64)[:, None] * B + columns_b[None, :]
+        a = tl.load(a_ptrs, mask=is_slot[:, None] & (columns_a < A)[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=is_slot[:, None] & (columns_b < B)[None, :], other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
         rows = tl.load(rows_ptr + slots + BLOCK_R, mask=slots + BLOCK_R < end, other=0)
-    _store(total, expert, columns_a, columns_b, out_ptr, A, B, IS_TRANSPOSED)
-
-
-@triton.jit
-def _add_product(total, a_ptr, b_ptr, slots, rows, end, columns_a, columns_b, A: tl.constexpr, B: tl.constexpr):
-    is_slot = slots < end
-    a_ptrs = a_ptr + slots.to(tl.int64)[:, None] * A + columns_a[None, :]
-    b_ptrs = b_ptr + rows.to(tl.int64)[:, None] * B + columns_b[None, :]
-    a = tl.load(a_ptrs, mask=is_slot[:, None] & (columns_a < A)[None, :], other=0.0)
-    b = tl.load(b_ptrs, mask=is_slot[:, None] & (columns_b < B)[None, :], other=0.0)
-    return tl.dot(tl.trans(a), b, total, input_precision="ieee")
-
-
-@triton.jit
-def _store(total, expert, columns_a, columns_b, out_ptr, A: tl.constexpr, B: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
     out = total.to(out_ptr.dtype.element_ty)
     out_ptr += expert.to(tl.int64) * A * B
     if IS_TRANSPOSED:
@@ -80,61 +68,6 @@ def _store(total, expert, columns_a, columns_b, out_ptr, A: tl.constexpr, B: tl.
     else:
         keep = (columns_a < A)[:, None] & (columns_b < B)[None, :]
         tl.store(out_ptr + columns_a[:, None] * B + columns_b[None, :], out, mask=keep)
-
-
-@triton.jit
-def _persistent_weight_grad_kernel(
-    a_ptr, b_ptr, rows_ptr, offsets_ptr, out_ptr, num_experts,
-    A: tl.constexpr, B: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """One loop over the slots of all tiles of the program: the compiler flattens no loops whose length differs.
-
-    What says that a tile begins or ends is counted before it is asked for, or the compiler takes the loads of the next
-    tile for users of the last one's end and pipelines nothing.
-    """
-    tiles_a: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
-    tiles_b: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
-    program, step = tl.program_id(0), tl.num_programs(0)
-    lane = tl.arange(0, BLOCK_R)
-    tile, expert, tile_a, tile_b, begin, end, left = program - step, 0, 0, 0, 0, 0, 0
-    next_rows = tl.zeros((BLOCK_R,), dtype=tl.int32)
-    total = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
-    for _ in range(_num_iterations(offsets_ptr, num_experts, program, step, tiles_a * tiles_b, BLOCK_R, BLOCK_E)):
-        left -= 1
-        if left < 0:
-            tile += step
-            expert = tile // (tiles_a * tiles_b)
-            tile_a, tile_b = place_in_groups(tile % (tiles_a * tiles_b), tiles_a, tiles_b, GROUP)
-            begin = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
-            end = tl.load(offsets_ptr + expert)
-            left = tl.maximum((end - begin + BLOCK_R - 1) // BLOCK_R, 1) - 1
-            rows = tl.load(rows_ptr + begin + lane, mask=begin + lane < end, other=0)
-        else:
-            begin += BLOCK_R
-            rows = next_rows
-        columns_a = tile_a * BLOCK_A + tl.arange(0, BLOCK_A)
-        columns_b = tile_b * BLOCK_B + tl.arange(0, BLOCK_B)
-        slots = begin + lane
-        total = _add_product(total, a_ptr, b_ptr, slots, rows, end, columns_a, columns_b, A, B)
-        next_rows = tl.load(rows_ptr + slots + BLOCK_R, mask=slots + BLOCK_R < end, other=0)
-        if left == 0:
-            _store(total, expert, columns_a, columns_b, out_ptr, A, B, IS_TRANSPOSED)
-            total = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
-
-
-@triton.jit
-def _num_iterations(
-    offsets_ptr, num_experts, program, step, tiles: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """Of all tiles program, program + step, ...; an expert without slots has one, which writes its zeros."""
-    expert = tl.arange(0, BLOCK_E)
-    is_expert = expert < num_experts
-    end = tl.load(offsets_ptr + expert, mask=is_expert, other=0)
-    begin = tl.load(offsets_ptr + expert - 1, mask=is_expert & (expert > 0), other=0)
-    first, last = expert * tiles, (expert + 1) * tiles
-    num_mine = (last - program + step - 1) // step - (first - program + step - 1) // step
-    return tl.sum(tl.where(is_expert, num_mine * tl.maximum((end - begin + BLOCK_R - 1) // BLOCK_R, 1), 0))
 
 
 def expert_weight_grad(
@@ -149,16 +82,11 @@ def expert_weight_grad(
     """Sum a's times b's over each expert's slots, b read through `rows_R`: -> [e, A, B], or [e, B, A] transposed."""
     width_a, width_b, num_experts = a_RA.shape[1], b_SB.shape[1], offsets_e.numel()
     out = a_RA.new_empty(num_experts, *((width_b, width_a) if is_transposed else (width_a, width_b)))
-    sizes = {
-        **dict(A=width_a, B=width_b, IS_TRANSPOSED=is_transposed, GROUP=cut.group),
-        **dict(BLOCK_A=cut.width_a, BLOCK_B=cut.width_b, BLOCK_R=cut.slots),
-        **dict(num_warps=cut.num_warps, num_stages=cut.num_stages),
-    }
-    if cut.is_persistent:
-        _persistent_weight_grad_kernel[(num_multiprocessors(a_RA.device),)](
-            a_RA, b_SB, rows_R, offsets_e, out, num_experts, BLOCK_E=triton.next_power_of_2(num_experts), **sizes
-        )
-    else:
-        grid = (num_experts * triton.cdiv(width_a, cut.width_a) * triton.cdiv(width_b, cut.width_b),)
-        _expert_weight_grad_kernel[grid](a_RA, b_SB, rows_R, offsets_e, out, **sizes)
+    grid = (num_experts * triton.cdiv(width_a, cut.width_a) * triton.cdiv(width_b, cut.width_b),)
+    _expert_weight_grad_kernel[grid](
+        a_RA, b_SB, rows_R, offsets_e, out,
+        A=width_a, B=width_b, IS_TRANSPOSED=is_transposed,
+        BLOCK_A=cut.width_a, BLOCK_B=cut.width_b, BLOCK_R=cut.slots, GROUP=cut.group,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
     return out

@@ -9,8 +9,8 @@ the pre-activation, 2·S·D + 4·R·F bytes in bf16; no permuted row, no activat
 (arXiv:2512.14080) and Megatron's memory-efficient permutation (arXiv:2603.07685 section 4.1.2). The reference is the
 composite of expert_mlp.py.
 
-A gather costs 4·R·D bytes, a GEMM of rows that lie one behind the other is 6 to 20 % faster than one that gathers: with
-wide experts, gathering first and for a moment pays (measured on H200: in backward from F = 2048 on, forward later).
+A gather costs 4·R·D bytes, and weight gradients of rows that lie one behind the other are 6 to 20 % faster than of rows
+gathered on the way: in backward of wide experts, gathering first and for a moment pays (on H200 from F = 2048 on).
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ from titan_moe.kernels.slot_sum import slot_rows, slot_rows_op, slot_sum
 from titan_moe.kernels.swiglu_backward import swiglu_backward
 from titan_moe.kernels.tiles import plan_tiles
 
-GATHERS_BEFORE_UP_FROM, GATHERS_BEFORE_GRADIENTS_FROM = 4096, 2048
-"""Hidden widths from which rows are gathered before the GEMMs that read them."""
+GATHERS_BEFORE_GRADIENTS_FROM = 2048
+"""Hidden width from which rows are gathered before the GEMMs of backward."""
 
 
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
@@ -51,10 +51,7 @@ def _expert_mlp(
 ) -> tuple[Tensor, Tensor]:
     tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS)
     weights = join(gate_up_e2FD, gate_up_c2FD)
-    if gate_up_e2FD.shape[2] >= GATHERS_BEFORE_UP_FROM:
-        hidden_R2F, active_RF = expert_up(slot_rows(x_SD, rows_R, offsets_e), None, scores_R, weights, tiles)
-    else:
-        hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weights, tiles)
+    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weights, tiles)
     y_RD = F.grouped_mm(active_RF, join(down_eDF, down_cDF).transpose(1, 2), offs=offsets_e)
     return slot_sum(y_RD, slots_SK), hidden_R2F
 

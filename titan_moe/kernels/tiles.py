@@ -4,11 +4,9 @@ R expert slots, sorted by expert · e local experts · M tiles
 
 Physics: a few hundred integers, made by one small kernel. The number of tiles depends on the routing, but
 `ceil(R / rows) + e` bounds it, so a launch has a static grid, and programs past the last tile leave at once. No slot is
-padded: a tile that is not full masks its rows. A persistent kernel, of as many programs as there are multiprocessors,
-walks the tiles that are there, whose number it reads on the device.
+padded: a tile that is not full masks its rows.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,16 +24,8 @@ class Tiles(NamedTuple):
     """int32, the tile's first slot."""
     ends_M: Tensor
     """int32, the end of the expert's slots."""
-    count: Tensor
-    """int32 of no dimension, how many of the M are tiles."""
     rows: int
     """Slots of a full tile."""
-
-
-@cache
-def num_multiprocessors(device: torch.device) -> int:
-    """Programs that a persistent kernel has; an H200's, where there is no GPU to ask."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @triton.jit
@@ -58,15 +48,14 @@ def plan_tiles_reference(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
     for expert, end in enumerate(offsets_e.tolist()):
         tiles += [(expert, first, end) for first in range(begin, end, rows)]
         begin = end
-    count = torch.tensor(len(tiles), dtype=torch.int32, device=offsets_e.device)
     tiles += [(-1, 0, 0)] * (-(-num_slots // rows) + offsets_e.numel() - len(tiles))
     experts_M, begins_M, ends_M = torch.tensor(tiles, dtype=torch.int32, device=offsets_e.device).unbind(1)
-    return Tiles(experts_M, begins_M, ends_M, count, rows)
+    return Tiles(experts_M, begins_M, ends_M, rows)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _plan_tiles_kernel(
-    offsets_ptr, experts_ptr, begins_ptr, ends_ptr, count_ptr, num_experts, num_tiles, rows,
+    offsets_ptr, experts_ptr, begins_ptr, ends_ptr, num_experts, num_tiles, rows,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, BLOCK_E)
@@ -74,8 +63,6 @@ def _plan_tiles_kernel(
     end = tl.load(offsets_ptr + expert, mask=is_expert, other=0)
     begin = tl.load(offsets_ptr + expert - 1, mask=is_expert & (expert > 0), other=0)
     count = tl.where(is_expert, (end - begin + rows - 1) // rows, 0)
-    if tl.program_id(0) == 0:
-        tl.store(count_ptr, tl.sum(count))
     last = tl.cumsum(count, axis=0)  # tiles up to and with each expert
     tile = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     # each tile lies in at most one expert's stretch, so sums over experts select
@@ -102,10 +89,9 @@ def plan_tiles(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
     # an allocation each: rows of one would be aligned for some numbers of slots only, and every kernel that reads them
     # would be compiled anew when a batch brings another alignment
     maps = [offsets_e.new_empty(num_tiles) for _ in range(3)]
-    count = offsets_e.new_empty(())
     block_m = 32
     _plan_tiles_kernel[(triton.cdiv(num_tiles, block_m),)](
-        offsets_e, *maps, count, num_experts, num_tiles, rows,
+        offsets_e, *maps, num_experts, num_tiles, rows,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
     )  # fmt: skip
-    return Tiles(maps[0], maps[1], maps[2], count, rows)
+    return Tiles(maps[0], maps[1], maps[2], rows)
