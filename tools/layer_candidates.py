@@ -6,7 +6,7 @@ All are built from the same weights, named as in our layer.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +81,17 @@ class GivenRouting(nn.Module):
         return self.scores_TK, self.ids_TK
 
 
-def build_own(preset: str, weights: dict[str, Tensor], shape: LayerShape, x_BND: Tensor, compiled: str) -> Candidate:
-    """Our layer with the kernels of a preset, compiled in the pieces that a run compiles."""
+def build_own(
+    preset: str,
+    extent: Literal["pieces", "block"],
+    weights: dict[str, Tensor],
+    shape: LayerShape,
+    x_BND: Tensor,
+    compiled: str,
+) -> Candidate:
+    """Our layer with the kernels of a preset, compiled as a run compiles it."""
     layer = _layer(shape, x_BND, weights, PRESETS[preset])
-    regional.apply(layer, CompileConfig(compiled), x_BND.device)
+    regional.apply(layer, CompileConfig(compiled, extent), x_BND.device)
     return Candidate(layer, layer.router.expert_bias_E.copy_)
 
 
@@ -165,8 +172,9 @@ def _layer(shape: LayerShape, x_BND: Tensor, weights: dict[str, Tensor], kernels
 
 Builder = Callable[[dict[str, Tensor], LayerShape, Tensor, str], Candidate]
 CANDIDATES: dict[str, Builder] = {
-    "grouped_mm": lambda *parts: build_own("grouped_mm", *parts),
-    "fused": lambda *parts: build_own("fused", *parts),
+    "grouped_mm": lambda *parts: build_own("grouped_mm", "pieces", *parts),
+    "fused": lambda *parts: build_own("fused", "pieces", *parts),
+    "one_graph": lambda *parts: build_own("fused", "block", *parts),
     "composite": build_composite,
     "torchtitan": build_torchtitan,
 }

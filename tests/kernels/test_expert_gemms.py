@@ -12,10 +12,10 @@ from titan_moe.kernels import fused_expert_mlp
 from titan_moe.kernels.expert_up import UpTiles, expert_up
 from titan_moe.kernels.expert_weight_grad import WeightGradTiles, expert_weight_grad
 from titan_moe.kernels.gather_mm import GatherTiles, gather_mm
-from titan_moe.kernels.permute import sample_plans
+from titan_moe.kernels.permute import plan_slots, sample_plans
 from titan_moe.kernels.registry import KERNELS, load_all
 from titan_moe.kernels.swiglu import weighted_swiglu
-from titan_moe.kernels.tiles import plan_tiles
+from titan_moe.kernels.tiles import SLACK, plan_tiles
 
 load_all()
 DEVICES = [
@@ -95,7 +95,8 @@ def test_expert_weight_grad(name: str, cut: WeightGradTiles, device: str, dtype:
     rows_R, offsets_e, _ = plan(name, device)
     x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
     grad_RF = torch.randn(rows_R.numel(), HIDDEN, device=device, dtype=dtype)
-    grad_RF[int(offsets_e[-1]) :] = float("nan")  # nobody may read it
+    end = int(offsets_e[-1])
+    grad_RF[end + SLACK :] = float("nan")  # nobody may read it
     plain = expert_weight_grad(grad_RF, x_SD, rows_R, offsets_e, cut=cut)
     transposed = expert_weight_grad(grad_RF, x_SD, rows_R, offsets_e, is_transposed=True, cut=cut)
     for expert, span in enumerate(spans(offsets_e)):
@@ -115,7 +116,7 @@ def test_wide_experts_gather_first(
         torch._dynamo.reset()
         results = []
         for run, width in ((op, 10_000), (op, 0), (compiled, 0)):
-            monkeypatch.setattr(fused_expert_mlp, "GATHERS_BEFORE_GRADIENTS_FROM", width)
+            monkeypatch.setattr(fused_expert_mlp, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", width)
             inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
             y_SD = run(*inputs, *sample.args[4:])
             results.append([y_SD.detach(), *torch.autograd.grad(y_SD, inputs, torch.ones_like(y_SD))])
@@ -132,3 +133,27 @@ def test_what_the_sweep_times_fits_an_h200(hopper: list[Any], monkeypatch: pytes
             hopper.clear()
             problem.run(cut)
             assert hopper[-1].fits and hopper[-1].num_matrix_ops > 0, f"{problem.name} {cut}: {hopper[-1]}"
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+def test_slots_behind_the_last_expert_are_zeros_where_weight_gradients_read_them(
+    device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Whatever memory held there: gradients of a bound on slots with room are those of as many slots as there are."""
+    torch.manual_seed(0)
+    ids_SK = torch.rand(17, 5, device=device).topk(3).indices
+    op = KERNELS["fused_expert_mlp"].op
+    sample = KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype)[0]
+    results = []
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        for room in (0, 1, SLACK, 3 * SLACK):
+            plan = plan_slots(ids_SK, 5, ids_SK.numel() + room)[:3]
+            inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
+            y_SD = op(*inputs, *plan)
+            results.append([y_SD.detach(), *torch.autograd.grad(y_SD, inputs, torch.ones_like(y_SD))])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for exact, *roomy in zip(*results, strict=True):
+        for other in roomy:
+            assert_close(other, exact, tolerance)

@@ -23,7 +23,7 @@ from titan_moe.kernels.router_forward import route_forward
 from titan_moe.kernels.scaled_cast import scaled_cast
 from titan_moe.kernels.slot_sum import slot_rows, slot_sum
 from titan_moe.kernels.softmax_gradient import softmax_gradient
-from titan_moe.kernels.swiglu_backward import swiglu_backward
+from titan_moe.kernels.swiglu_backward import swiglu_backward, unrouted_swiglu_backward
 from titan_moe.kernels.symm_barrier import symm_barrier
 from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
 from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, pick_scores
@@ -172,6 +172,7 @@ PASSES: dict[str, Callable[[], object]] = {
     "route_back_mixtral": lambda: route_back(8, RoutingRule("softmax", 2), single(2, 8), single()),
     "route_back_many": lambda: route_back(512, RoutingRule("sigmoid", 16), single(2, 512), single()),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
+    "unrouted_swiglu_backward": lambda: unrouted_swiglu_backward(half(S, F), half(S, 2 * F)),
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_odd": lambda: softmax_gradient(half(2048, V + 1), index(2048).long(), single(2048), -100),

@@ -30,7 +30,8 @@ class KernelOverrides:
     """Single operations that differ from what `perf.kernels` stands for; for measurements, and around a bad kernel."""
 
     experts: Literal["no", "grouped_mm", "fused", "reference"] = "no"
-    """The expert MLP: gather, two GEMMs with SwiGLU between them, sum; `no` overrides nothing."""
+    """The expert MLP: gather, two GEMMs with SwiGLU between them, sum; `fused` has backward of shared experts and dense
+    layers make their activation anew, too. `no` overrides nothing."""
     slots: Literal["no", "torch", "triton"] = "no"
     """Sorting the routed rows by expert."""
     router: Literal["no", "torch", "triton"] = "no"

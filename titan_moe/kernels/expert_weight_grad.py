@@ -5,7 +5,9 @@ S rows · R expert slots, sorted by expert · e local experts · A, B widths of 
 Physics: 2·R·A·B FLOPs, bound by the matrix units; the sum runs over an expert's slots, in order, so the result is
 deterministic. One factor lies slot by slot, the other is gathered from rows while its tiles are loaded, so no permuted
 copy of it exists. Rows are looked up an iteration ahead, in a register, so that the stages of the pipeline hold data
-alone; and the gathered factor is always the right one, which the matrix units take as it lies.
+alone; the other factor comes by TMA; and the gathered one is always the right one, which the matrix units take as it
+lies. An expert's last slots are cut off by zeros on the right alone: on the left stands what follows, the next expert's
+slots, or, behind the last expert, `SLACK` slots that must hold numbers.
 """
 
 from typing import NamedTuple
@@ -13,8 +15,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_moe.kernels.tiles import place_in_groups
+from titan_moe.kernels.tiles import SLACK, place_in_groups
 
 
 class WeightGradTiles(NamedTuple):
@@ -22,8 +25,8 @@ class WeightGradTiles(NamedTuple):
 
     width_a: int = 128
     width_b: int = 256
-    slots: int = 64
-    """Slots of an iteration."""
+    slots: int = SLACK
+    """Slots of an iteration, no more than that."""
     group: int = 8
     """Tiles of the left factor that share the right one's while they run."""
     num_warps: int = 8
@@ -36,7 +39,7 @@ UP_CUT, DOWN_CUT = WeightGradTiles(group=2), WeightGradTiles(group=16)
 
 @triton.jit
 def _expert_weight_grad_kernel(
-    a_ptr, b_ptr, rows_ptr, offsets_ptr, out_ptr,
+    a_desc, b_ptr, rows_ptr, offsets_ptr, out_ptr,
     A: tl.constexpr, B: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -54,9 +57,8 @@ def _expert_weight_grad_kernel(
     for first in range(begin, end, BLOCK_R):
         slots = first + lane
         is_slot = slots < end
-        a_ptrs = a_ptr + slots.to(tl.int64)[:, None] * A + columns_a[None, :]
         b_ptrs = b_ptr + rows.to(tl.int64)[:, None] * B + columns_b[None, :]
-        a = tl.load(a_ptrs, mask=is_slot[:, None] & (columns_a < A)[None, :], other=0.0)
+        a = a_desc.load([first, tile_a * BLOCK_A])
         b = tl.load(b_ptrs, mask=is_slot[:, None] & (columns_b < B)[None, :], other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision="ieee")
         rows = tl.load(rows_ptr + slots + BLOCK_R, mask=slots + BLOCK_R < end, other=0)
@@ -79,12 +81,18 @@ def expert_weight_grad(
     is_transposed: bool = False,
     cut: WeightGradTiles = UP_CUT,
 ) -> Tensor:
-    """Sum a's times b's over each expert's slots, b read through `rows_R`: -> [e, A, B], or [e, B, A] transposed."""
+    """Sum a's times b's over each expert's slots, b read through `rows_R`: -> [e, A, B], or [e, B, A] transposed.
+
+    `a` must be finite in the first `SLACK` slots past the last expert.
+    """
     width_a, width_b, num_experts = a_RA.shape[1], b_SB.shape[1], offsets_e.numel()
     out = a_RA.new_empty(num_experts, *((width_b, width_a) if is_transposed else (width_a, width_b)))
+    if not rows_R.numel():
+        return out.zero_()
+    a_desc = TensorDescriptor.from_tensor(a_RA, [cut.slots, cut.width_a])
     grid = (num_experts * triton.cdiv(width_a, cut.width_a) * triton.cdiv(width_b, cut.width_b),)
     _expert_weight_grad_kernel[grid](
-        a_RA, b_SB, rows_R, offsets_e, out,
+        a_desc, b_SB, rows_R, offsets_e, out,
         A=width_a, B=width_b, IS_TRANSPOSED=is_transposed,
         BLOCK_A=cut.width_a, BLOCK_B=cut.width_b, BLOCK_R=cut.slots, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,

@@ -29,12 +29,12 @@ from titan_moe.kernels.gather_mm import gather_mm
 from titan_moe.kernels.grouped_mm import grouped_mm, grouped_mm_reference, join
 from titan_moe.kernels.permute import full_size_plan, place_scores, sample_plans
 from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
-from titan_moe.kernels.slot_sum import slot_rows, slot_rows_op, slot_sum
+from titan_moe.kernels.slot_sum import slot_rows, slot_sum
 from titan_moe.kernels.swiglu_backward import swiglu_backward
 from titan_moe.kernels.tiles import plan_tiles
 
-GATHERS_BEFORE_GRADIENTS_FROM = 2048
-"""Hidden width from which rows are gathered before the GEMMs of backward."""
+GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM = 2048
+"""Hidden width from which rows are gathered before the weight gradients."""
 
 
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
@@ -74,7 +74,6 @@ def _(
 @torch.library.custom_op("titan_moe::expert_mlp_dx", mutates_args=())
 def _expert_mlp_dx(
     dy_SD: Tensor,
-    dy_RD: Tensor | None,
     rows_R: Tensor,
     slots_SK: Tensor,
     scores_R: Tensor,
@@ -85,13 +84,9 @@ def _expert_mlp_dx(
     gate_up_c2FD: Tensor | None = None,
     down_cDF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dx_SD, dscores_R, and what the weight gradients need: dhidden_R2F, active_RF. `dy_RD` is dy with a row for each
-    slot, where it was gathered first."""
-    weights = join(down_eDF, down_cDF)
-    if dy_RD is None:
-        dactive_RF = gather_mm(dy_SD, rows_R, weights, plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS))
-    else:
-        dactive_RF = F.grouped_mm(dy_RD, weights, offs=offsets_e)
+    """dx_SD, dscores_R, and what the weight gradients need: dhidden_R2F, active_RF."""
+    tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS)
+    dactive_RF = gather_mm(dy_SD, rows_R, join(down_eDF, down_cDF), tiles)
     dhidden_R2F, active_RF, dscores_R = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
     dx_RD = F.grouped_mm(dhidden_R2F, join(gate_up_e2FD, gate_up_c2FD).flatten(1, 2), offs=offsets_e)
     return slot_sum(dx_RD, slots_SK), dscores_R, dhidden_R2F, active_RF
@@ -100,7 +95,6 @@ def _expert_mlp_dx(
 @_expert_mlp_dx.register_fake
 def _(
     dy_SD: Tensor,
-    dy_RD: Tensor | None,
     rows_R: Tensor,
     slots_SK: Tensor,
     scores_R: Tensor,
@@ -118,7 +112,6 @@ def _(
 @torch.library.custom_op("titan_moe::expert_mlp_dw", mutates_args=())
 def _expert_mlp_dw(
     dy_SD: Tensor,
-    dy_RD: Tensor | None,
     x_SD: Tensor,
     rows_R: Tensor,
     offsets_e: Tensor,
@@ -126,9 +119,10 @@ def _expert_mlp_dw(
     active_RF: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up and down: an operation of its own, so that a schedule may run it later."""
-    if dy_RD is not None:
+    if active_RF.shape[1] >= GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM:
         dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R, offsets_e), offs=offsets_e)
-        return dgate_up.unflatten(1, (2, -1)), F.grouped_mm(dy_RD.T, active_RF, offs=offsets_e)
+        ddown_eDF = F.grouped_mm(slot_rows(dy_SD, rows_R, offsets_e).T, active_RF, offs=offsets_e)
+        return dgate_up.unflatten(1, (2, -1)), ddown_eDF
     dgate_up = expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e, cut=UP_CUT)
     ddown_eDF = expert_weight_grad(active_RF, dy_SD, rows_R, offsets_e, is_transposed=True, cut=DOWN_CUT)
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF
@@ -137,7 +131,6 @@ def _expert_mlp_dw(
 @_expert_mlp_dw.register_fake
 def _(
     dy_SD: Tensor,
-    dy_RD: Tensor | None,
     x_SD: Tensor,
     rows_R: Tensor,
     offsets_e: Tensor,
@@ -159,11 +152,10 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
         return (None,) * 9
     x_SD, rows_R, slots_SK, scores_R, offsets_e, *own, gate_up_c2FD, down_cDF, hidden_R2F = ctx.saved_tensors
     dy_SD = dy_SD.contiguous()
-    dy_RD = slot_rows_op(dy_SD, rows_R, offsets_e) if own[1].shape[2] >= GATHERS_BEFORE_GRADIENTS_FROM else None
     dx_SD, dscores_R, dhidden_R2F, active_RF = _expert_mlp_dx(
-        dy_SD, dy_RD, rows_R, slots_SK, scores_R, offsets_e, *own, hidden_R2F, gate_up_c2FD, down_cDF
+        dy_SD, rows_R, slots_SK, scores_R, offsets_e, *own, hidden_R2F, gate_up_c2FD, down_cDF
     )
-    dgate_up, ddown = _expert_mlp_dw(dy_SD, dy_RD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+    dgate_up, ddown = _expert_mlp_dw(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
     if gate_up_c2FD is None:
         return dx_SD, None, None, dscores_R, None, dgate_up, ddown, None, None
     sizes = [own[0].shape[0], gate_up_c2FD.shape[0]]
@@ -185,16 +177,12 @@ def _count(x_shape: Any, rows: Any, slots: Any, scores: Any, offsets: Any, gate_
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_dx)
-def _count_dx(
-    dy: Any, gathered: Any, rows: Any, slots: Any, scores: Any, offsets: Any, gate_up: Any, *_: Any, **__: Any
-) -> int:
+def _count_dx(dy: Any, rows: Any, slots: Any, scores: Any, offsets: Any, gate_up: Any, *_: Any, **__: Any) -> int:
     return _flops_of_a_pass(rows[0], gate_up)
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_dw)
-def _count_dw(
-    dy: Any, gathered: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: Any, *_: Any, **__: Any
-) -> int:
+def _count_dw(dy: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: Any, *_: Any, **__: Any) -> int:
     return _flops_of_a_pass(rows[0], (0, 0, active[1], x[1]))
 
 

@@ -5,7 +5,6 @@ S rows · R expert slots · K choices a row · D width
 Physics: memory-bound, reads at most S·K·D elements and writes S·D; a choice without a slot reads nothing.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,12 +55,3 @@ def slot_rows(x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor) -> Tensor:
             x_SD, rows_R, offsets_e, out_RD, offsets_e.numel(), width, BLOCK_D=block_d, num_warps=4
         )
     return out_RD
-
-
-slot_rows_op = torch.library.custom_op("titan_moe::slot_rows", slot_rows, mutates_args=())
-"""The same for whoever may be traced."""
-
-
-@slot_rows_op.register_fake
-def _(x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor) -> Tensor:
-    return x_SD.new_empty(rows_R.numel(), x_SD.shape[1])

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+SLACK = 64
+"""Slots past the last expert's that a weight gradient may read: numbers, if they are not to spoil it."""
+
 
 class Tiles(NamedTuple):
     """A tile map: entry m is a stretch of at most `rows` slots of one expert."""

@@ -28,7 +28,8 @@ class Block(nn.Module):
         self.attention_norm = norm(config.hidden_size, config.norm_eps)
         self.attention = ATTENTIONS[config.attention.kind](config, kernels)
         self.ffn_norm = norm(config.hidden_size, config.norm_eps)
-        self.feed_forward = MLP(config.hidden_size, config.ffn_hidden_size) if is_dense else MoE(config, kernels)
+        mlp_width = config.ffn_hidden_size
+        self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels)
 
     def front(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Attention and both norms: -> the residual stream and what the feed-forward layer reads, both [B, N, D]."""

@@ -6,28 +6,35 @@ D model width · F hidden width
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.kernels.swiglu import swiglu
+from titan_moe.kernels.swiglu_down import fused_swiglu_down
 
 
 class MLP(nn.Module):
-    """SwiGLU feed-forward (arXiv:2002.05202) with gate and up in one GEMM."""
+    """SwiGLU feed-forward (arXiv:2002.05202) with gate and up in one GEMM.
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+    Where experts are fused, it keeps for backward what they keep: its input and the pre-activation.
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
+        self.is_fused = kernels.experts == "fused"
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False)
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return self.down(swiglu(self.gate_up(x)))
+        hidden = self.gate_up(x)
+        return fused_swiglu_down(hidden, self.down.weight) if self.is_fused else self.down(swiglu(hidden))
 
 
 class GatedMLP(nn.Module):
     """Shared experts behind a learned sigmoid gate a token (Qwen2-MoE)."""
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
-        self.mlp = MLP(hidden_size, ffn_hidden_size)
+        self.mlp = MLP(hidden_size, ffn_hidden_size, kernels)
         self.gate = nn.Linear(hidden_size, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class MoE(nn.Module):
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, choose_lay_out(kernels.slots))
         mlp = choose_expert_mlp(kernels.experts, moe.score_on)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)
-        self.shared_experts = _shared_experts(config)
+        self.shared_experts = _shared_experts(config, kernels)
         self.num_chunks = 1
         self.sum: Callable[[Tensor, Any], Tensor] = torch.add if moe.shared_ffn_hidden_size else _of_one
         self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()
@@ -95,9 +95,9 @@ def _of_one(y_TD: Tensor, _: None) -> Tensor:
     return y_TD
 
 
-def _shared_experts(config: ModelConfig) -> nn.Module:
+def _shared_experts(config: ModelConfig, kernels: Kernels) -> nn.Module:
     moe = config.moe
     if not moe.shared_ffn_hidden_size:
         return NoMLP()
     shared = GatedMLP if moe.shared_expert_gate else MLP
-    return shared(config.hidden_size, moe.shared_ffn_hidden_size)
+    return shared(config.hidden_size, moe.shared_ffn_hidden_size, kernels)
