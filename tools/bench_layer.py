@@ -1,6 +1,6 @@
 """Time a whole MoE layer, router to combine, on one GPU in bf16, beside the plain composite and torchtitan's layer.
 
-    python tools/bench_layer.py [--shapes qwen3 mixtral] [--candidates fused torchtitan] [--skew 3] [--seconds 225]
+    python tools/bench_layer.py [--shapes qwen3 mixtral] [--candidates fused torchtitan] [--skew 3] [--rest 1]
 
 TFLOP/s are model FLOPs of the experts, routed and shared: 6 * slots * width * hidden forward, three times that with
 backward; the router is timed but not counted. Inputs are random, so is the routing, which is the router's own; skewed,
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -245,6 +246,13 @@ def _cell(by_key: dict[tuple[str, str, str], Result], name: str, routing: str, c
     return f"{result.tflops} {'/'.join(f'{share:.0f}' for share in shares)}%"
 
 
+def rested_ms(seconds: float, call: Callable[[], Any]) -> float:
+    """The median after a rest. Under GEMMs an H200 reaches its power limit in a tenth of a second, and slows down."""
+    torch.cuda.synchronize()
+    time.sleep(seconds)
+    return median_ms(call)
+
+
 def wall_clock_ms(call: Callable[[], Any]) -> float:
     """One call by the host's clock: enough to see that everything runs."""
     begin = time.perf_counter()
@@ -258,13 +266,14 @@ def main() -> None:
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
     parser.add_argument("--skew", type=float, default=3.0, help="load of the busiest expert over the mean")
     parser.add_argument("--seconds", type=float, default=225, help="no part begins later")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds that a hot GPU rests before each measurement")
     parser.add_argument("--smoke", action="store_true", help="a tiny layer in fp32 on the CPU, to see that all runs")
     args = parser.parse_args()
     if args.smoke:
         bench = Bench(torch.device("cpu"), torch.float32, wall_clock_ms, args.seconds)
         shapes = SMOKE
     elif torch.cuda.is_available():
-        bench = Bench(torch.device("cuda"), torch.bfloat16, median_ms, args.seconds)
+        bench = Bench(torch.device("cuda"), torch.bfloat16, partial(rested_ms, args.rest), args.seconds)
         shapes = {name: SHAPES[name] for name in args.shapes}
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     else:

@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, CloningDispatcher
 from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.clone_weights import CloneFetcher
+from titan_moe.dispatch.clone_weights import MessageCloneFetcher
 from titan_moe.dispatch.cloning import CloningExchange
 from titan_moe.kernels.expert_mlp import choose_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
@@ -41,7 +41,7 @@ def experts() -> GroupedExperts:
     module = GroupedExperts(own, WIDTH, HIDDEN, choose_expert_mlp("reference", "activation")).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    module.gather_weights = CloneFetcher(dist.group.WORLD)
+    module.gather_weights = MessageCloneFetcher(dist.group.WORLD)
     return module
 
 
@@ -100,7 +100,7 @@ def sum_gradients_in_bf16() -> tuple[Tensor, Tensor]:
     experts_Pc = torch.full((num_ranks, 1), 0)
     experts_Pc[0] = -1
     weights = [torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 4, 64), (64, 4))]
-    pieces = CloneFetcher(dist.group.WORLD)(*weights, CloningExchange(None, experts_Pc))
+    pieces = MessageCloneFetcher(dist.group.WORLD)(*weights, CloningExchange(None, experts_Pc))
     grads = gradients_of(rank)
     grads = [*grads, *(grad * 0 if rank == 0 else grad for grad in grads)]
     torch.autograd.backward(pieces, grads)

@@ -14,7 +14,7 @@ from titan_moe.dispatch import (
     LocalDispatcher,
     TokenDispatcher,
 )
-from titan_moe.dispatch.clone_weights import CloneFetcher
+from titan_moe.dispatch.clone_weights import MessageCloneFetcher
 from titan_moe.kernels.expert_mlp import choose_expert_mlp
 from titan_moe.kernels.slots import Slots, lay_out_slots
 from titan_moe.layers.experts import GroupedExperts
@@ -102,7 +102,7 @@ def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_spa
     assert dispatcher.reads_host == inner.reads_host
     per_rank = NUM_EXPERTS // num_ranks
     module = experts(rank * per_rank, (rank + 1) * per_rank)
-    module.gather_weights = CloneFetcher(group)
+    module.gather_weights = MessageCloneFetcher(group)
     rank_inputs = inputs(routing, num_ranks, tokens_by_rank)[rank]
     offsets_e = dispatcher.dispatch(*rank_inputs[:3]).offsets_e
     num_taken = offsets_e[-1] - offsets_e[per_rank - 1]

@@ -21,10 +21,11 @@ from titan_moe.dispatch import bound as bound_module
 from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.clone_weights import CloneFetcher
+from titan_moe.dispatch.clone_weights import MessageCloneFetcher, SymmCloneFetcher
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.symm_lane import Lane
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
+from titan_moe.kernels.symm_clones import clone_bytes
 from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 
@@ -39,12 +40,14 @@ def neighbour(name: str) -> Any:
 
 equal_local, mapped_files = neighbour("test_equal_local"), neighbour("mapped_files")
 NUM_GPUS = torch.cuda.device_count()
+MOST_SPARE = 2
 SIZES = (equal_local.NUM_TOKENS, equal_local.WIDTH, equal_local.TOP_K, torch.float64, torch.float64)
 
 
 def share(folder: str | None) -> tuple[SymmMemory, torch.device]:
     """This rank's part of the group's memory: files of a folder, or GPUs."""
-    num_bytes = symm_bytes(dist.get_world_size(), *SIZES)
+    num_ranks, elements = dist.get_world_size(), 3 * equal_local.HIDDEN * equal_local.WIDTH
+    num_bytes = max(symm_bytes(num_ranks, *SIZES), clone_bytes(num_ranks, MOST_SPARE, elements, torch.float64))
     if folder is not None:
         return mapped_files.map_files(folder, num_bytes, dist.group.WORLD), torch.device("cpu")
     device = torch.device("cuda", dist.get_rank())
@@ -79,7 +82,7 @@ def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int, *, on_a_
     if not num_spare:
         return inner
     group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
-    module.gather_weights = CloneFetcher(group)
+    module.gather_weights = MessageCloneFetcher(group) if on_a_lane else SymmCloneFetcher(memory)
     return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
 
 
@@ -118,11 +121,11 @@ def stepped(dispatcher: TokenDispatcher, module: GroupedExperts) -> Callable[...
     return step
 
 
-def compile_two_layers(folder: str | None) -> tuple[list[Tensor], list[Tensor]]:
+def compile_two_layers(folder: str | None, num_spare: int = 0) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of two layers, eager and as one graph."""
     memory, device = share(folder)
     module = my_experts(device)
-    step = stepped(SymmMemDispatcher(equal_local.NUM_EXPERTS, memory), module)
+    step = stepped(lending(memory, module, num_spare, on_a_lane=False), module)
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
     results = []
     for run in (step, compiled):
@@ -262,7 +265,7 @@ def test_files_equal_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routing
 @pytest.mark.interpreted
 def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
     routings = ("skewed", "all_to_one_rank", "dropped_choices")
-    check_routings(ranks(2, run_routings, str(tmp_path), routings, 2), routings)
+    check_routings(ranks(2, run_routings, str(tmp_path), routings, MOST_SPARE), routings)
 
 
 @pytest.mark.interpreted
@@ -276,8 +279,9 @@ def test_files_on_a_lane_equal_dense_oracle(ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.interpreted
-def test_files_compile_as_one_graph(ranks, tmp_path: Path) -> None:
-    for eager, compiled in ranks(2, compile_two_layers, str(tmp_path)):
+@pytest.mark.parametrize("num_spare", [0, 1])
+def test_files_compile_as_one_graph(ranks, tmp_path: Path, num_spare: int) -> None:
+    for eager, compiled in ranks(2, compile_two_layers, str(tmp_path), num_spare):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
@@ -355,8 +359,9 @@ def test_gpus_send_no_row_that_has_no_room(ranks_of_a_size, num_ranks: int) -> N
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-def test_gpus_compile_as_one_graph(ranks_of_a_size, num_ranks: int) -> None:
-    for eager, compiled in ranks_of_a_size(num_ranks, compile_two_layers, None):
+@pytest.mark.parametrize("num_spare", [0, 1])
+def test_gpus_compile_as_one_graph(ranks_of_a_size, num_ranks: int, num_spare: int) -> None:
+    for eager, compiled in ranks_of_a_size(num_ranks, compile_two_layers, None, num_spare):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 

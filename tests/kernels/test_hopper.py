@@ -25,6 +25,7 @@ from titan_moe.kernels.slot_sum import slot_rows, slot_sum
 from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward, unrouted_swiglu_backward
 from titan_moe.kernels.symm_barrier import symm_barrier
+from titan_moe.kernels.symm_clones import add_gradients, pull_weights, stage_weights
 from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
 from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, pick_scores
 from titan_moe.kernels.symm_dispatch_plan import announce_rows, plan_rows
@@ -144,7 +145,19 @@ def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
     pick_scores(ids_TK, plan.went_TP, arrays.scores, num_local)
 
 
+def lend(num_ranks: int, num_spare: int, width: int, hidden: int) -> None:
+    """Every kernel that brings clones their weights and takes their gradients home."""
+    weights = half(E, 2, hidden, width), half(E, width, hidden)
+    experts_Pc = torch.empty(num_ranks, num_spare, dtype=torch.int64, device="meta")
+    table_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
+    staged = SymmArray(half(num_ranks * num_spare, 3 * hidden * width), table_P, 256)
+    stage_weights(weights, experts_Pc, staged, 1)
+    pull_weights(weights, experts_Pc, staged, 1)
+    add_gradients(weights, experts_Pc, staged, 1)
+
+
 PASSES: dict[str, Callable[[], object]] = {
+    **{f"lend_{p}_{c}": partial(lend, p, c, D, 768) for p, c in ((8, 1), (4, 2))},
     **ROTARIES,
     **NORMS,
     **{f"symm_{p}_ranks_{d}": partial(exchange, p, d) for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))},

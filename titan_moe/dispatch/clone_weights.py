@@ -3,12 +3,13 @@
 P ranks of the group · e experts at home on each rank · c spare slots of each rank · I all spare slots (P·c), rank by
 rank · N elements of an expert
 
-In sizes that depend on nothing, so that the host need not know the plan: every rank sends c experts to every other,
-most of which nobody reads, in one message; the gradients of its c clones go to all. So (P-1)·c experts arrive at a rank
-on each way, however few are cloned: with 8 ranks and one spare slot, 66 MB of Qwen3-30B-A3B's in bf16. A rank that
-reaches its peers' memory would pull at most c, and another `FetchClones` is all that it takes.
+The host knows no plan, so no message can have its size. Between equals every rank sends c experts to every other, most
+of which nobody reads, in one message, and the gradients of its c clones go to all: (P-1)·c experts arrive at a rank on
+each way, however few are cloned, 66 MB of Qwen3-30B-A3B's in bf16 with 8 ranks and one spare slot. A rank that reaches
+its peers' memory reads what it wants and no more: c experts, 9.4 MB.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.cloning import CloningExchange
+from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.dispatch.wire import all_gather, all_to_all
+from titan_moe.kernels.symm_barrier import symm_barrier
+from titan_moe.kernels.symm_clones import add_gradients, clone_arrays, pull_weights, stage_gradients, stage_weights
 
 FetchClones = Callable[[Tensor, Tensor, CloningExchange], tuple[Tensor, ...]]
 """A rank's own gate_up and down, and what was planned -> own gate_up and down, the clones' gate_up and down.
@@ -25,44 +29,64 @@ FetchClones = Callable[[Tensor, Tensor, CloningExchange], tuple[Tensor, ...]]
 Own weights go through it, so that their gradient and what clones send home are summed in one place."""
 
 
-class CloneFetcher:
-    """Fetch clones by messages between equals."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.rank = group, dist.get_rank(group)
+class CloneFetcher(ABC):
+    """Fetch clones for an exchange; how they travel is a subclass's."""
 
     def __call__(self, gate_up: Tensor, down: Tensor, exchange: CloningExchange) -> tuple[Tensor, ...]:
-        """[e, ...] -> [e, ...] and [c, ...]; differentiable. An empty slot holds some expert that nobody reads."""
-        return _Fetch.apply(gate_up, down, exchange.experts_Pc, self.group, self.rank)
+        """[e, ...] -> [e, ...] and [c, ...]; differentiable. What is in an empty slot nobody reads."""
+        return _Fetch.apply(gate_up, down, exchange.experts_Pc, self)
+
+    @abstractmethod
+    def fetch(self, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
+        """Own weights -> the clones'."""
+
+    @abstractmethod
+    def add_home(
+        self, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of own weights and of clones -> those of own weights, to which everyone's clones are added in rank
+        order, in at least fp32, rounding once."""
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, group: dist.ProcessGroup, rank: int
+        ctx: Any, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, fetcher: CloneFetcher
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(experts_Pc)
-        ctx.group, ctx.rank = group, rank
+        ctx.fetcher = fetcher
+        return gate_up.view_as(gate_up), down.view_as(down), *fetcher.fetch(gate_up, down, experts_Pc)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.fetcher.add_home(*grads, *ctx.saved_tensors), None, None
+
+
+class MessageCloneFetcher(CloneFetcher):
+    """By messages between equals."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank = group, dist.get_rank(group)
+
+    def fetch(self, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
         num_experts, (num_ranks, num_spare) = gate_up.shape[0], experts_Pc.shape
         # where this rank is not the home, any expert: what it sends is not read
         sent_I = (experts_Pc % num_experts).flatten()
         equal = [num_spare] * num_ranks
-        both_IN = all_to_all(_pack(gate_up[sent_I], down[sent_I]), equal, equal, group)
-        home_c = (experts_Pc[rank] // num_experts).clamp(min=0)
-        both_cN = both_IN[home_c * num_spare + torch.arange(num_spare, device=home_c.device)]
-        return gate_up.view_as(gate_up), down.view_as(down), *_unpack(both_cN, gate_up, down)
+        both_IN = all_to_all(_pack(gate_up[sent_I], down[sent_I]), equal, equal, self.group)
+        home_c = (experts_Pc[self.rank] // num_experts).clamp(min=0)
+        return _unpack(both_IN[home_c * num_spare + torch.arange(num_spare, device=home_c.device)], gate_up, down)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own_gate_up, own_down, gate_up, down = grads
-        (experts_Pc,) = ctx.saved_tensors
-        both_IN = all_gather(_pack(gate_up, down), ctx.group)
+    def add_home(
+        self, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        both_IN = all_gather(_pack(gate_up, down), self.group)
         num_experts = own_gate_up.shape[0]
         # the same operations on every rank, as in allgather.py
-        local_I = torch.where(experts_Pc // num_experts == ctx.rank, experts_Pc % num_experts, -1).flatten()
+        local_I = torch.where(experts_Pc // num_experts == self.rank, experts_Pc % num_experts, -1).flatten()
         is_clone_eI = torch.arange(num_experts, device=local_I.device)[:, None] == local_I
-        homecoming = zip((own_gate_up, own_down), _unpack(both_IN, gate_up, down), strict=True)
-        return *(_add(own, is_clone_eI, clones) for own, clones in homecoming), None, None, None
+        all_gate_up, all_down = _unpack(both_IN, gate_up, down)
+        return _add(own_gate_up, is_clone_eI, all_gate_up), _add(own_down, is_clone_eI, all_down)
 
 
 def _pack(gate_up: Tensor, down: Tensor) -> Tensor:
@@ -77,9 +101,65 @@ def _unpack(both: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor
 
 
 def _add(own_eN: Tensor, is_clone_eI: Tensor, clones_IN: Tensor) -> Tensor:
-    """Add each expert's clones to it, in rank order, in at least fp32, rounding once: a product with zeros and ones.
+    """Add each expert's clones to it: a product with zeros and ones.
 
     So one that is not finite makes all sums so: the step is void then, whichever expert it began with.
     """
     sums = torch.addmm(own_eN.flatten(1), is_clone_eI.to(own_eN.dtype), clones_IN.flatten(1))
     return sums.view_as(own_eN)
+
+
+class SymmCloneFetcher(CloneFetcher):
+    """Out of the memory that the ranks share, in exchanges like those of `SymmMemDispatcher`: in the order of its own,
+    on their stream."""
+
+    def __init__(self, memory: SymmMemory) -> None:
+        self.memory = memory
+
+    def fetch(self, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
+        return _fetch_clones(gate_up, down, experts_Pc, *self.memory)
+
+    def add_home(
+        self, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # sums are made in place: these are the gradients of one use, which nobody else has seen
+        own_gate_up, own_down = own_gate_up.contiguous(), own_down.contiguous()
+        if torch.compiler.is_compiling():  # where they may be parts of one tensor that a graph knows as a whole
+            own_gate_up, own_down = own_gate_up.clone(), own_down.clone()
+        _add_clones(own_gate_up, own_down, gate_up, down, experts_Pc, *self.memory)
+        return own_gate_up, own_down
+
+
+@torch.library.custom_op("titan_moe::symm_fetch_clones", mutates_args=())
+def _fetch_clones(
+    gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, at_P: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
+    weights, experts_Pc = (gate_up.contiguous(), down.contiguous()), experts_Pc.contiguous()
+    num_elements = sum(weight[0].numel() for weight in weights)
+    signals, staged = clone_arrays(memory, at_P, experts_Pc.shape[1], num_elements, gate_up.dtype)
+    symm_barrier(signals, rank)
+    stage_weights(weights, experts_Pc, staged, rank)
+    symm_barrier(signals, rank)
+    return pull_weights(weights, experts_Pc, staged, rank)
+
+
+@_fetch_clones.register_fake
+def _(
+    gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, at_P: Tensor, rank: int
+) -> tuple[Tensor, Tensor]:
+    num_spare = experts_Pc.shape[1]
+    return gate_up.new_empty(num_spare, *gate_up.shape[1:]), down.new_empty(num_spare, *down.shape[1:])
+
+
+@torch.library.custom_op("titan_moe::symm_add_clones", mutates_args=("own_gate_up", "own_down"))
+def _add_clones(
+    own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor,
+    at_P: Tensor, rank: int,
+) -> None:  # fmt: skip
+    clones, experts_Pc = (gate_up, down), experts_Pc.contiguous()
+    num_elements = sum(clone[0].numel() for clone in clones)
+    signals, staged = clone_arrays(memory, at_P, experts_Pc.shape[1], num_elements, gate_up.dtype)
+    symm_barrier(signals, rank)
+    stage_gradients(clones, staged)
+    symm_barrier(signals, rank)
+    add_gradients((own_gate_up, own_down), experts_Pc, staged, rank)

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.clone_weights import CloneFetcher
+from titan_moe.dispatch.clone_weights import MessageCloneFetcher, SymmCloneFetcher
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.split_wire import SPLIT
 from titan_moe.dispatch.symm_lane import Lane
@@ -37,7 +37,7 @@ def apply(
             if config.ep > 1:
                 _shard(module.experts, meshes)
             if config.expert_clones:
-                _let_lend(module, config.expert_clones, meshes)
+                _let_lend(module, config.expert_clones, meshes, None if lane else memory)
 
 
 def _dispatcher(
@@ -62,11 +62,12 @@ def _dispatcher(
             return AllToAllDispatcher(num_experts, meshes.ep.get_group(), lay_out, WIRES[config.overlap])
 
 
-def _let_lend(moe: MoE, num_spare: int, meshes: Meshes) -> None:
-    """Fill the spare slots that the dispatcher counts with clones of hot experts."""
+def _let_lend(moe: MoE, num_spare: int, meshes: Meshes, memory: SymmMemory | None) -> None:
+    """Fill the spare slots that the dispatcher counts with clones of hot experts, out of shared memory if there is some
+    and its exchanges are on the stream of whoever computes."""
     group = meshes.ep.get_group()
     moe.dispatcher = CloningDispatcher(moe.dispatcher, moe.router.weight.shape[0], num_spare, group)
-    moe.experts.gather_weights = CloneFetcher(group)
+    moe.experts.gather_weights = MessageCloneFetcher(group) if memory is None else SymmCloneFetcher(memory)
 
 
 def _shard(experts: GroupedExperts, meshes: Meshes) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.recipe import most_tokens_at_once
 from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
+from titan_moe.kernels.symm_clones import clone_bytes
 from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.fsdp import DTYPES
@@ -25,14 +26,17 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
     if recipe.parallel.dispatcher != "symm_mem" or not layers:
         return None
     rows, group = DTYPES[recipe.precision.compute], meshes.ep.get_group()
+    num_ranks = group.size()
     num_bytes = symm_bytes(
-        group.size(),
+        num_ranks,
         most_tokens_at_once(recipe),
         width=max(moe.experts.down.shape[1] for moe in layers),
         num_choices=max(moe.router.rule.top_k for moe in layers),
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
+    largest = max(sum(weight[0].numel() for weight in moe.experts.parameters()) for moe in layers)
+    num_bytes = max(num_bytes, clone_bytes(num_ranks, recipe.parallel.expert_clones, largest, rows))
     try:
         return open_symm_memory(num_bytes, group, device)
     except (RuntimeError, ValueError) as error:
