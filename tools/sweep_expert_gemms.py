@@ -27,7 +27,7 @@ from titan_moe.kernels.timing import median_ms
 
 UP_TILES = [
     UpTiles(),
-    *(UpTiles(group=group) for group in (1, 4, 16, 32)),
+    *(UpTiles(group=group) for group in (1, 4, 8, 32)),
     UpTiles(num_stages=3),
 ]
 GATHER_TILES = [

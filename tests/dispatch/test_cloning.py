@@ -100,7 +100,7 @@ def sum_gradients_in_bf16() -> tuple[Tensor, Tensor]:
     experts_Pc = torch.full((num_ranks, 1), 0)
     experts_Pc[0] = -1
     weights = [torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 4, 64), (64, 4))]
-    pieces = MessageCloneFetcher(dist.group.WORLD)(*weights, CloningExchange(None, experts_Pc))
+    _, *pieces = MessageCloneFetcher(dist.group.WORLD)(torch.zeros(2, 64), *weights, CloningExchange(None, experts_Pc))
     grads = gradients_of(rank)
     grads = [*grads, *(grad * 0 if rank == 0 else grad for grad in grads)]
     torch.autograd.backward(pieces, grads)

@@ -15,7 +15,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from titan_moe.dispatch import bound as bound_module
 from titan_moe.dispatch import symm_mem
@@ -47,7 +49,8 @@ SIZES = (equal_local.NUM_TOKENS, equal_local.WIDTH, equal_local.TOP_K, torch.flo
 def share(folder: str | None) -> tuple[SymmMemory, torch.device]:
     """This rank's part of the group's memory: files of a folder, or GPUs."""
     num_ranks, elements = dist.get_world_size(), 3 * equal_local.HIDDEN * equal_local.WIDTH
-    num_bytes = max(symm_bytes(num_ranks, *SIZES), clone_bytes(num_ranks, MOST_SPARE, elements, torch.float64))
+    places = (num_ranks, equal_local.NUM_EXPERTS // num_ranks, MOST_SPARE, elements, torch.float64)
+    num_bytes = max(symm_bytes(num_ranks, *SIZES), clone_bytes(*places))
     if folder is not None:
         return mapped_files.map_files(folder, num_bytes, dist.group.WORLD), torch.device("cpu")
     device = torch.device("cuda", dist.get_rank())
@@ -134,8 +137,53 @@ def compile_two_layers(folder: str | None, num_spare: int = 0) -> tuple[list[Ten
         module.zero_grad()
         y_TD = run(x_TD, ids_TK, scores_TK)
         y_TD.backward(grad_TD)
-        results.append([t.detach().cpu() for t in (y_TD, x_TD.grad, scores_TK.grad, module.gate_up.grad)])
+        grads = (x_TD.grad, scores_TK.grad, module.gate_up.grad, module.down.grad)
+        results.append([tensor.detach().cpu() for tensor in (y_TD, *grads)])
     return results[0], results[1]
+
+
+def find_orders(folder: str) -> tuple[bool, bool]:
+    """Of a layer with clones as one graph: whether weights of clones are asked for after the rows have come, and rows'
+    gradients leave after those of clones, by what each needs of the other."""
+    graphs: list[torch.fx.Graph] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    memory, device = share(folder)
+    module = my_experts(device)
+    dispatcher = lending(memory, module, 1, on_a_lane=False)
+    x_TD, ids_TK, scores_TK, _ = my_inputs("skewed", device)
+
+    def layer(x_TD: Tensor) -> Tensor:
+        routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
+        return dispatcher.combine(module(routed), routed)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    compiled(x_TD.requires_grad_()).sum().backward()
+    forward, backward = graphs
+    return (
+        needs(forward, "symm_fetch_clones", "symm_fetch"),
+        needs(backward, "symm_deliver_gradients", "symm_add_clones"),
+    )
+
+
+def needs(graph: torch.fx.Graph, later: str, earlier: str) -> bool:
+    """Whether one operation waits for what another makes."""
+    (asked,), (wanted,) = ([node for node in graph.nodes if name in operations(node)] for name in (later, earlier))
+    before, found = [asked], set()
+    while before:
+        node = before.pop()
+        found.add(node)
+        before += [other for other in node.all_input_nodes if other not in found]
+    return wanted in found
+
+
+def operations(node: torch.fx.Node) -> list[str]:
+    """Names of the operation that a node calls, itself or through one that knows what it changes."""
+    called = [node.target, *node.args]
+    return [op._opname for op in called if isinstance(op, torch._ops.OpOverload)]
 
 
 def stress(folder: str | None, num_dispatches: int) -> int:
@@ -283,6 +331,11 @@ def test_files_on_a_lane_equal_dense_oracle(ranks, tmp_path: Path) -> None:
 def test_files_compile_as_one_graph(ranks, tmp_path: Path, num_spare: int) -> None:
     for eager, compiled in ranks(2, compile_two_layers, str(tmp_path), num_spare):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.interpreted
+def test_exchanges_of_a_graph_have_one_order(ranks, tmp_path: Path) -> None:
+    assert ranks(2, find_orders, str(tmp_path)) == [(True, True)] * 2
 
 
 @pytest.mark.interpreted

@@ -66,10 +66,10 @@ def alone(ranks: Any) -> Any:
         pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
         pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
         pytest.param(4, replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-ep2-recompute_experts"),
+        pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),
         pytest.param(
-            2, replace(EP2, expert_clones=1, overlap="layer"), "experts", id="dp2-ep2-clones-recompute_experts"
+            2, replace(EP2, overlap="layer", chunks=2, expert_clones=1), "block", id="dp2-ep2-chunks-recompute_block"
         ),
-        pytest.param(2, replace(EP2, overlap="layer", chunks=2), "block", id="dp2-ep2-chunks-recompute_block"),
     ],
 )
 def test_layout_trains_as_one_process(
@@ -87,7 +87,8 @@ def test_interleaved_microbatches_train_as_one_process(ranks: Any, alone: Any, t
 
 
 def test_blocks_that_compile_whole_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
-    candidate = in_one_microbatch(one_loss.recipe(EP2, compile=CompileConfig("on", extent="block")), 2)
+    lending = replace(EP2, expert_clones=1)
+    candidate = in_one_microbatch(one_loss.recipe(lending, compile=CompileConfig("on", extent="block")), 2)
     for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train_compiled", candidate, -1, STEPS):
         trace = one_loss.Trace(**fields)
         one_loss.assert_same(trace, alone, 1e-9)

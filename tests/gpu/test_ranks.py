@@ -142,6 +142,8 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "clones_blocks": (whole, allgather, "--parallel.expert_clones=1", "--compile.extent=block"),
         "clones_captured": (whole, allgather, "--parallel.expert_clones=1", bounded, "--compile.cudagraph=step", plain),
         "clones_symm_mem": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.cudagraph=step", bounded, plain),
+        "clones_symm_mem_blocks": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.extent=block"),
+        "clones_symm_mem_edp2": (spread, symm_mem, "--parallel.expert_clones=2", "--memory.recompute=experts", plain),
         "clones_interleaved": (spread, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
         "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
     }

@@ -20,7 +20,7 @@ DEVICES = [
     pytest.param("cpu", torch.float32, marks=pytest.mark.interpreted),
     pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
 ]
-NUM_LOCAL, SHAPES = 3, ((2, 8, 24), (24, 8))
+SHAPES = ((2, 8, 24), (24, 8))
 NUM_ELEMENTS = 3 * 8 * 24
 PLANS = {
     "one each": [[5], [0], [4], [2]],
@@ -31,12 +31,12 @@ PLANS = {
 }
 
 
-def share(num_ranks: int, num_spare: int, device: str, dtype: torch.dtype) -> list[SymmArray]:
+def share(num_ranks: int, num_local: int, num_spare: int, device: str, dtype: torch.dtype) -> list[SymmArray]:
     """Every rank's place for clones, poisoned."""
-    size = clone_bytes(num_ranks, num_spare, NUM_ELEMENTS, dtype)
+    size = clone_bytes(num_ranks, num_local, num_spare, NUM_ELEMENTS, dtype)
     memories = [torch.full((size,), 255, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
     addresses_P = torch.tensor([memory.data_ptr() for memory in memories], device=device)
-    return [clone_arrays(memory, addresses_P, num_spare, NUM_ELEMENTS, dtype)[1] for memory in memories]
+    return [clone_arrays(memory, addresses_P, num_local, num_spare, NUM_ELEMENTS, dtype)[1] for memory in memories]
 
 
 def draw(num: int, num_ranks: int, device: str, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
@@ -44,28 +44,29 @@ def draw(num: int, num_ranks: int, device: str, dtype: torch.dtype) -> list[tupl
 
 
 @pytest.mark.parametrize("block", [64, 4096])
+@pytest.mark.parametrize("num_local", [3, 5])  # experts lie at places of their own, or at those of their clones
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("name", PLANS)
 def test_weights_come_and_gradients_go_home(
-    name: str, device: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+    name: str, num_local: int, device: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(symm_clones, "BLOCK", block)
     torch.manual_seed(0)
     experts_Pc = torch.tensor(PLANS[name], device=device)
     num_ranks, num_spare = experts_Pc.shape
-    shared = share(num_ranks, num_spare, device, dtype)
+    shared = share(num_ranks, num_local, num_spare, device, dtype)
 
-    weights = draw(NUM_LOCAL, num_ranks, device, dtype)
+    weights = draw(num_local, num_ranks, device, dtype)
     for rank, (own, staged) in enumerate(zip(weights, shared, strict=True)):
         stage_weights(own, experts_Pc, staged, rank)
     for rank, (own, staged) in enumerate(zip(weights, shared, strict=True)):
         for index, clones in enumerate(pull_weights(own, experts_Pc, staged, rank)):
             for spare, expert in enumerate(experts_Pc[rank].tolist()):
                 if expert >= 0:
-                    home = weights[expert // NUM_LOCAL][index]
-                    assert torch.equal(clones[spare], home[expert % NUM_LOCAL])
+                    home = weights[expert // num_local][index]
+                    assert torch.equal(clones[spare], home[expert % num_local])
 
-    own_grads, clone_grads = draw(NUM_LOCAL, num_ranks, device, dtype), draw(num_spare, num_ranks, device, dtype)
+    own_grads, clone_grads = draw(num_local, num_ranks, device, dtype), draw(num_spare, num_ranks, device, dtype)
     expected = [
         add_clones_reference(
             torch.stack([own[index].flatten(1) for own in own_grads]),
@@ -85,6 +86,6 @@ def test_weights_come_and_gradients_go_home(
 def test_memory_that_is_too_small_is_refused() -> None:
     memory, table_P = torch.zeros(1000, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(
-        ValueError, match="2 clones of 576 elements in torch.float32 on each of 2 ranks take 9472 bytes"
+        ValueError, match="2 clones of 576 elements in torch.float32 on each of 2 ranks take 7168 bytes"
     ):
-        clone_arrays(memory, table_P, 2, NUM_ELEMENTS, torch.float32)
+        clone_arrays(memory, table_P, 3, 2, NUM_ELEMENTS, torch.float32)

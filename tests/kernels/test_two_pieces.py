@@ -13,7 +13,7 @@ from titan_moe.kernels.expert_mlp import ExpertMLP, choose_expert_mlp
 from titan_moe.kernels.permute import sample_plans
 
 EXPERTS, OWN, WIDTH, HIDDEN = 5, 3, 64, 40
-WIDTHS = ("GATHERS_BEFORE_UP_FROM", "GATHERS_BEFORE_GRADIENTS_FROM")
+WIDE_FROM = "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM"
 
 
 def cases() -> list[Any]:
@@ -34,8 +34,7 @@ def mlp(kernels: str, monkeypatch: pytest.MonkeyPatch) -> ExpertMLP:
     if kernels == "wide":
         from titan_moe.kernels import fused_expert_mlp
 
-        for name in WIDTHS:
-            monkeypatch.setattr(fused_expert_mlp, name, 1)
+        monkeypatch.setattr(fused_expert_mlp, WIDE_FROM, 1)
     return choose_expert_mlp("fused" if kernels == "wide" else kernels, "activation")
 
 

@@ -12,6 +12,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig, PrecisionConfig
 from titan_moe.config.recipe import most_tokens_at_once
 from titan_moe.config.train import MetricsConfig
+from titan_moe.kernels.symm_clones import clone_bytes
 from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.plan.count import count_parameters
 from titan_moe.plan.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
@@ -88,6 +89,25 @@ def test_ranks_share_what_their_dispatcher_opens(compute: Any, scores: str) -> N
     opened = symm_bytes(4, 8 * 256, 64, MODEL.moe.top_k, dtypes[compute], dtypes[scores])
     assert shared_bytes_per_rank(recipe) == pytest.approx(opened, abs=1024)
     assert "GiB of memory that ranks share" in describe(recipe, 4)
+
+
+def test_clones_come_out_of_what_ranks_share_where_exchanges_have_no_stream_of_their_own() -> None:
+    few_tokens = replace(Recipe().train, seq_len_tokens=8, micro_batch_sequences=1)
+    recipe = Recipe(
+        model=MODEL,
+        parallel=ParallelConfig(ep=4, dispatcher="symm_mem"),
+        precision=PrecisionConfig("bf16"),
+        metrics=MetricsConfig(sample_tokens=0),
+        train=few_tokens,
+    )
+    moe, rows = MODEL.moe, shared_bytes_per_rank(recipe)
+    for num_spare in (1, moe.num_experts // 4):
+        lending = replace(recipe, parallel=replace(recipe.parallel, expert_clones=num_spare))
+        elements = 3 * MODEL.hidden_size * moe.ffn_hidden_size
+        opened = clone_bytes(4, moe.num_experts // 4, num_spare, elements, torch.bfloat16)
+        assert opened > rows and shared_bytes_per_rank(lending) == pytest.approx(opened, abs=1024)
+        hidden = replace(lending, parallel=replace(lending.parallel, overlap="layer"))
+        assert shared_bytes_per_rank(hidden) == rows
 
 
 def test_the_largest_batch_may_be_the_sample() -> None:

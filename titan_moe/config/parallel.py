@@ -59,8 +59,9 @@ class ParallelConfig:
     expert_clones: int = 0
     """Spare expert slots of a rank: for every exchange, hot experts are cloned onto ranks that have room, and their
     choices are shared, so that the fullest rank holds the others up less. Exact; 0 is off. One or two are enough for a
-    fullest rank of 1.2 times the mean load. Costs messages: a rank gets (ep - 1) * expert_clones experts of a layer
-    forward, as many gradients of experts backward, and copies its own for the GEMMs. Not measured on GPUs yet."""
+    fullest rank of 1.2 times the mean load. Costs messages: with `symm_mem` and `overlap = "none"` a rank gets
+    expert_clones experts of a layer forward and gives as many gradients of experts backward, else (ep - 1) times as
+    many; and it copies its own for the GEMMs."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""

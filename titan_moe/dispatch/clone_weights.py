@@ -10,8 +10,8 @@ its peers' memory reads what it wants and no more: c experts, 9.4 MB.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,53 +22,64 @@ from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.dispatch.wire import all_gather, all_to_all
 from titan_moe.kernels.symm_barrier import symm_barrier
 from titan_moe.kernels.symm_clones import add_gradients, clone_arrays, pull_weights, stage_gradients, stage_weights
+from titan_moe.kernels.symm_dispatch import SymmArray
 
-FetchClones = Callable[[Tensor, Tensor, CloningExchange], tuple[Tensor, ...]]
-"""A rank's own gate_up and down, and what was planned -> own gate_up and down, the clones' gate_up and down.
 
-Own weights go through it, so that their gradient and what clones send home are summed in one place."""
+class Gradients(NamedTuple):
+    """Of what comes out of a fetch."""
+
+    x_SD: Tensor
+    own_gate_up: Tensor
+    own_down: Tensor
+    gate_up: Tensor
+    """Of clones, as the next."""
+    down: Tensor
 
 
 class CloneFetcher(ABC):
-    """Fetch clones for an exchange; how they travel is a subclass's."""
+    """Fetch clones for an exchange; how they travel is a subclass's.
 
-    def __call__(self, gate_up: Tensor, down: Tensor, exchange: CloningExchange) -> tuple[Tensor, ...]:
-        """[e, ...] -> [e, ...] and [c, ...]; differentiable. What is in an empty slot nobody reads."""
-        return _Fetch.apply(gate_up, down, exchange.experts_Pc, self)
+    Own weights go through it, so that their gradient and what clones send home are summed in one place; and the rows
+    that arrived, so that clones come behind them and gradients of clones leave before theirs, in a graph too.
+    """
+
+    def __call__(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, exchange: CloningExchange) -> tuple[Tensor, ...]:
+        """Rows [S, D] and own weights [e, ...] -> the same, and clones' weights [c, ...]; differentiable. What is in an
+        empty slot nobody reads."""
+        return _Fetch.apply(x_SD, gate_up, down, exchange.experts_Pc, self)
 
     @abstractmethod
-    def fetch(self, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
-        """Own weights -> the clones'."""
+    def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
+        """Own weights -> the clones', once the rows are there."""
 
     @abstractmethod
-    def add_home(
-        self, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of own weights and of clones -> those of own weights, to which everyone's clones are added in rank
-        order, in at least fp32, rounding once."""
+    def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the rows, as they are, and of own weights, to which everyone's clones' are added in rank order,
+        in at least fp32, rounding once."""
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, fetcher: CloneFetcher
+        ctx: Any, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, fetcher: CloneFetcher
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(experts_Pc)
         ctx.fetcher = fetcher
-        return gate_up.view_as(gate_up), down.view_as(down), *fetcher.fetch(gate_up, down, experts_Pc)
+        own = x_SD.view_as(x_SD), gate_up.view_as(gate_up), down.view_as(down)
+        return *own, *fetcher.fetch(x_SD, gate_up, down, experts_Pc)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.fetcher.add_home(*grads, *ctx.saved_tensors), None, None
+        return *ctx.fetcher.add_home(Gradients(*grads), *ctx.saved_tensors), None, None
 
 
 class MessageCloneFetcher(CloneFetcher):
-    """By messages between equals."""
+    """By collectives, in which all ranks send and get as much."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
 
-    def fetch(self, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
+    def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
         num_experts, (num_ranks, num_spare) = gate_up.shape[0], experts_Pc.shape
         # where this rank is not the home, any expert: what it sends is not read
         sent_I = (experts_Pc % num_experts).flatten()
@@ -77,16 +88,15 @@ class MessageCloneFetcher(CloneFetcher):
         home_c = (experts_Pc[self.rank] // num_experts).clamp(min=0)
         return _unpack(both_IN[home_c * num_spare + torch.arange(num_spare, device=home_c.device)], gate_up, down)
 
-    def add_home(
-        self, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x_SD, own_gate_up, own_down, gate_up, down = grads
         both_IN = all_gather(_pack(gate_up, down), self.group)
         num_experts = own_gate_up.shape[0]
         # the same operations on every rank, as in allgather.py
         local_I = torch.where(experts_Pc // num_experts == self.rank, experts_Pc % num_experts, -1).flatten()
         is_clone_eI = torch.arange(num_experts, device=local_I.device)[:, None] == local_I
         all_gate_up, all_down = _unpack(both_IN, gate_up, down)
-        return _add(own_gate_up, is_clone_eI, all_gate_up), _add(own_down, is_clone_eI, all_down)
+        return x_SD, _add(own_gate_up, is_clone_eI, all_gate_up), _add(own_down, is_clone_eI, all_down)
 
 
 def _pack(gate_up: Tensor, down: Tensor) -> Tensor:
@@ -110,33 +120,31 @@ def _add(own_eN: Tensor, is_clone_eI: Tensor, clones_IN: Tensor) -> Tensor:
 
 
 class SymmCloneFetcher(CloneFetcher):
-    """Out of the memory that the ranks share, in exchanges like those of `SymmMemDispatcher`: in the order of its own,
-    on their stream."""
+    """Out of the memory that the ranks share, in exchanges like those of `SymmMemDispatcher`: between its own, on their
+    stream."""
 
     def __init__(self, memory: SymmMemory) -> None:
         self.memory = memory
 
-    def fetch(self, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
-        return _fetch_clones(gate_up, down, experts_Pc, *self.memory)
+    def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
+        return _fetch_clones(x_SD, gate_up, down, experts_Pc, *self.memory)
 
-    def add_home(
-        self, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # sums are made in place: these are the gradients of one use, which nobody else has seen
-        own_gate_up, own_down = own_gate_up.contiguous(), own_down.contiguous()
+        own_gate_up, own_down = grads.own_gate_up.contiguous(), grads.own_down.contiguous()
         if torch.compiler.is_compiling():  # where they may be parts of one tensor that a graph knows as a whole
             own_gate_up, own_down = own_gate_up.clone(), own_down.clone()
-        _add_clones(own_gate_up, own_down, gate_up, down, experts_Pc, *self.memory)
-        return own_gate_up, own_down
+        _add_clones(grads.x_SD, own_gate_up, own_down, grads.gate_up, grads.down, experts_Pc, *self.memory)
+        return grads.x_SD, own_gate_up, own_down
 
 
 @torch.library.custom_op("titan_moe::symm_fetch_clones", mutates_args=())
 def _fetch_clones(
-    gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, at_P: Tensor, rank: int
+    x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, at_P: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
+    """The rows are not read: who needs them comes after the exchange that brought them."""
     weights, experts_Pc = (gate_up.contiguous(), down.contiguous()), experts_Pc.contiguous()
-    num_elements = sum(weight[0].numel() for weight in weights)
-    signals, staged = clone_arrays(memory, at_P, experts_Pc.shape[1], num_elements, gate_up.dtype)
+    signals, staged = _place_for(weights, len(gate_up), experts_Pc, memory, at_P)
     symm_barrier(signals, rank)
     stage_weights(weights, experts_Pc, staged, rank)
     symm_barrier(signals, rank)
@@ -145,21 +153,28 @@ def _fetch_clones(
 
 @_fetch_clones.register_fake
 def _(
-    gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, at_P: Tensor, rank: int
+    x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, at_P: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
     num_spare = experts_Pc.shape[1]
     return gate_up.new_empty(num_spare, *gate_up.shape[1:]), down.new_empty(num_spare, *down.shape[1:])
 
 
-@torch.library.custom_op("titan_moe::symm_add_clones", mutates_args=("own_gate_up", "own_down"))
+@torch.library.custom_op("titan_moe::symm_add_clones", mutates_args=("dx_SD", "own_gate_up", "own_down"))
 def _add_clones(
-    own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor,
-    at_P: Tensor, rank: int,
+    dx_SD: Tensor, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor,
+    memory: Tensor, at_P: Tensor, rank: int,
 ) -> None:  # fmt: skip
+    """The rows' gradients are not touched: who reads what this may have changed comes after it."""
     clones, experts_Pc = (gate_up, down), experts_Pc.contiguous()
-    num_elements = sum(clone[0].numel() for clone in clones)
-    signals, staged = clone_arrays(memory, at_P, experts_Pc.shape[1], num_elements, gate_up.dtype)
+    signals, staged = _place_for(clones, len(own_gate_up), experts_Pc, memory, at_P)
     symm_barrier(signals, rank)
     stage_gradients(clones, staged)
     symm_barrier(signals, rank)
     add_gradients((own_gate_up, own_down), experts_Pc, staged, rank)
+
+
+def _place_for(
+    weights: Sequence[Tensor], num_local_experts: int, experts_Pc: Tensor, memory: Tensor, at_P: Tensor
+) -> tuple[SymmArray, SymmArray]:
+    num_elements = sum(weight[0].numel() for weight in weights)
+    return clone_arrays(memory, at_P, num_local_experts, experts_Pc.shape[1], num_elements, weights[0].dtype)

@@ -7,11 +7,11 @@ worst case, P·T rows, or up to a bound over what random routing sends. Only a s
 again without it, reads its sizes on the host: the worst case of a large model fits into no memory. What kernels do in
 each phase of an exchange, and why two barriers make its memory free for the next, is in kernels/symm_dispatch.py.
 
-Each operation here is one whole exchange, barriers included. Its memory outlives it as scratch: what it leaves there
-nobody reads. So to a compiler it is a function of its other arguments, which may be dropped where no rank needs its
-result, or moved, as long as all ranks run the same exchanges in the same order, as with collectives. A layer's
-exchanges wait for each other's results, so there is one order for them; layers follow each other, and every rank
-compiles the same graph.
+Each operation here is one whole exchange, barriers included; so are those of clones (clone_weights.py). Its memory
+outlives it as scratch: what it leaves there nobody reads. So to a compiler it is a function of its other arguments,
+which may be dropped where no rank needs its result, or moved, as long as all ranks run the same exchanges in the same
+order, as with collectives. A layer's exchanges wait for each other's results, so there is one order for them, which no
+compiler can change on one rank alone; and layers follow each other.
 
 Used alone, with a process group `group` of the GPUs of one node and this rank's `experts`:
 

@@ -87,6 +87,8 @@ def expert_weight_grad(
     """
     width_a, width_b, num_experts = a_RA.shape[1], b_SB.shape[1], offsets_e.numel()
     out = a_RA.new_empty(num_experts, *((width_b, width_a) if is_transposed else (width_a, width_b)))
+    if cut.slots > SLACK:
+        raise ValueError(f"{cut.slots} slots an iteration reach past the {SLACK} that may be read")
     if not rows_R.numel():
         return out.zero_()
     a_desc = TensorDescriptor.from_tensor(a_RA, [cut.slots, cut.width_a])

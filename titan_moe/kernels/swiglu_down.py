@@ -23,12 +23,10 @@ def swiglu_down_reference(hidden_T2F: Tensor, weight_DF: Tensor) -> Tensor:
     return F.linear(swiglu(hidden_T2F), weight_DF)
 
 
-swiglu_backward_op = torch.library.custom_op(
-    "titan_moe::unrouted_swiglu_backward", unrouted_swiglu_backward, mutates_args=()
-)
+_backward = torch.library.custom_op("titan_moe::unrouted_swiglu_backward", unrouted_swiglu_backward, mutates_args=())
 
 
-@swiglu_backward_op.register_fake
+@_backward.register_fake
 def _(dactive_RF: Tensor, hidden_R2F: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(hidden_R2F), torch.empty_like(dactive_RF)
 
@@ -40,11 +38,10 @@ class _SwiGLUDown(torch.autograd.Function):
         return swiglu_down_reference(hidden_T2F, weight_DF)
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         hidden_T2F, weight_DF = ctx.saved_tensors
-        dactive_TF = dy_TD @ weight_DF
-        dhidden_T2F, active_TF = swiglu_backward_op(dactive_TF.contiguous(), hidden_T2F.contiguous())
-        return dhidden_T2F, dy_TD.T @ active_TF
+        dhidden_T2F, active_TF = _backward(dy_TD @ weight_DF, hidden_T2F.contiguous())
+        return dhidden_T2F, dy_TD.T @ active_TF if ctx.needs_input_grad[1] else None
 
 
 def fused_swiglu_down(hidden_2F: Tensor, weight_DF: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Weights of clones out of the memory of their homes, and their gradients back, by kernels.
 
 P ranks of the group · e experts at home on each rank · c spare slots of each rank · I all spare slots (P·c), rank by
-rank · N elements of an expert, which are M and the rest: those of gate and up, and of down
+rank · J places for experts in a rank's memory · N elements of an expert, of which M are gate's and up's, or down's
 
 What lies in the spare slots is known on the device alone, and the same on every rank; -1 is none. Phases and barriers
 are those of symm_dispatch.py, over the same memory:
@@ -10,8 +10,12 @@ are those of symm_dispatch.py, over the same memory:
     weights     those of its experts that somebody cloned      the clones in its slots, from their homes
     gradients   those of the clones in its slots               its experts' clones, which it adds to their own
 
-Physics: bound by the links, c experts each way for a rank, however many ranks there are: 9.4 MB of Qwen3-30B-A3B in
-bf16, 30 microseconds at 320 GB/s. A home with several popular experts is read by as many at one time.
+A cloned expert lies at the place of its own number at home; or, where there are fewer spare slots than experts at home,
+at that of its clone, and once for each.
+
+Physics: bound by the links. A rank gets c experts and gives the gradients of as many: 9.4 MB of Qwen3-30B-A3B in bf16
+each, 30 microseconds at 320 GB/s. At worst one home has all that is cloned, and is read, and then reads, (P-1)·c times
+that.
 """
 
 from collections.abc import Sequence
@@ -27,21 +31,27 @@ BLOCK = 4096
 SIZES = ["rank", "num_experts", "num_spare", "num_slots"]
 
 
-def clone_bytes(num_ranks: int, num_spare: int, num_elements: int, dtype: torch.dtype) -> int:
+def clone_bytes(num_ranks: int, num_local_experts: int, num_spare: int, num_elements: int, dtype: torch.dtype) -> int:
     """Bytes of shared memory that each rank must have, all of whose experts may be those that the others clone."""
-    return _signal_bytes(num_ranks) + num_ranks * num_spare * num_elements * dtype.itemsize
+    num_places = _num_places(num_ranks, num_local_experts, num_spare)
+    return _signal_bytes(num_ranks) + num_places * num_elements * dtype.itemsize
 
 
 def clone_arrays(
-    memory: Tensor, memory_at_P: Tensor, num_spare: int, num_elements: int, dtype: torch.dtype
+    memory: Tensor,
+    memory_at_P: Tensor,
+    num_local_experts: int,
+    num_spare: int,
+    num_elements: int,
+    dtype: torch.dtype,
 ) -> tuple[SymmArray, SymmArray]:
-    """Lay over a rank's memory the signals of the barrier, where every exchange has them, and an expert for each spare
-    slot [I, N].
+    """Lay over a rank's memory the signals of the barrier, where every exchange has them, and places for experts
+    [J, N].
 
     Raises: ValueError if the memory is too small.
     """
     num_ranks = memory_at_P.numel()
-    wanted = clone_bytes(num_ranks, num_spare, num_elements, dtype)
+    wanted = clone_bytes(num_ranks, num_local_experts, num_spare, num_elements, dtype)
     if memory.numel() < wanted:
         raise ValueError(
             f"{num_spare} clones of {num_elements} elements in {dtype} on each of {num_ranks} ranks take {wanted} "
@@ -49,8 +59,12 @@ def clone_arrays(
         )
     scratch, begin = memory.data, _signal_bytes(num_ranks)
     signals = SymmArray(scratch[: num_ranks * 4].view(torch.int32), memory_at_P, 0)
-    staged_IN = scratch[begin:wanted].view(dtype).view(num_ranks * num_spare, num_elements)
-    return signals, SymmArray(staged_IN, memory_at_P, begin)
+    staged_JN = scratch[begin:wanted].view(dtype).view(-1, num_elements)
+    return signals, SymmArray(staged_JN, memory_at_P, begin)
+
+
+def _num_places(num_ranks: int, num_local_experts: int, num_spare: int) -> int:
+    return max(min(num_local_experts, num_ranks * num_spare), num_spare)
 
 
 def _signal_bytes(num_ranks: int) -> int:
@@ -66,31 +80,47 @@ def add_clones_reference(own_PeN: Tensor, clones_PcN: Tensor, experts_Pc: Tensor
     return total_EN.to(own_PeN.dtype).view_as(own_PeN)
 
 
+@triton.jit
+def _is_first(experts_ptr, slot, expert):
+    """Whether no slot before has a clone of the same expert."""
+    is_first = True
+    for earlier in range(slot):
+        is_first = is_first & (tl.load(experts_ptr + earlier) != expert)
+    return is_first
+
+
 @triton.jit(do_not_specialize=SIZES)
 def _stage_kernel(
-    own_ptr, experts_ptr, staged_ptr, rank, num_experts, M, N: tl.constexpr, BLOCK: tl.constexpr
+    own_ptr, experts_ptr, staged_ptr, rank, num_experts, num_slots, M, N: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    slot = tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(1)
     expert = tl.load(experts_ptr + slot)
-    if expert >= 0:
-        if expert // num_experts == rank:
-            element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-            weight = tl.load(own_ptr + (expert % num_experts) * M + element, mask=element < M, other=0.0)
-            tl.store(staged_ptr + slot * N + element, weight, mask=element < M)
+    is_mine = (expert >= 0) & (expert // num_experts == rank)
+    place = slot.to(tl.int64)
+    if num_experts <= num_slots:
+        place = expert % num_experts
+        is_mine = is_mine & _is_first(experts_ptr, slot, expert)
+    if is_mine:
+        element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        weight = tl.load(own_ptr + (expert % num_experts) * M + element, mask=element < M, other=0.0)
+        tl.store(staged_ptr + place * N + element, weight, mask=element < M)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _pull_kernel(
-    clones_ptr, experts_ptr, memory_at_ptr, offset_bytes, first, rank, num_experts, num_spare,
+    clones_ptr, experts_ptr, memory_at_ptr, offset_bytes, first, rank, num_experts, num_spare, num_slots,
     M, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     spare = tl.program_id(1).to(tl.int64)
     slot = rank * num_spare + spare
     expert = tl.load(experts_ptr + slot)
     if expert >= 0:
+        place = slot
+        if num_experts <= num_slots:
+            place = expert % num_experts
         staged_ptr = peer_array(memory_at_ptr, expert // num_experts, offset_bytes, clones_ptr) + first
         element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        weight = tl.load(staged_ptr + slot * N + element, mask=element < M, other=0.0)
+        weight = tl.load(staged_ptr + place * N + element, mask=element < M, other=0.0)
         tl.store(clones_ptr + spare * M + element, weight, mask=element < M)
 
 
@@ -101,10 +131,8 @@ def _add_kernel(
 ):  # fmt: skip
     slot = tl.program_id(1)
     expert = tl.load(experts_ptr + slot)
-    is_mine = (expert >= 0) & (expert // num_experts == rank)
-    for earlier in range(slot):  # whose program adds them all
-        is_mine = is_mine & (tl.load(experts_ptr + earlier) != expert)
-    if is_mine:
+    # the program of the first clone adds all of them
+    if (expert >= 0) & (expert // num_experts == rank) & _is_first(experts_ptr, slot, expert):
         element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         own_ptrs = own_ptr + (expert % num_experts) * M + element
         total = tl.load(own_ptrs, mask=element < M, other=0.0).to(TOTAL)
@@ -117,14 +145,13 @@ def _add_kernel(
 
 
 def stage_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> None:
-    """Lay this rank's cloned experts where their clones find them, each of them at the place of its clone: of the write
-    phase of weights.
+    """Lay this rank's cloned experts where their clones find them: of the write phase of weights.
 
     Shapes: weights [e, ...], side by side in an expert's N elements; experts_Pc int64 [P, c].
     """
     for weight, first, grid in _parts(weights, staged, experts_Pc.numel()):
         _stage_kernel[grid](
-            weight, experts_Pc, staged.local[:, first:], rank, len(weight), weight[0].numel(),
+            weight, experts_Pc, staged.local[:, first:], rank, len(weight), experts_Pc.numel(), weight[0].numel(),
             N=staged.local.shape[1], BLOCK=BLOCK,
         )  # fmt: skip
 
@@ -136,7 +163,7 @@ def pull_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArra
         clone = weight.new_empty(experts_Pc.shape[1], *weight.shape[1:])
         _pull_kernel[grid](
             clone, experts_Pc, staged.memory_at_P, staged.offset_bytes, first, rank, len(weight), len(clone),
-            weight[0].numel(), N=staged.local.shape[1], BLOCK=BLOCK,
+            experts_Pc.numel(), weight[0].numel(), N=staged.local.shape[1], BLOCK=BLOCK,
         )  # fmt: skip
         clones.append(clone)
     return tuple(clones)

@@ -18,7 +18,8 @@ class GroupedExperts(nn.Module):
     Gate and up are stored together as `[e, 2, F, L]`, down as `[e, L, F]`: one GEMM reads gate and up at once, and
     dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
     experts, in compute's dtype; it is identity unless the experts are spread over ranks. `gather_weights` gives the
-    weights that an exchange wants served: this rank's own, and what its dispatcher may have planned behind them.
+    weights that an exchange wants served: this rank's own, and what its dispatcher may have planned behind them. The
+    rows pass through it, so that its messages come after theirs.
     """
 
     def __init__(self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None) -> None:
@@ -27,7 +28,7 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn_hidden_size))
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
-        self.gather_weights: Callable[[Tensor, Tensor, Exchange], tuple[Tensor, ...]] = _own
+        self.gather_weights: Callable[..., tuple[Tensor, ...]] = _own
 
     def forward(self, routed: Routed) -> Tensor:
         """Serve the rows: -> [S, L], zero for a row that no expert here wants."""
@@ -36,7 +37,7 @@ class GroupedExperts(nn.Module):
     def serve(self, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
         """The same, with weights that are ready: what is compiled where blocks run in pieces."""
         x_SL, rows_R, slots_SK, scores_R, offsets_e, exchange = routed
-        weights = self.gather_weights(gate_up, down, exchange)
+        x_SL, *weights = self.gather_weights(x_SL, gate_up, down, exchange)
         return self.mlp(x_SL, rows_R, slots_SK, scores_R, offsets_e, *weights)
 
 
@@ -44,5 +45,5 @@ def _identity(weight: Tensor) -> Tensor:
     return weight
 
 
-def _own(gate_up: Tensor, down: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
-    return gate_up, down
+def _own(x_SL: Tensor, gate_up: Tensor, down: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
+    return x_SL, gate_up, down

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
-from titan_moe.kernels.swiglu import swiglu
-from titan_moe.kernels.swiglu_down import fused_swiglu_down
+from titan_moe.kernels.swiglu import choose_swiglu_down
 
 
 class MLP(nn.Module):
@@ -19,14 +18,13 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
-        self.is_fused = kernels.experts == "fused"
+        self.swiglu_down = choose_swiglu_down(kernels.experts)
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False)
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        hidden = self.gate_up(x)
-        return fused_swiglu_down(hidden, self.down.weight) if self.is_fused else self.down(swiglu(hidden))
+        return self.swiglu_down(self.gate_up(x), self.down)
 
 
 class GatedMLP(nn.Module):

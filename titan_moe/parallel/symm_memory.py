@@ -11,6 +11,7 @@ from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.plan.memory import lends_over_symm_memory
 
 
 def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch.device) -> SymmMemory | None:
@@ -18,7 +19,7 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
 
     One piece serves all layers, because their exchanges follow each other. It holds the worst case of the largest
     batch that the run sends through the model, also where the recipe bounds rows: a step that does not fit is taken
-    again without the bound.
+    again without the bound; and it holds a layer's cloned experts, in their turn.
 
     Raises: RecipeError if these GPUs cannot reach each other's memory.
     """
@@ -35,8 +36,11 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
-    largest = max(sum(weight[0].numel() for weight in moe.experts.parameters()) for moe in layers)
-    num_bytes = max(num_bytes, clone_bytes(num_ranks, recipe.parallel.expert_clones, largest, rows))
+    if lends_over_symm_memory(recipe):
+        num_clones = recipe.parallel.expert_clones
+        for weights in [list(moe.experts.parameters()) for moe in layers]:
+            num_local, elements = len(weights[0]) // num_ranks, sum(weight[0].numel() for weight in weights)
+            num_bytes = max(num_bytes, clone_bytes(num_ranks, num_local, num_clones, elements, rows))
     try:
         return open_symm_memory(num_bytes, group, device)
     except (RuntimeError, ValueError) as error:

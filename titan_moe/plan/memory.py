@@ -42,13 +42,29 @@ def experts_lie_whole(recipe: Recipe, world_size: int) -> bool:
 
 def shared_bytes_per_rank(recipe: Recipe) -> int:
     """Count the bytes of the memory that `symm_mem` shares: for every token of the largest batch a place of each rank
-    for its row and its scores' gradients, its choices, and lists of tokens. What tells ranks of each other's counts
-    comes on top, a few hundred bytes."""
+    for its row and its scores' gradients, its choices, and lists of tokens; or, in their turn, a layer's cloned
+    experts. What tells ranks of each other's counts comes on top, a few hundred bytes."""
     if recipe.parallel.dispatcher != "symm_mem":
         return 0
     element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
     place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4
-    return most_tokens_at_once(recipe) * (recipe.parallel.ep * place + 4 * top_k)
+    rows = most_tokens_at_once(recipe) * (recipe.parallel.ep * place + 4 * top_k)
+    return max(rows, _clone_bytes(recipe) if lends_over_symm_memory(recipe) else 0)
+
+
+def lends_over_symm_memory(recipe: Recipe) -> bool:
+    """Whether clones' weights come out of the memory that ranks share: not if its exchanges have a stream of their own,
+    of which the experts' compiled code knows nothing."""
+    parallel = recipe.parallel
+    return parallel.dispatcher == "symm_mem" and parallel.expert_clones > 0 and parallel.overlap == "none"
+
+
+def _clone_bytes(recipe: Recipe) -> int:
+    """At most so many experts are cloned: all of a rank's, or as many as there are spare slots."""
+    num_ranks, num_spare, moe = recipe.parallel.ep, recipe.parallel.expert_clones, recipe.model.moe
+    num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_spare), num_spare)
+    elements = 3 * expert_width(recipe.model) * moe.ffn_hidden_size
+    return num_cloned * elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:

@@ -1,0 +1,48 @@
+"""The dense feed-forward layer keeps for backward what its kernels promise."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from titan_moe.config.kernels import PRESETS
+from titan_moe.layers.mlp import MLP, GatedMLP
+
+TOKENS, WIDTH, HIDDEN = 6, 16, 40
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def kept(mlp: torch.nn.Module, x_TD: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of what a forward keeps; backward follows."""
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        y_TD = mlp(x_TD)
+    y_TD.sum().backward()
+    return shapes
+
+
+@pytest.mark.parametrize("kind", [MLP, GatedMLP])
+@pytest.mark.parametrize("device", DEVICES)
+def test_fused_it_keeps_no_activation(kind: type, device: str) -> None:
+    torch.manual_seed(0)
+    x_TD = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
+    plain = kind(WIDTH, HIDDEN).to(device)
+    fused = kind(WIDTH, HIDDEN, PRESETS["fused"]).to(device)
+    fused.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(fused(x_TD), plain(x_TD))
+    assert (TOKENS, HIDDEN) in kept(plain, x_TD)
+    assert (TOKENS, HIDDEN) not in kept(fused, x_TD)
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_frozen_projection_costs_no_gradient() -> None:
+    mlp = MLP(WIDTH, HIDDEN)
+    mlp.down.weight.requires_grad_(False)
+    mlp(torch.randn(TOKENS, WIDTH)).sum().backward()
+    assert mlp.down.weight.grad is None and mlp.gate_up.weight.grad is not None
