@@ -13,9 +13,9 @@ def test_an_override_changes_one_operation() -> None:
     assert choose_kernels("grouped_mm", KernelOverrides()) == DEFAULT_KERNELS
 
 
-def test_no_preset_takes_what_was_not_measured() -> None:
-    assert {preset.gradients for preset in PRESETS.values()} == {"torch"}
-    assert choose_kernels("fused", KernelOverrides(gradients="triton")).gradients == "triton"
+def test_fused_is_all_that_there_is_in_triton() -> None:
+    makers = {field.name: getattr(PRESETS["fused"], field.name) for field in fields(KernelOverrides)}
+    assert makers.pop("experts") == "fused" and set(makers.values()) == {"triton"}
 
 
 def test_presets_are_what_a_recipe_may_name() -> None:

@@ -57,14 +57,12 @@ def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
 def test_the_package_knows_an_h200(name: str) -> None:
-    """As the recipes spread over 8 ranks: all in Triton but the norm, which the compiler makes as fast or faster, and
-    the gradients, which nobody has measured."""
+    """As the recipes spread over 8 ranks: all in Triton but the norm, which the compiler makes as fast or faster."""
     shipped = load_recipe(RECIPES / f"{name}.toml")
     taken = kernels_of(shipped, "NVIDIA H200")
     has_rotary = shipped.model.attention.kind == "gqa"
     assert taken == replace(PRESETS["fused"], norm="torch", rotary="triton" if has_rotary else "torch")
-    unmeasured = [line for line in in_words(choose_for(shipped, 8, "NVIDIA H200")) if "not measured" in line]
-    assert unmeasured == ["gradients torch (not measured)"]
+    assert not any("not measured" in line for line in in_words(choose_for(shipped, 8, "NVIDIA H200")))
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,14 @@ class KernelOverrides:
     gradients: Literal["no", "torch", "triton"] = "no"
     """Adding a microbatch's bf16 gradients of expert weights to the fp32 ones that the optimizer reads, where experts
     lie whole on a rank (edp = 1) and their block is not one graph; elsewhere FSDP or the graph adds, whatever this
-    says. Triton's was not measured on GPUs yet: only `auto` may take it, once a table says so."""
+    says."""
 
 
 DEFAULT_KERNELS = Kernels()
 PRESETS = {
     "auto": DEFAULT_KERNELS,  # until plan.kernel_choice has looked at the tables of a device
     "grouped_mm": DEFAULT_KERNELS,
-    "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton"),
+    "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton", "triton"),
     "reference": Kernels(experts="reference"),
 }
 """`perf.kernels` -> what it stands for."""

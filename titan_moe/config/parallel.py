@@ -45,13 +45,14 @@ class ParallelConfig:
     backward too; `microbatch` interleaves the forward of each microbatch with the backward of the one before, block by
     block, so that every message of one travels under compute of the other. It needs `gathers_once_a_step`, two or more
     microbatches a step, and our own blocks in pieces; it keeps the activations of little more than one microbatch. The
-    numbers are the same. `symm_mem` moves its rows by few programs then, on a stream of its own; that was not measured
-    yet. Over `alltoall` on 8 H200s, `microbatch` was slower than `none`."""
+    numbers are the same. `symm_mem` moves its rows by few programs then, on a stream of its own, where they wait for
+    multiprocessors that GEMMs do not let go: on 4 H200s both ways of hiding them were slower than `none`; so was
+    `microbatch` over `alltoall` on 8."""
     chunks: int = 1
     """Messages that a batch's tokens travel in, each way, in every MoE layer. With two and `overlap = "layer"`, the
     rows of one travel under the experts of the other, in backward too, so that half of the way is hidden, for smaller
-    GEMMs and two sums of gradients (and, where edp > 1, two gathers and reductions of the experts). Not measured
-    yet."""
+    GEMMs and two sums of gradients (and, where edp > 1, two gathers and reductions of the experts). With two, Qwen3's
+    steps took 6 % longer on 4 H200s."""
     expert_rank_capacity_factor: float = 0.0
     """Slots that a rank lays out for its experts, over its balanced load, for `allgather` and `symm_mem`; for the
     latter also the rows that it keeps for backward, over those that random routing sends it. 0 lays out the worst case.

@@ -17,7 +17,7 @@ class PerfConfig:
     the package or that `titan-moe tune` has written, and `grouped_mm` where nobody measured or nothing was 2 % faster;
     a run logs its choice and writes it into its own recipe, `titan-moe check` shows it. `grouped_mm` is PyTorch
     throughout: experts are gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU), SwiGLU and sum; `fused`
-    takes our Triton kernels, all but that of `gradients`: rows are gathered inside the experts' GEMMs, and less is kept
+    takes our Triton kernels: rows are gathered inside the experts' GEMMs, and less is kept
     for backward (bf16 on GPUs); `reference` serves experts in a plain loop, slow and right, in fp64 too."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
     """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the rest.

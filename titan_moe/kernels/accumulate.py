@@ -4,8 +4,8 @@ Physics: memory-bound. A bf16 gradient and an fp32 total move 2 + 4 + 4 = 10 byt
 step overwrites a total that nobody zeroes and nobody reads: 2 + 4 = 6. PyTorch's `add_` makes no wide accesses where
 dtypes differ: 1.75 TB/s on an H200, 96 of the 2577 ms of a step of Mixtral-8x7B over 8 of them with 4 microbatches; its
 `copy_` to another dtype moves 2.5. Here a warp touches whole lines, a thread has 48 bytes under way, and weights fill
-tens of thousands of programs. The aim is 4 TB/s, as of AdamW on the same tensors: 42 ms for 96. Not measured yet:
-PyTorch adds unless a recipe names Triton for `gradients`, or a table says that it was faster.
+tens of thousands of programs. Measured, of 46 to 117 million elements: 2.6 TB/s, where PyTorch's adds reach 1.6. AdamW
+moves 4 on the same tensors.
 
 Nothing is rounded on the way: a bf16 number is an fp32 one, and the sum is rounded once, to PyTorch's bits.
 """

@@ -3,8 +3,8 @@
 Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gradients settled by hand. What is kept at
 once is little more than one microbatch's: a forward fills what the backward beside it frees.
 
-Over `alltoall` on 8 H200s it was slower than the plain order: gaps, and messages beside compute. With rows of
-`symm_mem` on a lane it was not measured yet.
+On H200s it was slower than the plain order, over `alltoall` (gaps, and messages beside compute) and with rows of
+`symm_mem` on a lane: kernels that move rows wait until a GEMM ends.
 """
 
 from collections.abc import Callable
