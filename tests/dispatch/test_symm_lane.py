@@ -92,6 +92,53 @@ def test_what_an_exchange_reads_is_held_until_somebody_waits(stream: Stream) -> 
     assert [grad.tolist() for grad in grads] == [[5 * 2 * 3 * 5.0] * 2, [5 * 2 * 3 * 3.0] * 2]
 
 
+def test_weights_that_are_ready_have_their_turn_while_gradients_travel() -> None:
+    """The order that kernels/late_weight_grads.py counts on."""
+    log: list[str] = []
+
+    class Ready(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight.view_as(weight)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            log.append("weight gradients")
+            return grad
+
+    def said(words: str, result: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (log.append(words), result(*args))[1]
+
+    class TellingLane(Lane):
+        def run(self, exchange: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+            results, arrival = super().run(exchange, *args)
+            return results, TellingArrival(arrival)
+
+    class TellingArrival:
+        def __init__(self, arrival: Any) -> None:
+            self.arrival = arrival
+
+        def wait(self) -> None:
+            log.append("wait")
+            self.arrival.wait()
+
+    lane = TellingLane(torch.device("cpu"))
+    x, scores, weight = (torch.full((2,), 2.0, requires_grad=True) for _ in range(3))
+    ids = torch.arange(2)
+    way = Way(said("rows", lambda x, s: (2 * x, 3 * s, ids)), said("rows' gradients", lambda dx, ds: (2 * dx, 3 * ds)))
+    sent = start_fetch(lane, x * 1, scores * 1, way)
+    ready = Ready.apply(weight * 1)
+    x_SD, scores_SK, _ = wait_fetch(sent)
+    log.append("experts")
+    home = Way(said("results", lambda y: 5 * y), said("results' gradients", lambda dy: 5 * dy))
+    wait_delivery(start_delivery(lane, x_SD * scores_SK * ready, home)).sum().backward()
+    assert log == [
+        *("rows", "wait", "experts", "results", "wait"),
+        *("results' gradients", "wait", "rows' gradients", "weight gradients", "wait"),
+    ]
+    assert weight.grad.tolist() == [5 * 4 * 6.0] * 2
+
+
 class LateLane(Lane):
     """Results are there for later exchanges, which take turns, and for others once they have waited."""
 

@@ -8,15 +8,16 @@ import importlib.util
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from titan_moe.config import Recipe
+from titan_moe.config.kernels import KernelOverrides
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
 from titan_moe.parallel import symm_memory
 
 pytestmark = pytest.mark.interpreted
@@ -50,6 +51,20 @@ def on_files(folder: str, module: str, name: str, *args: Any) -> Any:
 EP2, EP4 = ParallelConfig(ep=2, dispatcher="symm_mem"), ParallelConfig(ep=4, dispatcher="symm_mem")
 
 
+def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
+    """A trace, and how many weight gradients were computed late."""
+    from titan_moe.kernels import late_weight_grads
+
+    with mock.patch.object(
+        late_weight_grads, "expert_mlp_weight_grads", side_effect=late_weight_grads.expert_mlp_weight_grads
+    ) as late:
+        fields = one_loss.train(candidate, -1, num_steps)
+    return fields, late.call_count
+
+
+late = SimpleNamespace(train_and_count=train_and_count)
+
+
 def in_one_microbatch(candidate: Recipe, num_ranks: int) -> Recipe:
     """The same steps in as few exchanges as there can be: the interpreter takes its time for each."""
     return replace(candidate, train=replace(candidate.train, micro_batch_sequences=one_loss.SEQUENCES // num_ranks))
@@ -78,6 +93,27 @@ def test_layout_trains_as_one_process(
     candidate = in_one_microbatch(one_loss.recipe(parallel, memory=MemoryConfig(what)), num_ranks)
     for fields in ranks(num_ranks, on_files, str(tmp_path), "one_loss", "train", candidate, -1, STEPS):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
+
+
+def test_weight_gradients_under_messages_are_the_same_bits(ranks: Any, tmp_path: Path) -> None:
+    plain = one_loss.recipe(
+        replace(EP2, gathers_once_a_step=True),
+        precision=PrecisionConfig("fp32", "fp32", "fp32"),
+        perf=PerfConfig(kernels="grouped_mm", override=KernelOverrides(experts="fused"), loss_chunk_tokens=5),
+        train=replace(one_loss.recipe(EP2).train, micro_batch_sequences=2),
+        model=replace(one_loss.MODEL, num_layers=2),
+    )
+    answers = []
+    for overlap in ("none", "layer", "microbatch"):
+        candidate = replace(plain, parallel=replace(plain.parallel, overlap=overlap))
+        folder = tmp_path / overlap
+        folder.mkdir()
+        answers.append(ranks(2, on_files, str(folder), "late", "train_and_count", candidate, 1))
+    for (fields, num_late), *others in zip(*answers, strict=True):
+        assert num_late == 0
+        for late_fields, num_late_there in others:
+            one_loss.assert_same(one_loss.Trace(**late_fields), one_loss.Trace(**fields), 0.0)
+            assert num_late_there > 0
 
 
 def test_interleaved_microbatches_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:

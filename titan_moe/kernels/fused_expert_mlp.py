@@ -38,7 +38,7 @@ GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM = 2048
 
 
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
-def _expert_mlp(
+def expert_mlp_forward(
     x_SD: Tensor,
     rows_R: Tensor,
     slots_SK: Tensor,
@@ -56,7 +56,7 @@ def _expert_mlp(
     return slot_sum(y_RD, slots_SK), hidden_R2F
 
 
-@_expert_mlp.register_fake
+@expert_mlp_forward.register_fake
 def _(
     x_SD: Tensor,
     rows_R: Tensor,
@@ -72,7 +72,7 @@ def _(
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_dx", mutates_args=())
-def _expert_mlp_dx(
+def expert_mlp_backward(
     dy_SD: Tensor,
     rows_R: Tensor,
     slots_SK: Tensor,
@@ -92,7 +92,7 @@ def _expert_mlp_dx(
     return slot_sum(dx_RD, slots_SK), dscores_R, dhidden_R2F, active_RF
 
 
-@_expert_mlp_dx.register_fake
+@expert_mlp_backward.register_fake
 def _(
     dy_SD: Tensor,
     rows_R: Tensor,
@@ -110,7 +110,7 @@ def _(
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_dw", mutates_args=())
-def _expert_mlp_dw(
+def expert_mlp_weight_grads(
     dy_SD: Tensor,
     x_SD: Tensor,
     rows_R: Tensor,
@@ -128,7 +128,7 @@ def _expert_mlp_dw(
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF
 
 
-@_expert_mlp_dw.register_fake
+@expert_mlp_weight_grads.register_fake
 def _(
     dy_SD: Tensor,
     x_SD: Tensor,
@@ -152,10 +152,10 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
         return (None,) * 9
     x_SD, rows_R, slots_SK, scores_R, offsets_e, *own, gate_up_c2FD, down_cDF, hidden_R2F = ctx.saved_tensors
     dy_SD = dy_SD.contiguous()
-    dx_SD, dscores_R, dhidden_R2F, active_RF = _expert_mlp_dx(
+    dx_SD, dscores_R, dhidden_R2F, active_RF = expert_mlp_backward(
         dy_SD, rows_R, slots_SK, scores_R, offsets_e, *own, hidden_R2F, gate_up_c2FD, down_cDF
     )
-    dgate_up, ddown = _expert_mlp_dw(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+    dgate_up, ddown = expert_mlp_weight_grads(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
     if gate_up_c2FD is None:
         return dx_SD, None, None, dscores_R, None, dgate_up, ddown, None, None
     sizes = [own[0].shape[0], gate_up_c2FD.shape[0]]
@@ -163,7 +163,7 @@ def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, .
     return dx_SD, None, None, dscores_R, None, own_gate_up, own_down, gate_up, down
 
 
-_expert_mlp.register_autograd(_backward, setup_context=_save)
+expert_mlp_forward.register_autograd(_backward, setup_context=_save)
 
 
 def _flops_of_a_pass(num_slots: int, gate_up_shape: tuple[int, int, int, int]) -> int:
@@ -205,7 +205,9 @@ def fused_expert_mlp(
     # the kernels count on rows that lie one behind the other
     x_SD, scores_R = x_SD.contiguous(), scores_R.contiguous()
     gate_up_e2FD, down_eDF = gate_up_e2FD.contiguous(), down_eDF.contiguous()
-    return _expert_mlp(x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, gate_up_c2FD, down_cDF)[0]
+    return expert_mlp_forward(
+        x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, gate_up_c2FD, down_cDF
+    )[0]
 
 
 def _with_scores_first(expert_mlp: Any) -> Any:

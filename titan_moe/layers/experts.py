@@ -4,6 +4,7 @@ S rows · R expert slots · e experts on this rank · L width of a row · F hidd
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ class GroupedExperts(nn.Module):
     dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
     experts, in compute's dtype; it is identity unless the experts are spread over ranks. `gather_weights` gives the
     weights that an exchange wants served: this rank's own, and what its dispatcher may have planned behind them. The
-    rows pass through it, so that its messages come after theirs.
+    rows pass through it, so that its messages come after theirs. `make_ready` makes weights ready before the rows are
+    there, where that hides something (kernels/late_weight_grads.py).
     """
 
     def __init__(self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None) -> None:
@@ -28,10 +30,14 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn_hidden_size))
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
+        self.make_ready: Callable[[], Any] = _when_used
         self.gather_weights: Callable[..., tuple[Tensor, ...]] = _own
 
-    def forward(self, routed: Routed) -> Tensor:
-        """Serve the rows: -> [S, L], zero for a row that no expert here wants."""
+    def forward(self, routed: Routed, ready: Any = None) -> Tensor:
+        """Serve the rows, with weights that `make_ready` has made ready, or has not: -> [S, L], zero for a row that no
+        expert here wants."""
+        if ready is not None:
+            return ready.serve(*routed[:5])
         return self.serve(routed, self.local(self.gate_up), self.local(self.down))
 
     def serve(self, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -39,6 +45,10 @@ class GroupedExperts(nn.Module):
         x_SL, rows_R, slots_SK, scores_R, offsets_e, exchange = routed
         x_SL, *weights = self.gather_weights(x_SL, gate_up, down, exchange)
         return self.mlp(x_SL, rows_R, slots_SK, scores_R, offsets_e, *weights)
+
+
+def _when_used() -> None:
+    """Weights are made ready by whoever uses them."""
 
 
 def _identity(weight: Tensor) -> Tensor:

@@ -76,8 +76,10 @@ class MoE(nn.Module):
         """Serve the rows that arrive and send the results on their way home."""
         served = []
         for message, exchange in sent:
+            # first, so that in backward the rows' gradients have left when the weights' are computed
+            ready = self.experts.make_ready()
             routed = self.dispatcher.receive(message, exchange)
-            served.append((self.dispatcher.send_back(self.experts(routed), routed.exchange), routed.exchange))
+            served.append((self.dispatcher.send_back(self.experts(routed, ready), routed.exchange), routed.exchange))
         return self.shared_experts(x_TD), served  # shared experts while results may still travel
 
     def collect(self, shared_TD: Any, served: list[Underway]) -> Tensor:

@@ -41,7 +41,7 @@ def _mark_moe(moe: MoE) -> None:
     _mark(moe.router, "router", "forward")
     _mark(dispatcher, "dispatch", "prepare", "start_send", "receive")
     _mark(dispatcher, "combine", "send_back", "reduce")
-    _mark(moe.experts, "experts", "forward")
+    _mark(moe.experts, "experts", "forward", "make_ready")
     if not isinstance(moe.shared_experts, NoMLP):
         _mark(moe.shared_experts, "shared", "forward")
     for latent in (moe.latent_down, moe.latent_up):

@@ -32,12 +32,14 @@ def apply(
     *,
     experts_come_with_blocks: bool = False,
     gradients: Maker = "torch",
+    weight_gradients_wait: bool = False,
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
     Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph. So
     they are where blocks run in pieces: hooks would fire in one of them, and parameters come and go `ByHand`.
-    `gradients` is who adds up those of experts that FSDP leaves alone.
+    `gradients` is who adds up those of experts that FSDP leaves alone, and `weight_gradients_wait` says whether these
+    are computed while those of rows travel.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=_unless_equal(precision.compute, precision.master),
@@ -56,6 +58,7 @@ def apply(
                     policy.param_dtype,
                     keeps=config.gathers_once_a_step or config.chunks > 1,
                     gradients=gradients,
+                    computes_late=weight_gradients_wait,
                 )
                 whole.update(experts.parameters())
             else:

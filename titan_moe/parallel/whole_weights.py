@@ -9,6 +9,7 @@ choice of `gradients` says by whom.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,13 +63,20 @@ class _Cast(torch.autograd.Function):
 
 
 def keep_whole(
-    experts: GroupedExperts, mesh: DeviceMesh, dtype: torch.dtype | None, *, keeps: bool, gradients: Maker = "torch"
+    experts: GroupedExperts,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    *,
+    keeps: bool,
+    gradients: Maker = "torch",
+    computes_late: bool = False,
 ) -> None:
     """Take a layer's weights as they are, in place of FSDP on a mesh of one rank.
 
     Shapes: gate_up [e, 2, F, L] and down [e, L, F], DTensors of the ep mesh or, where ep = 1, made such on `mesh`.
     `dtype` is compute's if it is not the master's; `keeps` lets a copy serve more than one use;
-    `gradients` is the recipe's choice of who adds theirs up.
+    `gradients` is the recipe's choice of who adds theirs up; with `computes_late` they are computed while those of rows
+    travel, which only fused experts know how to do.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
         if not isinstance(weight, DTensor):
@@ -76,6 +84,16 @@ def keep_whole(
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
     copies = None if dtype is None else ComputeCopies(dtype, keeps=keeps, accumulate=MAKERS[gradients])
     experts.local = copies or _local
+    if computes_late:
+        experts.make_ready = partial(_make_ready, experts)
+
+
+def _make_ready(experts: GroupedExperts) -> Any:
+    from titan_moe.kernels.late_weight_grads import ready_weights
+
+    if not torch.is_grad_enabled():
+        return None
+    return ready_weights(experts.local(experts.gate_up), experts.local(experts.down))
 
 
 @contextmanager

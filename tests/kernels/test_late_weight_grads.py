@@ -1,0 +1,66 @@
+"""Weight gradients that are computed late are those of the fused MLP, bit for bit."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.late_weight_grads import ready_weights
+from titan_moe.kernels.permute import place_scores
+from titan_moe.kernels.registry import KERNELS, Sample, load_all
+
+load_all()
+DEVICES = [
+    pytest.param("cpu", torch.float32, marks=pytest.mark.interpreted),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+
+
+def draw(device: str, dtype: torch.dtype) -> list[Sample]:
+    torch.manual_seed(0)
+    return KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype)
+
+
+def serve_late(
+    x_SD: Tensor, scores_SK: Tensor, gate_up: Tensor, down: Tensor, rows_R: Tensor, slots_SK: Tensor, offsets_e: Tensor
+) -> Tensor:
+    weights = ready_weights(gate_up, down)
+    return weights.serve(x_SD, rows_R, slots_SK, place_scores(scores_SK, slots_SK, rows_R.numel()), offsets_e)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_gradients_are_those_of_the_fused_mlp(device: str, dtype: torch.dtype) -> None:
+    for sample in draw(device, dtype):
+        results = []
+        for op in (KERNELS["fused_expert_mlp"].op, serve_late):
+            inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
+            y_SD = op(*inputs, *sample.args[4:])
+            results.append([y_SD.detach(), *torch.autograd.grad(y_SD.sin().sum(), inputs)])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other), sample.name
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("frozen", [(2,), (2, 3)])
+def test_frozen_weights_owe_nothing(frozen: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
+    sample = draw(device, dtype)[0]
+    inputs = [x.detach().requires_grad_(index not in frozen) for index, x in enumerate(sample.args[:4])]
+    weights = ready_weights(*inputs[2:])
+    rows_R, slots_SK, offsets_e = sample.args[4:]
+    scores_R = place_scores(inputs[1], slots_SK, rows_R.numel())
+    weights.serve(inputs[0], rows_R, slots_SK, scores_R, offsets_e).sum().backward()
+    assert weights.debt.compute is None
+    assert [x.grad is not None for x in inputs] == [index not in frozen for index in range(4)]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_what_was_paid_is_let_go(device: str, dtype: torch.dtype) -> None:
+    sample = draw(device, dtype)[0]
+    inputs = [x.detach().clone().requires_grad_() for x in sample.args[:4]]
+    row = weakref.ref(inputs[0])
+    serve_late(*inputs, *sample.args[4:]).sum().backward()
+    del inputs
+    gc.collect()
+    assert row() is None

@@ -1,0 +1,102 @@
+"""The fused expert MLP, with weight gradients that are computed when autograd comes to the weights, not to the rows.
+
+S rows · R expert slots, sorted by expert · K choices a row · e local experts · D width of a row · F hidden width
+
+Half of the FLOPs of an expert's backward make weight gradients, for which nobody waits, while the gradients of rows
+have a way to go (after zero-bubble schedules, arXiv:2401.10241, and Megatron's delayed weight gradients,
+arXiv:2603.07685). Autograd takes up first what was made last. So weights that are made ready before the rows have
+arrived have their turn in backward after the gradients of rows have left for home, and their gradients are computed
+while these travel: the same operations on the same numbers as in fused_expert_mlp.py, in another order.
+
+Physics: kernels that move rows find room beside Triton's of weight gradients. These take 47,000 of a multiprocessor's
+65,536 registers, those 8,000 to 12,000 and no shared memory; and these end every 50 microseconds, where kernels of one
+program a multiprocessor would not. Not timed yet.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.fused_expert_mlp import expert_mlp_backward, expert_mlp_forward, expert_mlp_weight_grads
+
+Gradients = Callable[[], tuple[Tensor, Tensor]]
+"""Computes those of gate_up and down."""
+
+
+class Debt:
+    """Weight gradients that are still to be computed."""
+
+    def __init__(self) -> None:
+        self.compute: Gradients | None = None
+
+    def pay(self) -> tuple[Tensor, Tensor]:
+        compute, self.compute = self.compute, None
+        assert compute is not None, "the rows' backward comes before the weights'"
+        return compute()
+
+
+class _MakeReady(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, down: Tensor, debt: Debt) -> tuple[Tensor, Tensor]:
+        ctx.debt = debt
+        return gate_up.view_as(gate_up), down.view_as(down)
+
+    @staticmethod
+    def backward(ctx: Any, *nothing: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *ctx.debt.pay(), None
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_SD: Tensor,
+        rows_R: Tensor,
+        slots_SK: Tensor,
+        scores_R: Tensor,
+        offsets_e: Tensor,
+        gate_up_e2FD: Tensor,
+        down_eDF: Tensor,
+        debt: Debt,
+    ) -> Tensor:
+        args = (x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF)
+        y_SD, hidden_R2F = expert_mlp_forward(*args)
+        ctx.debt = debt
+        ctx.save_for_backward(*args, hidden_R2F)
+        return y_SD
+
+    @staticmethod
+    def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
+        x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up, down, hidden_R2F = ctx.saved_tensors
+        dy_SD = dy_SD.contiguous()
+        dx_SD, dscores_R, dhidden_R2F, active_RF = expert_mlp_backward(
+            dy_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up, down, hidden_R2F
+        )
+        if not any(ctx.needs_input_grad[5:7]):
+            return dx_SD, None, None, dscores_R, None, None, None, None
+        ctx.debt.compute = partial(expert_mlp_weight_grads, dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+        # autograd asks for gradients of these shapes to go on; nobody reads them
+        nothing = (weight.new_empty(()).expand_as(weight) for weight in (gate_up, down))
+        return dx_SD, None, None, dscores_R, None, *nothing, None
+
+
+class ReadyWeights(NamedTuple):
+    """Weights for one use. Their gradients are computed after those of all that is made later than they are."""
+
+    gate_up: Tensor
+    down: Tensor
+    debt: Debt
+
+    def serve(self, x_SD: Tensor, rows_R: Tensor, slots_SK: Tensor, scores_R: Tensor, offsets_e: Tensor) -> Tensor:
+        """`fused_expert_mlp`: -> [S, D]."""
+        return _ExpertMLP.apply(x_SD.contiguous(), rows_R, slots_SK, scores_R.contiguous(), offsets_e, *self)
+
+
+def ready_weights(gate_up: Tensor, down: Tensor) -> ReadyWeights:
+    """Shapes: gate_up [e, 2, F, D], down [e, D, F]."""
+    debt = Debt()
+    gate_up, down = _MakeReady.apply(gate_up.contiguous(), down.contiguous(), debt)
+    return ReadyWeights(gate_up, down, debt)
