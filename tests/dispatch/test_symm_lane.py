@@ -92,53 +92,6 @@ def test_what_an_exchange_reads_is_held_until_somebody_waits(stream: Stream) -> 
     assert [grad.tolist() for grad in grads] == [[5 * 2 * 3 * 5.0] * 2, [5 * 2 * 3 * 3.0] * 2]
 
 
-def test_weights_that_are_ready_have_their_turn_while_gradients_travel() -> None:
-    """The order that kernels/late_weight_grads.py counts on."""
-    log: list[str] = []
-
-    class Ready(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, weight: Tensor) -> Tensor:
-            return weight.view_as(weight)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            log.append("weight gradients")
-            return grad
-
-    def said(words: str, result: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (log.append(words), result(*args))[1]
-
-    class TellingLane(Lane):
-        def run(self, exchange: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-            results, arrival = super().run(exchange, *args)
-            return results, TellingArrival(arrival)
-
-    class TellingArrival:
-        def __init__(self, arrival: Any) -> None:
-            self.arrival = arrival
-
-        def wait(self) -> None:
-            log.append("wait")
-            self.arrival.wait()
-
-    lane = TellingLane(torch.device("cpu"))
-    x, scores, weight = (torch.full((2,), 2.0, requires_grad=True) for _ in range(3))
-    ids = torch.arange(2)
-    way = Way(said("rows", lambda x, s: (2 * x, 3 * s, ids)), said("rows' gradients", lambda dx, ds: (2 * dx, 3 * ds)))
-    sent = start_fetch(lane, x * 1, scores * 1, way)
-    ready = Ready.apply(weight * 1)
-    x_SD, scores_SK, _ = wait_fetch(sent)
-    log.append("experts")
-    home = Way(said("results", lambda y: 5 * y), said("results' gradients", lambda dy: 5 * dy))
-    wait_delivery(start_delivery(lane, x_SD * scores_SK * ready, home)).sum().backward()
-    assert log == [
-        *("rows", "wait", "experts", "results", "wait"),
-        *("results' gradients", "wait", "rows' gradients", "weight gradients", "wait"),
-    ]
-    assert weight.grad.tolist() == [5 * 4 * 6.0] * 2
-
-
 class LateLane(Lane):
     """Results are there for later exchanges, which take turns, and for others once they have waited."""
 
@@ -174,10 +127,10 @@ class LateArrival:
         self.lane.num_arrived = max(self.number, self.lane.num_arrived)
 
 
-def layer_of(log: list[str], num_chunks: int, lane: Lane | None) -> MoE:
+def layer_of(log: list[str], num_chunks: int, lane: Lane | None, experts: str = "reference") -> MoE:
     """A layer whose dispatcher exchanges rows with itself, and what it does in order."""
     torch.manual_seed(0)
-    layer = MoE(CONFIG, kernels=Kernels(experts="reference")).double()
+    layer = MoE(CONFIG, kernels=Kernels(experts=experts)).to(torch.float32 if experts == "fused" else torch.float64)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     memory = torch.zeros(symm_bytes(1, 8, 16, 2, torch.float64, torch.float64), dtype=torch.uint8)
@@ -232,6 +185,34 @@ def test_chunks_travel_under_each_others_experts(log: list[str]) -> None:
     home, served_home = ["fetch_gradients"] * 2, ["wait", "experts", "deliver_gradients"] * 2
     there = [*sent, *served, "shared", "wait", "wait"]
     assert log == [*there, *home, "shared", *served_home, "wait", "wait"]
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_weight_gradients_are_computed_while_those_of_rows_travel(
+    log: list[str], num_chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titan_moe.kernels import late_weight_grads
+
+    compute = late_weight_grads.expert_mlp_weight_grads
+    monkeypatch.setattr(
+        late_weight_grads, "expert_mlp_weight_grads", lambda *args: (log.append("weights"), compute(*args))[1]
+    )
+    x_BND = torch.randn(2, 4, 16, requires_grad=True)
+    layer = layer_of(log, num_chunks, LateLane(log), "fused")
+    expected = gradients(layer, x_BND)
+    experts = layer.experts
+    experts.ready_early = lambda: late_weight_grads.ready_weights(experts.gate_up, experts.down)
+    log.clear()
+    layer.dispatcher.lane = LateLane(log)
+    torch.testing.assert_close(gradients(layer, x_BND), expected, rtol=0, atol=0)
+    backward = log[log.index("fetch_gradients") :]
+    assert backward == [
+        *["fetch_gradients"] * num_chunks,
+        "shared",
+        *["wait", "experts", "deliver_gradients", "weights"] * num_chunks,
+        *["wait"] * num_chunks,
+    ]
 
 
 @pytest.mark.interpreted

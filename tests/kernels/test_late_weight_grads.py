@@ -1,8 +1,5 @@
 """Weight gradients that are computed late are those of the fused MLP, bit for bit."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from torch import Tensor
@@ -58,9 +55,14 @@ def test_frozen_weights_owe_nothing(frozen: tuple[int, ...], device: str, dtype:
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 def test_what_was_paid_is_let_go(device: str, dtype: torch.dtype) -> None:
     sample = draw(device, dtype)[0]
-    inputs = [x.detach().clone().requires_grad_() for x in sample.args[:4]]
-    row = weakref.ref(inputs[0])
-    serve_late(*inputs, *sample.args[4:]).sum().backward()
-    del inputs
-    gc.collect()
-    assert row() is None
+    x_SD, scores_SK, gate_up, down = (x.detach().clone().requires_grad_() for x in sample.args[:4])
+    rows_R, slots_SK, offsets_e = sample.args[4:]
+    weights = ready_weights(gate_up, down)
+    scores_R = place_scores(scores_SK, slots_SK, rows_R.numel())
+    y_SD = weights.serve(x_SD, rows_R, slots_SK, scores_R, offsets_e)
+    torch.autograd.grad(y_SD.sum(), x_SD, retain_graph=True)
+    assert weights.debt.compute is not None, "nobody has asked for the weights' yet"
+    y_SD.sum().backward()
+    assert weights.debt.compute is None and gate_up.grad is not None
+    with pytest.raises(RuntimeError, match="serve once"):
+        weights.serve(x_SD, rows_R, slots_SK, scores_R, offsets_e)

@@ -20,7 +20,10 @@ from titan_moe.layers.block import Block
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes, build_meshes
-from titan_moe.train.build import build_model, build_on_meta
+from titan_moe.parallel.whole_weights import keep_whole
+from titan_moe.train.build import _hides_by_weight_gradients, build_model, build_on_meta
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 class Remembering(nn.Module):
@@ -97,3 +100,26 @@ def test_a_buffer_that_can_be_filled_is_welcome(monkeypatch: pytest.MonkeyPatch)
 def test_blocks_must_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match='model.class = "own_model:Model": has no `layers`'):
         build(Hidden, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("words", "waits"),
+    [
+        ((), True),
+        (("--parallel.overlap=microbatch", "--parallel.gathers_once_a_step=true"), True),
+        (("--parallel.overlap=none",), False),
+        (("--perf.kernels=grouped_mm",), False),
+        (("--memory.recompute=experts",), False),
+        (("--parallel.expert_clones=1",), False),
+        (("--compile.extent=block", "--compile.regional=on"), False),
+    ],
+)
+def test_weight_gradients_wait_where_their_order_is_autograds(words: tuple[str, ...], waits: bool) -> None:
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.overlap=layer", "--perf.kernels=fused", *words])
+    assert _hides_by_weight_gradients(recipe, torch.device("cuda")) == waits
+
+
+def test_experts_of_another_kind_are_asked_what_they_are(one_rank: Meshes) -> None:
+    experts = GroupedExperts(2, 8, 8)
+    keep_whole(experts, one_rank.expert_fsdp, None, keeps=False, computes_late=True)
+    assert experts.make_ready() is None

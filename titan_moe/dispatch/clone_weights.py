@@ -40,7 +40,8 @@ class CloneFetcher(ABC):
     """Fetch clones for an exchange; how they travel is a subclass's.
 
     Own weights go through it, so that their gradient and what clones send home are summed in one place; and the rows
-    that arrived, so that clones come behind them and gradients of clones leave before theirs, in a graph too.
+    that arrived: over shared memory clones come behind them, and gradients of clones leave before theirs, in a graph
+    too.
     """
 
     def __call__(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, exchange: CloningExchange) -> tuple[Tensor, ...]:

@@ -8,9 +8,10 @@ arXiv:2603.07685). Autograd takes up first what was made last. So weights that a
 arrived have their turn in backward after the gradients of rows have left for home, and their gradients are computed
 while these travel: the same operations on the same numbers as in fused_expert_mlp.py, in another order.
 
-Physics: kernels that move rows find room beside Triton's of weight gradients. These take 47,000 of a multiprocessor's
-65,536 registers, those 8,000 to 12,000 and no shared memory; and these end every 50 microseconds, where kernels of one
-program a multiprocessor would not. Not timed yet.
+Physics: kernels that move rows find room beside Triton's of weight gradients. As compiled for an H200, a program of
+these takes 47,000 of a multiprocessor's 65,536 registers, of those 8,000 to 12,000 and no shared memory; and these end
+after 0.1 to 0.2 ms, where kernels of one program a multiprocessor end with the GEMM: wide experts, whose weight
+gradients are PyTorch's, may hide nothing. Not timed yet.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.fused_expert_mlp import expert_mlp_backward, expert_mlp_forward, expert_mlp_weight_grads
+from titan_moe.kernels.expert_mlp import ExpertMLP
+from titan_moe.kernels.fused_expert_mlp import (
+    expert_mlp_backward,
+    expert_mlp_forward,
+    expert_mlp_weight_grads,
+    fused_expert_mlp,
+)
 
 Gradients = Callable[[], tuple[Tensor, Tensor]]
 """Computes those of gate_up and down."""
@@ -31,6 +38,7 @@ class Debt:
 
     def __init__(self) -> None:
         self.compute: Gradients | None = None
+        self.is_used = False
 
     def pay(self) -> tuple[Tensor, Tensor]:
         compute, self.compute = self.compute, None
@@ -79,7 +87,7 @@ class _ExpertMLP(torch.autograd.Function):
             return dx_SD, None, None, dscores_R, None, None, None, None
         ctx.debt.compute = partial(expert_mlp_weight_grads, dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
         # autograd asks for gradients of these shapes to go on; nobody reads them
-        nothing = (weight.new_empty(()).expand_as(weight) for weight in (gate_up, down))
+        nothing = (weight.new_zeros(()).expand_as(weight) for weight in (gate_up, down))
         return dx_SD, None, None, dscores_R, None, *nothing, None
 
 
@@ -91,8 +99,21 @@ class ReadyWeights(NamedTuple):
     debt: Debt
 
     def serve(self, x_SD: Tensor, rows_R: Tensor, slots_SK: Tensor, scores_R: Tensor, offsets_e: Tensor) -> Tensor:
-        """`fused_expert_mlp`: -> [S, D]."""
+        """`fused_expert_mlp`: -> [S, D].
+
+        A backward that stops at the rows leaves their gradients owed, and held until the graph is gone.
+
+        Raises: RuntimeError where they serve for the second time.
+        """
+        if self.debt.is_used:
+            raise RuntimeError("weights that were made ready serve once: make others ready for other rows")
+        self.debt.is_used = True
         return _ExpertMLP.apply(x_SD.contiguous(), rows_R, slots_SK, scores_R.contiguous(), offsets_e, *self)
+
+
+def may_wait(mlp: ExpertMLP) -> bool:
+    """Whether this is how experts with that MLP serve, too."""
+    return mlp is fused_expert_mlp
 
 
 def ready_weights(gate_up: Tensor, down: Tensor) -> ReadyWeights:

@@ -20,7 +20,7 @@ class GroupedExperts(nn.Module):
     dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
     experts, in compute's dtype; it is identity unless the experts are spread over ranks. `gather_weights` gives the
     weights that an exchange wants served: this rank's own, and what its dispatcher may have planned behind them. The
-    rows pass through it, so that its messages come after theirs. `make_ready` makes weights ready before the rows are
+    rows pass through it, so that its messages come after theirs. `ready_early` makes weights ready before the rows are
     there, where that hides something (kernels/late_weight_grads.py).
     """
 
@@ -30,8 +30,12 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn_hidden_size))
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
-        self.make_ready: Callable[[], Any] = _when_used
+        self.ready_early: Callable[[], Any] = _when_used
         self.gather_weights: Callable[..., tuple[Tensor, ...]] = _own
+
+    def make_ready(self) -> Any:
+        """What serves the rows that are to come, if it should be made before they are there; else None."""
+        return self.ready_early()
 
     def forward(self, routed: Routed, ready: Any = None) -> Tensor:
         """Serve the rows, with weights that `make_ready` has made ready, or has not: -> [S, L], zero for a row that no

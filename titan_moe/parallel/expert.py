@@ -15,6 +15,7 @@ from titan_moe.dispatch.wire import BLOCKING
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.plan.memory import lends_over_symm_memory
 
 WIRES = {"none": BLOCKING, "layer": SPLIT, "microbatch": SPLIT}
 """The recipe's `parallel.overlap` -> how messages travel."""
@@ -37,7 +38,7 @@ def apply(
             if config.ep > 1:
                 _shard(module.experts, meshes)
             if config.expert_clones:
-                _let_lend(module, config.expert_clones, meshes, None if lane else memory)
+                _let_lend(module, config.expert_clones, meshes, memory if lends_over_symm_memory(config) else None)
 
 
 def _dispatcher(

@@ -4,7 +4,8 @@ Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gra
 once is little more than one microbatch's: a forward fills what the backward beside it frees.
 
 On H200s it was slower than the plain order, over `alltoall` (gaps, and messages beside compute) and with rows of
-`symm_mem` on a lane: kernels that move rows wait until a GEMM ends.
+`symm_mem` on a lane: kernels that move rows wait until a GEMM ends. Weight gradients under messages are newer than
+these figures.
 """
 
 from collections.abc import Callable

@@ -36,7 +36,7 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
-    if lends_over_symm_memory(recipe):
+    if lends_over_symm_memory(recipe.parallel):
         num_clones = recipe.parallel.expert_clones
         for weights in [list(moe.experts.parameters()) for moe in layers]:
             num_local, elements = len(weights[0]) // num_ranks, sum(weight[0].numel() for weight in weights)

@@ -9,7 +9,6 @@ choice of `gradients` says by whom.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,15 +84,19 @@ def keep_whole(
     copies = None if dtype is None else ComputeCopies(dtype, keeps=keeps, accumulate=MAKERS[gradients])
     experts.local = copies or _local
     if computes_late:
-        experts.make_ready = partial(_make_ready, experts)
+        _let_gradients_wait(experts)
 
 
-def _make_ready(experts: GroupedExperts) -> Any:
-    from titan_moe.kernels.late_weight_grads import ready_weights
+def _let_gradients_wait(experts: GroupedExperts) -> None:
+    from titan_moe.kernels.late_weight_grads import ReadyWeights, may_wait, ready_weights
 
-    if not torch.is_grad_enabled():
-        return None
-    return ready_weights(experts.local(experts.gate_up), experts.local(experts.down))
+    def make_ready() -> ReadyWeights | None:
+        if not torch.is_grad_enabled():
+            return None
+        return ready_weights(experts.local(experts.gate_up), experts.local(experts.down))
+
+    if may_wait(experts.mlp):  # a block of one's own may have chosen another
+        experts.ready_early = make_ready
 
 
 @contextmanager

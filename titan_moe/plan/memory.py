@@ -1,6 +1,6 @@
 """What of a GPU's memory is spoken for before the first activation."""
 
-from titan_moe.config.parallel import resolve
+from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.recipe import Recipe, most_tokens_at_once
 from titan_moe.plan.count import count_parameters, expert_width
 
@@ -49,13 +49,12 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
     element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
     place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4
     rows = most_tokens_at_once(recipe) * (recipe.parallel.ep * place + 4 * top_k)
-    return max(rows, _clone_bytes(recipe) if lends_over_symm_memory(recipe) else 0)
+    return max(rows, _clone_bytes(recipe) if lends_over_symm_memory(recipe.parallel) else 0)
 
 
-def lends_over_symm_memory(recipe: Recipe) -> bool:
+def lends_over_symm_memory(parallel: ParallelConfig) -> bool:
     """Whether clones' weights come out of the memory that ranks share: not if its exchanges have a stream of their own,
     of which the experts' compiled code knows nothing."""
-    parallel = recipe.parallel
     return parallel.dispatcher == "symm_mem" and parallel.expert_clones > 0 and parallel.overlap == "none"
 
 

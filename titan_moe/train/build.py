@@ -80,7 +80,7 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: Slo
         meshes,
         experts_come_with_blocks=no_hook_fires_inside,
         gradients=recipe.perf.chosen_kernels.gradients,
-        weight_gradients_wait=_hides_by_weight_gradients(recipe) and not regional.spans_blocks(recipe.compile, device),
+        weight_gradients_wait=_hides_by_weight_gradients(recipe, device),
     )
     model.to_empty(device=device)
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
@@ -89,11 +89,13 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: Slo
     return model
 
 
-def _hides_by_weight_gradients(recipe: Recipe) -> bool:
+def _hides_by_weight_gradients(recipe: Recipe, device: torch.device) -> bool:
     """Whether weight gradients of experts can be computed while gradients of rows travel: not of clones, which travel
-    themselves, nor in what is recomputed, whose order is its own."""
-    hides = recipe.parallel.overlap != "none" and recipe.parallel.expert_clones == 0
-    return hides and recipe.memory.recompute == "none" and recipe.perf.chosen_kernels.experts == "fused"
+    themselves, nor in what is recomputed or one graph, whose order is its own."""
+    has_clones, recomputes = recipe.parallel.expert_clones > 0, recipe.memory.recompute != "none"
+    has_own_order = recomputes or regional.spans_blocks(recipe.compile, device)
+    is_fused = recipe.perf.chosen_kernels.experts == "fused"
+    return recipe.parallel.overlap != "none" and is_fused and not has_clones and not has_own_order
 
 
 def _forward_backward(parallel: ParallelConfig) -> Callable[[nn.Module, Batch, Tensor], Tensor]:
