@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from titan_moe.config.kernels import PRESETS
 from titan_moe.layers.mlp import MLP, GatedMLP
@@ -41,8 +42,13 @@ def test_fused_it_keeps_no_activation(kind: type, device: str) -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_a_frozen_projection_costs_no_gradient() -> None:
-    mlp = MLP(WIDTH, HIDDEN)
-    mlp.down.weight.requires_grad_(False)
-    mlp(torch.randn(TOKENS, WIDTH)).sum().backward()
-    assert mlp.down.weight.grad is None and mlp.gate_up.weight.grad is not None
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_frozen_projection_costs_no_gemm(device: str) -> None:
+    mlp = MLP(WIDTH, HIDDEN, PRESETS["fused"]).to(device)
+    flops = []
+    for trains in (True, False):
+        mlp.down.weight.requires_grad_(trains)
+        with FlopCounterMode(display=False) as counter:
+            mlp(torch.randn(TOKENS, WIDTH, device=device)).sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] - flops[1] == 2 * TOKENS * WIDTH * HIDDEN

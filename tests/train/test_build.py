@@ -121,5 +121,5 @@ def test_weight_gradients_wait_where_their_order_is_autograds(words: tuple[str, 
 
 def test_experts_of_another_kind_are_asked_what_they_are(one_rank: Meshes) -> None:
     experts = GroupedExperts(2, 8, 8)
-    keep_whole(experts, one_rank.expert_fsdp, None, keeps=False, computes_late=True)
+    keep_whole(experts, one_rank.expert_fsdp, None, keeps=False, weight_gradients_wait=True)
     assert experts.make_ready() is None

@@ -7,13 +7,11 @@ Physics: memory-bound, reads 2·R·F and writes R·F. Multiplying by the score h
 inside a compiled region it is one fused kernel.
 """
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_moe.kernels.registry import Kernel, Sample, register
 
@@ -28,16 +26,6 @@ def swiglu(gate_up_2F: Tensor) -> Tensor:
     """silu(gate) · up over the last dimension: [..., 2F] -> [..., F]."""
     gate, up = gate_up_2F.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-@cache
-def choose_swiglu_down(experts: str) -> Callable[[Tensor, nn.Linear], Tensor]:
-    """SwiGLU and the projection behind it for what is not routed, by the recipe's choice of expert kernels."""
-    if experts != "fused":
-        return lambda gate_up_2F, down: down(swiglu(gate_up_2F))
-    from titan_moe.kernels.swiglu_down import fused_swiglu_down
-
-    return lambda gate_up_2F, down: fused_swiglu_down(gate_up_2F, down.weight)
 
 
 def _reference(gate_up_R2F: Tensor, scores_R: Tensor) -> Tensor:

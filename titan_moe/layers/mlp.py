@@ -3,11 +3,13 @@
 D model width · F hidden width
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
-from titan_moe.kernels.swiglu import choose_swiglu_down
+from titan_moe.kernels.swiglu import swiglu
 
 
 class MLP(nn.Module):
@@ -18,7 +20,7 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
-        self.swiglu_down = choose_swiglu_down(kernels.experts)
+        self.swiglu_down = _fused() if kernels.experts == "fused" else _plain
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False)
         self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
 
@@ -45,3 +47,13 @@ class NoMLP(nn.Module):
 
     def forward(self, x: Tensor) -> None:
         return None
+
+
+def _plain(hidden: Tensor, down: nn.Linear) -> Tensor:
+    return down(swiglu(hidden))
+
+
+def _fused() -> Callable[[Tensor, nn.Linear], Tensor]:
+    from titan_moe.kernels.swiglu_down import fused_swiglu_down
+
+    return lambda hidden, down: fused_swiglu_down(hidden, down.weight)

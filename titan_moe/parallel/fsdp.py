@@ -58,7 +58,7 @@ def apply(
                     policy.param_dtype,
                     keeps=config.gathers_once_a_step or config.chunks > 1,
                     gradients=gradients,
-                    computes_late=weight_gradients_wait,
+                    weight_gradients_wait=weight_gradients_wait,
                 )
                 whole.update(experts.parameters())
             else:

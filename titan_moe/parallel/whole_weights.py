@@ -68,14 +68,14 @@ def keep_whole(
     *,
     keeps: bool,
     gradients: Maker = "torch",
-    computes_late: bool = False,
+    weight_gradients_wait: bool = False,
 ) -> None:
     """Take a layer's weights as they are, in place of FSDP on a mesh of one rank.
 
     Shapes: gate_up [e, 2, F, L] and down [e, L, F], DTensors of the ep mesh or, where ep = 1, made such on `mesh`.
     `dtype` is compute's if it is not the master's; `keeps` lets a copy serve more than one use;
-    `gradients` is the recipe's choice of who adds theirs up; with `computes_late` they are computed while those of rows
-    travel, which only fused experts know how to do.
+    `gradients` is the recipe's choice of who adds theirs up; with `weight_gradients_wait` they are computed while those
+    of rows travel, which only fused experts know how to do.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
         if not isinstance(weight, DTensor):
@@ -83,7 +83,7 @@ def keep_whole(
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
     copies = None if dtype is None else ComputeCopies(dtype, keeps=keeps, accumulate=MAKERS[gradients])
     experts.local = copies or _local
-    if computes_late:
+    if weight_gradients_wait:
         _let_gradients_wait(experts)
 
 
