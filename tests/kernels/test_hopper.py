@@ -21,6 +21,7 @@ from titan_moe.kernels.router import Routing, RoutingRule
 from titan_moe.kernels.router_backward import route_backward
 from titan_moe.kernels.router_forward import route_forward
 from titan_moe.kernels.scaled_cast import scaled_cast
+from titan_moe.kernels.slot_mm import slot_mm
 from titan_moe.kernels.slot_sum import slot_rows, slot_sum
 from titan_moe.kernels.softmax_gradient import softmax_gradient
 from titan_moe.kernels.swiglu_backward import swiglu_backward, unrouted_swiglu_backward
@@ -30,6 +31,7 @@ from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
 from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, pick_scores
 from titan_moe.kernels.symm_dispatch_plan import announce_rows, plan_rows
 from titan_moe.kernels.symm_dispatch_rows import deliver_rows, fetch_rows, sum_deliveries
+from titan_moe.kernels.symm_orders import RowOrders, order_rows
 from titan_moe.kernels.tiles import plan_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
@@ -66,6 +68,12 @@ def tiles() -> Any:
     return plan_tiles(index(E), R, 128)
 
 
+def orders() -> RowOrders:
+    address_S = torch.empty(S, dtype=torch.int64, device="meta")
+    num_tiles = tiles().experts_M.numel()
+    return RowOrders(index(1), index(S), address_S, index(num_tiles), index(S, K), index(S), address_S, index(S))
+
+
 def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
     scalars = (single() for _ in range(4))
     n = param.numel()
@@ -76,6 +84,12 @@ GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
     "gather_mm_narrow": lambda: gather_mm(half(S, D), index(R), half(E, D, 1408), tiles()),
+    "expert_up_fetched": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), orders=orders()),
+    "gather_mm_fetched": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), orders=orders()),
+    "slot_mm_down": lambda: slot_mm(half(R, F), half(E, D, F), tiles(), is_transposed=True),
+    "slot_mm_up": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles()),
+    "slot_mm_down_delivered": lambda: slot_mm(half(R, F), half(E, D, F), tiles(), is_transposed=True, orders=orders()),
+    "slot_mm_up_delivered": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), orders=orders()),
     "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
     "expert_weight_grad_down": lambda: expert_weight_grad(
         half(R, F), half(S, D), index(R), index(E), is_transposed=True

@@ -114,7 +114,7 @@ def _compile_for_many_rows(moe: MoE) -> Callable[..., Tensor]:
 
     @wraps(serve)
     def serve_rows(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
-        if min(routed.x_SD.shape[0], routed.rows_R.shape[0]) <= 1:
+        if min(routed.sizes) <= 1:
             return serve(routed, gate_up, down)
         return (compiled_unbounded if moe.dispatcher.bound.is_waived else compiled)(routed, gate_up, down)
 

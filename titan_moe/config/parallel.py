@@ -39,13 +39,15 @@ class ParallelConfig:
     as few as that and reads nothing on the host: GPUs of one node read and write memory that they share, which has a
     place on each of them for every row of its largest microbatch from every rank. On 8 H200s it is the fastest, and
     wants `expert_rank_capacity_factor`: the worst case of a large model fits into no memory."""
-    overlap: Literal["none", "layer", "microbatch"] = "none"
-    """What the dispatcher's messages travel under: `none` waits for each where it starts; `layer` starts them early and
+    overlap: Literal["none", "tile", "layer", "microbatch"] = "none"
+    """What the dispatcher's messages travel under: `none` waits for each where it starts; `tile`, of `symm_mem` with
+    fused experts, moves rows by some programs of the experts' GEMMs, whose tiles begin when their rows are there and
+    whose sums leave when they are done, in backward too; `layer` starts them early and
     waits late, so that the slots are laid out while rows travel, the shared experts run while results do, in backward
     too; `microbatch` interleaves the forward of each microbatch with the backward of
     the one before, block by block, so that every message of one travels under compute of the other. It needs
     `gathers_once_a_step`, two or more microbatches a step, and our own blocks in pieces; it keeps the activations of
-    little more than one microbatch. Both compute weight gradients while gradients of rows travel, where experts are
+    little more than one microbatch. These two compute weight gradients while gradients of rows travel, where experts are
     fused, lie whole on a rank (edp = 1) and have no clones, without recompute and with `compile.extent = "pieces"`. The
     numbers are the same. `symm_mem` moves its rows by few programs then, on a
     stream of its own, where they wait for multiprocessors that most GEMMs do not let go: on 4 H200s both ways of hiding

@@ -4,7 +4,7 @@ T tokens on this rank · K choices a token · S rows received · R expert slots 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -40,6 +40,15 @@ class Routed(NamedTuple):
     """int32 on the device, running ends of each local expert's slots."""
     exchange: Exchange
     """What the way back needs."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and slots that there are."""
+        return self.x_SD.shape[0], self.rows_R.shape[0]
+
+    def serve_by(self, mlp: Callable[..., Tensor], x_SD: Tensor, weights: Sequence[Tensor]) -> Any:
+        """Let an expert MLP serve the rows: -> [S, D]."""
+        return mlp(x_SD, self.rows_R, self.slots_SK, self.scores_R, self.offsets_e, *weights)
 
 
 def route(

@@ -16,7 +16,9 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_moe.kernels.symm_orders import RowOrders
 from titan_moe.kernels.tiles import Tiles, place_in_groups
+from titan_moe.kernels.travel import Movers, fetch_in_order, fetching, wait_for_rows
 
 TILE_ROWS = 128
 
@@ -39,14 +41,26 @@ MEASURED = UpTiles()
 @triton.jit
 def _expert_up_kernel(
     x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
+    sources_ptr, fetched_ptr, count_ptr, wanted_ptr, came_ptr,
     F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    MOVERS: tl.constexpr, MOVERS2: tl.constexpr, MOVED_ROWS: tl.constexpr, MOVED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    program = tl.program_id(0) - MOVERS
+    if MOVERS:
+        if program < 0:
+            fetch_in_order(
+                program + MOVERS, x_ptr, sources_ptr, fetched_ptr, count_ptr, came_ptr, D,
+                MOVERS, MOVED_ROWS, MOVED_COLUMNS,
+            )  # fmt: skip
+            return
     num_columns: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    tile, column = place_in_groups(tl.program_id(0), tl.num_programs(0) // num_columns, num_columns, GROUP)
+    tile, column = place_in_groups(program, (tl.num_programs(0) - MOVERS) // num_columns, num_columns, GROUP)
     expert = tl.load(experts_ptr + tile)
     if expert < 0:
         return
+    if MOVERS:
+        wait_for_rows(came_ptr, tl.load(wanted_ptr + tile), MOVERS, MOVERS2, MOVED_ROWS, IS_INTERPRETED)
     slots = tl.load(begins_ptr + tile) + tl.arange(0, BLOCK_R)
     is_slot = slots < tl.load(ends_ptr + tile)
     features = column * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -97,18 +111,29 @@ def _silu(gate):
 
 
 def expert_up(
-    x_SD: Tensor, rows_R: Tensor, scores_R: Tensor, weight_e2FD: Tensor, tiles: Tiles, cut: UpTiles = MEASURED
+    x_SD: Tensor,
+    rows_R: Tensor,
+    scores_R: Tensor,
+    weight_e2FD: Tensor,
+    tiles: Tiles,
+    cut: UpTiles = MEASURED,
+    orders: RowOrders | None = None,
+    movers: Movers = Movers(),  # noqa: B008, immutable
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written."""
+    """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
+
+    With `orders`, rows come from their sources into x on the way.
+    """
     num_slots, (_, _, num_features, width) = scores_R.numel(), weight_e2FD.shape
     hidden_R2F, active_RF = x_SD.new_empty(num_slots, 2 * num_features), x_SD.new_empty(num_slots, num_features)
     if not num_slots:
         return hidden_R2F, active_RF
     # a block may run over the end of its expert's gate or up half: those columns are computed and not stored
     weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.features, cut.inner])
-    _expert_up_kernel[(tiles.experts_M.numel() * triton.cdiv(num_features, cut.features),)](
-        x_SD, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:3],
-        F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret,
+    travel, sizes = fetching(orders, movers, width)
+    _expert_up_kernel[(sizes["MOVERS"] + tiles.experts_M.numel() * triton.cdiv(num_features, cut.features),)](
+        x_SD, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:3], *travel,
+        F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.features, BLOCK_D=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip

@@ -118,7 +118,14 @@ def expert_mlp_weight_grads(
     dhidden_R2F: Tensor,
     active_RF: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate_up and down: an operation of its own, so that a schedule may run it later."""
+    """An operation of its own, so that a schedule may run it later."""
+    return weight_grads(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+
+
+def weight_grads(
+    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Launch the gradients of gate_up [e, 2, F, D] and down [e, D, F]."""
     if active_RF.shape[1] >= GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM:
         dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R, offsets_e), offs=offsets_e)
         ddown_eDF = F.grouped_mm(slot_rows(dy_SD, rows_R, offsets_e).T, active_RF, offs=offsets_e)

@@ -11,9 +11,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_moe.kernels.symm_orders import RowOrders
 from titan_moe.kernels.tiles import Tiles, place_in_groups
+from titan_moe.kernels.travel import Movers, fetch_in_order, fetching, wait_for_rows
 
 
 class GatherTiles(NamedTuple):
@@ -34,14 +37,26 @@ MEASURED = GatherTiles()
 @triton.jit
 def _gather_mm_kernel(
     x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
-    I: tl.constexpr, O: tl.constexpr,
+    sources_ptr, fetched_ptr, count_ptr, wanted_ptr, came_ptr,
+    I: tl.constexpr, O: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
+    MOVERS: tl.constexpr, MOVERS2: tl.constexpr, MOVED_ROWS: tl.constexpr, MOVED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    program = tl.program_id(0) - MOVERS
+    if MOVERS:
+        if program < 0:
+            fetch_in_order(
+                program + MOVERS, x_ptr, sources_ptr, fetched_ptr, count_ptr, came_ptr, I,
+                MOVERS, MOVED_ROWS, MOVED_COLUMNS,
+            )  # fmt: skip
+            return
     num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
-    tile, column = place_in_groups(tl.program_id(0), tl.num_programs(0) // num_columns, num_columns, GROUP)
+    tile, column = place_in_groups(program, (tl.num_programs(0) - MOVERS) // num_columns, num_columns, GROUP)
     expert = tl.load(experts_ptr + tile)
     if expert < 0:
         return
+    if MOVERS:
+        wait_for_rows(came_ptr, tl.load(wanted_ptr + tile), MOVERS, MOVERS2, MOVED_ROWS, IS_INTERPRETED)
     begin, end = tl.load(begins_ptr + tile), tl.load(ends_ptr + tile)
     if BLOCK_LAST < BLOCK_O and column == num_columns - 1:
         _gather_mm_tile(
@@ -75,17 +90,29 @@ def _gather_mm_tile(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None] & (columns < O)[None, :])
 
 
-def gather_mm(x_SI: Tensor, rows_R: Tensor, weight_eIO: Tensor, tiles: Tiles, cut: GatherTiles = MEASURED) -> Tensor:
-    """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written."""
+def gather_mm(
+    x_SI: Tensor,
+    rows_R: Tensor,
+    weight_eIO: Tensor,
+    tiles: Tiles,
+    cut: GatherTiles = MEASURED,
+    orders: RowOrders | None = None,
+    movers: Movers = Movers(),  # noqa: B008, immutable
+) -> Tensor:
+    """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
+
+    With `orders`, rows come from their sources into x on the way.
+    """
     _, width, out_width = weight_eIO.shape
     out_RO = x_SI.new_empty(rows_R.numel(), out_width)
     is_half_enough = 0 < out_width % cut.outputs <= cut.outputs // 2
     last = cut.outputs // 2 if is_half_enough else cut.outputs
     # weights come by TMA: their pointers would take the registers that the sums want
     weights = [TensorDescriptor.from_tensor(weight_eIO, [1, cut.inner, outputs]) for outputs in (cut.outputs, last)]
-    _gather_mm_kernel[(tiles.experts_M.numel() * triton.cdiv(out_width, cut.outputs),)](
-        x_SI, rows_R, *weights, out_RO, *tiles[:3],
-        I=width, O=out_width,
+    travel, sizes = fetching(orders, movers, width)
+    _gather_mm_kernel[(sizes["MOVERS"] + tiles.experts_M.numel() * triton.cdiv(out_width, cut.outputs),)](
+        x_SI, rows_R, *weights, out_RO, *tiles[:3], *travel,
+        I=width, O=out_width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip

@@ -22,7 +22,7 @@ SIZES = ["rank", "num_tokens", "num_rows", "num_choices"]
 
 
 @triton.jit
-def _find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P: tl.constexpr):
+def find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P: tl.constexpr):
     """Source and token of each row, and whether it came."""
     source = tl.zeros_like(row)
     for peer in tl.static_range(P - 1):
@@ -41,7 +41,7 @@ def _fetch_kernel(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, K2)[None, :]
     keep = (row < num_rows)[:, None] & (k < K)
-    source, token, came = _find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P)
+    source, token, came = find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P)
     there = token[:, None] * K + k
     ids_ptr = peer_array(memory_at_ptr, source, ids_offset, here_ptr)[:, None]
     expert = tl.load(ids_ptr + there, mask=keep & came[:, None], other=-1) - rank * num_local_experts
@@ -60,7 +60,7 @@ def _deliver_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, K2)[None, :]
-    source, token, came = _find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P)
+    source, token, came = find_tokens(row, tokens_ptr, ends_ptr, num_tokens, P)
     keep = ((row < num_rows) & came)[:, None] & (k < K)
     scores = tl.load(scores_ptr + row[:, None].to(tl.int64) * K + k, mask=keep, other=0.0)
     place = (token * P + rank)[:, None] * K + k

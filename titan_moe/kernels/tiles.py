@@ -44,21 +44,23 @@ def place_in_groups(program, num_rows, num_columns, GROUP: tl.constexpr):
     return first + within % size, within // size
 
 
-def plan_tiles_reference(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
+def plan_tiles_reference(offsets_e: Tensor, num_slots: int, rows: int, turn: int = 0, turns: int = 1) -> Tiles:
     """The definition, expert by expert on the host."""
     tiles = []
     begin = 0
     for expert, end in enumerate(offsets_e.tolist()):
-        tiles += [(expert, first, end) for first in range(begin, end, rows)]
+        own = [(expert, first, end) for first in range(begin, end, rows)]
+        first = len(own) * turn // turns
+        tiles += own[first:] + own[:first]
         begin = end
     tiles += [(-1, 0, 0)] * (-(-num_slots // rows) + offsets_e.numel() - len(tiles))
     experts_M, begins_M, ends_M = torch.tensor(tiles, dtype=torch.int32, device=offsets_e.device).unbind(1)
     return Tiles(experts_M, begins_M, ends_M, rows)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles", "turn"])
 def _plan_tiles_kernel(
-    offsets_ptr, experts_ptr, begins_ptr, ends_ptr, num_experts, num_tiles, rows,
+    offsets_ptr, experts_ptr, begins_ptr, ends_ptr, num_experts, num_tiles, rows, turn, turns,
     BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     expert = tl.arange(0, BLOCK_E)
@@ -71,7 +73,8 @@ def _plan_tiles_kernel(
     # each tile lies in at most one expert's stretch, so sums over experts select
     is_mine = (tile[:, None] < last[None, :]) & (tile[:, None] >= (last - count)[None, :])
     is_tile = tl.sum(is_mine.to(tl.int32), axis=1) > 0
-    first = begin[None, :] + (tile[:, None] - (last - count)[None, :]) * rows
+    place = tile[:, None] - (last - count)[None, :] + (count * turn // turns)[None, :]
+    first = begin[None, :] + tl.where(place < count[None, :], place, place - count[None, :]) * rows
     keep = tile < num_tiles
     mine = tl.sum(tl.where(is_mine, expert[None, :], 0), axis=1)
     tl.store(experts_ptr + tile, tl.where(is_tile, mine, -1), mask=keep)
@@ -79,13 +82,15 @@ def _plan_tiles_kernel(
     tl.store(ends_ptr + tile, tl.sum(tl.where(is_mine, end[None, :], 0), axis=1), mask=keep)
 
 
-def plan_tiles(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
+def plan_tiles(offsets_e: Tensor, num_slots: int, rows: int, turn: int = 0, turns: int = 1) -> Tiles:
     """Cut every expert's slots into tiles, experts in order. Nothing reads the device from the host.
 
     Args:
         offsets_e: int32, running end of each expert's slots.
         num_slots: static bound of the slots (R).
         rows: slots of a full tile.
+        turn, turns: where in an expert's slots its tiles begin, that many of so many parts into them; they then go
+            round. Ranks of different turns take rows of different sources at a time.
     """
     num_experts = offsets_e.numel()
     num_tiles = triton.cdiv(num_slots, rows) + num_experts
@@ -94,7 +99,7 @@ def plan_tiles(offsets_e: Tensor, num_slots: int, rows: int) -> Tiles:
     maps = [offsets_e.new_empty(num_tiles) for _ in range(3)]
     block_m = 32
     _plan_tiles_kernel[(triton.cdiv(num_tiles, block_m),)](
-        offsets_e, *maps, num_experts, num_tiles, rows,
+        offsets_e, *maps, num_experts, num_tiles, rows, turn, turns,
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_M=block_m,
     )  # fmt: skip
     return Tiles(maps[0], maps[1], maps[2], rows)

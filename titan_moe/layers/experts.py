@@ -37,18 +37,17 @@ class GroupedExperts(nn.Module):
         """What serves the rows that are to come, if it should be made before they are there; else None."""
         return self.ready_early()
 
-    def forward(self, routed: Routed, ready: Any = None) -> Tensor:
+    def forward(self, routed: Routed, ready: Any = None) -> Any:
         """Serve the rows, with weights that `make_ready` has made ready, or has not: -> [S, L], zero for a row that no
-        expert here wants."""
+        expert here wants; or what else the dispatcher sends back."""
         if ready is not None:
             return ready.serve(*routed[:5])
         return self.serve(routed, self.local(self.gate_up), self.local(self.down))
 
-    def serve(self, routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+    def serve(self, routed: Routed, gate_up: Tensor, down: Tensor) -> Any:
         """The same, with weights that are ready: what is compiled where blocks run in pieces."""
-        x_SL, rows_R, slots_SK, scores_R, offsets_e, exchange = routed
-        x_SL, *weights = self.gather_weights(x_SL, gate_up, down, exchange)
-        return self.mlp(x_SL, rows_R, slots_SK, scores_R, offsets_e, *weights)
+        rows, *weights = self.gather_weights(routed[0], gate_up, down, routed.exchange)
+        return routed.serve_by(self.mlp, rows, weights)
 
 
 def _when_used() -> None:

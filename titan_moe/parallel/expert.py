@@ -9,6 +9,7 @@ from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.clone_weights import MessageCloneFetcher, SymmCloneFetcher
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.split_wire import SPLIT
+from titan_moe.dispatch.symm_experts import SymmExpertDispatcher
 from titan_moe.dispatch.symm_lane import Lane
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.wire import BLOCKING
@@ -30,7 +31,8 @@ def apply(
     that says whether any of them overflowed; with `symm_mem` they share the `memory` of the ep group too, and the lane
     of its exchanges if these travel under compute.
     """
-    lane = Lane(memory.local.device) if memory is not None and config.overlap != "none" else None
+    has_lane = config.overlap in ("layer", "microbatch")
+    lane = Lane(memory.local.device) if memory is not None and has_lane else None
     for module in model.modules():
         if isinstance(module, MoE):
             module.dispatcher = _dispatcher(module, config, meshes, bound, memory, lane)
@@ -56,7 +58,8 @@ def _dispatcher(
             return LocalDispatcher(num_experts, lay_out)
         case "symm_mem":
             assert memory is not None, "symm_mem needs what parallel.symm_memory.share_memory opens"
-            return SymmMemDispatcher(num_experts, memory, lay_out, bound, num_chosen_from, lane)
+            kind = SymmExpertDispatcher if config.overlap == "tile" else SymmMemDispatcher
+            return kind(num_experts, memory, lay_out, bound, num_chosen_from, lane)
         case "allgather":
             return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound, WIRES[config.overlap])
         case "alltoall":

@@ -55,7 +55,7 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
 def lends_over_symm_memory(parallel: ParallelConfig) -> bool:
     """Whether clones' weights come out of the memory that ranks share: not if its exchanges have a stream of their own,
     of which the experts' compiled code knows nothing."""
-    return parallel.dispatcher == "symm_mem" and parallel.expert_clones > 0 and parallel.overlap == "none"
+    return parallel.dispatcher == "symm_mem" and parallel.expert_clones > 0 and parallel.overlap in ("none", "tile")
 
 
 def _clone_bytes(recipe: Recipe) -> int:

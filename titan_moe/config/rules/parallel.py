@@ -97,6 +97,25 @@ def _lane_runs_beside_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+def _tiles_fetch_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.overlap != "tile":
+        return
+    setting = 'parallel.overlap = "tile"'
+    if p.dispatcher not in ("symm_mem", "local"):
+        yield f'{setting} reads rows out of shared memory, and parallel.dispatcher = "{p.dispatcher}" has none; take "symm_mem", or overlap = "layer"'
+    if recipe.perf.chosen_kernels.experts != "fused":
+        yield (
+            f"{setting} lets the GEMMs of fused experts move rows, and perf.kernels chose "
+            f'"{recipe.perf.chosen_kernels.experts}" for experts; take "fused", or overlap = "none"'
+        )
+    if p.expert_clones and recipe.compile.regional != "off" and recipe.compile.extent == "block":
+        yield (
+            f'{setting} with parallel.expert_clones needs compile.extent = "pieces": nothing in the graph of a block '
+            "would keep clones' weights behind the plan of their rows"
+        )
+
+
 def _symm_mem_has_gpus(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.dispatcher == "symm_mem" and recipe.run.device == "cpu":
         yield (
@@ -233,6 +252,7 @@ PARALLEL_RULES = [
     Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
     Rule("overlap has messages to hide", _overlap_has_messages, "a switch that does nothing hides a mistake"),
     Rule("chunks travel under each other", _chunks_travel, "messages that hide nothing only cost"),
+    Rule("tiles fetch rows", _tiles_fetch_rows, "what moves rows is inside a GEMM, which must be ours"),
     Rule("a lane runs beside pieces", _lane_runs_beside_pieces, "a graph of the compiler has one stream"),
     Rule("symm_mem has GPUs", _symm_mem_has_gpus, "the memory that it shares is CUDA's"),
     Rule("symm_mem has peers", _symm_mem_has_peers, "there is nobody to share memory with"),

@@ -1,0 +1,246 @@
+"""Experts that fetch rows and deliver results themselves give what one process gives, and what rows that have arrived do.
+
+On CPU ranks are processes that map each other's files, in Triton's interpreter and fp32, as in test_symm_mem.py; on GPUs
+it is bf16.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.dispatch import bound as bound_module
+from titan_moe.dispatch.base import TokenDispatcher
+from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.clone_weights import SymmCloneFetcher
+from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.symm_experts import Offered, SymmExpertDispatcher
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
+from titan_moe.kernels.expert_mlp import choose_expert_mlp
+from titan_moe.kernels.slots import choose_lay_out
+from titan_moe.layers.experts import GroupedExperts
+
+
+def neighbour(name: str) -> Any:
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+equal_local, symm_mem = neighbour("test_equal_local"), neighbour("test_symm_mem")
+NAMES = ("y", "dx", "dscores", "dgate_up", "ddown")
+ROUTINGS = ("skewed", "one_rank_empty", "all_to_one_rank", "dropped_choices")
+
+
+def dtype_of(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def my_experts(device: torch.device) -> GroupedExperts:
+    module = symm_mem.my_experts(device).to(dtype_of(device))
+    module.mlp = choose_expert_mlp("fused", "activation")
+    return module
+
+
+def my_inputs(routing: str, device: torch.device) -> list[Tensor]:
+    x_TD, ids_TK, scores_TK, grad_TD = symm_mem.my_inputs(routing, device)
+    return [x_TD.to(dtype_of(device)), ids_TK, scores_TK.float(), grad_TD.to(dtype_of(device))]
+
+
+def dispatcher_of(
+    kind: type[SymmMemDispatcher], memory: SymmMemory, module: GroupedExperts, num_spare: int = 0, bound: Any = None
+) -> TokenDispatcher:
+    num_experts = equal_local.NUM_EXPERTS + dist.get_world_size() * num_spare
+    inner = kind(num_experts, memory, choose_lay_out("triton"), bound)
+    if not num_spare:
+        return inner
+    group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
+    module.gather_weights = SymmCloneFetcher(memory)
+    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
+
+
+def run_both(folder: str | None, routings: tuple[str, ...], num_spare: int = 0) -> list[tuple[list[Tensor], ...]]:
+    """Of each routing, results where rows have arrived and where they travel, twice, one after the other in the same
+    memory."""
+    memory, device = symm_mem.share(folder)
+    module, results = my_experts(device), []
+    arrived, travelling = (
+        dispatcher_of(kind, memory, module, num_spare) for kind in (SymmMemDispatcher, SymmExpertDispatcher)
+    )
+    for routing in routings:
+        ways = []
+        for dispatcher in (arrived, travelling, travelling):
+            module.zero_grad()
+            symm_mem.poison(memory)
+            home = equal_local.serve(dispatcher, module, my_inputs(routing, device))
+            ways.append([tensor.cpu() for tensor in home])
+        results.append(tuple(ways))
+    return results
+
+
+def assert_near(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for name, a, b in zip(NAMES, actual, expected, strict=True):
+        error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-6)
+        assert error < tolerance, f"{name}: {error}"
+
+
+def check_both(answers: list[Any], routings: tuple[str, ...], tolerance: float) -> None:
+    num_ranks = len(answers)
+    for index, routing in enumerate(routings):
+        drawn = equal_local.inputs(routing, num_ranks, [equal_local.NUM_TOKENS] * num_ranks)
+        oracle = equal_local.join([equal_local.dense_oracle(inputs) for inputs in drawn], experts_add_up=True)
+        arrived, travelled, again = (
+            equal_local.join([answer[index][way] for answer in answers], experts_add_up=False) for way in range(3)
+        )
+        assert_near(travelled, oracle, tolerance)
+        assert_near(travelled, arrived, tolerance / 10)
+        assert all(map(torch.equal, travelled, again)), routing
+
+
+def compile_two_layers(folder: str | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients of two layers, eager and as one graph."""
+    memory, device = symm_mem.share(folder)
+    module = my_experts(device)
+    step = symm_mem.stepped(dispatcher_of(SymmExpertDispatcher, memory, module), module)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
+    results = []
+    for run in (step, compiled):
+        x_TD, ids_TK, scores_TK, grad_TD = my_inputs("skewed", device)
+        x_TD, scores_TK = x_TD.requires_grad_(), scores_TK.requires_grad_()
+        module.zero_grad()
+        y_TD = run(x_TD, ids_TK, scores_TK)
+        y_TD.backward(grad_TD)
+        grads = (x_TD.grad, scores_TK.grad, module.gate_up.grad, module.down.grad)
+        results.append([tensor.detach().cpu() for tensor in (y_TD, *grads)])
+    return results[0], results[1]
+
+
+def train_frozen(folder: str | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of rows and scores where the weights have none, and where they have."""
+    memory, device = symm_mem.share(folder)
+    module = my_experts(device)
+    dispatcher = dispatcher_of(SymmExpertDispatcher, memory, module)
+    answers = []
+    for is_trained in (False, True):
+        module.requires_grad_(is_trained)
+        module.zero_grad()
+        home = equal_local.serve(dispatcher, module, my_inputs("skewed", device))
+        assert (home[3] is None) == (home[4] is None) == (not is_trained)
+        answers.append([tensor.cpu() for tensor in home[:3]])
+    return answers[0], answers[1]
+
+
+def overflow(folder: str | None) -> list[tuple[bool, bool, list[Tensor]]]:
+    """Of a routing that fits and of one that does not, bounded and then not: whether it was told, whether rows
+    travelled, and the results."""
+    memory, device = symm_mem.share(folder)
+    bound, module, results = SlotBound(1.5, device), my_experts(device), []
+    dispatcher = dispatcher_of(SymmExpertDispatcher, memory, module, bound=bound)
+    for routing in ("random", "all_to_one_rank"):
+        drawn = my_inputs(routing, device)
+        for is_lifted in (False, True):
+            module.zero_grad()
+            symm_mem.poison(memory)
+            with bound.lifted() if is_lifted else mock.patch.object(bound_module, "SLOTS_ALIGNMENT", 1):
+                home = equal_local.serve(dispatcher, module, drawn)
+                is_told = bool(bound.overflowed)
+                bound.reset()
+                travelled = isinstance(dispatcher.dispatch(*drawn[:3]), Offered)
+            results.append((is_told, travelled, [tensor.cpu() for tensor in home]))
+    return results
+
+
+def check_overflow(answers: list[Any], tolerance: float) -> None:
+    num_ranks = len(answers)
+    for index, (routing, is_lifted) in enumerate(
+        (routing, is_lifted) for routing in ("random", "all_to_one_rank") for is_lifted in (False, True)
+    ):
+        told, travelled = ([answer[index][place] for answer in answers] for place in (0, 1))
+        assert any(told) == (routing == "all_to_one_rank" and not is_lifted)
+        assert all(way != is_lifted for way in travelled)
+        if not any(told):
+            drawn = equal_local.inputs(routing, num_ranks, [equal_local.NUM_TOKENS] * num_ranks)
+            oracle = equal_local.join([equal_local.dense_oracle(inputs) for inputs in drawn], experts_add_up=True)
+            home = equal_local.join([answer[index][2] for answer in answers], experts_add_up=False)
+            assert_near(home, oracle, tolerance)
+
+
+def stress(folder: str | None, num_dispatches: int) -> int:
+    """How often the same layer gave other bits than at first, forward or backward, in a loop."""
+    memory, device = symm_mem.share(folder)
+    module, wrong = my_experts(device), torch.zeros((), dtype=torch.int64, device=device)
+    dispatcher = dispatcher_of(SymmExpertDispatcher, memory, module, bound=SlotBound(4.0, device))
+    routings = [my_inputs(routing, device) for routing in equal_local.ROUTINGS]
+    first: dict[int, list[Tensor]] = {}
+    for turn in range(num_dispatches):
+        index = turn % len(routings)
+        module.zero_grad()
+        home = equal_local.serve(dispatcher, module, routings[index])
+        expected = first.setdefault(index, home)
+        wrong += sum((a != b).any() for a, b in zip(home, expected, strict=True))
+    return int(wrong)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("num_ranks", "routings"), [(2, ROUTINGS), (4, ("skewed",))])
+def test_files_equal_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routings: tuple[str, ...]) -> None:
+    check_both(ranks(num_ranks, run_both, str(tmp_path), routings), routings, 1e-5)
+
+
+@pytest.mark.interpreted
+def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
+    routings = ("skewed", "all_to_one_rank")
+    check_both(ranks(2, run_both, str(tmp_path), routings, symm_mem.MOST_SPARE), routings, 1e-5)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("work", [compile_two_layers, train_frozen], ids=lambda work: work.__name__)
+def test_files_give_the_same_bits(ranks, tmp_path: Path, work: Callable[..., Any]) -> None:
+    for one, other in ranks(2, work, str(tmp_path)):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.interpreted
+def test_files_say_what_has_no_room(ranks, tmp_path: Path) -> None:
+    check_overflow(ranks(2, overflow, str(tmp_path)), 1e-5)
+
+
+RANKS = symm_mem.RANKS
+on_gpus = [pytest.mark.gpu, symm_mem.needs_gpus, pytest.mark.parametrize("num_ranks", RANKS)]
+
+
+def with_gpus(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in on_gpus:
+        test = mark(test)
+    return test
+
+
+@with_gpus
+@pytest.mark.parametrize("num_spare", [0, 1])
+def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int, num_spare: int) -> None:
+    check_both(ranks_of_a_size(num_ranks, run_both, None, equal_local.ROUTINGS, num_spare), equal_local.ROUTINGS, 2e-2)
+
+
+@with_gpus
+@pytest.mark.parametrize("work", [compile_two_layers, train_frozen], ids=lambda work: work.__name__)
+def test_gpus_give_the_same_bits(ranks_of_a_size, num_ranks: int, work: Callable[..., Any]) -> None:
+    for one, other in ranks_of_a_size(num_ranks, work, None):
+        assert all(map(torch.equal, one, other))
+
+
+@with_gpus
+def test_gpus_say_what_has_no_room(ranks_of_a_size, num_ranks: int) -> None:
+    check_overflow(ranks_of_a_size(num_ranks, overflow, None), 2e-2)
+
+
+@with_gpus
+def test_gpus_give_the_same_bits_in_a_loop(ranks_of_a_size, num_ranks: int) -> None:
+    assert ranks_of_a_size(num_ranks, stress, None, 2000) == [0] * num_ranks

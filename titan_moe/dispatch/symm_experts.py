@@ -1,0 +1,249 @@
+"""Rows that come and go beside the experts' GEMMs, tile by tile: no exchange stands before the experts or behind them.
+
+P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · R expert slots, sorted by
+expert · e experts on this rank · D width · F hidden width
+
+The first GEMM of the experts begins with the rows that are there: some of its programs fetch the others, in the order
+in which its tiles want them. The last one's sums leave as soon as their slots are done. The gradients of results come
+and those of rows leave in the same way, beside the two GEMMs of backward that want and make them. What stays is what no
+GEMM can hide: the plan, the choices of the rows that come, the first tiles' rows and the last tiles' sums.
+(kernels/travel.py; after COMET, arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, which give the programs of one
+kernel these two kinds of work, too.)
+
+The numbers are those of `SymmMemDispatcher` and the fused experts, bit for bit but for the GEMMs whose sums leave:
+those are Triton's here, so that they can tell what is done, and PyTorch's there.
+
+Each operation is two whole exchanges with the experts between them, barriers included, all on the stream of whoever
+computes: nothing is on its way when it returns. Weight gradients are computed before the last barrier of a backward, so
+that a rank waits with them for others that are late.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_moe.dispatch.base import Exchange, InFlight, Routed
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory
+from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
+from titan_moe.kernels.expert_up import TILE_ROWS, expert_up
+from titan_moe.kernels.fused_expert_mlp import weight_grads
+from titan_moe.kernels.gather_mm import gather_mm
+from titan_moe.kernels.grouped_mm import join
+from titan_moe.kernels.slot_mm import slot_mm
+from titan_moe.kernels.swiglu_backward import swiglu_backward
+from titan_moe.kernels.symm_barrier import symm_barrier
+from titan_moe.kernels.symm_dispatch import SymmArrays, symm_arrays
+from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, own_scores, pick_scores
+from titan_moe.kernels.symm_dispatch_plan import RowPlan
+from titan_moe.kernels.symm_dispatch_rows import own_rows, sum_deliveries
+from titan_moe.kernels.symm_orders import RowOrders, order_rows
+from titan_moe.kernels.tiles import Tiles, plan_tiles
+
+
+class Served(NamedTuple):
+    """Results that are at home."""
+
+    y_TD: Tensor
+    overflowed: Tensor
+    """int32 scalar, 1 if some choice found no slot."""
+
+
+class Offered(NamedTuple):
+    """This rank's own rows, for peers to fetch, in the place of rows that have come (`Routed`)."""
+
+    x_TD: Tensor
+    scores_TK: Tensor
+    ids_TK: Tensor
+    went_TP: Tensor
+    tokens_PT: Tensor
+    ends_Q: Tensor
+    memory: SymmMemory
+    num_local_experts: int
+    max_rows: int
+    num_slots: int
+    exchange: Exchange
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and slots that there may be."""
+        return self.max_rows, self.num_slots
+
+    def serve_by(self, mlp: Any, x_TD: Tensor, weights: Sequence[Tensor]) -> Served:
+        """Bring every row to its experts and its result home; the fused MLP is the only one that can."""
+        own_and_clones = [*(weight.contiguous() for weight in weights), None, None][:4]
+        plan = (self.ids_TK, self.went_TP, self.tokens_PT, self.ends_Q)
+        sizes = (self.num_local_experts, self.max_rows, self.num_slots)
+        y_TD, overflowed, *_ = _serve(x_TD, self.scores_TK, *plan, *own_and_clones, *self.memory, *sizes)
+        return Served(y_TD, overflowed)
+
+
+class SymmExpertDispatcher(SymmMemDispatcher):
+    """Let the experts fetch rows and deliver results themselves.
+
+    Where a step is taken again at sizes that the host reads, rows are moved before and after, as by the parent.
+    """
+
+    def start_send(self, x_TD: Tensor, exchange: SymmMemExchange) -> InFlight:
+        return super().start_send(x_TD, exchange) if self.bound.asks_device else x_TD
+
+    def receive(self, sent: InFlight, exchange: SymmMemExchange) -> Routed | Offered:  # type: ignore[override]
+        if self.bound.asks_device:
+            return super().receive(sent, exchange)
+        ids_TK, scores_TK, plan, max_rows = exchange
+        if self.bound.can_overflow:
+            self.bound.book(plan.overflowed)
+        worst = max_rows * min(ids_TK.shape[1], self.num_local_experts)
+        num_slots = self.bound.num_slots(ids_TK, balanced=ids_TK.numel(), worst=worst)
+        sizes = (self.num_local_experts, max_rows, num_slots)
+        return Offered(sent, scores_TK, ids_TK, *plan[:3], self.memory, *sizes, exchange)
+
+    def send_back(self, y: Any, exchange: SymmMemExchange) -> InFlight:
+        if not isinstance(y, Served):
+            return super().send_back(y, exchange)
+        if self.bound.can_overflow:
+            self.bound.book(y.overflowed)
+        return y.y_TD
+
+
+@torch.library.custom_op("titan_moe::expert_mlp_fetched", mutates_args=())
+def _serve(
+    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
+    gate_up_e2FD: Tensor, down_eDF: Tensor, gate_up_c2FD: Tensor | None, down_cDF: Tensor | None,
+    memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, max_rows: int, num_slots: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Results, whether slots overflowed, and what backward needs: x_SD, hidden_R2F, rows_R, slots_SK, scores_R,
+    offsets_e."""
+    plan = RowPlan(went_TP, tokens_PT, ends_Q, ends_Q.new_empty(0))
+    arrays = _lay_over(memory, at_P, x_TD, scores_TK)
+    symm_barrier(arrays.signals, rank)
+    own_rows(arrays.rows).copy_(x_TD)
+    arrays.ids.local.copy_(ids_TK)
+    own_scores(arrays.scores).copy_(scores_TK)
+    symm_barrier(arrays.signals, rank)
+    ids_SK, scores_SK = fetch_choices(plan, arrays, rank, num_local_experts, max_rows)
+    rows_R, slots_SK, scores_R, offsets_e, overflowed = sort_choices(ids_SK, scores_SK, num_local_experts, num_slots)
+    tiles, orders = _order(rows_R, slots_SK, offsets_e, plan, arrays, rank)
+    x_SD = x_TD.new_empty(max_rows, x_TD.shape[1])
+    gate_up, down = join(gate_up_e2FD, gate_up_c2FD), join(down_eDF, down_cDF)
+    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, gate_up, tiles, orders=orders)
+    symm_barrier(arrays.signals, rank)
+    slot_mm(active_RF, down, tiles, is_transposed=True, orders=orders)
+    symm_barrier(arrays.signals, rank)
+    y_TD = sum_deliveries(went_TP, arrays.rows)
+    return y_TD, overflowed, x_SD, hidden_R2F, rows_R, slots_SK, scores_R, offsets_e
+
+
+@_serve.register_fake
+def _(
+    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
+    gate_up_e2FD: Tensor, down_eDF: Tensor, gate_up_c2FD: Tensor | None, down_cDF: Tensor | None,
+    memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, max_rows: int, num_slots: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    def index(*shape: int) -> Tensor:
+        return ids_TK.new_empty(shape, dtype=torch.int32)
+
+    x_SD, hidden_R2F = (
+        x_TD.new_empty(n, w) for n, w in ((max_rows, x_TD.shape[1]), (num_slots, 2 * down_eDF.shape[2]))
+    )
+    slots = (index(num_slots), index(max_rows, ids_TK.shape[1]), scores_TK.new_empty(num_slots))
+    return torch.empty_like(x_TD), index(), x_SD, hidden_R2F, *slots, index(num_local_experts)
+
+
+@torch.library.custom_op("titan_moe::expert_mlp_fetched_backward", mutates_args=())
+def _serve_backward(
+    dy_TD: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
+    gate_up_e2FD: Tensor, down_eDF: Tensor, gate_up_c2FD: Tensor | None, down_cDF: Tensor | None,
+    x_SD: Tensor, hidden_R2F: Tensor, rows_R: Tensor, slots_SK: Tensor, scores_R: Tensor, offsets_e: Tensor,
+    memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the rows, of the scores, and of the weights, clones behind own experts (empty if none is wanted)."""
+    plan = RowPlan(went_TP, tokens_PT, ends_Q, ends_Q.new_empty(0))
+    arrays = _lay_over(memory, at_P, dy_TD, ids_TK)
+    symm_barrier(arrays.signals, rank)
+    own_rows(arrays.rows).copy_(dy_TD)
+    tiles, orders = _order(rows_R, slots_SK, offsets_e, plan, arrays, rank)
+    symm_barrier(arrays.signals, rank)
+    dy_SD = torch.empty_like(x_SD)
+    gate_up, down = join(gate_up_e2FD, gate_up_c2FD), join(down_eDF, down_cDF)
+    dactive_RF = gather_mm(dy_SD, rows_R, down, tiles, orders=orders)
+    dhidden_R2F, active_RF, dscores_R = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
+    symm_barrier(arrays.signals, rank)
+    deliver_scores(fetch_scores(dscores_R, slots_SK), plan, arrays.scores, rank)
+    slot_mm(dhidden_R2F, gate_up.flatten(1, 2), tiles, orders=orders)
+    if is_trained:
+        grads = weight_grads(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+    else:
+        grads = (gate_up.new_empty(0), down.new_empty(0))
+    symm_barrier(arrays.signals, rank)
+    dx_TD = sum_deliveries(went_TP, arrays.rows)
+    return dx_TD, pick_scores(ids_TK.contiguous(), went_TP, arrays.scores, num_local_experts), *grads
+
+
+@_serve_backward.register_fake
+def _(
+    dy_TD: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
+    gate_up_e2FD: Tensor, down_eDF: Tensor, gate_up_c2FD: Tensor | None, down_cDF: Tensor | None,
+    x_SD: Tensor, hidden_R2F: Tensor, rows_R: Tensor, slots_SK: Tensor, scores_R: Tensor, offsets_e: Tensor,
+    memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    weights = (gate_up_e2FD, down_eDF)
+    grads = (w.new_empty(num_local_experts, *w.shape[1:]) if is_trained else w.new_empty(0) for w in weights)
+    return torch.empty_like(dy_TD), scores_R.new_empty(ids_TK.shape), *grads
+
+
+def _lay_over(memory: Tensor, at_P: Tensor, rows_TD: Tensor, choices_TK: Tensor) -> SymmArrays:
+    """The arrays of a layer's exchanges: the same for its rows and for its gradients."""
+    (num_tokens, width), num_choices = rows_TD.shape, choices_TK.shape[1]
+    scores = torch.promote_types(rows_TD.dtype, torch.float32)
+    return symm_arrays(memory, at_P, num_tokens, width, num_choices, rows_TD.dtype, scores)
+
+
+def _order(
+    rows_R: Tensor, slots_SK: Tensor, offsets_e: Tensor, plan: RowPlan, arrays: SymmArrays, rank: int
+) -> tuple[Tiles, RowOrders]:
+    """The tiles of both GEMMs, each expert's beginning where its rows are this rank's own, and how rows come and go."""
+    tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS, rank, arrays.rows.memory_at_P.numel())
+    return tiles, order_rows(rows_R, slots_SK, tiles, plan, arrays.rows, rank)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    # the memory is no saved tensor: whoever offloads those would copy all of it
+    _, _, *saved, ctx.memory, ctx.at_P, ctx.rank, ctx.num_local_experts, _, _ = inputs
+    ctx.save_for_backward(*saved, *output[2:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dy_TD is None:
+        return (None,) * 16
+    memory, is_trained = (ctx.memory, ctx.at_P, ctx.rank), any(ctx.needs_input_grad[6:10])
+    dx_TD, dscores_TK, dgate_up, ddown = _serve_backward(
+        dy_TD.contiguous(), *ctx.saved_tensors, *memory, ctx.num_local_experts, is_trained
+    )
+    nothing = (None,) * 4
+    weights: tuple[Tensor | None, ...] = nothing
+    if is_trained:
+        num_own = ctx.saved_tensors[4].shape[0]
+        weights = (dgate_up[:num_own], ddown[:num_own], dgate_up[num_own:], ddown[num_own:])
+        weights = weights if ctx.saved_tensors[6] is not None else (*weights[:2], None, None)
+    return dx_TD, dscores_TK, *nothing, *weights, *nothing, None, None
+
+
+_serve.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_fetched)
+def _count(*shapes: Any, **_: Any) -> int:
+    """Three products of every slot with a matrix of its expert."""
+    _, _, hidden, width = shapes[6]
+    return 6 * shapes[15] * hidden * width
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_fetched_backward)
+def _count_backward(*shapes: Any, **_: Any) -> int:
+    _, _, hidden, width = shapes[5]
+    return (12 if shapes[19] else 6) * shapes[11][0] * hidden * width

@@ -1,0 +1,186 @@
+"""Rows that travel beside a GEMM: programs of its launch that move rows, and what its tiles and they tell each other.
+
+S rows · R expert slots · K choices a row · M tiles · D width
+
+A launch begins with its movers, as many programs as keep the links busy, and goes on with its tiles, so movers are on
+the device before any tile is and nobody waits for who cannot come. Movers that *fetch* take blocks of rows in turn and
+each tells how many of its blocks are there; a tile waits until all rows that it wants are. Movers that *deliver* take
+blocks of rows in turn, too, and wait for the tiles of a block's last slots; tiles tell that they are done group by
+group, as they share the device. The interpreter runs programs one after the other: there, movers that wait come last.
+
+*What was written is seen*: who tells has all threads of its program behind a barrier and then releases; who waits
+acquires, and then lets its threads go on.
+
+The lists of rows are those of symm_orders.py.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_moe.kernels.symm_orders import RowOrders
+
+
+class Movers(NamedTuple):
+    """Programs that move rows beside a GEMM."""
+
+    number: int = 24
+    elements: int = 16_384
+    """That one has in hand at a time."""
+
+    def tile(self, width: int) -> dict[str, int]:
+        """Rows and columns that one takes at a time."""
+        columns = min(triton.next_power_of_2(max(width, 1)), 2048)
+        return {"MOVED_ROWS": min(max(self.elements // columns, 1), 64), "MOVED_COLUMNS": columns}
+
+
+def fetching(orders: RowOrders | None, movers: Movers, width: int) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
+    """What a GEMM's launch takes, whose rows come on the way or, without orders, are there."""
+    if orders is None:
+        return (None,) * 5, {"MOVERS": 0, "MOVERS2": 0, "MOVED_ROWS": 0, "MOVED_COLUMNS": 0}
+    came = orders.count.new_zeros(movers.number)
+    lists = (orders.sources_S, orders.fetched_S, orders.count, orders.wanted_M, came)
+    sizes = {"MOVERS": movers.number, "MOVERS2": triton.next_power_of_2(movers.number), **movers.tile(width)}
+    return lists, sizes
+
+
+@triton.jit
+def tell(ptr, value):
+    """Let others see what this program has written, and add to a number that says so."""
+    tl.debug_barrier()
+    tl.atomic_add(ptr, value, sem="release")
+
+
+@triton.jit
+def _have_seen(IS_INTERPRETED: tl.constexpr):
+    """After a number has said that something is written: all threads may read it."""
+    if not IS_INTERPRETED:
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _find_source(block, sources_ptr, fetched_ptr, count, ROWS: tl.constexpr):
+    """The rows of a block of the list, where they come from, and which of them there are."""
+    entry = block * ROWS + tl.arange(0, ROWS)
+    is_row = entry < count
+    row = tl.load(fetched_ptr + entry, mask=is_row, other=0)
+    return row, tl.load(sources_ptr + entry, mask=is_row, other=0), is_row
+
+
+@triton.jit
+def _read_source(address, is_row, first_column, like_ptr, D: tl.constexpr, COLUMNS: tl.constexpr):
+    source_ptrs = tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)
+    column = (first_column + tl.arange(0, COLUMNS))[None, :]
+    return tl.load(source_ptrs[:, None] + column, mask=is_row[:, None] & (column < D), other=0.0)
+
+
+@triton.jit
+def fetch_in_order(
+    mover, out_ptr, sources_ptr, fetched_ptr, count_ptr, came_ptr, D: tl.constexpr,
+    MOVERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Move every row that is listed from its source to its place in [S, D].
+
+    While a piece is stored the next is on its way, and where the one after that lies is being read.
+    """
+    NUM_PIECES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row
+    count = tl.load(count_ptr)
+    num_steps = (tl.cdiv(count, ROWS) - mover + MOVERS - 1) // MOVERS * NUM_PIECES
+    row, address, is_row = _find_source(mover, sources_ptr, fetched_ptr, count, ROWS)
+    x = _read_source(address, is_row, 0, out_ptr, D, COLUMNS)
+    next_block = mover + 1 // NUM_PIECES * MOVERS
+    next_row, next_address, is_next = _find_source(next_block, sources_ptr, fetched_ptr, count, ROWS)
+    for step in range(num_steps):
+        next_x = _read_source(next_address, is_next, (step + 1) % NUM_PIECES * COLUMNS, out_ptr, D, COLUMNS)
+        block = mover + (step + 2) // NUM_PIECES * MOVERS
+        after_row, after_address, is_after = _find_source(block, sources_ptr, fetched_ptr, count, ROWS)
+        if (step > 0) & (step % NUM_PIECES == 0):
+            tell(came_ptr + mover, 1)  # of the block before: its stores had their time
+        column = (step % NUM_PIECES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+        tl.store(out_ptr + row.to(tl.int64)[:, None] * D + column, x, mask=is_row[:, None] & (column < D))
+        row, is_row, x = next_row, is_next, next_x
+        next_row, next_address, is_next = after_row, after_address, is_after
+    if num_steps > 0:
+        tell(came_ptr + mover, 1)
+
+
+@triton.jit
+def wait_for_rows(
+    came_ptr, num_wanted, MOVERS: tl.constexpr, MOVERS2: tl.constexpr, ROWS: tl.constexpr, IS_INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """Go on when the first `num_wanted` rows of the list are there."""
+    mover = tl.arange(0, MOVERS2)
+    num_blocks = (num_wanted + ROWS - 1) // ROWS
+    due = (num_blocks - mover + MOVERS - 1) // MOVERS  # blocks of each mover among the first
+    due = tl.where(mover < MOVERS, due, 0)
+    while tl.max(due - tl.load(came_ptr + mover, mask=mover < MOVERS, other=0, volatile=True), axis=0) > 0:
+        pass
+    _have_seen(IS_INTERPRETED)
+
+
+@triton.jit
+def _read_slot(y_ptr, slot, is_slot, column, D: tl.constexpr):
+    return tl.load(y_ptr + slot[:, None].to(tl.int64) * D + column, mask=is_slot[:, None] & (column < D), other=0.0)
+
+
+@triton.jit
+def _find_sums(first, summed_ptr, lengths_ptr, places_ptr, tiles_ptr, count, K: tl.constexpr, ROWS: tl.constexpr):
+    """Where the sums of a block of the list go, how many slots they have, the first four, and the last one's tile."""
+    entry = first + tl.arange(0, ROWS)
+    is_row = entry < count
+    address = tl.load(places_ptr + entry, mask=is_row, other=0)
+    length = tl.load(lengths_ptr + entry, mask=is_row, other=0)
+    tile = tl.load(tiles_ptr + tl.minimum(first + ROWS, count) - 1, mask=first < count, other=0)
+    slots_ptrs = summed_ptr + entry.to(tl.int64) * K
+    slot0 = tl.load(slots_ptrs, mask=is_row, other=0)
+    slot1 = tl.load(slots_ptrs + 1, mask=is_row & (K > 1), other=0)
+    slot2 = tl.load(slots_ptrs + 2, mask=is_row & (K > 2), other=0)
+    slot3 = tl.load(slots_ptrs + 3, mask=is_row & (K > 3), other=0)
+    return address, length, tile, slot0, slot1, slot2, slot3
+
+
+@triton.jit
+def deliver_in_order(
+    mover, y_ptr, summed_ptr, lengths_ptr, places_ptr, tiles_ptr, count_ptr, done_ptr, num_tiles, D: tl.constexpr,
+    COLUMNS_OF_TILES: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr,
+    MOVERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Sum the slots of every row that is listed, in order of choices, and store the sum in the row's place.
+
+    While a block is summed, what the next one wants is being read. Few rows have more than four slots.
+    """
+    count = tl.load(count_ptr)
+    group = tl.zeros((), dtype=tl.int32)  # those before it are done
+    lists = (summed_ptr, lengths_ptr, places_ptr, tiles_ptr, count)
+    address, length, tile, slot0, slot1, slot2, slot3 = _find_sums(mover * ROWS, *lists, K, ROWS)
+    for first in range(mover * ROWS, count, MOVERS * ROWS):
+        next_address, next_length, next_tile, next0, next1, next2, next3 = _find_sums(
+            first + MOVERS * ROWS, *lists, K, ROWS
+        )
+        last = tile // GROUP
+        if group <= last:
+            while group <= last:
+                num_due = tl.minimum(num_tiles - group * GROUP, GROUP) * COLUMNS_OF_TILES
+                while tl.load(done_ptr + group, volatile=True) < num_due:
+                    pass
+                group += 1
+            _have_seen(IS_INTERPRETED)
+        entry = first + tl.arange(0, ROWS)
+        place_ptrs = tl.multiple_of(address.to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
+        most = tl.max(length, axis=0)
+        for first_column in range(0, D, COLUMNS):
+            column = (first_column + tl.arange(0, COLUMNS))[None, :]
+            total = _read_slot(y_ptr, slot0, length > 0, column, D).to(TOTAL)
+            total += _read_slot(y_ptr, slot1, length > 1, column, D).to(TOTAL)
+            total += _read_slot(y_ptr, slot2, length > 2, column, D).to(TOTAL)
+            total += _read_slot(y_ptr, slot3, length > 3, column, D).to(TOTAL)
+            for k in range(4, most):
+                slot = tl.load(summed_ptr + entry.to(tl.int64) * K + k, mask=k < length, other=0)
+                total += _read_slot(y_ptr, slot, k < length, column, D).to(TOTAL)
+            keep = (length > 0)[:, None] & (column < D)
+            tl.store(place_ptrs[:, None] + column, total.to(y_ptr.dtype.element_ty), mask=keep)
+        address, length, tile = next_address, next_length, next_tile
+        slot0, slot1, slot2, slot3 = next0, next1, next2, next3
