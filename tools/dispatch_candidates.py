@@ -26,7 +26,9 @@ PEER = "torchtitan"
 DISPATCHERS = ("alltoall", "allgather", "symm_mem")
 CHUNKED = "symm_mem_chunks"
 """A layer whose tokens travel in two halves, the rows of one under the experts of the other."""
-LAYERS = (*DISPATCHERS, CHUNKED)
+TILED = "symm_mem_tiles"
+"""A layer whose experts fetch rows and deliver results themselves."""
+LAYERS = (*DISPATCHERS, CHUNKED, TILED)
 CANDIDATES = (*LAYERS, PEER)
 ROUTINGS = ("random", "balanced", "skewed", "one_rank_empty", "all_to_one_rank")
 
@@ -101,13 +103,15 @@ def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.d
         return AllToAllDispatcher(case.experts, group, lay_out)
     if name == "allgather":
         return AllGatherDispatcher(case.experts, group, lay_out)
+    from titan_moe.dispatch.symm_experts import SymmExpertDispatcher
     from titan_moe.dispatch.symm_lane import Lane
     from titan_moe.dispatch.symm_mem import SymmMemDispatcher, open_symm_memory
     from titan_moe.kernels.symm_dispatch import symm_bytes
 
     num_bytes = symm_bytes(group.size(), case.tokens, case.width, case.choices, dtype)
     lane = Lane(device) if name == CHUNKED else None
-    return SymmMemDispatcher(case.experts, open_symm_memory(num_bytes, group, device), lay_out, lane=lane)
+    kind = SymmExpertDispatcher if name == TILED else SymmMemDispatcher
+    return kind(case.experts, open_symm_memory(num_bytes, group, device), lay_out, lane=lane)
 
 
 def build_mover(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Serve:

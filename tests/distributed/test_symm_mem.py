@@ -95,14 +95,46 @@ def test_layout_trains_as_one_process(
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 
-def test_weight_gradients_under_messages_are_the_same_bits(ranks: Any, tmp_path: Path) -> None:
-    plain = one_loss.recipe(
-        replace(EP2, gathers_once_a_step=True),
+def with_fused_experts(parallel: ParallelConfig, **others: Any) -> Recipe:
+    """In fp32, as the interpreter has it."""
+    return one_loss.recipe(
+        parallel,
         precision=PrecisionConfig("fp32", "fp32", "fp32"),
         perf=PerfConfig(kernels="grouped_mm", override=KernelOverrides(experts="fused"), loss_chunk_tokens=5),
         train=replace(one_loss.recipe(EP2).train, micro_batch_sequences=2),
         model=replace(one_loss.MODEL, num_layers=2),
+        **others,
     )
+
+
+@pytest.fixture(scope="module")
+def fused_alone(ranks: Any) -> Any:
+    return one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 1)[0])
+
+
+TILED = replace(EP2, overlap="tile")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "what", "compiled"),
+    [
+        pytest.param(4, TILED, "block", False, id="dp4-ep2-edp2-recompute_block"),
+        pytest.param(2, replace(TILED, expert_clones=1), "experts", False, id="dp2-ep2-clones-recompute_experts"),
+        pytest.param(2, replace(TILED, gathers_once_a_step=True), "none", True, id="dp2-ep2-compiled"),
+    ],
+)
+def test_rows_beside_gemms_train_as_one_process(
+    ranks: Any, fused_alone: Any, tmp_path: Path, num_ranks: int, parallel: ParallelConfig, what: str, compiled: bool
+) -> None:
+    compile_ = CompileConfig("on", extent="block") if compiled else CompileConfig("off")
+    candidate = with_fused_experts(parallel, memory=MemoryConfig(what), compile=compile_)
+    train = "train_compiled" if compiled else "train"
+    for fields in ranks(num_ranks, on_files, str(tmp_path), "one_loss", train, candidate, -1, 1):
+        one_loss.assert_same(one_loss.Trace(**fields), fused_alone, 2e-5)
+
+
+def test_weight_gradients_under_messages_are_the_same_bits(ranks: Any, tmp_path: Path) -> None:
+    plain = with_fused_experts(replace(EP2, gathers_once_a_step=True))
     answers = []
     for overlap in ("none", "microbatch"):
         candidate = replace(plain, parallel=replace(plain.parallel, overlap=overlap))

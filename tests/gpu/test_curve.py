@@ -36,7 +36,7 @@ SPREAD = {
     "plain": ("alltoall", "none", "off", 0.0),
     "hidden_captured": ("allgather", "layer", "step", 0.0),
     "hidden_captured_bounded": ("allgather", "layer", "step", 2.0),
-    "everything": ("symm_mem", "none", "step", 2.0),
+    "everything": ("symm_mem", "tile", "step", 2.0),
 }
 
 

@@ -96,6 +96,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
     hidden = (whole, symm_mem, "--parallel.overlap=layer")
+    tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
     chunks = ("--parallel.overlap=layer", "--parallel.chunks=2")
     interleaved = (
         "--parallel.overlap=microbatch",
@@ -137,6 +138,11 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
             *(whole, symm_mem, *interleaved, "--compile.cudagraph=step"),
             *("--perf.kernels=fused", plain),
         ),
+        "tiles": (*tiled, *gated),
+        "tiles_edp2": (spread, *tiled[1:], "--memory.recompute=block", plain),
+        "tiles_captured": (*tiled, "--compile.cudagraph=step", bounded, *validated, plain),
+        "tiles_captured_blocks": (*tiled, "--compile.cudagraph=step", "--compile.extent=block", bounded),
+        "tiles_clones": (*tiled, "--parallel.expert_clones=1", "--compile.cudagraph=step", bounded, plain),
         "interleaved": (half, alltoall, *interleaved, *gated),
         "interleaved_hsdp": ("--parallel.dp_replicate=2", half, alltoall, *interleaved, plain),
         "interleaved_recompute": (whole, allgather, *interleaved, "--memory.recompute=experts", plain),

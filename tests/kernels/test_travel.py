@@ -33,7 +33,9 @@ def _neighbour(name: str) -> Any:
 symm = _neighbour("test_symm_dispatch")
 LAYERS = [("balanced", 1), *symm.LAYERS]
 WIDTH, HIDDEN = 64, 40
+MANY = Movers(24, 16_384)
 FEW = Movers(3, 128)  # each with several blocks of few rows
+NARROW = Movers(5, 16)  # of a row in pieces
 
 
 class Rank(NamedTuple):
@@ -92,7 +94,7 @@ def test_rows_are_ordered_by_their_slots(routing: str, num_ranks: int, device: s
 
 
 @pytest.mark.parametrize("device", symm.DEVICES)
-@pytest.mark.parametrize("movers", [Movers(), FEW], ids=str)
+@pytest.mark.parametrize("movers", [MANY, FEW, NARROW], ids=str)
 @pytest.mark.parametrize(("routing", "num_ranks"), LAYERS)
 def test_gemms_take_rows_as_they_come(routing: str, num_ranks: int, movers: Movers, device: str) -> None:
     batch = draw(routing, num_ranks, device)
@@ -115,7 +117,7 @@ def test_gemms_take_rows_as_they_come(routing: str, num_ranks: int, movers: Move
 
 @pytest.mark.parametrize("device", symm.DEVICES)
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("movers", [Movers(), FEW], ids=str)
+@pytest.mark.parametrize("movers", [MANY, FEW, NARROW], ids=str)
 @pytest.mark.parametrize(("routing", "num_ranks"), LAYERS)
 def test_sums_leave_when_their_slots_are_done(
     routing: str, num_ranks: int, movers: Movers, is_transposed: bool, device: str

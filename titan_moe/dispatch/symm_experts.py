@@ -220,17 +220,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
         return (None,) * 16
-    memory, is_trained = (ctx.memory, ctx.at_P, ctx.rank), any(ctx.needs_input_grad[6:10])
-    dx_TD, dscores_TK, dgate_up, ddown = _serve_backward(
-        dy_TD.contiguous(), *ctx.saved_tensors, *memory, ctx.num_local_experts, is_trained
+    ids_TK, *saved = ctx.saved_tensors
+    gate_up_e2FD, clones = saved[3], saved[5]
+    is_trained = any(ctx.needs_input_grad[6:10])
+    dx_TD, dscores_TK, *grads = _serve_backward(
+        dy_TD.contiguous(), ids_TK, *saved, ctx.memory, ctx.at_P, ctx.rank, ctx.num_local_experts, is_trained
     )
-    nothing = (None,) * 4
-    weights: tuple[Tensor | None, ...] = nothing
+    weights: list[Tensor | None] = [None] * 4
     if is_trained:
-        num_own = ctx.saved_tensors[4].shape[0]
-        weights = (dgate_up[:num_own], ddown[:num_own], dgate_up[num_own:], ddown[num_own:])
-        weights = weights if ctx.saved_tensors[6] is not None else (*weights[:2], None, None)
-    return dx_TD, dscores_TK, *nothing, *weights, *nothing, None, None
+        num_own = len(gate_up_e2FD)
+        weights[:2] = (grad[:num_own] for grad in grads)
+        if clones is not None:
+            weights[2:] = (grad[num_own:] for grad in grads)
+    return dx_TD, dscores_TK, *(None,) * 4, *weights, *(None,) * 6
 
 
 _serve.register_autograd(_backward, setup_context=_save)

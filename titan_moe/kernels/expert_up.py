@@ -36,6 +36,7 @@ class UpTiles(NamedTuple):
 
 
 MEASURED = UpTiles()
+FETCHERS = Movers(36, 16_384)
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def expert_up(
     tiles: Tiles,
     cut: UpTiles = MEASURED,
     orders: RowOrders | None = None,
-    movers: Movers = Movers(),  # noqa: B008, immutable
+    movers: Movers = FETCHERS,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
 

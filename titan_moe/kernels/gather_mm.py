@@ -32,6 +32,7 @@ class GatherTiles(NamedTuple):
 
 
 MEASURED = GatherTiles()
+FETCHERS = Movers(40, 16_384)
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def gather_mm(
     tiles: Tiles,
     cut: GatherTiles = MEASURED,
     orders: RowOrders | None = None,
-    movers: Movers = Movers(),  # noqa: B008, immutable
+    movers: Movers = FETCHERS,
 ) -> Tensor:
     """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
 

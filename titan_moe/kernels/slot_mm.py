@@ -30,6 +30,7 @@ class SlotTiles(NamedTuple):
 
 
 MEASURED = SlotTiles()
+DELIVERERS = Movers(40, 8192)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -83,7 +84,7 @@ def slot_mm(
     *,
     is_transposed: bool = False,
     orders: RowOrders | None = None,
-    movers: Movers = Movers(),  # noqa: B008, immutable
+    movers: Movers = DELIVERERS,
     cut: SlotTiles = MEASURED,
 ) -> Tensor:
     """Each slot times its expert's weight, [e, I, O] or transposed [e, O, I]: -> [R, O]; slots past the last expert are

@@ -26,14 +26,14 @@ from titan_moe.kernels.symm_orders import RowOrders
 class Movers(NamedTuple):
     """Programs that move rows beside a GEMM."""
 
-    number: int = 24
-    elements: int = 16_384
-    """That one has in hand at a time."""
+    number: int
+    elements: int
+    """That one has in hand at a time, twice."""
 
     def tile(self, width: int) -> dict[str, int]:
         """Rows and columns that one takes at a time."""
-        columns = min(triton.next_power_of_2(max(width, 1)), 2048)
-        return {"MOVED_ROWS": min(max(self.elements // columns, 1), 64), "MOVED_COLUMNS": columns}
+        columns = min(triton.next_power_of_2(max(width, 1)), 2048, self.elements)
+        return {"MOVED_ROWS": min(self.elements // columns, 64), "MOVED_COLUMNS": columns}
 
 
 def fetching(orders: RowOrders | None, movers: Movers, width: int) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
@@ -122,13 +122,9 @@ def wait_for_rows(
 
 
 @triton.jit
-def _read_slot(y_ptr, slot, is_slot, column, D: tl.constexpr):
-    return tl.load(y_ptr + slot[:, None].to(tl.int64) * D + column, mask=is_slot[:, None] & (column < D), other=0.0)
-
-
-@triton.jit
-def _find_sums(first, summed_ptr, lengths_ptr, places_ptr, tiles_ptr, count, K: tl.constexpr, ROWS: tl.constexpr):
-    """Where the sums of a block of the list go, how many slots they have, the first four, and the last one's tile."""
+def _find_sums(block, summed_ptr, lengths_ptr, places_ptr, tiles_ptr, count, K: tl.constexpr, ROWS: tl.constexpr):
+    """Where the sums of a block of the list go, how many slots they have, the last one's tile, and the first slots."""
+    first = block * ROWS
     entry = first + tl.arange(0, ROWS)
     is_row = entry < count
     address = tl.load(places_ptr + entry, mask=is_row, other=0)
@@ -143,6 +139,27 @@ def _find_sums(first, summed_ptr, lengths_ptr, places_ptr, tiles_ptr, count, K: 
 
 
 @triton.jit
+def _read_slot(y_ptr, slot, is_slot, first_column, D: tl.constexpr, COLUMNS: tl.constexpr):
+    column = (first_column + tl.arange(0, COLUMNS))[None, :]
+    return tl.load(y_ptr + slot[:, None].to(tl.int64) * D + column, mask=is_slot[:, None] & (column < D), other=0.0)
+
+
+@triton.jit
+def _wait_for_tile(
+    tile, group, done_ptr, num_tiles, GROUP: tl.constexpr, COLUMNS_OF_TILES: tl.constexpr, IS_INTERPRETED: tl.constexpr
+):  # fmt: skip
+    """Go on when a tile and those before it are done; returns the first group that was not seen to be."""
+    if group <= tile // GROUP:
+        while group <= tile // GROUP:
+            num_due = tl.minimum(num_tiles - group * GROUP, GROUP) * COLUMNS_OF_TILES
+            while tl.load(done_ptr + group, volatile=True) < num_due:
+                pass
+            group += 1
+        _have_seen(IS_INTERPRETED)
+    return group
+
+
+@triton.jit
 def deliver_in_order(
     mover, y_ptr, summed_ptr, lengths_ptr, places_ptr, tiles_ptr, count_ptr, done_ptr, num_tiles, D: tl.constexpr,
     COLUMNS_OF_TILES: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr,
@@ -150,37 +167,42 @@ def deliver_in_order(
 ):  # fmt: skip
     """Sum the slots of every row that is listed, in order of choices, and store the sum in the row's place.
 
-    While a block is summed, what the next one wants is being read. Few rows have more than four slots.
+    While a piece is summed the next one's slots are on their way, and the lists behind it are being read. Few rows have
+    more than four slots.
     """
+    NUM_PIECES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row
     count = tl.load(count_ptr)
-    group = tl.zeros((), dtype=tl.int32)  # those before it are done
+    num_steps = (tl.cdiv(count, ROWS) - mover + MOVERS - 1) // MOVERS * NUM_PIECES
+    group = tl.zeros((), dtype=tl.int32)
     lists = (summed_ptr, lengths_ptr, places_ptr, tiles_ptr, count)
-    address, length, tile, slot0, slot1, slot2, slot3 = _find_sums(mover * ROWS, *lists, K, ROWS)
-    for first in range(mover * ROWS, count, MOVERS * ROWS):
-        next_address, next_length, next_tile, next0, next1, next2, next3 = _find_sums(
-            first + MOVERS * ROWS, *lists, K, ROWS
-        )
-        last = tile // GROUP
-        if group <= last:
-            while group <= last:
-                num_due = tl.minimum(num_tiles - group * GROUP, GROUP) * COLUMNS_OF_TILES
-                while tl.load(done_ptr + group, volatile=True) < num_due:
-                    pass
-                group += 1
-            _have_seen(IS_INTERPRETED)
-        entry = first + tl.arange(0, ROWS)
+    address, length, tile, slot0, slot1, slot2, slot3 = _find_sums(mover, *lists, K, ROWS)
+    if num_steps > 0:
+        group = _wait_for_tile(tile, group, done_ptr, num_tiles, GROUP, COLUMNS_OF_TILES, IS_INTERPRETED)
+    y0 = _read_slot(y_ptr, slot0, length > 0, 0, D, COLUMNS)
+    y1 = _read_slot(y_ptr, slot1, length > 1, 0, D, COLUMNS)
+    y2 = _read_slot(y_ptr, slot2, length > 2, 0, D, COLUMNS)
+    y3 = _read_slot(y_ptr, slot3, length > 3, 0, D, COLUMNS)
+    block = mover + 1 // NUM_PIECES * MOVERS
+    next_address, next_length, tile, slot0, slot1, slot2, slot3 = _find_sums(block, *lists, K, ROWS)
+    for step in range(num_steps):
+        if step + 1 < num_steps:
+            group = _wait_for_tile(tile, group, done_ptr, num_tiles, GROUP, COLUMNS_OF_TILES, IS_INTERPRETED)
+        first_column = (step + 1) % NUM_PIECES * COLUMNS
+        next0 = _read_slot(y_ptr, slot0, next_length > 0, first_column, D, COLUMNS)
+        next1 = _read_slot(y_ptr, slot1, next_length > 1, first_column, D, COLUMNS)
+        next2 = _read_slot(y_ptr, slot2, next_length > 2, first_column, D, COLUMNS)
+        next3 = _read_slot(y_ptr, slot3, next_length > 3, first_column, D, COLUMNS)
+        block = mover + (step + 2) // NUM_PIECES * MOVERS
+        after_address, after_length, tile, slot0, slot1, slot2, slot3 = _find_sums(block, *lists, K, ROWS)
+        total = y0.to(TOTAL) + y1.to(TOTAL) + y2.to(TOTAL) + y3.to(TOTAL)
+        first_column = step % NUM_PIECES * COLUMNS
+        entry = (mover + step // NUM_PIECES * MOVERS) * ROWS + tl.arange(0, ROWS)
+        for k in range(4, tl.max(length, axis=0)):
+            slot = tl.load(summed_ptr + entry.to(tl.int64) * K + k, mask=k < length, other=0)
+            total += _read_slot(y_ptr, slot, k < length, first_column, D, COLUMNS).to(TOTAL)
         place_ptrs = tl.multiple_of(address.to(tl.pointer_type(y_ptr.dtype.element_ty)), 16)
-        most = tl.max(length, axis=0)
-        for first_column in range(0, D, COLUMNS):
-            column = (first_column + tl.arange(0, COLUMNS))[None, :]
-            total = _read_slot(y_ptr, slot0, length > 0, column, D).to(TOTAL)
-            total += _read_slot(y_ptr, slot1, length > 1, column, D).to(TOTAL)
-            total += _read_slot(y_ptr, slot2, length > 2, column, D).to(TOTAL)
-            total += _read_slot(y_ptr, slot3, length > 3, column, D).to(TOTAL)
-            for k in range(4, most):
-                slot = tl.load(summed_ptr + entry.to(tl.int64) * K + k, mask=k < length, other=0)
-                total += _read_slot(y_ptr, slot, k < length, column, D).to(TOTAL)
-            keep = (length > 0)[:, None] & (column < D)
-            tl.store(place_ptrs[:, None] + column, total.to(y_ptr.dtype.element_ty), mask=keep)
-        address, length, tile = next_address, next_length, next_tile
-        slot0, slot1, slot2, slot3 = next0, next1, next2, next3
+        column = (first_column + tl.arange(0, COLUMNS))[None, :]
+        keep = (length > 0)[:, None] & (column < D)
+        tl.store(place_ptrs[:, None] + column, total.to(y_ptr.dtype.element_ty), mask=keep)
+        address, length, y0, y1, y2, y3 = next_address, next_length, next0, next1, next2, next3
+        next_address, next_length = after_address, after_length

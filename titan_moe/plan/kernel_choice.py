@@ -47,6 +47,8 @@ def choose_for(recipe: Recipe, world_size: int, device: str | None) -> list[Kern
         choice = KernelChoice(operation, named[operation], "not measured" if is_auto else "")
         if overridden[operation] != "no":
             choice = replace(choice, reason=f"perf.override.{operation}")
+        elif is_auto and operation == "experts" and recipe.parallel.overlap == "tile":
+            choice = replace(choice, maker="fused", reason='parallel.overlap = "tile"')
         elif measured := _find(tables, operation, shape):
             choice = _fastest(recipe, world_size, measured) or choice
         choices.append(choice)

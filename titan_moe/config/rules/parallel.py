@@ -103,8 +103,12 @@ def _tiles_fetch_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
         return
     setting = 'parallel.overlap = "tile"'
     if p.dispatcher not in ("symm_mem", "local"):
-        yield f'{setting} reads rows out of shared memory, and parallel.dispatcher = "{p.dispatcher}" has none; take "symm_mem", or overlap = "layer"'
-    if recipe.perf.chosen_kernels.experts != "fused":
+        yield (
+            f'{setting} reads rows out of shared memory, and parallel.dispatcher = "{p.dispatcher}" has none; take '
+            '"symm_mem", or overlap = "layer"'
+        )
+    is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
+    if recipe.perf.chosen_kernels.experts != "fused" and not is_left_to_auto:
         yield (
             f"{setting} lets the GEMMs of fused experts move rows, and perf.kernels chose "
             f'"{recipe.perf.chosen_kernels.experts}" for experts; take "fused", or overlap = "none"'
