@@ -54,6 +54,15 @@ def breaches(room: str, source: str) -> Iterator[str]:
             yield f"{room} imports {name}: titan/ is the one door to torchtitan"
 
 
+def test_saved_tensors_are_looked_at_once() -> None:
+    """Recompute makes them at the first look, and refuses a second."""
+    for file in FILES:
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                looks = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr == "saved_tensors"]
+                assert len(looks) <= 1, f"{file.name}: {function.name} looks at saved_tensors {len(looks)} times"
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_a_file_stays_on_its_floor(file: Path) -> None:
     room = room_of(file)

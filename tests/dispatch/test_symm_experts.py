@@ -1,7 +1,7 @@
-"""Experts that fetch rows and deliver results themselves give what one process gives, and what rows that have arrived do.
+"""Experts that fetch rows and deliver results themselves give what one process gives, and what arrived rows give.
 
-On CPU ranks are processes that map each other's files, in Triton's interpreter and fp32, as in test_symm_mem.py; on GPUs
-it is bf16.
+On CPU ranks are processes that map each other's files, in Triton's interpreter and fp32, as in test_symm_mem.py; on
+GPUs it is bf16.
 """
 
 import importlib.util
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch import bound as bound_module
+from titan_moe.dispatch import symm_experts
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.clone_weights import SymmCloneFetcher
@@ -37,7 +38,6 @@ def neighbour(name: str) -> Any:
 
 equal_local, symm_mem = neighbour("test_equal_local"), neighbour("test_symm_mem")
 NAMES = ("y", "dx", "dscores", "dgate_up", "ddown")
-ROUTINGS = ("skewed", "one_rank_empty", "all_to_one_rank", "dropped_choices")
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -67,9 +67,16 @@ def dispatcher_of(
     return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
 
 
-def run_both(folder: str | None, routings: tuple[str, ...], num_spare: int = 0) -> list[tuple[list[Tensor], ...]]:
+def run_both(
+    folder: str | None, routings: tuple[str, ...], num_spare: int = 0, most_slots: float = symm_experts.MOST_SLOTS_A_ROW
+) -> list[tuple[list[Tensor], ...]]:
     """Of each routing, results where rows have arrived and where they travel, twice, one after the other in the same
-    memory."""
+    memory; sums leave early up to so many slots a row."""
+    with mock.patch.object(symm_experts, "MOST_SLOTS_A_ROW", most_slots):
+        return _run_both(folder, routings, num_spare)
+
+
+def _run_both(folder: str | None, routings: tuple[str, ...], num_spare: int) -> list[tuple[list[Tensor], ...]]:
     memory, device = symm_mem.share(folder)
     module, results = my_experts(device), []
     arrived, travelling = (
@@ -190,14 +197,15 @@ def stress(folder: str | None, num_dispatches: int) -> int:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("num_ranks", "routings"), [(2, ROUTINGS), (4, ("skewed",))])
-def test_files_equal_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routings: tuple[str, ...]) -> None:
-    check_both(ranks(num_ranks, run_both, str(tmp_path), routings), routings, 1e-5)
+@pytest.mark.parametrize("most_slots", [0.0, symm_experts.MOST_SLOTS_A_ROW])
+def test_files_equal_dense_oracle(ranks, tmp_path: Path, most_slots: float) -> None:
+    routings = ("skewed", "dropped_choices") if most_slots else ("one_rank_empty",)
+    check_both(ranks(2, run_both, str(tmp_path), routings, 0, most_slots), routings, 1e-5)
 
 
 @pytest.mark.interpreted
 def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
-    routings = ("skewed", "all_to_one_rank")
+    routings = ("skewed",)
     check_both(ranks(2, run_both, str(tmp_path), routings, symm_mem.MOST_SPARE), routings, 1e-5)
 
 
@@ -224,9 +232,10 @@ def with_gpus(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_gpus
-@pytest.mark.parametrize("num_spare", [0, 1])
-def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int, num_spare: int) -> None:
-    check_both(ranks_of_a_size(num_ranks, run_both, None, equal_local.ROUTINGS, num_spare), equal_local.ROUTINGS, 2e-2)
+@pytest.mark.parametrize(("num_spare", "most_slots"), [(0, 0.0), (0, 3.0), (1, 3.0)])
+def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int, num_spare: int, most_slots: float) -> None:
+    answers = ranks_of_a_size(num_ranks, run_both, None, equal_local.ROUTINGS, num_spare, most_slots)
+    check_both(answers, equal_local.ROUTINGS, 2e-2)
 
 
 @with_gpus

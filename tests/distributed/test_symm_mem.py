@@ -118,9 +118,8 @@ TILED = replace(EP2, overlap="tile")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "what", "compiled"),
     [
-        pytest.param(4, TILED, "block", False, id="dp4-ep2-edp2-recompute_block"),
-        pytest.param(2, replace(TILED, expert_clones=1), "experts", False, id="dp2-ep2-clones-recompute_experts"),
-        pytest.param(2, replace(TILED, gathers_once_a_step=True), "none", True, id="dp2-ep2-compiled"),
+        pytest.param(4, TILED, "experts", False, id="dp4-ep2-edp2-recompute_experts"),
+        pytest.param(2, replace(TILED, gathers_once_a_step=True), "block", True, id="dp2-ep2-compiled-recompute_block"),
     ],
 )
 def test_rows_beside_gemms_train_as_one_process(

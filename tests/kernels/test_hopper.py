@@ -31,7 +31,7 @@ from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
 from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, pick_scores
 from titan_moe.kernels.symm_dispatch_plan import announce_rows, plan_rows
 from titan_moe.kernels.symm_dispatch_rows import deliver_rows, fetch_rows, sum_deliveries
-from titan_moe.kernels.symm_orders import RowOrders, order_rows
+from titan_moe.kernels.symm_orders import RowOrders
 from titan_moe.kernels.tiles import plan_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768

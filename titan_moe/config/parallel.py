@@ -47,9 +47,9 @@ class ParallelConfig:
     too; `microbatch` interleaves the forward of each microbatch with the backward of
     the one before, block by block, so that every message of one travels under compute of the other. It needs
     `gathers_once_a_step`, two or more microbatches a step, and our own blocks in pieces; it keeps the activations of
-    little more than one microbatch. These two compute weight gradients while gradients of rows travel, where experts are
-    fused, lie whole on a rank (edp = 1) and have no clones, without recompute and with `compile.extent = "pieces"`. The
-    numbers are the same. `symm_mem` moves its rows by few programs then, on a
+    little more than one microbatch. These two compute weight gradients while gradients of rows travel, where experts
+    are fused, lie whole on a rank (edp = 1) and have no clones, without recompute and with
+    `compile.extent = "pieces"`. The numbers are the same. `symm_mem` moves its rows by few programs then, on a
     stream of its own, where they wait for multiprocessors that most GEMMs do not let go: on 4 H200s both ways of hiding
     them were slower than `none`, before weight gradients waited; so was `microbatch` over `alltoall` on 8."""
     chunks: int = 1

@@ -126,8 +126,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, *grads_BNHD: Tensor) -> tuple[Tensor | None, ...]:
-    _, q_weight_D, k_weight_D, *_ = ctx.saved_tensors
-    dqkv_BNX, dweights_2D = _norm_and_rotate_backward(*grads_BNHD, *ctx.saved_tensors, ctx.eps, ctx.is_interleaved)
+    saved = ctx.saved_tensors  # once: what recomputes them does so at the first look, and refuses a second
+    _, q_weight_D, k_weight_D, *_ = saved
+    dqkv_BNX, dweights_2D = _norm_and_rotate_backward(*grads_BNHD, *saved, ctx.eps, ctx.is_interleaved)
     # copies: compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
     dweights = [
         None if weight_D is None else dweight_D.to(weight_D.dtype, copy=True)

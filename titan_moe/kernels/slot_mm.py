@@ -30,7 +30,7 @@ class SlotTiles(NamedTuple):
 
 
 MEASURED = SlotTiles()
-DELIVERERS = Movers(40, 8192)
+DELIVERERS = Movers(36, 8192)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -105,7 +105,8 @@ def slot_mm(
     else:
         done_G = tiles.experts_M.new_zeros(triton.cdiv(num_tiles, cut.group))
         travel = (*orders[4:], orders.count, done_G)
-        sizes = {"K": orders.summed_SK.shape[1], "MOVERS": movers.number, **movers.tile(out_width)}
+        num_rows, num_choices = orders.summed_SK.shape
+        sizes = {"K": num_choices, **movers.sizes(num_rows, out_width)}
     _slot_mm_kernel[(num_tiles * num_columns + sizes["MOVERS"],)](
         rows, weights, out_RO, *tiles[:3], *travel, num_tiles,
         I=width, O=out_width, IS_TRANSPOSED=is_transposed,

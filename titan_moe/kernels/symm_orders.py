@@ -1,11 +1,12 @@
 """In which order rows travel where they do so beside the GEMMs that want them.
 
-P ranks of the group · S rows a rank has room for · R expert slots, sorted by expert · K choices a row · M tiles · D width
+P ranks of the group · S rows that a rank has room for · R expert slots · K choices a row · M tiles · D width
 
 A GEMM takes the tiles of its experts' slots in order. So rows come in the order of their first slots, and a tile can
 begin when all rows up to its last slot's are there; and they leave in the order of their last slots, each when the tile
-of that slot is done, since then all of its slots are. (A row's slots are of different experts.) Both orders are worked out before, with the addresses where rows
-come from and go to, and serve forward and backward: what a gradient takes is the way of the row, turned round.
+of that slot is done, since then all of its slots are. (A row's slots are of different experts.) Both orders are worked
+out before, with the addresses where rows come from and go to, and serve forward and backward: what a gradient takes is
+the way of the row, turned round.
 
 Physics: latency-bound, two launches that read S·K integers twice and write 28 bytes a row and 4 a choice.
 """

@@ -30,20 +30,22 @@ class Movers(NamedTuple):
     elements: int
     """That one has in hand at a time, twice."""
 
-    def tile(self, width: int) -> dict[str, int]:
-        """Rows and columns that one takes at a time."""
+    def sizes(self, num_rows: int, width: int) -> dict[str, int]:
+        """How many there are for so many rows, and what one takes at a time."""
         columns = min(triton.next_power_of_2(max(width, 1)), 2048, self.elements)
-        return {"MOVED_ROWS": min(self.elements // columns, 64), "MOVED_COLUMNS": columns}
+        rows = min(self.elements // columns, 64)
+        number = max(min(self.number, triton.cdiv(num_rows, rows)), 1)
+        return {"MOVERS": number, "MOVED_ROWS": rows, "MOVED_COLUMNS": columns}
 
 
 def fetching(orders: RowOrders | None, movers: Movers, width: int) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
     """What a GEMM's launch takes, whose rows come on the way or, without orders, are there."""
     if orders is None:
         return (None,) * 5, {"MOVERS": 0, "MOVERS2": 0, "MOVED_ROWS": 0, "MOVED_COLUMNS": 0}
-    came = orders.count.new_zeros(movers.number)
+    sizes = movers.sizes(orders.fetched_S.numel(), width)
+    came = orders.count.new_zeros(sizes["MOVERS"])
     lists = (orders.sources_S, orders.fetched_S, orders.count, orders.wanted_M, came)
-    sizes = {"MOVERS": movers.number, "MOVERS2": triton.next_power_of_2(movers.number), **movers.tile(width)}
-    return lists, sizes
+    return lists, {"MOVERS2": triton.next_power_of_2(sizes["MOVERS"]), **sizes}
 
 
 @triton.jit
