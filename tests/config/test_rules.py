@@ -76,6 +76,10 @@ BROKEN = {
         'parallel.dispatcher = "local" sends none',
     ),
     "chunks travel under each other": ("--parallel.chunks=2", 'take overlap = "layer", or chunks = 1'),
+    "tiles fetch rows": (
+        "--parallel.overlap=tile --parallel.dispatcher=alltoall",
+        'parallel.dispatcher = "alltoall" has none; take "symm_mem", or overlap = "layer"',
+    ),
     "a lane runs beside pieces": (
         "--parallel.dispatcher=symm_mem --parallel.overlap=layer --compile.extent=block",
         "on a stream of their own",
@@ -170,6 +174,21 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
 @pytest.mark.parametrize(
     ("overrides", "world_size", "expected"),
     [
+        (
+            "--parallel.overlap=tile --parallel.dispatcher=symm_mem --model.moe.score_on=input",
+            8,
+            'parallel.overlap = "tile" needs fused experts, which need model.moe.score_on = "activation"',
+        ),
+        (
+            "--parallel.overlap=tile --parallel.dispatcher=symm_mem --perf.kernels=grouped_mm",
+            8,
+            'perf.kernels chose "grouped_mm" for experts; take "fused", or overlap = "none"',
+        ),
+        (
+            "--parallel.overlap=tile --parallel.dispatcher=symm_mem --parallel.expert_clones=1 --compile.extent=block",
+            8,
+            'needs compile.extent = "pieces"',
+        ),
         (
             "--parallel.dp_replicate=3",
             8,

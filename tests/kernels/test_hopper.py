@@ -29,9 +29,9 @@ from titan_moe.kernels.symm_barrier import symm_barrier
 from titan_moe.kernels.symm_clones import add_gradients, pull_weights, stage_weights
 from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
 from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, pick_scores
-from titan_moe.kernels.symm_dispatch_plan import announce_rows, plan_rows
+from titan_moe.kernels.symm_dispatch_plan import RowPlan, announce_rows, plan_rows
 from titan_moe.kernels.symm_dispatch_rows import deliver_rows, fetch_rows, sum_deliveries
-from titan_moe.kernels.symm_orders import RowOrders
+from titan_moe.kernels.symm_orders import RowOrders, clear_rows_without_slots, order_rows
 from titan_moe.kernels.tiles import plan_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
@@ -86,6 +86,8 @@ GEMMS: dict[str, Callable[[], object]] = {
     "gather_mm_narrow": lambda: gather_mm(half(S, D), index(R), half(E, D, 1408), tiles()),
     "expert_up_fetched": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), orders=orders()),
     "gather_mm_fetched": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), orders=orders()),
+    "slot_mm_wide_delivered": lambda: slot_mm(half(R, 4 * D), half(E, 4 * D, 7168), tiles(), orders=orders()),
+    "gather_mm_wide_fetched": lambda: gather_mm(half(S, 7168), index(R), half(E, 7168, D), tiles(), orders=orders()),
     "slot_mm_down": lambda: slot_mm(half(R, F), half(E, D, F), tiles(), is_transposed=True),
     "slot_mm_up": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles()),
     "slot_mm_down_delivered": lambda: slot_mm(half(R, F), half(E, D, F), tiles(), is_transposed=True, orders=orders()),
@@ -159,6 +161,15 @@ def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
     pick_scores(ids_TK, plan.went_TP, arrays.scores, num_local)
 
 
+def order(num_ranks: int) -> None:
+    """The orders of rows, and what is in none."""
+    arrays, slots_SK = shared(num_ranks, D), index(S, K)
+    went_TP = torch.empty(S, num_ranks, dtype=torch.bool, device="meta")
+    plan = RowPlan(went_TP, index(num_ranks, S), index(num_ranks + 1), index())
+    order_rows(index(R), slots_SK, tiles(), plan, arrays.rows, 1)
+    clear_rows_without_slots(slots_SK, plan, arrays.rows, 1)
+
+
 def lend(num_ranks: int, num_spare: int, width: int, hidden: int) -> None:
     """Every kernel that brings clones their weights and takes their gradients home."""
     weights = half(E, 2, hidden, width), half(E, width, hidden)
@@ -172,6 +183,7 @@ def lend(num_ranks: int, num_spare: int, width: int, hidden: int) -> None:
 
 PASSES: dict[str, Callable[[], object]] = {
     **{f"lend_{p}_{c}": partial(lend, p, c, D, 768) for p, c in ((8, 1), (4, 2))},
+    **{f"order_{p}_ranks": partial(order, p) for p in (2, 8)},
     **ROTARIES,
     **NORMS,
     **{f"symm_{p}_ranks_{d}": partial(exchange, p, d) for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))},

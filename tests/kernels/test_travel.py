@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.expert_up import expert_up
-from titan_moe.kernels.gather_mm import gather_mm
+from titan_moe.kernels.gather_mm import GatherTiles, gather_mm
 from titan_moe.kernels.permute import plan_slots
-from titan_moe.kernels.slot_mm import slot_mm
+from titan_moe.kernels.slot_mm import SlotTiles, slot_mm
 from titan_moe.kernels.slot_sum import slot_sum
-from titan_moe.kernels.symm_dispatch_rows import deliver_rows, fetch_rows, sum_deliveries
-from titan_moe.kernels.symm_orders import RowOrders, order_rows, order_rows_reference
+from titan_moe.kernels.symm_dispatch import symm_arrays, symm_bytes
+from titan_moe.kernels.symm_dispatch_plan import announce_rows, plan_rows
+from titan_moe.kernels.symm_dispatch_rows import deliver_rows, fetch_rows, own_rows, sum_deliveries
+from titan_moe.kernels.symm_orders import RowOrders, clear_rows_without_slots, order_rows, order_rows_reference
 from titan_moe.kernels.tiles import Tiles, plan_tiles
 from titan_moe.kernels.travel import Movers
 
@@ -149,3 +151,66 @@ def test_sums_leave_when_their_slots_are_done(
         slot_mm(active_RF, weight, mine.tiles, is_transposed=is_transposed, orders=mine.orders, movers=movers)
     for mine, home_TD in zip(ranks, expected, strict=True):
         assert torch.equal(sum_deliveries(mine.plan.went_TP, mine.arrays.rows), home_TD)
+
+
+def crowded(device: str) -> tuple[Any, Tensor, Tensor]:
+    """One rank of many groups of small tiles, whose rows have up to six slots and some none; x and its rows' places.
+
+    Its tiles begin in the middle of each expert, and its width is no multiple of what a mover takes.
+    """
+    torch.manual_seed(0)
+    dtype, num_tokens, num_choices, num_experts, width = torch.float32, 57, 6, 8, 72
+    if device == "cuda":
+        dtype, num_tokens = torch.bfloat16, 2057
+    size = symm_bytes(1, num_tokens, width, num_choices, dtype)
+    memory = torch.full((size,), 255, dtype=torch.uint8, device=device)
+    arrays = symm_arrays(
+        memory, torch.tensor([memory.data_ptr()], device=device), num_tokens, width, num_choices, dtype
+    )
+    ids_TK = torch.rand(num_tokens, num_experts, device=device).topk(num_choices).indices
+    ids_TK = torch.where(torch.rand(ids_TK.shape, device=device) < 0.4, -1, ids_TK)
+    ids_TK[1] = -1
+    ids_TK[0] = torch.arange(num_choices, device=device)
+    plan = plan_rows(ids_TK, announce_rows(ids_TK, arrays, 0, num_experts), arrays, 0, num_experts, num_tokens)
+    ids_SK = ids_TK[plan.tokens_PT[0, : int(plan.ends_Q[-1])].long()]
+    num_slots = int((ids_SK >= 0).sum()) - 5  # the last choices find no slot
+    rows_R, slots_SK, offsets_e, overflowed = plan_slots(ids_SK, num_experts, num_slots)
+    assert overflowed
+    tiles = plan_tiles(offsets_e, num_slots, 16 if device == "cpu" else 64, 2, 5)
+    orders = order_rows(rows_R, slots_SK, tiles, plan, arrays.rows, 0)
+    scores_R = torch.rand(num_slots, device=device)
+    mine = Rank(arrays, plan, rows_R, slots_SK, scores_R, offsets_e, tiles, orders)
+    x_TD = torch.randn(num_tokens, width, device=device).to(dtype)
+    return mine, x_TD, x_TD[plan.tokens_PT[0, : len(ids_SK)].long()]
+
+
+@pytest.mark.parametrize("device", symm.DEVICES)
+@pytest.mark.parametrize("movers", [Movers(3, 32), Movers(2, 512), Movers(40, 16)], ids=str)
+def test_many_slots_tiles_and_pieces(movers: Movers, device: str) -> None:
+    mine, x_TD, x_SD = crowded(device)
+    dtype, num_experts, width = x_TD.dtype, len(mine.offsets_e), x_TD.shape[1]
+    weight = torch.randn(num_experts, width, 40, device=device).to(dtype)
+    own_rows(mine.arrays.rows).copy_(x_TD)
+    coming_SD = torch.full_like(x_SD, float("nan"))
+    cut = GatherTiles(outputs=128, group=2)
+    come = gather_mm(coming_SD, mine.rows_R, weight, mine.tiles, cut, mine.orders, movers)
+    assert same_slots(come, gather_mm(x_SD, mine.rows_R, weight, mine.tiles, cut), mine.offsets_e[-1])
+    has_slots_S = (mine.slots_SK >= 0).any(1)
+    assert torch.equal(coming_SD[has_slots_S], x_SD[has_slots_S])
+    active_RF = torch.randn(len(mine.rows_R), 40, device=device).to(dtype)
+    y_RD = slot_mm(active_RF, weight, mine.tiles, is_transposed=True, cut=SlotTiles(group=2))
+    deliver_rows(slot_sum(y_RD, mine.slots_SK), mine.plan, mine.arrays.rows, 0)
+    expected = sum_deliveries(mine.plan.went_TP, mine.arrays.rows)
+    mine.arrays.rows.local.fill_(float("nan"))
+    slot_mm(
+        active_RF, weight, mine.tiles, is_transposed=True, orders=mine.orders, movers=movers, cut=SlotTiles(group=2)
+    )
+    left_T = sum_deliveries(mine.plan.went_TP, mine.arrays.rows).isnan().any(1)
+    assert int(left_T.sum()) == int((~has_slots_S).sum()), "who has no slot is not delivered"
+    clear_rows_without_slots(mine.slots_SK, mine.plan, mine.arrays.rows, 0)
+    assert torch.equal(sum_deliveries(mine.plan.went_TP, mine.arrays.rows), expected)
+
+
+def test_no_slots_are_no_work() -> None:
+    tiles = Tiles(*(torch.zeros(2, dtype=torch.int32) for _ in range(3)), 128)
+    assert slot_mm(torch.zeros(0, 8), torch.zeros(2, 8, 16), tiles).shape == (0, 16)

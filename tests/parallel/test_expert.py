@@ -18,7 +18,8 @@ CONFIG = ModelConfig(hidden_size=8, moe=MoEConfig(num_experts=4, top_k=2, ffn_hi
 
 def spread(kind: str, num_ranks: int, slots: str) -> tuple[str, str]:
     """Names of the dispatcher that a layer gets, and of its way to lay out slots."""
-    parallel = ParallelConfig(ep=num_ranks, dispatcher=kind)
+    kind, _, overlap = kind.partition(" ")
+    parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none")
     with torch.device("meta"):
         moe = MoE(CONFIG, Kernels(slots=slots))
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
@@ -34,5 +35,6 @@ def test_the_new_dispatcher_lays_out_slots_as_the_layer_was_told(ranks, slots: s
         ("allgather", 2, "AllGatherDispatcher"),
         ("alltoall", 2, "AllToAllDispatcher"),
         ("symm_mem", 2, "SymmMemDispatcher"),
+        ("symm_mem tile", 2, "SymmExpertDispatcher"),
     ):
         assert ranks(num_ranks, spread, kind, num_ranks, slots) == [(dispatcher, lay_out)] * num_ranks

@@ -55,6 +55,13 @@ def test_bytes_by_hand() -> None:
     m = recipe.model
     assert work["dispatch"].wire_bytes == 2 * m.num_layers * num_tokens * 7 * m.hidden_size * 2
     assert work["combine"] == work["dispatch"]
+    none, tile = (
+        step_work(replace(recipe, parallel=ParallelConfig(ep=8, dispatcher="symm_mem", overlap=overlap)), 8)
+        for overlap in ("none", "tile")
+    )
+    moved = none["dispatch"].wire_bytes + none["combine"].wire_bytes
+    assert tile["experts"] == replace(none["experts"], wire_bytes=moved)
+    assert none.keys() - tile.keys() == {"dispatch", "combine"}, "experts move the rows"
     state_bytes = state_bytes_per_rank(gathered, 8)
     assert work["optimizer"].memory_bytes == pytest.approx(7 / 4 * state_bytes)
     assert work["clip"].memory_bytes == pytest.approx(3 / 4 * state_bytes)

@@ -116,6 +116,14 @@ def test_auto_keeps_the_rules(cache: Path) -> None:
     assert experts.maker == "grouped_mm" and experts.measured is not None
 
 
+def test_auto_takes_fused_experts_where_these_move_rows_and_the_rest_as_ever(cache: Path) -> None:
+    tiled = recipe("--parallel.overlap=tile", "--model.moe.ffn_hidden_size=512")
+    measure(cache, tiled, "router", triton=1.0, torch=2.0)
+    assert kernels_of(tiled, GPU) == replace(DEFAULT_KERNELS, experts="fused", router="triton")
+    assert 'experts fused (parallel.overlap = "tile")' in in_words(choose_for(tiled, 8, GPU))
+    assert kernels_of(tiled, None).experts == kernels_of(tiled, "CPU").experts == "fused"
+
+
 def test_an_override_wins(measured: None) -> None:
     changed = recipe("--perf.override.experts=grouped_mm", "--perf.override.head=triton")
     assert kernels_of(changed, GPU) == replace(DEFAULT_KERNELS, head="triton")

@@ -42,7 +42,7 @@ class ParallelConfig:
     overlap: Literal["none", "tile", "layer", "microbatch"] = "none"
     """What the dispatcher's messages travel under: `none` waits for each where it starts; `tile`, of `symm_mem` with
     fused experts, moves rows by some programs of the experts' GEMMs, whose tiles begin when their rows are there and
-    whose sums leave when they are done, in backward too; `layer` starts them early and
+    whose sums leave when they are done, in backward too (slots are Triton's then); `layer` starts them early and
     waits late, so that the slots are laid out while rows travel, the shared experts run while results do, in backward
     too; `microbatch` interleaves the forward of each microbatch with the backward of
     the one before, block by block, so that every message of one travels under compute of the other. It needs
@@ -66,7 +66,7 @@ class ParallelConfig:
     expert_clones: int = 0
     """Spare expert slots of a rank: for every exchange, hot experts are cloned onto ranks that have room, and their
     choices are shared, so that the fullest rank holds the others up less. Exact; 0 is off. One or two are enough for a
-    fullest rank of 1.2 times the mean load. Costs messages: with `symm_mem` and `overlap = "none"` a rank gets
+    fullest rank of 1.2 times the mean load. Costs messages: with `symm_mem` and `overlap` none or tile a rank gets
     expert_clones experts of a layer forward and gives as many gradients of experts backward, else (ep - 1) times as
     many; and it copies its own for the GEMMs."""
     reshard_after_forward: bool = True

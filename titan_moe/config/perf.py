@@ -81,5 +81,5 @@ class MemoryConfig:
     """What is recomputed in backward instead of kept."""
 
     recompute: Literal["none", "experts", "block"] = "none"
-    """`experts` recomputes the expert MLPs (no message is repeated); `block` recomputes whole blocks, dispatch
-    included."""
+    """`experts` recomputes the expert MLPs (no message is repeated, unless they fetch their rows themselves, with
+    `parallel.overlap = "tile"`); `block` recomputes whole blocks, dispatch included."""

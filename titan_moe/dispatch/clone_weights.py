@@ -41,17 +41,17 @@ class CloneFetcher(ABC):
 
     Own weights go through it, so that their gradient and what clones send home are summed in one place; and the rows
     that arrived: over shared memory clones come behind them, and gradients of clones leave before theirs, in a graph
-    too.
+    too. (Rows that experts will fetch themselves go through it as they lie at home, and no graph orders them.)
     """
 
     def __call__(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, exchange: CloningExchange) -> tuple[Tensor, ...]:
-        """Rows [S, D] and own weights [e, ...] -> the same, and clones' weights [c, ...]; differentiable. What is in an
-        empty slot nobody reads."""
+        """Rows [S, D], or this rank's own, and own weights [e, ...] -> the same, and clones' weights [c, ...];
+        differentiable. What is in an empty slot nobody reads."""
         return _Fetch.apply(x_SD, gate_up, down, exchange.experts_Pc, self)
 
     @abstractmethod
     def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
-        """Own weights -> the clones', once the rows are there."""
+        """Own weights -> the clones', once the rows that the exchange brings, if it does, are there."""
 
     @abstractmethod
     def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,8 +10,8 @@ GEMM can hide: the plan, the choices of the rows that come, the first tiles' row
 (kernels/travel.py; after COMET, arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, which give the programs of one
 kernel these two kinds of work, too.)
 
-The numbers are those of `SymmMemDispatcher` and the fused experts, bit for bit but for the GEMMs whose sums leave:
-those are Triton's here, so that they can tell what is done, and PyTorch's there.
+The numbers are those of `SymmMemDispatcher` and the fused experts, bit for bit but for the GEMMs that make what is
+summed: those are Triton's here, so that they can tell what is done, and PyTorch's there.
 
 Each operation is two whole exchanges with the experts between them, barriers included, all on the stream of whoever
 computes: nothing is on its way when it returns. Weight gradients are computed before the last barrier of a backward, so
@@ -28,8 +28,9 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_moe.dispatch.base import Exchange, InFlight, Routed
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory
 from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
+from titan_moe.kernels.expert_mlp import ExpertMLP
 from titan_moe.kernels.expert_up import TILE_ROWS, expert_up
-from titan_moe.kernels.fused_expert_mlp import weight_grads
+from titan_moe.kernels.fused_expert_mlp import fused_expert_mlp, weight_grads
 from titan_moe.kernels.gather_mm import gather_mm
 from titan_moe.kernels.grouped_mm import join
 from titan_moe.kernels.slot_mm import slot_mm
@@ -40,14 +41,14 @@ from titan_moe.kernels.symm_dispatch import SymmArrays, symm_arrays
 from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, own_scores, pick_scores
 from titan_moe.kernels.symm_dispatch_plan import RowPlan
 from titan_moe.kernels.symm_dispatch_rows import deliver_rows, own_rows, sum_deliveries
-from titan_moe.kernels.symm_orders import RowOrders, order_rows
+from titan_moe.kernels.symm_orders import RowOrders, clear_rows_without_slots, order_rows
 from titan_moe.kernels.tiles import Tiles, plan_tiles
 from titan_moe.plan.floor import visit_probability
 
 MOST_SLOTS_A_ROW = 3.0
 """Up to so many on average, sums leave beside the last GEMM. Where rows have more, few of them are done before its end,
-and all multiprocessors sum faster than those that it leaves (measured: at 2.1 a sixth faster, at 4 slower by a
-tenth)."""
+and all multiprocessors sum faster than those that it leaves (measured: at 1.7 a sixth faster, at 2.1 8 %, at 4 slower
+by 10 to 16 %)."""
 
 
 class Served(NamedTuple):
@@ -75,11 +76,16 @@ class Offered(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows and slots that there may be."""
-        return self.max_rows, self.num_slots
+        """Own rows, and slots that there may be."""
+        return self.x_TD.shape[0], self.num_slots
 
-    def serve_by(self, mlp: Any, x_TD: Tensor, weights: Sequence[Tensor]) -> Served:
-        """Bring every row to its experts and its result home; the fused MLP is the only one that can."""
+    def serve_by(self, mlp: ExpertMLP, x_TD: Tensor, weights: Sequence[Tensor]) -> Served:
+        """Bring every row to its experts and its result home.
+
+        Raises: ValueError for experts with another MLP than the fused one.
+        """
+        if mlp is not fused_expert_mlp:
+            raise ValueError('experts fetch their rows only where they are fused; take perf.kernels = "fused"')
         own_and_clones = [*(weight.contiguous() for weight in weights), None, None][:4]
         plan = (self.ids_TK, self.went_TP, self.tokens_PT, self.ends_Q)
         sizes = (self.num_local_experts, self.max_rows, self.num_slots)
@@ -91,7 +97,14 @@ class SymmExpertDispatcher(SymmMemDispatcher):
     """Let the experts fetch rows and deliver results themselves.
 
     Where a step is taken again at sizes that the host reads, rows are moved before and after, as by the parent.
+
+    Raises: ValueError with a lane, since nothing travels when its operations return.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.lane is not None:
+            raise ValueError("experts that fetch their rows do so on the stream of whoever computes: give no lane")
 
     def start_send(self, x_TD: Tensor, exchange: SymmMemExchange) -> InFlight:
         return super().start_send(x_TD, exchange) if self.bound.asks_device else x_TD
@@ -139,6 +152,7 @@ def _serve(
     symm_barrier(arrays.signals, rank)
     if _sums_leave_early(ids_TK, went_TP, num_local_experts):
         slot_mm(active_RF, down, tiles, is_transposed=True, orders=orders)
+        _clear(rows_R, slots_SK, plan, arrays, rank, num_local_experts)
     else:
         y_SD = slot_sum(slot_mm(active_RF, down, tiles, is_transposed=True), slots_SK)
         deliver_rows(y_SD, plan, arrays.rows, rank)
@@ -160,7 +174,7 @@ def _(
         x_TD.new_empty(n, w) for n, w in ((max_rows, x_TD.shape[1]), (num_slots, 2 * down_eDF.shape[2]))
     )
     slots = (index(num_slots), index(max_rows, ids_TK.shape[1]), scores_TK.new_empty(num_slots))
-    return torch.empty_like(x_TD), index(), x_SD, hidden_R2F, *slots, index(num_local_experts)
+    return x_TD.new_empty(x_TD.shape), index(), x_SD, hidden_R2F, *slots, index(num_local_experts)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_fetched_backward", mutates_args=())
@@ -185,6 +199,7 @@ def _serve_backward(
     deliver_scores(fetch_scores(dscores_R, slots_SK), plan, arrays.scores, rank)
     if _sums_leave_early(ids_TK, went_TP, num_local_experts):
         slot_mm(dhidden_R2F, gate_up.flatten(1, 2), tiles, orders=orders)
+        _clear(rows_R, slots_SK, plan, arrays, rank, num_local_experts)
     else:
         deliver_rows(slot_sum(slot_mm(dhidden_R2F, gate_up.flatten(1, 2), tiles), slots_SK), plan, arrays.rows, rank)
     if is_trained:
@@ -205,7 +220,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     weights = (gate_up_e2FD, down_eDF)
     grads = (w.new_empty(num_local_experts, *w.shape[1:]) if is_trained else w.new_empty(0) for w in weights)
-    return torch.empty_like(dy_TD), scores_R.new_empty(ids_TK.shape), *grads
+    return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(ids_TK.shape), *grads
 
 
 def _lay_over(memory: Tensor, at_P: Tensor, rows_TD: Tensor, choices_TK: Tensor) -> SymmArrays:
@@ -220,6 +235,14 @@ def _sums_leave_early(ids_TK: Tensor, went_TP: Tensor, num_local_experts: int) -
     num_ranks, num_choices = went_TP.shape[1], ids_TK.shape[1]
     visits = num_ranks * visit_probability(num_ranks * num_local_experts, num_local_experts, num_choices)
     return num_choices <= MOST_SLOTS_A_ROW * visits
+
+
+def _clear(
+    rows_R: Tensor, slots_SK: Tensor, plan: RowPlan, arrays: SymmArrays, rank: int, num_local_experts: int
+) -> None:
+    """Where slots are bounded a row may find none. Its step is void, but what reads its result must find numbers."""
+    if rows_R.numel() < slots_SK.shape[0] * min(slots_SK.shape[1], num_local_experts):
+        clear_rows_without_slots(slots_SK, plan, arrays.rows, rank)
 
 
 def _order(

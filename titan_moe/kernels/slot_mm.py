@@ -95,6 +95,8 @@ def slot_mm(
     num_slots, width = x_RI.shape
     out_width = weight.shape[1] if is_transposed else weight.shape[2]
     out_RO = x_RI.new_empty(num_slots, out_width)
+    if not num_slots:
+        return out_RO
     num_tiles, num_columns = tiles.experts_M.numel(), triton.cdiv(out_width, cut.outputs)
     rows = TensorDescriptor.from_tensor(x_RI, [tiles.rows, cut.inner])
     block = [1, cut.outputs, cut.inner] if is_transposed else [1, cut.inner, cut.outputs]

@@ -8,7 +8,7 @@ of that slot is done, since then all of its slots are. (A row's slots are of dif
 out before, with the addresses where rows come from and go to, and serve forward and backward: what a gradient takes is
 the way of the row, turned round.
 
-Physics: latency-bound, two launches that read S·K integers twice and write 28 bytes a row and 4 a choice.
+Physics: latency-bound, two launches, each of which reads K integers a slot; 28 bytes a row and 4 a choice are written.
 """
 
 from typing import NamedTuple
@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.symm_dispatch import SymmArray
+from titan_moe.kernels.symm_dispatch import SymmArray, peer_array
 from titan_moe.kernels.symm_dispatch_choices import find_tokens
 from titan_moe.kernels.symm_dispatch_plan import RowPlan
 from titan_moe.kernels.tiles import Tiles
 
-CHUNK = 1024
+BLOCK, CHUNK = 64, 1024
 SIZES = ["rank", "num_tokens", "num_tiles"]
 
 
@@ -117,6 +117,37 @@ def _order_kernel(
     tl.store(places_ptr + at, rows_at + (token * P + rank) * row_bytes, mask=is_last > 0)
     tl.store(tiles_ptr + at, tl.zeros_like(row) + tile, mask=is_last > 0)
     tl.store(count_ptr, num_first + tl.sum(is_first, axis=0), mask=tile == num_tiles - 1)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens", "num_rows"])
+def _clear_kernel(
+    like_ptr, slots_ptr, tokens_ptr, row_ends_ptr, memory_at_ptr, offset_bytes, rank, num_tokens, num_rows, D,
+    P: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.arange(0, K2)[None, :]
+    is_choice = (row < num_rows)[:, None] & (k < K)
+    slots = tl.load(slots_ptr + row[:, None].to(tl.int64) * K + k, mask=is_choice, other=-1)
+    source, token, came = find_tokens(row, tokens_ptr, row_ends_ptr, num_tokens, P)
+    is_left = came & (row < num_rows) & (tl.max(slots, axis=1) < 0)
+    if tl.max(is_left.to(tl.int32), axis=0) > 0:
+        places = peer_array(memory_at_ptr, source, offset_bytes, like_ptr) + (token * P + rank) * D
+        for first_column in range(0, D, BLOCK_D):
+            column = (first_column + tl.arange(0, BLOCK_D))[None, :]
+            zeros = tl.zeros((BLOCK, BLOCK_D), dtype=like_ptr.dtype.element_ty)
+            tl.store(places[:, None] + column, zeros, mask=is_left[:, None] & (column < D))
+
+
+def clear_rows_without_slots(slots_SK: Tensor, plan: RowPlan, rows: SymmArray, rank: int) -> None:
+    """Store zeros in the places of rows that came and found no slot, which are in neither order: of the write phase of
+    a delivery."""
+    (num_rows, num_choices), (num_tokens, num_ranks, width) = slots_SK.shape, rows.local.shape
+    if num_rows:
+        _clear_kernel[(triton.cdiv(num_rows, BLOCK),)](
+            rows.local, slots_SK, plan.tokens_PT, plan.ends_Q, rows.memory_at_P, rows.offset_bytes, rank, num_tokens,
+            num_rows, width, P=num_ranks, K=num_choices, K2=triton.next_power_of_2(num_choices), BLOCK=BLOCK,
+            BLOCK_D=min(triton.next_power_of_2(width), 256),
+        )  # fmt: skip
 
 
 def order_rows(rows_R: Tensor, slots_SK: Tensor, tiles: Tiles, plan: RowPlan, rows: SymmArray, rank: int) -> RowOrders:

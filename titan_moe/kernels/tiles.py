@@ -24,7 +24,7 @@ class Tiles(NamedTuple):
     experts_M: Tensor
     """int32, the tile's expert; -1 past the last tile."""
     begins_M: Tensor
-    """int32, the tile's first slot."""
+    """int32, the tile's first slot; those of an expert ascend, or begin in the middle and go round."""
     ends_M: Tensor
     """int32, the end of the expert's slots."""
     rows: int

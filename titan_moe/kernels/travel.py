@@ -2,16 +2,18 @@
 
 S rows · R expert slots · K choices a row · M tiles · D width
 
-A launch begins with its movers, as many programs as keep the links busy, and goes on with its tiles, so movers are on
-the device before any tile is and nobody waits for who cannot come. Movers that *fetch* take blocks of rows in turn and
-each tells how many of its blocks are there; a tile waits until all rows that it wants are. Movers that *deliver* take
-blocks of rows in turn, too, and wait for the tiles of a block's last slots; tiles tell that they are done group by
-group, as they share the device. The interpreter runs programs one after the other: there, movers that wait come last.
+A launch begins with its movers, as many programs as keep the links busy, and goes on with its tiles. Devices start
+programs in ascending order, so movers are there before any tile is, and nobody waits for who cannot come; those that
+wait for tiles leave these most of the multiprocessors (of a device with no more than there are movers, none). Movers
+that *fetch* take blocks of rows in turn and each tells how many of its blocks are there; a tile waits until all rows
+that it wants are. Movers that *deliver* take blocks of rows in turn, too, and wait for the tiles of a block's last
+slots; tiles tell that they are done group by group, as they share the device. The interpreter runs programs one after
+the other: there, movers that wait come last.
 
 *What was written is seen*: who tells has all threads of its program behind a barrier and then releases; who waits
 acquires, and then lets its threads go on.
 
-The lists of rows are those of symm_orders.py.
+The lists of rows are those of symm_orders.py. Rows are aligned to 16 bytes, as the GEMMs want them too.
 """
 
 from typing import NamedTuple
@@ -28,13 +30,13 @@ class Movers(NamedTuple):
 
     number: int
     elements: int
-    """That one has in hand at a time, twice."""
+    """That one moves at a time, while the next are on their way; a power of two."""
 
     def sizes(self, num_rows: int, width: int) -> dict[str, int]:
         """How many there are for so many rows, and what one takes at a time."""
         columns = min(triton.next_power_of_2(max(width, 1)), 2048, self.elements)
         rows = min(self.elements // columns, 64)
-        number = max(min(self.number, triton.cdiv(num_rows, rows)), 1)
+        number = min(self.number, triton.next_power_of_2(max(triton.cdiv(num_rows, rows), 1)))  # of few numbers
         return {"MOVERS": number, "MOVED_ROWS": rows, "MOVED_COLUMNS": columns}
 
 
@@ -169,8 +171,8 @@ def deliver_in_order(
 ):  # fmt: skip
     """Sum the slots of every row that is listed, in order of choices, and store the sum in the row's place.
 
-    While a piece is summed the next one's slots are on their way, and the lists behind it are being read. Few rows have
-    more than four slots.
+    While a piece is summed the next one's slots are on their way, and the lists behind it are being read. Where sums
+    leave early, few rows have more than four slots.
     """
     NUM_PIECES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row
     count = tl.load(count_ptr)

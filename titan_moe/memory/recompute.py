@@ -1,6 +1,7 @@
 """Recompute activations in backward instead of keeping them (arXiv:1604.06174).
 
-`experts` repeats the expert MLPs only: no message is sent twice. `block` repeats whole blocks, dispatch included.
+`experts` repeats the expert MLPs only: no message is sent twice, but rows that experts fetch themselves come twice.
+`block` repeats whole blocks, dispatch included.
 """
 
 from collections.abc import Callable, Iterable

@@ -63,7 +63,10 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
     # a row goes there and its gradient comes back the same way
     moved = 2 * num_moe_layers * num_tokens * row_bytes * copies_on_the_wire(recipe)
-    work["dispatch"] = work["combine"] = Work(wire_bytes=moved)
+    if recipe.parallel.overlap == "tile":  # no part of their own: the experts move them
+        work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
+    else:
+        work["dispatch"] = work["combine"] = Work(wire_bytes=moved)
     work["clip"], work["optimizer"] = update_work(recipe, world_size)
     work["sharding"] = Work(wire_bytes=sharding_bytes(recipe, world_size))
     return {part: done for part, done in work.items() if done != Work()}

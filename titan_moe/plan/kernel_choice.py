@@ -45,10 +45,10 @@ def choose_for(recipe: Recipe, world_size: int, device: str | None) -> list[Kern
     choices = []
     for operation, shape in shapes_of(recipe, world_size).items():
         choice = KernelChoice(operation, named[operation], "not measured" if is_auto else "")
+        if is_auto and operation == "experts" and recipe.parallel.overlap == "tile":
+            choice = KernelChoice(operation, "fused", 'parallel.overlap = "tile"')
         if overridden[operation] != "no":
             choice = replace(choice, reason=f"perf.override.{operation}")
-        elif is_auto and operation == "experts" and recipe.parallel.overlap == "tile":
-            choice = replace(choice, maker="fused", reason='parallel.overlap = "tile"')
         elif measured := _find(tables, operation, shape):
             choice = _fastest(recipe, world_size, measured) or choice
         choices.append(choice)
@@ -85,6 +85,8 @@ def makers_that_may_run(recipe: Recipe, world_size: int, operation: str, makers:
 
 def _with(recipe: Recipe, operation: str, maker: str) -> Recipe:
     change: dict[str, Any] = {operation: maker}
+    if recipe.parallel.overlap == "tile" and recipe.perf.override.experts == "no":
+        change = {"experts": "fused", **change}  # which other operations are not to blame for
     override = replace(recipe.perf.override, **change)
     perf = replace(recipe.perf, kernels="grouped_mm", override=override)
     return replace(recipe, perf=perf, run=replace(recipe.run, device="cuda"))

@@ -113,6 +113,8 @@ def _tiles_fetch_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
             f"{setting} lets the GEMMs of fused experts move rows, and perf.kernels chose "
             f'"{recipe.perf.chosen_kernels.experts}" for experts; take "fused", or overlap = "none"'
         )
+    if recipe.model.moe.score_on == "input":
+        yield f'{setting} needs fused experts, which need model.moe.score_on = "activation"; take overlap = "none"'
     if p.expert_clones and recipe.compile.regional != "off" and recipe.compile.extent == "block":
         yield (
             f'{setting} with parallel.expert_clones needs compile.extent = "pieces": nothing in the graph of a block '
