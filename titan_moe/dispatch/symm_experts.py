@@ -16,6 +16,13 @@ summed: those are Triton's here, so that they can tell what is done, and PyTorch
 Each operation is two whole exchanges with the experts between them, barriers included, all on the stream of whoever
 computes: nothing is on its way when it returns. Weight gradients are computed before the last barrier of a backward, so
 that a rank waits with them for others that are late.
+
+Used alone, in the place of `SymmMemDispatcher` in symm_mem.py, its memory and its calls the same:
+
+    experts = GroupedExperts(num_local_experts, width, hidden, choose_expert_mlp("fused", "activation"))
+    dispatcher = SymmExpertDispatcher(num_experts, memory)
+    offered = dispatcher.dispatch(x_TD, topk_ids_TK, topk_scores_TK)
+    y_TD = dispatcher.combine(experts(offered), offered)
 """
 
 from collections.abc import Sequence
