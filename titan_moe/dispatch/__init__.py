@@ -2,8 +2,8 @@
 
 A dispatcher has no parameters and is no module. `local` moves nothing, `allgather` gathers every row, `alltoall` sends
 a row once to each rank that wants it, `symm_mem` does so inside a node through shared memory, and `symm_experts` lets
-the experts' GEMMs fetch rows and deliver results there; `cloning` wraps one of them, and lends hot experts to ranks that
-have room. All of them give the same result; a new way to move rows is one new file.
+the experts' GEMMs fetch rows and deliver results there; `cloning` wraps one of them, and lends hot experts to ranks
+that have room. All of them give the same result; a new way to move rows is one new file.
 """
 
 from titan_moe.dispatch.allgather import AllGatherDispatcher
