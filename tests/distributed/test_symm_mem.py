@@ -48,7 +48,7 @@ def on_files(folder: str, module: str, name: str, *args: Any) -> Any:
     return answer
 
 
-EP2, EP4 = ParallelConfig(ep=2, dispatcher="symm_mem"), ParallelConfig(ep=4, dispatcher="symm_mem")
+EP2 = ParallelConfig(ep=2, dispatcher="symm_mem")
 
 
 def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
@@ -107,29 +107,14 @@ def with_fused_experts(parallel: ParallelConfig, **others: Any) -> Recipe:
     )
 
 
-@pytest.fixture(scope="module")
-def fused_alone(ranks: Any) -> Any:
-    return one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 1)[0])
-
-
-TILED = replace(EP2, overlap="tile")
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "parallel", "what", "compiled"),
-    [
-        pytest.param(4, TILED, "experts", False, id="dp4-ep2-edp2-recompute_experts"),
-        pytest.param(2, replace(TILED, gathers_once_a_step=True), "block", True, id="dp2-ep2-compiled-recompute_block"),
-    ],
-)
-def test_rows_beside_gemms_train_as_one_process(
-    ranks: Any, fused_alone: Any, tmp_path: Path, num_ranks: int, parallel: ParallelConfig, what: str, compiled: bool
-) -> None:
-    compile_ = CompileConfig("on", extent="block") if compiled else CompileConfig("off")
-    candidate = with_fused_experts(parallel, memory=MemoryConfig(what), compile=compile_)
-    train = "train_compiled" if compiled else "train"
-    for fields in ranks(num_ranks, on_files, str(tmp_path), "one_loss", train, candidate, -1, 1):
-        one_loss.assert_same(one_loss.Trace(**fields), fused_alone, 2e-5)
+def test_rows_beside_gemms_train_as_one_process(ranks: Any, tmp_path: Path) -> None:
+    """The experts' exchanges run again in backward."""
+    alone = one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 1)[0])
+    candidate = in_one_microbatch(
+        with_fused_experts(replace(EP2, overlap="tile"), memory=MemoryConfig("block")), num_ranks=2
+    )
+    for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train", candidate, -1, 1):
+        one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
 
 
 def test_weight_gradients_under_messages_are_the_same_bits(ranks: Any, tmp_path: Path) -> None:
@@ -164,10 +149,10 @@ def test_blocks_that_compile_whole_train_as_one_process(ranks: Any, alone: Any, 
 
 def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, tmp_path: Path) -> None:
     """Rows and slots are bounded, and the steps repeated as a graph would repeat them."""
-    bounded = replace(EP4, expert_rank_capacity_factor=stepper.FACTOR)
+    bounded = replace(EP2, expert_rank_capacity_factor=1.4)
     exact = ranks(1, stepper.train, stepper.RECIPE)[0]
     candidate = replace(stepper.RECIPE, parallel=bounded)
-    runs = ranks(4, on_files, str(tmp_path), "stepper", "train", candidate, "step")
+    runs = ranks(2, on_files, str(tmp_path), "stepper", "train", candidate, "step")
     for other in runs:
         stepper.assert_equal(exact, other, 1e-9)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0
