@@ -129,10 +129,17 @@ def compile_two_layers(folder: str | None, num_spare: int = 0) -> tuple[list[Ten
     memory, device = share(folder)
     module = my_experts(device)
     step = stepped(lending(memory, module, num_spare, on_a_lane=False), module)
+    return run_and_compile(step, module, lambda: my_inputs("skewed", device), device)
+
+
+def run_and_compile(
+    step: Callable[..., Tensor], module: GroupedExperts, draw: Callable[[], list[Tensor]], device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients of a step, eager and as one graph."""
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
     results = []
     for run in (step, compiled):
-        x_TD, ids_TK, scores_TK, grad_TD = my_inputs("skewed", device)
+        x_TD, ids_TK, scores_TK, grad_TD = draw()
         x_TD, scores_TK = x_TD.requires_grad_(), scores_TK.requires_grad_()
         module.zero_grad()
         y_TD = run(x_TD, ids_TK, scores_TK)

@@ -51,9 +51,9 @@ class ParallelConfig:
     are fused, lie whole on a rank (edp = 1) and have no clones, without recompute and with
     `compile.extent = "pieces"`. The numbers are the same. `symm_mem` moves its rows by few programs then, on a
     stream of its own, where they wait for multiprocessors that most GEMMs do not let go: on 4 H200s both ways of hiding
-    them were slower than `none`, before weight gradients waited (with them, `layer` made steps 0.6 % faster on 2); so
-    was `microbatch` over `alltoall` on 8. `tile` made a layer 14 % faster on 2, where as many bytes a FLOP travelled as
-    between 8, and waits to be timed there."""
+    them were slower than `none`, before weight gradients waited (with them, `layer` was about as fast as `none` on 2);
+    so was `microbatch` over `alltoall` on 8. With `tile` a layer took 14 % less time on 2, where as many bytes a FLOP
+    travelled as between 8, and it waits to be timed there."""
     chunks: int = 1
     """Messages that a batch's tokens travel in, each way, in every MoE layer. With two and `overlap = "layer"`, the
     rows of one travel under the experts of the other, in backward too, so that half of the way is hidden, for smaller

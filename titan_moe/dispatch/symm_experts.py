@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.dispatch.base import Exchange, InFlight, Routed
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory, known_plan
 from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
 from titan_moe.kernels.expert_mlp import ExpertMLP
 from titan_moe.kernels.expert_up import TILE_ROWS, expert_up
@@ -143,7 +143,7 @@ def _serve(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Results, whether slots overflowed, and what backward needs: x_SD, hidden_R2F, rows_R, slots_SK, scores_R,
     offsets_e."""
-    plan = RowPlan(went_TP, tokens_PT, ends_Q, ends_Q.new_empty(0))
+    plan = known_plan(went_TP, tokens_PT, ends_Q)
     arrays = _lay_over(memory, at_P, x_TD, scores_TK)
     symm_barrier(arrays.signals, rank)
     own_rows(arrays.rows).copy_(x_TD)
@@ -192,7 +192,7 @@ def _serve_backward(
     memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the rows, of the scores, and of the weights, clones behind own experts (empty if none is wanted)."""
-    plan = RowPlan(went_TP, tokens_PT, ends_Q, ends_Q.new_empty(0))
+    plan = known_plan(went_TP, tokens_PT, ends_Q)
     arrays = _lay_over(memory, at_P, dy_TD, ids_TK)
     symm_barrier(arrays.signals, rank)
     own_rows(arrays.rows).copy_(dy_TD)

@@ -222,7 +222,7 @@ def _(
     )
 
 
-def _known(went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor) -> RowPlan:
+def known_plan(went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor) -> RowPlan:
     """A plan that was made with room for its rows."""
     return RowPlan(went_TP, tokens_PT, ends_Q, ends_Q.new_empty(0))
 
@@ -232,7 +232,7 @@ def _fetch(
     x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
     memory: Tensor, at_P: Tensor, rank: int, num_programs: int, num_local_experts: int, max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    plan = _known(went_TP, tokens_PT, ends_Q)
+    plan = known_plan(went_TP, tokens_PT, ends_Q)
     arrays = symm_arrays(memory, at_P, len(x_TD), x_TD.shape[1], ids_TK.shape[1], x_TD.dtype, scores_TK.dtype)
     symm_barrier(arrays.signals, rank)
     own_rows(arrays.rows).copy_(x_TD)
@@ -259,7 +259,7 @@ def _deliver_gradients(
     dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
     memory: Tensor, at_P: Tensor, rank: int, num_programs: int, num_local_experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    plan, (num_tokens, num_choices) = _known(went_TP, tokens_PT, ends_Q), ids_TK.shape
+    plan, (num_tokens, num_choices) = known_plan(went_TP, tokens_PT, ends_Q), ids_TK.shape
     arrays = symm_arrays(memory, at_P, num_tokens, dx_SD.shape[1], num_choices, dx_SD.dtype, dscores_SK.dtype)
     symm_barrier(arrays.signals, rank)
     deliver_rows(dx_SD.contiguous(), plan, arrays.rows, rank, num_programs)
@@ -284,7 +284,7 @@ def _deliver(
 ) -> Tensor:  # fmt: skip
     arrays = _row_arrays(memory, at_P, len(went_TP), y_SD)
     symm_barrier(arrays.signals, rank)
-    deliver_rows(y_SD.contiguous(), _known(went_TP, tokens_PT, ends_Q), arrays.rows, rank, num_programs)
+    deliver_rows(y_SD.contiguous(), known_plan(went_TP, tokens_PT, ends_Q), arrays.rows, rank, num_programs)
     symm_barrier(arrays.signals, rank)
     return sum_deliveries(went_TP, arrays.rows)
 
@@ -306,7 +306,7 @@ def _fetch_gradients(
     symm_barrier(arrays.signals, rank)
     own_rows(arrays.rows).copy_(dy_TD)
     symm_barrier(arrays.signals, rank)
-    return fetch_rows(_known(went_TP, tokens_PT, ends_Q), arrays.rows, rank, max_rows, num_programs)
+    return fetch_rows(known_plan(went_TP, tokens_PT, ends_Q), arrays.rows, rank, max_rows, num_programs)
 
 
 @_fetch_gradients.register_fake

@@ -74,7 +74,7 @@ def _slot_mm_kernel(
         keep = (slots < tl.load(ends_ptr + tile))[:, None] & (columns < O)[None, :]
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
     if MOVERS:
-        tell(done_ptr + tile // GROUP, 1)
+        tell(done_ptr + tile // GROUP)
 
 
 def slot_mm(

@@ -51,10 +51,10 @@ def fetching(orders: RowOrders | None, movers: Movers, width: int) -> tuple[tupl
 
 
 @triton.jit
-def tell(ptr, value):
-    """Let others see what this program has written, and add to a number that says so."""
+def tell(ptr):
+    """Let others see what this program has written, and count it."""
     tl.debug_barrier()
-    tl.atomic_add(ptr, value, sem="release")
+    tl.atomic_add(ptr, 1, sem="release")
 
 
 @triton.jit
@@ -102,13 +102,13 @@ def fetch_in_order(
         block = mover + (step + 2) // NUM_PIECES * MOVERS
         after_row, after_address, is_after = _find_source(block, sources_ptr, fetched_ptr, count, ROWS)
         if (step > 0) & (step % NUM_PIECES == 0):
-            tell(came_ptr + mover, 1)  # of the block before: its stores had their time
+            tell(came_ptr + mover)  # of the block before: its stores had their time
         column = (step % NUM_PIECES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         tl.store(out_ptr + row.to(tl.int64)[:, None] * D + column, x, mask=is_row[:, None] & (column < D))
         row, is_row, x = next_row, is_next, next_x
         next_row, next_address, is_next = after_row, after_address, is_after
     if num_steps > 0:
-        tell(came_ptr + mover, 1)
+        tell(came_ptr + mover)
 
 
 @triton.jit
