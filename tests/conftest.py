@@ -1,8 +1,11 @@
 """Fixtures of all tests: a pool of processes for multi-rank tests, started once; a process for Triton's interpreter."""
 
+import gc
 import inspect
 import io
+import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -10,9 +13,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +33,11 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.pipes, self.workers, self.num_jobs = folder, [], [], 0
-        self.listener = Listener(str(folder / "pool"))
+        # to import what they need takes each rank seconds: they are forks of one process that has done so, except where
+        # that process may have asked for GPUs, which do not survive a fork
+        self.context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if self.context.get_start_method() == "forkserver":
+            self.context.set_forkserver_preload(["titan_moe.train.build"])
 
     def __call__(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         self._grow(num_ranks)
@@ -63,21 +71,22 @@ class Ranks:
         return [answers.get(pipe, (False, "no answer in time")) for pipe in pipes]
 
     def _grow(self, num_ranks: int) -> None:
-        worker = Path(__file__).with_name("rank_worker.py")
+        worker = str(Path(__file__).with_name("rank_worker.py"))
         for rank in range(len(self.pipes), num_ranks):
-            command = [sys.executable, str(worker), self.listener.address, str(rank)]
-            self.workers.append(subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}))
-        connected = {}
-        for _ in range(len(self.pipes), num_ranks):
-            pipe = self.listener.accept()
-            connected[pipe.recv()] = pipe
-        self.pipes += [connected[rank] for rank in sorted(connected)]
+            pipe, theirs = self.context.Pipe()
+            names = {"PIPE": theirs, "RANK": rank}
+            process = self.context.Process(target=runpy.run_path, args=(worker, names, "__main__"))
+            with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+                process.start()
+            theirs.close()
+            self.pipes.append(pipe)
+            self.workers.append(process)
 
     def close(self) -> None:
         """End all ranks; the next call starts new ones."""
         for worker in self.workers:
             worker.kill()
-            worker.wait()
+            worker.join()
         self.pipes, self.workers = [], []
 
 
@@ -95,9 +104,11 @@ def new_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[],
         yield lambda: pools.enter_context(closing(Ranks(tmp_path_factory.mktemp("ranks"))))
 
 
-@pytest.fixture(scope="session")
-def ranks(new_ranks: Callable[[], Ranks]) -> Ranks:
-    return new_ranks()
+@pytest.fixture(scope="module")
+def ranks(new_ranks: Callable[[], Ranks]) -> Iterator[Ranks]:
+    """A pool for each file of tests: what one leaves behind is not another's."""
+    with closing(new_ranks()) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
@@ -149,6 +160,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # what was imported is no garbage: nobody looks through it again
     if any(_waits_for_interpreter(item) for item in session.items) and not session.config.option.collectonly:
         session.config.stash[INTERPRETER] = Interpreter(Path(__file__).parent)
 

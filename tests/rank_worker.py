@@ -1,39 +1,39 @@
 """One rank of the pool that tests/conftest.py keeps: waits for functions, runs each in a process group of its own."""
 
+import faulthandler
+import gc
 import importlib.util
 import io
-import os
-import sys
 import traceback
-from multiprocessing.connection import Client
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 
-def main(address: str, rank: int) -> None:
+def main(pipe: Connection, rank: int) -> None:
+    faulthandler.enable()  # who dies of a signal says where
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is no garbage: nobody looks through it again
     modules = {}
-    with Client(address) as pipe:
-        pipe.send(rank)
-        while (job := pipe.recv()) is not None:
-            path, name, args, num_ranks, store = job
-            try:
-                if path not in modules:
-                    spec = importlib.util.spec_from_file_location(f"job_{len(modules)}", path)
-                    modules[path] = importlib.util.module_from_spec(spec)
-                    spec.loader.exec_module(modules[path])
-                dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
-                answer = io.BytesIO()
-                torch.save(getattr(modules[path], name)(*args), answer)
-                pipe.send((True, answer.getvalue()))
-            except BaseException:
-                pipe.send((False, traceback.format_exc()))
-            finally:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
+    while (job := pipe.recv()) is not None:
+        path, name, args, num_ranks, store = job
+        try:
+            if path not in modules:
+                spec = importlib.util.spec_from_file_location(f"job_{len(modules)}", path)
+                modules[path] = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(modules[path])
+            dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+            dist.barrier()  # a function may end without a message, and a peer that still connects would find nobody
+            answer = io.BytesIO()
+            torch.save(getattr(modules[path], name)(*args), answer)
+            pipe.send((True, answer.getvalue()))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
-    main(sys.argv[1], int(sys.argv[2]))
+    main(PIPE, RANK)  # noqa: F821, given by whoever runs this file

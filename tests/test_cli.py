@@ -1,5 +1,6 @@
 """The door: quick answers without torch, one clear refusal, and torchrun only for a sound recipe."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -165,3 +166,17 @@ def test_help_names_the_ways_in(capsys: pytest.CaptureFixture[str]) -> None:
     assert leaving.value.code == 0
     page = capsys.readouterr().out
     assert "tune" in page and "--train.steps=50" in page and "--explain" in page and "torchrun" in page
+
+
+def test_what_a_run_imports_is_never_looked_through_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    with cli._imports_stay():
+        assert gc.isenabled(), "who has torch already may have garbage of their own"
+    monkeypatch.delitem(sys.modules, "torch")
+    frozen = gc.get_freeze_count()
+    try:
+        with cli._imports_stay():
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()

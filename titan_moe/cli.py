@@ -1,6 +1,7 @@
 """The door: `titan-moe train`, `trace`, `tune`, `check`. A broken recipe is refused here, before torch is imported."""
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -82,17 +83,18 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
     recipe = _load(path, overrides, world_size)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:  # the ranks come back here, with it
-        from titan_moe.train.launch import launch
-
+        with _imports_stay():
+            from titan_moe.train.launch import launch
         return launch(world_size, [verb, path, *overrides])
     # before torch is imported: threads that spin while they wait make runs on shared cores 20 times slower
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _show_log()
     sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
-    if verb == "trace":
-        from titan_moe.train.trace import run
-    else:
-        from titan_moe.train.trainer import run
+    with _imports_stay():
+        if verb == "trace":
+            from titan_moe.train.trace import run
+        else:
+            from titan_moe.train.trainer import run
     run(recipe)
     return 0
 
@@ -100,9 +102,24 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
 def _tune(path: str, overrides: list[str], nproc: int | None, out: Path | None) -> None:
     recipe = _load(path, overrides, nproc)
     _show_log()
-    from titan_moe.train.tune import run
-
+    with _imports_stay():
+        from titan_moe.train.tune import run
     run(recipe, nproc or smallest_world(recipe.parallel), out)
+
+
+@contextmanager
+def _imports_stay() -> Iterator[None]:
+    """Keep the garbage collector from what is imported here: a million objects, none of them garbage, which it would
+    look through time and again, and once more as Python ends. That was half of what a start and an end take."""
+    if "torch" in sys.modules or not gc.isenabled():  # somebody else's process, whose garbage must not be kept too
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _hint(unknown: list[str]) -> str:

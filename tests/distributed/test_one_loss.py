@@ -178,7 +178,10 @@ def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
 def alone(ranks) -> dict[int, Trace]:
     """One process, plain and skewed."""
     one = recipe(ParallelConfig())
-    return {num_starved: run(ranks, 1, one, num_starved)[0] for num_starved in (-1, 1, 4)}
+    return {
+        num_starved: run(ranks, 1, one, num_starved, steps)[0]
+        for num_starved, steps in ((-1, STEPS), (1, FEW), (4, FEW))
+    }
 
 
 def test_one_process_learns(alone: dict[int, Trace]) -> None:
