@@ -4,8 +4,11 @@ import faulthandler
 import gc
 import importlib.util
 import io
+import os
+import runpy
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,8 @@ import torch.distributed as dist
 def main(pipe: Connection, rank: int) -> None:
     faulthandler.enable()  # who dies of a signal says where
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))
     gc.freeze()  # what was imported is no garbage: nobody looks through it again
     modules = {}
     while (job := pipe.recv()) is not None:

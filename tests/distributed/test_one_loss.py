@@ -28,7 +28,7 @@ from titan_moe.layers.router import TopKRouter
 from titan_moe.train.build import assemble
 
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
-FEW = 6
+FEW = 4
 """Steps of what differs from a layout that runs them all."""
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
 MOE = MoEConfig(
@@ -279,7 +279,7 @@ def train_on_both_wires(blocking: Recipe, num_starved: int, compiled: CompileCon
 
 def few_steps(parallel: ParallelConfig, what: str) -> Recipe:
     plain = recipe(parallel, memory=MemoryConfig(what))
-    return replace(plain, train=replace(plain.train, steps=4))
+    return replace(plain, train=replace(plain.train, steps=FEW))
 
 
 @pytest.mark.parametrize(
