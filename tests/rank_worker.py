@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def main(pipe: Connection, rank: int) -> None:
@@ -37,7 +39,19 @@ def main(pipe: Connection, rank: int) -> None:
             pipe.send((False, traceback.format_exc()))
         finally:
             if dist.is_initialized():
+                has_meshes = len(dist.distributed_c10d._world.pg_map) > 1
                 dist.destroy_process_group()
+                if has_meshes:
+                    release_groups()
+
+
+def release_groups() -> None:
+    """Let go of the process groups of meshes that PyTorch itself keeps, for strategies of DTensor above all: each group
+    holds a dozen descriptors, and threads that wake a hundred times a second."""
+    _clear_sharding_prop_cache()
+    gc.collect()  # models and what was compiled for them refer to each other
+    for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
+        getattr(mesh, "_pg_registry", {}).clear()
 
 
 if __name__ == "__main__":

@@ -246,13 +246,6 @@ def test_ranks_without_tokens_are_no_new_graph(ranks, alone: dict[int, Trace]) -
         assert trace.num_graphs == [4] * FEW
 
 
-@pytest.fixture(scope="module")
-def fresh_ranks(new_ranks: Any) -> Any:
-    """Processes in which no other test has run. In two of eight runs of all tests a rank of these died of a heap that
-    was spoilt before ("unaligned tcache chunk"); by themselves they never did, and by whom is not known."""
-    return new_ranks()
-
-
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "what", "num_starved"),
     [
@@ -262,10 +255,10 @@ def fresh_ranks(new_ranks: Any) -> Any:
     ],
 )
 def test_rows_in_chunks_train_as_one_process(
-    fresh_ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
+    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
 ) -> None:
     candidate = recipe(replace(parallel, overlap="layer"), memory=MemoryConfig(what))
-    for fields in fresh_ranks(num_ranks, train, candidate, num_starved, FEW):
+    for fields in ranks(num_ranks, train, candidate, num_starved, FEW):
         assert_same(Trace(**fields), alone[num_starved], 1e-9)
 
 

@@ -1,20 +1,21 @@
 """Ranks of GPU tests: they train run after run in the same processes, through the command line's door."""
 
-import gc
 import os
+import runpy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from titan_moe import cli
 
 HOST = "127.0.0.1"
+release_groups = runpy.run_path(str(Path(__file__).parents[1] / "rank_worker.py"))["release_groups"]
 
 
 @pytest.fixture(scope="session")
@@ -70,13 +71,5 @@ def nothing_left() -> Iterator[None]:
         yield
     finally:
         torch._dynamo.reset()
-        gc.collect()  # models and what was compiled for them refer to each other
         release_groups()
         torch.cuda.empty_cache()
-
-
-def release_groups() -> None:
-    """Let go of the process groups of meshes that PyTorch itself keeps: 2.11 does not forget every strategy of DTensor,
-    and each group holds a dozen descriptors and threads."""
-    for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
-        getattr(mesh, "_pg_registry", {}).clear()
