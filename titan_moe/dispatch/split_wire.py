@@ -42,7 +42,7 @@ def _exchange_equal_parts(x: Tensor, group: str, num_ranks: int) -> Tensor:
 
 def _gather(x: Tensor, group: str, num_ranks: int) -> Tensor:
     if x.device.type == "cpu":
-        # gloo's own, started by this door, spoils the heap within thousands of messages if several are under way
+        # gloo's own spoils the heap, sooner or later, where several are under way (torch 2.11, 2.13)
         return _exchange_equal_parts(x.expand(num_ranks, *x.shape).flatten(0, 1), group, num_ranks)
     return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), num_ranks, group)
 
