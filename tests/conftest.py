@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a pool of processes for multi-rank tests, started once; a process for Triton's interpreter."""
+"""Fixtures of all tests: pools of processes for multi-rank tests, one a file; a process for Triton's interpreter."""
 
 import gc
 import inspect
