@@ -7,8 +7,8 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -113,16 +113,17 @@ def straight(folder: Path) -> None:
 
 
 def background(folder: Path) -> None:
-    """Save in the background with a slow disk while training changes every tensor."""
+    """Save in the background, on a disk that waits until training has changed every tensor."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     write = FileSystemWriter.write_data
+    trained = Event()
 
-    def write_slowly(self: Any, *args: Any) -> Any:
-        time.sleep(0.5)
+    def write_late(self: Any, *args: Any) -> Any:
+        trained.wait(60)  # a save that is not in the background comes first, and is found out
         return write(self, *args)
 
-    FileSystemWriter.write_data = write_slowly  # type: ignore[method-assign]
+    FileSystemWriter.write_data = write_late  # type: ignore[method-assign]
     drill = Drill(folder / "background", CheckpointConfig(is_async=True))
     drill.train(2)
     drill.checkpointer.save(2)
@@ -130,6 +131,7 @@ def background(folder: Path) -> None:
     drill.train(2)
     complete = drill.checkpointer.folders.complete_steps()
     (folder / f"complete_while_saving.{dist.get_rank()}.json").write_text(json.dumps(complete))
+    trained.set()
     drill.checkpointer.close()
     FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
@@ -166,7 +168,10 @@ def _leave(folder: Path, name: str, drill: Drill) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    num_ranks, store = int(os.environ["WORLD_SIZE"]), os.environ["STORE"]
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, num_ranks), rank=int(os.environ["RANK"]), world_size=num_ranks
+    )
     for phase in sys.argv[2:]:
         {"straight": straight, "background": background, "resume": resume, "die_while_saving": die_while_saving}[phase](
             Path(sys.argv[1])

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,13 +20,9 @@ SPEC.loader.exec_module(drill)
 
 
 def launch(num_ranks: int, folder: Path, *phases: str) -> list[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "STORE": str(folder / f"store-{'-'.join(phases)}"),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, str(SCRIPT), str(folder), *phases]

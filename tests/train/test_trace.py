@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from titan_moe import cli
-from titan_moe.profile.read import read_trace
+from titan_moe.profile.attribution import OTHER
+from titan_moe.profile.read import Timeline, read_trace
 from titan_moe.profile.split import split
 
 IN_A_STEP = {"embedding", "attention", "dense", "router", "dispatch", "experts", "block", "head", "clip", "optimizer"}
@@ -15,6 +16,12 @@ IN_A_STEP = {"embedding", "attention", "dense", "router", "dispatch", "experts",
 
 def trace(run, *words: str) -> int:
     return cli.main(["trace", *run.words[1:], *words])
+
+
+def named_share(timeline: Timeline, is_backward: bool | None = None) -> float:
+    """How many of the operations have a part: a busy machine changes their times, not their number."""
+    begun = [span for span in timeline.spans if not span.continues and is_backward in (None, span.is_backward)]
+    return sum(span.part != OTHER for span in begun) / len(begun)
 
 
 @pytest.mark.parametrize("recompute", ["none", "block"])
@@ -26,12 +33,9 @@ def test_a_step_is_split_into_named_parts(tiny, recompute: str) -> None:
     result = split(timeline)
     assert timeline.num_steps == 3
     assert result.parts.keys() >= IN_A_STEP
-    assert result.named_share >= 0.9
+    assert named_share(timeline) > 0.9 and named_share(timeline, is_backward=True) > 0.98
     for part in ("attention", "dense", "router", "experts", "head"):
         assert result.parts[part].forward_ms > 0 and result.parts[part].backward_ms > 0
-    backward = [span for span in timeline.spans if span.is_backward]
-    unnamed_us = sum(span.duration_us for span in backward if span.part == "other")
-    assert unnamed_us < 0.1 * sum(span.duration_us for span in backward)
     whole_ms = sum(time.total_ms for time in result.parts.values()) + result.idle_ms
     assert whole_ms == pytest.approx(result.step_ms)
     page = (run.folder / "trace" / "report.html").read_text()
@@ -66,11 +70,11 @@ def test_blocks_that_compile_whole_are_one_part(
     with caplog.at_level("INFO", "titan_moe"):
         assert trace(run, "--profile.num_steps=2") == 0
     assert 'compile.extent = "pieces" splits them' in caplog.text
-    result = split(read_trace(next((run.folder / "trace" / "traces").iterdir())))
+    timeline = read_trace(next((run.folder / "trace" / "traces").iterdir()))
+    result = split(timeline)
     assert result.parts.keys() >= {"embedding", "block", "head", "clip", "optimizer"}
     assert not result.parts.keys() & {"attention", "router", "dispatch", "experts", "combine"}
-    block = result.parts["block"]
-    assert block.forward_ms > 0 and result.parts["other"].backward_ms < 0.1 * block.backward_ms
+    assert result.parts["block"].forward_ms > 0 and named_share(timeline, is_backward=True) > 0.98
     page = (run.folder / "trace" / "report.html").read_text()
     assert "0 graph breaks, 0 recompiles, 0 compilations during the traced steps" in page
     row = page.partition("<td>rest of the blocks</td>")[2].partition("</tr>")[0]
