@@ -114,6 +114,27 @@ def test_the_slower_of_two_builders_takes_the_faster_ones_entry(cache: Cache) ->
     assert len(list(cache.folder.iterdir())) == 1
 
 
+def test_two_builders_of_one_process_id_keep_out_of_each_others_way(cache: Cache) -> None:
+    """As runs of two containers may be."""
+
+    def build_slowly(folder: Path) -> None:
+        (folder / "first").write_text("4")
+        cache.get("text", "key", _Builder())
+        (folder / "second").write_text("2")
+        assert sorted(path.name for path in folder.iterdir()) == ["first", "second"]
+
+    assert [path.name for path in cache.get("text", "key", build_slowly).iterdir()] == ["answer"]
+    assert len(list(cache.folder.iterdir())) == 1
+
+
+def test_a_build_that_ends_while_another_looks_for_remains_is_no_failure(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = cache.folder / "text-0.tmp"
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([gone]))
+    assert cache.get("text", "key", _Builder()).exists()
+
+
 def test_a_folder_that_cannot_be_made_is_told_by_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file" / "cache", is_builder=True, barrier=lambda: None)

@@ -97,6 +97,22 @@ def test_a_stream_resumes_at_every_step_on_another_number_of_ranks(
             assert running.next_step().tokens_MBN.flatten(0, 1).equal(expected[step + later])
 
 
+def test_a_stream_resumes_again_and_again_inside_one_document(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    texts = [f"row {number} " * (200 if number % 3 == 1 else 1) for number in range(12)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (tmp_path / "b.jsonl").unlink()
+    recipe = json_recipe(is_streamed=True)
+    straight = open_loader(recipe)
+    state = straight.state_dict()
+    for _ in range(3 * sum(map(len, texts)) // (2 * 128)):
+        resumed = open_loader(recipe)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        assert resumed.next_step().tokens_MBN.equal(straight.next_step().tokens_MBN)
+        state = resumed.state_dict()
+
+
 def test_a_stream_keeps_its_first_documents_for_validation(
     rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from titan_moe.checkpoint.folders import MARK, CheckpointFolders
 from titan_moe.checkpoint.rng import RngState
 from titan_moe.config.train import CheckpointConfig
+from titan_moe.parallel.main_rank import ask_main
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
 from titan_moe.titan.checkpoints import MODEL_KEY
 
@@ -68,7 +69,7 @@ class Checkpointer:
         Returns: whether anything was loaded. Whether it was a resume, `train_state` knows.
         Raises: ValueError when `checkpoint.load_from` is no checkpoint; CheckpointMisfit when one does not fit.
         """
-        steps = self._ask_main(self.folders.complete_steps)
+        steps = ask_main(self.folders.complete_steps, self.group)
         if steps:
             self._read(self.folders.path(steps[-1]), lambda: self.manager.load(step=steps[-1]))
             return True
@@ -86,7 +87,7 @@ class Checkpointer:
         that a fresh start would not make again.
         """
         self._finish_save()
-        if step == 0 or self._ask_main(lambda: self._is_saved(step)):
+        if step == 0 or ask_main(lambda: self._is_saved(step), self.group):
             return
         self.manager.save(step, last_step=is_last)
         if is_last or not self.config.is_async:
@@ -130,7 +131,7 @@ class Checkpointer:
             ) from error
 
     def _require_checkpoint(self, folder: Path) -> None:
-        if self._ask_main(lambda: (folder / MARK).is_file()):
+        if ask_main(lambda: (folder / MARK).is_file(), self.group):
             return
         steps = [step for root in (folder, folder / "checkpoints") for step in CheckpointFolders(root).complete_steps()]
         found = (
@@ -140,16 +141,3 @@ class Checkpointer:
             f"checkpoint.load_from = {self.config.load_from!r} is not a complete checkpoint: it must be a folder "
             f"`step-N` with a {MARK} file ({found})"
         )
-
-    def _ask_main(self, question: Callable[[], Any]) -> Any:
-        """Let the main rank look at the disk and tell all others, who might see an older state of it."""
-        answer: list[Any] = [None, None]
-        if self.is_main:
-            try:
-                answer[0] = question()
-            except OSError as error:
-                answer[1] = error  # raised on all ranks: the others would wait for an answer in vain
-        dist.broadcast_object_list(answer, src=0, group=self.group)
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]

@@ -24,6 +24,9 @@ class RecipeError(Exception):
         super().__init__("\n".join(problems))
         self.problems = problems
 
+    def __reduce__(self) -> tuple[type["RecipeError"], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
 
 class Said(NamedTuple):
     """A value and the place that said it; `is_text` if it came from a command line and has no type yet."""

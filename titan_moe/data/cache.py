@@ -3,12 +3,13 @@
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 _FORMAT = 1  # raise it when what a build writes changes
 _ABANDONED_AFTER_SECONDS = 3600.0
@@ -52,8 +53,7 @@ class Cache:
                 f"data.cache_folder: {self.folder} cannot be made: {error.strerror}; name a folder where you may write"
             ) from error
         _remove_abandoned(self.folder.glob(f"{entry.name}.*.tmp"))
-        unfinished = entry.with_name(f"{entry.name}.{os.getpid()}.tmp")
-        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished = entry.with_name(f"{entry.name}.{uuid4().hex}.tmp")  # process ids are alike in two containers
         unfinished.mkdir()
         logger.info("building %s", entry)
         try:
@@ -73,6 +73,7 @@ def describe_files(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 def _remove_abandoned(folders: Iterable[Path]) -> None:
     for folder in folders:
-        last_write = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
-        if time.time() - last_write > _ABANDONED_AFTER_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # whoever builds it has just finished
+            last_write = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+            if time.time() - last_write > _ABANDONED_AFTER_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)

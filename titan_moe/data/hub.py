@@ -25,14 +25,16 @@ def read_documents(data: DataConfig) -> Iterator[str]:
 class DocumentStream:
     """One pass over a streamed dataset that can be left at any document and taken up again there.
 
-    `datasets` knows how to jump to a place that it described before; where its description is not plain JSON the
-    place is found by reading, and throwing away, the documents before it.
+    `datasets` knows how to jump to a place that it described before, and describes the start of the pass until it has
+    read a row there; where its description is not plain JSON the place is found by reading, and throwing away, the
+    documents before it.
     """
 
     def __init__(self, data: DataConfig, num_read: int, place: dict[str, Any] | None) -> None:
         self.num_read = 0
         self._data = data
         self._dataset = _load(data)
+        self._given = place
         if place is not None:
             self._dataset.load_state_dict(place)
             self.num_read = num_read
@@ -43,6 +45,7 @@ class DocumentStream:
     def read(self) -> str | None:
         """Read the next document; None when the pass is over."""
         row = next(self._rows, None)
+        self._given = None
         if row is None:
             return None
         self.num_read += 1
@@ -50,7 +53,7 @@ class DocumentStream:
 
     def place(self) -> dict[str, Any] | None:
         """Describe the place before the next document as plain JSON; None where `datasets` cannot."""
-        place = self._dataset.state_dict()
+        place = self._given or self._dataset.state_dict()
         try:
             return place if json.loads(json.dumps(place)) == place else None
         except (TypeError, ValueError):

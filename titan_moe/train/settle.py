@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from titan_moe.config import Recipe
 from titan_moe.config.perf import PerfConfig
+from titan_moe.parallel.main_rank import ask_main
 from titan_moe.plan.kernel_choice import choose_for, in_words, settled
 
 logger = logging.getLogger("titan_moe")
@@ -20,11 +21,11 @@ def settle_kernels(recipe: Recipe, device: torch.device) -> Recipe:
     """
     if recipe.perf.kernels != "auto":
         return recipe
-    chosen: list[PerfConfig] = [recipe.perf]
-    if dist.get_rank() == 0:
+
+    def choose() -> PerfConfig:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         choices = choose_for(recipe, dist.get_world_size(), name)
         logger.info('perf.kernels = "auto" on %s: %s', name, "; ".join(in_words(choices)))
-        chosen = [settled(recipe.perf, choices)]
-    dist.broadcast_object_list(chosen, device=torch.device("cpu"))
-    return replace(recipe, perf=chosen[0])
+        return settled(recipe.perf, choices)
+
+    return replace(recipe, perf=ask_main(choose))

@@ -3,7 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
+from titan_moe.parallel.main_rank import ask_main
 from titan_moe.plan.count import count
 from titan_moe.plan.page import in_short
 from titan_moe.profile.trace import StepTracer
@@ -50,11 +51,8 @@ def run(recipe: Recipe) -> None:
         problems = check_rules(recipe, dist.get_world_size())
         if problems:
             raise RecipeError(problems)
-        is_main = dist.get_rank() == 0
-        with (
-            claimed(Path(recipe.run.folder)) if is_main else nullcontext(),
-            attention_backend(recipe.perf.attention),
-        ):
+        with ExitStack() as claim, attention_backend(recipe.perf.attention):
+            ask_main(lambda: claim.enter_context(claimed(Path(recipe.run.folder))))
             stopped_by = Trainer(recipe, device).train()
     if stopped_by == SIGINT:
         raise SystemExit(EXIT_BY_SIGNAL + stopped_by)
