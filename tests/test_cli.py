@@ -123,6 +123,11 @@ def test_under_torchrun_the_ranks_count_and_the_first_of_a_node_speaks_for_all()
     assert time.perf_counter() - start > cli.SECONDS_FOR_THE_SPEAKER, "by then torchrun has stopped it"
 
 
+def test_a_launcher_and_nproc_must_agree() -> None:
+    refused = in_new_process("train", QUICKSTART, "--nproc", "2", WORLD_SIZE="1", RANK="0")
+    assert refused.returncode == 2 and "--nproc 2, but WORLD_SIZE = 1 is set" in refused.stderr
+
+
 def test_a_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["train"], ["check"], ["train", QUICKSTART, "--nproc", "0"], ["train", QUICKSTART, "--nprocs=2"], []):
         with pytest.raises(SystemExit) as leaving:

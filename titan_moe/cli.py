@@ -81,6 +81,9 @@ def _reader_may_leave() -> Iterator[None]:
 def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     """Train or trace, here or on ranks that torchrun starts."""
     world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
+    if nproc not in (None, world_size):
+        problem = f"--nproc {nproc}, but WORLD_SIZE = {world_size} is set, as for a rank that a launcher has started"
+        raise RecipeError([f"{problem}; leave --nproc out, or unset WORLD_SIZE and RANK"])
     recipe = _load(path, overrides, world_size)
     if world_size > 1 and "WORLD_SIZE" not in os.environ:  # the ranks come back here, with it
         with _imports_stay():

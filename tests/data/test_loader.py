@@ -200,6 +200,9 @@ def test_what_does_not_fit_is_refused(
         (tmp_path / f"{number}.txt").write_text("long enough " * 4)
     with pytest.raises(ValueError, match="validation.num_sequences = 64, but data.holdout_fraction = 0.1 holds out"):
         open_loader(make_recipe(data={**text, "holdout_fraction": 0.1}, validation={"every_steps": 5}))
+    with pytest.raises(ValueError, match="metrics.sample_tokens = 5 needs a held-out prompt, but data.holdout"):
+        too_little = {"seq_len_tokens": 128}
+        open_loader(make_recipe(data={**text, "holdout_fraction": 0.1}, metrics={"sample_tokens": 5}, train=too_little))
     loader = open_loader(make_recipe(data=text))
     with pytest.raises(ValueError, match="nothing is held out"):
         list(loader.validation_batches())

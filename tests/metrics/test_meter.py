@@ -119,3 +119,15 @@ def test_tensorboard_curves(tmp_path):
         "expert_load/layers.2.moe",
     }
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (4, 6.0)]
+
+
+def test_curves_of_a_resumed_run_have_no_step_twice(tmp_path):
+    for start, stop in ((0, 6), (3, 8)):
+        meter = build(tmp_path, every_steps=1, tensorboard=True)
+        meter.start(start, 64 * start)
+        for step in range(start + 1, stop + 1):
+            log(meter, step)
+        meter.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 9))

@@ -168,11 +168,11 @@ def do(bench: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str, Any],
 
 
 def test_what_fails_or_hangs_does_not_take_the_rest_with_it(do: Any) -> None:
-    results, starts = do("a", "b", "fail", "c", "hang", "spoil", "die", "d", timeout_s=3.0)
+    results, starts = do("a", "b", "fail", "c", "hang", "spoil", "die", "d", timeout_s=5.0)
     assert starts == ["a b fail c hang spoil die d", "c hang spoil die d", "spoil die d", "die d", "d"]
     assert {job: result["error"] for job, result in results.items() if "error" in result} == {
         "fail": "MemoryError: no room",
-        "hang": "stopped after 3 s",
+        "hang": "stopped after 5 s",
         "die": "exit code 3",
     }
     processes = [results[job]["process"] for job in ("a", "b", "c", "spoil", "d")]

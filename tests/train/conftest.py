@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,20 @@ TINY = Path(__file__).with_name("tiny.toml")
 TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
 MEASURED = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "step_ms", "memory_gib"}
 """What differs between two runs of one recipe."""
+SIGNALLED = """
+import os, sys, threading
+from titan_moe import cli
+from titan_moe.metrics.meter import Meter
+step, number, delay_s = int(sys.argv.pop(1)), int(sys.argv.pop(1)), float(sys.argv.pop(1))
+log = Meter.log
+def log_and_signal(self, logged, **values):
+    log(self, logged, **values)
+    if logged == step:
+        threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
+Meter.log = log_and_signal
+sys.exit(cli.main())
+"""
+"""A run that sends itself a signal: whoever watched it from outside might look too late, on a busy machine."""
 
 
 class Run:
@@ -35,6 +49,10 @@ class Run:
     def again(self, *words: str) -> int:
         """Go on with the run folder's own recipe."""
         return cli.main(["train", str(self.folder / "recipe.toml"), *words])
+
+    def start_signalled(self, step: int, number: int, delay_s: float) -> subprocess.Popen[str]:
+        """Train in another process that has a signal so long after it has logged a step."""
+        return _start(self.words, program=("-c", SIGNALLED, str(step), str(int(number)), str(delay_s)))
 
     def start(self, *words: str, folder: Path | None = None, verb: str = "train") -> subprocess.Popen[str]:
         """Train (or trace) in another process, on one thread; `folder` is its working folder."""
@@ -81,9 +99,11 @@ class Run:
         return _flat(torch.load(file, weights_only=False))
 
 
-def _start(words: list[str], folder: Path | None = None) -> subprocess.Popen[str]:
+def _start(
+    words: list[str], folder: Path | None = None, program: Sequence[str] = ("-m", "titan_moe")
+) -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if name not in TORCHRUN_VARIABLES}
-    command = [sys.executable, "-m", "titan_moe", *words]
+    command = [sys.executable, *program, *words]
     variables = {**kept, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, env=variables, cwd=folder, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

@@ -1,6 +1,7 @@
 """A run folder takes one run at a time, and a refused one leaves no trace."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,12 @@ def test_a_killed_run_gives_its_folder_up(tiny) -> None:
     run = tiny("--train.steps=100000", "--metrics.every_steps=1")
     process = run.start()
     while process.poll() is None and not run.column("loss"):
-        pass
+        time.sleep(0.01)
     assert run.train() == 2, "the other process is still in there"
+    refused = run.start("--nproc", "2")
+    said = refused.communicate(timeout=120)[1]
+    assert refused.returncode == 2 and "is in use by another run" in said
+    assert "Traceback" not in said, "its other rank refuses too"
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert run.train("--train.steps=2") == 0

@@ -6,9 +6,14 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from titan_moe.checkpoint.folders import CheckpointFolders
+from titan_moe.train.trainer import Trainer
 
 STEPS = 100
 SAVING = ("--checkpoint.every_steps=5", "--checkpoint.keep_latest=0", "--validation.every_steps=20")
@@ -22,11 +27,12 @@ def finish(process: subprocess.Popen[str], exit_code: int = 0) -> str:
     return said
 
 
-def end_after(run, process: subprocess.Popen[str], step: int, number: signal.Signals) -> None:
-    """Send a signal when a step has been logged."""
-    while process.poll() is None and run.column("loss")[step - 1 :] == []:
-        time.sleep(0.005)
-    process.send_signal(number)
+@pytest.fixture
+def chance() -> random.Random:
+    """Chance that can be had again: its seed stands in what a failed test has printed."""
+    seed = random.randrange(10**6)
+    print(f"chance has the seed {seed}")
+    return random.Random(seed)
 
 
 def assert_same_state(state: dict, expected: dict) -> None:
@@ -51,27 +57,23 @@ def straight(make_run):
 
 
 @pytest.mark.parametrize("saves", ["", "--checkpoint.is_async=true"], ids=["sync", "async"])
-def test_killed_at_random_steps(tiny, straight, saves: str) -> None:
+def test_killed_at_random_steps(tiny, straight, saves: str, chance: random.Random) -> None:
     run = tiny(*RUN, *filter(None, [saves]))
-    seed = random.randrange(10**6)
-    chance = random.Random(seed)
     for step in (chance.randrange(1, 40), chance.randrange(40, 75)):
-        process = run.start()
-        end_after(run, process, step, signal.SIGKILL)
-        finish(process, -signal.SIGKILL)
+        finish(run.start_signalled(step, signal.SIGKILL, chance.uniform(0, 0.03)), -signal.SIGKILL)
     said = finish(run.start())
     assert "continuing after step" in said
-    assert run.trace == straight.trace, f"chance had the seed {seed}"
+    assert run.trace == straight.trace
     assert run.saved_steps == straight.saved_steps
     assert_same_state(run.checkpoint(STEPS), straight.checkpoint(STEPS))
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_stopped_run_saves_and_the_run_folder_goes_on(tiny, straight, number: signal.Signals, exit_code: int) -> None:
+def test_a_stopped_run_saves_and_the_run_folder_goes_on(
+    tiny, straight, number: signal.Signals, exit_code: int, chance: random.Random
+) -> None:
     run = tiny(*RUN, "--checkpoint.every_steps=0")
-    process = run.start()
-    end_after(run, process, random.randrange(1, 60), number)
-    said = finish(process, exit_code)
+    said = finish(run.start_signalled(chance.randrange(1, 60), number, chance.uniform(0, 0.03)), exit_code)
     (saved,) = run.saved_steps
     assert run.column("loss")[saved - 1 :] == run.column("loss")[-1:], "the last step is the saved one"
     assert f"stopped by {number.name} after step {saved}; to go on: titan-moe train {run.folder}/recipe.toml" in said
@@ -90,10 +92,10 @@ def test_goes_on_with_two_ranks_and_spread_experts(tmp_path: Path, straight) -> 
     assert run.column("lr") == straight.column("lr")
 
 
-def test_torchrun_passes_sigterm_on(tmp_path: Path, straight) -> None:
-    run = straight.copy(tmp_path / "two", last_step=5)
+def test_torchrun_passes_sigterm_on(tiny) -> None:
+    run = tiny("--train.steps=100000", *SAVING)
     process = run.start("--nproc", "2")
-    while process.poll() is None and len(run.column("loss")) not in range(6, 50):
+    while process.poll() is None and len(run.column("loss")) < 6:
         time.sleep(0.005)
     process.terminate()
     said = finish(process, 128 + signal.SIGTERM)
@@ -175,3 +177,24 @@ def test_weights_start_another_run(tiny, capsys: pytest.CaptureFixture[str]) -> 
     assert second.column("loss")[0] < first.column("loss")[0] - 0.1
     assert tiny().train(f"--checkpoint.load_from={weights.parent}") == 2
     assert "step-2, step-4" in capsys.readouterr().err
+
+
+def test_what_is_being_saved_when_a_run_fails_becomes_a_checkpoint(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, write, take_step = Event(), FileSystemWriter.write_data, Trainer._take_step
+
+    def write_late(self, *args):
+        failed.wait(60)
+        return write(self, *args)
+
+    def fail_late(self) -> None:
+        if self.progress.step == 4:
+            failed.set()
+            raise ArithmeticError("at step 5")
+        take_step(self)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_late)
+    monkeypatch.setattr(Trainer, "_take_step", fail_late)
+    run = tiny("--train.steps=8", "--checkpoint.every_steps=3", "--checkpoint.is_async=true")
+    with pytest.raises(ArithmeticError, match="at step 5"):
+        run.train()
+    assert CheckpointFolders(run.folder / "checkpoints").complete_steps() == [3]

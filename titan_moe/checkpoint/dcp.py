@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +16,8 @@ from titan_moe.config.train import CheckpointConfig
 from titan_moe.parallel.main_rank import ask_main
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
 from titan_moe.titan.checkpoints import MODEL_KEY
+
+SECONDS_TO_RESCUE = 120.0
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +94,16 @@ class Checkpointer:
         self.manager.save(step, last_step=is_last)
         if is_last or not self.config.is_async:
             self._remove_old()
+
+    def rescue(self) -> None:
+        """After a failure of the run: give an asynchronous save that is under way time to become a checkpoint.
+
+        It needs the process group, and the other ranks, who wait for the failed one's next message meanwhile.
+        """
+        if self.manager.save_future is not None:
+            logger.warning("the run has failed; its last checkpoint is still being written")
+            with suppress(Exception):  # the run's failure is what matters
+                self.manager.save_future.result(SECONDS_TO_RESCUE)
 
     def close(self) -> None:
         """Wait for an asynchronous save, then end the manager's threads; the process group must still be alive."""

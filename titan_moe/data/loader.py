@@ -49,8 +49,9 @@ class Loader:
         count = min(self._recipe.validation.num_sequences, len(self._validation))
         if count == 0:
             raise ValueError(
-                f"nothing is held out for validation: data.holdout_fraction = {self._recipe.data.holdout_fraction} and "
-                f"validation.num_sequences = {self._recipe.validation.num_sequences}; raise what is 0"
+                f"nothing is held out for validation: data.holdout_fraction = {self._recipe.data.holdout_fraction} is "
+                f"{len(self._validation)} sequences, of which validation.num_sequences = "
+                f"{self._recipe.validation.num_sequences} are asked for; raise what is too small"
             )
         size = self._recipe.train.micro_batch_sequences
         for first in range(self._dp_rank * size, _round_up(count, self._dp_size * size), self._dp_size * size):

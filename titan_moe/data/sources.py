@@ -24,7 +24,7 @@ class Source(NamedTuple):
 def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
     """Open the source that `data.source` names.
 
-    Raises: ValueError where a validation is asked for and too little is held out for it.
+    Raises: ValueError where a validation or a sample of the model is asked for and too little is held out for it.
     """
     if recipe.data.source == "datasets" and not recipe.data.path:
         raise ValueError(
@@ -42,6 +42,12 @@ def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
             f"validation.num_sequences = {recipe.validation.num_sequences}, but data.holdout_fraction = "
             f"{recipe.data.holdout_fraction} holds out {len(held_out)} sequences of {recipe.train.seq_len_tokens} "
             "tokens; raise data.holdout_fraction or lower validation.num_sequences"
+        )
+    if recipe.metrics.sample_tokens > 0 and len(held_out) == 0:
+        raise ValueError(
+            f"metrics.sample_tokens = {recipe.metrics.sample_tokens} needs a held-out prompt, but "
+            f"data.holdout_fraction = {recipe.data.holdout_fraction} holds out no sequence of "
+            f"{recipe.train.seq_len_tokens} tokens; raise data.holdout_fraction, or set sample_tokens = 0"
         )
     return Source(EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled), held_out)
 

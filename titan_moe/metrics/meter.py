@@ -136,7 +136,7 @@ class Meter:
         self.lines = JsonLines(self.run_folder / "metrics.jsonl")
         self.lines.drop_after(step)
         if self.recipe.metrics.tensorboard:
-            self.curves = TensorBoard(self.run_folder / "tensorboard")
+            self.curves = TensorBoard(self.run_folder / "tensorboard", step)
         unit = "GPU" if self.device.type == "cuda" else "process"
         self.progress = Progress(self.total_steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
 

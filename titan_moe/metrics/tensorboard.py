@@ -3,22 +3,26 @@
 from pathlib import Path
 from typing import Any
 
-from titan_moe.titan import TensorBoardLogger
+from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """Write every number of a record under its name; members of a nested one as `name/member`."""
+    """Write every number of a record under its name; members of a nested one as `name/member`.
 
-    def __init__(self, folder: Path) -> None:
-        self.logger = TensorBoardLogger(str(folder))
+    What an earlier run wrote of steps past `step` is no longer shown.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.writer = SummaryWriter(str(folder), max_queue=1000, purge_step=step + 1 if step else None)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a record's numbers at its step; what is no number (an unknown MFU, a switch) makes no curve."""
-        self.logger.log(_curves(record), record["step"])
+        for name, value in _curves(record).items():
+            self.writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
         """Write what is still in memory."""
-        self.logger.close()
+        self.writer.close()
 
 
 def _curves(record: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -1,10 +1,10 @@
 """The one door to torchtitan: its leaves, imported when first used, on hosts with and without an accelerator.
 
 No other room says `import torchtitan`, so one folder knows its version, its traps and its log. What we want from it:
-checkpoints (`CheckpointManager`), containers that reshard optimizers and schedules, the Hugging Face tokenizer, the
-TensorBoard writer, and garbage collection at the same step on all ranks. What we leave there: `init_distributed`
-overwrites NCCL's environment and picks a backend by what the host has instead of what the run uses, `set_determinism`
-wants its own mesh class, and `get_peak_flops` asks `lspci` and takes an unknown GPU for an A100.
+checkpoints (`CheckpointManager`), containers that reshard optimizers and schedules, the Hugging Face tokenizer, and
+garbage collection at the same step on all ranks. What we leave there: `init_distributed` overwrites NCCL's environment
+and picks a backend by what the host has instead of what the run uses, `set_determinism` wants its own mesh class,
+`get_peak_flops` asks `lspci` and takes an unknown GPU for an A100, and the TensorBoard writer knows no resume.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from titan_moe.titan.door import import_torchtitan
 if TYPE_CHECKING:
     from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
     from torchtitan.components.lr_scheduler import LRSchedulersContainer
-    from torchtitan.components.metrics import TensorBoardLogger
     from torchtitan.components.optimizer import OptimizersContainer
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
     from torchtitan.tools.utils import GarbageCollection
@@ -28,7 +27,6 @@ __all__ = [
     "LRSchedulersContainer",
     "ModelWrapper",
     "OptimizersContainer",
-    "TensorBoardLogger",
     "build_checkpoint_manager",
     "import_torchtitan",
 ]
@@ -37,7 +35,6 @@ _TORCHTITAN_HOMES = {
     "CheckpointManager": "components.checkpoint",
     "ModelWrapper": "components.checkpoint",
     "LRSchedulersContainer": "components.lr_scheduler",
-    "TensorBoardLogger": "components.metrics",
     "OptimizersContainer": "components.optimizer",
     "HuggingFaceTokenizer": "components.tokenizer",
     "GarbageCollection": "tools.utils",

@@ -122,7 +122,11 @@ class Trainer:
             logger.info("%s is finished after step %d; a larger train.steps goes on", self.run_folder, step)
             stopped_by = 0
         else:
-            stopped_by = self._go_on()
+            try:
+                stopped_by = self._go_on()
+            except Exception:
+                self.checkpointer.rescue()
+                raise
         self.checkpointer.close()
         return stopped_by
 
@@ -166,7 +170,9 @@ class Trainer:
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
         lr = self.schedule.lr
-        result: StepResult = self.step(self.loader.next_step().to(self.device))
+        with _told_plainly(ValueError):  # of a stream, columns and texts are met as it goes
+            batch = self.loader.next_step()
+        result: StepResult = self.step(batch.to(self.device))
         progress.step += 1
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
