@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titan_moe.checkpoint.dcp import CheckpointMisfit
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 
 SCRIPT = Path(__file__).with_name("drill.py")
@@ -193,6 +194,35 @@ def test_a_checkpoint_that_does_not_fit_says_so(one_rank, tmp_path):
     with pytest.raises(RuntimeError, match="does not fit.*newcomer.*another run.folder"):
         other.checkpointer.load()
     other.checkpointer.close()
+
+
+def test_no_weight_is_dropped_silently(one_rank, tmp_path):
+    run = drill.Drill(tmp_path / "run", CheckpointConfig())
+    run.model.register_buffer("leaver", torch.zeros(1))
+    run.train()
+    run.checkpointer.save(1)
+    run.checkpointer.close()
+    saved = str(run.checkpointer.folders.path(1))
+    for folder, config in (("run", CheckpointConfig()), ("other", CheckpointConfig(load_from=saved))):
+        smaller = drill.Drill(tmp_path / folder, config)
+        with pytest.raises(CheckpointMisfit, match=r"no place for 1 of its tensors \(leaver\); (restore|correct)"):
+            smaller.checkpointer.load()
+        smaller.checkpointer.close()
+
+
+def test_a_damaged_checkpoint_is_called_so(one_rank, tmp_path):
+    run = drill.Drill(tmp_path, CheckpointConfig())
+    for step in (1, 2):
+        run.train()
+        run.checkpointer.save(step)
+    (data,) = run.checkpointer.folders.path(2).glob("*.distcp")
+    data.write_bytes(b"")
+    with pytest.raises(CheckpointMisfit, match=r"or is damaged: \S.*; .*remove it if it is damaged: step-1 is there"):
+        run.checkpointer.load()
+    (run.checkpointer.folders.path(2) / ".metadata").write_bytes(b"junk")
+    with pytest.raises(CheckpointMisfit, match=r"cannot be read: .metadata: \S"):
+        run.checkpointer.load()
+    run.checkpointer.close()
 
 
 def test_a_resumed_run_obeys_its_recipe(one_rank, tmp_path):

@@ -162,3 +162,17 @@ def test_a_missing_package_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="pip install datasets"):
         open_loader(make_recipe(data={"source": "datasets", "path": "owner/name"}))
+
+
+def test_what_cannot_be_read_is_told_with_its_place(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    with pytest.raises(ValueError, match=r"data.files = '.*': the row after \d+ cannot be read: |cannot load this: "):
+        open_loader(json_recipe(is_streamed=True, files=str(tmp_path / "b.jsonl"))).next_step()
+    with pytest.raises(ValueError, match=r"data.files = '.*/b.jsonl': `datasets` cannot load this: "):
+        open_loader(json_recipe(files=str(tmp_path / "b.jsonl")))
+    (tmp_path / "b.jsonl").write_text("")
+    for is_streamed in (False, True):
+        with pytest.raises(ValueError, match=r"data.files = '.*/b.jsonl': "):
+            open_loader(json_recipe(is_streamed=is_streamed, files=str(tmp_path / "b.jsonl"))).next_step()

@@ -10,6 +10,21 @@ def test_what_a_rank_refuses_is_told_once_and_plainly(tiny) -> None:
     assert "Traceback" not in said and "torch/distributed" not in said
 
 
+def test_ranks_with_other_data_draw_other_numbers(tiny, tmp_path) -> None:
+    (tmp_path / "drawing.py").write_text(
+        "import os, pathlib, torch\n"
+        "from titan_moe.models.transformer import Transformer\n"
+        "class Model(Transformer):\n"
+        "    def forward(self, *args, **kwargs):\n"
+        "        pathlib.Path(os.environ['RANK']).write_text(str(torch.rand(()).item()))\n"
+        "        return super().forward(*args, **kwargs)\n"
+    )
+    process = tiny("--train.steps=1").start("--nproc", "2", "--model.class=drawing:Model", folder=tmp_path)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
+    assert (tmp_path / "0").read_text() != (tmp_path / "1").read_text()
+
+
 def test_a_killed_rank_fails_the_run(tiny, tmp_path) -> None:
     (tmp_path / "suicidal.py").write_text(
         "import os, signal\n"

@@ -179,6 +179,19 @@ def test_weights_start_another_run(tiny, capsys: pytest.CaptureFixture[str]) -> 
     assert "step-2, step-4" in capsys.readouterr().err
 
 
+def test_another_model_or_order_is_refused_and_nothing_is_lost(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny("--train.steps=2", "--checkpoint.every_steps=2")
+    assert run.train() == 0
+    for change, said in (
+        ("--model.num_layers=1", "no place for"),
+        ("--model.embeddings_are_tied=true", "(embed.weight, head.weight)"),
+        ("--run.seed=7", "set run.seed and data.is_shuffled back"),
+    ):
+        assert run.train("--train.steps=4", change) == 2
+        assert said in capsys.readouterr().err
+    assert run.saved_steps == [2] and run.train("--train.steps=4") == 0
+
+
 def test_what_is_being_saved_when_a_run_fails_becomes_a_checkpoint(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     failed, write, take_step = Event(), FileSystemWriter.write_data, Trainer._take_step
 

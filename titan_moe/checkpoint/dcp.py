@@ -1,23 +1,28 @@
 """Save and resume a run with torch.distributed.checkpoint; once there is a whole checkpoint, there always is one."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_moe.checkpoint.folders import MARK, CheckpointFolders
+from titan_moe.checkpoint.main_rank import ask_main
 from titan_moe.checkpoint.rng import RngState
 from titan_moe.config.train import CheckpointConfig
-from titan_moe.parallel.main_rank import ask_main
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
 from titan_moe.titan.checkpoints import MODEL_KEY
 
 SECONDS_TO_RESCUE = 120.0
+MOMENTS = "optimizer.state."
+"""How names of moments begin; `.exp_avg` and the like follow their parameter's name."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +52,7 @@ class Checkpointer:
         loader: Stateful,
         train_state: Stateful,
     ) -> None:
-        self.config = config
+        self.config, self.model_parts = config, model_parts
         self.folders = CheckpointFolders(Path(run_folder).absolute() / "checkpoints")
         self.group = dist.new_group(backend="gloo")  # decisions travel between hosts, no device waits for them
         self.is_main = dist.get_rank() == 0
@@ -73,12 +78,15 @@ class Checkpointer:
         """
         steps = ask_main(self.folders.complete_steps, self.group)
         if steps:
-            self._read(self.folders.path(steps[-1]), lambda: self.manager.load(step=steps[-1]))
+            earlier = f", or remove it if it is damaged: step-{steps[-2]} is there too" if len(steps) > 1 else ""
+            way_out = f"restore the recipe that wrote it, or set another run.folder for a fresh start{earlier}"
+            self._read(self.folders.path(steps[-1]), lambda: self.manager.load(step=steps[-1]), way_out)
             return True
         if self.config.load_from:
             folder = Path(self.config.load_from).expanduser().absolute()
             self._require_checkpoint(folder)
-            self._read(folder, lambda: self._load_weights(folder))
+            way_out = "correct checkpoint.load_from, or set [model] to what it was written with"
+            self._read(folder, lambda: self._load_weights(folder), way_out)
             return True
         return False
 
@@ -131,16 +139,41 @@ class Checkpointer:
         weights = self.manager.states[MODEL_KEY].state_dict()
         self.manager.dcp_load(weights, checkpoint_id=str(folder), from_hf=False, from_quantized=False)
 
-    def _read(self, folder: Path, read: Callable[[], object]) -> None:
-        """Load, and turn DCP's bundle of every rank's failures into one sentence."""
+    def _read(self, folder: Path, read: Callable[[], object], way_out: str) -> None:
+        """Load all weights that there are, and turn DCP's bundle of every rank's failures into one sentence."""
+        saved, problem = ask_main(lambda: _names_in(folder), self.group)
+        if problem:
+            raise CheckpointMisfit(f"checkpoint {folder} cannot be read: {problem}; {way_out}")
+        others = tuple(f"{name}." for name in self.manager.states if name != MODEL_KEY)
+        lost = sorted({name for name in saved if not name.startswith(others)} - self._weights() | self._joined(saved))
+        if lost:
+            raise CheckpointMisfit(
+                f"checkpoint {folder} does not fit this run's model, which has no place for {len(lost)} of its "
+                f"tensors ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}); {way_out}"
+            )
         try:
             read()
         except CheckpointException as error:
-            reasons = "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+            failures = [failure[0] for failure in error.failures.values()]
+            reasons = "; ".join(sorted({str(failure) or type(failure).__name__ for failure in failures}))
             raise CheckpointMisfit(
-                f"checkpoint {folder} does not fit this run's model or states: {reasons}; "
-                f"restore the recipe that wrote it, or set another run.folder for a fresh start"
+                f"checkpoint {folder} does not fit this run's model or states, or is damaged: {reasons}; {way_out}"
             ) from error
+
+    def _joined(self, saved: set[str]) -> set[str]:
+        """Names of weights that were trained apart and are one tensor here: the last to be read would stay."""
+        trained = {name.removeprefix(MOMENTS).rpartition(".")[0] for name in saved if name.startswith(MOMENTS)}
+        names: defaultdict[int, set[str]] = defaultdict(set)
+        for part in self.model_parts:
+            for name, parameter in part.named_parameters(remove_duplicate=False):
+                names[id(parameter)] |= {name} & trained
+        return {name for alike in names.values() if len(alike) > 1 for name in alike}
+
+    def _weights(self) -> set[str]:
+        """The names of all weights and buffers of the model, whichever rank has them."""
+        names: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(names, list(self.manager.states[MODEL_KEY].state_dict()), group=self.group)
+        return {name for of_rank in names for name in of_rank}
 
     def _require_checkpoint(self, folder: Path) -> None:
         if ask_main(lambda: (folder / MARK).is_file(), self.group):
@@ -153,3 +186,11 @@ class Checkpointer:
             f"checkpoint.load_from = {self.config.load_from!r} is not a complete checkpoint: it must be a folder "
             f"`step-N` with a {MARK} file ({found})"
         )
+
+
+def _names_in(folder: Path) -> tuple[set[str], str]:
+    """The names of all that a checkpoint holds, or what is wrong with its table of contents."""
+    try:
+        return set(FileSystemReader(folder).read_metadata().state_dict_metadata), ""
+    except Exception as error:  # it is pickled: what is damaged may raise anything
+        return set(), f"{MARK}: {error or type(error).__name__}"

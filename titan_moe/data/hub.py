@@ -44,7 +44,13 @@ class DocumentStream:
 
     def read(self) -> str | None:
         """Read the next document; None when the pass is over."""
-        row = next(self._rows, None)
+        try:
+            row = next(self._rows, None)
+        except ValueError as error:
+            raise ValueError(
+                f"{_whence(self._data)}: the row after {self.num_read} cannot be read: {error}; mend the file or leave "
+                "it out"
+            ) from error
         self._given = None
         if row is None:
             return None
@@ -73,11 +79,16 @@ def _load(data: DataConfig) -> Any:
         return datasets.load_dataset(
             data.path, data.subset or None, data_files=files, split=data.split, streaming=data.is_streamed
         )
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"data.path = {data.path!r}, data.subset = {data.subset!r}, data.split = {data.split!r}, "
-            f"data.files = {data.files!r}: `datasets` cannot load this: {error}"
-        ) from error
+    except Exception as error:  # of many kinds; some say what happened in their cause only
+        reason = error.__cause__ or error
+        raise ValueError(f"{_whence(data)}: `datasets` cannot load this: {type(reason).__name__}: {reason}") from error
+
+
+def _whence(data: DataConfig) -> str:
+    return (
+        f"data.path = {data.path!r}, data.subset = {data.subset!r}, data.split = {data.split!r}, "
+        f"data.files = {data.files!r}"
+    )
 
 
 def _text(row: dict[str, Any], data: DataConfig) -> str:

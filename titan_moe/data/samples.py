@@ -1,5 +1,6 @@
 """The global order of training samples, the same under every layout."""
 
+import json
 from abc import ABC, abstractmethod
 from typing import Protocol
 
@@ -23,21 +24,30 @@ class Samples(ABC):
 
     samples_per_epoch: int = 0
     """Samples before the first one comes again; 0 where that is unknown or never."""
+    order: str = ""
+    """What the sample of a number depends on beside the data, in words."""
 
     @abstractmethod
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         """Read samples [first, first + count) of the run and keep those at the offsets `mine`."""
 
     def state(self) -> str:
-        """Say, as JSON, where a source that is read in order stands; nothing where the sample number says it all."""
-        return ""
+        """Say, as JSON, what a position means beside the sample number: the order, or where in a stream it is."""
+        return json.dumps({"order": self.order})
 
     def load_state(self, state: str) -> None:
-        """Go back to where `state` was taken."""
-        if state:
+        """Go back to where `state` was taken; "" is a state of before there were orders in them."""
+        order = json.loads(state).get("order") if state else self.order
+        if order is None:
             raise ValueError(
                 "the checkpoint's data was a stream, this run's is not; set data.source and data.is_streamed back, or "
                 "start a new run from the weights with checkpoint.load_from"
+            )
+        if order != self.order:
+            raise ValueError(
+                f"the checkpoint's samples come {order}, this run's {self.order}: its position would mean other "
+                "samples; set run.seed and data.is_shuffled back, or start a new run from the weights with "
+                "checkpoint.load_from"
             )
 
 
@@ -49,6 +59,7 @@ class EpochSamples(Samples):
         self._samples = samples
         self._seed = seed
         self._is_shuffled = is_shuffled
+        self.order = f"shuffled by run.seed = {seed}" if is_shuffled else "unshuffled"
 
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         numbers = np.asarray(mine, dtype=np.int64) + first

@@ -70,12 +70,13 @@ class StreamedSamples(Samples):
         return json.dumps(asdict(self._next))
 
     def load_state(self, state: str) -> None:
-        if not state:
+        position = json.loads(state) if state else {"order": ""}
+        if "order" in position:
             raise ValueError(
                 "the checkpoint's data was no stream, this run's is; set data.source and data.is_streamed back, or "
                 "start a new run from the weights with checkpoint.load_from"
             )
-        self._begin_at(_Position(**json.loads(state)))
+        self._begin_at(_Position(**position))
 
     def _begin_at(self, position: _Position) -> None:
         self._next = position

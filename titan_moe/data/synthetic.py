@@ -26,6 +26,7 @@ class SyntheticSamples(Samples):
         self._vocab_size = vocab_size
         self._num_tokens = seq_len_tokens + 1
         self._seed = seed
+        self.order = f"from run.seed = {seed}"
         self._stream = _VALIDATION if is_validation else _TRAINING
         self._near = _draw_affine_rule(vocab_size, seed, _NEAR)
         self._far = _draw_affine_rule(vocab_size, seed, _FAR)

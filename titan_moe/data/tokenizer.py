@@ -91,7 +91,11 @@ class FolderTokenizer(Tokenizer):
             )
         from titan_moe.titan import HuggingFaceTokenizer  # here, so that runs on bytes never load torchtitan for it
 
-        self._inner: Any = HuggingFaceTokenizer(folder)
+        try:
+            self._inner: Any = HuggingFaceTokenizer(folder)
+        except Exception as error:  # the library raises no narrower kind
+            names = " or ".join(file.name for file in files)
+            raise ValueError(f"data.tokenizer = {folder!r} cannot be read: {error}; mend its {names}") from error
         if self._inner.eos_id is None:
             raise ValueError(
                 f"data.tokenizer = {folder!r} names no end-of-sequence token, which must end documents; "

@@ -55,6 +55,11 @@ def _refuse_wrong_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokeni
             f"data.path: every second id of {file} is 0 when read as data.token_dtype = 'uint16', as in a file of "
             "32-bit ids; set data.token_dtype to 'uint32'"
         )
+    if tokens.max() >= tokenizer.vocab_size and not data.tokenizer:
+        raise ValueError(
+            f"data.path: {file} holds the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, for "
+            f"which model.vocab_size = {tokenizer.vocab_size} has no row; raise it, or correct data.token_dtype"
+        )
     if tokens.max() >= tokenizer.vocab_size:
         raise ValueError(
             f"data.path: {file} holds the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, but "

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from titan_moe.checkpoint.main_rank import ask_main
 from titan_moe.config import Recipe
 from titan_moe.config.perf import PerfConfig
-from titan_moe.parallel.main_rank import ask_main
 from titan_moe.plan.kernel_choice import choose_for, in_words, settled
 
 logger = logging.getLogger("titan_moe")

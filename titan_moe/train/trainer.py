@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMisfit
+from titan_moe.checkpoint.main_rank import ask_main
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.parse import dump_recipe
 from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
@@ -22,7 +23,6 @@ from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
-from titan_moe.parallel.main_rank import ask_main
 from titan_moe.plan.count import count
 from titan_moe.plan.page import in_short
 from titan_moe.profile.trace import StepTracer
@@ -84,6 +84,7 @@ class Trainer:
         self.recipe = recipe = settle_kernels(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, optimizers, self.schedule, self.step = assemble(recipe, device)
+        torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # a model's dropout: other data, other draws
         if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
             way_out = "add it, or set metrics.sample_tokens = 0"
             raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`; {way_out}'])
@@ -229,6 +230,9 @@ class Trainer:
             self.device.type,
             self.run_folder,
         )
+        data = self.recipe.data
+        if data.source == "synthetic" and data.path:
+            logger.warning('data.path = "%s" is not read: data.source = "synthetic"', data.path)
         forced = self.recipe.train.forced_routing
         if forced:
             key = f"train.force_{forced}_routing"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import ranks_of_a_node
+from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest, nearest_multiples
 
@@ -38,7 +38,12 @@ def _dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str
 def _expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
-    if leaves_a_rest(expert_ranks, world_size):
+    if leaves_a_rest(expert_ranks, world_size) and world_size == 1:
+        yield (
+            f"parallel.pp * dp_replicate * ep * etp = {expert_ranks}, and this is 1 rank alone; start as many with "
+            f"--nproc {smallest_world(p)}, or a multiple"
+        )
+    elif leaves_a_rest(expert_ranks, world_size):
         yield (
             f"parallel.pp * dp_replicate * ep * etp = {p.pp} * {p.dp_replicate} * {p.ep} * {p.etp} = {expert_ranks} "
             f"does not divide the {world_size} ranks; the divisors are {divisors(world_size)}"
@@ -141,7 +146,7 @@ def _symm_mem_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _symm_mem_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
-    if p.dispatcher == "symm_mem" and leaves_a_rest(p.ep, num_local):
+    if p.dispatcher == "symm_mem" and world_size > 1 and leaves_a_rest(p.ep, num_local):
         yield (
             f"parallel.ep = {p.ep} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
             f'"symm_mem" needs; take a divisor of it ({divisors(num_local)}), or "alltoall"'

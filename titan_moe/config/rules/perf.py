@@ -33,10 +33,18 @@ def _triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
             "and override none of them"
         )
     if triton and recipe.run.device == "cpu":
-        yield (
-            f'perf.kernels = "{recipe.perf.kernels}" takes Triton kernels ({", ".join(triton)}), which do not exist '
-            'with run.device = "cpu"; take "grouped_mm" or "reference"'
-        )
+        asked = [name for name in triton if getattr(recipe.perf.override, name) != "no"]
+        rest = [name for name in triton if name not in asked]
+        for name in asked:
+            yield (
+                f'perf.override.{name} = "{getattr(recipe.perf.override, name)}" is a Triton kernel, which does not '
+                'exist with run.device = "cpu"; take "no"'
+            )
+        if rest:
+            yield (
+                f'perf.kernels = "{recipe.perf.kernels}" takes Triton kernels ({", ".join(rest)}), which do not exist '
+                'with run.device = "cpu"; take "grouped_mm" or "reference"'
+            )
     if kernels.experts == "fused" and recipe.model.num_moe_layers > 0 and recipe.model.moe.score_on == "input":
         yield (
             'perf.kernels = "fused" needs model.moe.score_on = "activation"; take that, or perf.kernels = "grouped_mm"'

@@ -55,7 +55,7 @@ RANGES: dict[str, Range] = {
     "model.attention.head_dim": POSITIVE,
     "model.attention.sliding_window": ZERO_OR_MORE,
     "model.attention.full_attention_every": ZERO_OR_MORE,
-    "model.attention.rope_theta": ABOVE_ZERO,
+    "model.attention.rope_theta": Range(1, includes_low=False),
     "model.attention.yarn_factor": POSITIVE,
     "model.attention.yarn_original_tokens": POSITIVE,
     "model.attention.yarn_beta_fast": ABOVE_ZERO,
