@@ -87,13 +87,12 @@ def test_a_position_in_other_data_is_refused(
     state = open_loader(counting_recipe()).state_dict()
     with pytest.raises(ValueError, match="seq_len_tokens = 16, this run with 8.*checkpoint.load_from"):
         open_loader(counting_recipe(train={"seq_len_tokens": 8})).load_state_dict(state)
-    for other, said in (
-        ({"seed": 7}, "shuffled by run.seed = 0, this run's shuffled by run.seed = 7"),
-        ({}, "unshuffled"),
-    ):
-        recipe = counting_recipe(run=other) if other else counting_recipe(data={"is_shuffled": False})
-        with pytest.raises(ValueError, match=said):
-            open_loader(recipe).load_state_dict(state)
+    for order, other in {
+        "shuffled by run.seed = 7": counting_recipe(run={"seed": 7}),
+        "unshuffled": counting_recipe(data={"is_shuffled": False}),
+    }.items():
+        with pytest.raises(ValueError, match=f"samples come shuffled by run.seed = 0, this run's {order}"):
+            open_loader(other).load_state_dict(state)
     open_loader(counting_recipe(run={"seed": 7})).load_state_dict(state | {"stream": ""})  # as it was written once
     counting_tokens.write_bytes(counting_tokens.read_bytes()[:2000])
     with pytest.raises(ValueError, match="samples_per_epoch = 124, this run with 62"):
