@@ -123,6 +123,12 @@ def test_under_torchrun_the_ranks_count_and_the_first_of_a_node_speaks_for_all()
     assert time.perf_counter() - start > cli.SECONDS_FOR_THE_SPEAKER, "by then torchrun has stopped it"
 
 
+def test_a_layout_for_more_ranks_on_one_names_nproc() -> None:
+    refused = in_new_process("train", QWEN3)
+    assert refused.returncode == 2 and "this is 1 rank alone; start as many with --nproc 8" in refused.stderr
+    assert "take a divisor" not in refused.stderr
+
+
 def test_a_launcher_and_nproc_must_agree() -> None:
     refused = in_new_process("train", QUICKSTART, "--nproc", "2", WORLD_SIZE="1", RANK="0")
     assert refused.returncode == 2 and "--nproc 2, but WORLD_SIZE = 1 is set" in refused.stderr

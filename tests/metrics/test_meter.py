@@ -122,7 +122,7 @@ def test_tensorboard_curves(tmp_path):
 
 
 def test_curves_of_a_resumed_run_have_no_step_twice(tmp_path):
-    for start, stop in ((0, 6), (3, 8)):
+    for start, stop in ((0, 2), (0, 6), (3, 8)):
         meter = build(tmp_path, every_steps=1, tensorboard=True)
         meter.start(start, 64 * start)
         for step in range(start + 1, stop + 1):

@@ -13,7 +13,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self.writer = SummaryWriter(str(folder), max_queue=1000, purge_step=step + 1 if step else None)
+        self.writer = SummaryWriter(str(folder), max_queue=1000, purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """Add a record's numbers at its step; what is no number (an unknown MFU, a switch) makes no curve."""
