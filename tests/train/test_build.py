@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +96,28 @@ def test_a_buffer_that_would_hold_garbage_is_refused_once(monkeypatch: pytest.Mo
 
 def test_a_buffer_that_can_be_filled_is_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(buffer.is_meta for buffer in build(with_norm(Restoring), monkeypatch).buffers())
+
+
+@pytest.mark.parametrize(
+    ("model_class", "said"),
+    [
+        (3.14, "cannot be called as Class"),
+        (Restoring, r"cannot be called as Class\(model_config, kernels=..., loss_chunk_tokens=...\): "),
+        (lambda config, **options: config, "makes no nn.Module"),
+        (Hidden, "has no `forward`"),
+    ],
+)
+def test_a_model_is_called_as_one(model_class: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RecipeError, match=f'model.class = "own_model:Model":? {said}'):
+        build(model_class, monkeypatch)
+
+
+def test_what_a_model_fails_to_import_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "broken_model.py").write_text("import not_installed_here")
+    monkeypatch.syspath_prepend(tmp_path)
+    for path, way_out in (("broken_model", "install not_installed_here"), ("nowhere.at_all", "write it as")):
+        with pytest.raises(RecipeError, match=f"cannot be imported: .*; {way_out}"):
+            build_on_meta(Recipe(model=ModelConfig(class_=f"{path}:Model")))
 
 
 def test_blocks_must_be_found(monkeypatch: pytest.MonkeyPatch) -> None:

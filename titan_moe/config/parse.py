@@ -5,6 +5,7 @@ wins. Everything that is wrong is told at once, each problem with the place wher
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
@@ -171,7 +172,7 @@ def _build(section: type, prefix: str, said: dict[str, Said], problems: list[str
 def _convert(key: Key, said: Said, problems: list[str]) -> Any:
     value = _from_text(key.type, said.value) if said.is_text else said.value
     if key.type is float and type(value) is int:
-        value = float(value)
+        value = float(value) if abs(value) < 2**1023 else math.inf
     is_literal = get_origin(key.type) is Literal
     if (is_literal and value in get_args(key.type)) or (not is_literal and type(value) is key.type):
         return value

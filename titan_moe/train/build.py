@@ -1,6 +1,7 @@
 """The assembly: transforms over a built model, in one visible order, and the parts of a run around it."""
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -107,13 +108,14 @@ def _forward_backward(parallel: ParallelConfig) -> Callable[[nn.Module, Batch, T
 def build_on_meta(recipe: Recipe) -> nn.Module:
     """The plain model, without memory for its weights, in the dtype that the optimizer updates.
 
-    Raises: RecipeError if the class cannot be imported, or lacks what the transforms build on.
+    Raises: RecipeError if the class cannot be imported or called, or lacks what the transforms build on.
     """
+    model_class = _model_class(recipe.model.class_)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(fsdp.DTYPES[recipe.precision.master])
     try:
         with torch.device("meta"):
-            model = _model_class(recipe.model.class_)(
+            model = model_class(
                 recipe.model, kernels=recipe.perf.chosen_kernels, loss_chunk_tokens=recipe.perf.loss_chunk_tokens
             )
     finally:
@@ -135,6 +137,11 @@ def force_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> Non
 
 def _misfits(model: nn.Module) -> Iterator[str]:
     """What would fail late, or train on memory that nobody has written, each with a way out."""
+    if not isinstance(model, nn.Module):
+        yield "makes no nn.Module; name a class of models"
+        return
+    if getattr(type(model), "forward", nn.Module.forward) is nn.Module.forward:
+        yield "has no `forward`; let it take tokens and labels, as titan_moe.models.transformer:Transformer does"
     if not isinstance(getattr(model, "layers", None), nn.Module):
         yield "has no `layers`; keep its blocks in an nn.ModuleDict of that name, which is sharded block by block"
     without_reset = {
@@ -153,11 +160,20 @@ def _misfits(model: nn.Module) -> Iterator[str]:
 def _model_class(path: str) -> type[nn.Module]:
     """Import `package.module:Class`.
 
-    Raises: RecipeError if the path cannot be imported, naming the key and the reason.
+    Raises: RecipeError if the path cannot be imported, or what it names not be called as a model is, naming the key
+    and the reason.
     """
     module_name, _, class_name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module_name), class_name)
+        model_class = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        problem = f'model.class = "{path}" cannot be imported: {error}; write it as "package.module:Class"'
-        raise RecipeError([problem]) from error
+        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
+        is_its_own = missing is not None and not f"{module_name}.".startswith(f"{missing}.")
+        way_out = f"install {missing}, which it imports" if is_its_own else 'write it as "package.module:Class"'
+        raise RecipeError([f'model.class = "{path}" cannot be imported: {error}; {way_out}']) from error
+    try:
+        inspect.signature(model_class).bind(None, kernels=None, loss_chunk_tokens=0)
+    except (TypeError, ValueError) as error:
+        call = "Class(model_config, kernels=..., loss_chunk_tokens=...)"
+        raise RecipeError([f'model.class = "{path}" cannot be called as {call}: {error}; let it take these']) from error
+    return model_class

@@ -116,7 +116,7 @@ def _out_of_range(recipe: Recipe, world_size: int) -> Iterator[str]:
     for dotted, allowed in RANGES.items():
         value = attrgetter(dotted)(recipe)
         if value not in allowed:
-            yield f"{dotted} = {value} must be {allowed}"
+            yield f"{dotted} = {value} must be {'' if math.isfinite(value) else 'finite and '}{allowed}"
 
 
 RANGE_RULES = [Rule("every number is in its range", _out_of_range, "outside of it the number means nothing")]
