@@ -224,6 +224,7 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--model.num_dense_layers=4 --train.force_skewed_routing=true", 8, "train.force_skewed_routing = true needs"),
         ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),
         (f"--run.seed={2**63}", 8, "must be at least 0 and at most 9,223,372,036,854,775,807"),
+        ("--model.attention.rope_theta=1", 8, "model.attention.rope_theta = 1.0 must be above 1"),
         ("--optim.lr=nan", 8, "optim.lr = nan must be finite and above 0"),
         ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "hold some out, or set sample_tokens = 0"),
         ("--precision.compute=fp64 --perf.override.norm=triton", None, "has no Triton kernels (norm)"),

@@ -106,6 +106,14 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         FolderTokenizer(str(tmp_path / "missing"))
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_broken_file_is_told_by_its_folder(folder: Path, name: str) -> None:
+    _configure(folder, eos_token="</s>")
+    (folder / name).write_text("{ broken")
+    with pytest.raises(ValueError, match="data.tokenizer = '.*' cannot be read: .*mend its .*tokenizer"):
+        FolderTokenizer(str(folder))
+
+
 def test_a_vocabulary_larger_than_the_model_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="'bytes' has 256 ids, more than model.vocab_size = 255"):
         build_tokenizer("bytes", "text", 255)

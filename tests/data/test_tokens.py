@@ -15,7 +15,7 @@ from titan_moe.data.tokens import open_token_files
 
 @pytest.fixture
 def open_files(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> Callable[..., Corpus]:
-    def open_(tokenizer: Tokenizer, **data: object) -> Corpus:
+    def open_(tokenizer: Tokenizer, /, **data: object) -> Corpus:
         recipe = make_recipe(data={"source": "tokens", "path": str(tmp_path / "*.bin"), **data})
         cache = Cache(tmp_path / "cache", is_builder=True, barrier=lambda: None)
         return open_token_files(recipe.data, tokenizer, cache)
@@ -65,6 +65,8 @@ def test_narrow_ids_read_as_wide_ones_are_refused(tmp_path: Path, open_files: Ca
     np.array([1, 2, 3, 4], dtype="u2").tofile(tmp_path / "a.bin")
     with pytest.raises(ValueError, match="holds the id .*correct data.token_dtype"):
         open_files(ByteTokenizer(), token_dtype="uint32")
+    with pytest.raises(ValueError, match=r"for which model.vocab_size = 9 has no row; raise it"):
+        open_files(NumberTokenizer(9), tokenizer="", token_dtype="uint32")
 
 
 @pytest.mark.parametrize("data", [b"", b"abc"])

@@ -173,6 +173,11 @@ def test_document_attention_trains_another_model(tiny, text: str) -> None:
     assert traces[0] != traces[1]
 
 
+def test_data_that_is_not_read_is_told(tiny, caplog: pytest.LogCaptureFixture) -> None:
+    assert tiny("--train.steps=1", "--data.path=corpus/*.py").train() == 0
+    assert 'data.path = "corpus/*.py" is not read: data.source = "synthetic"' in caplog.messages
+
+
 def test_forced_balance_is_even_and_says_so(
     tiny, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
