@@ -185,3 +185,9 @@ def test_a_dumped_recipe_reads_back_equal(tmp_path: Path) -> None:
     written = [key for key in all_keys(Recipe).values() if not key.is_section and f"\n{key.name} = " in text]
     assert len(written) == sum(not key.is_section for key in all_keys(Recipe).values()), "a dump holds every field"
     assert text.index("[run]") < text.index("[model.moe]") < text.index("[parallel]") < text.index("[profile]")
+
+
+def test_an_integer_too_large_for_a_float_is_infinite(tmp_path: Path) -> None:
+    for sign in (1, -1):
+        recipe = load_recipe(write(tmp_path, "r.toml", f"[optim]\nlr = {sign * 10**400}"))
+        assert recipe.optim.lr == sign * math.inf

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_moe.config import load_recipe
+from titan_moe.config import RecipeError, load_recipe
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.perf import PerfConfig
 from titan_moe.plan.kernel_choice import KernelChoice
@@ -50,3 +50,18 @@ def test_all_ranks_take_the_choice_of_the_main_one(ranks) -> None:
             perf.chosen_kernels == Kernels(experts="reference")
             and replace(perf, override=expected.override) == expected
         )
+
+
+def refused_on_a_rank() -> list[str]:
+    def choose_for(*_: object) -> list[KernelChoice]:
+        assert dist.get_rank() == 0
+        raise RecipeError(["a table that", "cannot be read"])
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RecipeError) as refused:
+        patch.setattr(settle, "choose_for", choose_for)
+        settle.settle_kernels(load_recipe(TINY, []), torch.device("cpu"))
+    return refused.value.problems
+
+
+def test_a_table_that_only_the_main_rank_sees_is_refused_by_all(ranks) -> None:
+    assert ranks(2, refused_on_a_rank) == [["a table that", "cannot be read"]] * 2

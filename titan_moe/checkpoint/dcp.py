@@ -145,7 +145,8 @@ class Checkpointer:
         if problem:
             raise CheckpointMisfit(f"checkpoint {folder} cannot be read: {problem}; {way_out}")
         others = tuple(f"{name}." for name in self.manager.states if name != MODEL_KEY)
-        lost = sorted({name for name in saved if not name.startswith(others)} - self._weights() | self._joined(saved))
+        weights = {name for name in saved if not name.startswith(others)}
+        lost = sorted((weights - self._weights()) | self._joined(saved))
         if lost:
             raise CheckpointMisfit(
                 f"checkpoint {folder} does not fit this run's model, which has no place for {len(lost)} of its "

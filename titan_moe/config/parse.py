@@ -5,7 +5,6 @@ wins. Everything that is wrong is told at once, each problem with the place wher
 """
 
 import difflib
-import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
@@ -172,7 +171,7 @@ def _build(section: type, prefix: str, said: dict[str, Said], problems: list[str
 def _convert(key: Key, said: Said, problems: list[str]) -> Any:
     value = _from_text(key.type, said.value) if said.is_text else said.value
     if key.type is float and type(value) is int:
-        value = float(value) if abs(value) < 2**1023 else math.inf
+        value = float(str(value))  # of 400 digits it is infinite; float(value) would raise
     is_literal = get_origin(key.type) is Literal
     if (is_literal and value in get_args(key.type)) or (not is_literal and type(value) is key.type):
         return value

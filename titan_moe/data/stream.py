@@ -70,8 +70,8 @@ class StreamedSamples(Samples):
         return json.dumps(asdict(self._next))
 
     def load_state(self, state: str) -> None:
-        position = json.loads(state) if state else {"order": ""}
-        if "order" in position:
+        position = json.loads(state or "{}")
+        if "epoch" not in position:
             raise ValueError(
                 "the checkpoint's data was no stream, this run's is; set data.source and data.is_streamed back, or "
                 "start a new run from the weights with checkpoint.load_from"

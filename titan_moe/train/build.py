@@ -135,12 +135,12 @@ def force_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> Non
             module.force = force
 
 
-def _misfits(model: nn.Module) -> Iterator[str]:
+def _misfits(model: object) -> Iterator[str]:
     """What would fail late, or train on memory that nobody has written, each with a way out."""
     if not isinstance(model, nn.Module):
         yield "makes no nn.Module; name a class of models"
         return
-    if getattr(type(model), "forward", nn.Module.forward) is nn.Module.forward:
+    if type(model).forward is nn.Module.forward:
         yield "has no `forward`; let it take tokens and labels, as titan_moe.models.transformer:Transformer does"
     if not isinstance(getattr(model, "layers", None), nn.Module):
         yield "has no `layers`; keep its blocks in an nn.ModuleDict of that name, which is sharded block by block"
@@ -167,9 +167,9 @@ def _model_class(path: str) -> type[nn.Module]:
     try:
         model_class = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-        is_its_own = missing is not None and not f"{module_name}.".startswith(f"{missing}.")
-        way_out = f"install {missing}, which it imports" if is_its_own else 'write it as "package.module:Class"'
+        way_out = 'write it as "package.module:Class"'
+        if isinstance(error, ModuleNotFoundError) and not f"{module_name}.".startswith(f"{error.name}."):
+            way_out = f"install {error.name}, which it imports"
         raise RecipeError([f'model.class = "{path}" cannot be imported: {error}; {way_out}']) from error
     try:
         inspect.signature(model_class).bind(None, kernels=None, loss_chunk_tokens=0)

@@ -33,12 +33,12 @@ def _triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
             "and override none of them"
         )
     if triton and recipe.run.device == "cpu":
-        asked = [name for name in triton if getattr(recipe.perf.override, name) != "no"]
-        rest = [name for name in triton if name not in asked]
-        for name in asked:
+        overridden = [name for name in triton if getattr(recipe.perf.override, name) != "no"]
+        rest = [name for name in triton if name not in overridden]
+        for name in overridden:
             yield (
-                f'perf.override.{name} = "{getattr(recipe.perf.override, name)}" is a Triton kernel, which does not '
-                'exist with run.device = "cpu"; take "no"'
+                f'perf.override.{name} = "{getattr(kernels, name)}" is a Triton kernel, which does not exist with '
+                'run.device = "cpu"; take "no"'
             )
         if rest:
             yield (
