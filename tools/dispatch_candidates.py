@@ -24,11 +24,9 @@ from titan_moe.titan import import_torchtitan
 
 PEER = "torchtitan"
 DISPATCHERS = ("alltoall", "allgather", "symm_mem")
-CHUNKED = "symm_mem_chunks"
-"""A layer whose tokens travel in two halves, the rows of one under the experts of the other."""
 TILED = "symm_mem_tiles"
 """A layer whose experts fetch rows and deliver results themselves."""
-LAYERS = (*DISPATCHERS, CHUNKED, TILED)
+LAYERS = (*DISPATCHERS, TILED)
 CANDIDATES = (*LAYERS, PEER)
 ROUTINGS = ("random", "balanced", "skewed", "one_rank_empty", "all_to_one_rank")
 
@@ -104,14 +102,12 @@ def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.d
     if name == "allgather":
         return AllGatherDispatcher(case.experts, group, lay_out)
     from titan_moe.dispatch.symm_experts import SymmExpertDispatcher
-    from titan_moe.dispatch.symm_lane import Lane
     from titan_moe.dispatch.symm_mem import SymmMemDispatcher, open_symm_memory
     from titan_moe.kernels.symm_dispatch import symm_bytes
 
     num_bytes = symm_bytes(group.size(), case.tokens, case.width, case.choices, dtype)
-    lane = Lane(device) if name == CHUNKED else None
     kind = SymmExpertDispatcher if name == TILED else SymmMemDispatcher
-    return kind(case.experts, open_symm_memory(num_bytes, group, device), lay_out, lane=lane)
+    return kind(case.experts, open_symm_memory(num_bytes, group, device), lay_out)
 
 
 def build_mover(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Serve:
@@ -157,7 +153,6 @@ def build_layer(name: str, case: Case, device: torch.device, dtype: torch.dtype)
     if case.routing != "random":
         layer.router.force = Given(draw_choices(case, device)[None])
     layer.dispatcher = build_dispatcher(name, case, device, dtype)
-    layer.num_chunks = 2 if name == CHUNKED else 1
     regional.apply(layer, CompileConfig(), device)
     return layer
 

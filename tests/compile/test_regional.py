@@ -281,11 +281,11 @@ def test_a_waived_bound_leaves_the_bounded_graph_alone(counter: CompileCounterWi
 class Bounded(LocalDispatcher):
     """A dispatcher that notes how many slots it lays out, without a compiler."""
 
-    def receive(self, sent: torch.Tensor, exchange: LocalExchange) -> Routed:
+    def finish_dispatch(self, pending: torch.Tensor, exchange: LocalExchange) -> Routed:
         num_slots = self.bound.num_slots(exchange.ids_TK, balanced=500, worst=999)
         if not torch.compiler.is_compiling():
             self.laid_out = num_slots
-        return super().receive(sent, exchange)
+        return super().finish_dispatch(pending, exchange)
 
 
 def test_a_whole_block_without_its_bound_asks_no_compiler(counter: CompileCounterWithBackend) -> None:

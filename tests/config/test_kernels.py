@@ -9,7 +9,7 @@ from titan_moe.config.perf import PerfConfig
 
 def test_an_override_changes_one_operation() -> None:
     chosen = PerfConfig(kernels="fused", override=KernelOverrides(router="torch", experts="reference")).chosen_kernels
-    assert (chosen.router, chosen.experts, chosen.norm) == ("torch", "reference", "triton")
+    assert (chosen.router, chosen.experts, chosen.rotary) == ("torch", "reference", "triton")
     assert choose_kernels("grouped_mm", KernelOverrides()) == DEFAULT_KERNELS
 
 

@@ -72,17 +72,12 @@ BROKEN = {
     "ep needs experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
     "ep needs a dispatcher that moves rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
     "overlap has messages to hide": (
-        "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=layer",
+        "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=tile",
         'parallel.dispatcher = "local" sends none',
     ),
-    "chunks travel under each other": ("--parallel.chunks=2", 'take overlap = "layer", or chunks = 1'),
     "tiles fetch rows": (
         "--parallel.overlap=tile --parallel.dispatcher=alltoall",
-        'parallel.dispatcher = "alltoall" has none; take "symm_mem", or overlap = "layer"',
-    ),
-    "a lane runs beside pieces": (
-        "--parallel.dispatcher=symm_mem --parallel.overlap=layer --compile.extent=block",
-        "on a stream of their own",
+        'parallel.dispatcher = "alltoall" has none; take "symm_mem", or overlap = "none"',
     ),
     "symm_mem has GPUs": ("--parallel.dispatcher=symm_mem --run.device=cpu", 'does not exist with run.device = "cpu"'),
     "symm_mem has peers": ("--parallel.dispatcher=symm_mem --parallel.ep=1", "parallel.ep = 1 leaves each alone"),
@@ -227,7 +222,7 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--model.attention.rope_theta=1", 8, "model.attention.rope_theta = 1.0 must be above 1"),
         ("--optim.lr=nan", 8, "optim.lr = nan must be finite and above 0"),
         ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "hold some out, or set sample_tokens = 0"),
-        ("--precision.compute=fp64 --perf.override.norm=triton", None, "has no Triton kernels (norm)"),
+        ("--precision.compute=fp64 --perf.override.rotary=triton", None, "has no Triton kernels (rotary)"),
         (
             "--precision.compute=fp32 --perf.override.gradients=triton",
             None,
@@ -239,7 +234,8 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
             "parallel.expert_clones = 1 lends experts to other ranks, but parallel.ep = 1",
         ),
         (f"{INTERLEAVED} --parallel.gathers_once_a_step=false", 8, "set parallel.gathers_once_a_step = true"),
-        (f"{INTERLEAVED} --compile.extent=block", 8, 'take compile.extent = "pieces", or parallel.overlap = "layer"'),
+        (f"{INTERLEAVED} --compile.extent=block", 8, 'take compile.extent = "pieces", or parallel.overlap = "none"'),
+        (f"{INTERLEAVED} --parallel.dispatcher=symm_mem", 8, 'take overlap = "tile"'),
         (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
         (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
         (f"{INTERLEAVED} --train.global_batch_sequences=16", 8, "is one of 16 over all ranks; take 32 or more"),
@@ -282,7 +278,6 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--precision.moments=bf16 --perf.optimizer=fused",
         "--precision.moments=fp32 --precision.master=bf16 --perf.optimizer=fused",
         "--precision.master=fp64 --perf.optimizer=fused --run.device=cpu",  # the reference
-        "--parallel.overlap=layer",
         "--parallel.expert_clones=4",
         "--compile.extent=block --parallel.dispatcher=allgather",
         "--compile.extent=block --parallel.dispatcher=allgather --parallel.expert_clones=1",

@@ -23,9 +23,8 @@ from titan_moe.dispatch import bound as bound_module
 from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.clone_weights import MessageCloneFetcher, SymmCloneFetcher
+from titan_moe.dispatch.clone_weights import SymmCloneFetcher
 from titan_moe.dispatch.cloning import CloningDispatcher
-from titan_moe.dispatch.symm_lane import Lane
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_clones import clone_bytes
 from titan_moe.kernels.symm_dispatch import symm_bytes
@@ -78,24 +77,22 @@ def poison(memory: SymmMemory) -> None:
         dist.barrier()
 
 
-def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int, *, on_a_lane: bool) -> TokenDispatcher:
+def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int) -> TokenDispatcher:
     """A dispatcher that fills spare slots of a rank, if there are any, with clones of the experts of `module`."""
     num_experts = equal_local.NUM_EXPERTS + dist.get_world_size() * num_spare
-    inner = SymmMemDispatcher(num_experts, memory, lane=Lane(memory.local.device) if on_a_lane else None)
+    inner = SymmMemDispatcher(num_experts, memory)
     if not num_spare:
         return inner
     group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
-    module.gather_weights = MessageCloneFetcher(group) if on_a_lane else SymmCloneFetcher(memory)
+    module.gather_weights = SymmCloneFetcher(memory)
     return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
 
 
-def run_routings(
-    folder: str | None, routings: tuple[str, ...], num_spare: int = 0, on_a_lane: bool = False
-) -> list[list[Tensor]]:
+def run_routings(folder: str | None, routings: tuple[str, ...], num_spare: int = 0) -> list[list[Tensor]]:
     """Results of each routing, one after the other in the same memory."""
     memory, device = share(folder)
     module, results = my_experts(device), []
-    dispatcher = lending(memory, module, num_spare, on_a_lane=on_a_lane)
+    dispatcher = lending(memory, module, num_spare)
     for routing in routings:
         module.zero_grad()
         poison(memory)
@@ -128,7 +125,7 @@ def compile_two_layers(folder: str | None, num_spare: int = 0) -> tuple[list[Ten
     """Output and gradients of two layers, eager and as one graph."""
     memory, device = share(folder)
     module = my_experts(device)
-    step = stepped(lending(memory, module, num_spare, on_a_lane=False), module)
+    step = stepped(lending(memory, module, num_spare), module)
     return run_and_compile(step, module, lambda: my_inputs("skewed", device), device)
 
 
@@ -160,7 +157,7 @@ def find_orders(folder: str) -> tuple[bool, bool]:
 
     memory, device = share(folder)
     module = my_experts(device)
-    dispatcher = lending(memory, module, 1, on_a_lane=False)
+    dispatcher = lending(memory, module, 1)
     x_TD, ids_TK, scores_TK, _ = my_inputs("skewed", device)
 
     def layer(x_TD: Tensor) -> Tensor:
@@ -212,15 +209,18 @@ def stress(folder: str | None, num_dispatches: int) -> int:
     return int(wrong)
 
 
-def interleave(folder: str | None, on_a_lane: bool = False) -> list[Tensor]:
+def interleave(folder: str | None) -> list[Tensor]:
     """Two chunks at once, so that every kind of exchange follows its own kind; what came wrong of y, dx and dscores."""
     memory, device = share(folder)
-    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, lane=Lane(device) if on_a_lane else None)
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory)
     chunks = [my_inputs(routing, device) for routing in ("random", "skewed")]
     for x_TD, _, scores_TK, _ in chunks:
         x_TD.requires_grad_(), scores_TK.requires_grad_()
     exchanges = [dispatcher.prepare(ids_TK, scores_TK) for _, ids_TK, scores_TK, _ in chunks]
-    arrived = [dispatcher.send(chunk[0], exchange) for chunk, exchange in zip(chunks, exchanges, strict=True)]
+    arrived = [
+        dispatcher.finish_dispatch(dispatcher.start_dispatch(chunk[0], exchange), exchange)
+        for chunk, exchange in zip(chunks, exchanges, strict=True)
+    ]
     results = [dispatcher.combine(routed.x_SD, routed) for routed in arrived]
     scores = [routed.scores_R[: routed.offsets_e[-1]] for routed in arrived]
     grads = [grad_TD for _, _, _, grad_TD in chunks] + [torch.full_like(placed, 2) for placed in scores]
@@ -281,7 +281,9 @@ def overflow(folder: str | None) -> list[tuple[int, int, bool, bool, Tensor]]:
                 bound.reset()
                 exchange = dispatcher.prepare(*drawn[1:3])
                 is_short = bool(exchange.plan.overflowed)
-                num_rows = dispatcher.send(drawn[0], exchange).x_SD.shape[0]
+                num_rows = dispatcher.finish_dispatch(
+                    dispatcher.start_dispatch(drawn[0], exchange), exchange
+                ).x_SD.shape[0]
             expected = equal_local.dense_oracle(tuple(tensor.cpu() for tensor in drawn))[:3]
             misses = [(actual.cpu() - wanted).abs().max() for actual, wanted in zip(home, expected, strict=True)]
             is_finite = all(bool(tensor.isfinite().all()) for tensor in home)
@@ -321,16 +323,6 @@ def test_files_equal_dense_oracle(ranks, tmp_path: Path, num_ranks: int, routing
 def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
     routings = ("skewed", "all_to_one_rank", "dropped_choices")
     check_routings(ranks(2, run_routings, str(tmp_path), routings, MOST_SPARE), routings)
-
-
-@pytest.mark.interpreted
-def test_files_on_a_lane_equal_dense_oracle(ranks, tmp_path: Path) -> None:
-    routings = ("skewed", "one_rank_empty", "dropped_choices")
-    check_routings(ranks(2, run_routings, str(tmp_path), routings, 0, True), routings)
-    folder = tmp_path / "two_chunks"
-    folder.mkdir()
-    for wrong in ranks(2, interleave, str(folder), True):
-        assert not any(wrong)
 
 
 @pytest.mark.interpreted
@@ -387,9 +379,8 @@ RANKS = [n for n in (2, 4, 8) if n <= NUM_GPUS] or [2]
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("on_a_lane", [False, True])
-def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int, on_a_lane: bool) -> None:
-    answers = ranks_of_a_size(num_ranks, run_routings, None, equal_local.ROUTINGS, 0, on_a_lane)
+def test_gpus_equal_dense_oracle(ranks_of_a_size, num_ranks: int) -> None:
+    answers = ranks_of_a_size(num_ranks, run_routings, None, equal_local.ROUTINGS)
     check_routings(answers, equal_local.ROUTINGS)
 
 
@@ -403,9 +394,8 @@ def test_gpus_with_clones_equal_dense_oracle(ranks_of_a_size, num_ranks: int) ->
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("on_a_lane", [False, True])
-def test_gpus_serve_two_chunks_at_once(ranks_of_a_size, num_ranks: int, on_a_lane: bool) -> None:
-    for wrong in ranks_of_a_size(num_ranks, interleave, None, on_a_lane):
+def test_gpus_serve_two_chunks_at_once(ranks_of_a_size, num_ranks: int) -> None:
+    for wrong in ranks_of_a_size(num_ranks, interleave, None):
         assert not any(wrong)
 
 

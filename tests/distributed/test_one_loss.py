@@ -246,70 +246,9 @@ def test_ranks_without_tokens_are_no_new_graph(ranks, alone: dict[int, Trace]) -
         assert trace.num_graphs == [4] * FEW
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "parallel", "what", "num_starved"),
-    [
-        pytest.param(4, ParallelConfig(ep=4, dispatcher="alltoall", chunks=3), "none", 4, id="ranks_without_tokens"),
-        # experts that FSDP gathers, for each chunk
-        pytest.param(4, ParallelConfig(ep=2, dispatcher="allgather", chunks=2), "block", -1, id="edp2-recompute_block"),
-    ],
-)
-def test_rows_in_chunks_train_as_one_process(
-    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
-) -> None:
-    candidate = recipe(replace(parallel, overlap="layer"), memory=MemoryConfig(what))
-    for fields in ranks(num_ranks, train, candidate, num_starved, FEW):
-        assert_same(Trace(**fields), alone[num_starved], 1e-9)
-
-
-def train_on_both_wires(blocking: Recipe, num_starved: int, compiled: CompileConfig) -> tuple[Any, Any, int]:
-    """The traces of messages that block and of those that are hidden, and how many messages nobody has waited for."""
-    parallel = replace(blocking.parallel, overlap="layer")
-    hidden = replace(blocking, parallel=parallel, compile=compiled)
-    train_hidden = train if compiled.regional == "off" else train_compiled
-    return train(blocking, num_starved), train_hidden(hidden, num_starved), _get_work_registry_size()
-
-
 def few_steps(parallel: ParallelConfig, what: str) -> Recipe:
     plain = recipe(parallel, memory=MemoryConfig(what))
     return replace(plain, train=replace(plain.train, steps=FEW))
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "parallel", "what", "num_starved"),
-    [
-        pytest.param(2, ParallelConfig(ep=2), "none", -1, id="dp2-ep2"),
-        pytest.param(4, ParallelConfig(ep=4), "none", 4, id="ranks_without_tokens"),
-        pytest.param(4, ParallelConfig(ep=2), "block", -1, id="dp4-ep2-edp2-recompute_block"),
-    ],
-)
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_hidden_messages_change_no_bit(
-    ranks, dispatcher: str, num_ranks: int, parallel: ParallelConfig, what: str, num_starved: int
-) -> None:
-    candidate = few_steps(replace(parallel, dispatcher=dispatcher), what)
-    for blocking, hidden, num_open in ranks(num_ranks, train_on_both_wires, candidate, num_starved, candidate.compile):
-        assert_same(Trace(**hidden), Trace(**blocking), 0.0)
-        assert num_open == 0
-
-
-@pytest.mark.parametrize(
-    ("dispatcher", "compiled", "what"),
-    [
-        pytest.param("alltoall", CompileConfig("on"), "none", id="alltoall-pieces"),
-        pytest.param("allgather", WHOLE, "none", id="allgather-blocks"),
-        pytest.param("allgather", WHOLE, "block", id="allgather-blocks-recompute_block"),
-    ],
-)
-def test_messages_are_hidden_around_and_inside_graphs(
-    ranks, dispatcher: str, compiled: CompileConfig, what: str
-) -> None:
-    candidate = few_steps(replace(EP2, dispatcher=dispatcher), what)
-    for blocking, hidden, num_open in ranks(2, train_on_both_wires, candidate, -1, compiled):
-        assert_same(Trace(**hidden), Trace(**blocking), 1e-9)
-        assert num_open == 0
-        if compiled == WHOLE:
-            assert hidden["num_graphs"] == [4] * candidate.train.steps
 
 
 def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, int]:
@@ -318,18 +257,18 @@ def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, in
     return train(plain, num_starved), train(interleaved, num_starved), _get_work_registry_size()
 
 
-SPLIT_EP2 = ParallelConfig(ep=2, overlap="layer", gathers_once_a_step=True)
-SPLIT_HSDP = replace(SPLIT_EP2, dp_replicate=2)
+GATHERED_EP2 = ParallelConfig(ep=2, gathers_once_a_step=True)
+GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "dispatcher", "what", "num_starved"),
     [
-        pytest.param(2, SPLIT_EP2, "alltoall", "none", -1, id="dp2-ep2-alltoall"),
-        pytest.param(2, SPLIT_EP2, "allgather", "none", -1, id="dp2-ep2-allgather"),
-        pytest.param(4, SPLIT_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
-        pytest.param(4, SPLIT_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
-        pytest.param(4, replace(SPLIT_HSDP, expert_clones=1), "alltoall", "experts", 4, id="clones"),
+        pytest.param(2, GATHERED_EP2, "alltoall", "none", -1, id="dp2-ep2-alltoall"),
+        pytest.param(2, GATHERED_EP2, "allgather", "none", -1, id="dp2-ep2-allgather"),
+        pytest.param(4, GATHERED_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
+        pytest.param(4, GATHERED_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
+        pytest.param(4, replace(GATHERED_HSDP, expert_clones=1), "alltoall", "experts", 4, id="clones"),
     ],
 )
 def test_interleaved_microbatches_change_no_bit(
@@ -342,7 +281,7 @@ def test_interleaved_microbatches_change_no_bit(
 
 
 def test_interleaved_microbatches_run_compiled_pieces(ranks, alone: dict[int, Trace]) -> None:
-    parallel = replace(SPLIT_EP2, dispatcher="alltoall", overlap="microbatch")
+    parallel = replace(GATHERED_EP2, dispatcher="alltoall", overlap="microbatch")
     candidate = replace(few_steps(parallel, "none"), compile=CompileConfig("on"))
     for fields in ranks(2, train_compiled, candidate):
         trace = Trace(**fields)

@@ -82,9 +82,7 @@ def alone(ranks: Any) -> Any:
         pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
         pytest.param(4, replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-ep2-recompute_experts"),
         pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),
-        pytest.param(
-            2, replace(EP2, overlap="layer", chunks=2, expert_clones=1), "block", id="dp2-ep2-chunks-recompute_block"
-        ),
+        pytest.param(2, replace(EP2, expert_clones=1), "block", id="dp2-ep2-clones-recompute_block"),
     ],
 )
 def test_layout_trains_as_one_process(

@@ -34,8 +34,7 @@ NUM_RANKS = min(SEQUENCES, 2 ** (max(torch.cuda.device_count(), 1).bit_length() 
 # dispatcher, overlap, cudagraph, expert_rank_capacity_factor (0: no bound, so that no step is taken again)
 SPREAD = {
     "plain": ("alltoall", "none", "off", 0.0),
-    "hidden_captured": ("allgather", "layer", "step", 0.0),
-    "hidden_captured_bounded": ("allgather", "layer", "step", 2.0),
+    "captured_bounded": ("allgather", "none", "step", 2.0),
     "everything": ("symm_mem", "tile", "step", 2.0),
 }
 

@@ -95,9 +95,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     symm_mem, bounded = "--parallel.dispatcher=symm_mem", "--parallel.expert_rank_capacity_factor=1.25"
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
-    hidden = (whole, symm_mem, "--parallel.overlap=layer")
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
-    chunks = ("--parallel.overlap=layer", "--parallel.chunks=2")
     interleaved = (
         "--parallel.overlap=microbatch",
         "--parallel.gathers_once_a_step=true",
@@ -116,10 +114,6 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "bounded": (whole, allgather, bounded, plain),
         "captured": (whole, allgather, "--compile.cudagraph=step", bounded),
         "captured_microbatch": (whole, allgather, "--compile.cudagraph=microbatch"),
-        "hidden": (whole, alltoall, "--parallel.overlap=layer", *gated),
-        "hidden_recompute": (whole, alltoall, "--parallel.overlap=layer", "--memory.recompute=block", plain),
-        "hidden_blocks": (whole, allgather, "--parallel.overlap=layer", "--compile.extent=block"),
-        "hidden_captured": (whole, allgather, "--parallel.overlap=layer", "--compile.cudagraph=step", plain),
         "symm_mem": (whole, symm_mem),
         "symm_mem_edp2": (spread, symm_mem, plain),
         "symm_mem_recompute": (whole, symm_mem, "--memory.recompute=block", bounded, plain),
@@ -127,17 +121,6 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "symm_mem_captured": (whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
         "symm_mem_captured_blocks": (whole, symm_mem, "--compile.cudagraph=step", "--compile.extent=block"),
         "symm_mem_captured_microbatch": (whole, symm_mem, "--compile.cudagraph=microbatch", plain),
-        "symm_mem_hidden": (*hidden, *gated),
-        "symm_mem_hidden_fused": (*hidden, "--perf.kernels=fused", plain),
-        "symm_mem_chunks": (whole, symm_mem, *chunks, bounded),
-        "symm_mem_chunks_edp2": (spread, symm_mem, *chunks, "--memory.recompute=block", plain),
-        "symm_mem_chunks_captured_microbatch": (whole, symm_mem, *chunks, "--compile.cudagraph=microbatch", plain),
-        "symm_mem_hidden_captured": (*hidden, "--compile.cudagraph=step", bounded, *validated, plain),
-        "symm_mem_interleaved": (whole, symm_mem, *interleaved, bounded),
-        "symm_mem_interleaved_captured": (
-            *(whole, symm_mem, *interleaved, "--compile.cudagraph=step"),
-            *("--perf.kernels=fused", plain),
-        ),
         "tiles": (*tiled, *gated),
         "tiles_edp2": (spread, *tiled[1:], "--memory.recompute=block", plain),
         "tiles_captured": (*tiled, "--compile.cudagraph=step", bounded, *validated, plain),
@@ -146,6 +129,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "interleaved": (half, alltoall, *interleaved, *gated),
         "interleaved_hsdp": ("--parallel.dp_replicate=2", half, alltoall, *interleaved, plain),
         "interleaved_recompute": (whole, allgather, *interleaved, "--memory.recompute=experts", plain),
+        "interleaved_fused": (whole, alltoall, *interleaved, "--perf.kernels=fused"),
         "interleaved_captured": (whole, allgather, *interleaved, "--compile.cudagraph=step", plain),
         "clones": (whole, alltoall, "--parallel.expert_clones=2", "--perf.kernels=fused"),
         "clones_edp2": (spread, alltoall, "--parallel.expert_clones=1", "--memory.recompute=experts", plain),

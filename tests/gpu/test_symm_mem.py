@@ -1,18 +1,14 @@
 """Several GPUs of one node: rows over symmetric memory arrive as over NCCL, run after run, launched and replayed."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch import AllToAllDispatcher, TokenDispatcher
-from titan_moe.dispatch.symm_lane import Lane
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, close_symm_memory, open_symm_memory
 from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.parallel.pieces import Piece
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,13 +67,13 @@ def serve(dispatcher: TokenDispatcher, module: GroupedExperts, given: list[Tenso
     return [h_TD.detach(), *torch.autograd.grad(h_TD, (x_TD, scores_TK, module.gate_up, module.down), grad_TD)]
 
 
-def compare(num_plans: int, on_a_lane: bool) -> dict[str, list[int]]:
+def compare(num_plans: int) -> dict[str, list[int]]:
     """The plans whose results are not those of NCCL, not those of a second run, not those of a replayed graph."""
     num_ranks, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
     group = dist.new_group(backend="nccl")
     memory = open_symm_memory(symm_bytes(num_ranks, NUM_TOKENS, WIDTH, TOP_K, torch.bfloat16), group, device)
-    dispatcher = SymmMemDispatcher(NUM_EXPERTS, memory, lane=Lane(device) if on_a_lane else None)
+    dispatcher = SymmMemDispatcher(NUM_EXPERTS, memory)
     module = built(num_ranks, device)
     other = AllToAllDispatcher(NUM_EXPERTS, group)
     static = draw(0, num_ranks, device)
@@ -109,89 +105,9 @@ def compare(num_plans: int, on_a_lane: bool) -> dict[str, list[int]]:
     return wrong
 
 
-class LateLane(Lane):
-    """Its exchanges begin late, every other time because of what was computed before: who does not wait for them, or
-    for whom they do not wait, shows."""
-
-    num_exchanges = 0
-
-    def run(self, exchange: Any, *args: Any) -> Any:
-        self.num_exchanges += 1
-        with torch.cuda.stream(torch.cuda.current_stream() if self.num_exchanges % 2 else self.stream):
-            torch.cuda._sleep(1_000_000)
-        return super().run(exchange, *args)
-
-
-def cut(dispatcher: TokenDispatcher, module: GroupedExperts, ids_TK: Tensor) -> list[Piece]:
-    """A layer in the pieces between which its rows travel. Each keeps nothing that the next does not need."""
-
-    def front(x_TD: Tensor, scores_TK: Tensor) -> tuple[Any, ...]:
-        exchange = dispatcher.prepare(ids_TK.clone(), 1 * scores_TK)
-        return dispatcher.start_send(1 * x_TD, exchange), exchange
-
-    def experts(sent: Any, exchange: Any) -> tuple[Any, ...]:
-        routed = dispatcher.receive(sent, exchange)
-        return dispatcher.send_back(module(routed), routed.exchange), routed.exchange
-
-    return [Piece(front), Piece(experts), Piece(lambda y, exchange: (1 * dispatcher.reduce(y, exchange),))]
-
-
-def interleave(dispatcher: TokenDispatcher, module: GroupedExperts, plans: list[list[Tensor]]) -> list[Tensor]:
-    """The pieces of one plan between those of the next, and memory written over wherever it is free: all results."""
-    results, behind, grads = [], [], []
-    for x_TD, ids_TK, scores_TK, grad_TD in plans:
-        flow: Any = (x_TD.detach().requires_grad_(), scores_TK.detach().requires_grad_())
-        ahead = cut(dispatcher, module, ids_TK)
-        for number in range(3):
-            if behind:
-                grads = behind.pop().backward(grads)
-            write_over(plans[0])
-            flow = ahead[number](*flow)
-            write_over(plans[0])
-        results += [*grads, flow[0].detach()]
-        behind, grads = ahead, [grad_TD]
-    while behind:
-        grads = behind.pop().backward(grads)
-        write_over(plans[0])
-    weights = list(module.parameters())
-    results += [*grads, *(weight.grad for weight in weights)]
-    module.zero_grad()
-    return results
-
-
-def write_over(given: list[Tensor]) -> None:
-    """Fill memory that nobody has, in the sizes that are used."""
-    rows = given[0].new_empty(dist.get_world_size() * len(given[0]), given[0].shape[1])
-    free = [torch.empty_like(tensor) for tensor in (*given, rows) for _ in range(6)]
-    for tensor in free:
-        tensor.fill_(torch.nan if tensor.is_floating_point() else 0)  # an expert that exists
-
-
-def compare_interleaved(num_rounds: int) -> list[int]:
-    """The rounds whose results are other bits than those of exchanges that block."""
-    num_ranks, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
-    memory = open_symm_memory(symm_bytes(num_ranks, NUM_TOKENS, WIDTH, TOP_K, torch.bfloat16), dist.group.WORLD, device)
-    module, wrong = built(num_ranks, device), []
-    late, blocking = (SymmMemDispatcher(NUM_EXPERTS, memory, lane=lane) for lane in (LateLane(device), None))
-    for number in range(num_rounds):
-        plans = [draw(3 * number + which, num_ranks, device) for which in range(3)]
-        actual, expected = (interleave(dispatcher, module, plans) for dispatcher in (late, blocking))
-        if not all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True)):
-            wrong.append(number)
-    close_symm_memory(dist.group.WORLD)
-    return wrong
-
-
 COUNTS = [n for n in (2, 4, 8) if n <= torch.cuda.device_count()] or [2]
 
 
 @pytest.mark.parametrize("num_ranks", COUNTS)
-def test_rows_that_travel_late_arrive_where_others_write(ranks, num_ranks: int) -> None:
-    assert ranks(num_ranks, compare_interleaved, 40) == [[]] * num_ranks
-
-
-@pytest.mark.parametrize("num_ranks", COUNTS)
-@pytest.mark.parametrize("on_a_lane", [False, True])
-def test_a_thousand_plans_arrive_as_over_nccl(ranks, num_ranks: int, on_a_lane: bool) -> None:
-    assert ranks(num_ranks, compare, 1000, on_a_lane) == [{"alltoall": [], "again": [], "replayed": []}] * num_ranks
+def test_a_thousand_plans_arrive_as_over_nccl(ranks, num_ranks: int) -> None:
+    assert ranks(num_ranks, compare, 1000) == [{"alltoall": [], "again": [], "replayed": []}] * num_ranks

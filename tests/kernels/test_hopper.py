@@ -14,7 +14,6 @@ from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
 from titan_moe.kernels.expert_up import expert_up
 from titan_moe.kernels.expert_weight_grad import expert_weight_grad
 from titan_moe.kernels.gather_mm import gather_mm
-from titan_moe.kernels.rms_norm import norm_backward, norm_forward
 from titan_moe.kernels.rotary_backward import rotary_backward
 from titan_moe.kernels.rotary_forward import rotary_forward
 from titan_moe.kernels.router import Routing, RoutingRule
@@ -98,14 +97,6 @@ GEMMS: dict[str, Callable[[], object]] = {
     ),
 }
 """Kernels that are bound by the matrix units, and must use them."""
-NORM_WIDTHS = (2048, 4096, 7168, 16_384)
-NORMS: dict[str, Callable[[], object]] = {
-    **{f"norm_forward_{d}": partial(norm_forward, half(S, d), half(S, d), half(d), 1e-6) for d in NORM_WIDTHS},
-    **{
-        f"norm_backward_{d}": partial(norm_backward, half(S, d), half(S, d), half(S, d), half(d), single(S))
-        for d in NORM_WIDTHS
-    },
-}
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 4
 
 
@@ -185,7 +176,6 @@ PASSES: dict[str, Callable[[], object]] = {
     **{f"lend_{p}_{c}": partial(lend, p, c, D, 768) for p, c in ((8, 1), (4, 2))},
     **{f"order_{p}_ranks": partial(order, p) for p in (2, 8)},
     **ROTARIES,
-    **NORMS,
     **{f"symm_{p}_ranks_{d}": partial(exchange, p, d) for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))},
     "accumulate": lambda: launch_accumulate(single(R, D), half(R, D)),
     "accumulate_first": lambda: launch_accumulate(single(R, D), half(R, D), True),

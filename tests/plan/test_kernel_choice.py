@@ -52,16 +52,16 @@ def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
     experts, others = in_words(choose_for(recipe(), 8, GPU))
     assert experts.startswith("experts fused (6 ms fused, 7 ms grouped_mm, measured at 87")
     assert "131,072 slots, 16 experts" in experts and experts.endswith("with torch 2.13.0, 2026-11-21)")
-    assert others == "slots torch, router torch, norm torch, rotary torch, head torch, gradients torch (not measured)"
+    assert others == "slots torch, router torch, rotary torch, head torch, gradients torch (not measured)"
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
 def test_the_package_knows_an_h200(name: str) -> None:
-    """As the recipes spread over 8 ranks: all in Triton but the norm, which the compiler makes as fast or faster."""
+    """As the recipes spread over 8 ranks: all in Triton."""
     shipped = load_recipe(RECIPES / f"{name}.toml")
     taken = kernels_of(shipped, "NVIDIA H200")
     has_rotary = shipped.model.attention.kind == "gqa"
-    assert taken == replace(PRESETS["fused"], norm="torch", rotary="triton" if has_rotary else "torch")
+    assert taken == replace(PRESETS["fused"], rotary="triton" if has_rotary else "torch")
     assert not any("not measured" in line for line in in_words(choose_for(shipped, 8, "NVIDIA H200")))
 
 
@@ -99,8 +99,8 @@ def test_auto_keeps_the_default_elsewhere(measured: None, overrides: str) -> Non
 def test_auto_takes_what_was_fastest(cache: Path) -> None:
     measure(cache, recipe(), "experts", fused=3.0, grouped_mm=2.0)
     assert kernels_of(recipe(), GPU) == DEFAULT_KERNELS
-    measure(cache, recipe(), "norm", triton=1.0, torch=2.0, gone=0.5)
-    assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, norm="triton")
+    measure(cache, recipe(), "rotary", triton=1.0, torch=2.0, gone=0.5)
+    assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, rotary="triton")
     measure(cache, recipe(), "gradients", triton=1.0, torch=2.0)
     assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, gradients="triton")
     assert "1 ms triton, 2 ms torch, measured at 50,331,648 elements, bf16 to fp32" in str(
@@ -142,9 +142,9 @@ def test_a_named_preset_asks_no_table(measured: None, preset: str) -> None:
 
 
 def test_a_settled_recipe_says_what_runs(measured: None) -> None:
-    before = recipe("--perf.override.norm=torch")
+    before = recipe("--perf.override.rotary=torch")
     perf = settled(before.perf, choose_for(before, 8, GPU))
-    assert (perf.kernels, perf.override) == ("grouped_mm", KernelOverrides(experts="fused", norm="torch"))
+    assert (perf.kernels, perf.override) == ("grouped_mm", KernelOverrides(experts="fused", rotary="torch"))
     after = replace(before, perf=perf)
     assert check_rules(after, 8) == [] and kernels_of(after, "CPU") == kernels_of(before, GPU)
 

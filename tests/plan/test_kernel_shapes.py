@@ -39,7 +39,7 @@ def test_rows_are_what_a_dispatcher_brings(dispatcher: str, ep: int, rows: int) 
 
 def test_the_other_operations() -> None:
     found = shapes("--perf.loss_chunk_tokens=100_000")
-    assert found["router"]["tokens"] == found["norm"]["tokens"] == found["head"]["tokens"] == 16_384
+    assert found["router"]["tokens"] == found["head"]["tokens"] == 16_384
     assert found["head"]["chunk"] == 16_384
     assert shapes()["head"] == {"tokens": 16_384, "chunk": 4096, "width": 2048, "vocabulary": 151_936}
     assert shapes("--perf.loss_chunk_tokens=0")["head"]["chunk"] == 0, "all logits at once is another way to run"
@@ -97,10 +97,10 @@ def test_the_larger_weight_of_a_layers_experts_takes_the_gradients() -> None:
 )
 def test_gradients_are_only_added_where_whole_experts_are_cast(overrides: str, world_size: int) -> None:
     others = shapes(*overrides.split(), world_size=world_size)
-    assert "gradients" not in others and "norm" in others
+    assert "gradients" not in others and "rotary" in others
 
 
 def test_a_dense_model_has_no_router() -> None:
     recipe = load_recipe(QWEN3)
     dense = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, num_experts=0)))
-    assert set(shapes_of(dense, 8)) == {"norm", "rotary", "head"}
+    assert set(shapes_of(dense, 8)) == {"rotary", "head"}

@@ -48,7 +48,7 @@ def test_the_nearest_load_within_a_factor_of_two_speaks() -> None:
         assert (found and found.shape["slots"]) == nearest
     assert table.find("experts", SHAPE | {"slots": 4000, "experts": 8, "rows": 1}), "the load is slots an expert"
     assert table.find("experts", SHAPE | {"width": 65}) is None
-    assert table.find("norm", {"tokens": 5, "width": 64}) is None
+    assert table.find("head", {"tokens": 5, "chunk": 4, "width": 64, "vocabulary": 9}) is None
 
 
 def test_of_one_load_the_nearest_rows_speak() -> None:

@@ -129,7 +129,6 @@ def test_blocks_must_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "waits"),
     [
         ((), True),
-        (("--parallel.overlap=microbatch", "--parallel.gathers_once_a_step=true"), True),
         (("--parallel.overlap=none",), False),
         (("--perf.kernels=grouped_mm",), False),
         (("--memory.recompute=experts",), False),
@@ -138,7 +137,8 @@ def test_blocks_must_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_weight_gradients_wait_where_their_order_is_autograds(words: tuple[str, ...], waits: bool) -> None:
-    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.overlap=layer", "--perf.kernels=fused", *words])
+    interleaved = ("--parallel.overlap=microbatch", "--parallel.dispatcher=alltoall")
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*interleaved, "--perf.kernels=fused", *words])
     assert _hides_by_weight_gradients(recipe, torch.device("cuda")) == waits
 
 

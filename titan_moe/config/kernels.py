@@ -18,7 +18,6 @@ class Kernels:
     experts: Experts = "grouped_mm"
     slots: Maker = "torch"
     router: Maker = "torch"
-    norm: Maker = "torch"
     rotary: Maker = "torch"
     head: Maker = "torch"
     gradients: Maker = "torch"
@@ -36,8 +35,6 @@ class KernelOverrides:
     """Sorting the routed rows by expert."""
     router: Literal["no", "torch", "triton"] = "no"
     """The router: logits, scores, choice, weights and counts."""
-    norm: Literal["no", "torch", "triton"] = "no"
-    """RMSNorm in the blocks, the one after attention together with the residual addition before it."""
     rotary: Literal["no", "torch", "triton"] = "no"
     """Norm and rotation of queries and keys in `gqa`; `mla` rotates in PyTorch, whatever this says."""
     head: Literal["no", "torch", "triton"] = "no"
@@ -52,7 +49,7 @@ DEFAULT_KERNELS = Kernels()
 PRESETS = {
     "auto": DEFAULT_KERNELS,  # until plan.kernel_choice has looked at the tables of a device
     "grouped_mm": DEFAULT_KERNELS,
-    "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton", "triton"),
+    "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton"),
     "reference": Kernels(experts="reference"),
 }
 """`perf.kernels` -> what it stands for."""

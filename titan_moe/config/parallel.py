@@ -39,26 +39,15 @@ class ParallelConfig:
     as few as that and reads nothing on the host: GPUs of one node read and write memory that they share, which has a
     place on each of them for every row of its largest microbatch from every rank. On 8 H200s it is the fastest, and
     wants `expert_rank_capacity_factor`: the worst case of a large model fits into no memory."""
-    overlap: Literal["none", "tile", "layer", "microbatch"] = "none"
-    """What the dispatcher's messages travel under: `none` waits for each where it starts; `tile`, of `symm_mem` with
-    fused experts, moves rows by some programs of the experts' GEMMs, whose tiles begin when their rows are there and
-    whose sums leave when they are done, in backward too (slots are Triton's then); `layer` starts them early and
-    waits late, so that the slots are laid out while rows travel, the shared experts run while results do, in backward
-    too; `microbatch` interleaves the forward of each microbatch with the backward of
-    the one before, block by block, so that every message of one travels under compute of the other. It needs
-    `gathers_once_a_step`, two or more microbatches a step, and our own blocks in pieces; it keeps the activations of
-    little more than one microbatch. These two compute weight gradients while gradients of rows travel, where experts
-    are fused, lie whole on a rank (edp = 1) and have no clones, without recompute and with
-    `compile.extent = "pieces"`. The numbers are the same. `symm_mem` moves its rows by few programs then, on a
-    stream of its own, where they wait for multiprocessors that most GEMMs do not let go: on 4 H200s both ways of hiding
-    them were slower than `none`, before weight gradients waited (with them, `layer` was about as fast as `none` on 2);
-    so was `microbatch` over `alltoall` on 8. With `tile` a layer took 14 % less time on 2, where as many bytes a FLOP
-    travelled as between 8, and it waits to be timed there."""
-    chunks: int = 1
-    """Messages that a batch's tokens travel in, each way, in every MoE layer. With two and `overlap = "layer"`, the
-    rows of one travel under the experts of the other, in backward too, so that half of the way is hidden, for smaller
-    GEMMs and two sums of gradients (and, where edp > 1, two gathers and reductions of the experts). With two, Qwen3's
-    steps took 6 % longer on 4 H200s."""
+    overlap: Literal["none", "tile", "microbatch"] = "none"
+    """What hides the dispatcher's messages. `none`: nothing, each is waited for where it starts. `tile`: for `symm_mem`
+    with fused experts, inside a node; some thread blocks of the experts' GEMMs get rows from peers and put sums there,
+    tile by tile, in forward and backward. `microbatch`: for `alltoall` and `allgather`, between nodes; the forward of
+    each microbatch is interleaved with the backward of the one before, block by block, so that the messages of one are
+    hidden by the compute of the other (DeepSeek-V3's DualPipe, arXiv:2412.19437, without pipeline stages), and weight
+    gradients of fused experts are delayed until the rows' gradients have been sent. It needs `gathers_once_a_step`, two
+    or more microbatches a step and our own blocks in pieces, and keeps the activations of little more than one
+    microbatch. The numbers are the same in all three."""
     expert_rank_capacity_factor: float = 0.0
     """Slots that a rank lays out for its experts, over its balanced load, for `allgather` and `symm_mem`; for the
     latter also the rows that it keeps for backward, over those that random routing sends it. 0 lays out the worst case.
@@ -66,16 +55,16 @@ class ParallelConfig:
     expert_clones: int = 0
     """Spare expert slots of a rank: for every exchange, hot experts are cloned onto ranks that have room, and their
     choices are shared, so that the fullest rank holds the others up less. Exact; 0 is off. One or two are enough for a
-    fullest rank of 1.2 times the mean load. Costs messages: with `symm_mem` and `overlap` none or tile a rank gets
-    expert_clones experts of a layer forward and gives as many gradients of experts backward, else (ep - 1) times as
-    many; and it copies its own for the GEMMs."""
+    fullest rank of 1.2 times the mean load. Costs messages: with `symm_mem` a rank gets expert_clones experts of
+    a layer forward and gives as many gradients of experts backward, else (ep - 1) times as many; and it copies its own
+    for the GEMMs."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
     reshard_experts_after_forward: bool = True
     """The same for the gathered experts of a block. Where edp = 1 nothing is gathered, and this changes nothing:
     experts are cast to precision.compute, and the copies of all layers stay until their backward, unless
-    memory.recompute has them made again and nothing travels in `chunks`, which share them."""
+    memory.recompute has them made again."""
     gathers_once_a_step: bool = False
     """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
     and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import InFlight, Routed, TokenDispatcher, routed
+from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.bound import SlotBound
 from titan_moe.dispatch.wire import BLOCKING, Wire
 from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
 
 
 class AllGatherExchange(NamedTuple):
-    """The choices of the whole group, on their way: `receive` waits for them."""
+    """The choices of the whole group, on their way: `finish_dispatch` waits for them."""
 
-    ids_SK: InFlight
-    scores_SK: InFlight
+    ids_SK: Pending
+    scores_SK: Pending
 
 
 class AllGatherDispatcher(TokenDispatcher):
@@ -51,19 +51,19 @@ class AllGatherDispatcher(TokenDispatcher):
         start = self.wire.all_gather.start
         return AllGatherExchange(start(topk_ids_TK, self.group), start(topk_scores_TK, self.group))
 
-    def start_send(self, x_TD: Tensor, exchange: AllGatherExchange) -> InFlight:
+    def start_dispatch(self, x_TD: Tensor, exchange: AllGatherExchange) -> Pending:
         return self.wire.all_gather.start(x_TD, self.group)
 
-    def receive(self, sent: InFlight, exchange: AllGatherExchange) -> Routed:
+    def finish_dispatch(self, sent: Pending, exchange: AllGatherExchange) -> Routed:
         wait = self.wire.all_gather.wait
         slots = self._lay_out_slots(wait(exchange.ids_SK, self.group), wait(exchange.scores_SK, self.group))
         return routed(wait(sent, self.group), slots, exchange=None)  # the way back needs nothing
 
-    def send_back(self, y_SD: Tensor, exchange: None) -> InFlight:
+    def start_combine(self, y_SD: Tensor, exchange: None) -> Pending:
         # sums on the way: what a rank gets back is its tokens' results, reduced
         return self.wire.reduce_scatter.start(y_SD, self.group)
 
-    def reduce(self, y: InFlight, exchange: None) -> Tensor:
+    def finish_combine(self, y: Pending, exchange: None) -> Tensor:
         return self.wire.reduce_scatter.wait(y, self.group)
 
     def _lay_out_slots(self, ids_SK: Tensor, scores_SK: Tensor) -> Slots:

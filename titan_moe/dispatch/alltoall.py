@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import InFlight, Routed, TokenDispatcher, routed
+from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.wire import BLOCKING, Wire, all_to_all
 from titan_moe.kernels.permute import gather_rows, sum_slots
 from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
@@ -41,9 +41,9 @@ class AllToAllExchange(NamedTuple):
 class Sent(NamedTuple):
     """What a rank's choices and rows travel as."""
 
-    ids_SK: InFlight
-    scores_SK: InFlight
-    x_SD: InFlight
+    ids_SK: Pending
+    scores_SK: Pending
+    x_SD: Pending
 
 
 class AllToAllDispatcher(TokenDispatcher):
@@ -75,22 +75,22 @@ class AllToAllDispatcher(TokenDispatcher):
         copies_TP, tokens_U = _lay_out_copies(wanted_TP, sum(rows_sent))
         return AllToAllExchange(topk_ids_TK, topk_scores_TK, tokens_U, copies_TP, rows_sent, rows_received, num_slots)
 
-    def start_send(self, x_TD: Tensor, exchange: AllToAllExchange) -> Sent:
+    def start_dispatch(self, x_TD: Tensor, exchange: AllToAllExchange) -> Sent:
         start, way = self.wire.all_to_all.start, self._way_there(exchange)
         ids_SK = start(exchange.ids_TK[exchange.tokens_U].int(), *way)
         scores_SK = start(gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP), *way)
         x_SD = start(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP), *way)
         return Sent(ids_SK, scores_SK, x_SD)
 
-    def receive(self, sent: Sent, exchange: AllToAllExchange) -> Routed:
+    def finish_dispatch(self, sent: Sent, exchange: AllToAllExchange) -> Routed:
         wait, way = self.wire.all_to_all.wait, self._way_there(exchange)
         slots = self._lay_out_slots(wait(sent.ids_SK, *way), wait(sent.scores_SK, *way), exchange.num_slots)
         return routed(wait(sent.x_SD, *way), slots, exchange)
 
-    def send_back(self, y_SD: Tensor, exchange: AllToAllExchange) -> InFlight:
+    def start_combine(self, y_SD: Tensor, exchange: AllToAllExchange) -> Pending:
         return self.wire.all_to_all.start(y_SD, exchange.rows_sent, exchange.rows_received, self.group)
 
-    def reduce(self, y: InFlight, exchange: AllToAllExchange) -> Tensor:
+    def finish_combine(self, y: Pending, exchange: AllToAllExchange) -> Tensor:
         y_UD = self.wire.all_to_all.wait(y, exchange.rows_sent, exchange.rows_received, self.group)
         return sum_slots(y_UD, exchange.tokens_U, exchange.copies_TP)
 

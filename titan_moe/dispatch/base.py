@@ -13,10 +13,10 @@ from titan_moe.dispatch.bound import SlotBound
 from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
 
 Exchange = Any
-"""What a dispatcher must remember between `prepare` and `reduce`; each dispatcher has its own named tuple."""
+"""What a dispatcher must remember between `prepare` and `finish_combine`; each dispatcher has its own named tuple."""
 
 
-InFlight = Any
+Pending = Any
 """What travels between the two halves of a message: only the other half may touch it."""
 
 
@@ -76,8 +76,9 @@ def routed(x_SD: Tensor, slots: Slots, exchange: Exchange) -> Routed:
 class TokenDispatcher(ABC):
     """Moves rows to their experts and partial results back.
 
-    On rows, `send` and `reduce` after `send_back` are each other's transpose, so each one's backward takes the other's
-    way.
+    `prepare`, then a dispatch and a combine in two halves each. A MoE layer calls `dispatch` and `combine`; the
+    schedule that interleaves microbatches calls the halves. On rows, dispatch and combine are each other's transpose:
+    the backward of each is the forward of the other.
     """
 
     reads_host: bool = True
@@ -93,37 +94,34 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Exchange:
-        """Work out who gets what. Ids are global experts, -1 for none; scores are fp32."""
+        """Work out which rows go where. Ids are global experts, -1 for none; scores are fp32."""
 
     @abstractmethod
-    def start_send(self, x_TD: Tensor, exchange: Exchange) -> InFlight:
-        """Send rows, ids and scores to the ranks of the experts; differentiable in rows and scores. They may still
-        travel when this returns: what is computed before `receive` hides the messages."""
+    def start_dispatch(self, x_TD: Tensor, exchange: Exchange) -> Pending:
+        """Start to send rows, ids and scores to the ranks of the experts; differentiable in rows and scores. What is
+        computed before `finish_dispatch` hides the collectives."""
 
     @abstractmethod
-    def receive(self, sent: InFlight, exchange: Exchange) -> Routed:
-        """Wait for what `start_send` sent everyone, and lay out its slots. All of the result has arrived."""
+    def finish_dispatch(self, pending: Pending, exchange: Exchange) -> Routed:
+        """Wait for what all ranks sent, and sort it by expert. No tensor of the result belongs to an unfinished
+        collective."""
 
     @abstractmethod
-    def send_back(self, y_SD: Tensor, exchange: Exchange) -> InFlight:
-        """Send each row's partial result to the rank where the row came from. It may still travel when this returns:
-        what is computed before `reduce` hides the message."""
+    def start_combine(self, y_SD: Tensor, exchange: Exchange) -> Pending:
+        """Start to send each row's partial result to the rank of its token. What is computed before `finish_combine`
+        hides the collective."""
 
     @abstractmethod
-    def reduce(self, y: InFlight, exchange: Exchange) -> Tensor:
-        """Wait for what `send_back` sent everyone, and sum a token's partial results in at least fp32: -> [T, D]."""
-
-    @final
-    def send(self, x_TD: Tensor, exchange: Exchange) -> Routed:
-        """`receive` after `start_send`."""
-        return self.receive(self.start_send(x_TD, exchange), exchange)
+    def finish_combine(self, pending: Pending, exchange: Exchange) -> Tensor:
+        """Wait for the partial results and sum those of a token in at least fp32: -> [T, D]."""
 
     @final
     def dispatch(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Routed:
-        """`send` after `prepare`."""
-        return self.send(x_TD, self.prepare(topk_ids_TK, topk_scores_TK))
+        """Send each row to its experts: `prepare`, `start_dispatch`, `finish_dispatch`."""
+        exchange = self.prepare(topk_ids_TK, topk_scores_TK)
+        return self.finish_dispatch(self.start_dispatch(x_TD, exchange), exchange)
 
     @final
     def combine(self, y_SD: Tensor, routed: Routed) -> Tensor:
-        """`reduce` after `send_back`."""
-        return self.reduce(self.send_back(y_SD, routed.exchange), routed.exchange)
+        """Bring the results back: `start_combine`, `finish_combine`."""
+        return self.finish_combine(self.start_combine(y_SD, routed.exchange), routed.exchange)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import Exchange, InFlight, Routed, TokenDispatcher
+from titan_moe.dispatch.base import Exchange, Pending, Routed, TokenDispatcher
 from titan_moe.dispatch.clone_plan import plan_clones, spare_slots, takeovers
 from titan_moe.dispatch.wire import all_gather
 
@@ -53,18 +53,18 @@ class CloningDispatcher(TokenDispatcher):
         ids_TK, experts_Pc = self.settle(topk_ids_TK, nth_TK, counts_PE, self.num_spare, self.rank)
         return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), experts_Pc)
 
-    def start_send(self, x_TD: Tensor, exchange: CloningExchange) -> InFlight:
-        return self.inner.start_send(x_TD, exchange.inner)
+    def start_dispatch(self, x_TD: Tensor, exchange: CloningExchange) -> Pending:
+        return self.inner.start_dispatch(x_TD, exchange.inner)
 
-    def receive(self, sent: InFlight, exchange: CloningExchange) -> Routed:
-        routed = self.inner.receive(sent, exchange.inner)
+    def finish_dispatch(self, sent: Pending, exchange: CloningExchange) -> Routed:
+        routed = self.inner.finish_dispatch(sent, exchange.inner)
         return routed._replace(exchange=exchange._replace(inner=routed.exchange))
 
-    def send_back(self, y_SD: Tensor, exchange: CloningExchange) -> InFlight:
-        return self.inner.send_back(y_SD, exchange.inner)
+    def start_combine(self, y_SD: Tensor, exchange: CloningExchange) -> Pending:
+        return self.inner.start_combine(y_SD, exchange.inner)
 
-    def reduce(self, y: InFlight, exchange: CloningExchange) -> Tensor:
-        return self.inner.reduce(y, exchange.inner)
+    def finish_combine(self, y: Pending, exchange: CloningExchange) -> Tensor:
+        return self.inner.finish_combine(y, exchange.inner)
 
     def _number(self, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Number this rank's choices of each expert, in token order: -> numbers [T, K] and int64 counts [E]."""

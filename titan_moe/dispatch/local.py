@@ -27,15 +27,15 @@ class LocalDispatcher(TokenDispatcher):
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> LocalExchange:
         return LocalExchange(topk_ids_TK, topk_scores_TK)
 
-    def start_send(self, x_TD: Tensor, exchange: LocalExchange) -> Tensor:
+    def start_dispatch(self, x_TD: Tensor, exchange: LocalExchange) -> Tensor:
         return x_TD
 
-    def receive(self, sent: Tensor, exchange: LocalExchange) -> Routed:
+    def finish_dispatch(self, sent: Tensor, exchange: LocalExchange) -> Routed:
         ids_TK, scores_TK = exchange
         return route(sent, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange, self.lay_out)
 
-    def send_back(self, y_SD: Tensor, exchange: LocalExchange) -> Tensor:
+    def start_combine(self, y_SD: Tensor, exchange: LocalExchange) -> Tensor:
         return y_SD
 
-    def reduce(self, y: Tensor, exchange: LocalExchange) -> Tensor:
+    def finish_combine(self, y: Tensor, exchange: LocalExchange) -> Tensor:
         return y

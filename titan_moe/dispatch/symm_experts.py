@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.dispatch.base import Exchange, InFlight, Routed
+from titan_moe.dispatch.base import Exchange, Pending, Routed
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory, known_plan
 from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
 from titan_moe.kernels.expert_mlp import ExpertMLP
@@ -104,21 +104,14 @@ class SymmExpertDispatcher(SymmMemDispatcher):
     """Let the experts fetch rows and deliver results themselves.
 
     Where a step is taken again at sizes that the host reads, rows are moved before and after, as by the parent.
-
-    Raises: ValueError with a lane, since nothing travels when its operations return.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.lane is not None:
-            raise ValueError("experts that fetch their rows do so on the stream of whoever computes: give no lane")
+    def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:
+        return super().start_dispatch(x_TD, exchange) if self.bound.asks_device else x_TD
 
-    def start_send(self, x_TD: Tensor, exchange: SymmMemExchange) -> InFlight:
-        return super().start_send(x_TD, exchange) if self.bound.asks_device else x_TD
-
-    def receive(self, sent: InFlight, exchange: SymmMemExchange) -> Routed | Offered:  # type: ignore[override]
+    def finish_dispatch(self, sent: Pending, exchange: SymmMemExchange) -> Routed | Offered:  # type: ignore[override]
         if self.bound.asks_device:
-            return super().receive(sent, exchange)
+            return super().finish_dispatch(sent, exchange)
         ids_TK, scores_TK, plan, max_rows = exchange
         if self.bound.can_overflow:
             self.bound.book(plan.overflowed)
@@ -127,9 +120,9 @@ class SymmExpertDispatcher(SymmMemDispatcher):
         sizes = (self.num_local_experts, max_rows, num_slots)
         return Offered(sent, scores_TK, ids_TK, *plan[:3], self.memory, *sizes, exchange)
 
-    def send_back(self, y: Any, exchange: SymmMemExchange) -> InFlight:
+    def start_combine(self, y: Any, exchange: SymmMemExchange) -> Pending:
         if not isinstance(y, Served):
-            return super().send_back(y, exchange)
+            return super().start_combine(y, exchange)
         if self.bound.can_overflow:
             self.bound.book(y.overflowed)
         return y.y_TD

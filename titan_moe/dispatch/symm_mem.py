@@ -30,9 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import InFlight, Routed, TokenDispatcher, routed
+from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.symm_lane import NUM_PROGRAMS, Lane, Way, start_delivery, start_fetch, wait_delivery, wait_fetch
 from titan_moe.kernels.slots import LayOut, lay_out_slots
 from titan_moe.kernels.symm_barrier import symm_barrier
 from titan_moe.kernels.symm_dispatch import SymmArrays, symm_arrays
@@ -66,7 +65,6 @@ class SymmMemExchange(NamedTuple):
     ids_TK: Tensor
     scores_TK: Tensor
     plan: RowPlan
-    """On a lane, it is there when the rows are."""
     max_rows: int
     """Rows that this rank has room for."""
 
@@ -130,14 +128,11 @@ class SymmMemDispatcher(TokenDispatcher):
         lay_out: LayOut = lay_out_slots,
         bound: SlotBound | None = None,
         num_chosen_from: int | None = None,
-        lane: Lane | None = None,
     ) -> None:
         """`num_experts` is the layer's total; `memory` is shared by the ranks that have them; `bound` bounds rows and
-        slots, over what is expected where tokens choose among `num_chosen_from` (fewer, if some places are spare);
-        `lane` is the memory's, for rows that travel under compute."""
+        slots, over what is expected where tokens choose among `num_chosen_from` (fewer, if some places are spare)."""
         super().__init__(lay_out)
-        self.memory, self.lane = memory, lane
-        self.num_programs = 0 if lane is None else NUM_PROGRAMS
+        self.memory = memory
         self.bound = bound or SlotBound()
         self.num_chosen_from = num_chosen_from or num_experts
         self.num_ranks = memory.at_P.numel()
@@ -149,27 +144,17 @@ class SymmMemDispatcher(TokenDispatcher):
         share = visit_probability(self.num_chosen_from, self.num_chosen_from // self.num_ranks, num_choices)
         max_rows = self.bound.num_rows(expected=share * worst, worst=worst)
         arguments = (topk_ids_TK, *self.memory, self.num_local_experts, max_rows)
-        if self.lane is None:
-            plan = RowPlan(*_plan(*arguments))
-        else:
-            made, arrival = self.lane.run(_plan, *arguments)
-            plan = RowPlan(*made)
-            if self.bound.asks_device:
-                arrival.wait()
+        plan = RowPlan(*_plan(*arguments))
         if self.bound.asks_device:
             max_rows = int(plan.ends_Q[-1])
         return SymmMemExchange(topk_ids_TK, topk_scores_TK, plan, max_rows)
 
-    def start_send(self, x_TD: Tensor, exchange: SymmMemExchange) -> InFlight:
+    def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:
         ids_TK, scores_TK, plan, max_rows = exchange
-        there = (ids_TK, *plan[:3], *self.memory, self.num_programs, self.num_local_experts)
-        if self.lane is None:
-            return _fetch(x_TD, scores_TK, *there, max_rows)
-        way = Way(lambda x, scores: _fetch(x, scores, *there, max_rows), lambda *d: _deliver_gradients(*d, *there))
-        return start_fetch(self.lane, x_TD, scores_TK, way)
+        return _fetch(x_TD, scores_TK, ids_TK, *plan[:3], *self.memory, self.num_local_experts, max_rows)
 
-    def receive(self, sent: InFlight, exchange: SymmMemExchange) -> Routed:
-        x_SD, scores_SK, ids_SK = sent if self.lane is None else wait_fetch(sent)
+    def finish_dispatch(self, sent: Pending, exchange: SymmMemExchange) -> Routed:
+        x_SD, scores_SK, ids_SK = sent
         num_slots = self.bound.num_slots(
             ids_SK, balanced=exchange.ids_TK.numel(), worst=len(x_SD) * min(ids_SK.shape[1], self.num_local_experts)
         )
@@ -179,17 +164,12 @@ class SymmMemDispatcher(TokenDispatcher):
             self.bound.book(slots.overflowed)
         return routed(x_SD, slots, exchange)
 
-    def send_back(self, y_SD: Tensor, exchange: SymmMemExchange) -> InFlight:
+    def start_combine(self, y_SD: Tensor, exchange: SymmMemExchange) -> Pending:
         # sums on the way: what is delivered lies beside what other ranks have delivered for its token
-        home = (*exchange.plan[:3], *self.memory, self.num_programs)
-        if self.lane is None:
-            return _deliver(y_SD, *home)
-        max_rows = len(y_SD)
-        way = Way(lambda y: _deliver(y, *home), lambda dy: _fetch_gradients(dy, *home, max_rows))
-        return start_delivery(self.lane, y_SD, way)
+        return _deliver(y_SD, *exchange.plan[:3], *self.memory)
 
-    def reduce(self, y: InFlight, exchange: SymmMemExchange) -> Tensor:
-        return y if self.lane is None else wait_delivery(y)
+    def finish_combine(self, y: Pending, exchange: SymmMemExchange) -> Tensor:
+        return y
 
 
 def _row_arrays(memory: Tensor, at_P: Tensor, num_tokens: int, like_ND: Tensor) -> SymmArrays:
@@ -230,7 +210,7 @@ def known_plan(went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor) -> RowPlan:
 @torch.library.custom_op("titan_moe::symm_fetch", mutates_args=())
 def _fetch(
     x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
-    memory: Tensor, at_P: Tensor, rank: int, num_programs: int, num_local_experts: int, max_rows: int,
+    memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     plan = known_plan(went_TP, tokens_PT, ends_Q)
     arrays = symm_arrays(memory, at_P, len(x_TD), x_TD.shape[1], ids_TK.shape[1], x_TD.dtype, scores_TK.dtype)
@@ -239,7 +219,7 @@ def _fetch(
     arrays.ids.local.copy_(ids_TK)
     own_scores(arrays.scores).copy_(scores_TK)
     symm_barrier(arrays.signals, rank)
-    x_SD = fetch_rows(plan, arrays.rows, rank, max_rows, num_programs)
+    x_SD = fetch_rows(plan, arrays.rows, rank, max_rows)
     ids_SK, scores_SK = fetch_choices(plan, arrays, rank, num_local_experts, max_rows)
     return x_SD, scores_SK, ids_SK
 
@@ -247,7 +227,7 @@ def _fetch(
 @_fetch.register_fake
 def _(
     x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
-    memory: Tensor, at_P: Tensor, rank: int, num_programs: int, num_local_experts: int, max_rows: int,
+    memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int, max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (max_rows, ids_TK.shape[1])
     x_SD = x_TD.new_empty(max_rows, x_TD.shape[1])
@@ -257,12 +237,12 @@ def _(
 @torch.library.custom_op("titan_moe::symm_deliver_gradients", mutates_args=())
 def _deliver_gradients(
     dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
-    memory: Tensor, at_P: Tensor, rank: int, num_programs: int, num_local_experts: int,
+    memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     plan, (num_tokens, num_choices) = known_plan(went_TP, tokens_PT, ends_Q), ids_TK.shape
     arrays = symm_arrays(memory, at_P, num_tokens, dx_SD.shape[1], num_choices, dx_SD.dtype, dscores_SK.dtype)
     symm_barrier(arrays.signals, rank)
-    deliver_rows(dx_SD.contiguous(), plan, arrays.rows, rank, num_programs)
+    deliver_rows(dx_SD.contiguous(), plan, arrays.rows, rank)
     deliver_scores(dscores_SK.contiguous(), plan, arrays.scores, rank)
     symm_barrier(arrays.signals, rank)
     dx_TD = sum_deliveries(went_TP, arrays.rows)
@@ -272,27 +252,25 @@ def _deliver_gradients(
 @_deliver_gradients.register_fake
 def _(
     dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor,
-    memory: Tensor, at_P: Tensor, rank: int, num_programs: int, num_local_experts: int,
+    memory: Tensor, at_P: Tensor, rank: int, num_local_experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return dx_SD.new_empty(len(ids_TK), dx_SD.shape[1]), dscores_SK.new_empty(ids_TK.shape)
 
 
 @torch.library.custom_op("titan_moe::symm_deliver", mutates_args=())
 def _deliver(
-    y_SD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int,
-    num_programs: int,
+    y_SD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int
 ) -> Tensor:  # fmt: skip
     arrays = _row_arrays(memory, at_P, len(went_TP), y_SD)
     symm_barrier(arrays.signals, rank)
-    deliver_rows(y_SD.contiguous(), known_plan(went_TP, tokens_PT, ends_Q), arrays.rows, rank, num_programs)
+    deliver_rows(y_SD.contiguous(), known_plan(went_TP, tokens_PT, ends_Q), arrays.rows, rank)
     symm_barrier(arrays.signals, rank)
     return sum_deliveries(went_TP, arrays.rows)
 
 
 @_deliver.register_fake
 def _(
-    y_SD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int,
-    num_programs: int,
+    y_SD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int
 ) -> Tensor:  # fmt: skip
     return y_SD.new_empty(len(went_TP), y_SD.shape[1])
 
@@ -300,45 +278,45 @@ def _(
 @torch.library.custom_op("titan_moe::symm_fetch_gradients", mutates_args=())
 def _fetch_gradients(
     dy_TD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int,
-    num_programs: int, max_rows: int,
+    max_rows: int,
 ) -> Tensor:  # fmt: skip
     arrays = _row_arrays(memory, at_P, len(dy_TD), dy_TD)
     symm_barrier(arrays.signals, rank)
     own_rows(arrays.rows).copy_(dy_TD)
     symm_barrier(arrays.signals, rank)
-    return fetch_rows(known_plan(went_TP, tokens_PT, ends_Q), arrays.rows, rank, max_rows, num_programs)
+    return fetch_rows(known_plan(went_TP, tokens_PT, ends_Q), arrays.rows, rank, max_rows)
 
 
 @_fetch_gradients.register_fake
 def _(
     dy_TD: Tensor, went_TP: Tensor, tokens_PT: Tensor, ends_Q: Tensor, memory: Tensor, at_P: Tensor, rank: int,
-    num_programs: int, max_rows: int,
+    max_rows: int,
 ) -> Tensor:  # fmt: skip
     return dy_TD.new_empty(max_rows, dy_TD.shape[1])
 
 
 def _save_fetch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     # the memory is no saved tensor: whoever offloads those would copy all of it
-    _, _, *saved, ctx.memory, ctx.at_P, ctx.rank, ctx.num_programs, ctx.num_local_experts, _ = inputs
+    _, _, *saved, ctx.memory, ctx.at_P, ctx.rank, ctx.num_local_experts, _ = inputs
     ctx.save_for_backward(*saved)
     ctx.mark_non_differentiable(output[2])
 
 
 def _fetch_backward(ctx: Any, dx_SD: Tensor, dscores_SK: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    memory = (ctx.memory, ctx.at_P, ctx.rank, ctx.num_programs)
+    memory = (ctx.memory, ctx.at_P, ctx.rank)
     grads = _deliver_gradients(dx_SD, dscores_SK, *ctx.saved_tensors, *memory, ctx.num_local_experts)
-    return *grads, *(None,) * 10
+    return *grads, *(None,) * 9
 
 
 def _save_deliver(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y_SD, *saved, ctx.memory, ctx.at_P, ctx.rank, ctx.num_programs = inputs
+    y_SD, *saved, ctx.memory, ctx.at_P, ctx.rank = inputs
     ctx.max_rows = y_SD.shape[0]
     ctx.save_for_backward(*saved)
 
 
 def _deliver_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-    memory = (ctx.memory, ctx.at_P, ctx.rank, ctx.num_programs)
-    return _fetch_gradients(dy_TD, *ctx.saved_tensors, *memory, ctx.max_rows), *(None,) * 7
+    memory = (ctx.memory, ctx.at_P, ctx.rank)
+    return _fetch_gradients(dy_TD, *ctx.saved_tensors, *memory, ctx.max_rows), *(None,) * 6
 
 
 _fetch.register_autograd(_fetch_backward, setup_context=_save_fetch)

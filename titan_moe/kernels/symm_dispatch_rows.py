@@ -128,28 +128,28 @@ def own_rows(rows: SymmArray) -> Tensor:
     return rows.local.flatten(0, 1)[: len(rows.local)]
 
 
-def fetch_rows(plan: RowPlan, rows: SymmArray, rank: int, max_rows: int, num_programs: int = 0) -> Tensor:
+def fetch_rows(plan: RowPlan, rows: SymmArray, rank: int, max_rows: int) -> Tensor:
     """Load the rows that come to this rank from their tokens, [S, D] of which those past the last are not written: of
-    the read phase of a fetch. `num_programs` leaves room for others; 0 takes what is fastest alone."""
+    the read phase of a fetch."""
     num_tokens, num_ranks, width = rows.local.shape
     x_SD = rows.local.new_empty(max_rows, width)
     if num_tokens and max_rows:
         tile = _tile(width, FETCH_ELEMENTS)
         num_blocks = triton.cdiv(num_tokens, tile["ROWS"])
-        _fetch_kernel[(min(num_programs or FETCH_PROGRAMS, num_ranks * num_blocks),)](
+        _fetch_kernel[(min(FETCH_PROGRAMS, num_ranks * num_blocks),)](
             x_SD, plan.tokens_PT, plan.ends_Q, rows.memory_at_P, rows.offset_bytes, rank, num_tokens, num_blocks,
             width, P=num_ranks, **tile, num_warps=8,
         )  # fmt: skip
     return x_SD
 
 
-def deliver_rows(y_SD: Tensor, plan: RowPlan, rows: SymmArray, rank: int, num_programs: int = 0) -> None:
-    """Store each row in its token's place for this rank: of the write phase of a delivery. `num_programs` as above."""
+def deliver_rows(y_SD: Tensor, plan: RowPlan, rows: SymmArray, rank: int) -> None:
+    """Store each row in its token's place for this rank: of the write phase of a delivery."""
     num_tokens, num_ranks, width = rows.local.shape
     if num_tokens and len(y_SD):
         tile = _tile(width, DELIVER_ELEMENTS)
         num_blocks = triton.cdiv(num_tokens, tile["ROWS"])
-        _deliver_kernel[(min(num_programs or DELIVER_PROGRAMS, num_ranks * num_blocks),)](
+        _deliver_kernel[(min(DELIVER_PROGRAMS, num_ranks * num_blocks),)](
             y_SD, plan.tokens_PT, plan.ends_Q, rows.memory_at_P, rows.offset_bytes, rank, num_tokens, num_blocks,
             width, P=num_ranks, **tile, num_warps=8,
         )  # fmt: skip

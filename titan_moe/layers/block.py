@@ -11,7 +11,6 @@ from titan_moe.layers.attention import Context, GroupedQueryAttention
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
 from titan_moe.layers.moe import MoE
-from titan_moe.layers.norm import NORMS
 
 ATTENTIONS: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention, "mla": MultiHeadLatentAttention}
 
@@ -24,16 +23,16 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
-        norm = NORMS[kernels.norm]
-        self.attention_norm = norm(config.hidden_size, config.norm_eps)
+        self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = ATTENTIONS[config.attention.kind](config, kernels)
-        self.ffn_norm = norm(config.hidden_size, config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         mlp_width = config.ffn_hidden_size
         self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels)
 
     def front(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Attention and both norms: -> the residual stream and what the feed-forward layer reads, both [B, N, D]."""
-        return self.ffn_norm.add_and_norm(x_BND, self.attention(self.attention_norm(x_BND), context))
+        h_BND = x_BND + self.attention(self.attention_norm(x_BND), context)
+        return h_BND, self.ffn_norm(h_BND)
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.layers.attention import Context, causal_attention
-from titan_moe.layers.norm import NORMS
 from titan_moe.layers.rope import rotation, yarn_scale
 
 
@@ -22,7 +21,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
-        a, width, norm = config.attention, config.hidden_size, NORMS[kernels.norm]
+        a, width = config.attention, config.hidden_size
         self.nope_dim, self.rope_dim, self.v_dim = a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim
         self.kv_lora_rank, self.num_heads = a.kv_lora_rank, a.num_heads
         self.qk_dim = a.qk_nope_head_dim + a.qk_rope_head_dim
@@ -30,12 +29,12 @@ class MultiHeadLatentAttention(nn.Module):
         self.rotate = rotation(a)
         if a.q_lora_rank:
             self.q_down = nn.Linear(width, a.q_lora_rank, bias=False)
-            self.q_norm = norm(a.q_lora_rank, config.norm_eps)
+            self.q_norm = nn.RMSNorm(a.q_lora_rank, config.norm_eps)
         else:
             self.q_down, self.q_norm = nn.Identity(), nn.Identity()
         self.q_up = nn.Linear(a.q_lora_rank or width, a.num_heads * self.qk_dim, bias=False)
         self.kv_down = nn.Linear(width, a.kv_lora_rank + a.qk_rope_head_dim, bias=False)
-        self.kv_norm = norm(a.kv_lora_rank, config.norm_eps)
+        self.kv_norm = nn.RMSNorm(a.kv_lora_rank, config.norm_eps)
         self.kv_up = nn.Linear(a.kv_lora_rank, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), bias=False)
         self.out = nn.Linear(a.num_heads * a.v_head_dim, width, bias=False)
 

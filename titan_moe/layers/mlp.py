@@ -49,6 +49,11 @@ class NoMLP(nn.Module):
         return None
 
 
+def add_shared(y_TD: Tensor, shared_TD: Tensor | None) -> Tensor:
+    """Add the result of the shared experts to the routed experts'; None (`NoMLP`) costs no pass over memory."""
+    return y_TD if shared_TD is None else y_TD + shared_TD
+
+
 def _plain(hidden: Tensor, down: nn.Linear) -> Tensor:
     return down(swiglu(hidden))
 

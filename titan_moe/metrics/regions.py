@@ -39,8 +39,8 @@ def apply(model: nn.Module) -> None:
 def _mark_moe(moe: MoE) -> None:
     dispatcher: TokenDispatcher = moe.dispatcher
     _mark(moe.router, "router", "forward")
-    _mark(dispatcher, "dispatch", "prepare", "start_send", "receive")
-    _mark(dispatcher, "combine", "send_back", "reduce")
+    _mark(dispatcher, "dispatch", "prepare", "start_dispatch", "finish_dispatch")
+    _mark(dispatcher, "combine", "start_combine", "finish_combine")
     _mark(moe.experts, "experts", "forward", "make_ready")
     if not isinstance(moe.shared_experts, NoMLP):
         _mark(moe.shared_experts, "shared", "forward")

@@ -10,15 +10,13 @@ from titan_moe.dispatch.clone_weights import MessageCloneFetcher, SymmCloneFetch
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.split_wire import SPLIT
 from titan_moe.dispatch.symm_experts import SymmExpertDispatcher
-from titan_moe.dispatch.symm_lane import Lane
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.wire import BLOCKING
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.mesh import Meshes
-from titan_moe.plan.memory import lends_over_symm_memory
 
-WIRES = {"none": BLOCKING, "layer": SPLIT, "microbatch": SPLIT}
+WIRES = {"none": BLOCKING, "microbatch": SPLIT}
 """The recipe's `parallel.overlap` -> how messages travel."""
 
 
@@ -28,28 +26,19 @@ def apply(
     """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
 
     The new dispatcher lays out slots as the one before it did. All layers share one `bound` of slots, and so one flag
-    that says whether any of them overflowed; with `symm_mem` they share the `memory` of the ep group too, and the lane
-    of its exchanges if these travel under compute.
+    that says whether any of them overflowed; with `symm_mem` they share the `memory` of the ep group too.
     """
-    has_lane = config.overlap in ("layer", "microbatch")
-    lane = Lane(memory.local.device) if memory is not None and has_lane else None
     for module in model.modules():
         if isinstance(module, MoE):
-            module.dispatcher = _dispatcher(module, config, meshes, bound, memory, lane)
-            module.num_chunks = config.chunks
+            module.dispatcher = _dispatcher(module, config, meshes, bound, memory)
             if config.ep > 1:
                 _shard(module.experts, meshes)
             if config.expert_clones:
-                _let_lend(module, config.expert_clones, meshes, memory if lends_over_symm_memory(config) else None)
+                _let_lend(module, config.expert_clones, meshes, memory)
 
 
 def _dispatcher(
-    moe: MoE,
-    config: ParallelConfig,
-    meshes: Meshes,
-    bound: SlotBound,
-    memory: SymmMemory | None,
-    lane: Lane | None,
+    moe: MoE, config: ParallelConfig, meshes: Meshes, bound: SlotBound, memory: SymmMemory | None
 ) -> TokenDispatcher:
     num_chosen_from, lay_out = moe.router.weight.shape[0], moe.dispatcher.lay_out
     num_experts = num_chosen_from + config.ep * config.expert_clones
@@ -59,7 +48,7 @@ def _dispatcher(
         case "symm_mem":
             assert memory is not None, "symm_mem needs what parallel.symm_memory.share_memory opens"
             kind = SymmExpertDispatcher if config.overlap == "tile" else SymmMemDispatcher
-            return kind(num_experts, memory, lay_out, bound, num_chosen_from, lane)
+            return kind(num_experts, memory, lay_out, bound, num_chosen_from)
         case "allgather":
             return AllGatherDispatcher(num_experts, meshes.ep.get_group(), lay_out, bound, WIRES[config.overlap])
         case "alltoall":
@@ -67,8 +56,7 @@ def _dispatcher(
 
 
 def _let_lend(moe: MoE, num_spare: int, meshes: Meshes, memory: SymmMemory | None) -> None:
-    """Fill the spare slots that the dispatcher counts with clones of hot experts, out of shared memory if there is some
-    and its exchanges are on the stream of whoever computes."""
+    """Fill the spare slots that the dispatcher counts with clones of hot experts, out of shared memory if any."""
     group = meshes.ep.get_group()
     moe.dispatcher = CloningDispatcher(moe.dispatcher, moe.router.weight.shape[0], num_spare, group)
     moe.experts.gather_weights = MessageCloneFetcher(group) if memory is None else SymmCloneFetcher(memory)

@@ -56,7 +56,7 @@ def apply(
                     experts,
                     meshes.expert_fsdp,
                     policy.param_dtype,
-                    keeps=config.gathers_once_a_step or config.chunks > 1,
+                    keeps=config.gathers_once_a_step,
                     gradients=gradients,
                     weight_gradients_wait=weight_gradients_wait,
                 )

@@ -3,9 +3,8 @@
 Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gradients settled by hand. What is kept at
 once is little more than one microbatch's: a forward fills what the backward beside it frees.
 
-On H200s it was slower than the plain order, over `alltoall` (gaps, and messages beside compute) and with rows of
-`symm_mem` on a lane: kernels that move rows wait until a GEMM ends. Weight gradients under messages are newer than
-these figures.
+It pays where messages are slow beside compute, between nodes; inside a node `overlap = "tile"` hides more
+(tools/RESULTS.md).
 """
 
 from collections.abc import Callable
@@ -16,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.data.packing import Batch
+from titan_moe.dispatch.base import Exchange, Pending
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
+from titan_moe.layers.mlp import add_shared
 from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.fsdp import ByHand
@@ -93,17 +94,33 @@ class Passage:
 
     def _front(self, layer: int, x_BND: Tensor) -> tuple[Any, ...]:
         block = self._at(layer)
+        moe = block.feed_forward
         with region("block"):
             h_BND, normed_BND = block.front(x_BND, self.contexts[str(layer)])
-            return h_BND, *block.feed_forward.send(normed_BND)
+            x_TD = normed_BND.flatten(0, 1)
+            topk_scores_TK, topk_ids_TK = moe.router(normed_BND)
+            x_TL = moe.latent_down(x_TD)
+            exchange = moe.dispatcher.prepare(topk_ids_TK, topk_scores_TK)
+            return h_BND, x_TD, moe.dispatcher.start_dispatch(x_TL, exchange), exchange
 
-    def _experts(self, layer: int, h_BND: Tensor, *sent: Any) -> tuple[Any, ...]:
+    def _experts(
+        self, layer: int, h_BND: Tensor, x_TD: Tensor, pending: Pending, exchange: Exchange
+    ) -> tuple[Any, ...]:
+        moe = self._at(layer).feed_forward
         with region("block"):
-            return h_BND, *self._at(layer).feed_forward.serve(*sent)
+            # first, so that in backward the rows' gradients have been sent when the weights' are computed
+            ready = moe.experts.make_ready()
+            routed = moe.dispatcher.finish_dispatch(pending, exchange)
+            y_SL = moe.experts(routed, ready)
+            pending_y = moe.dispatcher.start_combine(y_SL, routed.exchange)
+            return h_BND, moe.shared_experts(x_TD), pending_y, routed.exchange  # shared experts under the combine
 
-    def _back(self, layer: int, h_BND: Tensor, *served: Any) -> tuple[Tensor]:
+    def _back(
+        self, layer: int, h_BND: Tensor, shared_TD: Tensor | None, pending_y: Pending, exchange: Exchange
+    ) -> tuple[Tensor]:
+        moe = self._at(layer).feed_forward
         with region("block"):
-            y_TD = self._at(layer).feed_forward.collect(*served)
+            y_TD = add_shared(moe.latent_up(moe.dispatcher.finish_combine(pending_y, exchange)), shared_TD)
             return (h_BND + y_TD.unflatten(0, h_BND.shape[:2]),)
 
     def _head(self, layer: int, x_BND: Tensor) -> tuple[Tensor]:

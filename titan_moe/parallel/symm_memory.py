@@ -11,7 +11,6 @@ from titan_moe.kernels.symm_dispatch import symm_bytes
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
-from titan_moe.plan.memory import lends_over_symm_memory
 
 
 def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch.device) -> SymmMemory | None:
@@ -36,8 +35,8 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
-    if lends_over_symm_memory(recipe.parallel):
-        num_clones = recipe.parallel.expert_clones
+    num_clones = recipe.parallel.expert_clones
+    if num_clones:
         for weights in [list(moe.experts.parameters()) for moe in layers]:
             num_local, elements = len(weights[0]) // num_ranks, sum(weight[0].numel() for weight in weights)
             num_bytes = max(num_bytes, clone_bytes(num_ranks, num_local, num_clones, elements, rows))

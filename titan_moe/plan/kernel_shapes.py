@@ -58,12 +58,7 @@ def _num_tokens(recipe: Recipe) -> int:
 def _num_rows(recipe: Recipe) -> int:
     """Rows that reach a rank at once: each token's row goes to every rank that it has a choice on."""
     ep, copies = recipe.parallel.ep, copies_on_the_wire(recipe)
-    return round(_num_travellers(recipe) * copies * ep / (ep - 1)) if copies else _num_travellers(recipe)
-
-
-def _num_travellers(recipe: Recipe) -> int:
-    """Tokens whose rows travel together."""
-    return -(-_num_tokens(recipe) // recipe.parallel.chunks)
+    return round(_num_tokens(recipe) * copies * ep / (ep - 1)) if copies else _num_tokens(recipe)
 
 
 def _load(recipe: Recipe) -> Shape:
@@ -72,7 +67,7 @@ def _load(recipe: Recipe) -> Shape:
     return {
         "rows": _num_rows(recipe),
         "choices": moe.top_k,
-        "slots": _num_travellers(recipe) * moe.top_k,
+        "slots": _num_tokens(recipe) * moe.top_k,
         "experts": moe.num_experts // recipe.parallel.ep,
     }
 
@@ -113,10 +108,6 @@ def _balancing_losses(recipe: Recipe) -> str:
     moe = recipe.model.moe
     losses = (("aux loss", moe.aux_loss_coef), ("z loss", moe.z_loss_coef))
     return " and ".join(name for name, weight in losses if weight) or "no loss"
-
-
-def _norm(recipe: Recipe) -> Shape:
-    return {"tokens": _num_tokens(recipe), "width": recipe.model.hidden_size}
 
 
 def _rotary(recipe: Recipe) -> Shape:
@@ -174,7 +165,6 @@ OPERATIONS = {
     "experts": Operation(_experts, ("width", "hidden"), _slots_of_an_expert, _has_experts),
     "slots": Operation(_slots, ("choices", "experts", "graph"), _rows, _has_experts),
     "router": Operation(_router, ROUTED, _tokens, _has_experts),
-    "norm": Operation(_norm, ("width",), _tokens),
     "rotary": Operation(
         _rotary, ("query_heads", "key_heads", "head_width", "norm", "pairs"), _tokens, _has_rotated_heads
     ),

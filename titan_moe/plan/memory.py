@@ -1,6 +1,6 @@
 """What of a GPU's memory is spoken for before the first activation."""
 
-from titan_moe.config.parallel import ParallelConfig, resolve
+from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, most_tokens_at_once
 from titan_moe.plan.count import count_parameters, expert_width
 
@@ -20,7 +20,7 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
 
     Where a step gathers once, whole is all of the dense part, and every expert of its ep share. Experts that lie whole
     on a rank anyhow have only copies in compute's dtype on top: for the step, or else from a layer's forward to its
-    backward, which is all layers' at once where nothing is recomputed; chunks share theirs, so they stay anyhow.
+    backward, which is all layers' at once where nothing is recomputed.
     """
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
@@ -28,7 +28,7 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     lie_whole = experts_lie_whole(recipe, world_size)
     copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.gathers_once_a_step:
-        stays = recipe.memory.recompute == "none" or recipe.parallel.chunks > 1
+        stays = recipe.memory.recompute == "none"
         return round(experts * copy) if lie_whole and stays else 0
     return round(dense * (compute + reduce) + experts * (copy if lie_whole else compute + reduce))
 
@@ -49,13 +49,7 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
     element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
     place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4
     rows = most_tokens_at_once(recipe) * (recipe.parallel.ep * place + 4 * top_k)
-    return max(rows, _clone_bytes(recipe) if lends_over_symm_memory(recipe.parallel) else 0)
-
-
-def lends_over_symm_memory(parallel: ParallelConfig) -> bool:
-    """Whether clones' weights come out of the memory that ranks share: not if its exchanges have a stream of their own,
-    of which the experts' compiled code knows nothing."""
-    return parallel.dispatcher == "symm_mem" and parallel.expert_clones > 0 and parallel.overlap in ("none", "tile")
+    return max(rows, _clone_bytes(recipe))
 
 
 def _clone_bytes(recipe: Recipe) -> int:

@@ -96,7 +96,7 @@ def _hides_by_weight_gradients(recipe: Recipe, device: torch.device) -> bool:
     has_clones, recomputes = recipe.parallel.expert_clones > 0, recipe.memory.recompute != "none"
     has_own_order = recomputes or regional.spans_blocks(recipe.compile, device)
     is_fused = recipe.perf.chosen_kernels.experts == "fused"
-    return recipe.parallel.overlap in ("layer", "microbatch") and is_fused and not has_clones and not has_own_order
+    return recipe.parallel.overlap == "microbatch" and is_fused and not has_clones and not has_own_order
 
 
 def _forward_backward(parallel: ParallelConfig) -> Callable[[nn.Module, Batch, Tensor], Tensor]:

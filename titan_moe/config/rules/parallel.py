@@ -83,25 +83,6 @@ def _overlap_has_messages(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _chunks_travel(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if p.chunks > 1 and p.overlap != "layer":
-        yield (
-            f'parallel.chunks = {p.chunks} lets rows travel under experts, and parallel.overlap = "{p.overlap}" does '
-            'not; take overlap = "layer", or chunks = 1'
-        )
-
-
-def _lane_runs_beside_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    compiles_blocks = recipe.compile.regional != "off" and recipe.compile.extent == "block"
-    if p.overlap == "layer" and p.dispatcher == "symm_mem" and compiles_blocks:
-        yield (
-            'parallel.overlap = "layer" runs the exchanges of parallel.dispatcher = "symm_mem" on a stream of their '
-            'own, which compile.extent = "block" cannot see; take "pieces", or overlap = "none"'
-        )
-
-
 def _tiles_fetch_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "tile":
@@ -110,7 +91,7 @@ def _tiles_fetch_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.dispatcher not in ("symm_mem", "local"):
         yield (
             f'{setting} reads rows out of shared memory, and parallel.dispatcher = "{p.dispatcher}" has none; take '
-            '"symm_mem", or overlap = "layer"'
+            '"symm_mem", or overlap = "none"'
         )
     is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
     if recipe.perf.chosen_kernels.experts != "fused" and not is_left_to_auto:
@@ -158,7 +139,12 @@ def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Ite
     if p.overlap != "microbatch":
         return
     setting = 'parallel.overlap = "microbatch"'
-    way_out = 'parallel.overlap = "layer"'
+    way_out = 'parallel.overlap = "none"'
+    if p.dispatcher == "symm_mem":
+        yield (
+            f'{setting} interleaves collectives of NCCL or gloo, and parallel.dispatcher = "symm_mem" has none; take '
+            'overlap = "tile", which hides its rows, or "alltoall" or "allgather"'
+        )
     if not p.gathers_once_a_step:
         yield (
             f"{setting} runs two microbatches on the same gathered parameters; set parallel.gathers_once_a_step = true,"
@@ -262,9 +248,7 @@ PARALLEL_RULES = [
     Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
     Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
     Rule("overlap has messages to hide", _overlap_has_messages, "a switch that does nothing hides a mistake"),
-    Rule("chunks travel under each other", _chunks_travel, "messages that hide nothing only cost"),
     Rule("tiles fetch rows", _tiles_fetch_rows, "what moves rows is inside a GEMM, which must be ours"),
-    Rule("a lane runs beside pieces", _lane_runs_beside_pieces, "a graph of the compiler has one stream"),
     Rule("symm_mem has GPUs", _symm_mem_has_gpus, "the memory that it shares is CUDA's"),
     Rule("symm_mem has peers", _symm_mem_has_peers, "there is nobody to share memory with"),
     Rule(

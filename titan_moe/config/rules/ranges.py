@@ -39,7 +39,6 @@ SHARE = Range(0, 1)
 SHARE_BELOW_ONE = Range(0, 1, includes_high=False)
 
 RANGES: dict[str, Range] = {
-    "parallel.chunks": POSITIVE,
     "parallel.expert_clones": ZERO_OR_MORE,
     "parallel.expert_rank_capacity_factor": ZERO_OR_MORE,
     "run.seed": Range(0, 2**63 - 1),
