@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any, TypeAlias
 
 import torch
@@ -77,7 +77,7 @@ class Kernel:
     needs_triton: bool = False
     """Runs on GPUs, and in fp32 in Triton's interpreter; elsewhere the reference stands alone."""
     benchmarks: tuple[Benchmark, ...] = ()
-    rivals: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
+    baselines: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
     """Other ways to the same result, which a benchmark times beside the operation."""
     tunable: Tunable | None = None
     """How a recipe's choice of this operation is measured, if it has one."""
@@ -101,7 +101,6 @@ def as_tuple(output: Output) -> tuple[Tensor, ...]:
 
 def load_all() -> dict[str, Kernel]:
     """Import every kernel file, so that its entry is in the list, and return the list."""
-    package = Path(__file__).parent
-    for module in iter_modules([str(package)]):
-        import_module(f"titan_moe.kernels.{module.name}")
+    for module in walk_packages([str(Path(__file__).parent)], "titan_moe.kernels."):
+        import_module(module.name)
     return KERNELS

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.kernels.router import RoutingRule, choose_router
-from titan_moe.kernels.router_logits import choose_router_logits
+from titan_moe.config.skew import WINDOW_TOKENS, skewed_counts
+from titan_moe.kernels.choose import ROUTE_TOKENS, ROUTER_LOGITS
+from titan_moe.kernels.router.routing import RoutingRule
 from titan_moe.layers.balance import LoadBalance
-from titan_moe.plan.skew import WINDOW_TOKENS, skewed_counts
 
 
 class ForcedTable:
@@ -98,8 +98,8 @@ class TopKRouter(nn.Module):
             moe.normalize_topk,
             moe.route_scale,
         )
-        self.logits = choose_router_logits(kernels.router)
-        self.route = choose_router(kernels.router)
+        self.logits = ROUTER_LOGITS[kernels.router]
+        self.route = ROUTE_TOKENS[kernels.router]
         self.force: Callable[[Tensor], Tensor | None] = _leave_free
         self.balance = LoadBalance(moe)
 

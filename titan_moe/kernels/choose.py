@@ -1,0 +1,40 @@
+"""Which implementation serves a recipe's choice of kernels: the one place where it is chosen.
+
+Each table maps the value of a field of `config.kernels.Kernels` to functions of one signature.
+"""
+
+from functools import cache
+
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
+from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
+from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_loop
+from titan_moe.kernels.loss.cross_entropy import CrossEntropy, linear_cross_entropy
+from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy
+from titan_moe.kernels.optim.accumulate import Accumulate, accumulate, accumulate_reference
+from titan_moe.kernels.permute.counting_sort import counting_sort
+from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
+from titan_moe.kernels.rope.norm_and_rotate import norm_and_rotate, norm_and_rotate_in_torch
+from titan_moe.kernels.router.fused_router import route_tokens
+from titan_moe.kernels.router.logits import RouterLogits, router_logits, router_logits_reference
+from titan_moe.kernels.router.routing import RouteTokens, route_tokens_reference
+
+PERMUTE: dict[str, Permute] = {"torch": sort_by_expert, "triton": counting_sort}
+ROUTER_LOGITS: dict[str, RouterLogits] = {"torch": router_logits_reference, "triton": router_logits}
+ROUTE_TOKENS: dict[str, RouteTokens] = {"torch": route_tokens_reference, "triton": route_tokens}
+NORM_AND_ROTATE = {"torch": norm_and_rotate_in_torch, "triton": norm_and_rotate}
+CROSS_ENTROPY: dict[str, CrossEntropy] = {"torch": linear_cross_entropy, "triton": fused_cross_entropy}
+ACCUMULATE: dict[str, Accumulate] = {"torch": accumulate_reference, "triton": accumulate}
+GROUPED_GEMM = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}
+
+
+@cache
+def choose_expert_mlp(choice: str, score_on: str) -> ExpertMLP:
+    """The MLP for the recipe's choice of expert kernels and `model.moe.score_on`.
+
+    Raises: ValueError for `fused` with scores on the input: it gathers rows inside a GEMM, where no score is applied.
+    """
+    if choice != "fused":
+        return composite(GROUPED_GEMM[choice], weighs_input=score_on == "input")
+    if score_on == "input":
+        raise ValueError('perf.kernels = "fused" needs model.moe.score_on = "activation"; or take "grouped_mm"')
+    return fused_expert_mlp
