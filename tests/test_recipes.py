@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import check_rules, dump_recipe, load_recipe
+from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.memory import state_bytes_per_rank
-from titan_moe.plan.page import describe
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RUNS = sorted(file for file in RECIPES.glob("*.toml"))

@@ -19,17 +19,17 @@ _HOMES = {
     "ModelConfig": "titan_moe.config.model",
     "Recipe": "titan_moe.config.recipe",
     "Routed": "titan_moe.dispatch",
-    "SymmExpertDispatcher": "titan_moe.dispatch.symm_experts",
+    "SymmMemFusedDispatcher": "titan_moe.dispatch.symm_mem_fused",
     "SymmMemDispatcher": "titan_moe.dispatch.symm_mem",
     "TokenDispatcher": "titan_moe.dispatch",
     "TopKRouter": "titan_moe.layers.router",
     "Transformer": "titan_moe.models.transformer",
     "close_symm_memory": "titan_moe.dispatch.symm_mem",
     "init_weights": "titan_moe.layers.init",
-    "linear_cross_entropy": "titan_moe.kernels.cross_entropy",
+    "linear_cross_entropy": "titan_moe.kernels.loss.cross_entropy",
     "load_recipe": "titan_moe.config.parse",
     "open_symm_memory": "titan_moe.dispatch.symm_mem",
-    "symm_bytes": "titan_moe.kernels.symm_dispatch",
+    "symm_bytes": "titan_moe.kernels.symm_mem.arrays",
 }
 
 __all__ = [*_HOMES]  # noqa: PLE0604

@@ -15,7 +15,7 @@ from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
 from titan_moe.config.explain import explain
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.parse import nearest_key, split_overrides
-from titan_moe.plan.page import describe
+from titan_moe.plan.check_report import describe
 
 EXIT_BAD_RECIPE = 2
 EXIT_INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""Time every registered operation that names benchmarks, beside its rivals and its floor.
+"""Time every registered operation that names benchmarks, beside its baselines and its floor.
 
     python tools/bench_kernels.py [fused_expert_mlp ...] [--shape qwen3_ep8]
 
@@ -39,7 +39,7 @@ def main() -> None:
 def compare(kernel: Kernel, benchmark: Benchmark, hardware: Hardware | None) -> Iterator[str]:
     """A line for the operation and one for each rival."""
     sample = benchmark.draw(torch.device("cuda"))
-    for name, op in {"titan_moe": kernel.op, **kernel.rivals}.items():
+    for name, op in {"titan_moe": kernel.op, **kernel.baselines}.items():
         try:
             forward_ms, total_ms = forward_and_total_ms(op, sample)
         except RuntimeError as error:

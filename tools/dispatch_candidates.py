@@ -17,7 +17,7 @@ from titan_moe.config.kernels import PRESETS
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Routed, TokenDispatcher
-from titan_moe.kernels.slots import choose_lay_out
+from titan_moe.kernels.permute.permutation import choose_permute
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.router import ForcedBalance, ForcedSkew
 from titan_moe.titan import import_torchtitan
@@ -95,19 +95,19 @@ def count_remote_rows(case: Case, ids_TK: Tensor) -> int:
 
 def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> TokenDispatcher:
     """One of ours over all ranks."""
-    group, lay_out = dist.group.WORLD, choose_lay_out(PRESETS[case.kernels].slots)
+    group, permute = dist.group.WORLD, choose_permute(PRESETS[case.kernels].slots)
     assert group is not None
     if name == "alltoall":
-        return AllToAllDispatcher(case.experts, group, lay_out)
+        return AllToAllDispatcher(case.experts, group, permute)
     if name == "allgather":
-        return AllGatherDispatcher(case.experts, group, lay_out)
-    from titan_moe.dispatch.symm_experts import SymmExpertDispatcher
+        return AllGatherDispatcher(case.experts, group, permute)
     from titan_moe.dispatch.symm_mem import SymmMemDispatcher, open_symm_memory
-    from titan_moe.kernels.symm_dispatch import symm_bytes
+    from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+    from titan_moe.kernels.symm_mem.arrays import symm_bytes
 
     num_bytes = symm_bytes(group.size(), case.tokens, case.width, case.choices, dtype)
-    kind = SymmExpertDispatcher if name == TILED else SymmMemDispatcher
-    return kind(case.experts, open_symm_memory(num_bytes, group, device), lay_out)
+    kind = SymmMemFusedDispatcher if name == TILED else SymmMemDispatcher
+    return kind(case.experts, open_symm_memory(num_bytes, group, device), permute)
 
 
 def build_mover(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Serve:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from titan_moe.profile.read import ON_DEVICE
+from titan_moe.profile.trace_parsing import ON_DEVICE
 
 NUM_LONGEST = 50
 NAME_WIDTH = 160

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.kernels.expert_up import TILE_ROWS, UpTiles, expert_up
-from titan_moe.kernels.expert_weight_grad import DOWN_CUT, UP_CUT, WeightGradTiles, expert_weight_grad
-from titan_moe.kernels.fused_expert_mlp import SHAPES
-from titan_moe.kernels.gather_mm import GatherTiles, gather_mm
-from titan_moe.kernels.permute import full_size_plan
-from titan_moe.kernels.tiles import plan_tiles
+from titan_moe.kernels.experts.fused_mlp import SHAPES
+from titan_moe.kernels.experts.gather_mm import GatherTiles, gather_mm
+from titan_moe.kernels.experts.tiles import plan_tiles
+from titan_moe.kernels.experts.up import TILE_ROWS, UpTiles, expert_up
+from titan_moe.kernels.experts.weight_grad import DOWN_CUT, UP_CUT, WeightGradTiles, expert_weight_grad
+from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.timing import median_ms
 
 UP_TILES = [

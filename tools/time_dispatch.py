@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cleanup import forget
 from dispatch_candidates import (
     CANDIDATES,
     PEER,
@@ -34,7 +35,6 @@ from dispatch_candidates import (
     draw_choices,
     draw_rows,
 )
-from leftovers import forget
 from rank_processes import add_line, telling
 from torch import Tensor
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from cleanup import forget, leave_groups, refuse_leftovers
 from kernel_times import profile_step
-from leftovers import forget, leave_groups, refuse_leftovers
 from rank_processes import add_line, telling
 from torch import Tensor
 
@@ -39,7 +39,7 @@ from titan_moe.metrics.throughput import peak_memory_gib
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.train.build import Assembly, assemble
 from titan_moe.train.process import process_group
-from titan_moe.train.settle import settle_kernels
+from titan_moe.train.resolve_kernels import resolve_kernels
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def do(job: str, recipe: Recipe, device: torch.device, args: argparse.Namespace)
         profiled = Profiled(
             args.profile / f"{told.get('number', 0):02}-{stem}.txt", " ".join([stem, *told["overrides"]])
         )
-    return measure(settle_kernels(recipe, device), device, args.warmup, args.out.parent, profiled)
+    return measure(resolve_kernels(recipe, device), device, args.warmup, args.out.parent, profiled)
 
 
 class Profiled(NamedTuple):

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from titan_moe.checkpoint.dcp import CheckpointMisfit
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 
-SCRIPT = Path(__file__).with_name("drill.py")
+SCRIPT = Path(__file__).with_name("checkpoint_case.py")
 SPEC = importlib.util.spec_from_file_location("checkpoint_drill", SCRIPT)
-drill = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(drill)
+checkpoint_case = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(checkpoint_case)
 
 
 def launch(num_ranks: int, folder: Path, *phases: str) -> list[int]:
@@ -65,7 +65,7 @@ def snapshot(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def test_two_ranks_one_rank_and_back(one_rank, two_ranks_folder):
-    run = drill.Drill(two_ranks_folder / "run", CheckpointConfig())
+    run = checkpoint_case.Drill(two_ranks_folder / "run", CheckpointConfig())
     assert run.checkpointer.load()
     assert_equal(run.snapshot(), snapshot(two_ranks_folder, "at_3"))
     seen = run.train(3)
@@ -82,12 +82,12 @@ def test_two_ranks_one_rank_and_back(one_rank, two_ranks_folder):
 
 
 def test_the_same_ranks_go_on_bit_for_bit(one_rank, tmp_path):
-    straight = drill.Drill(tmp_path, CheckpointConfig())
+    straight = checkpoint_case.Drill(tmp_path, CheckpointConfig())
     straight.train(3)
     straight.checkpointer.save(3)
     expected_seen, expected = straight.train(5), straight.snapshot()
     straight.checkpointer.close()
-    resumed = drill.Drill(tmp_path, CheckpointConfig())
+    resumed = checkpoint_case.Drill(tmp_path, CheckpointConfig())
     torch.manual_seed(1234)
     assert resumed.checkpointer.load()
     assert resumed.train(5) == expected_seen
@@ -98,7 +98,7 @@ def test_the_same_ranks_go_on_bit_for_bit(one_rank, tmp_path):
 def test_background_save_keeps_the_values_of_its_step(one_rank, two_ranks_folder):
     for rank in range(2):  # training went on before the save was done
         assert json.loads((two_ranks_folder / f"complete_while_saving.{rank}.json").read_text()) == []
-    run = drill.Drill(two_ranks_folder / "background", CheckpointConfig(is_async=True))
+    run = checkpoint_case.Drill(two_ranks_folder / "background", CheckpointConfig(is_async=True))
     assert run.checkpointer.load()
     assert_equal(run.snapshot(), snapshot(two_ranks_folder, "background_at_2"))
     run.checkpointer.close()
@@ -108,7 +108,7 @@ def test_kill_in_the_middle_of_a_save(one_rank, tmp_path):
     assert launch(1, tmp_path, "die_while_saving") == [-9]
     folder = tmp_path / "killed" / "checkpoints"
     assert list((folder / "step-4").glob("*.distcp")) and not (folder / "step-4" / ".metadata").exists()
-    run = drill.Drill(tmp_path / "killed", CheckpointConfig())
+    run = checkpoint_case.Drill(tmp_path / "killed", CheckpointConfig())
     assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-3"]
     assert run.checkpointer.load()
     assert_equal(run.snapshot(), snapshot(tmp_path, "killed_at_3"))
@@ -117,7 +117,7 @@ def test_kill_in_the_middle_of_a_save(one_rank, tmp_path):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_keeps_the_newest(one_rank, tmp_path, is_async):
-    run = drill.Drill(tmp_path, CheckpointConfig(keep_latest=2, is_async=is_async))
+    run = checkpoint_case.Drill(tmp_path, CheckpointConfig(keep_latest=2, is_async=is_async))
     for step in range(1, 6):
         run.train()
         run.checkpointer.save(step, is_last=step == 5)
@@ -127,7 +127,7 @@ def test_keeps_the_newest(one_rank, tmp_path, is_async):
 
 
 def test_half_written_folders_never_push_out_good_ones(one_rank, tmp_path):
-    run = drill.Drill(tmp_path, CheckpointConfig(keep_latest=2))
+    run = checkpoint_case.Drill(tmp_path, CheckpointConfig(keep_latest=2))
     for step in (1, 2):
         run.train()
         run.checkpointer.save(step)
@@ -139,7 +139,7 @@ def test_half_written_folders_never_push_out_good_ones(one_rank, tmp_path):
 
 
 def test_a_saved_step_is_left_alone(one_rank, tmp_path):
-    run = drill.Drill(tmp_path, CheckpointConfig())
+    run = checkpoint_case.Drill(tmp_path, CheckpointConfig())
     run.train()
     run.checkpointer.save(1)
     before = {path.name: path.stat().st_mtime_ns for path in run.checkpointer.folders.path(1).iterdir()}
@@ -149,7 +149,7 @@ def test_a_saved_step_is_left_alone(one_rank, tmp_path):
 
 
 def test_nothing_to_load_and_nothing_to_save(one_rank, tmp_path):
-    run = drill.Drill(tmp_path, CheckpointConfig())
+    run = checkpoint_case.Drill(tmp_path, CheckpointConfig())
     before = run.snapshot()
     assert not run.checkpointer.load()
     run.checkpointer.save(0, is_last=True)
@@ -159,12 +159,12 @@ def test_nothing_to_load_and_nothing_to_save(one_rank, tmp_path):
 
 
 def test_load_from_takes_weights_only(one_rank, tmp_path):
-    source = drill.Drill(tmp_path / "source", CheckpointConfig())
+    source = checkpoint_case.Drill(tmp_path / "source", CheckpointConfig())
     source.train(2)
     source.checkpointer.save(2)
     source.checkpointer.close()
     config = CheckpointConfig(load_from=str(source.checkpointer.folders.path(2)))
-    run = drill.Drill(tmp_path / "run", config)
+    run = checkpoint_case.Drill(tmp_path / "run", config)
     untouched = run.snapshot()
     assert run.checkpointer.load()
     expected = {n: v if n.startswith("model.") else untouched[n] for n, v in source.snapshot().items()}
@@ -174,22 +174,22 @@ def test_load_from_takes_weights_only(one_rank, tmp_path):
 
 
 def test_load_from_names_a_way_out(one_rank, tmp_path):
-    source = drill.Drill(tmp_path / "source", CheckpointConfig())
+    source = checkpoint_case.Drill(tmp_path / "source", CheckpointConfig())
     source.train()
     source.checkpointer.save(1)
     source.checkpointer.close()
-    run = drill.Drill(tmp_path / "run", CheckpointConfig(load_from=str(tmp_path / "source")))
+    run = checkpoint_case.Drill(tmp_path / "run", CheckpointConfig(load_from=str(tmp_path / "source")))
     with pytest.raises(ValueError, match=r"checkpoint\.load_from = .*complete ones below it: step-1"):
         run.checkpointer.load()
     run.checkpointer.close()
 
 
 def test_a_checkpoint_that_does_not_fit_says_so(one_rank, tmp_path):
-    run = drill.Drill(tmp_path, CheckpointConfig())
+    run = checkpoint_case.Drill(tmp_path, CheckpointConfig())
     run.train()
     run.checkpointer.save(1)
     run.checkpointer.close()
-    other = drill.Drill(tmp_path, CheckpointConfig())
+    other = checkpoint_case.Drill(tmp_path, CheckpointConfig())
     other.model.register_buffer("newcomer", torch.zeros(1))
     with pytest.raises(RuntimeError, match="does not fit.*newcomer.*another run.folder"):
         other.checkpointer.load()
@@ -197,21 +197,21 @@ def test_a_checkpoint_that_does_not_fit_says_so(one_rank, tmp_path):
 
 
 def test_no_weight_is_dropped_silently(one_rank, tmp_path):
-    run = drill.Drill(tmp_path / "run", CheckpointConfig())
+    run = checkpoint_case.Drill(tmp_path / "run", CheckpointConfig())
     run.model.register_buffer("leaver", torch.zeros(1))
     run.train()
     run.checkpointer.save(1)
     run.checkpointer.close()
     saved = str(run.checkpointer.folders.path(1))
     for folder, config in (("run", CheckpointConfig()), ("other", CheckpointConfig(load_from=saved))):
-        smaller = drill.Drill(tmp_path / folder, config)
+        smaller = checkpoint_case.Drill(tmp_path / folder, config)
         with pytest.raises(CheckpointMisfit, match=r"no place for 1 of its tensors \(leaver\); (restore|correct)"):
             smaller.checkpointer.load()
         smaller.checkpointer.close()
 
 
 def test_a_damaged_checkpoint_is_called_so(one_rank, tmp_path):
-    run = drill.Drill(tmp_path, CheckpointConfig())
+    run = checkpoint_case.Drill(tmp_path, CheckpointConfig())
     for step in (1, 2):
         run.train()
         run.checkpointer.save(step)
@@ -226,11 +226,11 @@ def test_a_damaged_checkpoint_is_called_so(one_rank, tmp_path):
 
 
 def test_a_resumed_run_obeys_its_recipe(one_rank, tmp_path):
-    run = drill.Drill(tmp_path, CheckpointConfig())
+    run = checkpoint_case.Drill(tmp_path, CheckpointConfig())
     run.train(4)
     run.checkpointer.save(4)
     run.checkpointer.close()
-    resumed = drill.Drill(tmp_path, CheckpointConfig(), OptimConfig(lr=0.02, weight_decay=0.3, beta2=0.9))
+    resumed = checkpoint_case.Drill(tmp_path, CheckpointConfig(), OptimConfig(lr=0.02, weight_decay=0.3, beta2=0.9))
     assert resumed.checkpointer.load()
     groups = [group for optimizer in resumed.optimizers for group in optimizer.param_groups]
     assert {(group["lr"], group["betas"]) for group in groups} == {(0.02, (0.9, 0.9))}

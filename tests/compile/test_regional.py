@@ -15,7 +15,7 @@ from titan_moe.config.parallel import HOST_READERS, ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
 from titan_moe.dispatch.base import Routed, route
-from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.local import LocalExchange
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.layers.init import init_weights
@@ -266,12 +266,12 @@ def test_experts_serve_any_number_of_rows_with_few_graphs(counter: CompileCounte
 
 def test_a_waived_bound_leaves_the_bounded_graph_alone(counter: CompileCounterWithBackend) -> None:
     moe = experts_layers(built("on", config=SHALLOW))[0]
-    moe.dispatcher.bound = SlotBound(1.5)
+    moe.dispatcher.capacity = ExpertCapacity(1.5)
     bounded, unbounded = routed(9, 3), routed(9, 9)
     assert bounded.rows_R.shape != unbounded.rows_R.shape
     for _ in range(3):
         moe.experts(bounded)
-        with moe.dispatcher.bound.lifted():
+        with moe.dispatcher.capacity.unbounded():
             moe.experts(unbounded)
     assert counter.frame_count == 2, "each of its own size"
     moe.experts(unbounded)
@@ -282,7 +282,7 @@ class Bounded(LocalDispatcher):
     """A dispatcher that notes how many slots it lays out, without a compiler."""
 
     def finish_dispatch(self, pending: torch.Tensor, exchange: LocalExchange) -> Routed:
-        num_slots = self.bound.num_slots(exchange.ids_TK, balanced=500, worst=999)
+        num_slots = self.capacity.num_slots(exchange.ids_TK, balanced=500, worst=999)
         if not torch.compiler.is_compiling():
             self.laid_out = num_slots
         return super().finish_dispatch(pending, exchange)
@@ -290,16 +290,16 @@ class Bounded(LocalDispatcher):
 
 def test_a_whole_block_without_its_bound_asks_no_compiler(counter: CompileCounterWithBackend) -> None:
     """A graph would lay out the worst case, and a step is taken again because that fits nowhere."""
-    bound, model, plain = SlotBound(1.5), Transformer(SHALLOW), built("off", config=SHALLOW)
+    capacity, model, plain = ExpertCapacity(1.5), Transformer(SHALLOW), built("off", config=SHALLOW)
     for layer in experts_layers(model):
         layer.dispatcher = Bounded(MOE.num_experts)
-        layer.dispatcher.bound = bound
+        layer.dispatcher.capacity = bound
     regional.apply(model, CompileConfig("on", "block"), CPU)
     model.load_state_dict(plain.state_dict())
     tokens, labels = batch()
     model(tokens, labels).backward()
     assert not any(hasattr(layer.dispatcher, "laid_out") for layer in experts_layers(model))
-    with bound.lifted():
+    with capacity.unbounded():
         loss = model(tokens, labels)
     assert all(layer.dispatcher.laid_out == tokens.numel() * MOE.top_k for layer in experts_layers(model))
     torch.testing.assert_close(loss, plain(tokens, labels))

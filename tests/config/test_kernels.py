@@ -14,8 +14,8 @@ def test_an_override_changes_one_operation() -> None:
 
 
 def test_fused_is_all_that_there_is_in_triton() -> None:
-    makers = {field.name: getattr(PRESETS["fused"], field.name) for field in fields(KernelOverrides)}
-    assert makers.pop("experts") == "fused" and set(makers.values()) == {"triton"}
+    backends = {field.name: getattr(PRESETS["fused"], field.name) for field in fields(KernelOverrides)}
+    assert backends.pop("experts") == "fused" and set(backends.values()) == {"triton"}
 
 
 def test_presets_are_what_a_recipe_may_name() -> None:
@@ -26,5 +26,5 @@ def test_every_operation_can_be_overridden_by_what_exists() -> None:
     exist, overrides = get_type_hints(Kernels), get_type_hints(KernelOverrides)
     assert exist.pop("attention"), "perf.attention chooses it"
     assert list(exist) == [field.name for field in fields(KernelOverrides)]
-    for name, makers in exist.items():
-        assert get_args(overrides[name]) == ("no", *get_args(makers))
+    for name, backends in exist.items():
+        assert get_args(overrides[name]) == ("no", *get_args(backends))

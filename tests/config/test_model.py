@@ -17,4 +17,4 @@ from titan_moe.config.model import AttentionConfig
 )
 def test_how_far_each_layer_reaches(window: int, full_every: int, expected: list[int]) -> None:
     attention = AttentionConfig(sliding_window=window, full_attention_every=full_every)
-    assert [attention.reach(layer, 100) for layer in range(7)] == expected
+    assert [attention.window(layer, 100) for layer in range(7)] == expected

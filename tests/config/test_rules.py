@@ -31,7 +31,7 @@ GOOD = [
 """A recipe for 8 ranks in which as many rules as possible have something to say."""
 
 INTERLEAVED = (
-    "--parallel.overlap=microbatch --parallel.gathers_once_a_step=true --train.global_batch_sequences=32 "
+    "--parallel.overlap=microbatch --parallel.accumulate_unsharded=true --train.global_batch_sequences=32 "
     "--parallel.dispatcher=allgather"
 )
 """What makes two microbatches of it run at a time."""
@@ -85,7 +85,10 @@ BROKEN = {
         "--parallel.dispatcher=symm_mem --parallel.ep=16",
         "parallel.ep = 16 does not divide the 8 ranks of a node",
     ),
-    "microbatches that interleave can be cut": ("--parallel.overlap=microbatch", "gathers_once_a_step = true, or take"),
+    "microbatches that interleave can be cut": (
+        "--parallel.overlap=microbatch",
+        "accumulate_unsharded = true, or take",
+    ),
     "a slot bound has a dispatcher to bound": (
         "--parallel.expert_rank_capacity_factor=1.5",
         'bounds nothing with parallel.dispatcher = "alltoall"',
@@ -233,7 +236,7 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
             8,
             "parallel.expert_clones = 1 lends experts to other ranks, but parallel.ep = 1",
         ),
-        (f"{INTERLEAVED} --parallel.gathers_once_a_step=false", 8, "set parallel.gathers_once_a_step = true"),
+        (f"{INTERLEAVED} --parallel.accumulate_unsharded=false", 8, "set parallel.accumulate_unsharded = true"),
         (f"{INTERLEAVED} --compile.extent=block", 8, 'take compile.extent = "pieces", or parallel.overlap = "none"'),
         (f"{INTERLEAVED} --parallel.dispatcher=symm_mem", 8, 'take overlap = "tile"'),
         (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),

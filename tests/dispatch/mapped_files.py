@@ -23,8 +23,8 @@ def map_files(folder: str, num_bytes: int, group: dist.ProcessGroup, device: tor
     memories = [torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
     mapped.extend(memories)
     dist.barrier(group)
-    at_P = torch.tensor([memory.data_ptr() for memory in memories])
-    return SymmMemory(memories[dist.get_rank(group)], at_P, dist.get_rank(group))
+    peer_ptrs_P = torch.tensor([memory.data_ptr() for memory in memories])
+    return SymmMemory(memories[dist.get_rank(group)], peer_ptrs_P, dist.get_rank(group))
 
 
 def _let_others_run() -> None:

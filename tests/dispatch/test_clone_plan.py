@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.dispatch.clone_plan import ClonePlan, plan_clones, spare_slots, takeovers
+from titan_moe.dispatch.clone_plan import ClonePlan, plan_clones, reassign, replica_slots
 
 ROUTINGS = ("random", "steep", "one_hot_expert", "one_full_rank", "one_rank_without_tokens", "nothing")
 
@@ -44,10 +44,10 @@ def loads(counts_PE: Tensor, plan: ClonePlan | None = None) -> Tensor:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_plan_is_sound(routing: str, num_ranks: int, num_experts: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    for num_spare in (1, 2, 4):
+    for num_replicas in (1, 2, 4):
         counts_PE = table(routing, num_ranks, num_experts, generator)
-        plan = plan_clones(counts_PE, num_spare)
-        assert plan.experts_Pc.shape == plan.taken_Pc.shape == (num_ranks, num_spare)
+        plan = plan_clones(counts_PE, num_replicas)
+        assert plan.experts_Pc.shape == plan.taken_Pc.shape == (num_ranks, num_replicas)
         assert torch.equal(plan.experts_Pc >= 0, plan.taken_Pc > 0), "a slot without choices has no expert"
         before_P, after_P = loads(counts_PE), loads(counts_PE, plan)
         assert after_P.sum() == before_P.sum() and after_P.max() <= before_P.max()
@@ -56,7 +56,7 @@ def test_a_plan_is_sound(routing: str, num_ranks: int, num_experts: int) -> None
         assert (taken_E <= counts_PE.sum(0)).all(), "nobody gives more than there is"
         for rank, experts_c in enumerate(plan.experts_Pc.tolist()):
             assert all(expert < 0 or expert * num_ranks // num_experts != rank for expert in experts_c), "not at home"
-        more = loads(counts_PE, plan_clones(counts_PE, num_spare + 1)).max()
+        more = loads(counts_PE, plan_clones(counts_PE, num_replicas + 1)).max()
         assert more <= after_P.max(), "another slot does no harm"
 
 
@@ -64,24 +64,24 @@ def test_a_plan_is_sound(routing: str, num_ranks: int, num_experts: int) -> None
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_all_ranks_together_give_what_was_planned(routing: str, num_ranks: int, num_experts: int) -> None:
     generator = torch.Generator().manual_seed(1)
-    for num_spare in (1, 3):
+    for num_replicas in (1, 3):
         counts_PE = table(routing, num_ranks, num_experts, generator)
-        plan = plan_clones(counts_PE, num_spare)
-        given_PI = torch.zeros(num_ranks, num_ranks * num_spare, dtype=torch.int64)
+        plan = plan_clones(counts_PE, num_replicas)
+        given_PI = torch.zeros(num_ranks, num_ranks * num_replicas, dtype=torch.int64)
         for rank, counts_E in enumerate(counts_PE):
             ids_T1 = torch.arange(num_experts).repeat_interleave(counts_E)[:, None]
             ids_T1 = ids_T1[torch.randperm(len(ids_T1), generator=generator)]
             nth_T1 = torch.stack([(ids_T1[:t] == ids_T1[t]).sum() for t in range(len(ids_T1))] or [torch.tensor(0)])
             ids_T1, nth_T1 = torch.cat([ids_T1, torch.tensor([[-1]])]), torch.cat([nth_T1, torch.tensor([0])])[:, None]
             nth_T1 = nth_T1[: len(ids_T1)]
-            slots_T1 = spare_slots(ids_T1, nth_T1, takeovers(counts_PE, plan, rank, len(ids_T1) + 1))
+            slots_T1 = replica_slots(ids_T1, nth_T1, reassign(counts_PE, plan, rank, len(ids_T1) + 1))
             assert slots_T1[-1] == -1, "no expert, no slot"
             taken = slots_T1 >= 0
             assert torch.equal(plan.experts_Pc.flatten()[slots_T1[taken]], ids_T1[taken]), "clones of the right expert"
-            given_PI[rank] = slots_T1[taken].bincount(minlength=num_ranks * num_spare)
+            given_PI[rank] = slots_T1[taken].bincount(minlength=num_ranks * num_replicas)
         assert torch.equal(given_PI.sum(0), plan.taken_Pc.flatten())
         for slot, (expert, taken) in enumerate(zip(plan.experts_Pc.flatten(), plan.taken_Pc.flatten(), strict=True)):
-            near = slot // num_spare
+            near = slot // num_replicas
             own = plan.experts_Pc[near] == expert
             if taken > 0 and own.sum() == 1:
                 assert given_PI[near, slot] == min(counts_PE[near, expert], taken), "what is there already comes first"
@@ -132,13 +132,13 @@ def skewed_table(generator: torch.Generator) -> Tensor:
             return torch.stack([part.bincount(minlength=128) for part in drawn.view(8, -1)])
 
 
-@pytest.mark.parametrize(("num_spare", "typical", "worst"), [(1, 1.04, 1.08), (2, 1.01, 1.04), (3, 1.003, 1.02)])
-def test_skewed_routing_becomes_even(num_spare: int, typical: float, worst: float) -> None:
+@pytest.mark.parametrize(("num_replicas", "typical", "worst"), [(1, 1.04, 1.08), (2, 1.01, 1.04), (3, 1.003, 1.02)])
+def test_skewed_routing_becomes_even(num_replicas: int, typical: float, worst: float) -> None:
     generator = torch.Generator().manual_seed(3)
     fullest = []
     for _ in range(10):
         counts_PE = skewed_table(generator)
-        load_P = loads(counts_PE, plan_clones(counts_PE, num_spare)).double()
+        load_P = loads(counts_PE, plan_clones(counts_PE, num_replicas)).double()
         fullest.append(float(load_P.max() / load_P.mean()))
     assert sum(fullest) / 10 < typical and max(fullest) < worst, fullest
 
@@ -167,8 +167,8 @@ def test_a_plan_is_captured_and_equals_the_one_on_the_host() -> None:
 
     def plan(counts_PE: Tensor, ids_TK: Tensor) -> list[Tensor]:
         made = plan_clones(counts_PE, 2)
-        taken = takeovers(counts_PE, made, 3, ids_TK.numel() + 1)
-        return [*made, spare_slots(ids_TK, nth_TK.to(ids_TK.device), taken)]
+        taken = reassign(counts_PE, made, 3, ids_TK.numel() + 1)
+        return [*made, replica_slots(ids_TK, nth_TK.to(ids_TK.device), taken)]
 
     counts_PE, ids_TK = (tensor.cuda() for tensor in drawn[0])
     nth_TK = nth_TK.cuda()

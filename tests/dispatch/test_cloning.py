@@ -8,20 +8,20 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, CloningDispatcher
-from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.clone_weights import MessageCloneFetcher
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
 from titan_moe.dispatch.cloning import CloningExchange
-from titan_moe.kernels.expert_mlp import choose_expert_mlp
+from titan_moe.kernels.experts.composite_mlp import choose_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 
 NUM_EXPERTS, NUM_SPARE, NUM_TOKENS, WIDTH, HIDDEN = 8, 1, 400, 16, 8
 
 
-def cloning(kind: str, bound: SlotBound) -> CloningDispatcher:
+def cloning(kind: str, capacity: ExpertCapacity) -> CloningDispatcher:
     group = dist.group.WORLD
     num_places = NUM_EXPERTS + NUM_SPARE * group.size()
     if kind == "allgather":
-        inner = AllGatherDispatcher(num_places, group, bound=bound)
+        inner = AllGatherDispatcher(num_places, group, capacity=capacity)
     else:
         inner = AllToAllDispatcher(num_places, group)
     return CloningDispatcher(inner, NUM_EXPERTS, NUM_SPARE, group)
@@ -41,19 +41,19 @@ def experts() -> GroupedExperts:
     module = GroupedExperts(own, WIDTH, HIDDEN, choose_expert_mlp("reference", "activation")).double()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter)
-    module.gather_weights = MessageCloneFetcher(dist.group.WORLD)
+    module.gather_weights = CollectiveCloneWeights(dist.group.WORLD)
     return module
 
 
 def run_bounded(capacity_factor: float) -> tuple[list[bool], list[int]]:
     """Whether slots overflow without clones and with them; and the slots that are taken with them."""
-    bound = SlotBound(capacity_factor)
-    plain = AllGatherDispatcher(NUM_EXPERTS, dist.group.WORLD, bound=bound)
+    capacity = ExpertCapacity(capacity_factor)
+    plain = AllGatherDispatcher(NUM_EXPERTS, dist.group.WORLD, capacity=capacity)
     inputs, overflowed = skewed_inputs(dist.get_rank()), []
-    for dispatcher in (plain, cloning("allgather", bound)):
-        bound.reset()
+    for dispatcher in (plain, cloning("allgather", capacity)):
+        capacity.reset()
         routed = dispatcher.dispatch(*inputs)
-        overflowed.append(bool(bound.overflowed))
+        overflowed.append(bool(capacity.overflowed))
     return overflowed, routed.offsets_e.tolist()
 
 
@@ -66,7 +66,7 @@ def test_clones_fit_in_a_bound_that_overflows_without_them(ranks) -> None:
 
 def saved_weights(kind: str, is_compiled: bool) -> tuple[int, int]:
     """Bytes of weights that are kept for backward, beside the parameters; and those of the clones."""
-    module, dispatcher = experts(), cloning(kind, SlotBound())
+    module, dispatcher = experts(), cloning(kind, ExpertCapacity())
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -100,7 +100,9 @@ def sum_gradients_in_bf16() -> tuple[Tensor, Tensor]:
     experts_Pc = torch.full((num_ranks, 1), 0)
     experts_Pc[0] = -1
     weights = [torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 4, 64), (64, 4))]
-    _, *pieces = MessageCloneFetcher(dist.group.WORLD)(torch.zeros(2, 64), *weights, CloningExchange(None, experts_Pc))
+    _, *pieces = CollectiveCloneWeights(dist.group.WORLD)(
+        torch.zeros(2, 64), *weights, CloningExchange(None, experts_Pc)
+    )
     grads = gradients_of(rank)
     grads = [*grads, *(grad * 0 if rank == 0 else grad for grad in grads)]
     torch.autograd.backward(pieces, grads)

@@ -14,9 +14,9 @@ from titan_moe.dispatch import (
     LocalDispatcher,
     TokenDispatcher,
 )
-from titan_moe.dispatch.clone_weights import MessageCloneFetcher
-from titan_moe.kernels.expert_mlp import choose_expert_mlp
-from titan_moe.kernels.slots import Slots, lay_out_slots
+from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
+from titan_moe.kernels.experts.composite_mlp import choose_expert_mlp
+from titan_moe.kernels.permute.permutation import Permutation, sort_by_expert
 from titan_moe.layers.experts import GroupedExperts
 
 NUM_EXPERTS, TOP_K, NUM_TOKENS, WIDTH, HIDDEN = 8, 3, 12, 16, 8
@@ -94,15 +94,15 @@ def run_rank(kind: str, routing: str, tokens_by_rank: list[int]) -> list[Tensor]
     return serve(dispatcher, module, inputs(routing, num_ranks, tokens_by_rank)[rank])
 
 
-def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_spare: int) -> tuple[list[Tensor], int]:
+def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_replicas: int) -> tuple[list[Tensor], int]:
     """Results with clones, and how many choices of all ranks these took over."""
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    inner = KINDS[kind](NUM_EXPERTS + num_ranks * num_spare, group)
-    dispatcher = CloningDispatcher(inner, NUM_EXPERTS, num_spare, group)
+    inner = KINDS[kind](NUM_EXPERTS + num_ranks * num_replicas, group)
+    dispatcher = CloningDispatcher(inner, NUM_EXPERTS, num_replicas, group)
     assert dispatcher.reads_host == inner.reads_host
     per_rank = NUM_EXPERTS // num_ranks
     module = experts(rank * per_rank, (rank + 1) * per_rank)
-    module.gather_weights = MessageCloneFetcher(group)
+    module.gather_weights = CollectiveCloneWeights(group)
     rank_inputs = inputs(routing, num_ranks, tokens_by_rank)[rank]
     offsets_e = dispatcher.dispatch(*rank_inputs[:3]).offsets_e
     num_taken = offsets_e[-1] - offsets_e[per_rank - 1]
@@ -139,12 +139,14 @@ def test_spread_equals_dense_oracle(ranks, kind: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("num_ranks", "num_spare"), [(2, 1), (2, 4), (4, 1), (4, 2)])
-def test_clones_equal_dense_oracle(ranks, kind: str, num_ranks: int, num_spare: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (2, 4), (4, 1), (4, 2)])
+def test_clones_equal_dense_oracle(ranks, kind: str, num_ranks: int, num_replicas: int) -> None:
     num_taken = {}
     for routing in ROUTINGS:
         tokens_by_rank = [NUM_TOKENS] * num_ranks if kind == "allgather" else [5, 0, 2 * NUM_TOKENS, 1][-num_ranks:]
-        results, taken = zip(*ranks(num_ranks, run_cloning_rank, kind, routing, tokens_by_rank, num_spare), strict=True)
+        results, taken = zip(
+            *ranks(num_ranks, run_cloning_rank, kind, routing, tokens_by_rank, num_replicas), strict=True
+        )
         expected = [dense_oracle(drawn) for drawn in inputs(routing, num_ranks, tokens_by_rank)]
         assert_close(join(list(results), experts_add_up=False), join(expected, experts_add_up=True))
         num_taken[routing] = taken[0]
@@ -158,9 +160,9 @@ def test_alltoall_takes_uneven_and_missing_tokens(ranks) -> None:
     assert_close(actual, join(expected, experts_add_up=True))
 
 
-def mirrored(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Slots:
+def mirrored(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
     """A way to lay out of one's own: the last row first."""
-    slots = lay_out_slots(ids_SK.flip(0), scores_SK.flip(0), num_experts, num_slots)
+    slots = sort_by_expert(ids_SK.flip(0), scores_SK.flip(0), num_experts, num_slots)
     return slots._replace(rows_R=len(ids_SK) - 1 - slots.rows_R, slots_SK=slots.slots_SK.flip(0))
 
 
@@ -171,7 +173,7 @@ def run_mirrored(kind: str) -> tuple[list[Tensor], list[Tensor], bool]:
     module = experts(0, NUM_EXPERTS) if is_local else experts(rank * NUM_EXPERTS // 2, (rank + 1) * NUM_EXPERTS // 2)
     build = partial(LocalDispatcher, NUM_EXPERTS) if is_local else partial(KINDS[kind], NUM_EXPERTS, dist.group.WORLD)
     results, orders = [], []
-    for dispatcher in (build(), build(lay_out=mirrored)):
+    for dispatcher in (build(), build(permute=mirrored)):
         module.zero_grad()
         results.append(serve(dispatcher, module, rank_inputs))
         orders.append(dispatcher.dispatch(*rank_inputs[:3]).rows_R)

@@ -22,12 +22,12 @@ from torch._dynamo.backends.common import aot_autograd
 from titan_moe.dispatch import bound as bound_module
 from titan_moe.dispatch import symm_mem
 from titan_moe.dispatch.base import TokenDispatcher
-from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.clone_weights import SymmCloneFetcher
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.clone_weights import SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
-from titan_moe.kernels.symm_clones import clone_bytes
-from titan_moe.kernels.symm_dispatch import symm_bytes
+from titan_moe.kernels.symm_mem.arrays import symm_bytes
+from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.layers.experts import GroupedExperts
 
 
@@ -70,29 +70,29 @@ def my_inputs(routing: str, device: torch.device) -> list[Tensor]:
 
 def poison(memory: SymmMemory) -> None:
     """Fill all but the signals with NaN and -1, when nobody reads any more and before anybody writes."""
-    for work in (lambda: None, lambda: memory.local[memory.at_P.numel() * 4 :].fill_(255)):
+    for work in (lambda: None, lambda: memory.local[memory.peer_ptrs_P.numel() * 4 :].fill_(255)):
         work()
         if memory.local.is_cuda:
             torch.cuda.synchronize()
         dist.barrier()
 
 
-def lending(memory: SymmMemory, module: GroupedExperts, num_spare: int) -> TokenDispatcher:
+def lending(memory: SymmMemory, module: GroupedExperts, num_replicas: int) -> TokenDispatcher:
     """A dispatcher that fills spare slots of a rank, if there are any, with clones of the experts of `module`."""
-    num_experts = equal_local.NUM_EXPERTS + dist.get_world_size() * num_spare
+    num_experts = equal_local.NUM_EXPERTS + dist.get_world_size() * num_replicas
     inner = SymmMemDispatcher(num_experts, memory)
-    if not num_spare:
+    if not num_replicas:
         return inner
     group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
-    module.gather_weights = SymmCloneFetcher(memory)
-    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_spare, group)
+    module.gather_weights = SymmMemCloneWeights(memory)
+    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_replicas, group)
 
 
-def run_routings(folder: str | None, routings: tuple[str, ...], num_spare: int = 0) -> list[list[Tensor]]:
+def run_routings(folder: str | None, routings: tuple[str, ...], num_replicas: int = 0) -> list[list[Tensor]]:
     """Results of each routing, one after the other in the same memory."""
     memory, device = share(folder)
     module, results = my_experts(device), []
-    dispatcher = lending(memory, module, num_spare)
+    dispatcher = lending(memory, module, num_replicas)
     for routing in routings:
         module.zero_grad()
         poison(memory)
@@ -121,11 +121,11 @@ def stepped(dispatcher: TokenDispatcher, module: GroupedExperts) -> Callable[...
     return step
 
 
-def compile_two_layers(folder: str | None, num_spare: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+def compile_two_layers(folder: str | None, num_replicas: int = 0) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of two layers, eager and as one graph."""
     memory, device = share(folder)
     module = my_experts(device)
-    step = stepped(lending(memory, module, num_spare), module)
+    step = stepped(lending(memory, module, num_replicas), module)
     return run_and_compile(step, module, lambda: my_inputs("skewed", device), device)
 
 
@@ -168,8 +168,8 @@ def find_orders(folder: str) -> tuple[bool, bool]:
     compiled(x_TD.requires_grad_()).sum().backward()
     forward, backward = graphs
     return (
-        needs(forward, "symm_fetch_clones", "symm_fetch"),
-        needs(backward, "symm_deliver_gradients", "symm_add_clones"),
+        needs(forward, "symm_get_clones", "symm_get"),
+        needs(backward, "symm_put_gradients", "symm_add_clones"),
     )
 
 
@@ -193,7 +193,7 @@ def operations(node: torch.fx.Node) -> list[str]:
 def stress(folder: str | None, num_dispatches: int) -> int:
     """How many tokens did not get back the sum of their own copies, over many routings."""
     memory, device = share(folder)
-    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, bound=SlotBound(2.0, device))
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, capacity=ExpertCapacity(2.0, device))
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     x_TD = torch.randn(equal_local.NUM_TOKENS, equal_local.WIDTH, generator=generator, device=device)
     per_rank = equal_local.NUM_EXPERTS // dist.get_world_size()
@@ -246,13 +246,13 @@ def interleave_beside_a_slow_rank(folder: str, slow_rank: int) -> list[Tensor]:
 
     with pytest.MonkeyPatch.context() as patched:
         for name in (
-            "announce_rows",
+            "exchange_counts",
             "plan_rows",
             "own_rows",
-            "fetch_rows",
-            "fetch_choices",
-            "deliver_rows",
-            "sum_deliveries",
+            "get_rows",
+            "get_assignments",
+            "put_rows",
+            "sum_partial_results",
         ):
             patched.setattr(symm_mem, name, slow(getattr(symm_mem, name)))
         return interleave(folder)
@@ -267,18 +267,18 @@ def overflow(folder: str | None) -> list[tuple[int, int, bool, bool, Tensor]]:
     """For each routing, bounded and then not: rows that a rank made room for, rows that came, whether more had wanted
     to, whether all that this rank brought home is finite, and how far it is from what it should be."""
     memory, device = share(folder)
-    bound = SlotBound(1.0, device)
-    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, bound=bound)
+    capacity = ExpertCapacity(1.0, device)
+    dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, capacity=capacity)
     module, results = my_experts(device), []
     for routing in ("all_to_one_rank", "one_rank_empty"):
         drawn = my_inputs(routing, device)
-        for is_lifted in (False, True):
+        for is_unbounded in (False, True):
             module.zero_grad()
             poison(memory)
-            with bound.lifted() if is_lifted else mock.patch.object(bound_module, "SLOTS_ALIGNMENT", 1):
+            with capacity.unbounded() if is_unbounded else mock.patch.object(bound_module, "SLOTS_ALIGNMENT", 1):
                 home = equal_local.serve(dispatcher, module, drawn)[:3]
-                assert bool(bound.overflowed) >= is_short_of_rows(dispatcher, drawn), "the step is told"
-                bound.reset()
+                assert bool(capacity.overflowed) >= is_short_of_rows(dispatcher, drawn), "the step is told"
+                capacity.reset()
                 exchange = dispatcher.prepare(*drawn[1:3])
                 is_short = bool(exchange.plan.overflowed)
                 num_rows = dispatcher.finish_dispatch(
@@ -287,7 +287,7 @@ def overflow(folder: str | None) -> list[tuple[int, int, bool, bool, Tensor]]:
             expected = equal_local.dense_oracle(tuple(tensor.cpu() for tensor in drawn))[:3]
             misses = [(actual.cpu() - wanted).abs().max() for actual, wanted in zip(home, expected, strict=True)]
             is_finite = all(bool(tensor.isfinite().all()) for tensor in home)
-            came = int(exchange.plan.ends_Q[-1])
+            came = int(exchange.plan.recv_offsets_Q[-1])
             results.append((num_rows, came, is_short, is_finite, torch.stack(misses).max()))
     return results
 
@@ -326,9 +326,9 @@ def test_files_with_clones_equal_dense_oracle(ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("num_spare", [0, 1])
-def test_files_compile_as_one_graph(ranks, tmp_path: Path, num_spare: int) -> None:
-    for eager, compiled in ranks(2, compile_two_layers, str(tmp_path), num_spare):
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_files_compile_as_one_graph(ranks, tmp_path: Path, num_replicas: int) -> None:
+    for eager, compiled in ranks(2, compile_two_layers, str(tmp_path), num_replicas):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 
@@ -409,9 +409,9 @@ def test_gpus_send_no_row_that_has_no_room(ranks_of_a_size, num_ranks: int) -> N
 @pytest.mark.gpu
 @needs_gpus
 @pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("num_spare", [0, 1])
-def test_gpus_compile_as_one_graph(ranks_of_a_size, num_ranks: int, num_spare: int) -> None:
-    for eager, compiled in ranks_of_a_size(num_ranks, compile_two_layers, None, num_spare):
+@pytest.mark.parametrize("num_replicas", [0, 1])
+def test_gpus_compile_as_one_graph(ranks_of_a_size, num_ranks: int, num_replicas: int) -> None:
+    for eager, compiled in ranks_of_a_size(num_ranks, compile_two_layers, None, num_replicas):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
 
 

@@ -56,7 +56,7 @@ def train_with_clones(run: Recipe, num_starved: int) -> tuple[dict[str, Any], in
         pytest.param(4, replace(CLONES, dispatcher="allgather", expert_clones=2), "block", 1, id="allgather-block"),
         pytest.param(4, replace(CLONES, ep=2, expert_clones=3), "experts", -1, id="edp2-recompute_experts"),
         pytest.param(4, replace(CLONES, ep=2, dp_replicate=2), "none", -1, id="hsdp2x2"),
-        pytest.param(2, replace(CLONES, ep=2, gathers_once_a_step=True), "none", 4, id="gathered_once"),
+        pytest.param(2, replace(CLONES, ep=2, accumulate_unsharded=True), "none", 4, id="gathered_once"),
     ],
 )
 def test_clones_change_nothing(

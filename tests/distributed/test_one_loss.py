@@ -97,8 +97,8 @@ def starve(router: TopKRouter, num_starved: int) -> None:
 
 def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
     """Run the first steps on this rank; the fields of a Trace."""
-    _, model, _, _, stepper = assemble(run, torch.device("cpu"))
-    step = stepper.step
+    _, model, _, _, step_runner = assemble(run, torch.device("cpu"))
+    step = step_runner.step
     if num_starved >= 0:
         for router in step.balancer.routers.values():
             starve(router, num_starved)
@@ -107,7 +107,7 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
         batch = batch_of(index, run.train.micro_batch_sequences)
         if index == 0:
             trace.grads = first_gradients(step, model, batch)
-        result = stepper(batch)
+        result = step_runner(batch)
         trace.losses.append(result.loss.item())
         trace.aux_losses.append(result.aux_loss.item())
         trace.grad_norms.append(result.grad_norm.item())
@@ -257,7 +257,7 @@ def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, in
     return train(plain, num_starved), train(interleaved, num_starved), _get_work_registry_size()
 
 
-GATHERED_EP2 = ParallelConfig(ep=2, gathers_once_a_step=True)
+GATHERED_EP2 = ParallelConfig(ep=2, accumulate_unsharded=True)
 GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
 
 
@@ -297,7 +297,7 @@ def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:
 
 @pytest.mark.parametrize("dp_replicate", [1, 2])
 def test_gathering_once_a_step_changes_nothing(ranks, alone: dict[int, Trace], dp_replicate: int) -> None:
-    parallel = ParallelConfig(dp_replicate=dp_replicate, ep=2, dispatcher="alltoall", gathers_once_a_step=True)
+    parallel = ParallelConfig(dp_replicate=dp_replicate, ep=2, dispatcher="alltoall", accumulate_unsharded=True)
     for trace in run(ranks, 4, recipe(parallel), -1, FEW):
         assert_same(trace, alone[-1], 1e-9)
 

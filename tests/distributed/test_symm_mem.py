@@ -33,7 +33,7 @@ def load(path: str) -> ModuleType:
     return module
 
 
-one_loss, stepper, mapped_files = map(
+one_loss, step_runner, mapped_files = map(
     load, ("distributed/test_one_loss.py", "train/test_stepper.py", "dispatch/mapped_files.py")
 )
 
@@ -53,10 +53,10 @@ EP2 = ParallelConfig(ep=2, dispatcher="symm_mem")
 
 def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
     """A trace, and how many weight gradients were computed late."""
-    from titan_moe.kernels import late_weight_grads
+    from titan_moe.kernels import delayed_weight_grads
 
     with mock.patch.object(
-        late_weight_grads, "expert_mlp_weight_grads", side_effect=late_weight_grads.expert_mlp_weight_grads
+        delayed_weight_grads, "expert_mlp_weight_grads", side_effect=delayed_weight_grads.expert_mlp_weight_grads
     ) as late:
         fields = one_loss.train(candidate, -1, num_steps)
     return fields, late.call_count
@@ -116,7 +116,7 @@ def test_rows_beside_gemms_train_as_one_process(ranks: Any, tmp_path: Path) -> N
 
 
 def test_weight_gradients_under_messages_are_the_same_bits(ranks: Any, tmp_path: Path) -> None:
-    plain = with_fused_experts(replace(EP2, gathers_once_a_step=True))
+    plain = with_fused_experts(replace(EP2, accumulate_unsharded=True))
     answers = []
     for overlap in ("none", "microbatch"):
         candidate = replace(plain, parallel=replace(plain.parallel, overlap=overlap))
@@ -131,7 +131,7 @@ def test_weight_gradients_under_messages_are_the_same_bits(ranks: Any, tmp_path:
 
 
 def test_interleaved_microbatches_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
-    parallel = replace(EP2, overlap="microbatch", gathers_once_a_step=True)
+    parallel = replace(EP2, overlap="microbatch", accumulate_unsharded=True)
     for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train", one_loss.recipe(parallel), -1, STEPS):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
@@ -148,10 +148,10 @@ def test_blocks_that_compile_whole_train_as_one_process(ranks: Any, alone: Any, 
 def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, tmp_path: Path) -> None:
     """Rows and slots are bounded, and the steps repeated as a graph would repeat them."""
     bounded = replace(EP2, expert_rank_capacity_factor=1.4)
-    exact = ranks(1, stepper.train, stepper.RECIPE)[0]
-    candidate = replace(stepper.RECIPE, parallel=bounded)
-    runs = ranks(2, on_files, str(tmp_path), "stepper", "train", candidate, "step")
+    exact = ranks(1, step_runner.train, step_runner.RECIPE)[0]
+    candidate = replace(step_runner.RECIPE, parallel=bounded)
+    runs = ranks(2, on_files, str(tmp_path), "step_runner", "train", candidate, "step")
     for other in runs:
-        stepper.assert_equal(exact, other, 1e-9)
+        step_runner.assert_equal(exact, other, 1e-9)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0
-    assert 0 < runs[0]["reruns"][-1] < stepper.STEPS, "some steps fit and some do not"
+    assert 0 < runs[0]["reruns"][-1] < step_runner.STEPS, "some steps fit and some do not"

@@ -15,7 +15,7 @@ from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.layers.attention import Context, causal_attention
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.mask import Sight, truth_table, visited_blocks
+from titan_moe.layers.mask import MaskSpec, dense_mask, visited_blocks
 from titan_moe.models.transformer import Transformer
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 NUM_TOKENS = 1024
 SHAPES = {"gqa": (8, 2, 128, 128), "mla": (4, 4, 192, 128)}  # heads, key/value heads, widths of keys and values
-HIDDEN = {"window": (200, False), "documents": (NUM_TOKENS, True), "both": (200, True)}  # reach, documents
+HIDDEN = {"window": (200, False), "documents": (NUM_TOKENS, True), "both": (200, True)}  # window, documents
 GQA = AttentionConfig(
     num_heads=4, num_kv_heads=2, head_dim=64, qk_norm=True, sliding_window=200, full_attention_every=2
 )
@@ -53,7 +53,7 @@ def heads(shape: tuple[int, int, int, int], num_tokens: int = NUM_TOKENS) -> lis
 
 def assert_near(actual: Tensor, expected: Tensor, bound: float = 1e-2) -> None:
     error = ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
-    assert error < bound, f"differs by {error:.1e}"
+    assert error < capacity, f"differs by {error:.1e}"
 
 
 def assert_values_and_gradients(
@@ -72,10 +72,10 @@ def assert_values_and_gradients(
 @pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_flex_is_the_truth_table(shape: tuple[int, int, int, int], hidden: tuple[int, bool], is_compiled: bool) -> None:
-    reach, has_documents = hidden
+    window, has_documents = hidden
     empty = torch.empty(0, device=CUDA)
-    sight = Sight(NUM_TOKENS, reach, document_ids(NUM_TOKENS) if has_documents else None, CUDA)
-    blocks, table = (Context(empty, empty, make(sight)) for make in (visited_blocks, truth_table))
+    spec = MaskSpec(NUM_TOKENS, window, document_ids(NUM_TOKENS) if has_documents else None, CUDA)
+    blocks, table = (Context(empty, empty, make(spec)) for make in (visited_blocks, dense_mask))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v, blocks, 0.1)
@@ -92,11 +92,11 @@ def test_flex_is_the_truth_table(shape: tuple[int, int, int, int], hidden: tuple
 def test_flex_never_holds_the_table() -> None:
     num_tokens = 16384
     q, k, v = (x.detach() for x in heads((2, 2, 64, 64), num_tokens))
-    empty, sight = torch.empty(0, device=CUDA), Sight(num_tokens, 512, document_ids(num_tokens), CUDA)
-    causal_attention(q, k, v, Context(empty, empty, visited_blocks(sight)), 0.1)  # compiles
+    empty, spec = torch.empty(0, device=CUDA), MaskSpec(num_tokens, 512, document_ids(num_tokens), CUDA)
+    causal_attention(q, k, v, Context(empty, empty, visited_blocks(spec)), 0.1)  # compiles
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    causal_attention(q, k, v, Context(empty, empty, visited_blocks(sight)), 0.1)
+    causal_attention(q, k, v, Context(empty, empty, visited_blocks(spec)), 0.1)
     assert torch.cuda.max_memory_allocated() - before < num_tokens**2 // 4, "a truth table takes twice N x N bytes"
 
 

@@ -18,7 +18,7 @@ from titan_moe.data.packing import Batch
 from titan_moe.train.build import Assembly, assemble
 from titan_moe.train.evaluate import validation_loss
 from titan_moe.train.process import process_group
-from titan_moe.train.stepper import Stepper
+from titan_moe.train.step_runner import StepRunner
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ def launched(recipe: Recipe, device: torch.device) -> Assembly:
     """A captured recipe, launched kernel by kernel. It is not quite the one without capture: torch's AdamW takes a rate
     on the device in fp32, and one on the host in fp64."""
     run = assemble(recipe, device)
-    return run._replace(step=Stepper(run.step.step, run.schedule))
+    return run._replace(step=StepRunner(run.step.step, run.schedule))
 
 
 def compile_once(recipe: Recipe, device: torch.device) -> None:
@@ -86,7 +86,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eager": {"compile": CompileConfig("off")},
     # more than 3072 tokens: the gradient of the embedding is another algorithm then
     "long": {"train": replace(RECIPE.train, seq_len_tokens=2048)},
-    "gathered once": {"parallel": ParallelConfig(gathers_once_a_step=True)},
+    "gathered once": {"parallel": ParallelConfig(accumulate_unsharded=True)},
 }
 
 

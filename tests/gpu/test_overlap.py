@@ -47,7 +47,7 @@ def device() -> Iterator[torch.device]:
 
 def recipe(overlap: str, dispatcher: str) -> Recipe:
     return replace(
-        RECIPE, parallel=ParallelConfig(overlap=overlap, dispatcher=dispatcher, gathers_once_a_step=overlap != "none")
+        RECIPE, parallel=ParallelConfig(overlap=overlap, dispatcher=dispatcher, accumulate_unsharded=overlap != "none")
     )
 
 

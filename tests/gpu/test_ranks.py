@@ -98,7 +98,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
     interleaved = (
         "--parallel.overlap=microbatch",
-        "--parallel.gathers_once_a_step=true",
+        "--parallel.accumulate_unsharded=true",
         "--train.micro_batch_sequences=1",
     )
     return {
@@ -139,7 +139,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "clones_symm_mem_blocks": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.extent=block"),
         "clones_symm_mem_edp2": (spread, symm_mem, "--parallel.expert_clones=2", "--memory.recompute=experts", plain),
         "clones_interleaved": (spread, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
-        "gathered_once": (half, alltoall, "--parallel.gathers_once_a_step=true", plain),
+        "gathered_once": (half, alltoall, "--parallel.accumulate_unsharded=true", plain),
     }
 
 

@@ -22,7 +22,7 @@ def test_operation_and_rivals_take_the_inputs(kernel: Kernel, benchmark: Benchma
         for x in sample.args[: sample.num_differentiable]:
             x.requires_grad_()
         expected = as_tuple(kernel.op(*sample.args))
-        for name, rival in kernel.rivals.items():
+        for name, rival in kernel.baselines.items():
             if "compiled" not in name:
                 assert [out.shape for out in as_tuple(rival(*sample.args))] == [out.shape for out in expected]
         inputs = sample.args[: sample.num_differentiable]

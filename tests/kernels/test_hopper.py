@@ -8,30 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.accumulate import launch_accumulate
-from titan_moe.kernels.adamw import launch_adamw
-from titan_moe.kernels.counting_sort import fetch_scores, sort_choices
-from titan_moe.kernels.expert_up import expert_up
-from titan_moe.kernels.expert_weight_grad import expert_weight_grad
-from titan_moe.kernels.gather_mm import gather_mm
-from titan_moe.kernels.rotary_backward import rotary_backward
-from titan_moe.kernels.rotary_forward import rotary_forward
-from titan_moe.kernels.router import Routing, RoutingRule
-from titan_moe.kernels.router_backward import route_backward
-from titan_moe.kernels.router_forward import route_forward
-from titan_moe.kernels.scaled_cast import scaled_cast
-from titan_moe.kernels.slot_mm import slot_mm
-from titan_moe.kernels.slot_sum import slot_rows, slot_sum
-from titan_moe.kernels.softmax_gradient import softmax_gradient
-from titan_moe.kernels.swiglu_backward import swiglu_backward, unrouted_swiglu_backward
-from titan_moe.kernels.symm_barrier import symm_barrier
-from titan_moe.kernels.symm_clones import add_gradients, pull_weights, stage_weights
-from titan_moe.kernels.symm_dispatch import SymmArray, SymmArrays
-from titan_moe.kernels.symm_dispatch_choices import deliver_scores, fetch_choices, pick_scores
-from titan_moe.kernels.symm_dispatch_plan import RowPlan, announce_rows, plan_rows
-from titan_moe.kernels.symm_dispatch_rows import deliver_rows, fetch_rows, sum_deliveries
-from titan_moe.kernels.symm_orders import RowOrders, clear_rows_without_slots, order_rows
-from titan_moe.kernels.tiles import plan_tiles
+from titan_moe.kernels.experts.gather_mm import gather_mm
+from titan_moe.kernels.experts.slot_mm import slot_mm
+from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
+from titan_moe.kernels.experts.swiglu_backward import swiglu_backward, unrouted_swiglu_backward
+from titan_moe.kernels.experts.tiles import plan_tiles
+from titan_moe.kernels.experts.up import expert_up
+from titan_moe.kernels.experts.weight_grad import expert_weight_grad
+from titan_moe.kernels.loss.scaled_cast import scaled_cast
+from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
+from titan_moe.kernels.optim.accumulate import launch_accumulate
+from titan_moe.kernels.optim.adamw import launch_adamw
+from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_choices
+from titan_moe.kernels.rope.backward import rotary_backward
+from titan_moe.kernels.rope.forward import rotary_forward
+from titan_moe.kernels.router.backward import route_backward
+from titan_moe.kernels.router.forward import route_forward
+from titan_moe.kernels.router.routing import Routing, RoutingRule
+from titan_moe.kernels.symm_mem.arrays import SymmArray, SymmArrays
+from titan_moe.kernels.symm_mem.assignments import get_assignments, pick_scores, put_scores
+from titan_moe.kernels.symm_mem.barrier import symm_barrier
+from titan_moe.kernels.symm_mem.clones import add_gradients, pull_weights, stage_weights
+from titan_moe.kernels.symm_mem.row_plan import RowPlan, exchange_counts, plan_rows
+from titan_moe.kernels.symm_mem.rows import get_rows, put_rows, sum_partial_results
+from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule, clear_rows_without_slots, schedule_tiles
 
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
 V = 151_936
@@ -67,10 +67,10 @@ def tiles() -> Any:
     return plan_tiles(index(E), R, 128)
 
 
-def orders() -> RowOrders:
+def schedule() -> TileSchedule:
     address_S = torch.empty(S, dtype=torch.int64, device="meta")
     num_tiles = tiles().experts_M.numel()
-    return RowOrders(index(1), index(S), address_S, index(num_tiles), index(S, K), index(S), address_S, index(S))
+    return TileSchedule(index(1), index(S), address_S, index(num_tiles), index(S, K), index(S), address_S, index(S))
 
 
 def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
@@ -83,14 +83,20 @@ GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
     "gather_mm_narrow": lambda: gather_mm(half(S, D), index(R), half(E, D, 1408), tiles()),
-    "expert_up_fetched": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), orders=orders()),
-    "gather_mm_fetched": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), orders=orders()),
-    "slot_mm_wide_delivered": lambda: slot_mm(half(R, 4 * D), half(E, 4 * D, 7168), tiles(), orders=orders()),
-    "gather_mm_wide_fetched": lambda: gather_mm(half(S, 7168), index(R), half(E, 7168, D), tiles(), orders=orders()),
+    "expert_up_fetched": lambda: expert_up(
+        half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), schedule=schedule()
+    ),
+    "gather_mm_fetched": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), schedule=schedule()),
+    "slot_mm_wide_delivered": lambda: slot_mm(half(R, 4 * D), half(E, 4 * D, 7168), tiles(), schedule=schedule()),
+    "gather_mm_wide_fetched": lambda: gather_mm(
+        half(S, 7168), index(R), half(E, 7168, D), tiles(), schedule=schedule()
+    ),
     "slot_mm_down": lambda: slot_mm(half(R, F), half(E, D, F), tiles(), is_transposed=True),
     "slot_mm_up": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles()),
-    "slot_mm_down_delivered": lambda: slot_mm(half(R, F), half(E, D, F), tiles(), is_transposed=True, orders=orders()),
-    "slot_mm_up_delivered": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), orders=orders()),
+    "slot_mm_down_delivered": lambda: slot_mm(
+        half(R, F), half(E, D, F), tiles(), is_transposed=True, schedule=schedule()
+    ),
+    "slot_mm_up_delivered": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), schedule=schedule()),
     "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
     "expert_weight_grad_down": lambda: expert_weight_grad(
         half(R, F), half(S, D), index(R), index(E), is_transposed=True
@@ -142,31 +148,31 @@ def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
     """Every kernel of a layer's way there and back over symmetric memory."""
     arrays, num_local, ids_TK = shared(num_ranks, width), 128 // num_ranks, index(S, K).long()
     symm_barrier(arrays.signals, rank)
-    starts_Pb = announce_rows(ids_TK, arrays, rank, num_local)
+    starts_Pb = exchange_counts(ids_TK, arrays, rank, num_local)
     plan = plan_rows(ids_TK, starts_Pb, arrays, rank, num_local, num_ranks * S)
-    x_SD = fetch_rows(plan, arrays.rows, rank, num_ranks * S)
-    _, scores_SK = fetch_choices(plan, arrays, rank, num_local, num_ranks * S)
-    deliver_rows(x_SD, plan, arrays.rows, rank)
-    sum_deliveries(plan.went_TP, arrays.rows)
-    deliver_scores(scores_SK, plan, arrays.scores, rank)
-    pick_scores(ids_TK, plan.went_TP, arrays.scores, num_local)
+    x_SD = get_rows(plan, arrays.rows, rank, num_ranks * S)
+    _, scores_SK = get_assignments(plan, arrays, rank, num_local, num_ranks * S)
+    put_rows(x_SD, plan, arrays.rows, rank)
+    sum_partial_results(plan.sent_mask_TP, arrays.rows)
+    put_scores(scores_SK, plan, arrays.scores, rank)
+    pick_scores(ids_TK, plan.sent_mask_TP, arrays.scores, num_local)
 
 
 def order(num_ranks: int) -> None:
-    """The orders of rows, and what is in none."""
+    """The schedule of rows, and what is in none."""
     arrays, slots_SK = shared(num_ranks, D), index(S, K)
-    went_TP = torch.empty(S, num_ranks, dtype=torch.bool, device="meta")
-    plan = RowPlan(went_TP, index(num_ranks, S), index(num_ranks + 1), index())
-    order_rows(index(R), slots_SK, tiles(), plan, arrays.rows, 1)
+    sent_mask_TP = torch.empty(S, num_ranks, dtype=torch.bool, device="meta")
+    plan = RowPlan(sent_mask_TP, index(num_ranks, S), index(num_ranks + 1), index())
+    schedule_tiles(index(R), slots_SK, tiles(), plan, arrays.rows, 1)
     clear_rows_without_slots(slots_SK, plan, arrays.rows, 1)
 
 
-def lend(num_ranks: int, num_spare: int, width: int, hidden: int) -> None:
+def lend(num_ranks: int, num_replicas: int, width: int, hidden: int) -> None:
     """Every kernel that brings clones their weights and takes their gradients home."""
     weights = half(E, 2, hidden, width), half(E, width, hidden)
-    experts_Pc = torch.empty(num_ranks, num_spare, dtype=torch.int64, device="meta")
+    experts_Pc = torch.empty(num_ranks, num_replicas, dtype=torch.int64, device="meta")
     table_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
-    staged = SymmArray(half(num_ranks * num_spare, 3 * hidden * width), table_P, 256)
+    staged = SymmArray(half(num_ranks * num_replicas, 3 * hidden * width), table_P, 256)
     stage_weights(weights, experts_Pc, staged, 1)
     pull_weights(weights, experts_Pc, staged, 1)
     add_gradients(weights, experts_Pc, staged, 1)
@@ -187,7 +193,7 @@ PASSES: dict[str, Callable[[], object]] = {
     "plan_tiles": tiles,
     "counting_sort": lambda: sort_choices(index(S, K).long(), single(S, K), E, R),
     "counting_sort_512": lambda: sort_choices(index(S, K).long(), single(S, K), 512, R),
-    "fetch_scores": lambda: fetch_scores(single(R), index(S, K)),
+    "scores_of_slots": lambda: scores_of_slots(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "slot_rows": lambda: slot_rows(half(S, D), index(R), index(E)),
     "route_qwen3": lambda: route(128, QWEN3),

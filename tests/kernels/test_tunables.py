@@ -18,7 +18,7 @@ from titan_moe.config.kernels import DEFAULT_KERNELS, KernelOverrides, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import smallest_world
 from titan_moe.kernels import accumulate
-from titan_moe.kernels.cross_entropy import linear_cross_entropy
+from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy
 from titan_moe.kernels.registry import Sample, Tunable, as_tuple, load_all
 from titan_moe.layers.attention import GroupedQueryAttention
 from titan_moe.layers.head import LanguageModelHead
@@ -78,9 +78,9 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_choice_of_a_recipe_is_measured() -> None:
     assert TUNABLES.keys() == {field.name for field in fields(KernelOverrides)}
-    makers = get_type_hints(Kernels)
+    backends = get_type_hints(Kernels)
     for operation, tunable in TUNABLES.items():
-        assert set(tunable.candidates) == set(get_args(makers[operation])) - {"reference"}
+        assert set(tunable.candidates) == set(get_args(backends[operation])) - {"reference"}
         assert getattr(DEFAULT_KERNELS, operation) in tunable.candidates
 
 
@@ -149,21 +149,24 @@ def test_the_router_is_timed_as_its_layer_runs_it(overrides: str) -> None:
 
 def test_the_rotation_is_timed_as_its_layer_runs_it() -> None:
     config, tunable, _ = model_of("rotary", "")
-    for maker, norm_and_rotate in tunable.candidates.items():
-        assert GroupedQueryAttention(config, Kernels(rotary=maker)).norm_and_rotate is norm_and_rotate
+    for backend, norm_and_rotate in tunable.candidates.items():
+        assert GroupedQueryAttention(config, Kernels(rotary=backend)).norm_and_rotate is norm_and_rotate
 
 
 def test_the_head_is_timed_as_its_layer_runs_it() -> None:
-    for maker, cross_entropy in TUNABLES["head"].candidates.items():
-        assert LanguageModelHead(8, 16, 4, maker).cross_entropy is cross_entropy
+    for backend, cross_entropy in TUNABLES["head"].candidates.items():
+        assert LanguageModelHead(8, 16, 4, backend).cross_entropy is cross_entropy
 
 
 def test_gradients_are_timed_as_a_step_adds_them() -> None:
     recipe, gradients = tiny(), TUNABLES["gradients"]
-    for maker, add in gradients.candidates.items():
+    for backend, add in gradients.candidates.items():
         total, addend = drawn("gradients", recipe, CPU).args
         assert (total.dtype, addend.dtype) == (torch.float32, torch.bfloat16)
-        assert torch.equal(add(total.fill_(torch.nan), addend), 2 * addend.float()) and maker in accumulate.MAKERS
+        assert (
+            torch.equal(add(total.fill_(torch.nan), addend), 2 * addend.float())
+            and backend in accumulate.IMPLEMENTATIONS
+        )
 
 
 def test_what_runs_eager_is_timed_eager() -> None:

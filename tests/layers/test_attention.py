@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.layers.attention import BACKENDS, Context, GroupedQueryAttention, attention_backend, causal_attention
-from titan_moe.layers.mask import Sight, truth_table
+from titan_moe.layers.mask import MaskSpec, dense_mask
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.rope import rope_tables
 
@@ -21,7 +21,7 @@ def document_ids() -> Tensor:
 
 
 def own_document_only() -> Tensor:
-    return truth_table(Sight(12, 12, document_ids(), torch.device("cpu")))
+    return dense_mask(MaskSpec(12, 12, document_ids(), torch.device("cpu")))
 
 
 def one_by_one(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, documents: list[list[int]]) -> Tensor:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.dispatch.base import Routed, route
-from titan_moe.kernels.expert_mlp import choose_expert_mlp
+from titan_moe.kernels.experts.composite_mlp import choose_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 
 EXPERTS, WIDTH, HIDDEN, ROWS, CHOICES = 5, 16, 8, 11, 3

@@ -12,7 +12,7 @@ from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.layers.attention import Context, causal_attention
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.mask import Sight, truth_table, visited_blocks
+from titan_moe.layers.mask import MaskSpec, dense_mask, visited_blocks
 from titan_moe.models.transformer import Transformer
 
 EMPTY = torch.empty(0)
@@ -39,23 +39,23 @@ def documents(*lengths: int) -> Tensor:
 
 
 SIGHTS = {
-    "causal": Sight(150, 150, None, EMPTY.device),
-    "window": Sight(150, 20, None, EMPTY.device),
-    "documents": Sight(150, 150, documents(3, 130, 17), EMPTY.device),
-    "both": Sight(150, 20, documents(3, 130, 17), EMPTY.device),
+    "causal": MaskSpec(150, 150, None, EMPTY.device),
+    "window": MaskSpec(150, 20, None, EMPTY.device),
+    "documents": MaskSpec(150, 150, documents(3, 130, 17), EMPTY.device),
+    "both": MaskSpec(150, 20, documents(3, 130, 17), EMPTY.device),
 }
 
 
 @pytest.mark.usefixtures("trains_on_cpu")
 @pytest.mark.parametrize("seen", SIGHTS.values(), ids=SIGHTS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_values_and_gradients_equal_the_truth_table(shape: tuple[int, int, int, int], seen: Sight) -> None:
+def test_values_and_gradients_equal_the_truth_table(shape: tuple[int, int, int, int], seen: MaskSpec) -> None:
     torch.manual_seed(0)
     heads, kv_heads, width, value_width = shape
     sizes = ((heads, width), (kv_heads, width), (kv_heads, value_width))
     qkv = [torch.randn(1, 150, *size, dtype=torch.float64, requires_grad=True) for size in sizes]
     actual, expected = (
-        causal_attention(*qkv, Context(EMPTY, EMPTY, make(seen)), 0.1) for make in (visited_blocks, truth_table)
+        causal_attention(*qkv, Context(EMPTY, EMPTY, make(seen)), 0.1) for make in (visited_blocks, dense_mask)
     )
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
     direction = torch.randn_like(expected)

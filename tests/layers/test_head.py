@@ -9,8 +9,8 @@ from titan_moe.compile import regional
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.config.perf import CompileConfig
-from titan_moe.kernels.cross_entropy import IGNORE_LABEL, linear_cross_entropy
-from titan_moe.kernels.fused_cross_entropy import fused_cross_entropy
+from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL, linear_cross_entropy
+from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.models.transformer import Transformer
 
@@ -19,14 +19,14 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.mark.parametrize(("maker", "expected"), [("torch", linear_cross_entropy), ("triton", fused_cross_entropy)])
-def test_a_model_is_built_with_the_loss_that_its_kernels_name(maker: str, expected: object) -> None:
-    assert Transformer(CONFIG, kernels=Kernels(head=maker)).head.cross_entropy is expected
+@pytest.mark.parametrize(("backend", "expected"), [("torch", linear_cross_entropy), ("triton", fused_cross_entropy)])
+def test_a_model_is_built_with_the_loss_that_its_kernels_name(backend: str, expected: object) -> None:
+    assert Transformer(CONFIG, kernels=Kernels(head=backend)).head.cross_entropy is expected
     assert Transformer(CONFIG).head.cross_entropy is linear_cross_entropy
 
 
 def test_only_the_softmax_of_pytorch_is_compiled() -> None:
-    models = [Transformer(CONFIG, kernels=Kernels(head=maker)) for maker in ("torch", "triton")]
+    models = [Transformer(CONFIG, kernels=Kernels(head=backend)) for backend in ("torch", "triton")]
     for model in models:
         regional.apply(model, CompileConfig("on"), torch.device("cpu"))
     compiled, kept = (model.head.cross_entropy for model in models)

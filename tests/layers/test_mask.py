@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from titan_moe.layers.mask import BLOCK_TOKENS, Sight, rule, truth_table, visited_blocks
+from titan_moe.layers.mask import BLOCK_TOKENS, MaskSpec, dense_mask, rule, visited_blocks
 
 CPU = torch.device("cpu")
 LENGTHS = [1, 7, 128, 129, 300, 512]
@@ -25,16 +25,16 @@ def scattered(num_tokens: int) -> Tensor:
 IDS = {"none": lambda num_tokens: None, "packed": packed, "scattered": scattered}
 
 
-def sight(num_tokens: int, reach: int = 10**6, documents: str = "none") -> Sight:
-    return Sight(num_tokens, min(reach, num_tokens), IDS[documents](num_tokens), CPU)
+def spec(num_tokens: int, window: int = 10**6, documents: str = "none") -> MaskSpec:
+    return MaskSpec(num_tokens, min(window, num_tokens), IDS[documents](num_tokens), CPU)
 
 
-def by_loops(seen: Sight) -> Tensor:
+def by_loops(seen: MaskSpec) -> Tensor:
     ids = torch.zeros(1, seen.num_tokens) if seen.document_ids_BN is None else seen.document_ids_BN
     table = torch.zeros(len(ids), 1, seen.num_tokens, seen.num_tokens, dtype=torch.bool)
     for sequence, documents in enumerate(ids.tolist()):
         for query in range(seen.num_tokens):
-            for key in range(max(0, query - seen.reach + 1), query + 1):
+            for key in range(max(0, query - seen.window + 1), query + 1):
                 table[sequence, 0, query, key] = documents[query] == documents[key]
     return table
 
@@ -42,9 +42,9 @@ def by_loops(seen: Sight) -> Tensor:
 @pytest.mark.parametrize("documents", IDS)
 @pytest.mark.parametrize("num_tokens", [1, 7, 130])
 def test_the_table_is_what_loops_find(num_tokens: int, documents: str) -> None:
-    for reach in (1, 3, 128, 1000):
-        seen = sight(num_tokens, reach, documents)
-        assert torch.equal(truth_table(seen), by_loops(seen)), reach
+    for window in (1, 3, 128, 1000):
+        seen = spec(num_tokens, window, documents)
+        assert torch.equal(dense_mask(seen), by_loops(seen)), window
 
 
 def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
@@ -66,42 +66,42 @@ def visits(mask: BlockMask) -> dict[str, Tensor]:
 @pytest.mark.parametrize("documents", IDS)
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_every_pair_lies_in_a_visited_block(num_tokens: int, documents: str) -> None:
-    for reach in REACHES:
-        seen = sight(num_tokens, reach, documents)
+    for window in REACHES:
+        seen = spec(num_tokens, window, documents)
         found = visits(visited_blocks(seen))
         assert torch.equal(found["partial"], found["partial to queries"])
         assert torch.equal(found["full"], found["full to queries"])
-        table, filler = truth_table(seen), -num_tokens % BLOCK_TOKENS
+        table, filler = dense_mask(seen), -num_tokens % BLOCK_TOKENS
         table = torch.nn.functional.pad(table, (0, filler, 0, filler))
         blocks = table.unflatten(-1, (-1, BLOCK_TOKENS)).unflatten(-3, (-1, BLOCK_TOKENS)).transpose(-2, -3)
-        assert torch.equal(found["full"], blocks.flatten(-2).all(-1)), reach
+        assert torch.equal(found["full"], blocks.flatten(-2).all(-1)), window
         is_needed = blocks.flatten(-2).any(-1)
-        assert not (is_needed & ~found["partial"] & ~found["full"]).any(), reach
+        assert not (is_needed & ~found["partial"] & ~found["full"]).any(), window
         if documents != "scattered":
-            assert torch.equal(found["partial"] | found["full"], is_needed), f"reach {reach} visits for nothing"
+            assert torch.equal(found["partial"] | found["full"], is_needed), f"window {window} visits for nothing"
 
 
 def test_pytorch_lists_the_same_blocks() -> None:
-    seen = sight(300, 130, "packed")
+    seen = spec(300, 130, "packed")
     theirs = visits(create_block_mask(rule(seen), 3, None, 300, 300, device="cpu"))
     ours = visits(visited_blocks(seen))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("make", [truth_table, visited_blocks])
+@pytest.mark.parametrize("make", [dense_mask, visited_blocks])
 def test_nothing_is_read_by_the_host(make) -> None:
     """A tensor without values cannot be read: what runs on it waits for no device."""
     ids = torch.empty(2, 300, dtype=torch.int32, device="meta")
-    assert make(Sight(300, 40, ids, ids.device)) is not None
+    assert make(MaskSpec(300, 40, ids, ids.device)) is not None
 
 
 def test_causality_alone_needs_no_mask() -> None:
-    assert sight(300).is_causal_alone and sight(300, 300).is_causal_alone
-    assert not sight(300, 299).is_causal_alone and not sight(300, 300, "packed").is_causal_alone
+    assert spec(300).is_causal_only and spec(300, 300).is_causal_only
+    assert not spec(300, 299).is_causal_only and not spec(300, 300, "packed").is_causal_only
 
 
-@pytest.mark.parametrize(("reach", "partial", "full"), [(1, 8, 0), (128, 8 + 7, 0), (256, 8 + 6, 7), (1024, 8, 28)])
-def test_blocks_of_a_window_by_hand(reach: int, partial: int, full: int) -> None:
+@pytest.mark.parametrize(("window", "partial", "full"), [(1, 8, 0), (128, 8 + 7, 0), (256, 8 + 6, 7), (1024, 8, 28)])
+def test_blocks_of_a_window_by_hand(window: int, partial: int, full: int) -> None:
     """Eight blocks on the diagonal are never full; those below it are, until the window cuts them."""
-    found = visits(visited_blocks(sight(1024, reach)))
+    found = visits(visited_blocks(spec(1024, window)))
     assert (found["partial"].sum(), found["full"].sum()) == (partial, full)

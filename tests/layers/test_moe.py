@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.kernels.counting_sort import counting_sort
-from titan_moe.kernels.slots import lay_out_slots
+from titan_moe.kernels.permute.counting_sort import counting_sort
+from titan_moe.kernels.permute.permutation import sort_by_expert
 from titan_moe.layers import moe as module
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
@@ -86,8 +86,8 @@ def test_what_a_layer_lacks_has_no_weights() -> None:
 
 def test_slots_are_laid_out_as_chosen() -> None:
     config = ModelConfig(hidden_size=WIDTH, moe=PLAIN)
-    assert MoE(config).dispatcher.lay_out is lay_out_slots
-    assert MoE(config, Kernels(slots="triton")).dispatcher.lay_out is counting_sort
+    assert MoE(config).dispatcher.permute is sort_by_expert
+    assert MoE(config, Kernels(slots="triton")).dispatcher.permute is counting_sort
 
 
 class Composed(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.model import AttentionConfig
-from titan_moe.kernels.rotation import rotate_halves, rotate_pairs
+from titan_moe.kernels.rope.rotation import rotate_halves, rotate_pairs
 from titan_moe.layers.rope import rope_tables, rotation, yarn_scale
 
 CPU = torch.device("cpu")

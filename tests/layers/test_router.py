@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.kernels.router import RoutingRule, choose_experts
+from titan_moe.config.skew import WINDOW_TOKENS, skewed_counts
+from titan_moe.kernels.router.routing import RoutingRule, choose_experts
 from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
-from titan_moe.plan.skew import WINDOW_TOKENS, skewed_counts
 
 MOE = MoEConfig(num_experts=12, top_k=3, ffn_hidden_size=8)
 WIDTH = 16

@@ -7,7 +7,7 @@ from torch import nn
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
-from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel import expert
@@ -24,17 +24,17 @@ def spread(kind: str, num_ranks: int, slots: str) -> tuple[str, str]:
         moe = MoE(CONFIG, Kernels(slots=slots))
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
     memory = SymmMemory(torch.empty(0), torch.empty(num_ranks), 0) if kind == "symm_mem" else None
-    expert.apply(nn.ModuleList([moe]), parallel, meshes, SlotBound(), memory)
-    return type(moe.dispatcher).__name__, moe.dispatcher.lay_out.__name__
+    expert.apply(nn.ModuleList([moe]), parallel, meshes, ExpertCapacity(), memory)
+    return type(moe.dispatcher).__name__, moe.dispatcher.permute.__name__
 
 
-@pytest.mark.parametrize(("slots", "lay_out"), [("torch", "lay_out_slots"), ("triton", "counting_sort")])
-def test_the_new_dispatcher_lays_out_slots_as_the_layer_was_told(ranks, slots: str, lay_out: str) -> None:
+@pytest.mark.parametrize(("slots", "permute"), [("torch", "sort_by_expert"), ("triton", "counting_sort")])
+def test_the_new_dispatcher_lays_out_slots_as_the_layer_was_told(ranks, slots: str, permute: str) -> None:
     for kind, num_ranks, dispatcher in (
         ("local", 1, "LocalDispatcher"),
         ("allgather", 2, "AllGatherDispatcher"),
         ("alltoall", 2, "AllToAllDispatcher"),
         ("symm_mem", 2, "SymmMemDispatcher"),
-        ("symm_mem tile", 2, "SymmExpertDispatcher"),
+        ("symm_mem tile", 2, "SymmMemFusedDispatcher"),
     ):
-        assert ranks(num_ranks, spread, kind, num_ranks, slots) == [(dispatcher, lay_out)] * num_ranks
+        assert ranks(num_ranks, spread, kind, num_ranks, slots) == [(dispatcher, permute)] * num_ranks

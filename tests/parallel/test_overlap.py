@@ -49,7 +49,7 @@ WAYS = ("none", "microbatch")
 
 
 def recipe(overlap: str, dispatcher: str, precision: PrecisionConfig, *, is_tied: bool = False) -> Recipe:
-    parallel = ParallelConfig(ep=2, dispatcher=dispatcher, overlap=overlap, gathers_once_a_step=True)
+    parallel = ParallelConfig(ep=2, dispatcher=dispatcher, overlap=overlap, accumulate_unsharded=True)
     model = replace(RECIPE.model, embeddings_are_tied=is_tied)
     return replace(RECIPE, parallel=parallel, precision=precision, model=model)
 
@@ -61,7 +61,7 @@ def batch_of(step: int) -> Batch:
     return Batch(tokens, labels, (torch.arange(TOKENS) > 2).int().expand(MICROBATCHES, 1, TOKENS))
 
 
-class Journey(TorchDispatchMode):
+class OverlapRecorder(TorchDispatchMode):
     """Writes down what each message travels under, from its start to its wait."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def watch(dispatcher: str) -> list[bool]:
     """Whether each message of a step travels under matrix products, in order of arrival."""
     built = assemble(recipe("microbatch", dispatcher, PrecisionConfig("fp32", "fp32", "fp32")), CPU)
     step, scale = built.step.step, torch.tensor(0.1)
-    with Journey() as seen:
+    with OverlapRecorder() as seen:
         step.forward_backward(built.model, batch_of(0), scale)
     assert not seen.traveling
     return ["aten::mm" in under for under in seen.journeys]

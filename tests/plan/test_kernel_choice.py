@@ -7,11 +7,11 @@ import pytest
 
 from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, KernelOverrides
+from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import Capability
-from titan_moe.plan.kernel_choice import choose_for, in_words, makers_that_may_run, settled
+from titan_moe.plan.kernel_choice import as_overrides, backends_that_can_run, choose_for, in_words
 from titan_moe.plan.kernel_shapes import shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, table_name, write_table
-from titan_moe.plan.page import describe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 GPU = "Some GPU"
@@ -31,7 +31,7 @@ def measured(cache: Path) -> None:
 
 
 def kernels_of(recipe: Recipe, device: str | None):
-    return settled(recipe.perf, choose_for(recipe, 8, device)).chosen_kernels
+    return as_overrides(recipe.perf, choose_for(recipe, 8, device)).chosen_kernels
 
 
 def measure(cache: Path, recipe: Recipe, operation: str, device: str = GPU, **ms: float) -> None:
@@ -119,7 +119,7 @@ def test_a_measurement_of_another_way_to_run_decides_nothing() -> None:
 def test_the_default_gives_way_to_what_is_two_percent_faster(cache: Path, fused_ms: float, taken: str) -> None:
     measure(cache, recipe(), "experts", fused=fused_ms, grouped_mm=100.0)
     (experts, *_) = choose_for(recipe(), 8, GPU)
-    assert experts.maker == taken
+    assert experts.backend == taken
     assert experts.reason == (
         "measured" if taken == "fused" else "fused is within 2 % of grouped_mm: the default stays"
     )
@@ -159,9 +159,9 @@ def test_auto_takes_what_was_fastest(cache: Path) -> None:
 def test_auto_keeps_the_rules(cache: Path) -> None:
     weighs_input = recipe("--model.moe.score_on=input")
     measure(cache, weighs_input, "experts", fused=1.0, grouped_mm=2.0)
-    assert makers_that_may_run(weighs_input, 8, "experts", ["fused", "grouped_mm"]) == ["grouped_mm"]
+    assert backends_that_can_run(weighs_input, 8, "experts", ["fused", "grouped_mm"]) == ["grouped_mm"]
     (experts, *_) = choose_for(weighs_input, 8, GPU)
-    assert experts.maker == "grouped_mm" and experts.nearest is not None
+    assert experts.backend == "grouped_mm" and experts.nearest is not None
 
 
 def test_auto_takes_fused_experts_where_these_move_rows_and_the_rest_as_ever(cache: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_named_preset_asks_no_table(measured: None, preset: str) -> None:
 
 def test_a_settled_recipe_says_what_runs(measured: None) -> None:
     before = recipe("--perf.override.head=torch")
-    perf = settled(before.perf, choose_for(before, 8, GPU))
+    perf = as_overrides(before.perf, choose_for(before, 8, GPU))
     assert (perf.kernels, perf.override) == ("grouped_mm", KernelOverrides(experts="fused", head="torch"))
     after = replace(before, perf=perf)
     assert check_rules(after, 8) == [] and kernels_of(after, "CPU") == kernels_of(before, GPU)

@@ -12,11 +12,11 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig, PrecisionConfig
 from titan_moe.config.recipe import most_tokens_at_once
 from titan_moe.config.train import MetricsConfig
-from titan_moe.kernels.symm_clones import clone_bytes
-from titan_moe.kernels.symm_dispatch import symm_bytes
+from titan_moe.kernels.symm_mem.arrays import symm_bytes
+from titan_moe.kernels.symm_mem.clones import clone_bytes
+from titan_moe.plan.check_report import describe
 from titan_moe.plan.count import count_parameters
 from titan_moe.plan.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
-from titan_moe.plan.page import describe
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
 
@@ -46,7 +46,7 @@ def test_a_step_that_gathers_once_holds_whole_parameters_and_gradients() -> None
     parameters = count_parameters(MODEL)
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
     assert gathered_bytes_per_rank(recipe, 8) == 0 and "during a step" not in describe(recipe, 8)
-    once = replace(recipe, parallel=replace(recipe.parallel, gathers_once_a_step=True))
+    once = replace(recipe, parallel=replace(recipe.parallel, accumulate_unsharded=True))
     whole = parameters.total - parameters.routed_experts + parameters.routed_experts / 4
     assert gathered_bytes_per_rank(once, 8) == pytest.approx((2 + 4) * whole)  # bf16 and fp32
     assert "of whole parameters and gradients during a step" in describe(once, 8)
@@ -99,10 +99,10 @@ def test_symmetric_memory_holds_the_weights_of_clones() -> None:
         train=few_tokens,
     )
     moe, rows = MODEL.moe, shared_bytes_per_rank(recipe)
-    for num_spare in (1, moe.num_experts // 4):
-        lending = replace(recipe, parallel=replace(recipe.parallel, expert_clones=num_spare))
+    for num_replicas in (1, moe.num_experts // 4):
+        lending = replace(recipe, parallel=replace(recipe.parallel, expert_clones=num_replicas))
         elements = 3 * MODEL.hidden_size * moe.ffn_hidden_size
-        opened = clone_bytes(4, moe.num_experts // 4, num_spare, elements, torch.bfloat16)
+        opened = clone_bytes(4, moe.num_experts // 4, num_replicas, elements, torch.bfloat16)
         assert opened > rows and shared_bytes_per_rank(lending) == pytest.approx(opened, abs=1024)
 
 

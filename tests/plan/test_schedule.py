@@ -97,5 +97,5 @@ def test_parameters_come_under_the_layer_before_and_gradients_settle_behind_thei
             assert any(action.kind == "forward" for action in actions[gather:wait]), "something hides it"
         for microbatch in range(2):
             backwards = [i for i in mine if actions[i][:2] == ("backward", microbatch)]
-            assert actions[max(backwards) + 1] == Action("settle", microbatch, layer)
-        assert [a.kind for a in actions if a.layer == layer].count("settle") == 2
+            assert actions[max(backwards) + 1] == Action("reduce_grads", microbatch, layer)
+        assert [a.kind for a in actions if a.layer == layer].count("reduce_grads") == 2

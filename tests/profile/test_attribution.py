@@ -130,7 +130,7 @@ def test_the_two_halves_of_a_message_are_communication_and_what_lies_between_is_
 
 def test_an_exchange_over_shared_memory_is_communication_throughout(by_hand: ModuleType) -> None:
     events = [
-        by_hand.event("cpu_op", "titan_moe::symm_fetch", 0, 50),
+        by_hand.event("cpu_op", "titan_moe::symm_get", 0, 50),
         by_hand.event("cpu_op", "aten::copy_", 10, 20),
         by_hand.event("cpu_op", "titan_moe::expert_mlp", 60, 90),
     ]

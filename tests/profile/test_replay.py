@@ -4,8 +4,8 @@ from types import ModuleType
 
 import pytest
 
-from titan_moe.profile.read import read_events
-from titan_moe.profile.split import split
+from titan_moe.profile.breakdown import split
+from titan_moe.profile.trace_parsing import read_events
 
 
 def test_replayed_kernels_are_named_by_order(by_hand: ModuleType) -> None:

@@ -5,12 +5,12 @@ from types import ModuleType
 
 import pytest
 
-from titan_moe.plan.floor import Work
 from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.roofline import Work
 from titan_moe.profile.chart import area_curve, stacked_bar, thinned
 from titan_moe.profile.compile_trace import CompiledPiece, CompileReport
-from titan_moe.profile.read import read_events
 from titan_moe.profile.report import Subject, render
+from titan_moe.profile.trace_parsing import read_events
 
 NOTHING = CompileReport([], {}, [])
 

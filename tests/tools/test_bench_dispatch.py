@@ -216,14 +216,14 @@ def test_nothing_stays_of_a_job(ranks) -> None:
 def forget_a_layer() -> tuple[bool, bool]:
     """Whether a layer that holds itself is there before a job's memory is given back, and after."""
     sys.path.insert(0, TOOLS)
-    leftovers, candidates = importlib.import_module("leftovers"), importlib.import_module("dispatch_candidates")
+    cleanup, candidates = importlib.import_module("cleanup"), importlib.import_module("dispatch_candidates")
     layer = candidates.build_layer("alltoall", tiny(candidates), torch.device("cpu"), torch.float32)
     layer(torch.ones(1, 64, 16)).sum().backward()
     layer.myself = [layer]
     layer_is_there = weakref.ref(layer)
     del layer
     before = layer_is_there() is not None
-    leftovers.forget(torch.device("cpu"))
+    cleanup.forget(torch.device("cpu"))
     return before, layer_is_there() is not None
 
 
@@ -238,7 +238,7 @@ def forget_sizes() -> list[bool]:
 
     double = torch.compile(lambda x: x * 2, backend=backend)
     double(torch.ones(4)), double(torch.ones(5))
-    importlib.import_module("leftovers").forget(torch.device("cpu"))
+    importlib.import_module("cleanup").forget(torch.device("cpu"))
     double(torch.ones(6))
     return graphs
 

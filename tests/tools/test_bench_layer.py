@@ -83,7 +83,7 @@ def test_saved_bytes_are_distinct_storages_without_weights(tool: ModuleType) -> 
 
 
 def test_shapes_are_those_of_the_kernel_benchmark(tool: ModuleType) -> None:
-    from titan_moe.kernels.fused_expert_mlp import SHAPES
+    from titan_moe.kernels.experts.fused_mlp import SHAPES
 
     for name, shape in tool.SHAPES.items():
         sizes = SHAPES[name]

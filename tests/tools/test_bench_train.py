@@ -244,7 +244,7 @@ def test_no_group_stays_and_none_is_missed(ranks) -> None:
 def leave_and_go_on() -> tuple[bool, int, bool]:
     """Whether a run makes groups, how many are left of them, and whether it can be repeated, with a gather of all."""
     sys.path.insert(0, str(TOOLS))
-    leftovers, cpu = importlib.import_module("leftovers"), torch.device("cpu")
+    cleanup, cpu = importlib.import_module("cleanup"), torch.device("cpu")
     groups = dist.distributed_c10d._world.pg_map
 
     def total() -> float:
@@ -253,8 +253,8 @@ def leave_and_go_on() -> tuple[bool, int, bool]:
         return (shards * 2).sum().full_tensor().item()
 
     before, has_groups = total(), len(groups) > 1
-    leftovers.forget(cpu)
-    leftovers.leave_groups()
+    cleanup.forget(cpu)
+    cleanup.leave_groups()
     return has_groups, len(groups), total() == before == 56.0
 
 

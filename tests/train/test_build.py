@@ -15,14 +15,14 @@ from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
-from titan_moe.dispatch.bound import SlotBound
-from titan_moe.kernels.accumulate import MAKERS
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.optim.accumulate import IMPLEMENTATIONS
 from titan_moe.layers.block import Block
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes, build_meshes
-from titan_moe.parallel.whole_weights import keep_whole
-from titan_moe.train.build import _hides_by_weight_gradients, build_model, build_on_meta
+from titan_moe.parallel.unsharded_experts import use_unsharded_experts
+from titan_moe.train.build import build_model, build_on_meta, delays_weight_grads
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -77,13 +77,13 @@ def build(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> nn.M
     return build_on_meta(Recipe(model=ModelConfig(class_="own_model:Model", hidden_size=16, moe=moe)))
 
 
-@pytest.mark.parametrize("maker", ["torch", "triton"])
-def test_the_recipe_says_who_adds_the_gradients_of_whole_experts(maker: str, one_rank: Meshes) -> None:
-    words = ["--run.device=auto", "--precision.compute=bf16", f"--perf.override.gradients={maker}"]
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_recipe_says_who_adds_the_gradients_of_whole_experts(backend: str, one_rank: Meshes) -> None:
+    words = ["--run.device=auto", "--precision.compute=bf16", f"--perf.override.gradients={backend}"]
     recipe = load_recipe(Path(__file__).with_name("tiny.toml"), words)
-    model = build_model(recipe, one_rank, torch.device("cpu"), SlotBound())
+    model = build_model(recipe, one_rank, torch.device("cpu"), ExpertCapacity())
     layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
-    assert layers and all(experts.local.accumulate is MAKERS[maker] for experts in layers)
+    assert layers and all(experts.local.accumulate is IMPLEMENTATIONS[backend] for experts in layers)
 
 
 def test_a_buffer_that_would_hold_garbage_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,10 +139,10 @@ def test_blocks_must_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weight_gradients_wait_where_their_order_is_autograds(words: tuple[str, ...], waits: bool) -> None:
     interleaved = ("--parallel.overlap=microbatch", "--parallel.dispatcher=alltoall")
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*interleaved, "--perf.kernels=fused", *words])
-    assert _hides_by_weight_gradients(recipe, torch.device("cuda")) == waits
+    assert delays_weight_grads(recipe, torch.device("cuda")) == waits
 
 
 def test_experts_of_another_kind_are_asked_what_they_are(one_rank: Meshes) -> None:
     experts = GroupedExperts(2, 8, 8)
-    keep_whole(experts, one_rank.expert_fsdp, None, keeps=False, weight_gradients_wait=True)
-    assert experts.make_ready() is None
+    use_unsharded_experts(experts, one_rank.expert_fsdp, None, keeps=False, delay_weight_grads_of_experts=True)
+    assert experts.delayed_weights() is None

@@ -8,8 +8,8 @@ import torch
 
 from titan_moe import cli
 from titan_moe.profile.attribution import OTHER
-from titan_moe.profile.read import Timeline, read_trace
-from titan_moe.profile.split import split
+from titan_moe.profile.breakdown import split
+from titan_moe.profile.trace_parsing import Timeline, read_trace
 
 IN_A_STEP = {"embedding", "attention", "dense", "router", "dispatch", "experts", "block", "head", "clip", "optimizer"}
 

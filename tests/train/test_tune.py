@@ -16,7 +16,7 @@ from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.kernels import PRESETS
 from titan_moe.kernels.registry import Kernel, Sample, Tunable, load_all
 from titan_moe.kernels.timing import Stopwatch, forward_and_total_ms
-from titan_moe.plan.kernel_choice import choose_for, settled
+from titan_moe.plan.kernel_choice import as_overrides, choose_for
 from titan_moe.plan.kernel_shapes import shapes_of
 from titan_moe.plan.kernel_table import KernelTable, cached_tables, read_table, write_table
 from titan_moe.train import tune
@@ -107,10 +107,10 @@ def test_what_is_tuned_is_what_auto_takes(
 ) -> None:
     on_a_gpu(monkeypatch)
     offer(monkeypatch, fused=plain, grouped_mm=plain)
-    assert choose_for(recipe, 1, GPU)[0].maker == "grouped_mm"
+    assert choose_for(recipe, 1, GPU)[0].backend == "grouped_mm"
     with caplog.at_level(logging.INFO, "titan_moe"):
         tune.run(recipe, 1)
-    assert choose_for(recipe, 1, GPU)[0].maker == "fused"
+    assert choose_for(recipe, 1, GPU)[0].backend == "fused"
     assert f"experts fused (2 ms fused, 4 ms grouped_mm, measured on {GPU} at 128 rows" in caplog.text
     path = cached_tables() / "fast_gpu.toml"
     before = read_table(path)
@@ -157,7 +157,7 @@ def test_all_operations_go_into_a_table_and_come_out(
         tune.run(recipe, 1)
     table = read_table(cached_tables() / "fast_gpu.toml")
     assert {entry.operation: entry.shape for entry in table.measured} == shapes_of(recipe, 1)
-    assert settled(recipe.perf, choose_for(recipe, 1, GPU)).chosen_kernels == replace(
+    assert as_overrides(recipe.perf, choose_for(recipe, 1, GPU)).chosen_kernels == replace(
         PRESETS["fused"], gradients="triton"
     )
     timed = [line for line in caplog.messages if line.endswith("ms forward and backward")]

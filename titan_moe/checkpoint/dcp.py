@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_moe.checkpoint.folders import MARK, CheckpointFolders
-from titan_moe.checkpoint.main_rank import ask_main
+from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.rng import RngState
 from titan_moe.config.train import CheckpointConfig
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
@@ -76,7 +76,7 @@ class Checkpointer:
         Returns: whether anything was loaded. Whether it was a resume, `train_state` knows.
         Raises: ValueError when `checkpoint.load_from` is no checkpoint; CheckpointMisfit when one does not fit.
         """
-        steps = ask_main(self.folders.complete_steps, self.group)
+        steps = run_on_rank_zero(self.folders.complete_steps, self.group)
         if steps:
             earlier = f", or remove it if it is damaged: step-{steps[-2]} is there too" if len(steps) > 1 else ""
             way_out = f"restore the recipe that wrote it, or set another run.folder for a fresh start{earlier}"
@@ -97,7 +97,7 @@ class Checkpointer:
         that a fresh start would not make again.
         """
         self._finish_save()
-        if step == 0 or ask_main(lambda: self._is_saved(step), self.group):
+        if step == 0 or run_on_rank_zero(lambda: self._is_saved(step), self.group):
             return
         self.manager.save(step, last_step=is_last)
         if is_last or not self.config.is_async:
@@ -141,7 +141,7 @@ class Checkpointer:
 
     def _read(self, folder: Path, read: Callable[[], object], way_out: str) -> None:
         """Load all weights that there are, and turn DCP's bundle of every rank's failures into one sentence."""
-        saved, problem = ask_main(lambda: _names_in(folder), self.group)
+        saved, problem = run_on_rank_zero(lambda: _names_in(folder), self.group)
         if problem:
             raise CheckpointMisfit(f"checkpoint {folder} cannot be read: {problem}; {way_out}")
         others = tuple(f"{name}." for name in self.manager.states if name != MODEL_KEY)
@@ -177,7 +177,7 @@ class Checkpointer:
         return {name for of_rank in names for name in of_rank}
 
     def _require_checkpoint(self, folder: Path) -> None:
-        if ask_main(lambda: (folder / MARK).is_file(), self.group):
+        if run_on_rank_zero(lambda: (folder / MARK).is_file(), self.group):
             return
         steps = [step for root in (folder, folder / "checkpoints") for step in CheckpointFolders(root).complete_steps()]
         found = (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch.base import Routed
-from titan_moe.kernels.cross_entropy import linear_cross_entropy, loss_and_dlogits
+from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.moe import MoE
@@ -92,8 +92,8 @@ def _compile_with_experts(forward: Callable[..., Tensor], layers: list[MoE]) -> 
 
     @wraps(forward)
     def compiled_while_bounded(*args: Any, **kwargs: Any) -> Tensor:
-        is_waived = any(layer.dispatcher.bound.is_waived for layer in layers)
-        return (forward if is_waived else compiled)(*args, **kwargs)
+        is_suspended = any(layer.dispatcher.capacity.is_suspended for layer in layers)
+        return (forward if is_suspended else compiled)(*args, **kwargs)
 
     return compiled_while_bounded
 
@@ -116,6 +116,6 @@ def _compile_for_many_rows(moe: MoE) -> Callable[..., Tensor]:
     def serve_rows(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
         if min(routed.sizes) <= 1:
             return serve(routed, gate_up, down)
-        return (compiled_unbounded if moe.dispatcher.bound.is_waived else compiled)(routed, gate_up, down)
+        return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(routed, gate_up, down)
 
     return serve_rows

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 Experts = Literal["grouped_mm", "fused", "reference"]
-Maker = Literal["torch", "triton"]
+Backend = Literal["torch", "triton"]
 Attention = Literal["sdpa", "flex"]
 
 
@@ -16,11 +16,11 @@ class Kernels:
     """
 
     experts: Experts = "grouped_mm"
-    slots: Maker = "torch"
-    router: Maker = "torch"
-    rotary: Maker = "torch"
-    head: Maker = "torch"
-    gradients: Maker = "torch"
+    slots: Backend = "torch"
+    router: Backend = "torch"
+    rotary: Backend = "torch"
+    head: Backend = "torch"
+    gradients: Backend = "torch"
     attention: Attention = "sdpa"
 
 
@@ -57,4 +57,4 @@ PRESETS = {
 
 def choose_kernels(preset: str, override: KernelOverrides) -> Kernels:
     """The preset, with the operations that the recipe overrides."""
-    return replace(PRESETS[preset], **{name: maker for name, maker in asdict(override).items() if maker != "no"})
+    return replace(PRESETS[preset], **{name: backend for name, backend in asdict(override).items() if backend != "no"})

@@ -53,7 +53,7 @@ class AttentionConfig:
     v_head_dim: int = 128
     """Width of an `mla` value head."""
 
-    def reach(self, layer: int, seq_len_tokens: int) -> int:
+    def window(self, layer: int, seq_len_tokens: int) -> int:
         """How many tokens a token of a layer sees at most, itself included; layers count from 0."""
         is_full = self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0
         return seq_len_tokens if is_full or not self.sliding_window else min(self.sliding_window, seq_len_tokens)

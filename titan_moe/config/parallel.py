@@ -45,7 +45,7 @@ class ParallelConfig:
     tile by tile, in forward and backward. `microbatch`: for `alltoall` and `allgather`, between nodes; the forward of
     each microbatch is interleaved with the backward of the one before, block by block, so that the messages of one are
     hidden by the compute of the other (DeepSeek-V3's DualPipe, arXiv:2412.19437, without pipeline stages), and weight
-    gradients of fused experts are delayed until the rows' gradients have been sent. It needs `gathers_once_a_step`, two
+    gradients of fused experts are delayed until the rows' gradients have been sent. It needs `accumulate_unsharded`, two
     or more microbatches a step and our own blocks in pieces, and keeps the activations of little more than one
     microbatch. The numbers are the same in all three."""
     expert_rank_capacity_factor: float = 0.0
@@ -65,7 +65,7 @@ class ParallelConfig:
     """The same for the gathered experts of a block. Where edp = 1 nothing is gathered, and this changes nothing:
     experts are cast to precision.compute, and the copies of all layers stay until their backward, unless
     memory.recompute has them made again."""
-    gathers_once_a_step: bool = False
+    accumulate_unsharded: bool = False
     """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
     and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of
     compute and whole gradients in that of the reduction, on every rank; buys their traffic, on one rank too. With

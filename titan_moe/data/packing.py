@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.cross_entropy import IGNORE_LABEL
+from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
 
 
 class Sample(NamedTuple):

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
-from titan_moe.dispatch.bound import SlotBound
-from titan_moe.dispatch.wire import BLOCKING, Wire
-from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.collectives import SYNC, Collectives
+from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 
 
 class AllGatherExchange(NamedTuple):
@@ -35,15 +35,15 @@ class AllGatherDispatcher(TokenDispatcher):
         self,
         num_experts: int,
         group: dist.ProcessGroup,
-        lay_out: LayOut = lay_out_slots,
-        bound: SlotBound | None = None,
-        wire: Wire = BLOCKING,
+        permute: Permute = sort_by_expert,
+        capacity: ExpertCapacity | None = None,
+        wire: Collectives = SYNC,
     ) -> None:
         """`num_experts` is the layer's total; `group` holds the ranks that share it; `bound` bounds the slots; `wire`
         carries the messages."""
-        super().__init__(lay_out)
+        super().__init__(permute)
         self.group, self.wire = group, wire
-        self.bound = bound or SlotBound()
+        self.capacity = capacity or ExpertCapacity()
         self.num_local_experts = num_experts // group.size()
         self.rank = dist.get_rank(group)
 
@@ -56,7 +56,7 @@ class AllGatherDispatcher(TokenDispatcher):
 
     def finish_dispatch(self, sent: Pending, exchange: AllGatherExchange) -> Routed:
         wait = self.wire.all_gather.wait
-        slots = self._lay_out_slots(wait(exchange.ids_SK, self.group), wait(exchange.scores_SK, self.group))
+        slots = self._permute(wait(exchange.ids_SK, self.group), wait(exchange.scores_SK, self.group))
         return routed(wait(sent, self.group), slots, exchange=None)  # the way back needs nothing
 
     def start_combine(self, y_SD: Tensor, exchange: None) -> Pending:
@@ -66,18 +66,18 @@ class AllGatherDispatcher(TokenDispatcher):
     def finish_combine(self, y: Pending, exchange: None) -> Tensor:
         return self.wire.reduce_scatter.wait(y, self.group)
 
-    def _lay_out_slots(self, ids_SK: Tensor, scores_SK: Tensor) -> Slots:
+    def _permute(self, ids_SK: Tensor, scores_SK: Tensor) -> Permutation:
         # the same operations on every rank: a compiler that saw `ids - 0` on the first rank alone could order that
         # rank's messages differently
         is_here_SK = ids_SK // self.num_local_experts == self.rank
         local_ids_SK = torch.where(is_here_SK, ids_SK % self.num_local_experts, -1)
         num_rows, num_choices = ids_SK.shape
-        num_slots = self.bound.num_slots(
+        num_slots = self.capacity.num_slots(
             local_ids_SK,
             balanced=num_rows * num_choices // self.group.size(),
             worst=num_rows * min(num_choices, self.num_local_experts),
         )
-        slots = self.lay_out(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
-        if self.bound.can_overflow:
-            self.bound.book(slots.overflowed)
+        slots = self.permute(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
+        if self.capacity.is_bounded:
+            self.capacity.book(slots.overflowed)
         return slots

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
-from titan_moe.dispatch.wire import BLOCKING, Wire, all_to_all
-from titan_moe.kernels.permute import gather_rows, sum_slots
-from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
+from titan_moe.dispatch.collectives import SYNC, Collectives, all_to_all
+from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
+from titan_moe.kernels.permute.rows import gather_rows, sum_slots
 
 
 class AllToAllExchange(NamedTuple):
@@ -55,11 +55,11 @@ class AllToAllDispatcher(TokenDispatcher):
         self,
         num_experts: int,
         group: dist.ProcessGroup,
-        lay_out: LayOut = lay_out_slots,
-        wire: Wire = BLOCKING,
+        permute: Permute = sort_by_expert,
+        wire: Collectives = SYNC,
     ) -> None:
         """`num_experts` is the layer's total; `group` holds the ranks that share it; `wire` carries the messages."""
-        super().__init__(lay_out)
+        super().__init__(permute)
         self.group, self.wire = group, wire
         self.num_ranks = group.size()
         self.num_local_experts = num_experts // group.size()
@@ -72,7 +72,7 @@ class AllToAllDispatcher(TokenDispatcher):
         rows_sent, rows_received, num_slots = self._read_counts(
             torch.stack([wanted_TP.sum(0), choices_TP.sum(0)], dim=1)
         )
-        copies_TP, tokens_U = _lay_out_copies(wanted_TP, sum(rows_sent))
+        copies_TP, tokens_U = _number_copies(wanted_TP, sum(rows_sent))
         return AllToAllExchange(topk_ids_TK, topk_scores_TK, tokens_U, copies_TP, rows_sent, rows_received, num_slots)
 
     def start_dispatch(self, x_TD: Tensor, exchange: AllToAllExchange) -> Sent:
@@ -84,7 +84,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def finish_dispatch(self, sent: Sent, exchange: AllToAllExchange) -> Routed:
         wait, way = self.wire.all_to_all.wait, self._way_there(exchange)
-        slots = self._lay_out_slots(wait(sent.ids_SK, *way), wait(sent.scores_SK, *way), exchange.num_slots)
+        slots = self._permute(wait(sent.ids_SK, *way), wait(sent.scores_SK, *way), exchange.num_slots)
         return routed(wait(sent.x_SD, *way), slots, exchange)
 
     def start_combine(self, y_SD: Tensor, exchange: AllToAllExchange) -> Pending:
@@ -97,10 +97,10 @@ class AllToAllDispatcher(TokenDispatcher):
     def _way_there(self, exchange: AllToAllExchange) -> tuple[list[int], list[int], dist.ProcessGroup]:
         return exchange.rows_received, exchange.rows_sent, self.group
 
-    def _lay_out_slots(self, ids_SK: Tensor, scores_SK: Tensor, num_slots: int) -> Slots:
+    def _permute(self, ids_SK: Tensor, scores_SK: Tensor, num_slots: int) -> Permutation:
         ids_SK = ids_SK - self.first_expert
         local_ids_SK = torch.where((ids_SK >= 0) & (ids_SK < self.num_local_experts), ids_SK, -1)
-        return self.lay_out(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
+        return self.permute(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
 
     def _read_counts(self, sent_P2: Tensor) -> tuple[list[int], list[int], int]:
         """Tell every rank how many rows and slots it will get from each: the one host read of a layer."""
@@ -110,7 +110,7 @@ class AllToAllDispatcher(TokenDispatcher):
         return [rows for rows, _ in sent], [rows for rows, _ in received], sum(slots for _, slots in received)
 
 
-def _lay_out_copies(wanted_TP: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
+def _number_copies(wanted_TP: Tensor, num_copies: int) -> tuple[Tensor, Tensor]:
     """Number the wanted (rank, token) pairs rank by rank: -> copies_TP (-1 for none) and tokens_U."""
     num_tokens, num_ranks = wanted_TP.shape
     wanted_PT = wanted_TP.T.contiguous()

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from titan_moe.dispatch.bound import SlotBound
-from titan_moe.kernels.slots import LayOut, Slots, lay_out_slots
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 
 Exchange = Any
 """What a dispatcher must remember between `prepare` and `finish_combine`; each dispatcher has its own named tuple."""
@@ -46,7 +46,7 @@ class Routed(NamedTuple):
         """Rows and slots that there are."""
         return self.x_SD.shape[0], self.rows_R.shape[0]
 
-    def serve_by(self, mlp: Callable[..., Tensor], x_SD: Tensor, weights: Sequence[Tensor]) -> Any:
+    def run_mlp(self, mlp: Callable[..., Tensor], x_SD: Tensor, weights: Sequence[Tensor]) -> Any:
         """Let an expert MLP serve the rows: -> [S, D]."""
         return mlp(x_SD, self.rows_R, self.slots_SK, self.scores_R, self.offsets_e, *weights)
 
@@ -58,17 +58,17 @@ def route(
     num_experts: int,
     num_slots: int,
     exchange: Exchange,
-    lay_out: LayOut = lay_out_slots,
+    permute: Permute = sort_by_expert,
 ) -> Routed:
     """Lay out the slots of rows that have arrived: the last stretch of a dispatcher.
 
-    `num_slots` must hold every choice. A dispatcher that bids for fewer calls `lay_out` itself, and takes care of the
+    `num_slots` must hold every choice. A dispatcher that bids for fewer calls `permute` itself, and takes care of the
     flag that says whether some choice found none.
     """
-    return routed(x_SD, lay_out(local_ids_SK, scores_SK, num_experts, num_slots), exchange)
+    return routed(x_SD, permute(local_ids_SK, scores_SK, num_experts, num_slots), exchange)
 
 
-def routed(x_SD: Tensor, slots: Slots, exchange: Exchange) -> Routed:
+def routed(x_SD: Tensor, slots: Permutation, exchange: Exchange) -> Routed:
     """Rows that have arrived, with the slots of those who want them."""
     return Routed(x_SD, slots.rows_R, slots.slots_SK, slots.scores_R, slots.offsets_e, exchange)
 
@@ -84,10 +84,10 @@ class TokenDispatcher(ABC):
     reads_host: bool = True
     """Whether the host reads values of the device on the way. One that says it does not can be inside a graph."""
 
-    def __init__(self, lay_out: LayOut = lay_out_slots) -> None:
-        """`lay_out` sorts arrived choices into slots; `choose_lay_out` in kernels/slots.py has those that exist."""
-        self.lay_out = lay_out
-        self.bound = SlotBound()  # of the worst case, unless a dispatcher knows another
+    def __init__(self, permute: Permute = sort_by_expert) -> None:
+        """`permute` sorts arrived choices into slots; `choose_permute` in kernels/slots.py has those that exist."""
+        self.permute = permute
+        self.capacity = ExpertCapacity()  # of the worst case, unless a dispatcher knows another
 
     def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:  # noqa: B027, most have none
         """Replace what is arithmetic of tensors by what a compiler makes of it, where the whole way is not compiled."""

@@ -28,7 +28,7 @@ class ClonePlan(NamedTuple):
     """int64, how many choices of that expert the slot takes over, 0 for none."""
 
 
-class Takeovers(NamedTuple):
+class Reassigned(NamedTuple):
     """Which of one rank's choices go to clones: intervals on a line where the n-th choice of expert x lies at
     x·stride + n."""
 
@@ -40,7 +40,7 @@ class Takeovers(NamedTuple):
     stride: int
 
 
-def plan_clones(counts_PE: Tensor, num_spare: int) -> ClonePlan:
+def plan_clones(counts_PE: Tensor, num_replicas: int) -> ClonePlan:
     """Fill the spare slots so that ranks above the mean load give what they have too much to ranks below it.
 
     In each of c rounds every rank below the mean takes at most one piece of one expert. A piece is no wider than the
@@ -50,14 +50,14 @@ def plan_clones(counts_PE: Tensor, num_spare: int) -> ClonePlan:
 
     Args:
         counts_PE: how many choices each rank has for each expert.
-        num_spare: spare slots of a rank (c).
+        num_replicas: spare slots of a rank (c).
     """
     num_ranks, num_experts = counts_PE.shape
     left_Pe = counts_PE.long().sum(0).view(num_ranks, num_experts // num_ranks)
     load_P = left_Pe.sum(1)
     mean = (load_P.sum() + num_ranks - 1) // num_ranks
     rounds = []
-    for _ in range(num_spare):
+    for _ in range(num_replicas):
         experts_P, taken_P = _match(left_Pe, load_P, mean)
         is_none_P = taken_P == 0
         left_Pe = left_Pe.flatten().scatter_add(0, experts_P, -taken_P).view_as(left_Pe)
@@ -91,7 +91,7 @@ def _match(left_Pe: Tensor, load_P: Tensor, mean: Tensor) -> tuple[Tensor, Tenso
     return experts_P, torch.zeros_like(given_P).scatter(0, takers_P, given_P.minimum(room_P))
 
 
-def takeovers(counts_PE: Tensor, plan: ClonePlan, rank: int, stride: int) -> Takeovers:
+def reassign(counts_PE: Tensor, plan: ClonePlan, rank: int, stride: int) -> Reassigned:
     """Say which of a rank's choices go to which spare slot; the others stay with the expert's home.
 
     A slot first takes the choices of its own rank, whose rows need not travel; what it still lacks comes from the
@@ -99,10 +99,14 @@ def takeovers(counts_PE: Tensor, plan: ClonePlan, rank: int, stride: int) -> Tak
     the choices that the rank has for an expert.
     """
     num_ranks, num_experts = counts_PE.shape
-    num_spare = plan.experts_Pc.shape[1]
+    num_replicas = plan.experts_Pc.shape[1]
     counts_PE = counts_PE.long()
-    slots_I = torch.arange(num_ranks * num_spare, device=counts_PE.device)
-    taker_I, expert_I, taken_I = slots_I // num_spare, plan.experts_Pc.flatten().clamp(min=0), plan.taken_Pc.flatten()
+    slots_I = torch.arange(num_ranks * num_replicas, device=counts_PE.device)
+    taker_I, expert_I, taken_I = (
+        slots_I // num_replicas,
+        plan.experts_Pc.flatten().clamp(min=0),
+        plan.taken_Pc.flatten(),
+    )
     home_I = expert_I // (num_experts // num_ranks)
     earlier_II = (expert_I[:, None] == expert_I) & (slots_I[:, None] > slots_I)
 
@@ -123,14 +127,14 @@ def takeovers(counts_PE: Tensor, plan: ClonePlan, rank: int, stride: int) -> Tak
     first_I = expert_I * stride + _sum_where(earlier_II, share_I)
     nowhere = num_experts * stride
     begins_I, order_I = torch.where(share_I > 0, first_I, nowhere).sort(stable=True)
-    return Takeovers(begins_I, begins_I + share_I[order_I], slots_I[order_I], stride)
+    return Reassigned(begins_I, begins_I + share_I[order_I], slots_I[order_I], stride)
 
 
 def _sum_where(mask_II: Tensor, values_I: Tensor) -> Tensor:
     return torch.where(mask_II, values_I, 0).sum(1)
 
 
-def spare_slots(ids_TK: Tensor, nth_TK: Tensor, taken: Takeovers) -> Tensor:
+def replica_slots(ids_TK: Tensor, nth_TK: Tensor, taken: Reassigned) -> Tensor:
     """The spare slot, of all ranks' slots, that takes a choice; -1 where it stays at home, or is none.
 
     `nth_TK` is a choice's number among this rank's choices of the same expert.

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.cloning import CloningExchange
+from titan_moe.dispatch.collectives import all_gather, all_to_all
 from titan_moe.dispatch.symm_mem import SymmMemory
-from titan_moe.dispatch.wire import all_gather, all_to_all
-from titan_moe.kernels.symm_barrier import symm_barrier
-from titan_moe.kernels.symm_clones import add_gradients, clone_arrays, pull_weights, stage_gradients, stage_weights
-from titan_moe.kernels.symm_dispatch import SymmArray
+from titan_moe.kernels.symm_mem.arrays import SymmArray
+from titan_moe.kernels.symm_mem.barrier import symm_barrier
+from titan_moe.kernels.symm_mem.clones import add_gradients, clone_arrays, pull_weights, stage_gradients, stage_weights
 
 
 class Gradients(NamedTuple):
@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
     down: Tensor
 
 
-class CloneFetcher(ABC):
+class CloneWeights(ABC):
     """Fetch clones for an exchange; how they travel is a subclass's.
 
     Own weights go through it, so that their gradient and what clones send home are summed in one place; and the rows
@@ -62,7 +62,7 @@ class CloneFetcher(ABC):
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, fetcher: CloneFetcher
+        ctx: Any, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, fetcher: CloneWeights
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(experts_Pc)
         ctx.fetcher = fetcher
@@ -74,20 +74,20 @@ class _Fetch(torch.autograd.Function):
         return *ctx.fetcher.add_home(Gradients(*grads), *ctx.saved_tensors), None, None
 
 
-class MessageCloneFetcher(CloneFetcher):
+class CollectiveCloneWeights(CloneWeights):
     """By collectives, in which all ranks send and get as much."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
 
     def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
-        num_experts, (num_ranks, num_spare) = gate_up.shape[0], experts_Pc.shape
+        num_experts, (num_ranks, num_replicas) = gate_up.shape[0], experts_Pc.shape
         # where this rank is not the home, any expert: what it sends is not read
         sent_I = (experts_Pc % num_experts).flatten()
-        equal = [num_spare] * num_ranks
+        equal = [num_replicas] * num_ranks
         both_IN = all_to_all(_pack(gate_up[sent_I], down[sent_I]), equal, equal, self.group)
         home_c = (experts_Pc[self.rank] // num_experts).clamp(min=0)
-        return _unpack(both_IN[home_c * num_spare + torch.arange(num_spare, device=home_c.device)], gate_up, down)
+        return _unpack(both_IN[home_c * num_replicas + torch.arange(num_replicas, device=home_c.device)], gate_up, down)
 
     def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x_SD, own_gate_up, own_down, gate_up, down = grads
@@ -120,7 +120,7 @@ def _add(own_eN: Tensor, is_clone_eI: Tensor, clones_IN: Tensor) -> Tensor:
     return sums.view_as(own_eN)
 
 
-class SymmCloneFetcher(CloneFetcher):
+class SymmMemCloneWeights(CloneWeights):
     """Out of the memory that the ranks share, in exchanges like those of `SymmMemDispatcher`: between its own, on their
     stream."""
 
@@ -128,7 +128,7 @@ class SymmCloneFetcher(CloneFetcher):
         self.memory = memory
 
     def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
-        return _fetch_clones(x_SD, gate_up, down, experts_Pc, *self.memory)
+        return _get_clones(x_SD, gate_up, down, experts_Pc, *self.memory)
 
     def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # sums are made in place: these are the gradients of one use, which nobody else has seen
@@ -139,35 +139,35 @@ class SymmCloneFetcher(CloneFetcher):
         return grads.x_SD, own_gate_up, own_down
 
 
-@torch.library.custom_op("titan_moe::symm_fetch_clones", mutates_args=())
-def _fetch_clones(
-    x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, at_P: Tensor, rank: int
+@torch.library.custom_op("titan_moe::symm_get_clones", mutates_args=())
+def _get_clones(
+    x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
     """The rows are not read: who needs them comes after the exchange that brought them."""
     weights, experts_Pc = (gate_up.contiguous(), down.contiguous()), experts_Pc.contiguous()
-    signals, staged = _place_for(weights, len(gate_up), experts_Pc, memory, at_P)
+    signals, staged = _place_for(weights, len(gate_up), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)
     stage_weights(weights, experts_Pc, staged, rank)
     symm_barrier(signals, rank)
     return pull_weights(weights, experts_Pc, staged, rank)
 
 
-@_fetch_clones.register_fake
+@_get_clones.register_fake
 def _(
-    x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, at_P: Tensor, rank: int
+    x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
 ) -> tuple[Tensor, Tensor]:
-    num_spare = experts_Pc.shape[1]
-    return gate_up.new_empty(num_spare, *gate_up.shape[1:]), down.new_empty(num_spare, *down.shape[1:])
+    num_replicas = experts_Pc.shape[1]
+    return gate_up.new_empty(num_replicas, *gate_up.shape[1:]), down.new_empty(num_replicas, *down.shape[1:])
 
 
 @torch.library.custom_op("titan_moe::symm_add_clones", mutates_args=("dx_SD", "own_gate_up", "own_down"))
 def _add_clones(
     dx_SD: Tensor, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor,
-    memory: Tensor, at_P: Tensor, rank: int,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int,
 ) -> None:  # fmt: skip
     """The rows' gradients are not touched: who reads what this may have changed comes after it."""
     clones, experts_Pc = (gate_up, down), experts_Pc.contiguous()
-    signals, staged = _place_for(clones, len(own_gate_up), experts_Pc, memory, at_P)
+    signals, staged = _place_for(clones, len(own_gate_up), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)
     stage_gradients(clones, staged)
     symm_barrier(signals, rank)
@@ -175,7 +175,7 @@ def _add_clones(
 
 
 def _place_for(
-    weights: Sequence[Tensor], num_local_experts: int, experts_Pc: Tensor, memory: Tensor, at_P: Tensor
+    weights: Sequence[Tensor], num_local_experts: int, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor
 ) -> tuple[SymmArray, SymmArray]:
     num_elements = sum(weight[0].numel() for weight in weights)
-    return clone_arrays(memory, at_P, num_local_experts, experts_Pc.shape[1], num_elements, weights[0].dtype)
+    return clone_arrays(memory, peer_ptrs_P, num_local_experts, experts_Pc.shape[1], num_elements, weights[0].dtype)

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, Pending, Routed, TokenDispatcher
-from titan_moe.dispatch.clone_plan import plan_clones, spare_slots, takeovers
-from titan_moe.dispatch.wire import all_gather
+from titan_moe.dispatch.clone_plan import plan_clones, reassign, replica_slots
+from titan_moe.dispatch.collectives import all_gather
 
 
 class CloningExchange(NamedTuple):
@@ -34,23 +34,23 @@ class CloningExchange(NamedTuple):
 class CloningDispatcher(TokenDispatcher):
     """Plan clones for every exchange, and let another dispatcher move the rows to them."""
 
-    def __init__(self, inner: TokenDispatcher, num_experts: int, num_spare: int, group: dist.ProcessGroup) -> None:
-        """`num_experts` is the layer's total; `inner` was built for `group.size() * num_spare` more."""
-        super().__init__(inner.lay_out)
+    def __init__(self, inner: TokenDispatcher, num_experts: int, num_replicas: int, group: dist.ProcessGroup) -> None:
+        """`num_experts` is the layer's total; `inner` was built for `group.size() * num_replicas` more."""
+        super().__init__(inner.permute)
         self.inner, self.group = inner, group
-        self.bound, self.reads_host = inner.bound, inner.reads_host
-        self.num_experts, self.num_spare = num_experts, num_spare
+        self.capacity, self.reads_host = inner.capacity, inner.reads_host
+        self.num_experts, self.num_replicas = num_experts, num_replicas
         self.rank = dist.get_rank(group)
-        self.settle = settle
+        self.assign_replicas = assign_replicas
 
     def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:
-        self.settle = compiled(self.settle)
+        self.assign_replicas = compiled(self.assign_replicas)
         self.inner.compile_pieces(compiled)
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> CloningExchange:
         nth_TK, counts_E = self._number(topk_ids_TK, topk_scores_TK.detach())
         counts_PE = all_gather(counts_E[None], self.group)
-        ids_TK, experts_Pc = self.settle(topk_ids_TK, nth_TK, counts_PE, self.num_spare, self.rank)
+        ids_TK, experts_Pc = self.assign_replicas(topk_ids_TK, nth_TK, counts_PE, self.num_replicas, self.rank)
         return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), experts_Pc)
 
     def start_dispatch(self, x_TD: Tensor, exchange: CloningExchange) -> Pending:
@@ -68,22 +68,24 @@ class CloningDispatcher(TokenDispatcher):
 
     def _number(self, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Number this rank's choices of each expert, in token order: -> numbers [T, K] and int64 counts [E]."""
-        slots = self.lay_out(ids_TK, scores_TK, self.num_experts, ids_TK.numel())
+        slots = self.permute(ids_TK, scores_TK, self.num_experts, ids_TK.numel())
         ends_E = slots.offsets_e.long()
         counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
         return slots.slots_SK - (ends_E - counts_E)[ids_TK.long().clamp(min=0)], counts_E
 
 
-def settle(ids_TK: Tensor, nth_TK: Tensor, counts_PE: Tensor, num_spare: int, rank: int) -> tuple[Tensor, Tensor]:
+def assign_replicas(
+    ids_TK: Tensor, nth_TK: Tensor, counts_PE: Tensor, num_replicas: int, rank: int
+) -> tuple[Tensor, Tensor]:
     """Decide where every choice of this rank is served.
 
     Returns: the choices as experts of the dispatcher inside, a rank's own ones before its spare slots, -1 for none; and
     what lies in the spare slots [P, c].
     """
-    plan = plan_clones(counts_PE, num_spare)
-    spare_TK = spare_slots(ids_TK, nth_TK, takeovers(counts_PE, plan, rank, stride=ids_TK.numel() + 1))
+    plan = plan_clones(counts_PE, num_replicas)
+    spare_TK = replica_slots(ids_TK, nth_TK, reassign(counts_PE, plan, rank, stride=ids_TK.numel() + 1))
     own = counts_PE.shape[1] // counts_PE.shape[0]
-    home_TK = ids_TK // own * (own + num_spare) + ids_TK % own
-    clone_TK = spare_TK // num_spare * (own + num_spare) + own + spare_TK % num_spare
+    home_TK = ids_TK // own * (own + num_replicas) + ids_TK % own
+    clone_TK = spare_TK // num_replicas * (own + num_replicas) + own + spare_TK % num_replicas
     ids_TK = torch.where(ids_TK < 0, -1, torch.where(spare_TK < 0, home_TK, clone_TK.to(ids_TK.dtype)))
     return ids_TK, plan.experts_Pc

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from titan_moe.dispatch.base import Routed, TokenDispatcher, route
-from titan_moe.kernels.slots import LayOut, lay_out_slots
+from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 
 
 class LocalExchange(NamedTuple):
@@ -20,8 +20,8 @@ class LocalDispatcher(TokenDispatcher):
 
     reads_host = False
 
-    def __init__(self, num_experts: int, lay_out: LayOut = lay_out_slots) -> None:
-        super().__init__(lay_out)
+    def __init__(self, num_experts: int, permute: Permute = sort_by_expert) -> None:
+        super().__init__(permute)
         self.num_experts = num_experts
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> LocalExchange:
@@ -32,7 +32,7 @@ class LocalDispatcher(TokenDispatcher):
 
     def finish_dispatch(self, sent: Tensor, exchange: LocalExchange) -> Routed:
         ids_TK, scores_TK = exchange
-        return route(sent, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange, self.lay_out)
+        return route(sent, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange, self.permute)
 
     def start_combine(self, y_SD: Tensor, exchange: LocalExchange) -> Tensor:
         return y_SD

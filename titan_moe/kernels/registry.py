@@ -77,7 +77,7 @@ class Kernel:
     needs_triton: bool = False
     """Runs on GPUs, and in fp32 in Triton's interpreter; elsewhere the reference stands alone."""
     benchmarks: tuple[Benchmark, ...] = ()
-    rivals: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
+    baselines: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
     """Other ways to the same result, which a benchmark times beside the operation."""
     tunable: Tunable | None = None
     """How a recipe's choice of this operation is measured, if it has one."""

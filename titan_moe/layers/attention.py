@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
-from titan_moe.kernels.rotary import MAKERS
+from titan_moe.kernels.rope.norm_and_rotate import IMPLEMENTATIONS
 from titan_moe.layers.mask import Mask
 
 BACKENDS = {
@@ -39,7 +39,7 @@ def attention_backend(name: str) -> AbstractContextManager[None]:
 
 
 class Context(NamedTuple):
-    """What blocks of a forward pass share; those that reach equally far get the same one."""
+    """What blocks of a forward pass share; those that window equally far get the same one."""
 
     cos_NR: Tensor
     """RoPE cosines, fp32."""
@@ -79,7 +79,7 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         a = config.attention
-        self.norm_and_rotate = MAKERS[kernels.rotary]
+        self.norm_and_rotate = IMPLEMENTATIONS[kernels.rotary]
         self.num_kv_heads, self.scale = a.num_kv_heads, a.head_dim**-0.5
         self.is_interleaved, self.norm_eps = a.rope_is_interleaved, config.norm_eps
         self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)

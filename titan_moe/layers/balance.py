@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.model import MoEConfig
-from titan_moe.kernels.router import Routing
+from titan_moe.kernels.router.routing import Routing
 
 
 class _Account(torch.autograd.Function):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.dispatch.base import Exchange, Routed
-from titan_moe.kernels.expert_mlp import ExpertMLP, choose_expert_mlp
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP, choose_expert_mlp
 
 
 class GroupedExperts(nn.Module):
@@ -20,8 +20,8 @@ class GroupedExperts(nn.Module):
     dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
     experts, in compute's dtype; it is identity unless the experts are spread over ranks. `gather_weights` gives the
     weights that an exchange wants served: this rank's own, and what its dispatcher may have planned behind them. The
-    rows pass through it, so that its messages come after theirs. `ready_early` makes weights ready before the rows are
-    there, where that hides something (kernels/late_weight_grads.py).
+    rows pass through it, so that its messages come after theirs. `delay` makes weights ready before the rows are
+    there, where that hides something (kernels/delayed_weight_grads.py).
     """
 
     def __init__(self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None) -> None:
@@ -30,15 +30,15 @@ class GroupedExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(num_experts, width, ffn_hidden_size))
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
-        self.ready_early: Callable[[], Any] = _when_used
+        self.delay: Callable[[], Any] = _when_used
         self.gather_weights: Callable[..., tuple[Tensor, ...]] = _own
 
-    def make_ready(self) -> Any:
+    def delayed_weights(self) -> Any:
         """What serves the rows that are to come, if it should be made before they are there; else None."""
-        return self.ready_early()
+        return self.delay()
 
     def forward(self, routed: Routed, ready: Any = None) -> Any:
-        """Serve the rows, with weights that `make_ready` has made ready, or has not: -> [S, L], zero for a row that no
+        """Serve the rows, with weights that `delayed_weights` has made ready, or has not: -> [S, L], zero for a row that no
         expert here wants; or what else the dispatcher sends back."""
         if ready is not None:
             return ready.serve(*routed[:5])
@@ -47,7 +47,7 @@ class GroupedExperts(nn.Module):
     def serve(self, routed: Routed, gate_up: Tensor, down: Tensor) -> Any:
         """The same, with weights that are ready: what is compiled where blocks run in pieces."""
         rows, *weights = self.gather_weights(routed[0], gate_up, down, routed.exchange)
-        return routed.serve_by(self.mlp, rows, weights)
+        return routed.run_mlp(self.mlp, rows, weights)
 
 
 def _when_used() -> None:

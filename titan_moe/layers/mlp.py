@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
-from titan_moe.kernels.swiglu import swiglu
+from titan_moe.kernels.experts.swiglu import swiglu
 
 
 class MLP(nn.Module):
@@ -59,6 +59,6 @@ def _plain(hidden: Tensor, down: nn.Linear) -> Tensor:
 
 
 def _fused() -> Callable[[Tensor, nn.Linear], Tensor]:
-    from titan_moe.kernels.swiglu_down import fused_swiglu_down
+    from titan_moe.kernels.experts.swiglu_down import fused_swiglu_down
 
     return lambda hidden, down: fused_swiglu_down(hidden, down.weight)

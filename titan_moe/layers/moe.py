@@ -9,8 +9,8 @@ from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
-from titan_moe.kernels.expert_mlp import choose_expert_mlp
-from titan_moe.kernels.slots import choose_lay_out
+from titan_moe.kernels.experts.composite_mlp import choose_expert_mlp
+from titan_moe.kernels.permute.permutation import choose_permute
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import MLP, GatedMLP, NoMLP, add_shared
 from titan_moe.layers.router import TopKRouter
@@ -37,7 +37,7 @@ class MoE(nn.Module):
         super().__init__()
         moe, width = config.moe, config.moe.latent_size or config.hidden_size
         self.router = TopKRouter(config, kernels)
-        self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, choose_lay_out(kernels.slots))
+        self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, choose_permute(kernels.slots))
         mlp = choose_expert_mlp(kernels.experts, moe.score_on)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)
         self.shared_experts = _shared_experts(config, kernels)

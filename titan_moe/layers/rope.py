@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.model import AttentionConfig
-from titan_moe.kernels.rotation import rotate_halves, rotate_pairs
+from titan_moe.kernels.rope.rotation import rotate_halves, rotate_pairs
 
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 

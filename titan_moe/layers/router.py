@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.kernels.router import RoutingRule, choose_router
-from titan_moe.kernels.router_logits import choose_router_logits
+from titan_moe.config.skew import WINDOW_TOKENS, skewed_counts
+from titan_moe.kernels.router.logits import choose_router_logits
+from titan_moe.kernels.router.routing import RoutingRule, choose_router
 from titan_moe.layers.balance import LoadBalance
-from titan_moe.plan.skew import WINDOW_TOKENS, skewed_counts
 
 
 class ForcedTable:

@@ -41,7 +41,7 @@ def _mark_moe(moe: MoE) -> None:
     _mark(moe.router, "router", "forward")
     _mark(dispatcher, "dispatch", "prepare", "start_dispatch", "finish_dispatch")
     _mark(dispatcher, "combine", "start_combine", "finish_combine")
-    _mark(moe.experts, "experts", "forward", "make_ready")
+    _mark(moe.experts, "experts", "forward", "delayed_weights")
     if not isinstance(moe.shared_experts, NoMLP):
         _mark(moe.shared_experts, "shared", "forward")
     for latent in (moe.latent_down, moe.latent_up):

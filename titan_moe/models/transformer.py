@@ -11,7 +11,7 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
-from titan_moe.layers.mask import MASKS, Sight
+from titan_moe.layers.mask import MASKS, MaskSpec
 from titan_moe.layers.rope import rope_tables
 
 
@@ -56,15 +56,15 @@ class Transformer(nn.Module):
         return self.head.loss(self.norm(x_BND).flatten(0, 1), labels_BN.flatten())
 
     def contexts(self, tokens_BN: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
-        """By layer; layers that reach equally far share a mask, so that it is made once."""
+        """By layer; layers that window equally far share a mask, so that it is made once."""
         attention, num_tokens, device = self.config.attention, tokens_BN.shape[1], tokens_BN.device
         tables = rope_tables(attention, num_tokens, device)
-        reaches = {name: attention.reach(int(name), num_tokens) for name in self.layers}
+        windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
         shared: dict[int, Context] = {}
-        for reach in set(reaches.values()):
-            sight = Sight(num_tokens, reach, document_ids_BN, device)
-            shared[reach] = Context(*tables, None if sight.is_causal_alone else self.make_mask(sight))
-        return {name: shared[reach] for name, reach in reaches.items()}
+        for window in set(windows.values()):
+            spec = MaskSpec(num_tokens, window, document_ids_BN, device)
+            shared[window] = Context(*tables, None if spec.is_causal_only else self.make_mask(spec))
+        return {name: shared[window] for name, window in windows.items()}
 
     @torch.no_grad()
     def generate(

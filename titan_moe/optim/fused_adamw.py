@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_moe.kernels.adamw import adamw
+from titan_moe.kernels.optim.adamw import adamw
 from titan_moe.optim.groups import decay_groups
 from titan_moe.optim.state import local, make_state, put_lr_on_device
 

@@ -22,17 +22,17 @@ class ExpertBalancer:
             router.balance.scale.copy_(scale)
 
     @torch.no_grad()
-    def finish(self, is_void: Tensor) -> dict[str, Tensor]:
+    def finish(self, skips_update: Tensor) -> dict[str, Tensor]:
         """Sum the counts over ranks, move every bias by `u · sign(mean - count)`; returns the counts by router name.
 
-        Where `is_void`, a bool on the device, the step does not count and the biases stay.
+        Where `skips_update`, a bool on the device, the step does not count and the biases stay.
         """
         if not self.routers:
             return {}
         counts_LE = torch.stack([router.balance.tokens_per_expert_E for router in self.routers.values()])
         dist.all_reduce(counts_LE, group=self.group)
         load_LE = counts_LE.float()
-        nudges_LE = self.bias_update_speed * torch.sign(load_LE.mean(1, keepdim=True) - load_LE) * ~is_void
+        nudges_LE = self.bias_update_speed * torch.sign(load_LE.mean(1, keepdim=True) - load_LE) * ~skips_update
         for router, nudge_E in zip(self.routers.values(), nudges_LE, strict=True):
             router.expert_bias_E.add_(nudge_E)
         return dict(zip(self.routers, counts_LE, strict=True))

@@ -2,7 +2,7 @@
 
 Gradients are summed, never averaged: the loss is already divided by the tokens of the whole step, so experts, whose
 gradients come from fewer ranks, need no scale of their own. Experts that lie whole on a rank are none of FSDP's
-business (whole_weights.py).
+business (unsharded_experts.py).
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from titan_moe.config.kernels import Maker
+from titan_moe.config.kernels import Backend
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PrecisionConfig
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
-from titan_moe.parallel.whole_weights import keep_whole
+from titan_moe.parallel.unsharded_experts import use_unsharded_experts
 from titan_moe.plan.schedule import ROOT
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
@@ -30,15 +30,15 @@ def apply(
     precision: PrecisionConfig,
     meshes: Meshes,
     *,
-    experts_come_with_blocks: bool = False,
-    gradients: Maker = "torch",
-    weight_gradients_wait: bool = False,
+    unshard_experts_with_block: bool = False,
+    gradients: Backend = "torch",
+    delay_weight_grads_of_experts: bool = False,
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
     Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph. So
-    they are where blocks run in pieces: hooks would fire in one of them, and parameters come and go `ByHand`.
-    `gradients` is who adds up those of experts that FSDP leaves alone, and `weight_gradients_wait` says whether these
+    they are where blocks run in pieces: hooks would fire in one of them, and parameters come and go `ManualFSDP`.
+    `gradients` is who adds up those of experts that FSDP leaves alone, and `delay_weight_grads_of_experts` says whether these
     are computed while those of rows travel.
     """
     policy = MixedPrecisionPolicy(
@@ -46,19 +46,19 @@ def apply(
         reduce_dtype=_unless_equal(precision.reduce, precision.compute),
         cast_forward_inputs=False,  # routing scores enter the experts in fp32 and must stay so
     )
-    reshards = not config.gathers_once_a_step
+    reshards = not config.accumulate_unsharded
     blocks = list(model.get_submodule("layers").children())
     whole: set[nn.Parameter] = set()
     for block in blocks:
         for experts in _all_experts_of(block):
-            if lie_whole(precision, meshes.expert_fsdp):
-                keep_whole(
+            if is_unsharded(precision, meshes.expert_fsdp):
+                use_unsharded_experts(
                     experts,
                     meshes.expert_fsdp,
                     policy.param_dtype,
-                    keeps=config.gathers_once_a_step,
+                    keeps=config.accumulate_unsharded,
                     gradients=gradients,
-                    weight_gradients_wait=weight_gradients_wait,
+                    delay_weight_grads_of_experts=delay_weight_grads_of_experts,
                 )
                 whole.update(experts.parameters())
             else:
@@ -71,9 +71,9 @@ def apply(
             reshard_after_forward=reshards_block,
             ignored_params=whole,
         )
-        if experts_come_with_blocks:
+        if unshard_experts_with_block:
             for experts in _experts_of(block):
-                _gather_at_the_door(experts, block)
+                _unshard_in_pre_forward(experts, block)
     fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
     _prefetch(blocks)
     for module in model.modules():
@@ -81,7 +81,7 @@ def apply(
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
 
 
-def lie_whole(precision: PrecisionConfig, mesh: DeviceMesh) -> bool:
+def is_unsharded(precision: PrecisionConfig, mesh: DeviceMesh) -> bool:
     """Whether a rank holds experts whole, and the optimizer's dtype is good enough to add their gradients up in."""
     master = DTYPES[precision.master]
     return mesh.size() == 1 and torch.promote_types(master, DTYPES[precision.reduce]) == master
@@ -95,16 +95,16 @@ def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def keep_gathered(model: nn.Module, keeps: bool) -> None:
+def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:
     """Let the coming backwards leave parameters gathered and gradients unreduced, or finish both."""
     _fsdp(model).set_requires_gradient_sync(not keeps)
     _fsdp(model).set_reshard_after_backward(not keeps)
 
 
-class ByHand:
+class ManualFSDP:
     """Gathers parameters once a step and settles gradients for who runs pieces of blocks, which no hook sees.
 
-    Does what the hooks do with parameters that are kept gathered for a step (`keep_gathered`), bit for bit. Layers are
+    Does what the hooks do with parameters that are kept gathered for a step (`set_unsharded_accumulation`), bit for bit. Layers are
     those of plan/schedule.py.
     """
 
@@ -125,7 +125,7 @@ class ByHand:
             handle.wait()
 
     @torch.no_grad()
-    def settle(self, layer: int, *, is_last: bool) -> None:
+    def reduce_grads(self, layer: int, *, is_last: bool) -> None:
         """Add what a microbatch's backward has left to the layer's gradients, in the dtype of the reduction; after the
         last one, start to reduce them, and free the parameters."""
         for module in reversed(self.modules[layer]):
@@ -138,7 +138,7 @@ class ByHand:
         self.root._root_post_backward_final_callback()
 
 
-def let_go(model: nn.Module) -> None:
+def reshard_all(model: nn.Module) -> None:
     """Free what is still gathered after a forward without backward: the root, and all where nothing is resharded.
 
     The next step would take it for fresh, also where the weights have changed since without a word from the host, as in
@@ -161,7 +161,7 @@ def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPreci
     )
 
 
-def _gather_at_the_door(experts: GroupedExperts, block: nn.Module) -> None:
+def _unshard_in_pre_forward(experts: GroupedExperts, block: nn.Module) -> None:
     """Move the hooks of an experts' group to their block, before the block's own: it prefetches the following block,
     which must not hold up what this one needs. The experts keep their group, on a mesh of their own."""
     state = fully_shard.state(experts)

@@ -1,6 +1,6 @@
 """Run a step by the schedule of plan/schedule.py: two microbatches at a time, each hiding the other's messages.
 
-Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gradients settled by hand. What is kept at
+Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gradients as_overrides by hand. What is kept at
 once is little more than one microbatch's: a forward fills what the backward beside it frees.
 
 It pays where messages are slow beside compute, between nodes; inside a node `overlap = "tile"` hides more
@@ -21,9 +21,9 @@ from titan_moe.layers.block import Block
 from titan_moe.layers.mlp import add_shared
 from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
-from titan_moe.parallel.fsdp import ByHand
-from titan_moe.parallel.pieces import Piece
-from titan_moe.parallel.whole_weights import keeping_copies
+from titan_moe.parallel.autograd_segment import Piece
+from titan_moe.parallel.fsdp import ManualFSDP
+from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.schedule import interleaved
 from titan_moe.profile.region import region
 
@@ -36,26 +36,26 @@ def forward_backward_interleaved(model: nn.Module, batch: Batch, scale: Tensor) 
     """
     assert isinstance(model, Transformer)
     is_dense = [not isinstance(block.feed_forward, MoE) for block in model.layers.values()]
-    passages = [Passage(model, *microbatch, scale) for microbatch in batch.microbatches()]
-    parameters = ByHand(model)
-    with keeping_copies(model):
-        for kind, microbatch, layer, piece in interleaved(len(passages), is_dense):
+    runs = [MicrobatchRun(model, *microbatch, scale) for microbatch in batch.microbatches()]
+    parameters = ManualFSDP(model)
+    with caching_casts(model):
+        for kind, microbatch, layer, piece in interleaved(len(runs), is_dense):
             match kind:
                 case "gather":
                     parameters.gather(layer)
                 case "await":
                     parameters.wait(layer)
                 case "forward":
-                    passages[microbatch].forward(layer, piece)
+                    runs[microbatch].forward(layer, piece)
                 case "backward":
-                    passages[microbatch].backward()
-                case "settle":
-                    parameters.settle(layer, is_last=microbatch == len(passages) - 1)
+                    runs[microbatch].backward()
+                case "reduce_grads":
+                    parameters.reduce_grads(layer, is_last=microbatch == len(runs) - 1)
     parameters.finish()
-    return torch.stack([passage.loss for passage in passages]).sum()
+    return torch.stack([run.loss for run in runs]).sum()
 
 
-class Passage:
+class MicrobatchRun:
     """One microbatch on its way through the pieces of a model, and back."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Passage:
         moe = self._at(layer).feed_forward
         with region("block"):
             # first, so that in backward the rows' gradients have been sent when the weights' are computed
-            ready = moe.experts.make_ready()
+            ready = moe.experts.delayed_weights()
             routed = moe.dispatcher.finish_dispatch(pending, exchange)
             y_SL = moe.experts(routed, ready)
             pending_y = moe.dispatcher.start_combine(y_SL, routed.exchange)

@@ -6,8 +6,8 @@ from torch import nn
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.recipe import most_tokens_at_once
 from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
-from titan_moe.kernels.symm_clones import clone_bytes
-from titan_moe.kernels.symm_dispatch import symm_bytes
+from titan_moe.kernels.symm_mem.arrays import symm_bytes
+from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes

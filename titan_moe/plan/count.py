@@ -125,8 +125,8 @@ def attention_core_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> i
     Of N tokens a token sees N / 2 on average; through a window of W of them it sees W - W² / 2N, which is the same for
     W = N.
     """
-    reaches = [model.attention.reach(layer, seq_len_tokens) for layer in range(model.num_layers)]
-    twice_the_pairs = sum(reach * (2 * seq_len_tokens - reach) for reach in reaches)
+    windows = [model.attention.window(layer, seq_len_tokens) for layer in range(model.num_layers)]
+    twice_the_pairs = sum(window * (2 * seq_len_tokens - window) for window in windows)
     return 3 * attention_core_width(model) * twice_the_pairs // seq_len_tokens
 
 

@@ -28,7 +28,7 @@ class KernelChoice:
 
     operation: str
     """A field of `Kernels`."""
-    maker: str
+    backend: str
     """The value that it gets."""
     reason: str
     """Why, in words; nothing to say where the recipe's preset names it."""
@@ -71,7 +71,7 @@ def _why_no_table_counts(recipe: Recipe, device: str | None) -> str:
 def _fastest(recipe: Recipe, world_size: int, nearest: Nearest) -> KernelChoice | None:
     """The fastest implementation that the recipe's rules allow, the default if it is about as fast; None if none is."""
     operation, ms = nearest.measured.operation, nearest.measured.ms
-    allowed = makers_that_may_run(recipe, world_size, operation, ms)
+    allowed = backends_that_can_run(recipe, world_size, operation, ms)
     if not allowed:
         return None
     fastest, default = min(allowed, key=lambda name: ms[name]), asdict(DEFAULT_KERNELS)[operation]
@@ -83,18 +83,20 @@ def _fastest(recipe: Recipe, world_size: int, nearest: Nearest) -> KernelChoice 
     return KernelChoice(operation, fastest, reason, nearest)
 
 
-def makers_that_may_run(recipe: Recipe, world_size: int, operation: str, makers: Iterable[str]) -> list[str]:
+def backends_that_can_run(recipe: Recipe, world_size: int, operation: str, backends: Iterable[str]) -> list[str]:
     """Those of the implementations of an operation that exist and break no rule of the recipe on a GPU, in bf16."""
     known = get_args(get_type_hints(Kernels)[operation])
     if recipe.precision.compute != "bf16":
         return []
     return [
-        maker for maker in makers if maker in known and not check_rules(_with(recipe, operation, maker), world_size)
+        backend
+        for backend in backends
+        if backend in known and not check_rules(_with(recipe, operation, backend), world_size)
     ]
 
 
-def _with(recipe: Recipe, operation: str, maker: str) -> Recipe:
-    change: dict[str, Any] = {operation: maker}
+def _with(recipe: Recipe, operation: str, backend: str) -> Recipe:
+    change: dict[str, Any] = {operation: backend}
     if recipe.parallel.overlap == "tile" and recipe.perf.override.experts == "no":
         change = {"experts": "fused", **change}  # which other operations are not to blame for
     override = replace(recipe.perf.override, **change)
@@ -102,20 +104,20 @@ def _with(recipe: Recipe, operation: str, maker: str) -> Recipe:
     return replace(recipe, perf=perf, run=replace(recipe.run, device="cuda"))
 
 
-def settled(perf: PerfConfig, choices: Iterable[KernelChoice]) -> PerfConfig:
+def as_overrides(perf: PerfConfig, choices: Iterable[KernelChoice]) -> PerfConfig:
     """Write a choice as a recipe says it, so that a run goes on, and is repeated, with the kernels it began with."""
     default = asdict(DEFAULT_KERNELS)
-    makers: dict[str, Any] = {
-        choice.operation: choice.maker for choice in choices if choice.maker != default[choice.operation]
+    backends: dict[str, Any] = {
+        choice.operation: choice.backend for choice in choices if choice.backend != default[choice.operation]
     }
-    return replace(perf, kernels="grouped_mm", override=replace(perf.override, **makers))
+    return replace(perf, kernels="grouped_mm", override=replace(perf.override, **backends))
 
 
 def in_words(choices: Iterable[KernelChoice]) -> list[str]:
     """Tell a choice in lines: one for each operation that a measurement decided, one for each other reason."""
     measured, others = [], dict[str, list[str]]()
     for choice in choices:
-        said = f"{choice.operation} {choice.maker}"
+        said = f"{choice.operation} {choice.backend}"
         if choice.nearest:
             measured.append(f"{said} ({_measured_in_words(choice, choice.nearest)})")
         else:
@@ -126,7 +128,7 @@ def in_words(choices: Iterable[KernelChoice]) -> list[str]:
 def _measured_in_words(choice: KernelChoice, nearest: Nearest) -> str:
     """`5.2 ms fused, 7.38 ms grouped_mm` and where that comes from, the chosen one first; why, if it is not faster."""
     measured = nearest.measured
-    times = sorted(measured.ms.items(), key=lambda item: (item[0] != choice.maker, item[1]))
+    times = sorted(measured.ms.items(), key=lambda item: (item[0] != choice.backend, item[1]))
     sizes = ", ".join(f"{size:,} {name}" if isinstance(size, int) else size for name, size in measured.shape.items())
     said = ", ".join(f"{ms:.3g} ms {name}" for name, ms in times)
     why = "" if choice.reason == "measured" else f"{choice.reason}; "

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.count import expert_width
-from titan_moe.plan.floor import copies_on_the_wire
-from titan_moe.plan.memory import experts_lie_whole
+from titan_moe.plan.memory import experts_are_unsharded
+from titan_moe.plan.roofline import copies_on_the_wire
 
 Shape = Mapping[str, int | str]
 """Sizes by name, for one call on one rank, and in words what else its time depends on; enough to draw such a call."""
@@ -63,7 +63,7 @@ def _has_rotated_heads(recipe: Recipe, world_size: int) -> bool:
 def _adds_gradients(recipe: Recipe, world_size: int) -> bool:
     """Whether expert weights are cast for compute outside of graphs and of FSDP, so that their gradients come back."""
     is_cast = recipe.precision.compute != recipe.precision.master
-    is_ours = experts_lie_whole(recipe, world_size) and not _has_block_graphs(recipe)
+    is_ours = experts_are_unsharded(recipe, world_size) and not _has_block_graphs(recipe)
     return _has_experts(recipe, world_size) and is_cast and is_ours
 
 

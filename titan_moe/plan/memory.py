@@ -25,15 +25,15 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     dense, experts = count.total - count.routed_experts, count.routed_experts / sizes.ep
-    lie_whole = experts_lie_whole(recipe, world_size)
+    is_unsharded = experts_are_unsharded(recipe, world_size)
     copy = compute if precision.compute != precision.master else 0
-    if not recipe.parallel.gathers_once_a_step:
+    if not recipe.parallel.accumulate_unsharded:
         stays = recipe.memory.recompute == "none"
-        return round(experts * copy) if lie_whole and stays else 0
-    return round(dense * (compute + reduce) + experts * (copy if lie_whole else compute + reduce))
+        return round(experts * copy) if is_unsharded and stays else 0
+    return round(dense * (compute + reduce) + experts * (copy if is_unsharded else compute + reduce))
 
 
-def experts_lie_whole(recipe: Recipe, world_size: int) -> bool:
+def experts_are_unsharded(recipe: Recipe, world_size: int) -> bool:
     """Whether a rank holds its experts whole, so that FSDP has nothing to gather, and adds their gradients up itself:
     nobody shares them, and the optimizer's dtype is good enough for the sum."""
     sizes, precision = resolve(recipe.parallel, world_size), recipe.precision
@@ -54,8 +54,8 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
 
 def _clone_bytes(recipe: Recipe) -> int:
     """At most so many experts are cloned: all of a rank's, or as many as there are spare slots."""
-    num_ranks, num_spare, moe = recipe.parallel.ep, recipe.parallel.expert_clones, recipe.model.moe
-    num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_spare), num_spare)
+    num_ranks, num_replicas, moe = recipe.parallel.ep, recipe.parallel.expert_clones, recipe.model.moe
+    num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_replicas), num_replicas)
     elements = 3 * expert_width(recipe.model) * moe.ffn_hidden_size
     return num_cloned * elements * BYTES_OF_DTYPE[recipe.precision.compute]
 

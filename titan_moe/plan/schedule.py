@@ -37,9 +37,9 @@ class Piece(NamedTuple):
 class Action(NamedTuple):
     """What to do next."""
 
-    kind: Literal["gather", "await", "forward", "backward", "settle"]
+    kind: Literal["gather", "await", "forward", "backward", "reduce_grads"]
     """`gather` starts the gathering of a layer's parameters, once a step; `await` waits for it; `forward` and
-    `backward` run a piece; `settle` books a layer's gradients of a microbatch, and reduces those of the last."""
+    `backward` run a piece; `reduce_grads` books a layer's gradients of a microbatch, and reduces those of the last."""
     microbatch: int
     layer: int
     piece: str = ""
@@ -95,4 +95,4 @@ def _backward(microbatch: int, stretch: list[Piece]) -> Iterator[Action]:
     for piece in stretch:
         yield Action("backward", microbatch, *piece)
         if piece.name in OPENERS:
-            yield Action("settle", microbatch, piece.layer)
+            yield Action("reduce_grads", microbatch, piece.layer)

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from titan_moe.plan.floor import Work
 from titan_moe.plan.hardware import Hardware
+from titan_moe.plan.roofline import Work
 from titan_moe.profile.attribution import OTHER
+from titan_moe.profile.breakdown import PartTime, Split, Top, split, top
 from titan_moe.profile.chart import PALETTE, area_curve, stacked_bar
 from titan_moe.profile.compile_trace import CompileReport
-from titan_moe.profile.read import Timeline
-from titan_moe.profile.split import PartTime, Split, Top, split, top
+from titan_moe.profile.trace_parsing import Timeline
 
 TITLES = {
     "embedding": "embedding",

@@ -9,7 +9,7 @@ and picks a backend by what the host has instead of what the run uses, `set_dete
 
 from typing import TYPE_CHECKING, Any
 
-from titan_moe.titan.door import import_torchtitan
+from titan_moe.titan.import_guard import import_torchtitan
 
 if TYPE_CHECKING:
     from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper

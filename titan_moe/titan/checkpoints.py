@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from titan_moe.titan import CheckpointManager, LRSchedulersContainer, ModelWrapper, OptimizersContainer
-from titan_moe.titan.door import import_torchtitan
+from titan_moe.titan.import_guard import import_torchtitan
 
 MODEL_KEY = "model"  # where the manager looks for the weights among its states
 

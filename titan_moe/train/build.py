@@ -13,7 +13,7 @@ from titan_moe.compile import regional
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.data.packing import Batch
-from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
 from titan_moe.memory import recompute
@@ -27,7 +27,7 @@ from titan_moe.parallel.overlap import forward_backward_interleaved
 from titan_moe.parallel.shards import local_slice
 from titan_moe.titan import OptimizersContainer
 from titan_moe.train.step import TrainStep, forward_backward, forward_backward_gathered
-from titan_moe.train.stepper import Stepper
+from titan_moe.train.step_runner import StepRunner
 
 
 class Assembly(NamedTuple):
@@ -37,14 +37,14 @@ class Assembly(NamedTuple):
     model: nn.Module
     optimizers: OptimizersContainer
     schedule: Schedules
-    step: Stepper
+    step: StepRunner
 
 
 def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     """Build model, optimizer and step of a recipe; the process group must exist."""
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
-    bound = SlotBound(recipe.parallel.expert_rank_capacity_factor, device)
-    model = build_model(recipe, meshes, device, bound)
+    capacity = ExpertCapacity(recipe.parallel.expert_rank_capacity_factor, device)
+    model = build_model(recipe, meshes, device, capacity)
     optimizers = build_optimizer(
         [model],
         recipe.optim,
@@ -58,16 +58,16 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     run_batch = _forward_backward(recipe.parallel)
     num_skipped = torch.zeros((), dtype=torch.int64, device=device)
     step = TrainStep(
-        model, optimizers, balancer, bound, recipe.optim.max_grad_norm, meshes.data_group, num_skipped, run_batch
+        model, optimizers, balancer, capacity, recipe.optim.max_grad_norm, meshes.data_group, num_skipped, run_batch
     )
-    return Assembly(meshes, model, optimizers, schedule, Stepper(step, schedule, recipe.compile.cudagraph))
+    return Assembly(meshes, model, optimizers, schedule, StepRunner(step, schedule, recipe.compile.cudagraph))
 
 
-def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: SlotBound) -> nn.Module:
+def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> nn.Module:
     """Build, spread, compile and initialise the model of a recipe on this rank."""
     model = build_on_meta(recipe)
     memory = symm_memory.share_memory(model, recipe, meshes, device)
-    expert.apply(model, recipe.parallel, meshes, bound, memory)  # experts leave the dense mesh before FSDP looks
+    expert.apply(model, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP looks
     regional.apply(model, recipe.compile, device)  # blocks or pieces, so that FSDP's hooks stay outside the graphs
     if recipe.profile.start_step:
         regions.apply(model)  # names for the trace, around compiled pieces and inside what is recomputed
@@ -79,9 +79,9 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: Slo
         recipe.parallel,
         recipe.precision,
         meshes,
-        experts_come_with_blocks=no_hook_fires_inside,
+        unshard_experts_with_block=no_hook_fires_inside,
         gradients=recipe.perf.chosen_kernels.gradients,
-        weight_gradients_wait=_hides_by_weight_gradients(recipe, device),
+        delay_weight_grads_of_experts=delays_weight_grads(recipe, device),
     )
     model.to_empty(device=device)
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
@@ -90,7 +90,7 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, bound: Slo
     return model
 
 
-def _hides_by_weight_gradients(recipe: Recipe, device: torch.device) -> bool:
+def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
     """Whether weight gradients of experts can be computed while gradients of rows travel: not of clones, which travel
     themselves, nor in what is recomputed or one graph, whose order is its own."""
     has_clones, recomputes = recipe.parallel.expert_clones > 0, recipe.memory.recompute != "none"
@@ -102,7 +102,7 @@ def _hides_by_weight_gradients(recipe: Recipe, device: torch.device) -> bool:
 def _forward_backward(parallel: ParallelConfig) -> Callable[[nn.Module, Batch, Tensor], Tensor]:
     if parallel.overlap == "microbatch":
         return forward_backward_interleaved
-    return forward_backward_gathered if parallel.gathers_once_a_step else forward_backward
+    return forward_backward_gathered if parallel.accumulate_unsharded else forward_backward
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.data.loader import Batch
-from titan_moe.kernels.cross_entropy import IGNORE_LABEL
+from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
 from titan_moe.parallel import fsdp
 
 
@@ -20,7 +20,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train()
-        fsdp.let_go(model)
+        fsdp.reshard_all(model)
 
 
 @torch.no_grad()

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.data.packing import IGNORE_LABEL, Batch
-from titan_moe.dispatch.bound import SlotBound
+from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.optim.adamw import Optimizers
-from titan_moe.parallel import fsdp, whole_weights
+from titan_moe.parallel import fsdp, unsharded_experts
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import clip_factor, grad_norm
 from titan_moe.profile.region import region
@@ -43,20 +43,20 @@ def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> 
     """The same, with parameters gathered by the first microbatch and gradients reduced by the last."""
     microbatches = list(batch.microbatches())
     losses = []
-    with whole_weights.keeping_copies(model):
+    with unsharded_experts.caching_casts(model):
         for number, microbatch in enumerate(microbatches, start=1):
-            fsdp.keep_gathered(model, number < len(microbatches))
-            losses.append(_there_and_back(model, microbatch, scale))
+            fsdp.set_unsharded_accumulation(model, number < len(microbatches))
+            losses.append(_forward_backward(model, microbatch, scale))
     return torch.stack(losses).sum()
 
 
 def run_microbatch(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
     """Forward and backward of a microbatch alone; returns the loss, scaled."""
-    with whole_weights.keeping_copies(model):
-        return _there_and_back(model, microbatch, scale)
+    with unsharded_experts.caching_casts(model):
+        return _forward_backward(model, microbatch, scale)
 
 
-def _there_and_back(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
+def _forward_backward(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
     loss = model(*microbatch) * scale
     loss.backward()
     return loss.detach()
@@ -73,7 +73,7 @@ class TrainStep:
     model: nn.Module
     optimizers: Optimizers
     balancer: ExpertBalancer
-    bound: SlotBound
+    capacity: ExpertCapacity
     max_grad_norm: float
     group: dist.ProcessGroup
     num_skipped: Tensor
@@ -82,20 +82,20 @@ class TrainStep:
     def __call__(self, batch: Batch) -> StepResult:
         scale = 1.0 / self.count_labels(batch)
         self.balancer.start(scale)
-        self.bound.reset()
+        self.capacity.reset()
         loss = self.forward_backward(self.model, batch, scale)
-        sums = torch.stack([loss, self.balancer.aux_loss(loss), self.bound.overflowed.to(loss.dtype)])
+        sums = torch.stack([loss, self.balancer.aux_loss(loss), self.capacity.overflowed.to(loss.dtype)])
         dist.all_reduce(sums, group=self.group)
         has_overflowed = sums[2] > 0
         with region("clip"):
             norm = grad_norm(self.model.parameters(), self.group)
-        is_void = has_overflowed | ~norm.isfinite()
-        tokens_per_expert = self.balancer.finish(is_void)
+        skips_update = has_overflowed | ~norm.isfinite()
+        tokens_per_expert = self.balancer.finish(skips_update)
         with region("optimizer"):
             factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else None
-            self.optimizers.step(found_inf=is_void.float(), grad_factor=factor)
+            self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
-        self.num_skipped.add_(is_void & ~has_overflowed)
+        self.num_skipped.add_(skips_update & ~has_overflowed)
         return StepResult(sums[0], sums[1], norm, tokens_per_expert, has_overflowed, self.num_skipped)
 
     def count_labels(self, batch: Batch) -> Tensor:

@@ -12,12 +12,12 @@ from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
 from titan_moe.plan.count import count
-from titan_moe.plan.floor import Work, step_work
 from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.roofline import Work, step_work
 from titan_moe.profile.compile_trace import compile_report, start_records
-from titan_moe.profile.read import read_trace
 from titan_moe.profile.report import Subject, render
 from titan_moe.profile.trace import trace_path
+from titan_moe.profile.trace_parsing import read_trace
 from titan_moe.train import trainer
 
 logger = logging.getLogger("titan_moe")

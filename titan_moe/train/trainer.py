@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMisfit
-from titan_moe.checkpoint.main_rank import ask_main
+from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.parse import dump_recipe
 from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
@@ -23,15 +23,15 @@ from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
+from titan_moe.plan.check_report import in_short
 from titan_moe.plan.count import count
-from titan_moe.plan.page import in_short
 from titan_moe.profile.trace import StepTracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.train.build import assemble
-from titan_moe.train.claim import claimed
 from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
-from titan_moe.train.settle import settle_kernels
+from titan_moe.train.resolve_kernels import resolve_kernels
+from titan_moe.train.run_lock import run_lock
 from titan_moe.train.step import StepResult
 
 logger = logging.getLogger("titan_moe")
@@ -52,7 +52,7 @@ def run(recipe: Recipe) -> None:
         if problems:
             raise RecipeError(problems)
         with ExitStack() as claim, attention_backend(recipe.perf.attention):
-            ask_main(lambda: claim.enter_context(claimed(Path(recipe.run.folder))))
+            run_on_rank_zero(lambda: claim.enter_context(run_lock(Path(recipe.run.folder))))
             stopped_by = Trainer(recipe, device).train()
     if stopped_by == SIGINT:
         raise SystemExit(EXIT_BY_SIGNAL + stopped_by)
@@ -81,14 +81,14 @@ class Trainer:
         self.is_main = dist.get_rank() == 0
         if self.is_main:
             self._announce()
-        self.recipe = recipe = settle_kernels(recipe, device)
+        self.recipe = recipe = resolve_kernels(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.model, optimizers, self.schedule, self.step = assemble(recipe, device)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # a model's dropout: other data, other draws
         if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
             way_out = "add it, or set metrics.sample_tokens = 0"
             raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`; {way_out}'])
-        with _told_plainly(ValueError, FileNotFoundError, ImportError):
+        with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
             self.loader = build_loader(
                 recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=_patient_barrier()
             )
@@ -116,7 +116,7 @@ class Trainer:
 
         Returns: the number of the signal that stopped it early, or 0.
         """
-        with _told_plainly(ValueError, CheckpointMisfit):
+        with _as_recipe_errors(ValueError, CheckpointMisfit):
             self.checkpointer.load()
         if self.is_finished:
             step = self.progress.step
@@ -171,7 +171,7 @@ class Trainer:
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
         lr = self.schedule.lr
-        with _told_plainly(ValueError):  # of a stream, columns and texts are met as it goes
+        with _as_recipe_errors(ValueError):  # of a stream, columns and texts are met as it goes
             batch = self.loader.next_step()
         result: StepResult = self.step(batch.to(self.device))
         progress.step += 1
@@ -200,7 +200,7 @@ class Trainer:
 
     def _validate(self) -> Tensor:
         batches = self.loader.validation_batches()
-        with self.step.step.bound.lifted():
+        with self.step.step.capacity.unbounded():
             return validation_loss(self.model, batches, self.device, self.meshes.data_group)
 
     def _write_sample(self) -> None:
@@ -209,7 +209,7 @@ class Trainer:
         tokens_MBN = next(iter(self.loader.validation_batches())).tokens_MBN
         prompt_BN = tokens_MBN[0, :1, :SAMPLE_PROMPT_TOKENS].to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
-        with evaluating(self.model), self.step.step.bound.lifted():
+        with evaluating(self.model), self.step.step.capacity.unbounded():
             tokens_BN = self.model.generate(
                 prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
             )
@@ -246,7 +246,7 @@ def _patient_barrier() -> Callable[[], None]:
 
 
 @contextmanager
-def _told_plainly(*errors: type[Exception]) -> Iterator[None]:
+def _as_recipe_errors(*errors: type[Exception]) -> Iterator[None]:
     """Turn what a part says about its fields of the recipe into a refusal, which the door tells without a traceback."""
     try:
         yield

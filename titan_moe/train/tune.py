@@ -17,7 +17,7 @@ from titan_moe.compile import regional
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.kernels.registry import Tunable, load_all
 from titan_moe.kernels.timing import Stopwatch, forward_and_total_ms, replayed_ms
-from titan_moe.plan.kernel_choice import choose_for, in_words, makers_that_may_run
+from titan_moe.plan.kernel_choice import backends_that_can_run, choose_for, in_words
 from titan_moe.plan.kernel_shapes import Shape, shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, cached_tables, read_table, table_name, write_table
 
@@ -66,31 +66,31 @@ def measure(
         if operation not in tunables:
             continue
         tunable = tunables[operation]
-        makers = makers_that_may_run(recipe, world_size, operation, list(tunable.candidates))
-        if len(makers) < 2:
+        backends = backends_that_can_run(recipe, world_size, operation, list(tunable.candidates))
+        if len(backends) < 2:
             logger.info("%s: nothing to choose in this recipe", operation)
             continue
         ms = {}
-        for maker in makers:
+        for backend in backends:
             try:
-                ms[maker] = _time(tunable, maker, shape, device, is_compiled, stopwatch)
+                ms[backend] = _time(tunable, backend, shape, device, is_compiled, stopwatch)
             except Exception as error:  # one that does not run must not keep the others from being measured
-                logger.warning("%s %s cannot run here, so nothing is written: %s", operation, maker, _in_short(error))
+                logger.warning("%s %s cannot run here, so nothing is written: %s", operation, backend, _in_short(error))
             else:
-                logger.info("%s %s: %.4g ms forward and backward", operation, maker, ms[maker])
-        if len(ms) == len(makers):
+                logger.info("%s %s: %.4g ms forward and backward", operation, backend, ms[backend])
+        if len(ms) == len(backends):
             today = date.today().isoformat()
             yield Measured(operation, shape, ms, torch.__version__.partition("+")[0], triton.__version__, today)
 
 
 def _time(
-    tunable: Tunable, maker: str, shape: Shape, device: torch.device, is_compiled: bool, stopwatch: Stopwatch
+    tunable: Tunable, backend: str, shape: Shape, device: torch.device, is_compiled: bool, stopwatch: Stopwatch
 ) -> float:
     """Milliseconds of a candidate's forward and backward; all candidates get the same arguments."""
     torch.manual_seed(0)
     sample = tunable.draw(shape, device)
     torch._dynamo.reset()  # a graph for this shape alone
-    op = tunable.candidates[maker]
+    op = tunable.candidates[backend]
     timed = tunable.compiled(op, shape) if is_compiled else op
     return round(forward_and_total_ms(timed, sample, stopwatch)[1], 4)
 

@@ -145,9 +145,9 @@ def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Ite
             f'{setting} interleaves collectives of NCCL or gloo, and parallel.dispatcher = "symm_mem" has none; take '
             'overlap = "tile", which hides its rows, or "alltoall" or "allgather"'
         )
-    if not p.gathers_once_a_step:
+    if not p.accumulate_unsharded:
         yield (
-            f"{setting} runs two microbatches on the same gathered parameters; set parallel.gathers_once_a_step = true,"
+            f"{setting} runs two microbatches on the same gathered parameters; set parallel.accumulate_unsharded = true,"
             f" or take {way_out}"
         )
     if recipe.compile.regional != "off" and recipe.compile.extent == "block":

@@ -5,9 +5,9 @@ from dataclasses import asdict
 
 from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.capture import obstacles
 from titan_moe.config.rules.rule import Rule, nearest_multiples
-from titan_moe.plan.capture import obstacles
-from titan_moe.plan.skew import obstacles_to_skew
+from titan_moe.config.skew import obstacles_to_skew
 
 BYTES_OF = {"bf16": 2, "fp32": 4, "fp64": 8}
 GROUPED_MM_STRIDE_BYTES = 16
@@ -26,7 +26,7 @@ def _grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str
 
 def _triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels
-    triton = [name for name, maker in asdict(kernels).items() if maker in ("fused", "triton")]
+    triton = [name for name, backend in asdict(kernels).items() if backend in ("fused", "triton")]
     if triton and recipe.precision.compute == "fp64":
         yield (
             f'precision.compute = "fp64" has no Triton kernels ({", ".join(triton)}); take perf.kernels = "reference" '
@@ -105,10 +105,10 @@ def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.gathers_once_a_step:
+    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.accumulate_unsharded:
         yield (
-            'compile.cudagraph = "microbatch" records one microbatch for all, but parallel.gathers_once_a_step = true '
-            'makes the first and the last of a step differ; take "step", or gathers_once_a_step = false'
+            'compile.cudagraph = "microbatch" records one microbatch for all, but parallel.accumulate_unsharded = true '
+            'makes the first and the last of a step differ; take "step", or accumulate_unsharded = false'
         )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):

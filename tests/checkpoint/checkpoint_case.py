@@ -1,0 +1,179 @@
+"""A tiny run with every kind of parameter that a checkpoint meets; as a script, one rank of such a run.
+
+Gradients are drawn, not computed: AdamW works element by element, so no layout adds an error of its own.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titan_moe.checkpoint.dcp import Checkpointer
+from titan_moe.config.train import CheckpointConfig, OptimConfig
+from titan_moe.optim.adamw import build_optimizer
+from titan_moe.optim.schedule import build_schedule
+
+TOTAL_STEPS = 8
+
+
+class Cursor:
+    """Stands for the data loader and for the trainer's counters."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"sample": 0, "order": "first", "window": torch.zeros(2)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+class TinyModel(nn.Module):
+    """Dense parameters for FSDP2, an expert stack on a mesh of its own, and a balancing bias that steps replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(6, 5, dtype=torch.float64)
+        self.norm = nn.LayerNorm(5, dtype=torch.float64)
+        self.experts = nn.Parameter(torch.randn(4, 2, 3, 5, dtype=torch.float64))
+        self.register_buffer("expert_bias_E", torch.zeros(4))
+
+
+class Drill:
+    """Model, optimizer, schedule, data and checkpoints of one rank."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig, optim: OptimConfig | None = None) -> None:
+        optim = optim or OptimConfig(lr=0.1, warmup_steps=3, decay_steps=3)
+        torch.manual_seed(7)
+        self.model = TinyModel()
+        mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("edp", "ep"))
+        experts = distribute_tensor(self.model.experts.data, mesh, [Shard(1), Shard(0)])
+        self.model.experts = nn.Parameter(experts)
+        fully_shard(self.model, mesh=mesh["ep"], ignored_params={self.model.experts})
+        self.optimizers = build_optimizer([self.model], optim)
+        self.schedules = build_schedule(self.optimizers, optim, TOTAL_STEPS)
+        self.loader, self.train_state = Cursor(), Cursor()
+        parts = (self.optimizers, self.schedules, self.loader, self.train_state)
+        self.checkpointer = Checkpointer(config, folder, [self.model], *parts)
+
+    def train(self, num_steps: int = 1) -> list[float]:
+        """Take steps and return what each drew from the random generator and its learning rate."""
+        seen: list[float] = []
+        for _ in range(num_steps):
+            seen += [torch.rand(()).item(), self.schedules.lr]
+            for parameter in self.model.parameters():
+                assert isinstance(parameter, DTensor)
+                gradient = torch.randn(parameter.shape, dtype=torch.float64)
+                parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            self.optimizers.step()
+            self.schedules.step()
+            self.optimizers.zero_grad()
+            self.model.expert_bias_E = self.model.expert_bias_E + torch.rand(4)
+            for cursor in (self.loader, self.train_state):
+                sample = cursor.state["sample"] + 1
+                cursor.state = {"sample": sample, "order": f"after {sample}", "window": torch.full((2,), float(sample))}
+        return seen
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Every number that a resumed run must have, whole."""
+        states = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        states |= {
+            name: value for name, value in self.optimizers.state_dict().items() if isinstance(value, torch.Tensor)
+        }
+        for name, cursor in {"loader": self.loader, "train_state": self.train_state}.items():
+            states[f"{name}.sample"] = torch.tensor(cursor.state["sample"])
+            states[f"{name}.order"] = torch.tensor(list(cursor.state["order"].encode()))
+            states[f"{name}.window"] = cursor.state["window"]
+        states["rng"] = torch.get_rng_state()
+        return {n: v.full_tensor() if isinstance(v, DTensor) else v.detach().clone() for n, v in states.items()}
+
+
+def straight(folder: Path) -> None:
+    """Train to the end, saving at step 3 and at the end; leave what was seen and a snapshot of each."""
+    checkpoint_case = Drill(folder / "run", CheckpointConfig())
+    assert not checkpoint_case.checkpointer.load()
+    seen = checkpoint_case.train(3)
+    checkpoint_case.checkpointer.save(3)
+    _leave(folder, "at_3", checkpoint_case)
+    seen += checkpoint_case.train(TOTAL_STEPS - 3)
+    _leave(folder, "at_end", checkpoint_case)
+    checkpoint_case.checkpointer.close()
+    (folder / "seen.json").write_text(json.dumps(seen))
+
+
+def background(folder: Path) -> None:
+    """Save in the background, on a disk that waits until training has changed every tensor."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    write = FileSystemWriter.write_data
+    trained = Event()
+
+    def write_late(self: Any, *args: Any) -> Any:
+        trained.wait(60)  # a save that is not in the background comes first, and is found out
+        return write(self, *args)
+
+    FileSystemWriter.write_data = write_late  # type: ignore[method-assign]
+    checkpoint_case = Drill(folder / "background", CheckpointConfig(is_async=True))
+    checkpoint_case.train(2)
+    checkpoint_case.checkpointer.save(2)
+    _leave(folder, "background_at_2", checkpoint_case)
+    checkpoint_case.train(2)
+    complete = checkpoint_case.checkpointer.folders.complete_steps()
+    (folder / f"complete_while_saving.{dist.get_rank()}.json").write_text(json.dumps(complete))
+    trained.set()
+    checkpoint_case.checkpointer.close()
+    FileSystemWriter.write_data = write  # type: ignore[method-assign]
+
+
+def resume(folder: Path) -> None:
+    """Go on from whatever there is to the end and leave a snapshot."""
+    checkpoint_case = Drill(folder / "run", CheckpointConfig())
+    assert checkpoint_case.checkpointer.load()
+    _leave(folder, "resumed", checkpoint_case)
+    checkpoint_case.train(TOTAL_STEPS - checkpoint_case.train_state.state["sample"])
+    _leave(folder, "resumed_at_end", checkpoint_case)
+    checkpoint_case.checkpointer.close()
+
+
+def die_while_saving(folder: Path) -> None:
+    """Save steps 1 to 3, then be killed when the fourth save has written its data but not its mark."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    checkpoint_case = Drill(folder / "killed", CheckpointConfig())
+    for step in (1, 2, 3):
+        checkpoint_case.train()
+        checkpoint_case.checkpointer.save(step)
+    _leave(folder, "killed_at_3", checkpoint_case)
+    checkpoint_case.train()
+    FileSystemWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    checkpoint_case.checkpointer.save(4)
+
+
+def _leave(folder: Path, name: str, checkpoint_case: Drill) -> None:
+    snapshot = checkpoint_case.snapshot()
+    if dist.get_rank() == 0:
+        torch.save(snapshot, folder / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    num_ranks, store = int(os.environ["WORLD_SIZE"]), os.environ["STORE"]
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, num_ranks), rank=int(os.environ["RANK"]), world_size=num_ranks
+    )
+    for phase in sys.argv[2:]:
+        {"straight": straight, "background": background, "resume": resume, "die_while_saving": die_while_saving}[phase](
+            Path(sys.argv[1])
+        )
+    dist.destroy_process_group()

@@ -1,0 +1,40 @@
+"""What stands in the way of a CUDA graph is named, with a way out."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import load_recipe
+from titan_moe.config.rules.capture import obstacles
+
+MOE = ["--model.moe.num_experts=4", "--model.moe.ffn_hidden_size=64", "--run.device=cuda"]
+
+
+def found(tmp_path: Path, *overrides: str) -> list[str]:
+    file = tmp_path / "recipe.toml"
+    file.write_text("")
+    return list(obstacles(load_recipe(file, [*MOE, *overrides])))
+
+
+@pytest.mark.parametrize("dispatcher", ["local", "allgather"])
+def test_static_dispatchers_can_be_captured(tmp_path: Path, dispatcher: str) -> None:
+    assert found(tmp_path, f"--parallel.dispatcher={dispatcher}") == []
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("--run.device=cpu", "no CUDA graphs"),
+        ("--parallel.dispatcher=alltoall", 'take "allgather"'),
+        ("--perf.kernels=reference", "read their borders"),
+        ("--perf.override.experts=reference", "read their borders"),
+        ("--model.class=mine:Model --memory.recompute=block", 'take "experts" or "none"'),
+    ],
+)
+def test_an_obstacle_is_named(tmp_path: Path, override: str, expected: str) -> None:
+    (obstacle,) = found(tmp_path, *override.split())
+    assert expected in obstacle
+
+
+def test_a_dense_model_has_no_dispatcher_in_the_way(tmp_path: Path) -> None:
+    assert found(tmp_path, "--model.moe.num_experts=0", "--parallel.dispatcher=alltoall") == []

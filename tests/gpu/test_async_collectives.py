@@ -1,0 +1,86 @@
+"""Several GPUs over NCCL: messages in two halves give the bits of messages that block, and ask the host nothing."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
+from titan_moe.dispatch.async_collectives import ASYNC
+from titan_moe.dispatch.collectives import SYNC
+from titan_moe.layers.moe import MoE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
+]
+
+LAYER = ModelConfig(
+    hidden_size=512, moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256, shared_ffn_hidden_size=1024)
+)
+KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+
+
+def built(device: torch.device) -> MoE:
+    """The layer of this rank, the same experts wherever they are drawn."""
+    moe = MoE(LAYER, Kernels(experts="grouped_mm")).to(device)
+    generator = torch.Generator(device).manual_seed(3)
+    for parameter in moe.parameters():
+        weights = torch.randn(parameter.shape, generator=generator, device=device) / 16
+        parameter.data = weights.bfloat16()
+    for parameter in moe.experts.parameters():
+        parameter.data = parameter.data.chunk(dist.get_world_size())[dist.get_rank()].clone()
+    return moe
+
+
+def serve(moe: MoE, x_BND: Tensor, grad_BND: Tensor, *, forward: str, backward: str) -> list[Tensor]:
+    """Output and gradients, and what a read of the device by the host is on the way: "default" or "error"."""
+    x_BND = x_BND.clone().requires_grad_()
+    try:
+        torch.cuda.set_sync_debug_mode(forward)
+        y_BND = moe(x_BND)
+        torch.cuda.set_sync_debug_mode(backward)
+        y_BND.backward(grad_BND)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [y_BND.detach(), x_BND.grad, *(parameter.grad for parameter in moe.parameters())]
+
+
+def compare(kind: str, num_rounds: int) -> list[str]:
+    """The results in which the wires differ, of several batches, skewed ones too."""
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    group = dist.new_group(backend="nccl")
+    dist.barrier(group, device_ids=[device.index])  # or the first message makes the communicator, which is no message
+    blocking = built(device)
+    split = copy.deepcopy(blocking)
+    for moe, wire in ((blocking, SYNC), (split, ASYNC)):
+        moe.dispatcher = KINDS[kind](LAYER.moe.num_experts, group, wire=wire)
+    different = []
+    for number in range(num_rounds):
+        generator = torch.Generator(device).manual_seed(10 * number + dist.get_rank())
+        num_tokens = 1024 if kind == "allgather" else 256 + 511 * ((number + dist.get_rank()) % 3)
+        x_BND, grad_BND = torch.randn(2, 2, num_tokens, 512, device=device, generator=generator).bfloat16()
+        x_BND = x_BND + number % 2  # tokens that are alike choose alike
+        results = []
+        for moe in (blocking, split):
+            moe.zero_grad()
+            backward = "error" if number else "default"  # the first round may set libraries up
+            forward = "default" if moe.dispatcher.reads_host else backward
+            results.append(serve(moe, x_BND, grad_BND, forward=forward, backward=backward))
+        names = ("y", "dx", *(name for name, _ in blocking.named_parameters()))
+        different += [
+            f"{name} of round {number}" for name, a, b in zip(names, *results, strict=True) if not torch.equal(a, b)
+        ]
+        assert all(a.isfinite().all() and a.any() for a in results[0])
+    dist.destroy_process_group(group)
+    return different
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_wires_give_the_same_bits(ranks, kind: str) -> None:
+    assert ranks(min(torch.cuda.device_count(), 8), compare, kind, 12) == [[]] * min(torch.cuda.device_count(), 8)

@@ -1,0 +1,231 @@
+"""Rows that travel beside the GEMMs that want them: the same bits as rows that have arrived.
+
+All ranks are in one process, each phase for all of them before the next, as in test_symm_dispatch.py.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.experts.copy_blocks import CopyBlocks
+from titan_moe.kernels.experts.gather_mm import GatherTiles, gather_mm
+from titan_moe.kernels.experts.slot_mm import SlotTiles, slot_mm
+from titan_moe.kernels.experts.slot_sum import slot_sum
+from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
+from titan_moe.kernels.experts.up import expert_up
+from titan_moe.kernels.permute.rows import plan_slots
+from titan_moe.kernels.symm_mem.arrays import symm_arrays, symm_bytes
+from titan_moe.kernels.symm_mem.row_plan import exchange_counts, plan_rows
+from titan_moe.kernels.symm_mem.rows import get_rows, own_rows, put_rows, sum_partial_results
+from titan_moe.kernels.symm_mem.tile_schedule import (
+    TileSchedule,
+    clear_rows_without_slots,
+    schedule_tiles,
+    schedule_tiles_reference,
+)
+
+
+def _neighbour(name: str) -> Any:
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+symm = _neighbour("test_symm_dispatch")
+LAYERS = [("balanced", 1), ("skewed", 2), ("nobody", 2), ("dropped_choices", 4), ("all_to_one_rank", 8)]
+WIDTH, HIDDEN = 64, 40
+FEW = CopyBlocks(3, 128)  # each with several blocks of few rows
+NARROW = CopyBlocks(5, 16)  # of a row in pieces
+
+
+class Rank(NamedTuple):
+    """What a rank knows before rows come."""
+
+    arrays: Any
+    plan: Any
+    rows_R: Tensor
+    slots_SK: Tensor
+    scores_R: Tensor
+    offsets_e: Tensor
+    tiles: Tiles
+    schedule: TileSchedule
+
+
+def prepare(batch: Any, num_slots: int | None = None) -> list[Rank]:
+    """Plans, slots and schedule of all ranks; their rows lie ready to be fetched."""
+    num_ranks, num_tokens, width = batch.x_PTD.shape
+    arrays = symm.share_memory(num_ranks, num_tokens, width, batch.x_PTD.device, batch.x_PTD.dtype)
+    plans, ranks = symm.plan(batch, arrays), []
+    max_rows = num_ranks * num_tokens
+    received = symm.check_received(batch, plans, arrays, max_rows)
+    for rank, (mine, plan, (_, ids_SK, _)) in enumerate(zip(arrays, plans, received, strict=True)):
+        ids_SK = torch.cat([ids_SK, ids_SK.new_full((max_rows - len(ids_SK), ids_SK.shape[1]), -1)])
+        num_slots = num_slots or max_rows * symm.NUM_LOCAL
+        rows_R, slots_SK, offsets_e, _ = plan_slots(ids_SK, symm.NUM_LOCAL, num_slots)
+        tiles = plan_tiles(offsets_e, num_slots, 128, rank, num_ranks)
+        schedule = schedule_tiles(rows_R, slots_SK, tiles, plan, mine.rows, rank)
+        scores_R = torch.rand(num_slots, device=rows_R.device)
+        ranks.append(Rank(mine, plan, rows_R, slots_SK, scores_R, offsets_e, tiles, schedule))
+    return ranks
+
+
+def draw(routing: str, num_ranks: int, device: str, num_tokens: int = 24) -> Any:
+    torch.manual_seed(num_ranks)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    return symm.draw(routing, num_ranks, num_tokens, WIDTH, device, dtype)
+
+
+def same_slots(actual_RX: Tensor, expected_RX: Tensor, end: Tensor) -> bool:
+    return torch.equal(actual_RX[: int(end)], expected_RX[: int(end)])
+
+
+@pytest.mark.parametrize("device", symm.DEVICES)
+@pytest.mark.parametrize(("routing", "num_ranks"), LAYERS)
+def test_rows_are_ordered_by_their_slots(routing: str, num_ranks: int, device: str) -> None:
+    for mine in prepare(draw(routing, num_ranks, device)):
+        fetched, delivered, wanted = schedule_tiles_reference(mine.rows_R, mine.slots_SK, mine.tiles)
+        count = int(mine.schedule.count)
+        assert mine.schedule.get_rows_S[:count].tolist() == fetched
+        slots = [[slot for slot in mine.slots_SK[row].tolist() if slot >= 0] for row in delivered]
+        assert mine.schedule.put_num_slots_S[:count].tolist() == [len(own) for own in slots]
+        summed = mine.schedule.put_slots_SK[:count].tolist()
+        assert [own[: len(real)] for own, real in zip(summed, slots, strict=True)] == slots
+        assert mine.schedule.required_rows_M.tolist() == wanted
+
+
+@pytest.mark.parametrize("device", symm.DEVICES)
+@pytest.mark.parametrize(
+    ("routing", "num_ranks", "copy_blocks"), [("balanced", 1, NARROW), ("skewed", 2, FEW), ("one_rank_empty", 4, FEW)]
+)
+def test_gemms_take_rows_as_they_come(routing: str, num_ranks: int, copy_blocks: CopyBlocks, device: str) -> None:
+    batch = draw(routing, num_ranks, device)
+    dtype = batch.x_PTD.dtype
+    up = torch.randn(symm.NUM_LOCAL, 2, HIDDEN, WIDTH, device=device).to(dtype)
+    down = torch.randn(symm.NUM_LOCAL, WIDTH, HIDDEN, device=device).to(dtype)
+    for rank, mine in enumerate(prepare(batch)):
+        max_rows, end = len(mine.slots_SK), mine.offsets_e[-1]
+        x_SD = get_rows(mine.plan, mine.arrays.rows, rank, max_rows)
+        there = expert_up(x_SD, mine.rows_R, mine.scores_R, up, mine.tiles)
+        coming_SD = torch.full_like(x_SD, float("nan"))
+        come = expert_up(
+            coming_SD, mine.rows_R, mine.scores_R, up, mine.tiles, schedule=mine.schedule, copy_blocks=copy_blocks
+        )
+        assert all(same_slots(a, b, end) for a, b in zip(come, there, strict=True))
+        has_slots_S = (mine.slots_SK >= 0).any(1)
+        assert torch.equal(coming_SD[has_slots_S], x_SD[has_slots_S])
+        coming_SD = torch.full_like(x_SD, float("nan"))
+        come = gather_mm(coming_SD, mine.rows_R, down, mine.tiles, schedule=mine.schedule, copy_blocks=copy_blocks)
+        assert same_slots(come, gather_mm(x_SD, mine.rows_R, down, mine.tiles), end)
+
+
+@pytest.mark.parametrize("device", symm.DEVICES)
+@pytest.mark.parametrize(
+    ("routing", "num_ranks", "copy_blocks", "is_transposed"),
+    [("balanced", 1, NARROW, True), ("skewed", 2, FEW, False), ("one_rank_empty", 4, FEW, True)],
+)
+def test_sums_leave_when_their_slots_are_done(
+    routing: str, num_ranks: int, copy_blocks: CopyBlocks, is_transposed: bool, device: str
+) -> None:
+    batch = draw(routing, num_ranks, device)
+    dtype, ranks = batch.x_PTD.dtype, prepare(batch)
+    shape = (symm.NUM_LOCAL, WIDTH, HIDDEN) if is_transposed else (symm.NUM_LOCAL, HIDDEN, WIDTH)
+    weight = torch.randn(shape, device=device).to(dtype)
+    active = [torch.randn(len(mine.rows_R), HIDDEN, device=device).to(dtype) for mine in ranks]
+    for rank, (mine, active_RF) in enumerate(zip(ranks, active, strict=True)):
+        y_RD = slot_mm(active_RF, weight, mine.tiles, is_transposed=is_transposed)
+        begin = 0
+        for expert, end in enumerate(mine.offsets_e.tolist()):
+            matrix = weight[expert].T if is_transposed else weight[expert]
+            expected = active_RF[begin:end].double() @ matrix.double()
+            torch.testing.assert_close(
+                y_RD[begin:end].double(),
+                expected,
+                rtol=2e-2,
+                atol=2e-2 * expected.abs().max().item() if expected.numel() else 0,
+            )
+            begin = end
+        put_rows(slot_sum(y_RD, mine.slots_SK), mine.plan, mine.arrays.rows, rank)
+    expected = [sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows) for mine in ranks]
+    for mine in ranks:
+        mine.arrays.rows.local.fill_(float("nan"))
+    for mine, active_RF in zip(ranks, active, strict=True):
+        slot_mm(
+            active_RF, weight, mine.tiles, is_transposed=is_transposed, schedule=mine.schedule, copy_blocks=copy_blocks
+        )
+    for mine, home_TD in zip(ranks, expected, strict=True):
+        assert torch.equal(sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows), home_TD)
+
+
+def crowded(device: str) -> tuple[Any, Tensor, Tensor]:
+    """One rank of many groups of small tiles, whose rows have up to six slots and some none; x and its rows' places.
+
+    Its tiles begin in the middle of each expert, and its width is no multiple of what a copy_block takes.
+    """
+    torch.manual_seed(0)
+    dtype, num_tokens, num_choices, num_experts, width = torch.float32, 57, 6, 8, 72
+    if device == "cuda":
+        dtype, num_tokens = torch.bfloat16, 2057
+    size = symm_bytes(1, num_tokens, width, num_choices, dtype)
+    memory = torch.full((size,), 255, dtype=torch.uint8, device=device)
+    arrays = symm_arrays(
+        memory, torch.tensor([memory.data_ptr()], device=device), num_tokens, width, num_choices, dtype
+    )
+    ids_TK = torch.rand(num_tokens, num_experts, device=device).topk(num_choices).indices
+    ids_TK = torch.where(torch.rand(ids_TK.shape, device=device) < 0.4, -1, ids_TK)
+    ids_TK[1] = -1
+    ids_TK[0] = torch.arange(num_choices, device=device)
+    plan = plan_rows(ids_TK, exchange_counts(ids_TK, arrays, 0, num_experts), arrays, 0, num_experts, num_tokens)
+    ids_SK = ids_TK[plan.recv_tokens_PT[0, : int(plan.recv_offsets_Q[-1])].long()]
+    num_slots = int((ids_SK >= 0).sum()) - 5  # the last choices find no slot
+    rows_R, slots_SK, offsets_e, overflowed = plan_slots(ids_SK, num_experts, num_slots)
+    assert overflowed
+    tiles = plan_tiles(offsets_e, num_slots, 16 if device == "cpu" else 64, 2, 5)
+    schedule = schedule_tiles(rows_R, slots_SK, tiles, plan, arrays.rows, 0)
+    scores_R = torch.rand(num_slots, device=device)
+    mine = Rank(arrays, plan, rows_R, slots_SK, scores_R, offsets_e, tiles, schedule)
+    x_TD = torch.randn(num_tokens, width, device=device).to(dtype)
+    return mine, x_TD, x_TD[plan.recv_tokens_PT[0, : len(ids_SK)].long()]
+
+
+@pytest.mark.parametrize("device", symm.DEVICES)
+@pytest.mark.parametrize("copy_blocks", [CopyBlocks(2, 512), CopyBlocks(40, 16)], ids=str)
+def test_many_slots_tiles_and_pieces(copy_blocks: CopyBlocks, device: str) -> None:
+    mine, x_TD, x_SD = crowded(device)
+    dtype, num_experts, width = x_TD.dtype, len(mine.offsets_e), x_TD.shape[1]
+    weight = torch.randn(num_experts, width, 40, device=device).to(dtype)
+    own_rows(mine.arrays.rows).copy_(x_TD)
+    coming_SD = torch.full_like(x_SD, float("nan"))
+    cut = GatherTiles(outputs=128, group=2)
+    come = gather_mm(coming_SD, mine.rows_R, weight, mine.tiles, cut, mine.schedule, copy_blocks)
+    assert same_slots(come, gather_mm(x_SD, mine.rows_R, weight, mine.tiles, cut), mine.offsets_e[-1])
+    has_slots_S = (mine.slots_SK >= 0).any(1)
+    assert torch.equal(coming_SD[has_slots_S], x_SD[has_slots_S])
+    active_RF = torch.randn(len(mine.rows_R), 40, device=device).to(dtype)
+    y_RD = slot_mm(active_RF, weight, mine.tiles, is_transposed=True, cut=SlotTiles(group=2))
+    put_rows(slot_sum(y_RD, mine.slots_SK), mine.plan, mine.arrays.rows, 0)
+    expected = sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows)
+    mine.arrays.rows.local.fill_(float("nan"))
+    slot_mm(
+        active_RF,
+        weight,
+        mine.tiles,
+        is_transposed=True,
+        schedule=mine.schedule,
+        copy_blocks=copy_blocks,
+        cut=SlotTiles(group=2),
+    )
+    left_T = sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows).isnan().any(1)
+    assert int(left_T.sum()) == int((~has_slots_S).sum()), "who has no slot is not delivered"
+    clear_rows_without_slots(mine.slots_SK, mine.plan, mine.arrays.rows, 0)
+    assert torch.equal(sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows), expected)
+
+
+def test_no_slots_are_no_work() -> None:
+    tiles = Tiles(*(torch.zeros(2, dtype=torch.int32) for _ in range(3)), 128)
+    assert slot_mm(torch.zeros(0, 8), torch.zeros(2, 8, 16), tiles).shape == (0, 16)

@@ -1,0 +1,159 @@
+"""The expert GEMMs compute the same however their work is cut."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels import fused_expert_mlp
+from titan_moe.kernels.experts.gather_mm import GatherTiles, gather_mm
+from titan_moe.kernels.experts.swiglu import weighted_swiglu
+from titan_moe.kernels.experts.tiles import SLACK, plan_tiles
+from titan_moe.kernels.experts.up import UpTiles, expert_up
+from titan_moe.kernels.experts.weight_grad import WeightGradTiles, expert_weight_grad
+from titan_moe.kernels.permute.rows import plan_slots, sample_plans
+from titan_moe.kernels.registry import KERNELS, load_all
+
+load_all()
+DEVICES = [
+    pytest.param("cpu", torch.float32, 1e-5, marks=pytest.mark.interpreted),
+    pytest.param("cuda", torch.bfloat16, 2e-2, marks=pytest.mark.gpu),
+]
+NAMES = ("random", "skewed", "empty_expert", "padded")
+WIDTH, HIDDEN = 64, 40
+
+
+def plan(name: str, device: str) -> tuple[Tensor, Tensor, int]:
+    """Rows, borders and number of experts."""
+    torch.manual_seed(0)
+    plans = {plan[0]: plan[1:] for plan in sample_plans(torch.device(device))}
+    rows_R, _, offsets_e, num_experts = plans[name]
+    return rows_R, offsets_e, num_experts
+
+
+def spans(offsets_e: Tensor) -> list[slice]:
+    ends = offsets_e.tolist()
+    return [slice(begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-6)
+    assert error < tolerance
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("cut", [UpTiles(), UpTiles(group=1)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    rows_R, offsets_e, num_experts = plan(name, device)
+    x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
+    scores_R = torch.rand(rows_R.numel(), device=device)
+    weight = torch.randn(num_experts, 2, HIDDEN, WIDTH, device=device, dtype=dtype) / 8
+    tiles = plan_tiles(offsets_e, rows_R.numel(), 128)
+    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weight, tiles, cut)
+    for expert, span in enumerate(spans(offsets_e)):
+        expected = x_SD[rows_R[span]].double() @ weight[expert].flatten(0, 1).double().T
+        assert_close(hidden_R2F[span], expected, tolerance)
+        assert_close(active_RF[span], weighted_swiglu(hidden_R2F[span], scores_R[span]), tolerance)
+
+
+GATHER_CUTS = [
+    GatherTiles(),
+    GatherTiles(outputs=128, group=3),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("cut", GATHER_CUTS, ids=str)
+@pytest.mark.parametrize("out_width", [304, 232])  # half a cut holds the last columns, or it does not
+@pytest.mark.parametrize("name", NAMES)
+def test_gather_mm(
+    name: str, out_width: int, cut: GatherTiles, device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    rows_R, offsets_e, num_experts = plan(name, device)
+    x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
+    weight = torch.randn(num_experts, WIDTH, out_width, device=device, dtype=dtype) / 8
+    out_RO = gather_mm(x_SD, rows_R, weight, plan_tiles(offsets_e, rows_R.numel(), 128), cut)
+    for expert, span in enumerate(spans(offsets_e)):
+        assert_close(out_RO[span], x_SD[rows_R[span]].double() @ weight[expert].double(), tolerance)
+
+
+CUTS = [
+    WeightGradTiles(),
+    WeightGradTiles(32, 16, slots=32, group=2),
+    WeightGradTiles(width_a=256, width_b=128),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_expert_weight_grad(name: str, cut: WeightGradTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    rows_R, offsets_e, _ = plan(name, device)
+    x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
+    grad_RF = torch.randn(rows_R.numel(), HIDDEN, device=device, dtype=dtype)
+    end = int(offsets_e[-1])
+    grad_RF[end + SLACK :] = float("nan")  # nobody may read it
+    plain = expert_weight_grad(grad_RF, x_SD, rows_R, offsets_e, cut=cut)
+    transposed = expert_weight_grad(grad_RF, x_SD, rows_R, offsets_e, is_transposed=True, cut=cut)
+    for expert, span in enumerate(spans(offsets_e)):
+        expected = grad_RF[span].double().T @ x_SD[rows_R[span]].double()
+        assert_close(plain[expert], expected, tolerance)
+        assert_close(transposed[expert], expected.T, tolerance)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+def test_wide_experts_gather_first(
+    device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same sums in another order at most, and in a graph."""
+    op = KERNELS["fused_expert_mlp"].op
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=False)
+    for sample in KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype):
+        torch._dynamo.reset()
+        results = []
+        for run, width in ((op, 10_000), (op, 0), (compiled, 0)):
+            monkeypatch.setattr(fused_expert_mlp, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", width)
+            inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
+            y_SD = run(*inputs, *sample.args[4:])
+            results.append([y_SD.detach(), *torch.autograd.grad(y_SD, inputs, torch.ones_like(y_SD))])
+        for fused, *gathered in zip(*results, strict=True):
+            for other in gathered:
+                assert_close(other, fused, tolerance)
+
+
+def test_what_the_sweep_times_fits_an_h200(hopper: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    sweep = importlib.import_module("sweep_expert_gemms")
+    for problem in sweep.problems("qwen3_ep8", torch.device("meta"), ["up", "down_grad", "weight_grad"]):
+        for cut in problem.cuts:
+            hopper.clear()
+            problem.run(cut)
+            assert hopper[-1].fits and hopper[-1].num_matrix_ops > 0, f"{problem.name} {cut}: {hopper[-1]}"
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+def test_slots_behind_the_last_expert_are_zeros_where_weight_gradients_read_them(
+    device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Whatever memory held there: gradients of a bound on slots with room are those of as many slots as there are."""
+    torch.manual_seed(0)
+    ids_SK = torch.rand(17, 5, device=device).topk(3).indices
+    op = KERNELS["fused_expert_mlp"].op
+    sample = KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype)[0]
+    results = []
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        for room in (0, 1, SLACK, 3 * SLACK):
+            plan = plan_slots(ids_SK, 5, ids_SK.numel() + room)[:3]
+            inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
+            y_SD = op(*inputs, *plan)
+            results.append([y_SD.detach(), *torch.autograd.grad(y_SD, inputs, torch.ones_like(y_SD))])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for exact, *roomy in zip(*results, strict=True):
+        for other in roomy:
+            assert_close(other, exact, tolerance)

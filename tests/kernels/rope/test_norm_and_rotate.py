@@ -1,0 +1,68 @@
+"""What the registry does not ask of the rotary kernel: gradients as attention lays them, what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.registry import KERNELS, load_all
+from titan_moe.kernels.rope.norm_and_rotate import norm_and_rotate, norm_and_rotate_reference
+
+load_all()
+
+
+def sample(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    (found,) = (s for s in KERNELS["norm_and_rotate"].samples(torch.device(device), dtype) if s.name == name)
+    return tuple(x.requires_grad_() if i < found.num_differentiable else x for i, x in enumerate(found.args))
+
+
+def laid_out_for_attention(out_BNHD: Tensor) -> Tensor:
+    """Random, heads before positions, as some attention kernels return it."""
+    return torch.randn_like(out_BNHD.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_norm_and_rotate_takes_gradients_of_any_layout(is_interleaved: bool) -> None:
+    args = (*sample("odd_number_of_pairs")[:-1], is_interleaved)
+    actual, expected = norm_and_rotate(*args), norm_and_rotate_reference(*args)
+    torch.testing.assert_close(actual, expected)
+    assert all(out.is_contiguous() for out in actual)
+    dq, dk, dv = (laid_out_for_attention(out) for out in actual)
+    for grads in ((dq, dk, dv), (dq, torch.ones(()).expand_as(dk), dv.transpose(1, 3).contiguous().transpose(1, 3))):
+        torch.testing.assert_close(
+            *(torch.autograd.grad(outs, args[:3], grads, retain_graph=True) for outs in (actual, expected))
+        )
+
+
+@pytest.mark.interpreted
+def test_norm_and_rotate_operations_are_sound() -> None:
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for name in ("odd_number_of_pairs", "no_norm"):
+        args = sample(name)
+        torch.library.opcheck(torch.ops.titan_moe.norm_and_rotate.default, args, test_utils=tests)
+        qkv_BNX, *weights_and_tables, _, eps, is_interleaved = (x.detach() if i == 0 else x for i, x in enumerate(args))
+        grads = (out.detach() for out in norm_and_rotate(*args))
+        kept_BNX = None if name == "no_norm" else qkv_BNX
+        rest = (*grads, kept_BNX, *weights_and_tables, eps, is_interleaved)
+        torch.library.opcheck(torch.ops.titan_moe.norm_and_rotate_backward.default, rest, test_utils=tests)
+
+
+@pytest.mark.gpu
+def test_the_weights_gradients_are_the_same_every_time() -> None:
+    args = sample("many_tiles", "cuda", torch.bfloat16)
+    grads = tuple(laid_out_for_attention(out) for out in norm_and_rotate(*args))
+    first = torch.autograd.grad(norm_and_rotate(*args), args[:3], grads)
+    for _ in range(3):
+        again = torch.autograd.grad(norm_and_rotate(*args), args[:3], grads)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_one_norm_alone_and_fp64_are_refused() -> None:
+    qkv_BNX, q_weight_D, k_weight_D, *rest = sample("odd_number_of_pairs")
+    with pytest.raises(ValueError, match="give both norm weights, or neither"):
+        norm_and_rotate(qkv_BNX, q_weight_D, None, *rest)
+    with pytest.raises(ValueError, match='not for torch.float64; take perf.override.rotary = "torch"'):
+        norm_and_rotate(qkv_BNX.double(), q_weight_D, k_weight_D, *rest)

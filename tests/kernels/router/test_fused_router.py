@@ -1,0 +1,213 @@
+"""The router in Triton: what its registry entry does not show."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.kernels.router.fused_router import route_tokens
+from titan_moe.kernels.router.routing import Routing, RoutingRule, route_tokens_reference
+from titan_moe.layers.router import ForcedBalance, TopKRouter
+
+DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+SIGMOID = RoutingRule("sigmoid", 3, route_scale=2.5)
+CASES = {
+    "softmax": (12, RoutingRule("softmax", 2)),
+    "sigmoid": (40, SIGMOID),
+    "not_normalised": (12, RoutingRule("softmax", 3, normalize_topk=False, route_scale=16.0)),
+    "groups_of_one": (5, SIGMOID._replace(num_groups=5, top_k_groups=4)),
+    "groups": (20, SIGMOID._replace(num_groups=4, top_k_groups=2)),
+}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    torch.manual_seed(0)
+    return torch.device(request.param)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that is not promised to be zero is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def drawn(num_experts: int, device: torch.device, num_tokens: int = 19) -> tuple[Tensor, Tensor]:
+    logits_BNE = torch.randn(2, num_tokens, num_experts, device=device)
+    return logits_BNE.requires_grad_(), torch.randn(num_experts, device=device) / 10
+
+
+def in_expert_order(routing: Routing) -> Routing:
+    ids, order = routing.topk_ids_BNK.sort(-1)
+    return routing._replace(topk_scores_BNK=routing.topk_scores_BNK.gather(-1, order), topk_ids_BNK=ids)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_output_is_that_of_the_reference(name: str, device: torch.device) -> None:
+    num_experts, rule = CASES[name]
+    logits_BNE, bias_E = drawn(num_experts, device)
+    with poisoned():
+        actual = in_expert_order(route_tokens(logits_BNE, bias_E, rule))
+    for field, got, wanted in zip(
+        Routing._fields, actual, in_expert_order(route_tokens_reference(logits_BNE, bias_E, rule)), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, msg=lambda text, field=field: f"{field}: {text}")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("field", ["topk_scores_BNK", "share_sums_BE", "z_sum"])
+def test_the_gradient_through_one_output_alone(field: str, name: str, device: torch.device) -> None:
+    num_experts, rule = CASES[name]
+    logits_BNE, bias_E = drawn(num_experts, device)
+    wide_BNE = logits_BNE.detach().double().requires_grad_()
+    expected = getattr(in_expert_order(route_tokens_reference(wide_BNE, bias_E, rule)), field)
+    direction = torch.randn_like(expected)
+    (expected * direction).sum().backward()
+    with poisoned():
+        output = getattr(in_expert_order(route_tokens(logits_BNE, bias_E, rule)), field)
+        (output * direction.float()).sum().backward()
+    torch.testing.assert_close(logits_BNE.grad.double(), wide_BNE.grad, atol=2e-5, rtol=1e-4)
+
+
+def test_forced_experts_are_taken(device: torch.device) -> None:
+    logits_BNE, bias_E = drawn(20, device)
+    forced_BNK = torch.rand_like(logits_BNE).topk(3).indices
+    for rule in (SIGMOID, SIGMOID._replace(num_groups=4, top_k_groups=1)):
+        actual = route_tokens(logits_BNE, bias_E, rule, forced_BNK.int())
+        expected = route_tokens_reference(logits_BNE, bias_E, rule, forced_BNK)
+        for got, wanted in zip(actual, expected, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_of_equal_experts_the_lowest_are_chosen(device: torch.device) -> None:
+    logits_BNE, bias_E = torch.zeros(1, 3, 12, device=device), torch.zeros(12, device=device)
+    assert route_tokens(logits_BNE, bias_E, SIGMOID).topk_ids_BNK.tolist() == [[[0, 1, 2]] * 3]
+    bias_E[7] = 1.0
+    in_groups = SIGMOID._replace(num_groups=4, top_k_groups=2)
+    assert route_tokens(logits_BNE, bias_E, in_groups).topk_ids_BNK.tolist() == [[[7, 0, 1]] * 3]
+
+
+@pytest.mark.parametrize("group_score", ["max", "top2_sum"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_token_gets_different_experts_whatever_happens(value: float, group_score: str, device: torch.device) -> None:
+    logits_BNE = torch.randn(1, 4, 12, device=device)
+    logits_BNE[0, 0, 3], logits_BNE[0, 1, :] = value, value
+    bias_E = torch.zeros(12, device=device)
+    bias_E[2:] = float("-inf")  # two are left, three are wanted
+    for rule in (SIGMOID, SIGMOID._replace(num_groups=3, top_k_groups=1, group_score=group_score)):
+        ids_BNK = route_tokens(logits_BNE, bias_E, rule).topk_ids_BNK
+        assert all(len(set(ids)) == 3 and set(ids) <= set(range(12)) for ids in ids_BNK[0].tolist())
+
+
+def test_results_repeat_themselves_bit_for_bit(device: torch.device) -> None:
+    logits_BNE, bias_E = drawn(128, device, num_tokens=4096 if device.type == "cuda" else 9)
+
+    def run() -> list[Tensor]:
+        routing = route_tokens(logits_BNE, bias_E, RoutingRule("softmax", 8))
+        loss = routing.topk_scores_BNK.square().sum() + routing.share_sums_BE.square().sum() + routing.z_sum
+        return [*routing, *torch.autograd.grad(loss, logits_BNE)]
+
+    first = run()
+    for _ in range(3):
+        assert all(torch.equal(got, wanted) for got, wanted in zip(run(), first, strict=True))
+
+
+def test_the_operations_are_sound(device: torch.device) -> None:
+    logits_BNE, bias_E = drawn(12, device)
+    forced_BNK = torch.rand_like(logits_BNE).topk(3).indices
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for forced in (None, forced_BNK):
+        args = (logits_BNE, bias_E, forced, *SIGMOID)
+        torch.library.opcheck(torch.ops.titan_moe.route_tokens.default, args, test_utils=tests)
+    grads = (torch.rand(2, 19, 3, device=device), torch.rand(2, 12, device=device), torch.rand((), device=device))
+    for dshares, dz in ((None, None), grads[1:]):
+        args = (logits_BNE.detach(), forced_BNK, grads[0], dshares, dz, "softmax", 3, True, 1.0)
+        torch.library.opcheck(torch.ops.titan_moe.route_tokens_backward.default, args, test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_logits_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match='override.router = "torch"'):
+        route_tokens(torch.zeros(1, 2, 4, dtype=dtype), torch.zeros(4), SIGMOID)
+
+
+MOE = MoEConfig(num_experts=12, top_k=3, score_fn="sigmoid", aux_loss_coef=0.3, z_loss_coef=0.05)
+CONFIG = ModelConfig(hidden_size=16, moe=MOE)
+
+
+def built(moe: MoEConfig, backend: Any, device: torch.device, is_forced: bool = False) -> TopKRouter:
+    torch.manual_seed(0)
+    router = TopKRouter(replace(CONFIG, moe=moe), Kernels(router=backend)).to(device)
+    torch.nn.init.normal_(router.weight, std=0.5)
+    router.expert_bias_E.normal_(std=0.1)
+    if is_forced:
+        router.force = ForcedBalance(moe, device)
+    return router
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("is_forced", [False, True], ids=["free", "forced"])
+def test_the_layer_is_the_same_with_either_router(is_forced: bool, way: str, device: torch.device) -> None:
+    routers = [built(MOE, backend, device, is_forced) for backend in ("torch", "triton")]
+    x_BND = torch.randn(2, 19, 16, device=device)
+    torch._dynamo.reset()
+    for router in routers:
+        run = torch.compile(router, fullgraph=True, backend="aot_eager") if way == "compiled" else router
+        scores_TK, ids_TK = run(x_BND)
+        (scores_TK * (1 + ids_TK)).sum().backward()
+    plain, fused = routers
+    torch.testing.assert_close(fused.weight.grad, plain.weight.grad, atol=1e-4, rtol=1e-4)
+    for (name, buffer), other in zip(fused.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, msg=lambda text, name=name: f"{name}: {text}")
+    assert fused.balance.tokens_per_expert_E.sum() == 2 * 19 * 3
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the arguments of the router's backward."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.titan_moe.route_tokens_backward.default:
+            self.args = args
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("aux", "z"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1)])
+def test_a_loss_without_weight_is_not_differentiated(aux: float, z: float, device: torch.device) -> None:
+    router = built(replace(MOE, aux_loss_coef=aux, z_loss_coef=z), "triton", device)
+    scores_TK, _ = router(torch.randn(2, 19, 16, device=device))
+    with Seen() as seen:
+        scores_TK.sum().backward()
+    _, _, dtopk, dshares, dz, *_ = seen.args
+    assert (dtopk is not None, dshares is not None, dz is not None) == (True, aux > 0, z > 0)
+
+
+@pytest.mark.gpu
+def test_forward_and_backward_can_be_captured() -> None:
+    router = built(replace(MOE, num_experts=64, top_k=8), "triton", torch.device("cuda"))
+    x_BND = torch.randn(2, 512, 16, device="cuda")
+
+    def step() -> tuple[Tensor, Tensor]:
+        scores_TK, ids_TK = router(x_BND)
+        return ids_TK, torch.autograd.grad(scores_TK.square().sum(), router.weight)[0]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    x_BND.normal_()
+    graph.replay()
+    assert all(torch.equal(got, wanted) for got, wanted in zip(captured, step(), strict=True))

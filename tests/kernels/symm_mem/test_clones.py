@@ -1,0 +1,91 @@
+"""Clones over memory that ranks share: all ranks in one process, each phase for all of them before the next."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.kernels import symm_clones
+from titan_moe.kernels.symm_mem.arrays import SymmArray
+from titan_moe.kernels.symm_mem.clones import (
+    add_clones_reference,
+    add_gradients,
+    clone_arrays,
+    clone_bytes,
+    pull_weights,
+    stage_gradients,
+    stage_weights,
+)
+
+DEVICES = [
+    pytest.param("cpu", torch.float32, marks=pytest.mark.interpreted),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+SHAPES = ((2, 8, 24), (24, 8))
+NUM_ELEMENTS = 3 * 8 * 24
+PLANS = {
+    "one each": [[5], [0], [4], [2]],
+    "none": [[-1], [-1], [-1], [-1]],
+    "some": [[-1], [11], [-1], [0]],
+    "one for all": [[7, -1], [7, -1], [-1, -1], [7, 7]],
+    "two each": [[3, 9], [0, 11], [2, 4], [0, 3]],
+}
+
+
+def share(num_ranks: int, num_local: int, num_replicas: int, device: str, dtype: torch.dtype) -> list[SymmArray]:
+    """Every rank's place for clones, poisoned."""
+    size = clone_bytes(num_ranks, num_local, num_replicas, NUM_ELEMENTS, dtype)
+    memories = [torch.full((size,), 255, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+    addresses_P = torch.tensor([memory.data_ptr() for memory in memories], device=device)
+    return [clone_arrays(memory, addresses_P, num_local, num_replicas, NUM_ELEMENTS, dtype)[1] for memory in memories]
+
+
+def draw(num: int, num_ranks: int, device: str, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
+    return [tuple(torch.randn(num, *shape, device=device).to(dtype) for shape in SHAPES) for _ in range(num_ranks)]
+
+
+# experts lie at places of their own, or at those of their clones
+@pytest.mark.parametrize(("num_local", "block"), [(3, 256), (5, 4096)])
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("name", PLANS)
+def test_weights_come_and_gradients_go_home(
+    name: str, num_local: int, device: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(symm_clones, "BLOCK", block)
+    torch.manual_seed(0)
+    experts_Pc = torch.tensor(PLANS[name], device=device)
+    num_ranks, num_replicas = experts_Pc.shape
+    shared = share(num_ranks, num_local, num_replicas, device, dtype)
+
+    weights = draw(num_local, num_ranks, device, dtype)
+    for rank, (own, staged) in enumerate(zip(weights, shared, strict=True)):
+        stage_weights(own, experts_Pc, staged, rank)
+    for rank, (own, staged) in enumerate(zip(weights, shared, strict=True)):
+        for index, clones in enumerate(pull_weights(own, experts_Pc, staged, rank)):
+            for spare, expert in enumerate(experts_Pc[rank].tolist()):
+                if expert >= 0:
+                    home = weights[expert // num_local][index]
+                    assert torch.equal(clones[spare], home[expert % num_local])
+
+    own_grads, clone_grads = draw(num_local, num_ranks, device, dtype), draw(num_replicas, num_ranks, device, dtype)
+    expected = [
+        add_clones_reference(
+            torch.stack([own[index].flatten(1) for own in own_grads]),
+            torch.stack([clones[index].flatten(1) for clones in clone_grads]),
+            experts_Pc,
+        )
+        for index in range(len(SHAPES))
+    ]
+    for clones, staged in zip(clone_grads, shared, strict=True):
+        stage_gradients(clones, staged)
+    for rank, (own, staged) in enumerate(zip(own_grads, shared, strict=True)):
+        add_gradients(own, experts_Pc, staged, rank)
+        for index, grad in enumerate(own):
+            assert torch.equal(grad.flatten(1), expected[index][rank]), "the same sums in the same order"
+
+
+def test_memory_that_is_too_small_is_refused() -> None:
+    memory, table_P = torch.zeros(1000, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match="2 clones of 576 elements in torch.float32 on each of 2 ranks take 7168 bytes"
+    ):
+        clone_arrays(memory, table_P, 3, 2, NUM_ELEMENTS, torch.float32)

@@ -1,0 +1,108 @@
+"""The least work of each part, against the model's own count and arithmetic by hand."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import Recipe, load_recipe
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import PerfConfig, PrecisionConfig
+from titan_moe.config.train import TrainConfig
+from titan_moe.plan.count import ParameterCount, count, count_parameters
+from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.memory import state_bytes_per_rank
+from titan_moe.plan.roofline import Work, copies_on_the_wire, sharding_bytes, step_work
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b", "quickstart"])
+def test_parts_add_up_to_the_model(name: str) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    work = step_work(recipe, world_size=8)
+    flops = sum(part.flops for part in work.values()) - work["router"].flops  # which MFU leaves out
+    num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / 8
+    assert flops == pytest.approx(count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens)
+
+
+def test_windows_lower_the_floor_as_they_lower_the_count() -> None:
+    recipe = load_recipe(RECIPES / "mixtral_8x7b.toml", ["--model.attention.sliding_window=100"])
+    flops = sum(part.flops for name, part in step_work(recipe, world_size=8).items() if name != "router")
+    num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / 8
+    assert flops == pytest.approx(count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens)
+
+
+def test_rows_travel_as_far_as_the_dispatcher_sends_them() -> None:
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
+
+    def copies(dispatcher: str, ep: int = 8) -> float:
+        parallel = ParallelConfig(ep=ep, dispatcher=dispatcher)  # type: ignore[arg-type]
+        return copies_on_the_wire(replace(recipe, parallel=parallel))
+
+    assert copies("local", ep=1) == 0 and copies("alltoall", ep=1) == 0
+    assert copies("allgather") == 7
+    assert copies("alltoall") == pytest.approx(7 / 8 * 5.34, abs=0.005), "8 of 128 experts lie on 5.34 of 8 ranks"
+
+
+def test_bytes_by_hand() -> None:
+    recipe: Recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
+    parallel = ParallelConfig(ep=8, dispatcher="allgather")
+    gathered = replace(recipe, parallel=parallel, perf=PerfConfig(), precision=PrecisionConfig())
+    work = step_work(gathered, world_size=8)
+    num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / 8
+    m = recipe.model
+    assert work["dispatch"].wire_bytes == 2 * m.num_layers * num_tokens * 7 * m.hidden_size * 2
+    assert work["combine"] == work["dispatch"]
+    none, tile = (
+        step_work(replace(recipe, parallel=ParallelConfig(ep=8, dispatcher="symm_mem", overlap=overlap)), 8)
+        for overlap in ("none", "tile")
+    )
+    moved = none["dispatch"].wire_bytes + none["combine"].wire_bytes
+    assert tile["experts"] == replace(none["experts"], wire_bytes=moved)
+    assert none.keys() - tile.keys() == {"dispatch", "combine"}, "experts move the rows"
+    state_bytes = state_bytes_per_rank(gathered, 8)
+    assert work["optimizer"].memory_bytes == pytest.approx(7 / 4 * state_bytes)
+    assert work["clip"].memory_bytes == pytest.approx(3 / 4 * state_bytes)
+    ours = replace(gathered, perf=PerfConfig(optimizer="fused"), precision=PrecisionConfig(moments="bf16"))
+    assert step_work(ours, 8)["optimizer"].memory_bytes == pytest.approx(20 / 16 * state_bytes), "of 28 bytes, 8 less"
+    assert step_work(ours, 8)["clip"].memory_bytes == pytest.approx(1 / 4 * state_bytes), "the norm alone"
+    assert "shared" not in work and "latent" not in work, "what a model does not have is not listed"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [  # 100 parameters in the root, 60 in the blocks, 400 in experts; bf16 gathers, fp32 sums, 2 microbatches
+        (ParallelConfig(dp_shard=1), 0),
+        (ParallelConfig(dp_shard=4), 2 * 3 / 4 * (100 * (2 + 4) + 60 * (2 * 2 + 4) + 400 * (2 * 2 + 4))),
+        (ParallelConfig(dp_shard=4, ep=4, dispatcher="alltoall"), 2 * 3 / 4 * (100 * (2 + 4) + 60 * (2 * 2 + 4))),
+        (ParallelConfig(dp_shard=4, reshard_after_forward=False), 2 * 3 / 4 * (160 * (2 + 4) + 400 * (2 * 2 + 4))),
+        (ParallelConfig(dp_replicate=4, dp_shard=1), 2 * 2 * 3 / 4 * 560 * 4),
+    ],
+)
+def test_shards_are_gathered_and_summed(
+    parallel: ParallelConfig, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = replace(
+        count_parameters(ModelConfig()),
+        **dict.fromkeys((field.name for field in fields(ParameterCount)), 0)
+        | {"embedding": 50, "head": 46, "norms": 4 + 10, "attention": 50, "routed_experts": 400},
+    )
+    monkeypatch.setattr("titan_moe.plan.floor.count_parameters", lambda model: counted)
+    num_ranks = parallel.dp_shard * parallel.dp_replicate
+    train = TrainConfig(global_batch_sequences=2 * num_ranks, micro_batch_sequences=1)
+    recipe = Recipe(model=ModelConfig(hidden_size=4), parallel=parallel, train=train)
+    assert sharding_bytes(recipe, num_ranks) == pytest.approx(expected)
+    once = replace(parallel, accumulate_unsharded=True, reshard_after_forward=True, reshard_experts_after_forward=True)
+    kept = replace(parallel, reshard_after_forward=False, reshard_experts_after_forward=False)
+    of_two = sharding_bytes(replace(recipe, parallel=kept), num_ranks)
+    assert sharding_bytes(replace(recipe, parallel=once), num_ranks) == pytest.approx(of_two / 2)
+
+
+def test_the_scarcest_resource_sets_the_floor() -> None:
+    h200 = find_hardware("NVIDIA H200")
+    assert h200 is not None
+    assert Work(flops=989e9).floor_ms(h200) == pytest.approx(1.0)
+    assert Work(flops=989e9, memory_bytes=9.6e9).floor_ms(h200) == pytest.approx(2.0)
+    assert Work(flops=989e9, wire_bytes=1.35e9).floor_ms(h200) == pytest.approx(3.0)

@@ -1,0 +1,154 @@
+"""Steps that are replayed, skipped or taken again leave the same weights as steps that are simply taken."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_moe.config import Recipe
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, PerfConfig, PrecisionConfig
+from titan_moe.config.train import OptimConfig, TrainConfig
+from titan_moe.data.packing import Batch
+from titan_moe.train import step_runner
+from titan_moe.train.build import assemble
+from titan_moe.train.step import forward_backward
+
+SEQUENCES, TOKENS, STEPS = 8, 8, 7
+RECIPE = Recipe(
+    model=ModelConfig(
+        vocab_size=32,
+        num_layers=2,
+        hidden_size=16,
+        attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
+        moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=8, score_fn="sigmoid", bias_update_speed=1e-2),
+        init_std=0.2,
+    ),
+    perf=PerfConfig(kernels="reference", loss_chunk_tokens=5),
+    precision=PrecisionConfig("fp64", "fp64", "fp64"),
+    compile=CompileConfig("off"),
+    train=TrainConfig(steps=STEPS, seq_len_tokens=TOKENS, global_batch_sequences=SEQUENCES, micro_batch_sequences=1),
+    optim=OptimConfig(lr=1e-2, max_grad_norm=0.5, warmup_steps=3, decay_steps=2),
+)
+FACTOR = 1.75
+SPREAD = ParallelConfig(ep=4, dispatcher="allgather")
+
+
+class Repeater:
+    """Records as a CUDA graph does, but repeats the function: nothing runs while it records."""
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def record(self, function: Callable[[], Any]) -> Any:
+        recording = SimpleNamespace(outputs=None, release=lambda: None)
+
+        def replay() -> None:
+            recording.outputs = function()
+
+        recording.replay = replay
+        return recording
+
+
+def batch_of(step: int) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(32, (SEQUENCES, TOKENS + 1), generator=generator)
+    mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+    return Batch(mine[:, None, :-1].contiguous(), mine[:, None, 1:].contiguous(), None)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[str, Any]:
+    """Losses, norms, weights, moments and counters after all steps; slots are bounded to the slot."""
+    capacity.SLOTS_ALIGNMENT = 1
+    run = assemble(recipe, torch.device("cpu"))
+    is_poisoned = False
+
+    def run_batch(*args: Any) -> Tensor:
+        loss = forward_backward(*args)
+        if is_poisoned:
+            next(run.model.parameters()).grad.mul_(float("inf"))
+        return loss
+
+    step = run.step.step if poisoned_step < 0 else replace(run.step.step, forward_backward=run_batch)
+    take = step_runner.StepRunner(step, run.schedule, extent, Repeater)
+    losses, norms, reruns = [], [], []
+    for index in range(STEPS):
+        is_poisoned = index == poisoned_step
+        result = take(batch_of(index))
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+        reruns.append(take.num_reruns)
+    moments = [whole(state["exp_avg"]) for optimizer in run.optimizers for state in optimizer.state.values()]
+    return {
+        "losses": losses,
+        "norms": norms,
+        "reruns": reruns,
+        "skipped": int(result.num_skipped),
+        "weights": {name: whole(p).detach() for name, p in run.model.named_parameters()},
+        "biases": [buffer for name, buffer in run.model.named_buffers() if name.endswith("expert_bias_E")],
+        "moments": moments,
+        "lr": run.schedule.lr,
+    }
+
+
+def assert_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> None:
+    for name in ("losses", "norms", "weights", "biases", "moments", "lr"):
+        torch.testing.assert_close(one[name], other[name], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("extent", ["microbatch", "step"])
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_replayed_steps_are_the_steps(ranks: Any, num_ranks: int, extent: str) -> None:
+    recipe = replace(RECIPE, parallel=SPREAD if num_ranks == 4 else ParallelConfig())
+    plain, replayed = ranks(num_ranks, train, recipe), ranks(num_ranks, train, recipe, extent)
+    for one, other in zip(plain, replayed, strict=True):
+        assert_equal(one, other)
+        assert other["skipped"] == 0 and other["reruns"][-1] == 0
+
+
+@pytest.mark.parametrize("extent", ["off", "step"])
+def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, extent: str) -> None:
+    bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
+    exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
+    runs = ranks(4, train, replace(RECIPE, parallel=bounded), extent)
+    for other in runs:
+        assert_equal(exact, other, 1e-12)
+        assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0
+    assert 0 < runs[0]["reruns"][-1] < STEPS, "some steps fit and some do not"
+
+
+@pytest.mark.parametrize("extent", ["off", "step"])
+def test_a_step_without_finite_gradients_changes_nothing(ranks: Any, extent: str) -> None:
+    sick = ranks(2, train, RECIPE, extent, 3)[0]
+    assert sick["skipped"] == 1 and not math.isfinite(sick["norms"][3])
+    assert all(torch.isfinite(weight).all() for weight in sick["weights"].values())
+    assert torch.isfinite(torch.tensor(sick["losses"])).all()
+    well = ranks(2, train, RECIPE, extent)[0]
+    assert sick["losses"][:4] == well["losses"][:4] and sick["losses"][4] != well["losses"][4]
+
+
+def test_a_bound_that_is_mostly_too_tight_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Void(SimpleNamespace):
+        def __call__(self, batch: Batch) -> Any:
+            return SimpleNamespace(has_overflowed=torch.tensor(True))
+
+    step: Any = Void(capacity=capacity.ExpertCapacity(1.25))
+    take = step_runner.StepRunner(step, Void(step=lambda: None))  # type: ignore[arg-type]
+    batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
+    with caplog.at_level("WARNING", logger="titan_moe"):
+        for _ in range(30):
+            take(batch)
+    (record,) = caplog.records
+    assert "10 of 10 steps were taken again" in record.message and "capacity_factor than 1.25" in record.message

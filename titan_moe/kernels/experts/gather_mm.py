@@ -1,0 +1,122 @@
+"""A grouped GEMM whose left factor is gathered by row.
+
+S rows · R expert slots, sorted by expert · e local experts · I input width · O output width
+
+Physics: 2·R·I·O FLOPs, bound by the matrix units from about 200 slots an expert on; the rows are gathered while the
+GEMM loads its tiles, so no permuted copy of them exists.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titan_moe.kernels.experts.copy_blocks import CopyBlocks, get_arguments, get_in_order, wait_for_rows
+from titan_moe.kernels.experts.tiles import Tiles, place_in_groups
+from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule
+
+
+class GatherTiles(NamedTuple):
+    """How the kernel cuts its work; `tools/sweep_expert_gemms.py` times others."""
+
+    outputs: int = 256
+    """The last columns are cut half as wide where that is enough."""
+    inner: int = 64
+    group: int = 16
+    """Tiles of rows that share columns while they run."""
+    num_warps: int = 8
+    num_stages: int = 4
+
+
+MEASURED = GatherTiles()
+GET_BLOCKS = CopyBlocks(40, 16_384)
+
+
+@triton.jit
+def _gather_mm_kernel(
+    x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
+    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr,
+    I: tl.constexpr, O: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
+    COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0) - COPY_BLOCKS
+    if COPY_BLOCKS:
+        if program < 0:
+            get_in_order(
+                program + COPY_BLOCKS, x_ptr, get_addresses_ptr, get_rows_ptr, count_ptr, arrived_ptr, I,
+                COPY_BLOCKS, COPIED_ROWS, COPIED_COLUMNS,
+            )  # fmt: skip
+            return
+    num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
+    tile, column = place_in_groups(program, (tl.num_programs(0) - COPY_BLOCKS) // num_columns, num_columns, GROUP)
+    expert = tl.load(experts_ptr + tile)
+    if expert < 0:
+        return
+    if COPY_BLOCKS:
+        wait_for_rows(
+            arrived_ptr, tl.load(required_rows_ptr + tile), COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, IS_INTERPRETED
+        )
+    begin, end = tl.load(begins_ptr + tile), tl.load(ends_ptr + tile)
+    if BLOCK_LAST < BLOCK_O and column == num_columns - 1:
+        _gather_mm_tile(
+            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, last_desc, out_ptr, I, O,
+            BLOCK_R, BLOCK_LAST, BLOCK_I,
+        )  # fmt: skip
+    else:
+        _gather_mm_tile(
+            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, I, O,
+            BLOCK_R, BLOCK_O, BLOCK_I,
+        )  # fmt: skip
+
+
+@triton.jit
+def _gather_mm_tile(
+    expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, I: tl.constexpr, O: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    slots = begin + tl.arange(0, BLOCK_R)
+    is_slot = slots < end
+    rows = tl.load(rows_ptr + slots, mask=is_slot, other=0)
+    inner = tl.arange(0, BLOCK_I)
+    total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
+    for k in range(0, I, BLOCK_I):
+        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * I + (k + inner)[None, :]
+        x = tl.load(x_ptrs, mask=is_slot[:, None] & (inner < I - k)[None, :], other=0.0)
+        weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    columns = first + tl.arange(0, BLOCK_O)
+    out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None] & (columns < O)[None, :])
+
+
+def gather_mm(
+    x_SI: Tensor,
+    rows_R: Tensor,
+    weight_eIO: Tensor,
+    tiles: Tiles,
+    cut: GatherTiles = MEASURED,
+    schedule: TileSchedule | None = None,
+    copy_blocks: CopyBlocks = GET_BLOCKS,
+) -> Tensor:
+    """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
+
+    With `schedule`, rows come from their sources into x on the way.
+    """
+    _, width, out_width = weight_eIO.shape
+    out_RO = x_SI.new_empty(rows_R.numel(), out_width)
+    is_half_enough = 0 < out_width % cut.outputs <= cut.outputs // 2
+    last = cut.outputs // 2 if is_half_enough else cut.outputs
+    # weights come by TMA: their pointers would take the registers that the sums want
+    weights = [TensorDescriptor.from_tensor(weight_eIO, [1, cut.inner, outputs]) for outputs in (cut.outputs, last)]
+    travel, sizes = get_arguments(schedule, copy_blocks, width)
+    _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(out_width, cut.outputs),)](
+        x_SI, rows_R, *weights, out_RO, *tiles[:3], *travel,
+        I=width, O=out_width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
+        BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
+    return out_RO

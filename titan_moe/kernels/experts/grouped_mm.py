@@ -1,0 +1,151 @@
+"""One GEMM for each expert over its own slots.
+
+R slots, sorted by expert · e local experts · I input width · O output width
+
+Physics: 2·R·I·O FLOPs; with hundreds of slots an expert it is bound by the matrix units (PyTorch's CUTLASS kernel
+reaches 500-650 TFLOP/s in bf16 on an H200). The borders `offsets_e` stay on the device, so no size is read by the
+host.
+
+`torch.nn.functional.grouped_mm` does the work in bf16, and in fp32 on a CPU. It has traps that this operation closes:
+its fake kernel refuses fp32, its backward refuses an expanded gradient, it has no fp64, and it leaves slots past the
+last border unwritten. The last one remains true here: slots past `offsets_e[-1]` of an output, and of the gradient of
+x, hold anything and must not be read. The weight gradient is an operation of its own, so that a schedule may run it
+later.
+
+The weight may come in two pieces, a rank's own experts and c clones behind them. PyTorch's GEMM wants one tensor, so
+the pieces are joined for each call and let go: a copy of the weights, 4·(e+c)·I·O bytes in bf16, forward and backward.
+Joined before the operation, they would be kept for backward in every layer, own weights twice.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_moe.kernels.permute.rows import sample_plans
+from titan_moe.kernels.registry import Kernel, Sample, register
+
+
+def _borders(offsets_e: Tensor) -> list[tuple[int, int]]:
+    ends = offsets_e.tolist()
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def join(own: Tensor, clones: Tensor | None) -> Tensor:
+    """Weights in one piece, in the memory order that the own ones have."""
+    if clones is None:
+        return own
+    return torch.cat([own, clones]) if own.stride(-1) == 1 else torch.cat([own.mT, clones.mT]).mT
+
+
+def grouped_mm_reference(
+    x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None
+) -> Tensor:
+    """Multiply each expert's slots by its weight, in a loop: the definition, differentiable, in any dtype."""
+    weight_eOI = join(weight_eOI, clones_cOI)
+    parts = [x_RI[a:b] @ weight_OI.T for weight_OI, (a, b) in zip(weight_eOI, _borders(offsets_e), strict=True)]
+    tail = x_RI.new_full((x_RI.shape[0] - int(offsets_e[-1]), weight_eOI.shape[1]), float("nan"))  # nobody may read it
+    return torch.cat([*parts, tail])
+
+
+@torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())
+def _grouped_mm(
+    x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool, clones_cOI: Tensor | None = None
+) -> Tensor:
+    if loop:
+        return grouped_mm_reference(x_RI, weight_eOI, offsets_e, clones_cOI)
+    return F.grouped_mm(x_RI, join(weight_eOI, clones_cOI).transpose(-2, -1), offs=offsets_e)
+
+
+@_grouped_mm.register_fake
+def _(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool, clones_cOI: Tensor | None = None) -> Tensor:
+    return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+
+
+@torch.library.custom_op("titan_moe::grouped_mm_dw", mutates_args=())
+def _grouped_mm_dw(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, loop: bool) -> Tensor:
+    if loop:
+        return torch.stack([grad_RO[a:b].T @ x_RI[a:b] for a, b in _borders(offsets_e)])
+    return F.grouped_mm(grad_RO.T, x_RI, offs=offsets_e)
+
+
+@_grouped_mm_dw.register_fake
+def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, loop: bool) -> Tensor:
+    return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, Tensor | None], output: Tensor) -> None:
+    x_RI, weight_eOI, offsets_e, ctx.loop, clones_cOI = inputs
+    ctx.save_for_backward(x_RI, weight_eOI, offsets_e, clones_cOI)
+
+
+def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None]:
+    x_RI, weight_eOI, offsets_e, clones_cOI = ctx.saved_tensors
+    grad_RO = grad_RO.contiguous()
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    grad_x, grad_weight, grad_clones = None, None, None
+    if needs_x:
+        clones_cIO = None if clones_cOI is None else clones_cOI.transpose(-2, -1)
+        grad_x = _grouped_mm(grad_RO, weight_eOI.transpose(-2, -1), offsets_e, ctx.loop, clones_cIO)
+    if needs_weight:
+        grad_weight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.loop)
+        if clones_cOI is not None:
+            grad_weight, grad_clones = grad_weight.split([weight_eOI.shape[0], clones_cOI.shape[0]])
+    return grad_x, grad_weight, None, None, grad_clones
+
+
+_grouped_mm.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titan_moe.grouped_mm)
+def _count(x_shape: tuple[int, int], weight_shape: tuple[int, int, int], *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]  # every slot, as if all were taken
+
+
+@register_flop_formula(torch.ops.titan_moe.grouped_mm_dw)
+def _count_dw(grad_shape: tuple[int, int], x_shape: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * grad_shape[0] * grad_shape[1] * x_shape[1]
+
+
+def grouped_mm(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None) -> Tensor:
+    """Multiply each expert's slots by its weight with one grouped GEMM.
+
+    Shapes: x [R, I], weight [e, O, I] (as `nn.Linear` stores it), clones [c, O, I] if there are any, offsets_e int32
+    [e + c] -> [R, O]. Widths must be multiples of 16 bytes. Slots past `offsets_e[-1]` are not written.
+    """
+    return _grouped_mm(x_RI, weight_eOI, offsets_e, False, clones_cOI)
+
+
+def grouped_mm_loop(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None) -> Tensor:
+    """The same through the reference loop, as an operation: slow, in any dtype, reads the borders on the host."""
+    return _grouped_mm(x_RI, weight_eOI, offsets_e, True, clones_cOI)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    samples = []
+    for name, rows, _, offsets_e, num_experts in sample_plans(device):
+        x_RI = torch.randn(rows.numel(), 16, device=device, dtype=dtype)
+        x_RI[int(offsets_e[-1]) :] = float("nan")
+        weight_eOI = torch.randn(num_experts, 24, 16, device=device, dtype=dtype)
+        samples.append(Sample(name, (x_RI, weight_eOI, offsets_e), 2))
+    return samples
+
+
+def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return output[: int(args[2][-1])]
+
+
+register(Kernel("grouped_mm", grouped_mm, grouped_mm_reference, _samples, valid=_written, valid_grad=_written))
+register(
+    Kernel(
+        "grouped_mm_loop",
+        grouped_mm_loop,
+        grouped_mm_reference,
+        _samples,
+        valid=_written,
+        valid_grad=_written,
+        dtypes=(torch.float32, torch.float64, torch.bfloat16),
+    )
+)

@@ -1,0 +1,118 @@
+"""A grouped GEMM of slots, whose sums may leave for home while it goes on.
+
+S rows · R expert slots, sorted by expert · K choices a row · e local experts · I input width · O output width
+
+Physics: 2·R·I·O FLOPs, bound by the matrix units from about 200 slots an expert on.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titan_moe.kernels.experts.copy_blocks import CopyBlocks, put_in_order, tell
+from titan_moe.kernels.experts.tiles import Tiles, place_in_groups
+from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule
+
+
+class SlotTiles(NamedTuple):
+    """How the kernel cuts its work."""
+
+    outputs: int = 256
+    inner: int = 64
+    group: int = 16
+    """Tiles of rows that share columns while they run."""
+    num_warps: int = 8
+    num_stages: int = 4
+
+
+MEASURED = SlotTiles()
+PUT_BLOCKS = CopyBlocks(36, 8192)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _slot_mm_kernel(
+    x_desc, weight_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
+    put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles,
+    I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
+    K: tl.constexpr, COPY_BLOCKS: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
+    program = tl.program_id(0)
+    if COPY_BLOCKS:
+        # the interpreter runs programs in order, so there tiles come first
+        first_copy_block = num_tiles * num_columns if IS_INTERPRETED else 0
+        copy_block = program - first_copy_block
+        if (copy_block >= 0) & (copy_block < COPY_BLOCKS):
+            put_in_order(
+                copy_block, out_ptr, put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles, O,
+                num_columns, GROUP, K, tl.float32, COPY_BLOCKS, COPIED_ROWS, COPIED_COLUMNS, IS_INTERPRETED,
+            )  # fmt: skip
+            return
+        if not IS_INTERPRETED:
+            program -= COPY_BLOCKS
+    tile, column = place_in_groups(program, num_tiles, num_columns, GROUP)
+    expert = tl.load(experts_ptr + tile)
+    if expert >= 0:
+        begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
+        total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
+        for k in range(0, I, BLOCK_I):
+            x = x_desc.load([begin, k])
+            if IS_TRANSPOSED:
+                weight = weight_desc.load([expert, first, k]).reshape(BLOCK_O, BLOCK_I).T
+            else:
+                weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
+            total = tl.dot(x, weight, total, input_precision="ieee")
+        slots = begin + tl.arange(0, BLOCK_R)
+        columns = first + tl.arange(0, BLOCK_O)
+        out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
+        keep = (slots < tl.load(ends_ptr + tile))[:, None] & (columns < O)[None, :]
+        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
+    if COPY_BLOCKS:
+        tell(done_ptr + tile // GROUP)
+
+
+def slot_mm(
+    x_RI: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    *,
+    is_transposed: bool = False,
+    schedule: TileSchedule | None = None,
+    copy_blocks: CopyBlocks = PUT_BLOCKS,
+    cut: SlotTiles = MEASURED,
+) -> Tensor:
+    """Each slot times its expert's weight, [e, I, O] or transposed [e, O, I]: -> [R, O]; slots past the last expert are
+    not written.
+
+    With `schedule`, the sum of each row's slots in fp32 goes to its place as soon as they are done.
+    """
+    num_slots, width = x_RI.shape
+    out_width = weight.shape[1] if is_transposed else weight.shape[2]
+    out_RO = x_RI.new_empty(num_slots, out_width)
+    if not num_slots:
+        return out_RO
+    num_tiles, num_columns = tiles.experts_M.numel(), triton.cdiv(out_width, cut.outputs)
+    rows = TensorDescriptor.from_tensor(x_RI, [tiles.rows, cut.inner])
+    block = [1, cut.outputs, cut.inner] if is_transposed else [1, cut.inner, cut.outputs]
+    weights = TensorDescriptor.from_tensor(weight, block)
+    if schedule is None:
+        travel = (None,) * 6
+        sizes = {"K": 0, "COPY_BLOCKS": 0, "COPIED_ROWS": 0, "COPIED_COLUMNS": 0}
+    else:
+        done_G = tiles.experts_M.new_zeros(triton.cdiv(num_tiles, cut.group))
+        travel = (*schedule[4:], schedule.count, done_G)
+        num_rows, num_choices = schedule.put_slots_SK.shape
+        sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width)}
+    _slot_mm_kernel[(num_tiles * num_columns + sizes["COPY_BLOCKS"],)](
+        rows, weights, out_RO, *tiles[:3], *travel, num_tiles,
+        I=width, O=out_width, IS_TRANSPOSED=is_transposed,
+        BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_I=cut.inner, GROUP=cut.group,
+        IS_INTERPRETED=knobs.runtime.interpret, **sizes, num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
+    return out_RO

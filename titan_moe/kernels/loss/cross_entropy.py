@@ -1,0 +1,169 @@
+"""The output head and the cross entropy in one, a chunk of tokens at a time.
+
+T tokens · D width · V vocabulary · C tokens in a chunk
+
+Physics: three GEMMs of 2·T·D·V FLOPs (logits, dX, dW) and a few memory passes over the logits. Whole logits of 16,384
+tokens and 152k words would take 5 GB in bf16 and twice that in fp32; a chunk's logits are turned into their own
+gradient at once, in the forward pass, so that C·V elements are all that ever exists. What is kept for backward is dX
+(T·D) and dW (V·D), for a loss gradient of one; backward multiplies them by the gradient that arrives.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+
+IGNORE_LABEL = -100
+
+
+def linear_cross_entropy_reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0) -> Tensor:
+    """Sum of the cross entropies of x's logits, all logits at once, in at least fp32."""
+    logits_TV = F.linear(x_TD, weight_VD)
+    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
+
+
+def loss_and_dlogits(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Summed loss of a chunk, and its gradient by the logits in their own dtype; compiled, a few fused passes."""
+    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    counts_C1 = (labels_C != IGNORE_LABEL)[:, None]
+    log_norm_C1 = torch.logsumexp(wide_CV, dim=-1, keepdim=True)
+    is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C[:, None]
+    dlogits_CV = torch.where(counts_C1, torch.exp(wide_CV - log_norm_C1) - is_label_CV.to(wide_CV.dtype), 0)
+    loss = torch.where(counts_C1, log_norm_C1 - wide_CV.gather(1, labels_C.clamp(min=0)[:, None]), 0).sum()
+    return loss, dlogits_CV.to(logits_CV.dtype)
+
+
+LossAndGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+CrossEntropy = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""x_TD, weight_VD, labels_T, chunk_tokens -> summed loss."""
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, softmax: LossAndGradient
+    ) -> Tensor:
+        losses, grads_x_CD = [], []
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(weight_VD.dtype, torch.float32))
+        for x_CD, labels_C in zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True):
+            loss, dlogits_CV = softmax(x_CD @ weight_VD.T, labels_C)
+            losses.append(loss)
+            grads_x_CD.append(dlogits_CV @ weight_VD)
+            grad_weight_VD = _add_product(grad_weight_VD, dlogits_CV.T, x_CD)
+        ctx.save_for_backward(torch.cat(grads_x_CD), grad_weight_VD)
+        ctx.dtype = x_TD.dtype
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        # the product is made wide, or one over the tokens would be rounded to bf16; a copy, because compiled torch 2.11
+        # loses a gradient that ends in a cast to its own dtype
+        grads = [(grad.to(grad_loss.dtype) * grad_loss).to(ctx.dtype, copy=True) for grad in ctx.saved_tensors]
+        return grads[0], grads[1], None, None, None
+
+
+@torch.library.custom_op("titan_moe::add_product", mutates_args=())
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a @ b in total's dtype; on a GPU the product of half-precision matrices is added inside the GEMM.
+
+    An operation of its own, because torch 2.11 cannot trace `addmm` with another output dtype.
+    """
+    if a.is_cuda and a.dtype != total.dtype:
+        return torch.addmm(total, a, b, out_dtype=total.dtype)
+    return total + (a @ b)
+
+
+@register_flop_formula(torch.ops.titan_moe.add_product)
+def _count(total_shape: Any, a_shape: tuple[int, int], b_shape: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+
+
+@_add_product.register_fake
+def _(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.empty_like(total)
+
+
+def linear_cross_entropy(
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    chunk_tokens: int = 4096,
+    softmax: LossAndGradient = loss_and_dlogits,
+) -> Tensor:
+    """Sum of the cross entropies of `x @ weight.T` against the labels, without ever holding all logits.
+
+    Shapes: x [T, D], weight [V, D], labels int64 [T] with `IGNORE_LABEL` where there is none -> scalar, at least fp32.
+    `chunk_tokens` tokens have logits at one time; 0 makes all logits at once. Without gradients only the loss is
+    computed. `softmax` is `loss_and_dlogits`, or the same compiled.
+    """
+    if chunk_tokens == 0:
+        return linear_cross_entropy_reference(x_TD, weight_VD, labels_T)
+    if not torch.is_grad_enabled():
+        chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
+        return torch.stack([linear_cross_entropy_reference(x, weight_VD, labels) for x, labels in chunks]).sum()
+    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, chunk_tokens, softmax)
+
+
+@cache
+def choose_cross_entropy(backend: str) -> CrossEntropy:
+    """The head's loss for the recipe's choice: `torch` is PyTorch throughout, `triton` is fused_cross_entropy.py."""
+    if backend == "torch":
+        return linear_cross_entropy
+    from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy
+
+    return fused_cross_entropy
+
+
+def sample_labels(num_words: int, num_tokens: int, device: torch.device) -> list[tuple[str, Tensor, int]]:
+    """Labels and chunks that every head's loss must survive: some ignored, all, a last chunk of few, one of all."""
+    labels_T = torch.randint(num_words, (num_tokens,), device=device)
+    some_T = labels_T.masked_fill(torch.rand(num_tokens, device=device) < 0.3, IGNORE_LABEL)
+    return [
+        ("all", labels_T, 16),
+        ("some_ignored", some_T, 16),
+        ("all_ignored", torch.full_like(labels_T, IGNORE_LABEL), 16),
+        ("one_chunk", some_T, 64),
+    ]
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    x_TD = torch.randn(37, 16, device=device, dtype=dtype)
+    weight_VD = torch.randn(50, 16, device=device, dtype=dtype)
+    return [Sample(name, (x_TD, weight_VD, labels, chunk), 2) for name, labels, chunk in sample_labels(50, 37, device)]
+
+
+def head_benchmark() -> Benchmark:
+    """The head of Qwen3-30B-A3B on 16,384 tokens; forward does the work of backward too."""
+    num_tokens, width, vocabulary = 16_384, 2048, 151_936
+
+    def draw(device: torch.device) -> Sample:
+        x_TD = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16)
+        weight_VD = torch.randn(vocabulary, width, device=device, dtype=torch.bfloat16) / width**0.5
+        return Sample("", (x_TD, weight_VD, torch.randint(vocabulary, (num_tokens,), device=device)), 2)
+
+    flops, moved = 6.0 * num_tokens * width * vocabulary, 4.0 * width * (num_tokens + vocabulary)
+    return Benchmark("qwen3", draw, flops, flops, moved, moved)
+
+
+def with_compiled_softmax(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """The PyTorch path as compiled runs take it; for benchmarks."""
+    return linear_cross_entropy(x_TD, weight_VD, labels_T, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
+
+
+register(
+    Kernel(
+        "linear_cross_entropy",
+        linear_cross_entropy,
+        linear_cross_entropy_reference,
+        _samples,
+        benchmarks=(head_benchmark(),),
+        baselines={"with compiled softmax": with_compiled_softmax, "all logits": linear_cross_entropy_reference},
+    )
+)

@@ -1,0 +1,243 @@
+"""The output head and the cross entropy as one operation: one buffer of logits, gradients added where they lie.
+
+T tokens · D width · V vocabulary · C tokens in a chunk
+
+Physics: three GEMMs of 2·T·D·V FLOPs bound it; around them, in bf16, 6·T·V bytes of softmax, and 8·D·V bytes a chunk
+to add into the fp32 weight gradient: large chunks are faster, small ones smaller. Beyond inputs and results there are
+2·C·V bytes of logits, which become their own gradient in place, and 4·V·D of the sum. At 16,384 x 2048 x 151,936 the
+GEMMs are 30.6 TFLOP, the softmax moves 15 GB, eight chunks of 2048 tokens move 20 GB for the sum, and memory peaks in
+backward, where sum and bf16 gradient meet: 1.2 GiB beyond the gradients. Aim: under 1.5 GiB and 80 % of the speed of
+the GEMMs alone; 88 to 90 % was measured on an H200.
+
+As in cross_entropy.py, forward computes the gradients for a loss gradient of one, and backward scales them. The whole
+forward is one operation because only so can chunks share buffers under autograd and the compiler. The reference is
+that of cross_entropy.py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_moe.kernels.loss.cross_entropy import (
+    IGNORE_LABEL,
+    head_benchmark,
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    loss_and_dlogits,
+    sample_labels,
+    with_compiled_softmax,
+)
+from titan_moe.kernels.loss.scaled_cast import scaled_cast
+from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
+
+CHUNK_TOKENS = 2048
+ROW_ELEMENTS = 64
+"""Rows of logits begin at multiples of this, so that the GEMMs find them aligned in any vocabulary."""
+
+
+def loss_and_gradients(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss in fp32, and for a loss gradient of one dX in x's dtype and dW in fp32."""
+    losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
+    dx_TD = x_TD.new_empty(x_TD.shape)
+    dweight_VD = weight_VD.new_empty(weight_VD.shape, dtype=torch.float32)
+    if x_TD.shape[0] == 0:
+        dweight_VD.zero_()
+    for tokens, logits_CV in _logits_by_chunk(x_TD, weight_VD, chunk_tokens):
+        softmax_gradient(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL)
+        _add_gradients(logits_CV, x_TD, weight_VD, tokens, dx_TD, dweight_VD)
+    return losses_T.sum(), dx_TD, dweight_VD
+
+
+def loss_alone(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+    """The summed loss in fp32."""
+    losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
+    for tokens, logits_CV in _logits_by_chunk(x_TD, weight_VD, chunk_tokens):
+        softmax_gradient(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL, writes_gradient=False)
+    return losses_T.sum()
+
+
+def _logits_by_chunk(x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    """Tokens and their logits, chunk after chunk in one buffer: the next chunk overwrites the last one's."""
+    num_tokens, num_words = x_TD.shape[0], weight_VD.shape[0]
+    row = -(-num_words // ROW_ELEMENTS) * ROW_ELEMENTS
+    buffer_CV = x_TD.new_empty(min(chunk_tokens, num_tokens), row)[:, :num_words]
+    for first in range(0, num_tokens, chunk_tokens):
+        tokens = slice(first, min(first + chunk_tokens, num_tokens))
+        yield tokens, torch.mm(x_TD[tokens], weight_VD.T, out=buffer_CV[: tokens.stop - first])
+
+
+def _add_gradients(
+    dlogits_CV: Tensor, x_TD: Tensor, weight_VD: Tensor, tokens: slice, dx_TD: Tensor, dweight_VD: Tensor
+) -> None:
+    """Write the chunk's part of dX, and add its part to dW; the first chunk's overwrites what lay there."""
+    torch.mm(dlogits_CV, weight_VD, out=dx_TD[tokens])
+    keeps = int(tokens.start > 0)
+    a, b, wide = dlogits_CV.T, x_TD[tokens], dweight_VD.dtype
+    if a.device.type == "cpu" or a.dtype == wide:
+        torch.addmm(dweight_VD, a.to(wide), b.to(wide), beta=keeps, out=dweight_VD)
+    else:  # half-precision matrices are added to the fp32 sum inside the GEMM
+        torch.addmm(dweight_VD, a, b, beta=keeps, out_dtype=wide, out=dweight_VD)
+
+
+_fused_cross_entropy = torch.library.custom_op("titan_moe::fused_cross_entropy", loss_and_gradients, mutates_args=())
+_fused_cross_entropy_loss = torch.library.custom_op("titan_moe::fused_cross_entropy_loss", loss_alone, mutates_args=())
+_scaled_cast = torch.library.custom_op("titan_moe::scaled_cast", scaled_cast, mutates_args=())
+
+
+@_fused_cross_entropy.register_fake
+def _(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    dweight_VD = weight_VD.new_empty(weight_VD.shape, dtype=torch.float32)
+    return x_TD.new_empty((), dtype=torch.float32), x_TD.new_empty(x_TD.shape), dweight_VD
+
+
+@_fused_cross_entropy_loss.register_fake
+def _(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+    return x_TD.new_empty((), dtype=torch.float32)
+
+
+@_scaled_cast.register_fake
+def _(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, dx_TD, dweight_VD = output
+    ctx.save_for_backward(dx_TD, dweight_VD)
+    ctx.mark_non_differentiable(dx_TD, dweight_VD)
+    ctx.set_materialize_grads(False)  # or backward would be given zeros of dW's size, in fp32
+    ctx.dtype = inputs[0].dtype
+
+
+def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return None, None, None, None
+    needed = ctx.needs_input_grad[:2]
+    grads = [
+        _scaled_cast(grad, grad_loss, ctx.dtype) if is_needed else None
+        for grad, is_needed in zip(ctx.saved_tensors, needed, strict=True)
+    ]
+    return *grads, None, None
+
+
+_fused_cross_entropy.register_autograd(_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titan_moe.fused_cross_entropy)
+def _count_three_gemms(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 6 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+@register_flop_formula(torch.ops.titan_moe.fused_cross_entropy_loss)
+def _count_one_gemm(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+
+
+def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
+    """Sum of the cross entropies of `x @ weight.T` against the labels, in bf16 or fp32 on a GPU.
+
+    Shapes: x [T, D], weight [V, D], labels int64 [T] with `IGNORE_LABEL` where there is none -> fp32 scalar.
+    `chunk_tokens` tokens have logits at one time; 0 makes all logits at once. A label that is no word makes the loss
+    NaN. Where no gradient is wanted only the loss is computed, with no more memory than one chunk's logits.
+
+    Raises: TypeError for fp64, which the kernels would compute in fp32.
+    """
+    if x_TD.dtype == torch.float64:
+        raise TypeError('the fused cross entropy computes in fp32: for fp64 take perf.override.head = "torch"')
+    chunk_tokens = chunk_tokens or max(x_TD.shape[0], 1)
+    labels_T = labels_T.contiguous()
+    if torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad):
+        return _fused_cross_entropy(x_TD, weight_VD, labels_T, chunk_tokens)[0]
+    return _fused_cross_entropy_loss(x_TD, weight_VD, labels_T, chunk_tokens)
+
+
+class _ThreeGemms(torch.autograd.Function):
+    """What remains of the operation without its softmax: a floor made of real GEMMs. Its values mean nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Tensor:
+        dx_TD, dweight_VD = torch.empty_like(x_TD), torch.empty_like(weight_VD)
+        if chunk_tokens:
+            sum_VD = torch.empty_like(weight_VD, dtype=torch.float32)
+            for tokens, logits_CV in _logits_by_chunk(x_TD, weight_VD, chunk_tokens):
+                _add_gradients(logits_CV, x_TD, weight_VD, tokens, dx_TD, sum_VD)
+        else:
+            logits_TV = x_TD @ weight_VD.T
+            torch.mm(logits_TV, weight_VD, out=dx_TD)
+            torch.mm(logits_TV.T, x_TD, out=dweight_VD)
+        ctx.save_for_backward(dx_TD, dweight_VD)
+        return x_TD.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None]:
+        dx_TD, dweight_VD = ctx.saved_tensors
+        return dx_TD, dweight_VD, None
+
+
+def three_gemms(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0) -> Tensor:
+    """The GEMMs of head and loss and nothing else, whole or in chunks as the operation runs them; for benchmarks."""
+    return _ThreeGemms.apply(x_TD, weight_VD, chunk_tokens)
+
+
+def three_gemms_in_chunks(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """The same GEMMs, the additions to the fp32 weight gradient with them, in the operation's own chunks."""
+    return three_gemms(x_TD, weight_VD, labels_T, CHUNK_TOKENS)
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def draw(num_words: int, num_tokens: int, steepness: float = 1.0) -> tuple[Tensor, Tensor]:
+        x_TD = torch.randn(num_tokens, 16, device=device, dtype=dtype) * steepness
+        return x_TD, torch.randn(num_words, 16, device=device, dtype=dtype)
+
+    def labels(num_words: int, num_tokens: int) -> Tensor:
+        return torch.randint(num_words, (num_tokens,), device=device)
+
+    samples = [Sample(name, (*draw(50, 37), *rest), 2) for name, *rest in sample_labels(50, 37, device)]
+    strided = [torch.stack([x, x], dim=-1)[..., 0] for x in (*draw(50, 37), labels(50, 37))]
+    return [
+        *samples,
+        Sample("all_at_once", (*draw(50, 37), labels(50, 37), 0), 2),
+        Sample("no_tokens", (*draw(50, 0), labels(50, 0), 16), 2),
+        Sample("many_words", (*draw(2 * 16_384 + 5, 3), labels(2 * 16_384 + 5, 3), 2), 2),
+        Sample("steep", (*draw(50, 37, steepness=12.0), labels(50, 37), 16), 2),
+        Sample("strided", (*strided, 16), 2),
+    ]
+
+
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    num_tokens, width, num_words = (shape[name] for name in ("tokens", "width", "vocabulary"))
+    x_TD = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16)
+    weight_VD = torch.randn(num_words, width, device=device, dtype=torch.bfloat16) / width**0.5
+    return Sample("", (x_TD, weight_VD, torch.randint(num_words, (num_tokens,), device=device), shape["chunk"]), 2)
+
+
+def _compiled(cross_entropy: Callable[..., Tensor], shape: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """The head is eager; of PyTorch's loss the softmax is compiled."""
+    if cross_entropy is not linear_cross_entropy:
+        return cross_entropy
+    return partial(linear_cross_entropy, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
+
+
+register(
+    Kernel(
+        "fused_cross_entropy",
+        fused_cross_entropy,
+        linear_cross_entropy_reference,
+        _samples,
+        needs_triton=True,
+        benchmarks=(head_benchmark(),),
+        baselines={
+            "PyTorch, compiled": with_compiled_softmax,
+            "all logits": linear_cross_entropy_reference,
+            "three GEMMs alone": three_gemms,
+            "three GEMMs in chunks": three_gemms_in_chunks,
+        },
+        tunable=Tunable("head", {"torch": linear_cross_entropy, "triton": fused_cross_entropy}, _draw, _compiled),
+    )
+)

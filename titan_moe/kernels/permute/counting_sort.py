@@ -1,0 +1,270 @@
+"""Sort routed rows by expert without comparing them across blocks: a stable counting sort in three launches.
+
+S rows · K choices a row · N choices (S·K) · R expert slots, sorted by expert · e local experts · b blocks of choices
+
+Physics: memory- and launch-bound. N int64 ids and N scores are read, N slots and R rows and scores are written, 24
+bytes a choice and 12 more backward: 262,144 choices are 6 MB, two microseconds of an H200's bandwidth, so launches and
+latency are what there is to save. One program counts a block's choices, one program an expert sums those counts over
+blocks, one program a block places its choices: integers only and no atomics on global memory, so that the result is
+the same every time. Measured on an H200: 0.021 ms for 262,144 choices of 128 experts, 0.2 as compiled PyTorch.
+
+Nobody is one expert more, the last: choices of -1 and places past the last choice are its own, so the slots that no
+expert fills get their row and their zero like all others. The reference is `sort_by_expert`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
+from titan_moe.kernels.permute.rows import full_size_choices
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, as_one_graph, register
+
+BLOCK, CHUNK = 512, 1024
+MIN_BINS = 32
+"""Triton counts into whole warps of bins."""
+SIZES = ["num_choices", "num_slots", "num_blocks"]
+"""Arguments that may change with every batch and must not compile a kernel anew."""
+
+
+@triton.jit
+def _load_experts(ids_ptr, choices, num_choices, num_experts):
+    """The expert of each choice, `num_experts` for nobody."""
+    ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
+    return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _count_kernel(
+    ids_ptr, heads_ptr, num_choices, num_experts, num_blocks, BLOCK: tl.constexpr, BINS: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    experts = _load_experts(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), num_choices, num_experts)
+    expert = tl.arange(0, BINS)
+    heads = tl.cumsum(tl.histogram(experts, BINS), axis=0)  # choices of experts up to and with each one
+    tl.store(heads_ptr + expert.to(tl.int64) * num_blocks + block, heads, mask=expert <= num_experts)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _scan_kernel(
+    heads_ptr, shifts_ptr, offsets_ptr, overflowed_ptr, num_experts, num_blocks, num_slots, CHUNK: tl.constexpr
+):  # fmt: skip
+    expert = tl.program_id(0)
+    heads_ptr += expert.to(tl.int64) * num_blocks
+    shifts_ptr += expert.to(tl.int64) * num_blocks
+    # what lies before this expert, summed over blocks, is the expert's first slot
+    before = tl.zeros((CHUNK,), dtype=tl.int32)
+    for first in range(0, num_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        before += tl.load(heads_ptr - num_blocks + block, mask=(block < num_blocks) & (expert > 0), other=0)
+    slot = tl.sum(before, axis=0)
+    is_unassigned = expert == num_experts
+    tl.store(overflowed_ptr, (slot > num_slots).to(tl.int32), mask=is_unassigned)
+    for first in range(0, num_blocks, CHUNK):
+        block = first + tl.arange(0, CHUNK)
+        keep = block < num_blocks
+        ahead = tl.load(heads_ptr - num_blocks + block, mask=keep & (expert > 0), other=0)
+        count = tl.load(heads_ptr + block, mask=keep, other=0) - ahead
+        # added to a choice's place in its sorted block, gives its slot
+        tl.store(shifts_ptr + block, slot + tl.cumsum(count, axis=0) - count - ahead, mask=keep)
+        slot += tl.sum(count, axis=0)
+    tl.store(offsets_ptr + expert, tl.minimum(slot, num_slots).to(tl.int32), mask=expert < num_experts)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _place_kernel(
+    ids_ptr, scores_ptr, shifts_ptr, rows_ptr, slots_ptr, placed_ptr,
+    num_choices, num_experts, num_slots, num_blocks, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK)
+    experts = _load_experts(ids_ptr, block * BLOCK + place, num_choices, num_experts)
+    keys = tl.sort(experts * BLOCK + place)  # all different, so the order is stable
+    expert, choice = keys // BLOCK, block * BLOCK + keys % BLOCK
+    slot = tl.load(shifts_ptr + expert.to(tl.int64) * num_blocks + block) + place
+    is_choice, is_slot = choice < num_choices, slot < num_slots
+    is_served = is_slot & (expert < num_experts)
+    score = tl.load(scores_ptr + choice, mask=is_served, other=0.0)
+    tl.store(slots_ptr + choice, tl.where(is_served, slot, -1), mask=is_choice)
+    tl.store(rows_ptr + slot, tl.where(is_choice, choice // K, 0).to(tl.int32), mask=is_slot)
+    tl.store(placed_ptr + slot, score, mask=is_slot)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _get_kernel(placed_ptr, slots_ptr, scores_ptr, num_choices, BLOCK: tl.constexpr):
+    choice = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + choice, mask=choice < num_choices, other=-1)
+    tl.store(scores_ptr + choice, tl.load(placed_ptr + slot, mask=slot >= 0, other=0.0), mask=choice < num_choices)
+
+
+def sort_choices(
+    ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, block: int = BLOCK, chunk: int = CHUNK
+) -> Permutation:
+    """Launch the sort: `block` choices a program that counts or places, `chunk` blocks at a time of one that sums."""
+    num_choices = ids_SK.numel()
+    num_blocks = triton.cdiv(max(num_choices, num_slots), block)
+    # two allocations: halves of one would not both be aligned in every batch, and alignment compiles a kernel anew
+    heads, shifts = (ids_SK.new_empty(num_experts + 1, num_blocks, dtype=torch.int32) for _ in range(2))
+    rows_R, offsets_e = (ids_SK.new_empty(size, dtype=torch.int32) for size in (num_slots, num_experts))
+    slots_SK, overflowed = (ids_SK.new_empty(shape, dtype=torch.int32) for shape in (ids_SK.shape, ()))
+    scores_R = scores_SK.new_empty(num_slots)
+    if num_blocks:
+        bins = max(MIN_BINS, triton.next_power_of_2(num_experts + 1))
+        _count_kernel[(num_blocks,)](ids_SK, heads, num_choices, num_experts, num_blocks, BLOCK=block, BINS=bins)
+    _scan_kernel[(num_experts + 1,)](
+        heads, shifts, offsets_e, overflowed, num_experts, num_blocks, num_slots, CHUNK=chunk
+    )
+    if num_blocks:
+        _place_kernel[(num_blocks,)](
+            ids_SK, scores_SK, shifts, rows_R, slots_SK, scores_R,
+            num_choices, num_experts, num_slots, num_blocks, K=max(ids_SK.shape[1], 1), BLOCK=block,
+        )  # fmt: skip
+    return Permutation(rows_R, slots_SK, scores_R, offsets_e, overflowed)
+
+
+def scores_of_slots(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
+    """Launch the way back: what stands in each choice's slot, 0 for a choice without one."""
+    scores_SK = scores_R.new_empty(slots_SK.shape)
+    if slots_SK.numel():
+        num_programs = triton.cdiv(slots_SK.numel(), CHUNK)
+        _get_kernel[(num_programs,)](scores_R, slots_SK, scores_SK, slots_SK.numel(), BLOCK=CHUNK)
+    return scores_SK
+
+
+@torch.library.custom_op("titan_moe::counting_sort", mutates_args=())
+def _counting_sort(
+    ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    slots = sort_choices(ids_SK, scores_SK, num_experts, num_slots)
+    return slots.rows_R, slots.slots_SK, slots.scores_R, slots.offsets_e, slots.overflowed
+
+
+@_counting_sort.register_fake
+def _(
+    ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def index(*shape: int) -> Tensor:
+        return ids_SK.new_empty(shape, dtype=torch.int32)
+
+    return index(num_slots), index(*ids_SK.shape), scores_SK.new_empty(num_slots), index(num_experts), index()
+
+
+@torch.library.custom_op("titan_moe::scores_of_slots", mutates_args=())
+def _scores_of_slots(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
+    return scores_of_slots(scores_R, slots_SK)
+
+
+@_scores_of_slots.register_fake
+def _(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
+    return scores_R.new_empty(slots_SK.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    rows_R, slots_SK, _, offsets_e, overflowed = output
+    ctx.save_for_backward(slots_SK)
+    ctx.mark_non_differentiable(rows_R, slots_SK, offsets_e, overflowed)
+
+
+def _backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
+    (slots_SK,) = ctx.saved_tensors
+    return None, _scores_of_slots(grads[2].contiguous(), slots_SK), None, None
+
+
+_counting_sort.register_autograd(_backward, setup_context=_save)
+
+
+def counting_sort(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
+    """Lay out the choices in Triton, on a GPU (or in the interpreter); capturable, nothing is read by the host.
+
+    Shapes: ids int64 or int32 [S, K], -1 for none; scores [S, K] -> see `Permutation`.
+    """
+    # the kernels count on choices that lie one behind the other
+    return Permutation(*_counting_sort(ids_SK.contiguous(), scores_SK.contiguous(), num_experts, num_slots))
+
+
+def _with_scores_first(permute: Permute) -> Callable[..., Permutation]:
+    """A way to lay out with its differentiable argument in front."""
+
+    def op(scores_SK: Tensor, ids_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
+        return permute(ids_SK, scores_SK, num_experts, num_slots)
+
+    return op
+
+
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    num_rows, num_experts, num_choices = (shape[name] for name in ("rows", "experts", "choices"))
+    ids_SK = full_size_choices(num_rows, num_experts, num_choices, device, shape["slots"])
+    scores_SK = torch.rand(ids_SK.shape, device=device)
+    return Sample("", (scores_SK, ids_SK, num_experts, shape["slots"]), 1)
+
+
+def _compiled(permute: Callable[..., Permutation], shape: Mapping[str, Any]) -> Callable[..., Permutation]:
+    """The dispatch between the pieces of a block is eager; where a block is one graph, that graph has it too."""
+    return permute if shape["graph"] == "eager" else as_one_graph(permute, shape)
+
+
+def _scores_first(permute: Any) -> Any:
+    """A way to lay out with its differentiable argument in front, giving what is differentiable."""
+
+    def op(scores_SK: Tensor, ids_SK: Tensor, num_experts: int, num_slots: int) -> Tensor:
+        return permute(ids_SK, scores_SK, num_experts, num_slots).scores_R
+
+    return op
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def drawn(name: str, num_rows: int, num_experts: int, num_slots: int, absent: float = 0.0) -> Sample:
+        ids_SK = torch.rand(num_rows, num_experts, device=device).topk(3).indices
+        ids_SK = torch.where(torch.rand(num_rows, 3, device=device) < absent, -1, ids_SK)
+        return Sample(name, (torch.rand(num_rows, 3, device=device), ids_SK, num_experts, num_slots), 1)
+
+    plain = drawn("random", 17, 5, 51)
+    scores_SK, ids_SK, *sizes = plain.args
+    strided = [torch.stack([x, x], dim=-1)[..., 0] for x in (scores_SK, ids_SK)]
+    return [
+        plain,
+        drawn("two blocks", 180, 20, 540),
+        drawn("more slots than choices", 17, 5, 60, 0.4),
+        drawn("fewer slots than choices", 17, 5, 20, 0.2),
+        drawn("no rows", 0, 5, 0),
+        Sample("strided", (*strided, *sizes), 1),
+    ]
+
+
+def _benchmark(num_rows: int, num_experts: int) -> Benchmark:
+    """Eight choices a row."""
+
+    def draw(device: torch.device) -> Sample:
+        ids_SK = torch.rand(num_rows, num_experts, device=device).topk(8).indices
+        scores_SK = torch.rand(ids_SK.shape, device=device)
+        return Sample("", (scores_SK, ids_SK, num_experts, ids_SK.numel()), 1)
+
+    choices = 8.0 * num_rows
+    return Benchmark(f"{num_rows * 8}_of_{num_experts}", draw, 0, 0, 24 * choices, 36 * choices)
+
+
+register(
+    Kernel(
+        "counting_sort",
+        _scores_first(counting_sort),
+        _scores_first(sort_by_expert),
+        _samples,
+        dtypes=(torch.float32,),
+        needs_triton=True,
+        benchmarks=tuple(_benchmark(rows, experts) for rows in (16_384, 32_768) for experts in (16, 128)),
+        baselines={
+            "torch": _scores_first(sort_by_expert),
+            "torch, compiled": _scores_first(torch.compile(sort_by_expert, fullgraph=True)),
+        },
+        tunable=Tunable(
+            "slots",
+            {"torch": _with_scores_first(sort_by_expert), "triton": _with_scores_first(counting_sort)},
+            _draw,
+            _compiled,
+        ),
+    )
+)

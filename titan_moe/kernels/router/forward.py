@@ -1,0 +1,234 @@
+"""Scores, choice, weights and sums over a sequence, from the logits in one pass.
+
+B batch · N sequence · E experts · K choices a token · G groups · T tokens of a tile
+
+Physics: memory-bound, reads 4·B·N·E bytes and writes 12·B·N·K; see router.py. A program is one warp and holds whole
+tokens, so that a reduction over experts stays within the warp. The best K are K passes over registers: the largest key,
+the first column that has it, and that column taken out. A key is a score as an int32 of the same order, because Hopper
+reduces integers over a warp in one instruction, and because there is then a value below every score, -inf and NaN too:
+a token gets K different experts whatever its logits are.
+
+Sums over a sequence are deterministic: each program writes those of its tokens, and a second kernel adds them in order.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_moe.kernels.router.routing import Routing, RoutingRule
+from titan_moe.kernels.router.scores import score, softmax_terms
+
+TAKEN = tl.constexpr(-(2**31))  # below the key of every float
+CLOSED = tl.constexpr(-0x7F800001)  # the key of -inf
+
+
+@triton.jit
+def _flip(bits):
+    """From the bits of floats to integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _key(x):
+    return _flip(x.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _first_best(key, index, axis: tl.constexpr):
+    """Index of the largest key; of several, the lowest."""
+    best = tl.max(key, axis=axis, keep_dims=True)
+    return tl.min(tl.where(key == best, index, 0x7FFFFFFF), axis=axis, keep_dims=True)
+
+
+@triton.jit
+def _group_ranks(key_TGS, NUM_RANKED: tl.constexpr):
+    """Keys of the groups: of the best expert, or of the sum of the two best."""
+    best_TG = tl.max(key_TGS, axis=2)
+    if NUM_RANKED == 2:
+        place_S = tl.arange(0, key_TGS.shape[2])[None, None, :]
+        first_TG1 = _first_best(key_TGS, place_S, 2)
+        second_TG = tl.max(tl.where(place_S == first_TG1, TAKEN, key_TGS), axis=2)
+        best = _flip(best_TG).to(tl.float32, bitcast=True)
+        best_TG = _key(best + _flip(second_TG).to(tl.float32, bitcast=True))
+    return best_TG
+
+
+@triton.jit
+def _close_groups(
+    key_TE, is_expert_E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, NUM_RANKED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Rank the experts of all but a token's best groups as if they scored -inf."""
+    group_G = tl.arange(0, BLOCK_G)[None, :]
+    rank_TG = _group_ranks(tl.reshape(key_TE, (BLOCK_T, BLOCK_G, BLOCK_S)), NUM_RANKED)
+    rank_TG = tl.where(group_G < GROUPS, rank_TG, TAKEN)
+    is_open_TG = tl.zeros((BLOCK_T, BLOCK_G), dtype=tl.int32)
+    for _ in tl.static_range(TOP_GROUPS):
+        is_best_TG = group_G == _first_best(rank_TG, group_G, 1)
+        is_open_TG = tl.where(is_best_TG, 1, is_open_TG)
+        rank_TG = tl.where(is_best_TG, TAKEN, rank_TG)
+    is_open_TGS = tl.broadcast_to(is_open_TG[:, :, None], (BLOCK_T, BLOCK_G, BLOCK_S))
+    is_open_TE = tl.reshape(is_open_TGS, (BLOCK_T, BLOCK_G * BLOCK_S)) != 0
+    return tl.where(is_open_TE | ~is_expert_E[None, :], key_TE, CLOSED)
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, bias_ptr, forced_ptr, topk_scores_ptr, ids_ptr, counts_ptr, shares_ptr, z_ptr,
+    N, parts_per_sequence, route_scale,
+    E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, NUM_RANKED: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr, IS_FORCED: tl.constexpr,
+    PART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    part = tl.program_id(0).to(tl.int64)
+    sequence = part // parts_per_sequence
+    first_token = (part % parts_per_sequence).to(tl.int32) * PART
+    # groups are padded to a power of two each, so a column is not an expert's number
+    column_E = tl.arange(0, BLOCK_G * BLOCK_S)
+    expert_E = column_E
+    is_expert_E = column_E < E
+    if GROUPS > 1:
+        expert_E = column_E // BLOCK_S * (E // GROUPS) + column_E % BLOCK_S
+        is_expert_E = (column_E % BLOCK_S < E // GROUPS) & (column_E // BLOCK_S < GROUPS)
+    bias_E = tl.load(bias_ptr + expert_E, mask=is_expert_E, other=0.0)
+    choice_K = tl.arange(0, BLOCK_K)[None, :]
+    counts_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.int32)
+    shares_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.float32)
+    z = 0.0
+    for begin in range(0, PART, BLOCK_T):
+        token_T = first_token + begin + tl.arange(0, BLOCK_T)
+        is_token_T = token_T < N
+        row_T = sequence * N + token_T
+        keep_TE = is_token_T[:, None] & is_expert_E[None, :]
+        logits_TE = tl.load(logits_ptr + row_T[:, None] * E + expert_E[None, :], mask=keep_TE, other=0.0)
+        logits_TE = tl.where(is_expert_E[None, :], logits_TE, float("-inf"))
+        peak_T, norm_T = softmax_terms(logits_TE)
+        scores_TE = score(logits_TE, peak_T, norm_T, IS_SOFTMAX)
+
+        key_TE = tl.where(is_expert_E[None, :], _key(scores_TE + bias_E[None, :]), TAKEN)
+        if GROUPS > 1 and not IS_FORCED:
+            key_TE = _close_groups(key_TE, is_expert_E, GROUPS, TOP_GROUPS, NUM_RANKED, BLOCK_T, BLOCK_G, BLOCK_S)
+        sent_TE = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), dtype=tl.int32)
+        ids_TK = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
+        for k in tl.static_range(K):
+            if IS_FORCED:
+                id_T1 = tl.load(forced_ptr + row_T[:, None] * K + k, mask=is_token_T[:, None], other=0).to(tl.int32)
+                is_mine_TE = (expert_E[None, :] == id_T1) & is_expert_E[None, :]
+            else:
+                best_T1 = _first_best(key_TE, column_E[None, :], 1)
+                is_mine_TE = column_E[None, :] == best_T1
+                key_TE = tl.where(is_mine_TE, TAKEN, key_TE)
+                id_T1 = best_T1
+                if GROUPS > 1:
+                    id_T1 = best_T1 // BLOCK_S * (E // GROUPS) + best_T1 % BLOCK_S
+            sent_TE += is_mine_TE.to(tl.int32)
+            ids_TK = tl.where(choice_K == k, id_T1, ids_TK)
+
+        keep_TK = is_token_T[:, None] & (choice_K < K)
+        chosen_TK = tl.load(logits_ptr + row_T[:, None] * E + ids_TK, mask=keep_TK, other=0.0)
+        weights_TK = tl.where(keep_TK, score(chosen_TK, peak_T, norm_T, IS_SOFTMAX), 0.0)
+        if NORMALIZES:
+            weights_TK = weights_TK / (tl.sum(weights_TK, axis=1) + 1e-20)[:, None]
+        choices_TK = row_T[:, None] * K + choice_K
+        tl.store(topk_scores_ptr + choices_TK, weights_TK * route_scale, mask=keep_TK)
+        tl.store(ids_ptr + choices_TK, ids_TK.to(tl.int64), mask=keep_TK)
+
+        counts_E += tl.sum(tl.where(is_token_T[:, None], sent_TE, 0), axis=0)
+        if not IS_SOFTMAX:  # a softmax is a share already
+            scores_TE = scores_TE / (tl.sum(scores_TE, axis=1) + 1e-20)[:, None]
+        shares_E += tl.sum(tl.where(is_token_T[:, None], scores_TE, 0.0), axis=0)
+        log_norm_T = peak_T + tl.log(norm_T)
+        z += tl.sum(tl.where(is_token_T, log_norm_T * log_norm_T, 0.0), axis=0)
+    tl.store(counts_ptr + part * E + expert_E, counts_E, mask=is_expert_E)
+    tl.store(shares_ptr + part * E + expert_E, shares_E, mask=is_expert_E)
+    tl.store(z_ptr + part, z)
+
+
+@triton.jit
+def _add_parts_kernel(
+    counts_ptr, shares_ptr, z_ptr, counts_BE_ptr, shares_BE_ptr, z_sum_ptr, E, num_parts, parts_per_sequence,
+    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Z: tl.constexpr,
+):  # fmt: skip
+    sequence = tl.program_id(0).to(tl.int64)
+    expert_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    counts_PE = tl.zeros((BLOCK_P, BLOCK_E), dtype=tl.int32)
+    shares_PE = tl.zeros((BLOCK_P, BLOCK_E), dtype=tl.float32)
+    for first in range(0, parts_per_sequence, BLOCK_P):
+        part_P = first + tl.arange(0, BLOCK_P)
+        keep_PE = (part_P < parts_per_sequence)[:, None] & (expert_E < E)[None, :]
+        place_PE = (sequence * parts_per_sequence + part_P)[:, None] * E + expert_E[None, :]
+        counts_PE += tl.load(counts_ptr + place_PE, mask=keep_PE, other=0)
+        shares_PE += tl.load(shares_ptr + place_PE, mask=keep_PE, other=0.0)
+    counts_E = tl.sum(counts_PE, axis=0).to(tl.int64)
+    tl.store(counts_BE_ptr + sequence * E + expert_E, counts_E, mask=expert_E < E)
+    tl.store(shares_BE_ptr + sequence * E + expert_E, tl.sum(shares_PE, axis=0), mask=expert_E < E)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        z_Z = tl.zeros((BLOCK_Z,), dtype=tl.float32)
+        for first in range(0, num_parts, BLOCK_Z):
+            part_Z = first + tl.arange(0, BLOCK_Z)
+            z_Z += tl.load(z_ptr + part_Z, mask=part_Z < num_parts, other=0.0)
+        tl.store(z_sum_ptr, tl.sum(z_Z, axis=0))
+
+
+class Tile(NamedTuple):
+    """How many tokens a program holds at a time, and how wide its rows are."""
+
+    tokens: int
+    groups: int
+    group_size: int
+
+
+def fit_tile(num_experts: int, num_groups: int) -> Tile:
+    """Sixteen logits for each thread of a warp, or one token if that is more."""
+    groups = triton.next_power_of_2(num_groups)
+    group_size = triton.next_power_of_2(num_experts // num_groups)
+    return Tile(max(1, 16 * 32 // (groups * group_size)), groups, group_size)
+
+
+def route_forward(
+    logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule, forced_ids_BNK: Tensor | None
+) -> Routing:
+    """Route contiguous fp32 logits; forced ids are contiguous int64."""
+    num_sequences, num_tokens, num_experts = logits_BNE.shape
+    routing = empty_routing(logits_BNE, rule.top_k)
+    if not logits_BNE.numel():
+        return Routing(*routing[:2], *(out.zero_() for out in routing[2:]))
+    tile = fit_tile(num_experts, rule.num_groups)
+    tokens_per_part = max(16, tile.tokens)
+    parts_per_sequence = triton.cdiv(num_tokens, tokens_per_part)
+    num_parts = num_sequences * parts_per_sequence
+    shares_PE = logits_BNE.new_empty(num_parts, num_experts)
+    counts_PE = torch.empty_like(shares_PE, dtype=torch.int32)
+    z_P = logits_BNE.new_empty(num_parts)
+    _route_kernel[(num_parts,)](
+        logits_BNE, expert_bias_E, forced_ids_BNK, routing.topk_scores_BNK, routing.topk_ids_BNK,
+        counts_PE, shares_PE, z_P, num_tokens, parts_per_sequence, rule.route_scale,
+        E=num_experts, K=rule.top_k, GROUPS=rule.num_groups, TOP_GROUPS=rule.top_k_groups,
+        NUM_RANKED=min(rule.num_ranked, num_experts // rule.num_groups), IS_SOFTMAX=rule.score_fn == "softmax",
+        NORMALIZES=rule.normalize_topk, IS_FORCED=forced_ids_BNK is not None, PART=tokens_per_part,
+        BLOCK_T=tile.tokens, BLOCK_G=tile.groups, BLOCK_S=tile.group_size, BLOCK_K=triton.next_power_of_2(rule.top_k),
+        num_warps=1,
+    )  # fmt: skip
+    block_e = 32
+    _add_parts_kernel[(num_sequences, triton.cdiv(num_experts, block_e))](
+        counts_PE, shares_PE, z_P, routing.counts_BE, routing.share_sums_BE, routing.z_sum,
+        num_experts, num_parts, parts_per_sequence, BLOCK_P=64, BLOCK_E=block_e, BLOCK_Z=1024, num_warps=4,
+    )  # fmt: skip
+    return routing
+
+
+def empty_routing(logits_BNE: Tensor, top_k: int) -> Routing:
+    """Memory for a routing of these logits."""
+    num_sequences, num_tokens, num_experts = logits_BNE.shape
+    topk_scores_BNK = logits_BNE.new_empty(num_sequences, num_tokens, top_k)
+    share_sums_BE = logits_BNE.new_empty(num_sequences, num_experts)
+    return Routing(
+        topk_scores_BNK,
+        torch.empty_like(topk_scores_BNK, dtype=torch.int64),
+        torch.empty_like(share_sums_BE, dtype=torch.int64),
+        share_sums_BE,
+        logits_BNE.new_empty(()),
+    )

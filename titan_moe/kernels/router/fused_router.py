@@ -1,0 +1,231 @@
+"""The router in Triton: one pass over the logits forward, one backward.
+
+B batch · N sequence · E experts · K choices a token
+
+Physics and reference are in router.py. Kept for backward are the logits and the chosen experts, 4·B·N·E + 8·B·N·K
+bytes. Nothing reads the device from the host, and no sum depends on the order in which programs run.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
+from titan_moe.kernels.router.backward import route_backward
+from titan_moe.kernels.router.forward import empty_routing, route_forward
+from titan_moe.kernels.router.logits import RouterLogits, router_logits, router_logits_reference
+from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule, route_tokens_reference
+
+
+@torch.library.custom_op("titan_moe::route_tokens", mutates_args=())
+def _route_tokens(
+    logits_BNE: Tensor,
+    expert_bias_E: Tensor,
+    forced_ids_BNK: Tensor | None,
+    score_fn: str,
+    top_k: int,
+    num_groups: int,
+    top_k_groups: int,
+    group_score: str,
+    normalize_topk: bool,
+    route_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rule = RoutingRule(score_fn, top_k, num_groups, top_k_groups, group_score, normalize_topk, route_scale)
+    return tuple(route_forward(logits_BNE, expert_bias_E, rule, forced_ids_BNK))
+
+
+@_route_tokens.register_fake
+def _(
+    logits_BNE: Tensor, expert_bias_E: Tensor, forced_ids_BNK: Tensor | None, score_fn: str, top_k: int, *rule: Any
+) -> tuple[Tensor, ...]:
+    return tuple(empty_routing(logits_BNE, top_k))
+
+
+@torch.library.custom_op("titan_moe::route_tokens_backward", mutates_args=())
+def _route_tokens_backward(
+    logits_BNE: Tensor,
+    ids_BNK: Tensor,
+    dtopk_scores_BNK: Tensor,
+    dshare_sums_BE: Tensor | None,
+    dz_sum: Tensor | None,
+    score_fn: str,
+    top_k: int,
+    normalize_topk: bool,
+    route_scale: float,
+) -> Tensor:
+    rule = RoutingRule(score_fn, top_k, normalize_topk=normalize_topk, route_scale=route_scale)
+    return route_backward(logits_BNE, ids_BNK, dtopk_scores_BNK, dshare_sums_BE, dz_sum, rule)
+
+
+@_route_tokens_backward.register_fake
+def _(logits_BNE: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(logits_BNE)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    routing = Routing(*output)
+    ctx.save_for_backward(inputs[0], routing.topk_ids_BNK)
+    ctx.rule = RoutingRule(*inputs[3:])
+    ctx.mark_non_differentiable(routing.topk_ids_BNK, routing.counts_BE)
+    ctx.set_materialize_grads(False)  # a missing gradient stays None: nothing is computed for it
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    logits_BNE, ids_BNK = ctx.saved_tensors
+    dtopk, _, _, dshares, dz = (None if grad is None else grad.contiguous() for grad in grads)
+    if dtopk is None:
+        dtopk = logits_BNE.new_zeros(ids_BNK.shape)
+    rule = ctx.rule
+    dlogits_BNE = _route_tokens_backward(
+        logits_BNE, ids_BNK, dtopk, dshares, dz, rule.score_fn, rule.top_k, rule.normalize_topk, rule.route_scale
+    )
+    return dlogits_BNE, *[None] * (2 + len(rule))
+
+
+_route_tokens.register_autograd(_backward, setup_context=_save)
+
+
+def route_tokens(
+    logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule, forced_ids_BNK: Tensor | None = None
+) -> Routing:
+    """Route in Triton: logits in fp32, on a GPU (or in the interpreter); see the reference.
+
+    Raises: TypeError for other logits, which the kernels would read as fp32.
+    """
+    if logits_BNE.dtype != torch.float32:
+        raise TypeError(
+            f'the Triton router takes fp32 logits, got {logits_BNE.dtype}; take perf.override.router = "torch"'
+        )
+    if forced_ids_BNK is not None:
+        forced_ids_BNK = forced_ids_BNK.long().contiguous()
+    # the kernels count on rows that lie one behind the other
+    bias_E = expert_bias_E.float().contiguous()
+    return Routing(*_route_tokens(logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule))
+
+
+def _comparable(routing: Routing) -> Tensor:
+    """Everything as one row, with a token's weights in the order of the experts."""
+    scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = routing
+    weights_BNE = scores_BNK.new_zeros(*ids_BNK.shape[:2], counts_BE.shape[1]).scatter(-1, ids_BNK, scores_BNK)
+    return torch.cat([out.flatten().to(scores_BNK.dtype) for out in (weights_BNE, counts_BE, shares_BE, z_sum)])
+
+
+def _floats(routing: Routing) -> Tensor:
+    """What is differentiable, as one row."""
+    return torch.cat([out.flatten() for out in (routing.topk_scores_BNK, routing.share_sums_BE, routing.z_sum)])
+
+
+def _as_row(route: RouteTokens) -> Callable[..., Tensor]:
+    """The router with one output, put together by its last argument."""
+
+    def op(
+        logits_BNE: Tensor,
+        expert_bias_E: Tensor,
+        rule: RoutingRule,
+        forced_ids_BNK: Tensor | None,
+        row_of: Callable[[Routing], Tensor],
+    ) -> Tensor:
+        return row_of(route(logits_BNE, expert_bias_E, rule, forced_ids_BNK))
+
+    return op
+
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def sample(name: str, shape: tuple[int, int, int], rule: RoutingRule, is_forced: bool = False) -> Sample:
+        logits_BNE = torch.randn(shape, device=device)
+        bias_E = torch.randn(shape[2], device=device) / 10 if rule.score_fn == "sigmoid" else logits_BNE.new_zeros(())
+        forced_ids_BNK = torch.rand_like(logits_BNE).topk(rule.top_k).indices if is_forced else None
+        return Sample(name, (logits_BNE, bias_E.expand(shape[2]), rule, forced_ids_BNK, _comparable), 1)
+
+    softmax, sigmoid = RoutingRule("softmax", 2), RoutingRule("sigmoid", 3, route_scale=2.5)
+    in_groups = sigmoid._replace(num_groups=4, top_k_groups=2)
+    samples = [
+        sample("softmax", (2, 19, 5), softmax),
+        sample("qwen3", (1, 21, 128), softmax._replace(top_k=8)),
+        sample("sigmoid_not_normalised", (2, 7, 12), sigmoid._replace(normalize_topk=False)),
+        sample("groups_by_two", (2, 19, 12), in_groups),
+        sample("groups_by_max", (2, 19, 12), in_groups._replace(group_score="max")),
+        sample("deepseek_v3", (1, 6, 256), in_groups._replace(top_k=8, num_groups=8, top_k_groups=4)),
+        sample("every_expert", (2, 3, 4), softmax._replace(top_k=4)),
+        sample("forced", (2, 19, 5), softmax, is_forced=True),
+        sample("one_token", (1, 1, 5), softmax),
+        sample("no_token", (2, 0, 5), softmax),
+    ]
+    logits_BNE, *rest = samples[0].args
+    return [*samples, Sample("strided", (logits_BNE.transpose(0, 1).contiguous().transpose(0, 1), *rest), 1)]
+
+
+def _benchmark(name: str, num_experts: int, rule: RoutingRule) -> Benchmark:
+    num_sequences, num_tokens = 8, 4096
+
+    def draw(device: torch.device) -> Sample:
+        logits_BNE = torch.randn(num_sequences, num_tokens, num_experts, device=device)
+        return Sample(name, (logits_BNE, torch.zeros(num_experts, device=device), rule, None, _floats), 1)
+
+    tokens = float(num_sequences * num_tokens)
+    forward, backward = tokens * (4 * num_experts + 12 * rule.top_k), tokens * (8 * num_experts + 12 * rule.top_k)
+    return Benchmark(name, draw, 0, 0, forward, forward + backward)
+
+
+def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tuple[Tensor, ...]]:
+    """The router from the rows on, as a layer runs it: a loss that the recipe gives no weight has no gradient."""
+
+    def op(
+        x_BND: Tensor,
+        weight_ED: Tensor,
+        expert_bias_E: Tensor,
+        rule: RoutingRule,
+        has_aux_loss: bool,
+        has_z_loss: bool,
+    ) -> tuple[Tensor, ...]:
+        scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = route(logits(x_BND, weight_ED), expert_bias_E, rule, None)
+        shares_BE = shares_BE if has_aux_loss else shares_BE.detach()
+        return scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum if has_z_loss else z_sum.detach()
+
+    return op
+
+
+def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
+    num_sequences, width, num_experts = (shape[name] for name in ("sequences", "width", "experts"))
+    x_BND = torch.randn(num_sequences, shape["tokens"] // num_sequences, width, device=device, dtype=torch.bfloat16)
+    weight_ED = torch.randn(num_experts, width, device=device, dtype=torch.bfloat16) / width**0.5
+    rule = RoutingRule(
+        shape["score"],
+        shape["choices"],
+        shape["groups"],
+        shape["chosen_groups"],
+        shape["group_score"] if shape["groups"] > 1 else "max",
+        normalize_topk=shape["weights"] == "normalised",
+    )
+    losses = ("aux loss" in shape["losses"], "z loss" in shape["losses"])
+    return Sample("", (x_BND, weight_ED, torch.zeros(num_experts, device=device), rule, *losses), 2)
+
+
+register(
+    Kernel(
+        "route_tokens",
+        _as_row(route_tokens),
+        _as_row(route_tokens_reference),
+        _samples,
+        dtypes=(torch.float32,),
+        needs_triton=True,
+        benchmarks=(
+            _benchmark("qwen3", 128, RoutingRule("softmax", 8)),
+            _benchmark("deepseek_v3", 256, RoutingRule("sigmoid", 8, 8, 4, route_scale=2.5)),
+        ),
+        baselines={
+            "torch": _as_row(route_tokens_reference),
+            "torch, compiled": torch.compile(_as_row(route_tokens_reference), fullgraph=True),
+        },
+        tunable=Tunable(
+            "router",
+            {
+                "torch": _with_logits(router_logits_reference, route_tokens_reference),
+                "triton": _with_logits(router_logits, route_tokens),
+            },
+            _draw,
+        ),
+    )
+)

@@ -1,0 +1,130 @@
+"""Weights that lie whole on a rank: cast for compute, and gradients added where the optimizer reads them.
+
+Where the mesh that would shard an expert has one rank (edp = 1), there is nothing to gather and nothing to reduce. FSDP
+would still copy: 16 bytes a parameter to bf16 weights and 20 to 30 back to fp32 gradients, every microbatch; on
+Mixtral-8x7B over 8 H200s that was a tenth of a step. Here a weight is cast once a use, or once a step (6 bytes), and a
+gradient is added to the master's in one pass (10 bytes, the first of a step 6), in the master's dtype; the recipe's
+choice of `gradients` says by whom.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from titan_moe.config.kernels import Backend
+from titan_moe.kernels.optim.accumulate import IMPLEMENTATIONS, Accumulate
+from titan_moe.layers.experts import GroupedExperts
+
+
+class CastCache:
+    """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
+
+    def __init__(self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = IMPLEMENTATIONS["torch"]) -> None:
+        """With `keeps`, a copy serves every use inside `caching_casts`; else one use and its backward. `accumulate`
+        adds gradients up."""
+        self.dtype, self.keeps, self.accumulate = dtype, keeps, accumulate
+        self.is_keeping = False
+        self.copies: dict[int, Tensor] = {}
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return _local(weight).to(self.dtype)  # a graph knows no copies; without gradients nobody says when they age
+        copy = self.copies.get(id(weight))
+        if copy is None:
+            copy = _own(weight).to(self.dtype)
+            if self.keeps and self.is_keeping:
+                self.copies[id(weight)] = copy
+        return _Cast.apply(weight, copy, self.accumulate)
+
+
+class _Cast(torch.autograd.Function):
+    """A copy stands for its master, which gets the gradients, added up in its own dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, master: Tensor, copy: Tensor, accumulate: Accumulate) -> Tensor:
+        ctx.master, ctx.accumulate = master, accumulate
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        master = ctx.master
+        is_first = master.grad is None
+        if is_first:
+            fresh = torch.empty_like(_own(master))
+            master.grad = _spread(fresh, master.device_mesh, master.placements)
+        ctx.accumulate(_own(master.grad), grad, is_first)
+        return None, None, None
+
+
+def use_unsharded_experts(
+    experts: GroupedExperts,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    *,
+    keeps: bool,
+    gradients: Backend = "torch",
+    delay_weight_grads_of_experts: bool = False,
+) -> None:
+    """Take a layer's weights as they are, in place of FSDP on a mesh of one rank.
+
+    Shapes: gate_up [e, 2, F, L] and down [e, L, F], DTensors of the ep mesh or, where ep = 1, made such on `mesh`.
+    `dtype` is compute's if it is not the master's; `keeps` lets a copy serve more than one use;
+    `gradients` is the recipe's choice of who adds theirs up; with `delay_weight_grads_of_experts` they are computed while those
+    of rows travel, which only fused experts know how to do.
+    """
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        if not isinstance(weight, DTensor):
+            spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
+            experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
+    copies = None if dtype is None else CastCache(dtype, keeps=keeps, accumulate=IMPLEMENTATIONS[gradients])
+    experts.local = copies or _local
+    if delay_weight_grads_of_experts:
+        _delay_weight_grads(experts)
+
+
+def _delay_weight_grads(experts: GroupedExperts) -> None:
+    from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, can_delay, delay_weight_grads
+
+    def delayed_weights() -> DelayedWeights | None:
+        if not torch.is_grad_enabled():
+            return None
+        return delay_weight_grads(experts.local(experts.gate_up), experts.local(experts.down))
+
+    if can_delay(experts.mlp):  # a block of one's own may have chosen another
+        experts.delay = delayed_weights
+
+
+@contextmanager
+def caching_casts(model: nn.Module) -> Iterator[None]:
+    """Let copies that are kept live as long as a microbatch's or a step's forwards and backwards, also where one of
+    those fails: the weights are others after a step."""
+    every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
+    keepers = [local for local in every if isinstance(local, CastCache)]
+    for keeper in keepers:
+        keeper.is_keeping = True
+    try:
+        yield
+    finally:
+        for keeper in keepers:
+            keeper.is_keeping = False
+            keeper.copies.clear()
+
+
+def _spread(local: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def _local(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+def _own(weight: Tensor) -> Tensor:
+    """What of it lies here, past autograd."""
+    assert isinstance(weight, DTensor)
+    return weight._local_tensor

@@ -1,0 +1,142 @@
+"""The page that `titan-moe check` prints: a recipe's shape, its cost and its place on the ranks, at a glance."""
+
+from titan_moe.config.parallel import resolve
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.rules.capture import obstacles
+from titan_moe.config.schema import in_toml
+from titan_moe.plan.count import ParameterCount, count
+from titan_moe.plan.kernel_choice import choose_for, in_words
+from titan_moe.plan.kernel_table import measured_devices
+from titan_moe.plan.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
+
+LABEL_WIDTH = 12
+
+
+def describe(recipe: Recipe, world_size: int) -> str:
+    """Lay out a recipe that passed its rules for a human reader."""
+    seq_len_tokens = recipe.train.seq_len_tokens
+    counted = count(recipe.model, seq_len_tokens)
+    gflop = counted.flops_per_token / 1e9
+    rows = [
+        ("model", _shape(recipe)),
+        ("attention", _attention(recipe)),
+        ("experts", _experts(recipe)),
+        *_parameter_rows(counted.parameters),
+        ("FLOPs", f"{gflop:.4g} GFLOP a token to train on, sequences of {seq_len_tokens:,} tokens"),
+        *_parallel_rows(recipe, world_size),
+        ("step", _step(recipe, world_size)),
+        ("memory", _memory(recipe, world_size)),
+        *_capture_rows(recipe),
+        *_kernel_rows(recipe, world_size),
+    ]
+    return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
+
+
+def in_short(count: float) -> str:
+    """Write a count with its thousands, millions or billions: `30.53B`."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return f"{count:.0f}"
+
+
+def _shape(recipe: Recipe) -> str:
+    m = recipe.model
+    num_dense_layers = m.num_layers - m.num_moe_layers
+    dense = f" ({num_dense_layers} dense, width {m.ffn_hidden_size})" if num_dense_layers else ""
+    return f"{m.name}: {m.num_layers} layers{dense}, width {m.hidden_size}, vocabulary {m.vocab_size:,}"
+
+
+def _attention(recipe: Recipe) -> str:
+    a = recipe.model.attention
+    if a.kind == "gqa":
+        shape = f"gqa, {a.num_heads} heads over {a.num_kv_heads} key/value heads of {a.head_dim}"
+    else:
+        shape = f"mla, {a.num_heads} heads of {a.qk_nope_head_dim} + {a.qk_rope_head_dim}, latent {a.kv_lora_rank}"
+    window = f", window {a.sliding_window:,}" if a.sliding_window else ""
+    return shape + window + (f", 1 layer in {a.full_attention_every} full" if a.full_attention_every else "")
+
+
+def _experts(recipe: Recipe) -> str:
+    moe = recipe.model.moe
+    if not recipe.model.num_moe_layers:
+        return "none"
+    shared = f", shared width {moe.shared_ffn_hidden_size}" if moe.shared_ffn_hidden_size else ""
+    latent = f", latent width {moe.latent_size}" if moe.latent_size else ""
+    forced = f"; routing FORCED to be {recipe.train.forced_routing}" if recipe.train.forced_routing else ""
+    chosen = f"{moe.top_k} of {moe.num_experts} a token, width {moe.ffn_hidden_size}"
+    return f"{chosen}{shared}{latent}, {moe.score_fn} scores{forced}"
+
+
+def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
+    parts = {
+        "embedding and head": parameters.embedding + parameters.head,
+        "attention": parameters.attention,
+        "dense layers": parameters.dense_ffn,
+        "routed experts": parameters.routed_experts,
+        "shared experts": parameters.shared_experts,
+        "latent": parameters.latent,
+        "router and norms": parameters.router + parameters.norms,
+    }
+    listed = ", ".join(f"{name} {in_short(size)}" for name, size in parts.items() if size)
+    return [("parameters", f"{in_short(parameters.total)}, {in_short(parameters.active)} active a token"), ("", listed)]
+
+
+def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    s = resolve(recipe.parallel, world_size)
+    return [
+        ("ranks", f"{s.world}; dispatcher {recipe.parallel.dispatcher}"),
+        ("", f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {s.cp} · tp {s.tp}"),
+        ("", f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}"),
+    ]
+
+
+def _step(recipe: Recipe, world_size: int) -> str:
+    t, dp = recipe.train, resolve(recipe.parallel, world_size).dp
+    tokens = t.global_batch_sequences * t.seq_len_tokens
+    return (
+        f"{tokens:,} tokens = microbatches {num_microbatches(recipe, world_size)} · data-parallel ranks {dp} · "
+        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}; {in_short(tokens * t.steps)} in all"
+    )
+
+
+def _capture_rows(recipe: Recipe) -> list[tuple[str, str]]:
+    if recipe.run.device == "cpu":
+        return []
+    problems = list(obstacles(recipe))
+    if not problems:
+        return [("CUDA graph", f"{recipe.compile.cudagraph}; forward, backward and the whole step can be captured")]
+    return [("CUDA graph", "forward and backward cannot be captured:"), *(("", problem) for problem in problems)]
+
+
+def _memory(recipe: Recipe, world_size: int) -> str:
+    gib = state_bytes_per_rank(recipe, world_size) / 2**30
+    master, moments = recipe.precision.master, recipe.precision.moments_dtype
+    kept = f"parameters, gradients, moments in {master}"
+    if moments != master:
+        kept = f"parameters and gradients in {master}, moments in {moments}"
+    gathered = gathered_bytes_per_rank(recipe, world_size) / 2**30
+    is_once = recipe.parallel.accumulate_unsharded
+    held = "whole parameters and gradients" if is_once else f"experts in {recipe.precision.compute}"
+    during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
+    shared = shared_bytes_per_rank(recipe) / 2**30
+    among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""
+    return f"{gib:.3g} GiB a rank: {kept};{during_a_step}{among_ranks} activations come on top"
+
+
+def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    """The kernels by measured device, for `auto`; a recipe that names them has them everywhere."""
+    elsewhere = choose_for(recipe, world_size, None)
+    by_device = {name: choose_for(recipe, world_size, name) for name in _devices_that_matter(recipe)}
+    lines = [f"perf.kernels = {in_toml(recipe.perf.kernels)}"]
+    for device, choices in by_device.items():
+        if choices != elsewhere:
+            lines += [f"on {device}", *(f"  {line}" for line in in_words(choices))]
+    if len(lines) > 1:
+        lines.append("on other architectures")
+    lines += [f"  {line}" for line in in_words(elsewhere)]
+    return [("kernels" if not index else "", line) for index, line in enumerate(lines)]
+
+
+def _devices_that_matter(recipe: Recipe) -> list[str]:
+    return measured_devices() if recipe.perf.kernels == "auto" and recipe.run.device != "cpu" else []

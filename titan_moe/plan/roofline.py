@@ -1,0 +1,126 @@
+"""What each part of a step must do at least, on one rank, and how fast a device could do it.
+
+FLOPs follow `plan.count`: forward and backward, causal attention halved, nothing recomputed. Routing is taken to be
+random and even, so that a rank serves as many rows as it brings. Norms, softmax and other passes over activations are
+left out: a floor, not a forecast.
+"""
+
+import math
+from dataclasses import dataclass
+
+from titan_moe.config.parallel import resolve
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.count import (
+    attention_core_flops_per_token,
+    attention_projection_weights,
+    count_parameters,
+    expert_width,
+)
+from titan_moe.plan.hardware import Hardware
+from titan_moe.plan.memory import BYTES_OF_DTYPE, parameters_per_rank
+
+FORWARD_AND_BACKWARD = 6
+"""FLOPs of a multiply-add with a weight: two forward, two for each of the gradients."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a part must do in one optimizer step on one rank."""
+
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+    """Read and written."""
+    wire_bytes: float = 0.0
+    """Received from other ranks."""
+
+    def floor_ms(self, hardware: Hardware) -> float:
+        """The time that the device needs if nothing but its scarcest resource counts."""
+        seconds = (
+            self.flops / hardware.bf16_flops,
+            self.memory_bytes / hardware.memory_bytes_per_second,
+            self.wire_bytes / hardware.link_bytes_per_second,
+        )
+        return 1e3 * max(seconds)
+
+
+def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
+    """Reckon the parts whose work is known, by the names of the trace's regions."""
+    m, t = recipe.model, recipe.train
+    width, moe, num_moe_layers = m.hidden_size, m.moe, m.num_moe_layers
+    num_tokens = t.global_batch_sequences * t.seq_len_tokens // resolve(recipe.parallel, world_size).dp
+    weights = {
+        "attention": m.num_layers * attention_projection_weights(m),
+        "dense": (m.num_layers - num_moe_layers) * 3 * width * m.ffn_hidden_size,
+        "router": num_moe_layers * width * moe.num_experts,
+        "experts": num_moe_layers * 3 * expert_width(m) * moe.ffn_hidden_size * moe.top_k,
+        "shared": num_moe_layers * 3 * width * moe.shared_ffn_hidden_size,
+        "latent": num_moe_layers * 2 * width * moe.latent_size,
+        "head": m.vocab_size * width,
+    }
+    flops = {part: FORWARD_AND_BACKWARD * num_tokens * size for part, size in weights.items()}
+    flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
+    work = {part: Work(flops=count) for part, count in flops.items()}
+    row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
+    # a row goes there and its gradient comes back the same way
+    moved = 2 * num_moe_layers * num_tokens * row_bytes * copies_on_the_wire(recipe)
+    if recipe.parallel.overlap == "tile":  # no part of their own: the experts move them
+        work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
+    else:
+        work["dispatch"] = work["combine"] = Work(wire_bytes=moved)
+    work["clip"], work["optimizer"] = update_work(recipe, world_size)
+    work["sharding"] = Work(wire_bytes=sharding_bytes(recipe, world_size))
+    return {part: done for part, done in work.items() if done != Work()}
+
+
+def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
+    """Reckon the norm with the clipping, and AdamW: all of it passes over memory.
+
+    The norm reads the gradients; clipping reads and writes them again, unless the optimizer does it as it reads them.
+    AdamW reads parameter, gradient and two moments and writes all but the gradient.
+    """
+    held, precision = parameters_per_rank(recipe, world_size), recipe.precision
+    master, moments = (BYTES_OF_DTYPE[dtype] for dtype in (precision.master, precision.moments_dtype))
+    clips_in_a_pass = recipe.optim.max_grad_norm > 0 and recipe.perf.optimizer == "torch"
+    clip = Work(memory_bytes=held * master * (3 if clips_in_a_pass else 1))
+    return clip, Work(memory_bytes=held * (3 * master + 4 * moments))
+
+
+def copies_on_the_wire(recipe: Recipe) -> float:
+    """How many other ranks a token's row travels to on average."""
+    num_ranks, moe = recipe.parallel.ep, recipe.model.moe
+    if recipe.parallel.dispatcher == "local" or num_ranks == 1:
+        return 0.0
+    if recipe.parallel.dispatcher == "allgather":
+        return num_ranks - 1
+    return (num_ranks - 1) * visit_probability(moe.num_experts, moe.num_experts // num_ranks, moe.top_k)
+
+
+def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:
+    """How likely a token is to have a choice among a rank's experts, if it chooses at random."""
+    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
+
+
+def sharding_bytes(recipe: Recipe, world_size: int) -> float:
+    """Count what FSDP brings a rank in a step: gathered parameters, summed gradients, and the sums over replicas.
+
+    Every microbatch gathers what it needs for forward, again for backward where it was freed between, and sums its
+    gradients; or the first of a step gathers and the last sums for all.
+    """
+    sizes, p, counted = resolve(recipe.parallel, world_size), recipe.parallel, count_parameters(recipe.model)
+    gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
+    root = counted.embedding + counted.head + recipe.model.hidden_size
+    blocks = counted.total - counted.routed_experts - root
+    groups = (  # parameters, gathers a microbatch, ranks that share them
+        (root, 1, sizes.dp_shard),
+        (blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.dp_shard),
+        (
+            counted.routed_experts / sizes.ep,
+            1 + (p.reshard_experts_after_forward and not p.accumulate_unsharded),
+            sizes.edp,
+        ),
+    )
+    num_bytes = 0.0
+    for size, num_gathers, num_ranks in groups:
+        num_bytes += size * (1 - 1 / num_ranks) * (num_gathers * gathered + summed)
+        num_bytes += 2 * size / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
+    return num_bytes * (1 if p.accumulate_unsharded else num_microbatches(recipe, world_size))

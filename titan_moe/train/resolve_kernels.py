@@ -1,0 +1,33 @@
+"""What a recipe leaves to the machine, as_overrides: from here on it says what runs."""
+
+import logging
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.checkpoint.rank_zero import run_on_rank_zero
+from titan_moe.config import Recipe
+from titan_moe.config.perf import PerfConfig
+from titan_moe.plan.kernel_choice import as_overrides, choose_for, in_words
+
+logger = logging.getLogger("titan_moe")
+
+
+def resolve_kernels(recipe: Recipe, device: torch.device) -> Recipe:
+    """Choose the kernels of `auto` by the tables of the main rank's device, for all ranks alike, and say so.
+
+    Raises: RecipeError if a table cannot be read.
+    """
+    if recipe.perf.kernels != "auto":
+        return recipe
+
+    def choose() -> PerfConfig:
+        is_cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
+        capability = torch.cuda.get_device_capability(device) if is_cuda else None
+        choices = choose_for(recipe, dist.get_world_size(), name, capability)
+        logger.info('perf.kernels = "auto" on %s: %s', name, "; ".join(in_words(choices)))
+        return as_overrides(recipe.perf, choices)
+
+    return replace(recipe, perf=run_on_rank_zero(choose))
