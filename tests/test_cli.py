@@ -72,7 +72,7 @@ def test_check_shows_shape_cost_and_ranks_without_torch() -> None:
         "21.3 GiB",
         'perf.kernels = "auto"',
         "on NVIDIA H200",
-        "on other devices",
+        "on other architectures",
     ):
         assert expected in done.stdout
 

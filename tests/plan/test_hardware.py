@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.hardware import CAPABILITIES, KNOWN_DEVICES, Capability, find_capability, find_hardware
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,32 @@ def test_known_devices(name: str, bf16_flops: float) -> None:
 def test_memory_tells_siblings_apart() -> None:
     small, large = find_hardware("NVIDIA A100-SXM4-40GB"), find_hardware("NVIDIA A100-SXM4-80GB")
     assert small is not None and large is not None and (small.memory_gib, large.memory_gib) == (39, 79)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("NVIDIA H200", (9, 0)),
+        ("NVIDIA H200 NVL", (9, 0)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA H100 PCIe", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA H800", (9, 0)),
+        ("NVIDIA H20", (9, 0)),
+        ("NVIDIA A100-SXM4-80GB", (8, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB200", (10, 0)),
+        ("NVIDIA B300 SXM6 AC", None),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("CPU", None),
+    ],
+)
+def test_the_architecture_is_known_by_name(name: str, capability: Capability | None) -> None:
+    assert find_capability(name) == capability
+
+
+def test_every_device_with_a_peak_has_an_architecture() -> None:
+    assert all(find_capability(" ".join(known.words)) in CAPABILITIES for known in KNOWN_DEVICES)
 
 
 @pytest.mark.parametrize("name", ["cpu", "", "NVIDIA GeForce RTX 4090", "NVIDIA GB200"])

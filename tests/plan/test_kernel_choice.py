@@ -8,6 +8,7 @@ import pytest
 from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, KernelOverrides
 from titan_moe.plan.check_report import describe
+from titan_moe.plan.hardware import Capability
 from titan_moe.plan.kernel_choice import as_overrides, backends_that_can_run, choose_for, in_words
 from titan_moe.plan.kernel_shapes import shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, table_name, write_table
@@ -25,7 +26,7 @@ def recipe(*overrides: str) -> Recipe:
 
 @pytest.fixture
 def measured(cache: Path) -> None:
-    """Somebody has measured the experts of this recipe on some GPU, and found the fused ones faster."""
+    """On some GPU the fused experts are faster at the shape of this recipe."""
     measure(cache, recipe(), "experts", fused=6.0, grouped_mm=7.0)
 
 
@@ -33,26 +34,36 @@ def kernels_of(recipe: Recipe, device: str | None):
     return as_overrides(recipe.perf, choose_for(recipe, 8, device)).chosen_kernels
 
 
-def measure(cache: Path, recipe: Recipe, operation: str, **ms: float) -> None:
-    """Pretend that somebody has measured on some GPU."""
+def measure(cache: Path, recipe: Recipe, operation: str, device: str = GPU, **ms: float) -> None:
+    """Write a table of the user's own with one measurement."""
     entry = Measured(operation, shapes_of(recipe, 8)[operation], ms, "2.13.0", "3.7.1", "2026-11-21")
-    write_table(cache / table_name(GPU), KernelTable(GPU, (entry,)))
+    write_table(cache / table_name(device), KernelTable(device, (entry,)))
 
 
-def test_auto_is_the_default_and_is_the_default_kernels_where_nobody_measured() -> None:
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (None, "not measured; titan-moe tune does it"),
+        ("NVIDIA A100-SXM4-80GB", "not measured; titan-moe tune does it"),
+        ("CPU", "a CPU has no Triton"),
+    ],
+)
+def test_auto_is_the_default_and_is_the_default_kernels_where_nothing_was_measured(
+    device: str | None, reason: str
+) -> None:
     assert Recipe().perf.kernels == "auto" and Recipe().perf.chosen_kernels == DEFAULT_KERNELS
-    for device in (None, "CPU", "NVIDIA H100 80GB HBM3"):
-        assert kernels_of(recipe(), device) == DEFAULT_KERNELS
-        assert len(in_words(choose_for(recipe(), 8, device))) == 1
-        assert in_words(choose_for(recipe(), 8, device))[0].endswith("(not measured)")
+    assert kernels_of(recipe(), device) == DEFAULT_KERNELS
+    (line,) = in_words(choose_for(recipe(), 8, device))
+    assert line.endswith(f"({reason})")
 
 
 def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
     assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, experts="fused")
     experts, others = in_words(choose_for(recipe(), 8, GPU))
-    assert experts.startswith("experts fused (6 ms fused, 7 ms grouped_mm, measured at 87")
+    assert experts.startswith("experts fused (6 ms fused, 7 ms grouped_mm, measured on Some GPU at 87")
     assert "131,072 slots, 16 experts" in experts and experts.endswith("with torch 2.13.0, 2026-11-21)")
-    assert others == "slots torch, router torch, rotary torch, head torch, gradients torch (not measured)"
+    assert others.startswith("slots torch, router torch, ")
+    assert others.endswith("(not measured; titan-moe tune does it)")
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
@@ -62,7 +73,44 @@ def test_the_package_knows_an_h200(name: str) -> None:
     taken = kernels_of(shipped, "NVIDIA H200")
     has_rotary = shipped.model.attention.kind == "gqa"
     assert taken == replace(PRESETS["fused"], rotary="triton" if has_rotary else "torch")
-    assert not any("not measured" in line for line in in_words(choose_for(shipped, 8, "NVIDIA H200")))
+    assert all(choice.nearest and choice.nearest.ratio < 3 for choice in choose_for(shipped, 8, "NVIDIA H200"))
+
+
+def test_the_nearest_measured_shape_decides_and_the_distance_is_said() -> None:
+    """Half of the ranks, twice the experts on each; no table has such a shape."""
+    four = recipe("--parallel.ep=4")
+    assert kernels_of(four, "NVIDIA H200") == replace(PRESETS["fused"], gradients="torch")
+    (line,) = [line for line in in_words(choose_for(four, 8, "NVIDIA H200")) if line.startswith("slots")]
+    rows = shapes_of(four, 8)["slots"]["rows"]
+    assert line.startswith(
+        "slots triton (0.0395 ms triton, 0.723 ms torch, measured on NVIDIA H200 at the nearest shape, "
+        f"x{2 * 87_480 / rows:.3g} away: 87,480 rows, 8 choices, 131,072 slots, 16 experts, eager with torch "
+    )
+
+
+@pytest.mark.parametrize(("device", "capability"), [("NVIDIA H100 80GB HBM3", None), ("NVIDIA X1", (9, 0))])
+def test_a_relative_takes_what_the_h200_takes(device: str, capability: Capability | None) -> None:
+    choices = choose_for(recipe(), 8, device, capability)
+    assert choices == choose_for(recipe(), 8, "NVIDIA H200")
+    assert all("measured on NVIDIA H200 at " in line for line in in_words(choices))
+
+
+def test_an_own_table_wins_and_leaves_the_rest_to_the_shipped_one(cache: Path) -> None:
+    for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        before = kernels_of(recipe(), device)
+        assert before.router == "triton"
+        measure(cache, recipe(), "router", device, triton=2.0, torch=1.0)
+        assert kernels_of(recipe(), device) == replace(before, router="torch")
+    tiny = recipe("--model.hidden_size=64", "--model.vocab_size=512", "--train.seq_len_tokens=64")
+    measure(cache, tiny, "head", "NVIDIA H200", triton=2.0, torch=1.0)
+    assert kernels_of(tiny, "NVIDIA H200").head == "torch"
+    assert kernels_of(recipe(), "NVIDIA H200").head == "triton", "the shipped measurement is nearer"
+
+
+def test_a_measurement_of_another_way_to_run_decides_nothing() -> None:
+    whole = recipe("--perf.loss_chunk_tokens=0")
+    assert kernels_of(whole, "NVIDIA H200").head == "torch" and kernels_of(recipe(), "NVIDIA H200").head == "triton"
+    assert "head torch (not measured; titan-moe tune does it)" in in_words(choose_for(whole, 8, "NVIDIA H200"))
 
 
 @pytest.mark.parametrize(
@@ -83,27 +131,27 @@ def test_where_the_default_was_not_measured_there_is_no_margin(cache: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "said"),
     [
-        "--train.micro_batch_sequences=1",  # 2,048 slots an expert; 8,192 were measured
-        "--model.moe.ffn_hidden_size=512",
-        "--run.device=cpu",
-        "--precision.compute=fp32",
-        "--model.moe.score_on=input",
+        ("--run.device=cpu", "(a CPU has no Triton)"),
+        ("--precision.compute=fp32", "(measured in bf16 alone)"),
+        ("--precision.compute=fp64", "(measured in bf16 alone)"),
+        ("--model.moe.score_on=input", "experts grouped_mm (fused cannot run here; 7 ms grouped_mm, 6 ms fused, "),
     ],
 )
-def test_auto_keeps_the_default_elsewhere(measured: None, overrides: str) -> None:
+def test_auto_keeps_the_default_where_triton_cannot_run(measured: None, overrides: str, said: str) -> None:
     assert kernels_of(recipe(overrides), GPU) == DEFAULT_KERNELS
+    assert said in in_words(choose_for(recipe(overrides), 8, GPU))[0]
 
 
 def test_auto_takes_what_was_fastest(cache: Path) -> None:
     measure(cache, recipe(), "experts", fused=3.0, grouped_mm=2.0)
     assert kernels_of(recipe(), GPU) == DEFAULT_KERNELS
-    measure(cache, recipe(), "rotary", triton=1.0, torch=2.0, gone=0.5)
-    assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, rotary="triton")
+    measure(cache, recipe(), "head", triton=1.0, torch=2.0, gone=0.5)
+    assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, head="triton")
     measure(cache, recipe(), "gradients", triton=1.0, torch=2.0)
     assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, gradients="triton")
-    assert "1 ms triton, 2 ms torch, measured at 50,331,648 elements, bf16 to fp32" in str(
+    assert "1 ms triton, 2 ms torch, measured on Some GPU at 50,331,648 elements, bf16 to fp32" in str(
         in_words(choose_for(recipe(), 8, GPU))
     )
 
@@ -113,7 +161,7 @@ def test_auto_keeps_the_rules(cache: Path) -> None:
     measure(cache, weighs_input, "experts", fused=1.0, grouped_mm=2.0)
     assert backends_that_can_run(weighs_input, 8, "experts", ["fused", "grouped_mm"]) == ["grouped_mm"]
     (experts, *_) = choose_for(weighs_input, 8, GPU)
-    assert experts.backend == "grouped_mm" and experts.measured is not None
+    assert experts.backend == "grouped_mm" and experts.nearest is not None
 
 
 def test_auto_takes_fused_experts_where_these_move_rows_and_the_rest_as_ever(cache: Path) -> None:
@@ -142,16 +190,16 @@ def test_a_named_preset_asks_no_table(measured: None, preset: str) -> None:
 
 
 def test_a_settled_recipe_says_what_runs(measured: None) -> None:
-    before = recipe("--perf.override.rotary=torch")
+    before = recipe("--perf.override.head=torch")
     perf = as_overrides(before.perf, choose_for(before, 8, GPU))
-    assert (perf.kernels, perf.override) == ("grouped_mm", KernelOverrides(experts="fused", rotary="torch"))
+    assert (perf.kernels, perf.override) == ("grouped_mm", KernelOverrides(experts="fused", head="torch"))
     after = replace(before, perf=perf)
     assert check_rules(after, 8) == [] and kernels_of(after, "CPU") == kernels_of(before, GPU)
 
 
 def test_the_page_shows_the_kernels_by_device(measured: None) -> None:
     page = describe(recipe(), 8)
-    assert "on Some GPU\n" in page and "experts fused (6 ms" in page
-    assert "on other devices\n" in page and "experts grouped_mm, slots torch" in page
+    assert "on NVIDIA H200\n" in page and "on Some GPU\n" in page and "experts fused (6 ms" in page
+    assert "on other architectures\n" in page and "experts grouped_mm, slots torch" in page
     assert "H200" not in describe(recipe("--run.device=cpu", "--precision.compute=fp32"), 8)
     assert "  experts fused, slots triton, router triton" in describe(recipe("--perf.kernels=fused"), 8)

@@ -1,5 +1,6 @@
 """The shapes under which a run looks its kernels up."""
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from titan_moe.config import load_recipe
 from titan_moe.config.kernels import KernelOverrides
-from titan_moe.plan.kernel_shapes import OPERATIONS, shapes_of
+from titan_moe.plan.kernel_shapes import OPERATIONS, OTHER_WORD, shapes_of
 
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
 
@@ -19,8 +20,30 @@ def shapes(*overrides: str, world_size: int = 8):
 def test_every_choice_has_a_shape() -> None:
     assert list(OPERATIONS) == [field.name for field in fields(KernelOverrides)]
     for name, shape in shapes().items():
-        rule = OPERATIONS[name]
-        assert set(rule.same) < set(shape) and rule.load(shape) > 0
+        assert OPERATIONS[name].ratio(shape, shape) == 1 and set(OPERATIONS[name].same) <= set(shape)
+
+
+@pytest.mark.parametrize(
+    ("operation", "overrides", "ratio"),
+    [
+        ("head", "--model.vocab_size=303_872", 2),
+        ("head", "--model.vocab_size=75_968", 2),
+        ("head", "--model.vocab_size=303_872 --perf.loss_chunk_tokens=1024", 8),
+        ("head", "--perf.loss_chunk_tokens=0", math.inf),  # all logits at once is another way to run
+        ("rotary", "--model.attention.qk_norm=false", OTHER_WORD),
+        ("rotary", "--model.attention.qk_norm=false --model.attention.num_kv_heads=8", 2 * OTHER_WORD),
+        ("router", "--model.moe.score_fn=sigmoid --model.moe.normalize_topk=false", OTHER_WORD**2),
+        ("router", "--model.moe.num_groups=8 --model.moe.top_k_groups=4", 8 * 4 * OTHER_WORD),
+        ("slots", "--compile.extent=block", OTHER_WORD),
+        ("experts", "--compile.extent=block", 1),
+        ("gradients", "--model.moe.ffn_hidden_size=384", 2),
+        ("gradients", "--precision.master=fp64", math.inf),
+    ],
+)
+def test_how_far_two_shapes_lie_apart(operation: str, overrides: str, ratio: float) -> None:
+    rule, here, there = OPERATIONS[operation], shapes(), shapes(*overrides.split())
+    for a, b in ((here, there), (there, here)):
+        assert rule.ratio(a[operation], b[operation]) == pytest.approx(ratio)
 
 
 def test_a_rank_of_eight_serves_as_many_slots_as_it_fills() -> None:

@@ -1,14 +1,17 @@
-"""Tables of measured kernels: a round trip, and which entry speaks for which shape."""
+"""Tables of measured kernels: a round trip, and which entry decides at which shape."""
 
 from pathlib import Path
 
 import pytest
 
 from titan_moe.config import RecipeError
+from titan_moe.plan.hardware import Capability
 from titan_moe.plan.kernel_table import (
     SHIPPED_TABLES,
     KernelTable,
     Measured,
+    Nearest,
+    find_nearest,
     measured_devices,
     read_table,
     table_name,
@@ -24,8 +27,8 @@ def measured(ms: dict[str, float] | None = None, **sizes: int) -> Measured:
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
-    shape = {"tokens": 8, "query_heads": 4, "key_heads": 2, "head_width": 6, "norm": 'a "b"', "pairs": "halves"}
-    rotary = Measured("rotary", shape, {"torch": 0.1}, "2", "3", "2026")
+    sizes = {"tokens": 8, "sequences": 1, "query_heads": 4, "key_heads": 2, "head_width": 6}
+    rotary = Measured("rotary", {**sizes, "norm": 'a "b"', "pairs": "halves"}, {"torch": 0.1}, "2", "3", "2026")
     table = KernelTable('a "device"', (measured(), measured(width=128), rotary))
     write_table(tmp_path / "new" / "table.toml", table)
     assert read_table(tmp_path / "new" / "table.toml") == table
@@ -40,36 +43,75 @@ def test_new_measurements_replace_those_of_the_same_shape() -> None:
     assert merged.merged([again]) == merged, "the order of a table does not depend on its history"
 
 
-def test_the_nearest_load_within_a_factor_of_two_speaks() -> None:
-    table = KernelTable("gpu", (measured(slots=2000), measured(slots=5000)))
-    for slots, nearest in ((2000, 2000), (1000, 2000), (999, None), (3000, 2000), (3300, 5000), (10_000, 5000),
-                           (10_001, None)):  # fmt: skip
-        found = table.find("experts", SHAPE | {"slots": slots})
-        assert (found and found.shape["slots"]) == nearest
-    assert table.find("experts", SHAPE | {"slots": 4000, "experts": 8, "rows": 1}), "the load is slots an expert"
-    assert table.find("experts", SHAPE | {"width": 65}) is None
-    assert table.find("head", {"tokens": 5, "chunk": 4, "width": 64, "vocabulary": 9}) is None
+def nearest(*tables: KernelTable, device: str = "gpu", **sizes: int) -> Nearest:
+    found = find_nearest(tables, device, "experts", SHAPE | sizes)
+    assert found is not None
+    return found
 
 
-def test_of_one_load_the_nearest_rows_speak() -> None:
-    table = KernelTable("gpu", (measured(rows=1000), measured(rows=5000)))
-    for rows in (1000, 5000):
-        found = table.find("experts", SHAPE | {"rows": rows})
-        assert found is not None and found.shape["rows"] == rows
+@pytest.mark.parametrize(("slots", "expected"), [(2000, 2000), (1, 2000), (3100, 2000), (3200, 5000), (10**9, 5000)])
+def test_the_nearest_shape_decides_however_far(slots: int, expected: int) -> None:
+    found = nearest(KernelTable("gpu", (measured(slots=2000), measured(slots=5000))), slots=slots)
+    assert found.measured.shape["slots"] == expected
+    assert found.ratio == pytest.approx(max(slots / expected, expected / slots))
 
 
-def test_a_table_of_the_users_own_is_asked_first(cache: Path) -> None:
-    own = KernelTable("NVIDIA H200", (measured(),))
+def test_all_sizes_count() -> None:
+    table = KernelTable("gpu", (measured(width=128, hidden=64), measured(rows=300, experts=5)))
+    assert nearest(table, width=128).measured is table.measured[0]
+    assert nearest(table).measured is table.measured[0], "x4 is nearer than x4.2"
+    assert nearest(table, rows=900).measured is table.measured[1]
+    assert find_nearest([table], "gpu", "head", {"tokens": 5}) is None, "another operation says nothing"
+
+
+def test_a_measurement_that_cannot_be_compared_is_not_taken() -> None:
+    def head(chunk: int) -> Measured:
+        shape = {"tokens": 8192, "chunk": chunk, "width": 64, "vocabulary": 1000}
+        return Measured("head", shape, {"torch": 1.0}, "", "", "")
+
+    chunked, whole = head(4096), head(0)
+    assert find_nearest([KernelTable("gpu", (chunked,))], "gpu", "head", whole.shape) is None
+    assert find_nearest([KernelTable("gpu", (whole,))], "gpu", "head", chunked.shape) is None
+    both = KernelTable("gpu", (chunked, whole))
+    assert find_nearest([both], "gpu", "head", whole.shape) == Nearest(whole, "gpu", 1.0)
+    in_fp64 = Measured("gradients", {"elements": 8, "dtypes": "bf16 to fp64"}, {"torch": 1.0}, "", "", "")
+    assert find_nearest([KernelTable("gpu", (in_fp64,))], "gpu", "gradients", {**in_fp64.shape, "dtypes": ""}) is None
+
+
+def test_of_equally_near_shapes_the_first_table_decides_and_the_own_gpu_before_relatives() -> None:
+    first, second = (KernelTable("gpu", (measured({"fused": ms}),)) for ms in (1.0, 2.0))
+    assert nearest(first, second).measured is first.measured[0]
+    relative = KernelTable("relative", (measured(),))
+    assert nearest(relative, first) == Nearest(first.measured[0], "gpu", 1.0)
+    assert nearest(relative, first, slots=2000 * 9).device == "gpu"
+    far = KernelTable("gpu", (measured(slots=2000 * 11),))
+    assert nearest(relative, far) == Nearest(relative.measured[0], "relative", 1.0)
+
+
+def test_the_tables_of_the_users_own_come_first(cache: Path) -> None:
+    own, another = KernelTable("NVIDIA H200", (measured(),)), KernelTable("Some GPU")
     write_table(cache / "nvidia_h200.toml", own)
-    first, second = tables_for("NVIDIA H200")
-    assert first == own and second == read_table(SHIPPED_TABLES / "nvidia_h200.toml")
-    write_table(cache / "some_gpu.toml", KernelTable("Some GPU"))
+    write_table(cache / "some_gpu.toml", another)
+    assert tables_for("NVIDIA H200") == [own, read_table(SHIPPED_TABLES / "nvidia_h200.toml")]
+    assert tables_for("Some GPU") == [another]
     assert measured_devices() == ["NVIDIA H200", "Some GPU"]
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3", "CPU", ""])
-def test_a_relative_is_another_device(name: str) -> None:
-    assert tables_for(name) == []
+@pytest.mark.parametrize(
+    ("name", "capability", "has_tables"),
+    [
+        ("NVIDIA H100 80GB HBM3", None, True),
+        ("NVIDIA GH200 480GB", None, True),
+        ("NVIDIA X100", (9, 0), True),
+        ("NVIDIA X100", (10, 0), False),
+        ("NVIDIA X100", None, False),
+        ("NVIDIA A100-SXM4-80GB", None, False),
+        ("CPU", None, False),
+        ("", None, False),
+    ],
+)
+def test_relatives_share_their_tables(name: str, capability: Capability | None, has_tables: bool) -> None:
+    assert [table.device for table in tables_for(name, capability)] == ["NVIDIA H200"] * has_tables
 
 
 def test_shipped_tables_are_found_by_their_device() -> None:
@@ -95,7 +137,7 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [measured(slots=0), measured({"fused": 0.0}), Measured("experts", {}, {}, "", "", "")]
+    "broken", [measured(slots=-1), measured({"fused": 0.0}), Measured("experts", {}, {}, "", "", "")]
 )
 def test_impossible_measurements_are_refused(tmp_path: Path, broken: Measured) -> None:
     write_table(tmp_path / "table.toml", KernelTable("gpu", (broken,)))

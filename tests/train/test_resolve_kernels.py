@@ -1,6 +1,7 @@
 """The kernels of a run are chosen once, said once, and written into its recipe."""
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,25 +16,42 @@ from titan_moe.plan.kernel_choice import KernelChoice
 from titan_moe.train import resolve_kernels
 
 TINY = Path(__file__).with_name("tiny.toml")
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def test_a_cpu_run_says_that_nobody_measured_and_records_the_default(tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_run_says_that_it_has_no_triton_and_records_the_default(tiny, caplog: pytest.LogCaptureFixture) -> None:
     run = tiny("--train.steps=1")
     with caplog.at_level(logging.INFO, "titan_moe"):
         assert run.train() == 0
     said = 'perf.kernels = "auto" on CPU: experts grouped_mm, slots torch, router torch, rotary torch, head'
-    assert said in caplog.text and "(not measured)" in caplog.text
+    assert said in caplog.text and "(a CPU has no Triton)" in caplog.text
     assert load_recipe(run.folder / "recipe.toml").perf.kernels == "grouped_mm"
 
 
-def test_a_named_preset_is_not_settled(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_named_preset_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(TINY, ["--perf.kernels=reference"])
     with caplog.at_level(logging.INFO, "titan_moe"):
         assert resolve_kernels.resolve_kernels(recipe, torch.device("cpu")) is recipe
     assert caplog.text == ""
 
 
-def settled_on_a_rank() -> PerfConfig:
+def test_a_gpu_of_an_unknown_name_is_known_by_its_compute_capability(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(resolve_kernels.torch.cuda, "get_device_name", lambda *_: "NVIDIA X1")
+    monkeypatch.setattr(resolve_kernels.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(resolve_kernels.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(resolve_kernels, "run_on_rank_zero", lambda choose: choose())
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.ep=4"])
+    with caplog.at_level(logging.INFO, "titan_moe"):
+        kernels = resolve_kernels.resolve_kernels(recipe, torch.device("cuda")).perf.chosen_kernels
+    assert (kernels.experts, kernels.slots, kernels.router) == ("fused", "triton", "triton")
+    assert 'perf.kernels = "auto" on NVIDIA X1: experts fused (' in caplog.text
+    assert re.search(r"slots triton \(.* measured on NVIDIA H200 at the nearest shape, x\d\.\d+ away: ", caplog.text)
+
+
+def resolved_on_a_rank() -> PerfConfig:
     def choose_for(*_: object) -> list[KernelChoice]:
         """Only the main rank may ask its tables: others' may differ."""
         assert dist.get_rank() == 0
@@ -45,7 +63,7 @@ def settled_on_a_rank() -> PerfConfig:
 
 def test_all_ranks_take_the_choice_of_the_main_one(ranks) -> None:
     expected = replace(load_recipe(TINY).perf, kernels="grouped_mm")
-    for perf in ranks(2, settled_on_a_rank):
+    for perf in ranks(2, resolved_on_a_rank):
         assert (
             perf.chosen_kernels == Kernels(experts="reference")
             and replace(perf, override=expected.override) == expected

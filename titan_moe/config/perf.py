@@ -13,12 +13,13 @@ class PerfConfig:
     """Which kernels run."""
 
     kernels: Literal["auto", "grouped_mm", "fused", "reference"] = "auto"
-    """`auto` takes for each operation what was fastest at its shape on the device of the run, by tables that come with
-    the package or that `titan-moe tune` has written, and `grouped_mm` where nobody measured or nothing was 2 % faster;
-    a run logs its choice and writes it into its own recipe, `titan-moe check` shows it. `grouped_mm` is PyTorch
-    throughout: experts are gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU), SwiGLU and sum; `fused`
-    takes our Triton kernels: rows are gathered inside the experts' GEMMs, and less is kept
-    for backward (bf16 on GPUs); `reference` serves experts in a plain loop, slow and right, in fp64 too."""
+    """`auto` takes for each operation what was fastest at the nearest measured shape, on this GPU or another of its
+    architecture, by tables that come with the package or that `titan-moe tune` has written. It takes `grouped_mm` where
+    Triton cannot run, is not 2 % faster, or nothing was measured. A run logs its choice with the distance to the
+    measured shape and writes it into its own recipe; `titan-moe check` shows it.
+    `grouped_mm` is PyTorch throughout: experts are gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU),
+    SwiGLU and sum. `fused` takes our Triton kernels: rows are gathered inside the experts' GEMMs, and less is kept for
+    backward (bf16 on GPUs). `reference` computes experts in a plain loop, slow and right, in fp64 too."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
     """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the rest.
     Document attention and sliding windows then take a mask of N x N truth values a sequence, and what it hides is

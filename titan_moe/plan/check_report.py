@@ -125,7 +125,7 @@ def _memory(recipe: Recipe, world_size: int) -> str:
 
 
 def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
-    """The kernels by device, for `auto` has a table for some; a recipe that names them has them everywhere."""
+    """The kernels by measured device, for `auto`; a recipe that names them has them everywhere."""
     elsewhere = choose_for(recipe, world_size, None)
     by_device = {name: choose_for(recipe, world_size, name) for name in _devices_that_matter(recipe)}
     lines = [f"perf.kernels = {in_toml(recipe.perf.kernels)}"]
@@ -133,7 +133,7 @@ def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         if choices != elsewhere:
             lines += [f"on {device}", *(f"  {line}" for line in in_words(choices))]
     if len(lines) > 1:
-        lines.append("on other devices")
+        lines.append("on other architectures")
     lines += [f"  {line}" for line in in_words(elsewhere)]
     return [("kernels" if not index else "", line) for index, line in enumerate(lines)]
 

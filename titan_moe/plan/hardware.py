@@ -1,4 +1,7 @@
-"""What a device can do at most, by the name that its driver reports: MFU divides by it, memory ends there."""
+"""What a device can do at most, by the name that its driver reports: MFU divides by it, memory ends there.
+
+Its architecture too: what is measured on one GPU is the best guess for its relatives.
+"""
 
 from dataclasses import dataclass
 
@@ -32,7 +35,28 @@ KNOWN_DEVICES = (
 )
 
 
+Capability = tuple[int, int]
+"""CUDA compute capability, major and minor: (9, 0) is sm_90."""
+
+CAPABILITIES: dict[Capability, set[str]] = {
+    (8, 0): {"a30", "a100", "a800"},
+    (9, 0): {"h20", "h100", "h200", "h800", "gh200"},
+    (10, 0): {"b100", "b200", "gb200"},
+}
+"""A word of these must occur in a device's name, in lower case."""
+
+
 def find_hardware(device_name: str) -> Hardware | None:
     """Look up a device by its name (`NVIDIA H200`); None if it is unknown, and then there is no MFU to speak of."""
-    words = device_name.lower().replace("-", " ").split()
-    return next((known for known in KNOWN_DEVICES if all(word in words for word in known.words)), None)
+    words = _words(device_name)
+    return next((known for known in KNOWN_DEVICES if words.issuperset(known.words)), None)
+
+
+def find_capability(device_name: str) -> Capability | None:
+    """Look up the compute capability of a device by its name; None if it is unknown."""
+    words = _words(device_name)
+    return next((capability for capability, names in CAPABILITIES.items() if words & names), None)
+
+
+def _words(device_name: str) -> set[str]:
+    return set(device_name.lower().replace("-", " ").split())

@@ -1,11 +1,11 @@
 """Which kernels a run takes on a device, and why: what `check` shows and a run logs and then trains with.
 
-`perf.kernels = "auto"` takes, operation by operation, what was fastest at its shape. It never guesses: where nobody
-has measured, on the device of that very name and at a shape near enough, or where others are hardly faster, the default
-stays.
+`perf.kernels = "auto"` takes, operation by operation, what was fastest at the nearest measured shape, on this GPU or
+another of its architecture. PyTorch stays where Triton cannot run, where it is hardly faster, and where nothing was
+measured that could be compared.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args, get_type_hints
 
@@ -13,11 +13,13 @@ from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import check_rules
-from titan_moe.plan.kernel_shapes import Shape, shapes_of
-from titan_moe.plan.kernel_table import KernelTable, Measured, tables_for
+from titan_moe.plan.hardware import Capability
+from titan_moe.plan.kernel_shapes import shapes_of
+from titan_moe.plan.kernel_table import Nearest, find_nearest, tables_for
 
 SMALLEST_GAIN = 0.02
 """Part of its time that the default gives way for: less may be gone at another routing, or when measured again."""
+NOT_MEASURED = "not measured; titan-moe tune does it"
 
 
 @dataclass(frozen=True)
@@ -30,47 +32,55 @@ class KernelChoice:
     """The value that it gets."""
     reason: str
     """Why, in words; nothing to say where the recipe's preset names it."""
-    measured: Measured | None = None
+    nearest: Nearest | None = None
     """What decided, if a measurement did."""
 
 
-def choose_for(recipe: Recipe, world_size: int, device: str | None) -> list[KernelChoice]:
+def choose_for(
+    recipe: Recipe, world_size: int, device: str | None, capability: Capability | None = None
+) -> list[KernelChoice]:
     """Choose each operation that the run has, on a device by its driver's name; None for one without a table.
+
+    The compute capability finds the tables of its architecture where the name is unknown.
 
     Raises: RecipeError if a table cannot be read.
     """
     is_auto = recipe.perf.kernels == "auto"
-    tables = tables_for(device) if is_auto and device is not None and recipe.run.device != "cpu" else []
+    reason = _why_no_table_counts(recipe, device) if is_auto else ""
+    tables = tables_for(device, capability) if device is not None and reason == NOT_MEASURED else []
     named, overridden = asdict(recipe.perf.chosen_kernels), asdict(recipe.perf.override)
     choices = []
     for operation, shape in shapes_of(recipe, world_size).items():
-        choice = KernelChoice(operation, named[operation], "not measured" if is_auto else "")
+        choice = KernelChoice(operation, named[operation], reason)
         if is_auto and operation == "experts" and recipe.parallel.overlap == "tile":
             choice = KernelChoice(operation, "fused", 'parallel.overlap = "tile"')
         if overridden[operation] != "no":
             choice = replace(choice, reason=f"perf.override.{operation}")
-        elif measured := _find(tables, operation, shape):
-            choice = _fastest(recipe, world_size, measured) or choice
+        elif nearest := find_nearest(tables, device or "", operation, shape):
+            choice = _fastest(recipe, world_size, nearest) or choice
         choices.append(choice)
     return choices
 
 
-def _find(tables: Sequence[KernelTable], operation: str, shape: Shape) -> Measured | None:
-    return next((measured for table in tables if (measured := table.find(operation, shape))), None)
+def _why_no_table_counts(recipe: Recipe, device: str | None) -> str:
+    if recipe.run.device == "cpu" or device == "CPU":
+        return "a CPU has no Triton"
+    return NOT_MEASURED if recipe.precision.compute == "bf16" else "measured in bf16 alone"
 
 
-def _fastest(recipe: Recipe, world_size: int, measured: Measured) -> KernelChoice | None:
+def _fastest(recipe: Recipe, world_size: int, nearest: Nearest) -> KernelChoice | None:
     """The fastest implementation that the recipe's rules allow, the default if it is about as fast; None if none is."""
-    allowed = backends_that_can_run(recipe, world_size, measured.operation, measured.ms)
+    operation, ms = nearest.measured.operation, nearest.measured.ms
+    allowed = backends_that_can_run(recipe, world_size, operation, ms)
     if not allowed:
         return None
-    fastest, default = min(allowed, key=lambda name: measured.ms[name]), asdict(DEFAULT_KERNELS)[measured.operation]
-    if fastest == default or default not in allowed:
-        return KernelChoice(measured.operation, fastest, "measured", measured)
-    if measured.ms[fastest] > (1 - SMALLEST_GAIN) * measured.ms[default]:
+    fastest, default = min(allowed, key=lambda name: ms[name]), asdict(DEFAULT_KERNELS)[operation]
+    if fastest != default and default in allowed and ms[fastest] > (1 - SMALLEST_GAIN) * ms[default]:
         reason = f"{fastest} is within {100 * SMALLEST_GAIN:.0f} % of {default}: the default stays"
-        return KernelChoice(measured.operation, default, reason, measured)
-    return KernelChoice(measured.operation, fastest, "measured", measured)
+        return KernelChoice(operation, default, reason, nearest)
+    barred = [name for name in ms if name not in allowed and ms[name] < ms[fastest]]
+    reason = f"{' and '.join(barred)} cannot run here" if barred else "measured"
+    return KernelChoice(operation, fastest, reason, nearest)
 
 
 def backends_that_can_run(recipe: Recipe, world_size: int, operation: str, backends: Iterable[str]) -> list[str]:
@@ -108,17 +118,19 @@ def in_words(choices: Iterable[KernelChoice]) -> list[str]:
     measured, others = [], dict[str, list[str]]()
     for choice in choices:
         said = f"{choice.operation} {choice.backend}"
-        if choice.measured:
-            measured.append(f"{said} ({_measured_in_words(choice, choice.measured)})")
+        if choice.nearest:
+            measured.append(f"{said} ({_measured_in_words(choice, choice.nearest)})")
         else:
             others.setdefault(choice.reason, []).append(said)
     return [*measured, *(", ".join(said) + (f" ({reason})" if reason else "") for reason, said in others.items())]
 
 
-def _measured_in_words(choice: KernelChoice, measured: Measured) -> str:
+def _measured_in_words(choice: KernelChoice, nearest: Nearest) -> str:
     """`5.2 ms fused, 7.38 ms grouped_mm` and where that comes from, the chosen one first; why, if it is not faster."""
+    measured = nearest.measured
     times = sorted(measured.ms.items(), key=lambda item: (item[0] != choice.backend, item[1]))
     sizes = ", ".join(f"{size:,} {name}" if isinstance(size, int) else size for name, size in measured.shape.items())
     said = ", ".join(f"{ms:.3g} ms {name}" for name, ms in times)
     why = "" if choice.reason == "measured" else f"{choice.reason}; "
-    return f"{why}{said}, measured at {sizes} with torch {measured.torch}, {measured.date}"
+    place = "at" if nearest.ratio == 1 else f"at the nearest shape, x{nearest.ratio:.3g} away:"
+    return f"{why}{said}, measured on {nearest.device} {place} {sizes} with torch {measured.torch}, {measured.date}"

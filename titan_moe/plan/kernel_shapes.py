@@ -3,6 +3,7 @@
 Routing is taken to be even, so that a rank serves as many slots as its own tokens choose, in other ranks' rows too.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -14,20 +15,35 @@ from titan_moe.plan.roofline import copies_on_the_wire
 
 Shape = Mapping[str, int | str]
 """Sizes by name, for one call on one rank, and in words what else its time depends on; enough to draw such a call."""
+OTHER_WORD = 10.0
+"""A word that differs weighs as much as a size that is so many times as large."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """How to find an operation's shape, and when a measurement at one shape speaks for another."""
+    """How to find an operation's shape, and how far two of its shapes lie apart."""
 
     shape: Callable[[Recipe], Shape]
     """The shape in a run of the recipe."""
-    same: tuple[str, ...]
-    """What must be equal in both shapes."""
-    load: Callable[[Shape], float]
-    """What may differ by a factor."""
     is_in: Callable[[Recipe, int], bool] = lambda recipe, world_size: True
     """Whether a run of the recipe has it, on so many ranks."""
+    same: tuple[str, ...] = ()
+    """Words that must be equal, or a measurement at one shape says nothing about the other."""
+
+    def ratio(self, a: Shape, b: Shape) -> float:
+        """How far two shapes lie apart: the product of the ratios of their sizes, the larger over the smaller.
+
+        A word that differs counts as `OTHER_WORD`. Infinite where a measurement at one says nothing about the other: a
+        size is 0 in one alone (`chunk`), or a word of `same` differs.
+        """
+        return math.prod(self._ratio(name, a[name], b[name]) for name in b)
+
+    def _ratio(self, name: str, x: int | str, y: int | str) -> float:
+        if x == y:
+            return 1.0
+        if name in self.same or 0 in (x, y):
+            return math.inf
+        return max(x / y, y / x) if isinstance(x, int) and isinstance(y, int) else OTHER_WORD
 
 
 def shapes_of(recipe: Recipe, world_size: int) -> dict[str, Shape]:
@@ -143,32 +159,12 @@ def _gradients(recipe: Recipe) -> Shape:
     }
 
 
-def _tokens(shape: Shape) -> float:
-    return float(shape["tokens"])
-
-
-def _rows(shape: Shape) -> float:
-    return float(shape["rows"])
-
-
-def _elements(shape: Shape) -> float:
-    return float(shape["elements"])
-
-
-def _slots_of_an_expert(shape: Shape) -> float:
-    return float(shape["slots"]) / float(shape["experts"])
-
-
-ROUTED = ("width", "experts", "choices", "groups", "chosen_groups", "group_score", "score", "weights", "losses")
-"""All of a router's shape but how many tokens there are, in how many sequences."""
 OPERATIONS = {
-    "experts": Operation(_experts, ("width", "hidden"), _slots_of_an_expert, _has_experts),
-    "slots": Operation(_slots, ("choices", "experts", "graph"), _rows, _has_experts),
-    "router": Operation(_router, ROUTED, _tokens, _has_experts),
-    "rotary": Operation(
-        _rotary, ("query_heads", "key_heads", "head_width", "norm", "pairs"), _tokens, _has_rotated_heads
-    ),
-    "head": Operation(_head, ("chunk", "width", "vocabulary"), _tokens),
-    "gradients": Operation(_gradients, ("dtypes",), _elements, _adds_gradients),
+    "experts": Operation(_experts, _has_experts),
+    "slots": Operation(_slots, _has_experts),
+    "router": Operation(_router, _has_experts),
+    "rotary": Operation(_rotary, _has_rotated_heads),
+    "head": Operation(_head),
+    "gradients": Operation(_gradients, _adds_gradients, same=("dtypes",)),
 }
 """Every field of `KernelOverrides`."""

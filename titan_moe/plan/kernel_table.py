@@ -1,6 +1,7 @@
 """Tables of measured kernels: read by `auto`, written by `titan-moe tune`, one file a device.
 
-A table of the user's own, in the cache folder, is asked before the one that comes with the package.
+The nearest measured shape decides, of equally near ones that in a table of the user's own, in the cache folder, before
+that in one of the package. Tables of other GPUs of the same architecture count too, from further away.
 """
 
 import math
@@ -13,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config.parse import RecipeError
+from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import in_toml
-from titan_moe.plan.kernel_shapes import OPERATIONS, Shape
+from titan_moe.plan.hardware import Capability, find_capability
+from titan_moe.plan.kernel_shapes import OPERATIONS, OTHER_WORD, Shape
 
 SHIPPED_TABLES = Path(__file__).with_name("tables")
-LARGEST_LOAD_RATIO = 2.0
-"""How far a measurement may lie from the shape that it decides."""
 
 
 @dataclass(frozen=True)
@@ -48,35 +49,36 @@ class KernelTable:
     measured: tuple[Measured, ...] = ()
     """One a shape."""
 
-    def find(self, operation: str, shape: Shape) -> Measured | None:
-        """The measurement nearest in load among those of the same widths; None if none is near.
-
-        Of those with one load, the one whose other sizes are nearest: as many slots may come from fewer rows.
-        """
-        rule = OPERATIONS[operation]
-
-        def distance(entry: Measured) -> float:
-            return abs(math.log(rule.load(entry.shape) / rule.load(shape)))
-
-        near = [
-            entry
-            for entry in self.measured
-            if entry.operation == operation
-            and all(entry.shape[name] == shape[name] for name in rule.same)
-            and distance(entry) <= math.log(LARGEST_LOAD_RATIO) * (1 + 1e-9)
-        ]
-        return min(near, key=lambda entry: (distance(entry), _size_distance(entry.shape, shape)), default=None)
-
     def merged(self, news: Iterable[Measured]) -> "KernelTable":
         """The table with new measurements, which replace those of the very same shapes."""
         measured = {_key(entry): entry for entry in (*self.measured, *news)}
         return KernelTable(self.device, tuple(measured[key] for key in sorted(measured)))
 
 
-def _size_distance(a: Shape, b: Shape) -> float:
-    """How far two shapes lie apart in all sizes that both have, as a sum of logarithms."""
-    pairs = [(a[name], b[name]) for name in a.keys() & b.keys()]
-    return sum(abs(math.log(x / y)) for x, y in pairs if isinstance(x, int) and isinstance(y, int) and x > 0 and y > 0)
+@dataclass(frozen=True)
+class Nearest:
+    """The measurement that decides an operation at a shape."""
+
+    measured: Measured
+    device: str
+    """Where it was taken."""
+    ratio: float
+    """How far its shape lies away (`Operation.ratio`): 1 at the very shape."""
+
+
+def find_nearest(tables: Iterable[KernelTable], device: str, operation: str, shape: Shape) -> Nearest | None:
+    """The measurement of the nearest shape, of equally near ones the first; None if none says anything.
+
+    Another device than the run's weighs as much as another word.
+    """
+    found = [
+        Nearest(entry, table.device, OPERATIONS[operation].ratio(entry.shape, shape))
+        for table in tables
+        for entry in table.measured
+        if entry.operation == operation
+    ]
+    comparable = (nearest for nearest in found if nearest.ratio < math.inf)
+    return min(comparable, key=lambda it: it.ratio * (1 if it.device == device else OTHER_WORD), default=None)
 
 
 def _key(entry: Measured) -> tuple[Any, ...]:
@@ -94,19 +96,28 @@ def table_name(device: str) -> str:
     return re.sub("[^a-z0-9]+", "_", device.lower()).strip("_") + ".toml"
 
 
-def tables_for(device: str) -> list[KernelTable]:
-    """The tables of a device, by that very name, in the order in which they are asked.
+def tables_for(device: str, capability: Capability | None = None) -> list[KernelTable]:
+    """The tables of a device and of others of its compute capability, the user's own first.
 
-    Raises: RecipeError if one of them is no table.
+    The capability is looked up by name where it is not given.
+
+    Raises: RecipeError if a table cannot be read.
     """
-    paths = (folder / table_name(device) for folder in (cached_tables(), SHIPPED_TABLES))
-    return [table for path in paths if path.is_file() and (table := read_table(path)).device == device]
+    capability = capability or find_capability(device)
+    return [
+        table
+        for table in _all_tables()
+        if table.device == device or (capability and find_capability(table.device) == capability)
+    ]
 
 
 def measured_devices() -> list[str]:
     """All devices that there are tables of."""
-    paths = (path for folder in (cached_tables(), SHIPPED_TABLES) for path in folder.glob("*.toml"))
-    return sorted({read_table(path).device for path in paths})
+    return sorted({table.device for table in _all_tables()})
+
+
+def _all_tables() -> list[KernelTable]:
+    return [read_table(path) for folder in (cached_tables(), SHIPPED_TABLES) for path in sorted(folder.glob("*.toml"))]
 
 
 def read_table(path: Path) -> KernelTable:
@@ -127,9 +138,10 @@ def read_table(path: Path) -> KernelTable:
 
 def _measured(entry: dict[str, Any]) -> Measured:
     measured = Measured(**entry)
-    rule = OPERATIONS[measured.operation]
-    if not set(rule.same) <= set(measured.shape) or rule.load(measured.shape) <= 0:
+    if not OPERATIONS[measured.operation].shape(Recipe()).keys() <= measured.shape.keys():
         raise ValueError(f"a shape of {measured.operation} lacks some of its sizes")
+    if any(isinstance(size, int) and size < 0 for size in measured.shape.values()):
+        raise ValueError(f"a size of {measured.operation} is below 0")
     if not all(ms > 0 for ms in measured.ms.values()):
         raise ValueError(f"a time of {measured.operation} is not above 0")
     return measured

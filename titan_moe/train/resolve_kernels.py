@@ -23,8 +23,10 @@ def resolve_kernels(recipe: Recipe, device: torch.device) -> Recipe:
         return recipe
 
     def choose() -> PerfConfig:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        choices = choose_for(recipe, dist.get_world_size(), name)
+        is_cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
+        capability = torch.cuda.get_device_capability(device) if is_cuda else None
+        choices = choose_for(recipe, dist.get_world_size(), name, capability)
         logger.info('perf.kernels = "auto" on %s: %s', name, "; ".join(in_words(choices)))
         return as_overrides(recipe.perf, choices)
 

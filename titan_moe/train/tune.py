@@ -41,7 +41,7 @@ def run(recipe: Recipe, world_size: int, out: Path | None = None) -> None:
         write_table(path, table)  # at once: what comes next may take the process down
         logger.info("%s has %s", path, entry.operation)
     logger.info('perf.kernels = "auto" on %s, by the tables in %s and in the package:', name, cached_tables())
-    for line in in_words(choose_for(recipe, world_size, name)):
+    for line in in_words(choose_for(recipe, world_size, name, torch.cuda.get_device_capability(device))):
         logger.info("  %s", line)
 
 
