@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="gets the kernel times of our candidates (GPU)")
     parser.add_argument("--peer", action="store_true", help="run torchtitan's Trainer too")
     parser.add_argument("--peer-args", default="", help="further arguments of peer_torchtitan.py, in one string")
-    parser.add_argument("--append", type=Path, help="Markdown file that gets the table as a new section")
+    parser.add_argument("--append", type=Path, help="Markdown file that gets the table at its end")
     parser.add_argument("--out", type=Path, help="JSON file for all results")
     overrides, others = split_overrides(_joined(argv))
     return parser.parse_args(others), overrides

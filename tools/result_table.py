@@ -101,11 +101,11 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def section(rows: Sequence[Row], command: str, date: str, num_ranks: int, timing: str) -> str:
-    """All of one call, to stand on its own: when, on what, by which command."""
+    """All of one call, as a part of the last section of RESULTS: when, on what, by which command."""
     told = [row.result for row in rows if "device" in row.result]
     device, torch = (told[0]["device"], told[0]["torch"]) if told else ("an unknown device", "of an unknown version")
     lines = [
-        f"## {date}: whole steps, {num_ranks} × {device}",
+        f"### {date}: whole steps, {num_ranks} × {device}",
         "",
         f"torch {torch}; {timing}.",
         "",
@@ -117,7 +117,7 @@ def section(rows: Sequence[Row], command: str, date: str, num_ranks: int, timing
 
 
 def append(path: Path, text: str) -> None:
-    """Add a section at the end of a file, with an empty line before it."""
+    """Add a part at the end of a file, with an empty line before it."""
     before = path.read_text(encoding="utf-8").rstrip("\n") if path.exists() else ""
     path.write_text(f"{before}\n\n{text}" if before else text, encoding="utf-8")
 
