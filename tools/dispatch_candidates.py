@@ -95,7 +95,7 @@ def count_remote_rows(case: Case, ids_TK: Tensor) -> int:
 
 def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> TokenDispatcher:
     """One of ours over all ranks."""
-    group, permute = dist.group.WORLD, PERMUTE[PRESETS[case.kernels].slots]
+    group, permute = dist.group.WORLD, PERMUTE[PRESETS[case.kernels].permute]
     assert group is not None
     if name == "alltoall":
         return AllToAllDispatcher(case.experts, group, permute)

@@ -107,8 +107,10 @@ def sizes(operation: str, recipe: Recipe) -> list[Any]:
 
 def test_what_is_drawn_has_the_shape_of_the_recipe() -> None:
     qwen3 = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--train.micro_batch_sequences=2"])
-    (rows, choices), *_ = sizes("slots", qwen3)
-    assert choices == 8 and rows == shapes_of(qwen3, 8)["slots"]["rows"] and sizes("slots", qwen3)[2:] == [16, 65_536]
+    (rows, choices), *_ = sizes("permute", qwen3)
+    assert (
+        choices == 8 and rows == shapes_of(qwen3, 8)["permute"]["rows"] and sizes("permute", qwen3)[2:] == [16, 65_536]
+    )
     assert sizes("router", qwen3)[:3] == [(2, 4096, 2048), (128, 2048), (128,)]
     assert sizes("router", qwen3)[4:] == [True, False], "an auxiliary loss, no z-loss"
     assert sizes("rotary", qwen3)[:5] == [(2, 4096, 5120), (128,), (128,), (4096, 64), (4096, 64)]
@@ -168,10 +170,10 @@ def test_gradients_are_timed_as_a_step_adds_them() -> None:
 def test_what_runs_eager_is_timed_eager() -> None:
     for op in TUNABLES["gradients"].candidates.values():
         assert TUNABLES["gradients"].compiled(op, {}) is op
-    slots, head = TUNABLES["slots"], TUNABLES["head"]
+    slots, head = TUNABLES["permute"], TUNABLES["head"]
     for op in slots.candidates.values():
-        assert slots.compiled(op, shapes_of(tiny(), 1)["slots"]) is op
-        assert slots.compiled(op, shapes_of(tiny("--compile.extent=block"), 1)["slots"]) is not op
+        assert slots.compiled(op, shapes_of(tiny(), 1)["permute"]) is op
+        assert slots.compiled(op, shapes_of(tiny("--compile.extent=block"), 1)["permute"]) is not op
     compiled = head.compiled(linear_cross_entropy, {})
     assert compiled.func is linear_cross_entropy and set(compiled.keywords) == {"softmax"}
     assert head.compiled(head.candidates["triton"], {}) is head.candidates["triton"]

@@ -87,7 +87,7 @@ def test_what_a_layer_lacks_has_no_weights() -> None:
 def test_slots_are_laid_out_as_chosen() -> None:
     config = ModelConfig(hidden_size=WIDTH, moe=PLAIN)
     assert MoE(config).dispatcher.permute is sort_by_expert
-    assert MoE(config, Kernels(slots="triton")).dispatcher.permute is counting_sort
+    assert MoE(config, Kernels(permute="triton")).dispatcher.permute is counting_sort
 
 
 class Composed(nn.Module):

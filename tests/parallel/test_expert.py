@@ -16,20 +16,20 @@ from titan_moe.parallel.mesh import build_meshes
 CONFIG = ModelConfig(hidden_size=8, moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8))
 
 
-def spread(kind: str, num_ranks: int, slots: str) -> tuple[str, str]:
-    """Names of the dispatcher that a layer gets, and of its way to lay out slots."""
+def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
+    """Names of the dispatcher that a layer gets, and of how it permutes."""
     kind, _, overlap = kind.partition(" ")
     parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none")
     with torch.device("meta"):
-        moe = MoE(CONFIG, Kernels(slots=slots))
+        moe = MoE(CONFIG, Kernels(permute=backend))
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
     memory = SymmMemory(torch.empty(0), torch.empty(num_ranks), 0) if kind == "symm_mem" else None
     expert.apply(nn.ModuleList([moe]), parallel, meshes, ExpertCapacity(), memory)
     return type(moe.dispatcher).__name__, moe.dispatcher.permute.__name__
 
 
-@pytest.mark.parametrize(("slots", "permute"), [("torch", "sort_by_expert"), ("triton", "counting_sort")])
-def test_the_new_dispatcher_lays_out_slots_as_the_layer_was_told(ranks, slots: str, permute: str) -> None:
+@pytest.mark.parametrize(("backend", "permute"), [("torch", "sort_by_expert"), ("triton", "counting_sort")])
+def test_the_new_dispatcher_permutes_as_the_layer_was_told(ranks, backend: str, permute: str) -> None:
     for kind, num_ranks, dispatcher in (
         ("local", 1, "LocalDispatcher"),
         ("allgather", 2, "AllGatherDispatcher"),
@@ -37,4 +37,4 @@ def test_the_new_dispatcher_lays_out_slots_as_the_layer_was_told(ranks, slots: s
         ("symm_mem", 2, "SymmMemDispatcher"),
         ("symm_mem tile", 2, "SymmMemFusedDispatcher"),
     ):
-        assert ranks(num_ranks, spread, kind, num_ranks, slots) == [(dispatcher, permute)] * num_ranks
+        assert ranks(num_ranks, spread, kind, num_ranks, backend) == [(dispatcher, permute)] * num_ranks

@@ -62,7 +62,7 @@ def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
     experts, others = in_words(choose_for(recipe(), 8, GPU))
     assert experts.startswith("experts fused (6 ms fused, 7 ms grouped_mm, measured on Some GPU at 87")
     assert "131,072 slots, 16 experts" in experts and experts.endswith("with torch 2.13.0, 2026-11-21)")
-    assert others.startswith("slots torch, router torch, ")
+    assert others.startswith("permute torch, router torch, ")
     assert others.endswith("(not measured; titan-moe tune does it)")
 
 
@@ -80,10 +80,10 @@ def test_the_nearest_measured_shape_decides_and_the_distance_is_said() -> None:
     """Half of the ranks, twice the experts on each; no table has such a shape."""
     four = recipe("--parallel.ep=4")
     assert kernels_of(four, "NVIDIA H200") == replace(PRESETS["fused"], gradients="torch")
-    (line,) = [line for line in in_words(choose_for(four, 8, "NVIDIA H200")) if line.startswith("slots")]
-    rows = shapes_of(four, 8)["slots"]["rows"]
+    (line,) = [line for line in in_words(choose_for(four, 8, "NVIDIA H200")) if line.startswith("permute")]
+    rows = shapes_of(four, 8)["permute"]["rows"]
     assert line.startswith(
-        "slots triton (0.0395 ms triton, 0.723 ms torch, measured on NVIDIA H200 at the nearest shape, "
+        "permute triton (0.0395 ms triton, 0.723 ms torch, measured on NVIDIA H200 at the nearest shape, "
         f"x{2 * 87_480 / rows:.3g} away: 87,480 rows, 8 choices, 131,072 slots, 16 experts, eager with torch "
     )
 
@@ -200,6 +200,6 @@ def test_a_settled_recipe_says_what_runs(measured: None) -> None:
 def test_the_page_shows_the_kernels_by_device(measured: None) -> None:
     page = describe(recipe(), 8)
     assert "on NVIDIA H200\n" in page and "on Some GPU\n" in page and "experts fused (6 ms" in page
-    assert "on other architectures\n" in page and "experts grouped_mm, slots torch" in page
+    assert "on other architectures\n" in page and "experts grouped_mm, permute torch" in page
     assert "H200" not in describe(recipe("--run.device=cpu", "--precision.compute=fp32"), 8)
-    assert "  experts fused, slots triton, router triton" in describe(recipe("--perf.kernels=fused"), 8)
+    assert "  experts fused, permute triton, router triton" in describe(recipe("--perf.kernels=fused"), 8)

@@ -34,7 +34,7 @@ def test_every_choice_has_a_shape() -> None:
         ("rotary", "--model.attention.qk_norm=false --model.attention.num_kv_heads=8", 2 * OTHER_WORD),
         ("router", "--model.moe.score_fn=sigmoid --model.moe.normalize_topk=false", OTHER_WORD**2),
         ("router", "--model.moe.num_groups=8 --model.moe.top_k_groups=4", 8 * 4 * OTHER_WORD),
-        ("slots", "--compile.extent=block", OTHER_WORD),
+        ("permute", "--compile.extent=block", OTHER_WORD),
         ("experts", "--compile.extent=block", 1),
         ("gradients", "--model.moe.ffn_hidden_size=384", 2),
         ("gradients", "--precision.master=fp64", math.inf),
@@ -56,7 +56,7 @@ def test_a_rank_of_eight_serves_as_many_slots_as_it_fills() -> None:
 @pytest.mark.parametrize(("dispatcher", "ep", "rows"), [("allgather", 8, 131_072), ("local", 1, 16_384)])
 def test_rows_are_what_a_dispatcher_brings(dispatcher: str, ep: int, rows: int) -> None:
     found = shapes(f"--parallel.dispatcher={dispatcher}", f"--parallel.ep={ep}")
-    assert found["experts"]["rows"] == found["slots"]["rows"] == rows
+    assert found["experts"]["rows"] == found["permute"]["rows"] == rows
     assert found["experts"]["experts"] == 128 // ep and found["experts"]["slots"] == 131_072
 
 
@@ -98,7 +98,7 @@ def test_what_a_routers_time_depends_on() -> None:
     ],
 )
 def test_slots_are_laid_out_where_the_dispatch_runs(overrides: str, graph: str) -> None:
-    assert shapes(*overrides.split())["slots"]["graph"] == graph
+    assert shapes(*overrides.split())["permute"]["graph"] == graph
 
 
 def test_the_larger_weight_of_a_layers_experts_takes_the_gradients() -> None:

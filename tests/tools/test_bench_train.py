@@ -111,7 +111,7 @@ def test_rows_stay_in_a_file_with_all_that_they_depend_on(bench: Any, tools: Any
     file.write_text("# Results\n\nOlder ones.\n")
     options = ["--nproc=8", "--append", str(file), "--vary", "--train.force_balanced_routing=false"]
     for _ in range(2):
-        module.main([QWEN3, *options, "--train.force_balanced_routing=true", "--perf.override.slots=torch"])
+        module.main([QWEN3, *options, "--train.force_balanced_routing=true", "--perf.override.permute=torch"])
     text = file.read_text()
     assert text.startswith("# Results\n\nOlder ones.\n\n### 20") and text.count("whole steps, 8 × NVIDIA H200") == 2
     assert f"    python tools/bench_train.py {QWEN3} --nproc=8" in text and "torch 2.11.0; median of 10" in text

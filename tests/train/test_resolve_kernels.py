@@ -23,7 +23,7 @@ def test_a_cpu_run_says_that_it_has_no_triton_and_records_the_default(tiny, capl
     run = tiny("--train.steps=1")
     with caplog.at_level(logging.INFO, "titan_moe"):
         assert run.train() == 0
-    said = 'perf.kernels = "auto" on CPU: experts grouped_mm, slots torch, router torch, rotary torch, head'
+    said = 'perf.kernels = "auto" on CPU: experts grouped_mm, permute torch, router torch, rotary torch, head'
     assert said in caplog.text and "(a CPU has no Triton)" in caplog.text
     assert load_recipe(run.folder / "recipe.toml").perf.kernels == "grouped_mm"
 
@@ -46,9 +46,9 @@ def test_a_gpu_of_an_unknown_name_is_known_by_its_compute_capability(
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.ep=4"])
     with caplog.at_level(logging.INFO, "titan_moe"):
         kernels = resolve_kernels.resolve_kernels(recipe, torch.device("cuda")).perf.chosen_kernels
-    assert (kernels.experts, kernels.slots, kernels.router) == ("fused", "triton", "triton")
+    assert (kernels.experts, kernels.permute, kernels.router) == ("fused", "triton", "triton")
     assert 'perf.kernels = "auto" on NVIDIA X1: experts fused (' in caplog.text
-    assert re.search(r"slots triton \(.* measured on NVIDIA H200 at the nearest shape, x\d\.\d+ away: ", caplog.text)
+    assert re.search(r"permute triton \(.* measured on NVIDIA H200 at the nearest shape, x\d\.\d+ away: ", caplog.text)
 
 
 def resolved_on_a_rank() -> PerfConfig:

@@ -171,14 +171,16 @@ def test_a_broken_operation_does_not_stop_the_others(
         raise RuntimeError("no memory\nfor that " + 100 * "much ")
 
     kernels = load_all()
-    broken = Tunable("slots", {"torch": plain, "triton": plain}, draw)
+    broken = Tunable("permute", {"torch": plain, "triton": plain}, draw)
     kernel = replace(kernels["counting_sort"], tunable=broken)
     monkeypatch.setattr(tune, "load_all", lambda: kernels | {"counting_sort": kernel})
     with caplog.at_level(logging.INFO, "titan_moe"):
         measured = list(tune.measure(recipe, 1, torch.device("meta"), countdown()))
     assert [entry.operation for entry in measured] == ["experts", "router", "rotary", "head", "gradients"]
-    (line, _) = [line for line in caplog.messages if "slots" in line]
-    assert line.startswith("slots torch cannot run here, so nothing is written: RuntimeError: no memory for that much")
+    (line, _) = [line for line in caplog.messages if "permute" in line]
+    assert line.startswith(
+        "permute torch cannot run here, so nothing is written: RuntimeError: no memory for that much"
+    )
     assert len(line) < 320 and line.endswith(" ...")
 
 

@@ -16,7 +16,7 @@ class Kernels:
     """
 
     experts: Experts = "grouped_mm"
-    slots: Backend = "torch"
+    permute: Backend = "torch"
     router: Backend = "torch"
     rotary: Backend = "torch"
     head: Backend = "torch"
@@ -31,7 +31,7 @@ class KernelOverrides:
     experts: Literal["no", "grouped_mm", "fused", "reference"] = "no"
     """The expert MLP: gather, two GEMMs with SwiGLU between them, sum; `fused` has backward of shared experts and dense
     layers make their activation anew, too. `no` overrides nothing."""
-    slots: Literal["no", "torch", "triton"] = "no"
+    permute: Literal["no", "torch", "triton"] = "no"
     """Sorting the routed rows by expert."""
     router: Literal["no", "torch", "triton"] = "no"
     """The router: logits, scores, choice, weights and counts."""

@@ -36,7 +36,7 @@ class MoE(nn.Module):
         super().__init__()
         moe, width = config.moe, config.moe.latent_size or config.hidden_size
         self.router = TopKRouter(config, kernels)
-        self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, PERMUTE[kernels.slots])
+        self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, PERMUTE[kernels.permute])
         mlp = choose_expert_mlp(kernels.experts, moe.score_on)
         self.experts = GroupedExperts(moe.num_experts, width, moe.ffn_hidden_size, mlp)
         self.shared_experts = _shared_experts(config, kernels)

@@ -92,7 +92,7 @@ def _experts(recipe: Recipe) -> Shape:
     return {**_load(recipe), "width": expert_width(recipe.model), "hidden": recipe.model.moe.ffn_hidden_size}
 
 
-def _slots(recipe: Recipe) -> Shape:
+def _permute(recipe: Recipe) -> Shape:
     return {**_load(recipe), "graph": "in a block's graph" if _has_block_graphs(recipe) else "eager"}
 
 
@@ -161,7 +161,7 @@ def _gradients(recipe: Recipe) -> Shape:
 
 OPERATIONS = {
     "experts": Operation(_experts, _has_experts),
-    "slots": Operation(_slots, _has_experts),
+    "permute": Operation(_permute, _has_experts),
     "router": Operation(_router, _has_experts),
     "rotary": Operation(_rotary, _has_rotated_heads),
     "head": Operation(_head),

@@ -261,7 +261,7 @@ register(
             "torch, compiled": _scores_first(torch.compile(sort_by_expert, fullgraph=True)),
         },
         tunable=Tunable(
-            "slots",
+            "permute",
             {"torch": _with_scores_first(sort_by_expert), "triton": _with_scores_first(counting_sort)},
             _draw,
             _compiled,
