@@ -44,3 +44,6 @@ def test_a_batch_goes_to_a_device_and_comes_apart_into_microbatches(has_document
         else:
             assert document_ids_BN is not None
             assert document_ids_BN.equal(batch.document_ids_MBN[number])
+    alone = [one for batch_of_one in batch.split() for one in batch_of_one.microbatches()]
+    for ours, theirs in zip(alone, parts, strict=True):
+        assert all(a is b is None or a.equal(b) for a, b in zip(ours, theirs, strict=True))

@@ -97,7 +97,7 @@ def starve(router: TopKRouter, num_starved: int) -> None:
 
 def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
     """Run the first steps on this rank; the fields of a Trace."""
-    _, model, _, _, step_runner = assemble(run, torch.device("cpu"))
+    _, (model,), _, _, step_runner = assemble(run, torch.device("cpu"))
     step = step_runner.step
     if num_starved >= 0:
         for router in step.balancer.routers.values():
@@ -128,7 +128,7 @@ def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str
     """All gradients, whole, before clipping; leaves no trace in the model."""
     scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
-    step.forward_backward(model, batch, scale)
+    step.forward_backward(batch, scale)
     grads = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     assert len(grads) == len(list(model.parameters()))
     model.zero_grad()

@@ -29,7 +29,7 @@ def assembled(by_fsdp: bool, *, seed: int) -> Assembly:
     is_unsharded = (lambda *_: False) if by_fsdp else fsdp.is_unsharded
     with mock.patch.object(fsdp, "is_unsharded", is_unsharded):
         assembly = assemble(recipe, torch.device("cpu"))
-    experts = assembly.model.get_submodule("layers.1.feed_forward.experts")
+    experts = assembly.parts[0].get_submodule("layers.1.feed_forward.experts")
     assert isinstance(experts, FSDPModule) is (by_fsdp or dist.get_world_size() > 2)
     return assembly
 
@@ -42,7 +42,7 @@ def take_step(assembly: Assembly) -> tuple[float, float]:
 
 
 def state(assembly: Assembly) -> dict[str, dict[str, Tensor]]:
-    return {"model": assembly.model.state_dict(), "optimizer": assembly.optimizers.state_dict()}
+    return {"model": assembly.parts[0].state_dict(), "optimizer": assembly.optimizers.state_dict()}
 
 
 def whole_state(assembly: Assembly) -> dict[str, Tensor]:
@@ -63,7 +63,7 @@ def load(folder: str, by_fsdp: bool) -> tuple[list[tuple[float, float]], dict[st
     assembly = assembled(by_fsdp, seed=2)
     loaded = state(assembly)
     dcp.load(loaded, checkpoint_id=folder)
-    assembly.model.load_state_dict(loaded["model"])
+    assembly.parts[0].load_state_dict(loaded["model"])
     assembly.optimizers.load_state_dict(loaded["optimizer"])
     found = whole_state(assembly)
     return [take_step(assembly), take_step(assembly)], found

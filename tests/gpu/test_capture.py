@@ -76,7 +76,7 @@ def compile_once(recipe: Recipe, device: torch.device) -> None:
 def train(run: Assembly, recipe: Recipe, device: torch.device) -> tuple[list[float], list[Tensor]]:
     num_tokens = recipe.train.seq_len_tokens
     losses = [run.step(batch(device, step, num_tokens)).loss.item() for step in range(STEPS)]
-    return losses, [parameter.to_local().clone() for parameter in run.model.parameters()]
+    return losses, [parameter.to_local().clone() for parameter in run.optimizers.parameters]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -138,7 +138,7 @@ def test_a_validation_between_replays_sees_their_weights(extent: str, device: to
         losses = []
         for step in range(STEPS):
             loss = run.step(batch(device, step)).loss.item()
-            held_out = validation_loss(run.model, [batch(device, 100)], device, run.meshes.data_group)
+            held_out = validation_loss(run.parts, [batch(device, 100)], device, run.meshes.data_group)
             losses.append((loss, held_out.item()))
         return losses
 

@@ -64,7 +64,7 @@ def losses(run: Recipe, device: torch.device) -> list[float]:
     for index in range(STEPS):
         values.append(built.step(batch(device, 0)).loss.item())
         if index == STEPS // 2:
-            values.append(validation_loss(built.model, [batch(device, 1)], device, built.meshes.data_group).item())
+            values.append(validation_loss(built.parts, [batch(device, 1)], device, built.meshes.data_group).item())
     built.step.release()
     return values
 
@@ -107,7 +107,7 @@ def test_little_more_than_one_microbatch_is_kept(device: torch.device) -> None:
     peaks = {}
     for overlap in ("none", "microbatch"):
         step = assemble(recipe(overlap, "allgather"), device).step.step
-        args = step.model, batch(device, 0), torch.tensor(1e-3, device=device)
+        args = batch(device, 0), torch.tensor(1e-3, device=device)
         step.forward_backward(*args)
         step.optimizers.zero_grad()
         before = torch.cuda.memory_allocated(device)

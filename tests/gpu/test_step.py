@@ -102,7 +102,7 @@ def test_scores_arrive_in_fp32(device: torch.device) -> None:
     def look(module: torch.nn.Module, args: tuple[Routed]) -> None:
         seen.append((args[0].scores_R.dtype, args[0].x_SD.dtype))
 
-    for block in list(run.model.layers.values())[1:]:
+    for block in list(run.parts[0].layers.values())[1:]:
         block.feed_forward.experts.register_forward_pre_hook(look)
     run.step(batch(device))
     assert set(seen) == {(torch.float32, torch.bfloat16)}

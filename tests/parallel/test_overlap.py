@@ -86,7 +86,7 @@ def watch(dispatcher: str) -> list[bool]:
     built = assemble(recipe("microbatch", dispatcher, PrecisionConfig("fp32", "fp32", "fp32")), CPU)
     step, scale = built.step.step, torch.tensor(0.1)
     with OverlapRecorder() as seen:
-        step.forward_backward(built.model, batch_of(0), scale)
+        step.forward_backward(batch_of(0), scale)
     assert not seen.traveling
     return ["aten::mm" in under for under in seen.journeys]
 
@@ -107,9 +107,9 @@ def learn(run: Recipe) -> tuple[list[float], list[Tensor]]:
     losses = []
     for index in range(run.train.steps):
         losses.append(built.step(batch_of(index)).loss.item())
-        assert all(isinstance(parameter, DTensor) for parameter in built.model.parameters()), "all is let go"
-        losses.append(validation_loss(built.model, [batch_of(99)], CPU, built.meshes.data_group).item())
-    return losses, [parameter.full_tensor() for parameter in built.model.parameters()]
+        assert all(isinstance(parameter, DTensor) for parameter in built.optimizers.parameters), "all is let go"
+        losses.append(validation_loss(built.parts, [batch_of(99)], CPU, built.meshes.data_group).item())
+    return losses, [parameter.full_tensor() for parameter in built.optimizers.parameters]
 
 
 def learn_both_ways(*args: Any, **kwargs: Any) -> list[tuple[list[float], list[Tensor]]]:
@@ -154,7 +154,7 @@ def peaks() -> dict[str, int]:
         run = recipe(overlap, "alltoall", PrecisionConfig("fp32", "fp32", "fp32"))
         deep = replace(run, parallel=replace(run.parallel, ep=1), model=replace(run.model, num_layers=12))
         built = assemble(deep, CPU)
-        args = built.model, Batch(tokens, tokens, None), torch.tensor(0.1)
+        args = Batch(tokens, tokens, None), torch.tensor(0.1)
         built.step.step.forward_backward(*args)  # lays out the gradients
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             built.step.step.forward_backward(*args)

@@ -18,7 +18,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.fsdp import is_unsharded
 from titan_moe.parallel.unsharded_experts import CastCache, caching_casts, use_unsharded_experts
 from titan_moe.plan.memory import experts_are_unsharded
-from titan_moe.train.step import run_microbatch
+from titan_moe.train.forward_backward import run_microbatch
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
-from titan_moe.train.build import build_model, build_on_meta, delays_weight_grads
+from titan_moe.train.build import build_on_meta, build_parts, delays_weight_grads
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -81,7 +81,7 @@ def build(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> nn.M
 def test_the_recipe_says_who_adds_the_gradients_of_whole_experts(backend: str, one_rank: Meshes) -> None:
     words = ["--run.device=auto", "--precision.compute=bf16", f"--perf.override.gradients={backend}"]
     recipe = load_recipe(Path(__file__).with_name("tiny.toml"), words)
-    model = build_model(recipe, one_rank, torch.device("cpu"), ExpertCapacity())
+    (model,) = build_parts(recipe, one_rank, torch.device("cpu"), ExpertCapacity())
     layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     assert layers and all(experts.local.accumulate is ACCUMULATE[backend] for experts in layers)
 

@@ -42,7 +42,7 @@ def batch() -> Batch:
 
 
 def loss(run: Assembly) -> float:
-    return validation_loss(run.model, [batch()], CPU, run.meshes.data_group).item()
+    return validation_loss(run.parts, [batch()], CPU, run.meshes.data_group).item()
 
 
 def change(parameters: list[nn.Parameter]) -> None:
@@ -55,11 +55,11 @@ def change(parameters: list[nn.Parameter]) -> None:
 def evaluate_twice(recipe: Recipe) -> dict[str, Any]:
     """Losses before and after a change of the weights, and one of a model that was evaluated after it only."""
     run, fresh = assemble(recipe, CPU), assemble(recipe, CPU)
-    parameters = list(run.model.parameters())
+    parameters = run.optimizers.parameters
     before = loss(run)
-    is_sharded = all(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+    is_sharded = all(isinstance(parameter, DTensor) for parameter in run.optimizers.parameters)
     change(parameters)
-    change(list(fresh.model.parameters()))
+    change(fresh.optimizers.parameters)
     return {"before": before, "after": loss(run), "fresh": loss(fresh), "is_sharded": is_sharded}
 
 

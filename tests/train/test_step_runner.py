@@ -21,7 +21,6 @@ from titan_moe.data.packing import Batch
 from titan_moe.dispatch import capacity
 from titan_moe.train import step_runner
 from titan_moe.train.build import assemble
-from titan_moe.train.step import forward_backward
 
 SEQUENCES, TOKENS, STEPS = 8, 8, 7
 RECIPE = Recipe(
@@ -77,9 +76,9 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[
     is_poisoned = False
 
     def run_batch(*args: Any) -> Tensor:
-        loss = forward_backward(*args)
+        loss = run.step.step.forward_backward(*args)
         if is_poisoned:
-            next(run.model.parameters()).grad.mul_(float("inf"))
+            run.optimizers.parameters[0].grad.mul_(float("inf"))
         return loss
 
     step = run.step.step if poisoned_step < 0 else replace(run.step.step, forward_backward=run_batch)
@@ -97,8 +96,8 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[
         "norms": norms,
         "reruns": reruns,
         "skipped": int(result.num_skipped),
-        "weights": {name: whole(p).detach() for name, p in run.model.named_parameters()},
-        "biases": [buffer for name, buffer in run.model.named_buffers() if name.endswith("expert_bias_E")],
+        "weights": {name: whole(p).detach() for part in run.parts for name, p in part.named_parameters()},
+        "biases": [router.expert_bias_E for router in run.step.step.balancer.routers.values()],
         "moments": moments,
         "lr": run.schedule.lr,
     }

@@ -31,6 +31,11 @@ class Batch(NamedTuple):
         """Copy to a device; to a GPU from pinned memory, without waiting."""
         return Batch(*(None if x is None else _to(x, device) for x in self))
 
+    def split(self) -> "list[Batch]":
+        """A batch of one microbatch after the other."""
+        pieces = ([None] * len(self.tokens_MBN) if x is None else x.split(1) for x in self)
+        return [Batch(*one) for one in zip(*pieces, strict=True)]
+
     def microbatches(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Tokens, labels and document ids [B, N] of one microbatch after the other."""
         documents = [None] * len(self.tokens_MBN) if self.document_ids_MBN is None else self.document_ids_MBN

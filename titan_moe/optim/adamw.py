@@ -44,6 +44,11 @@ class Optimizers(OptimizersContainer):
     betas, epsilon and decay are not saved: a resumed run obeys its recipe.
     """
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that are updated, in the order of the model."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
     def step(self, *, found_inf: Tensor | None = None, grad_factor: Tensor | None = None) -> None:
         """Update every parameter that has a gradient, without a word from the host to the device or back.
 

@@ -10,8 +10,9 @@ from titan_moe.layers.router import TopKRouter
 class ExpertBalancer:
     """Collects what the routers booked during a step, and moves their biases."""
 
-    def __init__(self, model: nn.Module, bias_update_speed: float, group: dist.ProcessGroup) -> None:
-        self.routers = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
+    def __init__(self, parts: list[nn.Module], bias_update_speed: float, group: dist.ProcessGroup) -> None:
+        modules = ((name, module) for part in parts for name, module in part.named_modules())
+        self.routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
         self.bias_update_speed, self.group = bias_update_speed, group
 
     def start(self, scale: Tensor) -> None:

@@ -2,18 +2,18 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe, RecipeError
-from titan_moe.config.parallel import ParallelConfig, resolve
-from titan_moe.data.packing import Batch
+from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
 from titan_moe.memory import recompute
@@ -23,10 +23,10 @@ from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.parallel import expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
-from titan_moe.parallel.overlap import forward_backward_interleaved
 from titan_moe.parallel.shards import local_slice
 from titan_moe.titan import OptimizersContainer
-from titan_moe.train.step import TrainStep, forward_backward, forward_backward_gathered
+from titan_moe.train.forward_backward import build_forward_backward
+from titan_moe.train.step import TrainStep
 from titan_moe.train.step_runner import StepRunner
 
 
@@ -34,7 +34,8 @@ class Assembly(NamedTuple):
     """What turns batches into weights on this rank."""
 
     meshes: Meshes
-    model: nn.Module
+    parts: list[nn.Module]
+    """What of the model this rank computes: all of it, or a few pieces of a pipeline."""
     optimizers: OptimizersContainer
     schedule: Schedules
     step: StepRunner
@@ -44,9 +45,9 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     """Build model, optimizer and step of a recipe; the process group must exist."""
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
     capacity = ExpertCapacity(recipe.parallel.expert_rank_capacity_factor, device)
-    model = build_model(recipe, meshes, device, capacity)
+    parts = build_parts(recipe, meshes, device, capacity)
     optimizers = build_optimizer(
-        [model],
+        parts,
         recipe.optim,
         kind=recipe.perf.optimizer,
         moments=fsdp.DTYPES[recipe.precision.moments_dtype],
@@ -54,19 +55,39 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         capturable=recipe.compile.cudagraph == "step",
     )
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
-    balancer = ExpertBalancer(model, recipe.model.moe.bias_update_speed, meshes.data_group)
-    run_batch = _forward_backward(recipe.parallel)
+    balancer = ExpertBalancer(parts, recipe.model.moe.bias_update_speed, meshes.data_group)
     num_skipped = torch.zeros((), dtype=torch.int64, device=device)
     step = TrainStep(
-        model, optimizers, balancer, capacity, recipe.optim.max_grad_norm, meshes.data_group, num_skipped, run_batch
+        build_forward_backward(parts, recipe.parallel),
+        optimizers,
+        balancer,
+        capacity,
+        recipe.optim.max_grad_norm,
+        meshes.data_group,
+        num_skipped,
     )
-    return Assembly(meshes, model, optimizers, schedule, StepRunner(step, schedule, recipe.compile.cudagraph))
+    return Assembly(meshes, parts, optimizers, schedule, StepRunner(step, schedule, recipe.compile.cudagraph))
 
 
-def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> nn.Module:
-    """Build, spread, compile and initialise the model of a recipe on this rank."""
+def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> list[nn.Module]:
+    """Build, spread, compile and initialise what this rank computes of the model of a recipe."""
     model = build_on_meta(recipe)
     memory = symm_memory.share_memory(model, recipe, meshes, device)
+    parts = [model]  # pipelines cut here, before sharding: a rank shards only what it keeps
+    for part in parts:
+        _transform(part, recipe, meshes, device, capacity, memory)
+    return parts
+
+
+def _transform(
+    model: nn.Module,
+    recipe: Recipe,
+    meshes: Meshes,
+    device: torch.device,
+    capacity: ExpertCapacity,
+    memory: SymmMemory | None,
+) -> None:
+    """Apply every transform to a model, or a part of one, that is on the meta device."""
     expert.apply(model, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP looks
     regional.apply(model, recipe.compile, device)  # blocks or pieces, so that FSDP's hooks stay outside the graphs
     if recipe.profile.start_step:
@@ -87,7 +108,6 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: 
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
     if recipe.train.forced_routing:
         force_routing(model, recipe, device)
-    return model
 
 
 def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
@@ -97,12 +117,6 @@ def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
     has_own_order = recomputes or regional.spans_blocks(recipe.compile, device)
     is_fused = recipe.perf.chosen_kernels.experts == "fused"
     return recipe.parallel.overlap == "microbatch" and is_fused and not has_clones and not has_own_order
-
-
-def _forward_backward(parallel: ParallelConfig) -> Callable[[nn.Module, Batch, Tensor], Tensor]:
-    if parallel.overlap == "microbatch":
-        return forward_backward_interleaved
-    return forward_backward_gathered if parallel.accumulate_unsharded else forward_backward
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

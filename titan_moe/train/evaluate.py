@@ -13,23 +13,26 @@ from titan_moe.parallel import fsdp
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(parts: list[nn.Module]) -> Iterator[None]:
     """Put a model's dropout and the like to rest for a while; nothing of it stays gathered afterwards."""
-    model.eval()
+    for part in parts:
+        part.eval()
     try:
         yield
     finally:
-        model.train()
-        fsdp.reshard_all(model)
+        for part in parts:
+            part.train()
+            fsdp.reshard_all(part)
 
 
 @torch.no_grad()
 def validation_loss(
-    model: nn.Module, batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup
+    parts: list[nn.Module], batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup
 ) -> Tensor:
     """Mean cross entropy over the label tokens of all ranks' batches; every rank must bring equally many batches."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    with evaluating(model):
+    (model,) = parts  # several are a pipeline's, whose schedule runs them
+    with evaluating(parts):
         for batch in batches:
             for tokens_BN, labels_BN, document_ids_BN in batch.to(device).microbatches():
                 total[0] += model(tokens_BN, labels_BN, document_ids_BN)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,8 @@ from torch.distributed.tensor import DTensor
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
-from titan_moe.train.step import StepResult, TrainStep, run_microbatch
+from titan_moe.train.forward_backward import ForwardBackward
+from titan_moe.train.step import StepResult, TrainStep
 
 logger = logging.getLogger("titan_moe")
 
@@ -51,7 +51,7 @@ class StepRunner:
             captured = Captured(self.step, recorder)
             self.replay, self.release = captured, captured.release
         else:
-            microbatches = CapturedMicrobatches(recorder)
+            microbatches = CapturedMicrobatches(self.step.forward_backward, self.step.optimizers.parameters, recorder)
             self.replay = replace(self.step, forward_backward=microbatches)
             self.release = microbatches.release
 
@@ -98,29 +98,25 @@ class CapturedMicrobatches:
     step; a parameter that the loss does not reach has a gradient of zero, not none.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, forward_backward: ForwardBackward, parameters: list[nn.Parameter], recorder: Recorder) -> None:
+        self.parameters = parameters
         self.gradients: list[Tensor] = []
-        self.captured: Captured | None = None
+        self.captured = Captured(forward_backward, recorder)
 
-    def __call__(self, model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
-        self._lay_out_gradients(model)
-        if self.captured is None:
-            self.captured = Captured(partial(run_microbatch, model), self.recorder)
-        losses = [self.captured(microbatch, scale).clone() for microbatch in batch.microbatches()]
+    def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
+        self._allocate_gradients()
+        losses = [self.captured(microbatch, scale).clone() for microbatch in batch.split()]
         return torch.stack(losses).sum()
 
     def release(self) -> None:
         """Give the graph's memory and the gradients back."""
         self.gradients = []
-        if self.captured is not None:
-            self.captured.release()
+        self.captured.release()
 
-    def _lay_out_gradients(self, model: nn.Module) -> None:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.gradients = self.gradients or [torch.zeros_like(parameter) for parameter in parameters]
+    def _allocate_gradients(self) -> None:
+        self.gradients = self.gradients or [torch.zeros_like(parameter) for parameter in self.parameters]
         torch._foreach_zero_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.gradients])
-        for parameter, gradient in zip(parameters, self.gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
 
 

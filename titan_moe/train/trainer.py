@@ -83,9 +83,9 @@ class Trainer:
             self._announce()
         self.recipe = recipe = resolve_kernels(recipe, device)
         torch.manual_seed(recipe.run.seed)
-        self.meshes, self.model, optimizers, self.schedule, self.step = assemble(recipe, device)
+        self.meshes, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # a model's dropout: other data, other draws
-        if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
+        if recipe.metrics.sample_tokens and not all(hasattr(part, "generate") for part in self.parts):
             way_out = "add it, or set metrics.sample_tokens = 0"
             raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`; {way_out}'])
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
@@ -94,7 +94,7 @@ class Trainer:
             )
         self.progress = Progress()
         self.checkpointer = Checkpointer(
-            recipe.checkpoint, self.run_folder, [self.model], optimizers, self.schedule, self.loader, self.progress
+            recipe.checkpoint, self.run_folder, self.parts, optimizers, self.schedule, self.loader, self.progress
         )
         self.meter = Meter(
             recipe,
@@ -201,7 +201,7 @@ class Trainer:
     def _validate(self) -> Tensor:
         batches = self.loader.validation_batches()
         with self.step.step.capacity.unbounded():
-            return validation_loss(self.model, batches, self.device, self.meshes.data_group)
+            return validation_loss(self.parts, batches, self.device, self.meshes.data_group)
 
     def _write_sample(self) -> None:
         """Let the model continue a held-out prompt. Every rank takes part, the main one prints."""
@@ -209,8 +209,9 @@ class Trainer:
         tokens_MBN = next(iter(self.loader.validation_batches())).tokens_MBN
         prompt_BN = tokens_MBN[0, :1, :SAMPLE_PROMPT_TOKENS].to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
-        with evaluating(self.model), self.step.step.capacity.unbounded():
-            tokens_BN = self.model.generate(
+        (model,) = self.parts
+        with evaluating(self.parts), self.step.step.capacity.unbounded():
+            tokens_BN = model.generate(
                 prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
             )
         if self.is_main:
