@@ -5,9 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.parallel.grads import clip_factor, grad_norm
+from titan_moe.parallel.mesh import Meshes, build_meshes
+
+
+def meshes_of(parallel: ParallelConfig) -> Meshes:
+    return build_meshes(resolve(parallel, dist.get_world_size()), torch.device("cpu"))
 
 
 def clip(dtype: torch.dtype, max_norm: float) -> dict[str, Any]:
@@ -18,7 +26,7 @@ def clip(dtype: torch.dtype, max_norm: float) -> dict[str, Any]:
         parameter.grad = torch.randn(parameter.shape).to(dtype)
     exact = torch.cat([parameter.grad.double() for parameter in parameters]).norm()
     frozen = nn.Parameter(torch.zeros(3))
-    norm = grad_norm([*parameters, frozen], dist.group.WORLD)
+    norm = grad_norm([*parameters, frozen], meshes_of(ParallelConfig()))
     factor = clip_factor(norm, max_norm)
     after = torch.cat([(parameter.grad * factor).to(dtype).double() for parameter in parameters]).norm()
     return {"norm": norm.item(), "exact": exact.item(), "after": after.item()}
@@ -30,6 +38,53 @@ def test_every_gradient_counts_once_and_exactly(ranks, num_ranks: int, dtype: to
     for seen in ranks(num_ranks, clip, dtype, 1.0):
         assert seen["norm"] == pytest.approx(seen["exact"], rel=1e-6)
         assert seen["after"] == pytest.approx(1.0, rel=5e-3 if dtype == torch.bfloat16 else 1e-5)
+
+
+def spread(value: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Parameter:
+    """A parameter whose gradient is this rank's part of `value`, which all ranks of the mesh know."""
+    part = value
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            part = part.chunk(mesh.shape[axis], placement.dim)[mesh.get_local_rank(axis)]
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros_like(part), mesh, placements, run_check=False))
+    parameter.grad = DTensor.from_local(part, mesh, placements, run_check=False)
+    return parameter
+
+
+def norm_on_meshes(parallel: ParallelConfig) -> tuple[float, float]:
+    """The norm of gradients that lie on dense and expert meshes, and on none; and that of the whole gradients."""
+    meshes = meshes_of(parallel)
+    generator = torch.Generator().manual_seed(meshes.dense.get_local_rank("pp"))
+    dense, expert, copied = torch.randn(3, 8, 4, generator=generator, dtype=torch.float64)
+    replicated = [Replicate()] * (meshes.dense_fsdp.ndim - 1)
+    plain = nn.Parameter(torch.zeros_like(copied))
+    plain.grad = copied
+    experts = meshes.expert["edp", "ep"]
+    parameters = [
+        spread(dense, meshes.dense_fsdp, [*replicated, Shard(0)]),
+        spread(expert, experts, [Shard(1), Shard(0)]),
+        plain,
+    ]
+    square = torch.stack([dense, expert, copied]).square().sum()
+    every_stage = [torch.zeros_like(square) for _ in range(dist.get_world_size())]
+    dist.all_gather(every_stage, square)
+    exact = (torch.stack(every_stage).sum() / meshes.stage_group.size()).sqrt()
+    return grad_norm(parameters, meshes).item(), exact.item()
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(ParallelConfig(ep=2), id="dp4-ep2"),
+        pytest.param(ParallelConfig(dp_replicate=2, ep=2), id="hsdp2x2-ep2"),
+        pytest.param(ParallelConfig(tp=2, ep=4), id="dp2-tp2-ep4"),
+        pytest.param(ParallelConfig(cp=2, ep=2), id="dp2-cp2-ep2"),
+        pytest.param(ParallelConfig(pp=2, ep=2), id="pp2-dp2-ep2"),
+    ],
+)
+def test_a_shard_counts_once_on_every_layout(ranks: Any, parallel: ParallelConfig) -> None:
+    seen = ranks(4, norm_on_meshes, parallel)
+    assert seen == [(pytest.approx(seen[0][1], rel=1e-12),) * 2] * 4
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1e6])

@@ -4,6 +4,7 @@ Dense `(pp, dp_replicate, dp_shard, cp, tp)` for attention and everything else, 
 etp)` for the routed experts. Only `pp` must agree; moving from one view to the other is a reshape, no message.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,12 @@ class Meshes:
     """All ranks, axes pp, dp_replicate, dp_shard, cp, tp."""
     expert: DeviceMesh
     """All ranks, axes pp, edp_replicate, edp, ep, etp."""
+    data_group: dist.ProcessGroup
+    """The ranks among which every token of a step lies once: dp_replicate, dp_shard and cp. Losses and label tokens are
+    summed over them."""
+    stage_group: dist.ProcessGroup
+    """The ranks that compute the same layers, all that share a pp coordinate. Each brings other tokens to the MoE
+    layers, so expert counts are summed over them."""
 
     @property
     def dense_fsdp(self) -> DeviceMesh:
@@ -39,24 +46,40 @@ class Meshes:
         return self.expert["ep"]
 
     @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks that bring distinct tokens: all of them, while pp, cp and tp are one."""
+    def world_group(self) -> dist.ProcessGroup:
+        """All ranks. The gradient norm is summed over them, and they agree on whether a step counts."""
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
     @property
     def data_rank(self) -> int:
-        """Which slice of every step's sequences this rank takes."""
-        return dist.get_rank(self.data_group)
+        """Which slice of every step's sequences this rank takes: ranks that differ in cp, tp or pp alone take the
+        same."""
+        replicate, shard = (self.dense.get_local_rank(axis) for axis in ("dp_replicate", "dp_shard"))
+        return replicate * self.sizes.dp_shard + shard
 
 
 def build_meshes(sizes: ParallelSizes, device: torch.device) -> Meshes:
     """Fold the world into its two views; the process group must exist."""
     world = init_device_mesh(device.type, (sizes.world,), mesh_dim_names=("world",))
-    dense = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
-    expert = (sizes.pp, sizes.dp_replicate, sizes.edp, sizes.ep, sizes.etp)
-    return Meshes(
-        sizes,
-        world._unflatten(0, dense, ("pp", "dp_replicate", "dp_shard", "cp", "tp")),
-        world._unflatten(0, expert, ("pp", "edp_replicate", "edp", "ep", "etp")),
-    )
+    dense_sizes = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
+    expert_sizes = (sizes.pp, sizes.dp_replicate, sizes.edp, sizes.ep, sizes.etp)
+    dense = world._unflatten(0, dense_sizes, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+    expert = world._unflatten(0, expert_sizes, ("pp", "edp_replicate", "edp", "ep", "etp"))
+    data, stage = ("dp_replicate", "dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp", "tp")
+    return Meshes(sizes, dense, expert, _group(dense, data), _group(dense, stage))
+
+
+def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
+    """The ranks that differ from this one in some of the axes and in no other.
+
+    A communicator costs memory on every GPU: where these ranks are the world, or those of a single axis, it is that
+    group.
+    """
+    long = tuple(axis for axis in axes if mesh[axis].size() > 1)
+    if math.prod(mesh[axis].size() for axis in long) == mesh.size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    if len(long) > 1:
+        return mesh[long]._flatten().get_group()
+    return mesh.get_group(long[0] if long else axes[0])

@@ -55,7 +55,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         capturable=recipe.compile.cudagraph == "step",
     )
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
-    balancer = ExpertBalancer(parts, recipe.model.moe.bias_update_speed, meshes.data_group)
+    balancer = ExpertBalancer(parts, recipe.model.moe.bias_update_speed, meshes.stage_group)
     num_skipped = torch.zeros((), dtype=torch.int64, device=device)
     step = TrainStep(
         build_forward_backward(parts, recipe.parallel),
@@ -63,7 +63,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         balancer,
         capacity,
         recipe.optim.max_grad_norm,
-        meshes.data_group,
+        meshes,
         num_skipped,
     )
     return Assembly(meshes, parts, optimizers, schedule, StepRunner(step, schedule, recipe.compile.cudagraph))

@@ -15,6 +15,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.optim.adamw import Optimizers
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import clip_factor, grad_norm
+from titan_moe.parallel.mesh import Meshes
 from titan_moe.profile.region import region
 from titan_moe.train.forward_backward import ForwardBackward
 
@@ -43,7 +44,7 @@ class TrainStep:
     balancer: ExpertBalancer
     capacity: ExpertCapacity
     max_grad_norm: float
-    group: dist.ProcessGroup
+    meshes: Meshes
     num_skipped: Tensor
 
     def __call__(self, batch: Batch) -> StepResult:
@@ -51,11 +52,13 @@ class TrainStep:
         self.balancer.start(scale)
         self.capacity.reset()
         loss = self.forward_backward(batch, scale)
-        sums = torch.stack([loss, self.balancer.aux_loss(loss), self.capacity.overflowed.to(loss.dtype)])
-        dist.all_reduce(sums, group=self.group)
-        has_overflowed = sums[2] > 0
+        losses = torch.stack([loss, self.balancer.aux_loss(loss)])
+        dist.all_reduce(losses, group=self.meshes.data_group)
+        num_overflowed = self.capacity.overflowed.float()
+        dist.all_reduce(num_overflowed, group=self.meshes.world_group)
+        has_overflowed = num_overflowed > 0
         with region("clip"):
-            norm = grad_norm(self.optimizers.parameters, self.group)
+            norm = grad_norm(self.optimizers.parameters, self.meshes)
         skips_update = has_overflowed | ~norm.isfinite()
         tokens_per_expert = self.balancer.finish(skips_update)
         with region("optimizer"):
@@ -63,10 +66,10 @@ class TrainStep:
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
         self.num_skipped.add_(skips_update & ~has_overflowed)
-        return StepResult(sums[0], sums[1], norm, tokens_per_expert, has_overflowed, self.num_skipped)
+        return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, self.num_skipped)
 
     def count_labels(self, batch: Batch) -> Tensor:
         """Label tokens of all ranks' batches, at least one, on the device."""
         count = (batch.labels_MBN != IGNORE_LABEL).sum().double()
-        dist.all_reduce(count, group=self.group)
+        dist.all_reduce(count, group=self.meshes.data_group)
         return count.clamp(min=1)
