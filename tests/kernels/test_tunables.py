@@ -151,7 +151,7 @@ def test_the_router_is_timed_as_its_layer_runs_it(overrides: str) -> None:
 def test_the_rotation_is_timed_as_its_layer_runs_it() -> None:
     config, tunable, _ = model_of("rotary", "")
     for backend, norm_and_rotate in tunable.candidates.items():
-        assert GroupedQueryAttention(config, Kernels(rotary=backend)).norm_and_rotate is norm_and_rotate
+        assert GroupedQueryAttention(config, Kernels(rotary=backend)).qk_norm_rope.norm_and_rotate is norm_and_rotate
 
 
 def test_the_head_is_timed_as_its_layer_runs_it() -> None:

@@ -1,5 +1,8 @@
 """Attention against one softmax a document and head; documents must not see each other."""
 
+from copy import deepcopy
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,6 +83,43 @@ def test_the_future_is_hidden(config: AttentionConfig) -> None:
     before, after = attention(x_BND, context), attention(other_BND, context)
     torch.testing.assert_close(before[:, :7], after[:, :7], atol=1e-14, rtol=0)
     assert (before[:, 7:] - after[:, 7:]).abs().amin(-1).min() > 1e-6
+
+
+def halves(weight: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+    """A weight of several parts, each cut into a half for each of two ranks."""
+    return [
+        torch.cat(half, dim) for half in zip(*(part.chunk(2, dim) for part in weight.split(sizes, dim)), strict=True)
+    ]
+
+
+def ranks_of(whole: nn.Module, sizes: dict[str, list[int]]) -> list[nn.Module]:
+    """Two copies with half of the heads each, as tensor parallelism cuts them; the output's columns are cut too."""
+    cut = {name: halves(whole.get_parameter(name), parts, 0) for name, parts in sizes.items()}
+    cut["out.weight"] = halves(whole.out.weight, [whole.out.in_features], 1)
+    copies = [deepcopy(whole) for _ in range(2)]
+    for rank, copy in enumerate(copies):
+        for name, weights in cut.items():
+            owner, _, attribute = name.rpartition(".")
+            setattr(copy.get_submodule(owner), attribute, nn.Parameter(weights[rank]))
+    return copies
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        pytest.param(GQA, {"qkv.weight": [32, 16, 16], "qkv.bias": [32, 16, 16]}, id="gqa"),
+        pytest.param(replace(GQA, qk_norm=False), {"qkv.weight": [32, 16, 16], "qkv.bias": [32, 16, 16]}, id="no norm"),
+        pytest.param(MLA, {"q_up.weight": [40], "kv_up.weight": [44]}, id="mla"),
+    ],
+)
+def test_heads_are_counted_in_the_weights(config: AttentionConfig, sizes: dict[str, list[int]]) -> None:
+    attention, x_BND = built(config), torch.randn(3, 12, 16, dtype=torch.float64)
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter)  # biases and norms that are zero and one would hide a wrong cut
+    context = Context(*rope_tables(config, 12, x_BND.device), own_document_only())
+    parts = [rank(x_BND, context) for rank in ranks_of(attention, sizes)]
+    assert all(part.abs().amin() > 0 for part in parts)
+    torch.testing.assert_close(parts[0] + parts[1], attention(x_BND, context), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", [*BACKENDS, "flex"])

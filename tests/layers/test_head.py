@@ -40,4 +40,5 @@ def test_the_loss_is_that_of_the_logits() -> None:
     x_TD, labels_T = torch.randn(10, 8), torch.randint(24, (10,))
     labels_T[3] = IGNORE_LABEL
     expected = torch.nn.functional.cross_entropy(head(x_TD), labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
-    torch.testing.assert_close(head.loss(x_TD, labels_T), expected)
+    torch.testing.assert_close(head(x_TD, labels_T), expected)
+    assert torch.equal(head(x_TD.view(2, 5, 8), labels_T.view(2, 5)), head(x_TD, labels_T))

@@ -42,6 +42,20 @@ def test_fused_it_keeps_no_activation(kind: type, device: str) -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
+def test_its_width_is_that_of_the_weights() -> None:
+    """A tensor-parallel rank has some columns of gate and up, and the rows of down that read them."""
+    torch.manual_seed(0)
+    whole, x_TD = MLP(WIDTH, HIDDEN), torch.randn(TOKENS, WIDTH)
+    parts = []
+    for rank in range(2):
+        part = MLP(WIDTH, HIDDEN)
+        gate, up = (x.chunk(2)[rank] for x in whole.gate_up.weight.chunk(2))
+        part.gate_up.weight = torch.nn.Parameter(torch.cat([gate, up]))
+        part.down.weight = torch.nn.Parameter(whole.down.weight.chunk(2, dim=1)[rank])
+        parts.append(part(x_TD))
+    torch.testing.assert_close(parts[0] + parts[1], whole(x_TD))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_frozen_projection_costs_no_gemm(device: str) -> None:
     mlp = MLP(WIDTH, HIDDEN, PRESETS["fused"]).to(device)

@@ -1,5 +1,7 @@
 """The model writes: greedily, or drawing from what it believes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,36 @@ def test_one_seed_writes_one_text(model: Transformer, prompt_BN: torch.Tensor) -
         return model.generate(prompt_BN, 12, temperature=1.0, generator=generator).tolist()
 
     assert write(1) == write(1) != write(2)
+
+
+MLA = AttentionConfig(kind="mla", num_heads=2, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+SHARED = replace(CONFIG.moe, shared_ffn_hidden_size=8, shared_expert_gate=True, latent_size=8)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(
+            CONFIG,
+            num_dense_layers=1,
+            ffn_hidden_size=16,
+            attention=replace(CONFIG.attention, qk_norm=True, qkv_bias=True),
+        ),
+        replace(CONFIG, attention=replace(MLA, q_lora_rank=8), moe=SHARED),
+        replace(CONFIG, embeddings_are_tied=True),
+    ],
+    ids=["gqa", "mla", "tied"],
+)
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_a_weight_is_read_by_the_forward_of_its_own_module(config: ModelConfig, has_labels: bool) -> None:
+    """So that a transform of the module reaches it, and hooks around the module see all that is done with it."""
+    model, seen = Transformer(config), set()
+    owners = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
+    for name, module in owners.items():
+        module.register_forward_hook(lambda *_, name=name: seen.add(name))
+    tokens_BN = torch.arange(10).view(2, 5)
+    model(tokens_BN, tokens_BN if has_labels else None)
+    assert len(owners) > 10 and seen == owners.keys()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

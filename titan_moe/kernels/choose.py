@@ -8,6 +8,7 @@ from functools import cache
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_loop
+from titan_moe.kernels.experts.swiglu_down import SwiGLUDown, fused_swiglu_down, swiglu_down_reference
 from titan_moe.kernels.loss.cross_entropy import CrossEntropy, linear_cross_entropy
 from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy
 from titan_moe.kernels.optim.accumulate import Accumulate, accumulate, accumulate_reference
@@ -24,6 +25,11 @@ ROUTE_TOKENS: dict[str, RouteTokens] = {"torch": route_tokens_reference, "triton
 NORM_AND_ROTATE = {"torch": norm_and_rotate_in_torch, "triton": norm_and_rotate}
 CROSS_ENTROPY: dict[str, CrossEntropy] = {"torch": linear_cross_entropy, "triton": fused_cross_entropy}
 ACCUMULATE: dict[str, Accumulate] = {"torch": accumulate_reference, "triton": accumulate}
+SWIGLU_DOWN: dict[str, SwiGLUDown] = {
+    "grouped_mm": swiglu_down_reference,
+    "reference": swiglu_down_reference,
+    "fused": fused_swiglu_down,
+}
 GROUPED_GEMM = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}
 
 

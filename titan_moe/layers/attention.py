@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
-from titan_moe.kernels.choose import NORM_AND_ROTATE
 from titan_moe.layers.mask import Mask
+from titan_moe.layers.qk_norm_rope import QKNormRope
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -79,25 +79,12 @@ class GroupedQueryAttention(nn.Module):
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         a = config.attention
-        self.norm_and_rotate = NORM_AND_ROTATE[kernels.rotary]
-        self.num_kv_heads, self.scale = a.num_kv_heads, a.head_dim**-0.5
-        self.is_interleaved, self.norm_eps = a.rope_is_interleaved, config.norm_eps
+        self.scale = a.head_dim**-0.5
         self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)
-        self.q_norm = nn.RMSNorm(a.head_dim, config.norm_eps) if a.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(a.head_dim, config.norm_eps) if a.qk_norm else nn.Identity()
+        self.qk_norm_rope = QKNormRope(a, config.norm_eps, kernels.rotary)
         self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        q_weight_D, k_weight_D = (getattr(norm, "weight", None) for norm in (self.q_norm, self.k_norm))
-        q_BNHD, k_BNHD, v_BNHD = self.norm_and_rotate(
-            self.qkv(x_BND),
-            q_weight_D,
-            k_weight_D,
-            context.cos_NR,
-            context.sin_NR,
-            self.num_kv_heads,
-            self.norm_eps,
-            self.is_interleaved,
-        )
+        q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), context.cos_NR, context.sin_NR)
         return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

@@ -1,6 +1,6 @@
 """The output head and its loss.
 
-T tokens · D model width · V vocabulary
+D model width · V vocabulary
 """
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from titan_moe.kernels.loss.cross_entropy import CrossEntropy
 
 
 class LanguageModelHead(nn.Linear):
-    """Logits, or the summed cross entropy without ever holding all logits.
+    """Logits or, with labels, their summed cross entropy without ever holding all logits.
 
     `cross_entropy` is the loss as `backend` makes it; the same with compiled parts may sit there.
     """
@@ -21,6 +21,8 @@ class LanguageModelHead(nn.Linear):
         self.loss_chunk_tokens = loss_chunk_tokens
         self.cross_entropy: CrossEntropy = CROSS_ENTROPY[backend]
 
-    def loss(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
-        """Loss summed over labelled tokens: [T, D], int64 [T] -> scalar, fp32 or wider."""
-        return self.cross_entropy(x_TD, self.weight, labels_T, self.loss_chunk_tokens)
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """[..., D] -> logits [..., V], or with labels int64 [...] their summed loss: a scalar, fp32 or wider."""
+        if labels is None:
+            return super().forward(x)
+        return self.cross_entropy(x.flatten(0, -2), self.weight, labels.flatten(), self.loss_chunk_tokens)

@@ -15,6 +15,8 @@ from titan_moe.layers.rope import rotation, yarn_scale
 class MultiHeadLatentAttention(nn.Module):
     """Attention with low-rank keys and values; one small rotated key part is shared by all heads.
 
+    How many heads there are follows from the projections' width. A tensor-parallel rank has fewer.
+
     The rotation is PyTorch whatever `Kernels.rotary` says: no norm stands beside it, only two copies that must be made
     anyway, and a compiler can join all three.
     """
@@ -23,8 +25,7 @@ class MultiHeadLatentAttention(nn.Module):
         super().__init__()
         a, width = config.attention, config.hidden_size
         self.nope_dim, self.rope_dim, self.v_dim = a.qk_nope_head_dim, a.qk_rope_head_dim, a.v_head_dim
-        self.kv_lora_rank, self.num_heads = a.kv_lora_rank, a.num_heads
-        self.qk_dim = a.qk_nope_head_dim + a.qk_rope_head_dim
+        self.kv_lora_rank, self.qk_dim = a.kv_lora_rank, a.qk_nope_head_dim + a.qk_rope_head_dim
         self.scale = self.qk_dim**-0.5 * yarn_scale(a.yarn_factor, a.yarn_mscale_all_dim) ** 2
         self.rotate = rotation(a)
         if a.q_lora_rank:
@@ -40,12 +41,12 @@ class MultiHeadLatentAttention(nn.Module):
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        q_BNHD = self.q_up(self.q_norm(self.q_down(x_BND))).unflatten(-1, (self.num_heads, self.qk_dim))
+        q_BNHD = self.q_up(self.q_norm(self.q_down(x_BND))).unflatten(-1, (-1, self.qk_dim))
         q_nope, q_rope = q_BNHD.split([self.nope_dim, self.rope_dim], dim=-1)
         latent, k_rope = self.kv_down(x_BND).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        kv_BNHD = self.kv_up(self.kv_norm(latent)).unflatten(-1, (self.num_heads, -1))
+        kv_BNHD = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope, v_BNHD = kv_BNHD.split([self.nope_dim, self.v_dim], dim=-1)
         q_rope = self.rotate(q_rope, context.cos_NR, context.sin_NR)
-        k_rope = self.rotate(k_rope[:, :, None], context.cos_NR, context.sin_NR).expand(-1, -1, self.num_heads, -1)
+        k_rope = self.rotate(k_rope[:, :, None], context.cos_NR, context.sin_NR).expand(*k_nope.shape[:3], -1)
         q_BNHD, k_BNHD = torch.cat([q_nope, q_rope], dim=-1), torch.cat([k_nope, k_rope], dim=-1)
         return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

@@ -3,13 +3,11 @@
 D model width · F hidden width
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
-from titan_moe.kernels.experts.swiglu import swiglu
+from titan_moe.kernels.choose import SWIGLU_DOWN
 
 
 class MLP(nn.Module):
@@ -20,13 +18,24 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
-        self.swiglu_down = _fused() if kernels.experts == "fused" else _plain
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False)
-        self.down = nn.Linear(ffn_hidden_size, hidden_size, bias=False)
+        self.down = SwiGLUDown(ffn_hidden_size, hidden_size, kernels)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return self.swiglu_down(self.gate_up(x), self.down)
+        return self.down(self.gate_up(x))
+
+
+class SwiGLUDown(nn.Linear):
+    """The activation and the projection behind it, as one operation."""
+
+    def __init__(self, ffn_hidden_size: int, hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
+        super().__init__(ffn_hidden_size, hidden_size, bias=False)
+        self.swiglu_down = SWIGLU_DOWN[kernels.experts]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The pre-activations of gate and up, [..., 2F] -> [..., D]."""
+        return self.swiglu_down(hidden, self.weight)
 
 
 class GatedMLP(nn.Module):
@@ -52,13 +61,3 @@ class NoMLP(nn.Module):
 def add_shared(y_TD: Tensor, shared_TD: Tensor | None) -> Tensor:
     """Add the result of the shared experts to the routed experts'; None (`NoMLP`) costs no pass over memory."""
     return y_TD if shared_TD is None else y_TD + shared_TD
-
-
-def _plain(hidden: Tensor, down: nn.Linear) -> Tensor:
-    return down(swiglu(hidden))
-
-
-def _fused() -> Callable[[Tensor, nn.Linear], Tensor]:
-    from titan_moe.kernels.experts.swiglu_down import fused_swiglu_down
-
-    return lambda hidden, down: fused_swiglu_down(hidden, down.weight)

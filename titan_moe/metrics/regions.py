@@ -28,7 +28,7 @@ def apply(model: nn.Module) -> None:
         if isinstance(module, MoE):
             _mark_moe(module)
         elif isinstance(module, LanguageModelHead):
-            _mark(module, "head", "forward", "loss")
+            _mark(module, "head", "forward")
         elif isinstance(module, nn.Embedding):
             _mark(module, "embedding", "forward")
     for child in model.children():

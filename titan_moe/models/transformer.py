@@ -49,11 +49,7 @@ class Transformer(nn.Module):
         x_BND = self.embed(tokens_BN)
         for name, block in self.layers.items():
             x_BND = block(x_BND, contexts[name])
-        return self.head(self.norm(x_BND)) if labels_BN is None else self.loss(x_BND, labels_BN)
-
-    def loss(self, x_BND: Tensor, labels_BN: Tensor) -> Tensor:
-        """The summed loss of what the last block returns."""
-        return self.head.loss(self.norm(x_BND).flatten(0, 1), labels_BN.flatten())
+        return self.head(self.norm(x_BND), labels_BN)
 
     def contexts(self, tokens_BN: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
         """By layer; layers that window equally far share a mask, so that it is made once."""

@@ -124,7 +124,7 @@ class MicrobatchRun:
             return (h_BND + y_TD.unflatten(0, h_BND.shape[:2]),)
 
     def _head(self, layer: int, x_BND: Tensor) -> tuple[Tensor]:
-        return (self.model.loss(x_BND, self.labels_BN) * self.scale,)
+        return (self.model.head(self.model.norm(x_BND), self.labels_BN) * self.scale,)
 
     def _at(self, layer: int) -> Any:
         block = self.model.layers[str(layer)]

@@ -7,6 +7,7 @@ Kept for backward is the pre-activation alone: the activation is made anew in th
 reads all it needs anyway. The GEMMs are cuBLAS's, the pass is Triton's.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.experts.swiglu_backward import unrouted_swiglu_backward
 from titan_moe.kernels.registry import Kernel, Sample, register
+
+SwiGLUDown = Callable[[Tensor, Tensor], Tensor]
+"""Pre-activations [..., 2F] and weight [D, F] -> [..., D]."""
 
 
 def swiglu_down_reference(hidden_T2F: Tensor, weight_DF: Tensor) -> Tensor:
