@@ -18,7 +18,8 @@ from titan_moe.layers.rope import rope_tables
 class Transformer(nn.Module):
     """A language model whose blocks may be of any class with `Block`'s signature.
 
-    With labels, forward returns the summed loss and never holds all logits; without, it returns the logits.
+    With labels, forward returns the summed loss and never holds all logits; without, it returns the logits. A part of a
+    model (part.py) is of the same class and lacks embedding, blocks or head.
     """
 
     block_class: type[nn.Module] = Block
@@ -44,16 +45,20 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_BN: Tensor, labels_BN: Tensor | None = None, document_ids_BN: Tensor | None = None
     ) -> Tensor:
-        """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] their summed loss (fp32 or wider)."""
+        """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] their summed loss (fp32 or wider).
+
+        Without the embedding, hidden states [B, N, D] come for tokens; without the head, they are returned.
+        """
         contexts = self.contexts(tokens_BN, document_ids_BN)
         x_BND = self.embed(tokens_BN)
         for name, block in self.layers.items():
             x_BND = block(x_BND, contexts[name])
         return self.head(self.norm(x_BND), labels_BN)
 
-    def contexts(self, tokens_BN: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
-        """By layer; layers that window equally far share a mask, so that it is made once."""
-        attention, num_tokens, device = self.config.attention, tokens_BN.shape[1], tokens_BN.device
+    def contexts(self, x: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
+        """By layer, from tokens [B, N] or hidden states [B, N, D]. Layers with equal windows share a mask, so that it
+        is made once."""
+        attention, num_tokens, device = self.config.attention, x.shape[1], x.device
         tables = rope_tables(attention, num_tokens, device)
         windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
         shared: dict[int, Context] = {}

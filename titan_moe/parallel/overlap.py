@@ -1,6 +1,6 @@
 """Run a step by the schedule of plan/schedule.py: two microbatches at a time, each hiding the other's messages.
 
-Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gradients as_overrides by hand. What is kept at
+Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gradients reduced by hand. What is kept at
 once is little more than one microbatch's: a forward fills what the backward beside it frees.
 
 It pays where messages are slow beside compute, between nodes; inside a node `overlap = "tile"` hides more
