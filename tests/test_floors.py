@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "titan_moe"
 FLOORS = [
     {"config", "plan"},
-    {"kernels", "titan"},
+    {"kernels", "titan", "parameters"},
     {"dispatch", "checkpoint", "optim", "data", "profile"},
     {"layers"},
     {"models", "precision", "memory", "compile", "metrics"},

@@ -5,9 +5,10 @@ from itertools import combinations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.init import init_weights
 from titan_moe.models.transformer import Transformer
 
@@ -99,6 +100,20 @@ def test_spread_of_every_parameter(attention: AttentionConfig) -> None:
             assert parameter.abs().max() < 3.0001 * spread, name
             ends |= {end for end in RESIDUAL_ENDS if name.endswith(end)}
     assert ends == set(RESIDUAL_ENDS), "each kind of end was there"
+
+
+def test_biases_of_experts_start_at_zero() -> None:
+    class Experts(GroupedExperts):
+        def __init__(self) -> None:
+            super().__init__(4, 16, 8)
+            self.down_bias = nn.Parameter(torch.full((4, 16), torch.nan))
+
+    plain, biased = nn.ModuleDict({"experts": GroupedExperts(4, 16, 8)}), nn.ModuleDict({"experts": Experts()})
+    for model in (plain, biased):
+        init_weights(model, seed=1, std=STD, num_layers=LAYERS)
+    assert not biased.experts.down_bias.any()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(biased.get_parameter(name), parameter), "what is drawn beside it is what it was"
 
 
 def test_every_buffer_is_reset() -> None:

@@ -109,7 +109,8 @@ class ModelConfig:
     class_: str = "titan_moe.models.transformer:Transformer"
     """`package.module:Class` of the model, `class` in a recipe. It is called as `Class(model_config, kernels=...,
     loss_chunk_tokens=...)` and is most easily a subclass of the default; the module may lie in the working folder. Its
-    matrices start normal with `init_std`, its vectors at one, what is named `bias` at zero."""
+    matrices start normal with `init_std`, its vectors at one, what is named `bias` at zero, unless the class that owns
+    them says in `parameter_kinds` what they are."""
     name: str = "custom"
     """What the logs call this shape."""
     vocab_size: int = 256

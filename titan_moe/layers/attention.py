@@ -76,6 +76,8 @@ def _compiled_flex() -> Callable[..., Tensor]:
 class GroupedQueryAttention(nn.Module):
     """Attention whose key/value heads serve several query heads each; optional per-head query and key norms (Qwen3)."""
 
+    residual_ends = ("out.weight",)
+
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         a = config.attention

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titan_moe.dispatch.base import Exchange, Routed
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.parameters import ParameterKind
 
 
 class GroupedExperts(nn.Module):
@@ -24,6 +25,9 @@ class GroupedExperts(nn.Module):
     rows pass through it, so that its messages come after theirs. `delay` makes weights ready before the rows are
     there, where that hides something (kernels/delayed_weight_grads.py).
     """
+
+    parameter_kinds = {"gate_up": ParameterKind.EXPERT_MATRIX, "down": ParameterKind.EXPERT_MATRIX}
+    residual_ends = ("down",)
 
     def __init__(self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import Backend
 from titan_moe.kernels.choose import CROSS_ENTROPY
 from titan_moe.kernels.loss.cross_entropy import CrossEntropy
+from titan_moe.parameters import ParameterKind
 
 
 class LanguageModelHead(nn.Linear):
@@ -15,6 +16,8 @@ class LanguageModelHead(nn.Linear):
 
     `cross_entropy` is the loss as `backend` makes it; the same with compiled parts may sit there.
     """
+
+    parameter_kinds = {"weight": ParameterKind.HEAD}
 
     def __init__(self, hidden_size: int, vocab_size: int, loss_chunk_tokens: int, backend: Backend = "torch") -> None:
         super().__init__(hidden_size, vocab_size, bias=False)

@@ -13,10 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_moe.layers.experts import GroupedExperts
-
-RESIDUAL_ENDS = (".attention.out.weight", ".down.weight", ".experts.down", ".latent_up.weight")
-"""Projections that end a residual branch: their spread is divided by sqrt(2 · layers) (GPT-2)."""
+from titan_moe.parameters import ParameterKind, named_kinds, residual_ends
 
 
 class Slice(NamedTuple):
@@ -38,20 +35,24 @@ def init_weights(
 ) -> None:
     """Fill every parameter and buffer of a materialised model.
 
-    Matrices are normal with deviation `std`, clamped at three deviations; norms start at one, biases at zero.
-    `slice_of` finds what of a parameter lies on this rank.
+    Matrices are normal with deviation `std`, clamped at three deviations; norms start at one, biases at zero. The
+    deviation of matrices that end a residual branch is divided by sqrt(2 · layers) (GPT-2). `slice_of` finds what of a
+    parameter lies on this rank.
     """
-    experts = {name for name, module in model.named_modules() if isinstance(module, GroupedExperts)}
-    for name, parameter in model.named_parameters():
-        spread = std / math.sqrt(2 * num_layers) if name.endswith(RESIDUAL_ENDS) else std
+    ends = residual_ends(model)
+    for name, parameter, kind in named_kinds(model):
+        spread = std / math.sqrt(2 * num_layers) if name in ends else std
         values, offsets = slice_of(parameter)
-        if parameter.ndim == 1:
-            values.fill_(0.0 if name.endswith("bias") else 1.0)
-        elif name.rpartition(".")[0] in experts:
-            for expert, expert_values in enumerate(values, start=offsets[0]):
-                _draw(expert_values, parameter.shape[1:], offsets[1:], f"{seed}/{name}/{expert}", spread)
-        else:
-            _draw(values, parameter.shape, offsets, f"{seed}/{name}", spread)
+        match kind:
+            case ParameterKind.SCALE:
+                values.fill_(1.0)
+            case ParameterKind.BIAS:
+                values.zero_()
+            case ParameterKind.EXPERT_MATRIX:
+                for expert, expert_values in enumerate(values, start=offsets[0]):
+                    _draw(expert_values, parameter.shape[1:], offsets[1:], f"{seed}/{name}/{expert}", spread)
+            case _:
+                _draw(values, parameter.shape, offsets, f"{seed}/{name}", spread)
     for module in model.modules():
         reset = getattr(module, "reset_buffers", None)
         if reset is not None:

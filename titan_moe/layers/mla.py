@@ -21,6 +21,8 @@ class MultiHeadLatentAttention(nn.Module):
     anyway, and a compiler can join all three.
     """
 
+    residual_ends = ("out.weight",)
+
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         a, width = config.attention, config.hidden_size

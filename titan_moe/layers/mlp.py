@@ -16,6 +16,8 @@ class MLP(nn.Module):
     Where experts are fused, it keeps for backward what they keep: its input and the pre-activation.
     """
 
+    residual_ends = ("down.weight",)
+
     def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False)

@@ -32,6 +32,8 @@ class MoE(nn.Module):
         torch.Size([2, 16, 64])
     """
 
+    residual_ends = ("latent_up.weight",)
+
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
         moe, width = config.moe, config.moe.latent_size or config.hidden_size

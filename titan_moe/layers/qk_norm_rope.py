@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import Backend
 from titan_moe.config.model import AttentionConfig
 from titan_moe.kernels.choose import NORM_AND_ROTATE
+from titan_moe.parameters import ParameterKind
 
 
 class QKNormRope(nn.Module):
@@ -17,6 +18,8 @@ class QKNormRope(nn.Module):
     One module, because it is one operation: it owns the weights of both norms (none without `qk_norm`). How many heads
     there are follows from the projection's width. A tensor-parallel rank has fewer.
     """
+
+    parameter_kinds = {"q_norm_weight": ParameterKind.SCALE, "k_norm_weight": ParameterKind.SCALE}
 
     def __init__(self, config: AttentionConfig, eps: float, backend: Backend = "torch") -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from titan_moe.config.skew import WINDOW_TOKENS, skewed_counts
 from titan_moe.kernels.choose import ROUTE_TOKENS, ROUTER_LOGITS
 from titan_moe.kernels.router.routing import RoutingRule
 from titan_moe.layers.balance import LoadBalance
+from titan_moe.parameters import ParameterKind
 
 
 class ForcedTable:
@@ -82,6 +83,7 @@ class TopKRouter(nn.Module):
     are taken whatever the scores say, int64 [B, N, K], or to None, which lets the scores choose.
     """
 
+    parameter_kinds = {"weight": ParameterKind.ROUTER}
     expert_bias_E: Tensor
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
