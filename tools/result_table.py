@@ -59,7 +59,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
         "tokens a microbatch": f"{train.micro_batch_sequences * train.seq_len_tokens:,}",
         "microbatches": str(num_microbatches(recipe, num_ranks)),
         "recompute": recipe.memory.recompute,
-        "optimizer": f"{recipe.perf.optimizer}; master {p.master}, reduce {p.reduce}, moments {p.moments_dtype}",
+        "optimizer": f"{recipe.optim.kind}; master {p.master}, reduce {p.reduce}, moments {p.moments_dtype}",
         "routing": train.forced_routing or f"natural ({recipe.data.source})",
         "kernels": f"{recipe.perf.kernels}{differs}",
         "dispatcher": f"{recipe.parallel.dispatcher}, ep {recipe.parallel.ep}",

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer
 from titan_moe.config.train import CheckpointConfig, OptimConfig
-from titan_moe.optim.adamw import build_optimizer
+from titan_moe.optim.build import build_optimizer
 from titan_moe.optim.schedule import build_schedule
 
 TOTAL_STEPS = 8

@@ -108,7 +108,7 @@ BROKEN = {
         "--precision.compute=fp32 --precision.master=bf16",
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
-    "the optimizer knows its dtypes": ("--precision.moments=bf16", 'needs perf.optimizer = "fused"; take that'),
+    "the optimizer knows its dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; take that'),
     "the attention backend exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
     "FlexAttention knows the dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
     "blocks that compile whole read nothing on the host": (
@@ -200,14 +200,14 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         ("--precision.compute=fp64 --precision.master=fp64", 8, 'precision.compute = "fp64"'),
         ("--precision.compute=fp64 --precision.master=fp64", 8, 'precision.reduce = "fp32" is coarser'),
         (
-            "--precision.master=fp64 --precision.moments=bf16 --perf.optimizer=fused",
+            "--precision.master=fp64 --precision.moments=bf16 --optim.kind=fused_adamw",
             8,
             'precision.moments = "bf16" is coarser than precision.master = "fp64"; take "master"',
         ),
         (
-            "--precision.master=fp64 --perf.optimizer=fused --run.device=cuda",
+            "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cuda",
             8,
-            'precision.master = "fp64" has no perf.optimizer = "fused" with run.device = "cuda"',
+            'precision.master = "fp64" has no optim.kind = "fused_adamw" with run.device = "cuda"',
         ),
         ("--model.moe.latent_size=12", 8, "model.moe.latent_size = 12 is not a multiple of 8"),
         ("--model.hidden_size=130", 8, "model.hidden_size = 130 is not a multiple of 8"),
@@ -278,9 +278,9 @@ def test_other_sides_of_the_rules(empty_file: Path, overrides: str, world_size: 
         "--checkpoint.keep_latest=0",
         "--parallel.dp_replicate=2",
         "--precision.moments=fp32",  # what master is
-        "--precision.moments=bf16 --perf.optimizer=fused",
-        "--precision.moments=fp32 --precision.master=bf16 --perf.optimizer=fused",
-        "--precision.master=fp64 --perf.optimizer=fused --run.device=cpu",  # the reference
+        "--precision.moments=bf16 --optim.kind=fused_adamw",
+        "--precision.moments=fp32 --precision.master=bf16 --optim.kind=fused_adamw",
+        "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cpu",  # the reference
         "--parallel.expert_clones=4",
         "--compile.extent=block --parallel.dispatcher=allgather",
         "--compile.extent=block --parallel.dispatcher=allgather --parallel.expert_clones=1",

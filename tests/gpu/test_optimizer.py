@@ -7,25 +7,26 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.train import OptimConfig
-from titan_moe.optim.adamw import Optimizers, build_optimizer
+from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
 
 pytestmark = pytest.mark.gpu
-CONFIG = OptimConfig(lr=0.01, warmup_steps=3)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "torch": {"capturable": True},
-    "fused": {"kind": "fused"},
-    "fused_bf16": {"kind": "fused", "moments": torch.bfloat16, "seed": 1},
+TORCH, FUSED = (OptimConfig(kind=kind, lr=0.01, warmup_steps=3) for kind in ("adamw", "fused_adamw"))
+OPTIONS: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
+    "torch": (TORCH, {"capturable": True}),
+    "fused": (FUSED, {}),
+    "fused_bf16": (FUSED, {"moments": torch.bfloat16, "seed": 1}),
 }
 
 
 def build(name: str) -> tuple[nn.Module, Optimizers, Schedules]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(300, 40), nn.LayerNorm(40), nn.Linear(40, 7)).to("cuda")
-    optimizers = build_optimizer([model], CONFIG, **OPTIONS[name])
+    config, options = OPTIONS[name]
+    optimizers = build_optimizer([model], config, **options)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return model, optimizers, build_schedule(optimizers, CONFIG, 10)
+    return model, optimizers, build_schedule(optimizers, config, 10)
 
 
 def fill(model: nn.Module, step: int) -> None:
@@ -74,7 +75,8 @@ def test_a_gpu_steps_as_a_cpu(name: str) -> None:
     model, optimizers, _ = build(name)
     twin = nn.Sequential(nn.Linear(300, 40), nn.LayerNorm(40), nn.Linear(40, 7))
     twin.load_state_dict({key: value.cpu() for key, value in model.state_dict().items()})
-    theirs = build_optimizer([twin], CONFIG, **OPTIONS[name])
+    config, options = OPTIONS[name]
+    theirs = build_optimizer([twin], config, **options)
     for number in range(3):
         fill(model, number)
         for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):

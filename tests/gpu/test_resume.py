@@ -10,7 +10,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.train import CheckpointConfig, MetricsConfig, OptimConfig
 from titan_moe.metrics.environment import describe_environment
 from titan_moe.metrics.meter import Meter
-from titan_moe.optim.adamw import build_optimizer
+from titan_moe.optim.build import build_optimizer
 from titan_moe.optim.schedule import build_schedule
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from titan_moe.config.train import OptimConfig
-from titan_moe.optim.adamw import build_optimizer
+from titan_moe.optim.build import build_optimizer
 
-KINDS = ["torch", "fused"]
+KINDS = ["adamw", "fused_adamw"]
 
 
 def build(dtype=torch.float64):
@@ -30,9 +30,9 @@ def expected_after(parameter, gradients, config):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_follow_the_formula(kind, dtype, tolerance):
-    config = OptimConfig(lr=0.0625, weight_decay=0.3)  # a rate that fp32 holds
+    config = OptimConfig(kind=kind, lr=0.0625, weight_decay=0.3)  # a rate that fp32 holds
     parts = [build(dtype), build(dtype)]
-    optimizers = build_optimizer(parts, config, kind=kind)
+    optimizers = build_optimizer(parts, config)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     gradients = [[torch.randn_like(p) for _ in range(3)] for p in parameters]
     expected = [expected_after(p.detach(), g, config) for p, g in zip(parameters, gradients, strict=True)]
@@ -55,7 +55,7 @@ def test_every_group_is_fused():
 def test_the_state_is_there_before_the_first_step_and_reading_it_takes_none(kind):
     model = build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = build_optimizer([model], OptimConfig(), kind=kind).state_dict()
+    state = build_optimizer([model], OptimConfig(kind=kind)).state_dict()
     assert len(state) == 3 * len(list(model.parameters())), "nothing of the recipe is in it"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     for name, _ in model.named_parameters():
@@ -66,7 +66,7 @@ def test_the_state_is_there_before_the_first_step_and_reading_it_takes_none(kind
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_parameter_without_gradient_waits(kind):
     model = build()
-    optimizers = build_optimizer([model], OptimConfig(), kind=kind)
+    optimizers = build_optimizer([model], OptimConfig(kind=kind))
     model[0].weight.grad = torch.ones_like(model[0].weight)
     bias = model[0].bias.detach().clone()
     optimizers.step()
@@ -79,7 +79,7 @@ def test_a_parameter_without_gradient_waits(kind):
 def test_frozen_parameters_are_left_out(kind):
     model = build()
     model[1].requires_grad_(False)
-    (optimizer,) = build_optimizer([model], OptimConfig(), kind=kind)
+    (optimizer,) = build_optimizer([model], OptimConfig(kind=kind))
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2
 
 
@@ -87,10 +87,10 @@ def test_frozen_parameters_are_left_out(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_loading_brings_moments_and_keeps_the_recipe(kind, source_kind):
     source_model, model = build(), build()
-    source = build_optimizer([source_model], OptimConfig(lr=0.5), kind=source_kind)
+    source = build_optimizer([source_model], OptimConfig(kind=source_kind, lr=0.5))
     source_model[0].weight.grad = torch.ones_like(source_model[0].weight)
     source.step()
-    optimizers = build_optimizer([model], OptimConfig(lr=0.25, weight_decay=0.7), kind=kind)
+    optimizers = build_optimizer([model], OptimConfig(kind=kind, lr=0.25, weight_decay=0.7))
     optimizers.load_state_dict(source.state_dict())
     (optimizer,) = optimizers
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
@@ -103,7 +103,7 @@ def test_loading_brings_moments_and_keeps_the_recipe(kind, source_kind):
 def run(kind, num_steps=3, found_inf=None, grad_factor=None, grad_scale=1.0, dtype=torch.float32, **options):
     """Parameters, then moments and step counts, after some steps on drawn gradients."""
     model = build(dtype)
-    optimizers = build_optimizer([model], OptimConfig(lr=0.0625), kind=kind, **options)
+    optimizers = build_optimizer([model], OptimConfig(kind=kind, lr=0.0625), **options)
     for _ in range(num_steps):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter) * grad_scale
@@ -121,7 +121,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_guard_skips_everything_or_nothing(kind, capturable):
     model = build(torch.float32)
-    optimizers = build_optimizer([model], OptimConfig(lr=0.5), kind=kind, capturable=capturable)
+    optimizers = build_optimizer([model], OptimConfig(kind=kind, lr=0.5), capturable=capturable)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizers.step(found_inf=torch.tensor(0.0), grad_factor=torch.tensor(1.0))
@@ -145,18 +145,18 @@ def test_the_factor_scales_the_gradients(kind):
 
 
 def test_ours_is_torchs_within_rounding():
-    ours, theirs = run("fused", 10), run("torch", 10)
+    ours, theirs = run("fused_adamw", 10), run("adamw", 10)
     for found, expected in zip((*ours[0], *ours[1].values()), (*theirs[0], *theirs[1].values()), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_rate_on_the_device_changes_nothing():
-    assert_same(run("torch", capturable=True), run("torch"))
+    assert_same(run("adamw", capturable=True), run("adamw"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rates_are_tensors_where_a_graph_may_hold_the_step(kind):
-    (optimizer,) = build_optimizer([build()], OptimConfig(lr=0.5), kind=kind, capturable=True)
+    (optimizer,) = build_optimizer([build()], OptimConfig(kind=kind, lr=0.5), capturable=True)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert all(isinstance(rate, torch.Tensor) and rate.dtype == torch.float32 and rate == 0.5 for rate in rates)
 
@@ -165,10 +165,10 @@ def test_rates_are_tensors_where_a_graph_may_hold_the_step(kind):
 @pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
 def test_moments_have_their_own_dtype_and_place_whatever_is_loaded(master, moments):
     model = build(master)
-    optimizers = build_optimizer([model], OptimConfig(), kind="fused", moments=moments)
+    optimizers = build_optimizer([model], OptimConfig(kind="fused_adamw"), moments=moments)
     state = optimizers.state_dict()
     places = {name: value.data_ptr() for name, value in state.items()}
-    values = run("fused", dtype=torch.float32)[1]
+    values = run("fused_adamw", dtype=torch.float32)[1]
     optimizers.load_state_dict(values)
     for name, value in optimizers.state_dict().items():
         assert value.data_ptr() == places[name]
@@ -178,15 +178,15 @@ def test_moments_have_their_own_dtype_and_place_whatever_is_loaded(master, momen
 
 def test_bf16_moments_draw_by_the_seed_of_the_run():
     options = {"dtype": torch.float32, "moments": torch.bfloat16}
-    first = run("fused", seed=1, **options)
-    assert_same(run("fused", seed=1, **options), first)
-    other = run("fused", seed=2, **options)
+    first = run("fused_adamw", seed=1, **options)
+    assert_same(run("fused_adamw", seed=1, **options), first)
+    other = run("fused_adamw", seed=2, **options)
     assert any((own != first[1][name]).any() for name, own in other[1].items())
 
 
 def test_no_two_parameters_draw_alike():
     model = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(2)])
-    optimizers = build_optimizer([model], OptimConfig(), kind="fused", moments=torch.bfloat16)
+    optimizers = build_optimizer([model], OptimConfig(kind="fused_adamw"), moments=torch.bfloat16)
     for parameter in model:
         parameter.grad = torch.linspace(1, 2, 1000)
     optimizers.step()

@@ -1,20 +1,32 @@
-"""Matrices decay, vectors do not."""
+"""Matrices decay; scales and biases do not, whatever their shape."""
 
 import torch
 from torch import nn
 
+from titan_moe.layers.experts import GroupedExperts
 from titan_moe.optim.groups import decay_groups
 
 
-def test_dimensions_decide():
-    shapes = {"embedding": (8, 4), "gate_up": (2, 2, 3, 4), "down": (2, 4, 3), "norm": (4,), "bias": (8,), "scale": ()}
-    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    decayed, spared = decay_groups(parameters.values(), 0.1)
+class Experts(GroupedExperts):
+    def __init__(self) -> None:
+        super().__init__(2, 4, 3)
+        self.down_bias = nn.Parameter(torch.zeros(2, 4))
+
+
+def test_kinds_decide() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.RMSNorm(4), Experts())
+    decayed, spared = decay_groups(model, 0.1)
     assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
-    assert [id(p) for p in decayed["params"]] == [id(parameters[n]) for n in ("embedding", "gate_up", "down")]
-    assert [id(p) for p in spared["params"]] == [id(parameters[n]) for n in ("norm", "bias", "scale")]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert [names[id(p)] for p in decayed["params"]] == ["0.weight", "1.weight", "3.gate_up", "3.down"]
+    assert [names[id(p)] for p in spared["params"]] == ["1.bias", "2.weight", "3.down_bias"]
 
 
-def test_no_empty_group():
-    (group,) = decay_groups([nn.Parameter(torch.zeros(3))], 0.1)
+def test_no_empty_group() -> None:
+    (group,) = decay_groups(nn.RMSNorm(3), 0.1)
     assert group["weight_decay"] == 0.0
+
+
+def test_what_wants_no_gradient_is_in_no_group() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    assert sum(len(group["params"]) for group in decay_groups(model, 0.1)) == 2

@@ -12,14 +12,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_moe.config.train import OptimConfig
-from titan_moe.optim.adamw import Optimizers, build_optimizer
+from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.fused_adamw import shard_seed
 
-KINDS: dict[str, dict[str, Any]] = {
-    "torch": {"kind": "torch"},
-    "torch_capturable": {"kind": "torch", "capturable": True},
-    "fused": {"kind": "fused"},
-    "fused_bf16": {"kind": "fused", "moments": torch.bfloat16},
+TORCH, FUSED = (OptimConfig(kind=kind, lr=0.0625) for kind in ("adamw", "fused_adamw"))
+KINDS: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
+    "torch": (TORCH, {}),
+    "torch_capturable": (TORCH, {"capturable": True}),
+    "fused": (FUSED, {}),
+    "fused_bf16": (FUSED, {"moments": torch.bfloat16}),
 }
 
 
@@ -41,7 +42,8 @@ def build(num_ranks: int, kind: str, num_replicas: int = 1) -> tuple[nn.Module, 
     shape = (num_replicas, num_ranks // num_replicas)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     fully_shard(model, mesh=mesh if num_replicas > 1 else mesh["dp_shard"], ignored_params={model.experts})
-    return model, build_optimizer([model], OptimConfig(lr=0.0625), seed=3, **KINDS[kind])
+    config, options = KINDS[kind]
+    return model, build_optimizer([model], config, seed=3, **options)
 
 
 def take_steps(model: nn.Module, optimizers: Optimizers, num_steps: int, **guard: Tensor) -> None:

@@ -49,7 +49,8 @@ def test_rows_travel_as_far_as_the_dispatcher_sends_them() -> None:
 def test_bytes_by_hand() -> None:
     recipe: Recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
     parallel = ParallelConfig(ep=8, dispatcher="allgather")
-    gathered = replace(recipe, parallel=parallel, perf=PerfConfig(), precision=PrecisionConfig())
+    adamw, fused_adamw = (replace(recipe.optim, kind=kind) for kind in ("adamw", "fused_adamw"))
+    gathered = replace(recipe, parallel=parallel, perf=PerfConfig(), precision=PrecisionConfig(), optim=adamw)
     work = step_work(gathered, world_size=8)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / 8
     m = recipe.model
@@ -65,7 +66,7 @@ def test_bytes_by_hand() -> None:
     state_bytes = state_bytes_per_rank(gathered, 8)
     assert work["optimizer"].memory_bytes == pytest.approx(7 / 4 * state_bytes)
     assert work["clip"].memory_bytes == pytest.approx(3 / 4 * state_bytes)
-    ours = replace(gathered, perf=PerfConfig(optimizer="fused"), precision=PrecisionConfig(moments="bf16"))
+    ours = replace(gathered, optim=fused_adamw, precision=PrecisionConfig(moments="bf16"))
     assert step_work(ours, 8)["optimizer"].memory_bytes == pytest.approx(20 / 16 * state_bytes), "of 28 bytes, 8 less"
     assert step_work(ours, 8)["clip"].memory_bytes == pytest.approx(1 / 4 * state_bytes), "the norm alone"
     assert "shared" not in work and "latent" not in work, "what a model does not have is not listed"

@@ -124,7 +124,7 @@ def test_rows_stay_in_a_file_with_all_that_they_depend_on(bench: Any, tools: Any
     ]
     assert first["tokens a microbatch"] == "16,384" and first["microbatches"] == "1" and first["routing"] == "balanced"
     assert first["kernels"] == "auto, some overridden"
-    assert first["optimizer"] == "fused; master fp32, reduce fp32, moments bf16"
+    assert first["optimizer"] == "fused_adamw; master fp32, reduce fp32, moments bf16"
     assert first["load of expert / rank"] == "1.80 / 1.20, worst 2.25 / 1.50"
     assert first["notes"] == "2 of the timed steps taken again"
     assert second["routing"] == "natural (synthetic)" and second["tokens/s/GPU"] == "–"

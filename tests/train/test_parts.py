@@ -11,7 +11,7 @@ from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.layers.init import init_weights
 from titan_moe.models.part import part_of
-from titan_moe.optim.adamw import build_optimizer
+from titan_moe.optim.build import build_optimizer
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.train.build import assemble, build_on_meta
 from titan_moe.train.step import TrainStep

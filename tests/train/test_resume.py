@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_run_as_it_was(tiny, capsys:
 
 def test_moments_in_bf16_go_on_bit_for_bit_and_from_those_of_torch(tiny, tmp_path: Path) -> None:
     steps = ("--train.steps=8", "--optim.decay_steps=0", "--checkpoint.every_steps=4", "--checkpoint.keep_latest=0")
-    ours = ("--perf.optimizer=fused", "--precision.moments=bf16")
+    ours = ("--optim.kind=fused_adamw", "--precision.moments=bf16")
     straight, torchs = tiny(*steps, *ours), tiny(*steps)
     assert straight.train() == torchs.train() == 0
     torch.testing.assert_close(straight.column("loss"), torchs.column("loss"), rtol=2e-3, atol=0)

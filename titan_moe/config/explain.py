@@ -3,7 +3,7 @@
 import inspect
 import textwrap
 
-from titan_moe.config.parse import RecipeError, nearest_key
+from titan_moe.config.parse import RecipeError, unknown_key
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import Key, all_keys, docstring_of, in_toml, keys_of, type_in_words
 
@@ -17,7 +17,7 @@ def explain(dotted_key: str) -> str:
     """
     key = all_keys(Recipe).get(dotted_key)
     if key is None:
-        raise RecipeError([f"{dotted_key} is not a key of a recipe; {nearest_key(dotted_key)}"])
+        raise RecipeError([unknown_key(dotted_key)])
     return _explain_section(key) if key.is_section else _explain_field(key)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.renamed import REMOVED, RENAMED
 from titan_moe.config.schema import Key, all_keys, in_toml, keys_of, type_in_words
 
 COMMAND_LINE = "command line"
@@ -71,6 +72,15 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def dump_recipe(recipe: Recipe) -> str:
     """Write every field of a recipe as TOML that reads back as an equal recipe."""
     return "\n\n".join(_dump_section(recipe, "")) + "\n"
+
+
+def unknown_key(dotted: str) -> str:
+    """Say that there is no such key, and what took its place or which one was meant."""
+    if dotted in RENAMED:
+        return f"{dotted} is now {RENAMED[dotted]}"
+    if dotted in REMOVED:
+        return f"{dotted} is gone: {REMOVED[dotted]}; drop it"
+    return f"{dotted} is not a known key; {nearest_key(dotted)}"
 
 
 def nearest_key(dotted: str) -> str:
@@ -164,7 +174,7 @@ def _build(section: type, prefix: str, said: dict[str, Said], problems: list[str
             values[key.attribute] = _convert(key, said[key.dotted], problems)
     if not prefix:
         unknown = [dotted for dotted in said if dotted not in all_keys(section)]
-        problems += [f"{said[dotted].place}: {dotted} is not a known key; {nearest_key(dotted)}" for dotted in unknown]
+        problems += [f"{said[dotted].place}: {unknown_key(dotted)}" for dotted in unknown]
     return section(**values)
 
 

@@ -28,10 +28,6 @@ class PerfConfig:
     loss_chunk_tokens: int = 4096
     """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once. Triton's
     head keeps one buffer of them: with 2048, a head of width 2048 and 152k words takes 1.2 GiB beyond its gradients."""
-    optimizer: Literal["torch", "fused"] = "torch"
-    """Who updates the parameters: `torch` is its fused AdamW, one dtype for parameter, gradient and moments; `fused` is
-    ours, which knows `precision.moments`, clips as it reads the gradients and rounds at random into bf16 (on a CPU its
-    plain reference). No kernel of the model, so `kernels` does not choose it."""
     override: KernelOverrides = field(default_factory=KernelOverrides)
     """Single operations that differ from what `kernels` stands for."""
 
@@ -53,7 +49,7 @@ class PrecisionConfig:
     reduce: Dtype = "fp32"
     """Gradients while they are summed over ranks."""
     moments: Literal["master", "bf16", "fp32"] = "master"
-    """AdamW's two moments: as `master`, or in a dtype of their own, which needs perf.optimizer = "fused"."""
+    """AdamW's two moments: as `master`, or in a dtype of their own, which needs optim.kind = "fused_adamw"."""
 
     @property
     def moments_dtype(self) -> Dtype:

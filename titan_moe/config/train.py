@@ -55,6 +55,10 @@ class TrainConfig:
 class OptimConfig:
     """AdamW (arXiv:1711.05101) and its schedule: linear warm-up, constant, decay."""
 
+    kind: Literal["adamw", "fused_adamw"] = "adamw"
+    """`adamw` is torch's fused AdamW, one dtype for parameter, gradient and moments; `fused_adamw` is ours, which knows
+    `precision.moments`, clips as it reads the gradients and rounds at random into bf16 (on a CPU its plain
+    reference)."""
     lr: float = 3e-4
     """Highest learning rate."""
     beta1: float = 0.9
@@ -64,7 +68,7 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay on parameters of two or more dimensions; norms and biases have none."""
+    """Decoupled weight decay of matrices and embeddings; scales of norms and biases have none."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0 switches clipping off."""
     warmup_steps: int = 0

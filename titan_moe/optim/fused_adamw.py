@@ -1,20 +1,19 @@
 """AdamW with moments in a dtype of their own, clipping and guard inside, all of it on the device."""
 
 import hashlib
-from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_moe.kernels.optim.adamw import adamw
-from titan_moe.optim.groups import decay_groups
 from titan_moe.optim.state import local, make_state, put_lr_on_device
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """Our AdamW kernel over decay groups; a CPU takes its plain reference.
+    """Our AdamW kernel; a CPU takes its plain reference.
 
     The state has the names and the layout of torch's AdamW, so that a checkpoint of one goes on in the other. The
     learning rate is a tensor on the device, and a step reads nothing on the host: it can be captured in a CUDA graph.
@@ -24,17 +23,15 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        groups: list[dict[str, Any]],
         *,
         lr: float,
         betas: tuple[float, float],
         eps: float,
-        weight_decay: float,
         moments: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(decay_groups(parameters, weight_decay), defaults)
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         make_state(self, moments)
         put_lr_on_device(self)
         device = self.param_groups[0]["params"][0].device

@@ -8,6 +8,7 @@ left out: a floor, not a forecast.
 import math
 from dataclasses import dataclass
 
+from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import (
@@ -80,7 +81,7 @@ def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
     """
     held, precision = parameters_per_rank(recipe, world_size), recipe.precision
     master, moments = (BYTES_OF_DTYPE[dtype] for dtype in (precision.master, precision.moments_dtype))
-    clips_in_a_pass = recipe.optim.max_grad_norm > 0 and recipe.perf.optimizer == "torch"
+    clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
     clip = Work(memory_bytes=held * master * (3 if clips_in_a_pass else 1))
     return clip, Work(memory_bytes=held * (3 * master + 4 * moments))
 

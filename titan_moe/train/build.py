@@ -18,13 +18,12 @@ from titan_moe.layers.init import init_weights
 from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
 from titan_moe.memory import recompute
 from titan_moe.metrics import regions
-from titan_moe.optim.adamw import build_optimizer
+from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.parallel import expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.shards import local_slice
-from titan_moe.titan import OptimizersContainer
 from titan_moe.train.forward_backward import build_forward_backward
 from titan_moe.train.step import TrainStep
 from titan_moe.train.step_runner import StepRunner
@@ -36,7 +35,7 @@ class Assembly(NamedTuple):
     meshes: Meshes
     parts: list[nn.Module]
     """What of the model this rank computes: all of it, or a few pieces of a pipeline."""
-    optimizers: OptimizersContainer
+    optimizers: Optimizers
     schedule: Schedules
     step: StepRunner
 
@@ -49,7 +48,6 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     optimizers = build_optimizer(
         parts,
         recipe.optim,
-        kind=recipe.perf.optimizer,
         moments=fsdp.DTYPES[recipe.precision.moments_dtype],
         seed=recipe.run.seed,
         capturable=recipe.compile.cudagraph == "step",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.optim.adamw import Optimizers
+from titan_moe.optim.build import Optimizers
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import clip_factor, grad_norm
 from titan_moe.parallel.mesh import Meshes

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
 from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import obstacles
@@ -83,18 +84,18 @@ def _precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, optimizer = recipe.precision, recipe.perf.optimizer
+    p, kind = recipe.precision, recipe.optim.kind
     if p.master == "fp64" and p.moments_dtype != "fp64":
         yield f'precision.moments = "{p.moments}" is coarser than precision.master = "fp64"; take "master"'
-    elif p.moments_dtype != p.master and optimizer == "torch":
+    elif p.moments_dtype != p.master and not OPTIMIZERS[kind].has_own_moments:
         yield (
-            f'precision.moments = "{p.moments}" beside precision.master = "{p.master}" needs perf.optimizer = "fused"; '
-            'take that, or precision.moments = "master"'
+            f'precision.moments = "{p.moments}" beside precision.master = "{p.master}" needs optim.kind = '
+            f'{kinds_with("has_own_moments")}; take that, or precision.moments = "master"'
         )
-    if p.master == "fp64" and optimizer == "fused" and recipe.run.device == "cuda":
+    if p.master == "fp64" and recipe.run.device == "cuda" and not OPTIMIZERS[kind].takes_fp64_on_gpus:
         yield (
-            'precision.master = "fp64" has no perf.optimizer = "fused" with run.device = "cuda"; take fp32 or bf16, or '
-            'perf.optimizer = "torch"'
+            f'precision.master = "fp64" has no optim.kind = "{kind}" with run.device = "cuda"; take fp32 or bf16, or '
+            f"optim.kind = {kinds_with('takes_fp64_on_gpus')}"
         )
 
 

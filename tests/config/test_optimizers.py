@@ -1,0 +1,16 @@
+"""Every kind of optimizer has its facts, and is built."""
+
+from typing import get_args, get_type_hints
+
+from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
+from titan_moe.config.train import OptimConfig
+from titan_moe.optim.build import BUILDERS
+
+
+def test_a_kind_has_facts_and_a_builder() -> None:
+    kinds = get_args(get_type_hints(OptimConfig)["kind"])
+    assert set(kinds) == OPTIMIZERS.keys() == BUILDERS.keys()
+
+
+def test_a_way_out_names_the_kinds_that_can() -> None:
+    assert kinds_with("takes_fp64_on_gpus") == '"adamw"'

@@ -1,0 +1,36 @@
+"""A key of an earlier recipe is refused with its new name, wherever it is said."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import Recipe, RecipeError, load_recipe
+from titan_moe.config.explain import explain
+from titan_moe.config.renamed import REMOVED, RENAMED
+from titan_moe.config.schema import all_keys
+
+OPTIMIZER = "perf.optimizer is now optim.kind (torch -> adamw, fused -> fused_adamw)"
+
+
+def test_a_recipe_and_an_override_are_told_the_new_name(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text('[perf]\noptimizer = "fused"\n[parallel]\nchunks = 2\n')
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file, ["--parallel.gathers_once_a_step"])
+    assert refused.value.problems == [
+        f"{file}: {OPTIMIZER}",
+        f"{file}: parallel.chunks is gone: messages in chunks were slower than whole ones; drop it",
+        "command line: parallel.gathers_once_a_step is now parallel.accumulate_unsharded",
+    ]
+
+
+def test_who_asks_for_an_old_key_is_told_the_new_name() -> None:
+    with pytest.raises(RecipeError) as refused:
+        explain("perf.optimizer")
+    assert refused.value.problems == [OPTIMIZER]
+
+
+def test_old_names_are_no_keys_and_new_ones_are() -> None:
+    known = all_keys(Recipe)
+    assert not (RENAMED.keys() | REMOVED.keys()) & known.keys()
+    assert {new.partition(" ")[0] for new in RENAMED.values()} <= known.keys()

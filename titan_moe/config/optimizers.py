@@ -1,0 +1,27 @@
+"""What rules and reckonings must know of each optimizer, without torch; optim/build.py builds them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What an optimizer can do, and what it costs."""
+
+    has_own_moments: bool
+    """Its moments may be in another dtype than the parameters."""
+    takes_fp64_on_gpus: bool
+    """It updates fp64 parameters there; on CPUs each kind does."""
+    clips_as_it_reads: bool
+    """Clipping needs no pass of its own over the gradients."""
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerFacts(has_own_moments=False, takes_fp64_on_gpus=True, clips_as_it_reads=False),
+    "fused_adamw": OptimizerFacts(has_own_moments=True, takes_fp64_on_gpus=False, clips_as_it_reads=True),
+}
+"""By `optim.kind`."""
+
+
+def kinds_with(fact: str) -> str:
+    """Name the kinds that have a fact, for a way out: `"adamw"`."""
+    return " or ".join(f'"{kind}"' for kind, facts in OPTIMIZERS.items() if getattr(facts, fact))

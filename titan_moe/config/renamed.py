@@ -1,0 +1,14 @@
+"""Keys of earlier recipes, so that a recipe or an override that has one is told the new name."""
+
+RENAMED = {
+    "parallel.gathers_once_a_step": "parallel.accumulate_unsharded",
+    "perf.optimizer": "optim.kind (torch -> adamw, fused -> fused_adamw)",
+    "perf.override.slots": "perf.override.permute",
+}
+"""Old key -> new key, and how its values are called now if they changed too."""
+
+REMOVED = {
+    "parallel.chunks": "messages in chunks were slower than whole ones",
+    "perf.override.norm": "PyTorch's norm was as fast; it is used everywhere",
+}
+"""Old key -> why nothing took its place."""
