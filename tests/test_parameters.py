@@ -78,7 +78,7 @@ def test_a_third_parameter_of_experts_is_a_bias_in_spite_of_its_shape() -> None:
     assert kinds["gate_up"] is kinds["down"] is ParameterKind.EXPERT_MATRIX, "a subclass adds to what is declared"
 
 
-def test_what_nobody_declares_goes_by_name_and_dimensions() -> None:
+def test_an_undeclared_parameter_goes_by_name_and_dimensions() -> None:
     module = nn.Module()
     for name, shape in {"table": (3, 2), "level": (3,), "my_bias": (3, 2)}.items():
         module.register_parameter(name, nn.Parameter(torch.zeros(shape)))

@@ -24,7 +24,7 @@ def test_a_recipe_and_an_override_are_told_the_new_name(tmp_path: Path) -> None:
     ]
 
 
-def test_who_asks_for_an_old_key_is_told_the_new_name() -> None:
+def test_the_explanation_of_an_old_key_is_the_new_name() -> None:
     with pytest.raises(RecipeError) as refused:
         explain("perf.optimizer")
     assert refused.value.problems == [OPTIMIZER]

@@ -34,7 +34,7 @@ class Assembly(NamedTuple):
 
     meshes: Meshes
     parts: list[nn.Module]
-    """What of the model this rank computes: all of it, or a few pieces of a pipeline."""
+    """What of the model this rank computes: all of it, or some stages of a pipeline."""
     optimizers: Optimizers
     schedule: Schedules
     step: StepRunner
