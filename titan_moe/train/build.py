@@ -14,8 +14,8 @@ from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.layers.forced_routing import force_routing
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
 from titan_moe.memory import recompute
 from titan_moe.metrics import regions
 from titan_moe.optim.adamw import build_optimizer
@@ -86,7 +86,7 @@ def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: 
     model.to_empty(device=device)
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
     if recipe.train.forced_routing:
-        force_routing(model, recipe, device)
+        force_routing(model, recipe.train.forced_routing, recipe.model.moe, recipe.parallel.ep, device)
     return model
 
 
@@ -124,15 +124,6 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
     if problems:
         raise RecipeError(problems)
     return model
-
-
-def force_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-    """Replace every router's choice by an even or an uneven one (benchmarks only)."""
-    is_balanced, moe = recipe.train.force_balanced_routing, recipe.model.moe
-    force = ForcedBalance(moe, device) if is_balanced else ForcedSkew(moe, recipe.parallel.ep, device)
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.force = force
 
 
 def _misfits(model: object) -> Iterator[str]:
