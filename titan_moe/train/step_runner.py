@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
+from titan_moe.optim.state import local
 from titan_moe.train.step import StepResult, TrainStep, run_microbatch
 
 logger = logging.getLogger("titan_moe")
@@ -119,7 +119,7 @@ class CapturedMicrobatches:
     def _lay_out_gradients(self, model: nn.Module) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = self.gradients or [torch.zeros_like(parameter) for parameter in parameters]
-        torch._foreach_zero_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.gradients])
+        torch._foreach_zero_([local(gradient) for gradient in self.gradients])
         for parameter, gradient in zip(parameters, self.gradients, strict=True):
             parameter.grad = gradient
 
