@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
+from titan_moe.config.perf import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import (
     attention_core_flops_per_token,
@@ -18,7 +19,7 @@ from titan_moe.plan.count import (
     expert_width,
 )
 from titan_moe.plan.hardware import Hardware
-from titan_moe.plan.memory import BYTES_OF_DTYPE, parameters_per_rank
+from titan_moe.plan.memory import parameters_per_rank
 
 FORWARD_AND_BACKWARD = 6
 """FLOPs of a multiply-add with a weight: two forward, two for each of the gradients."""
@@ -87,11 +88,11 @@ def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
 
 
 def copies_on_the_wire(recipe: Recipe) -> float:
-    """How many other ranks a token's row travels to on average."""
-    num_ranks, moe = recipe.parallel.ep, recipe.model.moe
-    if recipe.parallel.dispatcher == "local" or num_ranks == 1:
+    """How many other ranks a token's row is sent to on average."""
+    num_ranks, moe, sends = recipe.parallel.ep, recipe.model.moe, recipe.parallel.facts.sends
+    if sends == "nothing" or num_ranks == 1:
         return 0.0
-    if recipe.parallel.dispatcher == "allgather":
+    if sends == "every_row":
         return num_ranks - 1
     return (num_ranks - 1) * visit_probability(moe.num_experts, moe.num_experts // num_ranks, moe.top_k)
 
