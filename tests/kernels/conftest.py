@@ -1,4 +1,4 @@
-"""Compile Triton kernels for an H200 on a machine that has none."""
+"""Compile Triton kernels for an H200 on a machine without a GPU."""
 
 import os
 import re
@@ -19,46 +19,46 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 
 class Compiled(NamedTuple):
-    """What a launch would have run."""
+    """The binary of a launch."""
 
     name: str
     shared_bytes: int
     spilled_bytes: int
     num_matrix_ops: int
     num_wide_stores: int
-    """Of 16 bytes a thread, in global memory."""
+    """Global stores of 16 bytes a thread."""
     key: str
-    """The same for launches that run the same code."""
+    """Hash of the code: equal for launches of the same binary."""
 
     @property
     def fits(self) -> bool:
-        """Whether an H200's registers and shared memory hold it."""
+        """Whether it fits the registers and shared memory of an H200."""
         return self.shared_bytes <= SHARED_MEMORY_BYTES and self.spilled_bytes == 0
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Compiled]]:
-    """Let launches compile for sm_90 and run nothing; yields what was compiled. Arguments may be meta tensors."""
+    """Make launches compile for sm_90 without running; yields the binaries. Arguments may be meta tensors."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("Triton interprets here")
+        pytest.skip("needs Triton's compiler, and TRITON_INTERPRET is set")
     compiled: list[Compiled] = []
     run = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         binary = run(kernel, *args, grid=grid, warmup=True, **options)
-        compiled.append(_examined(binary, tmp_path / "kernel.cubin"))
+        compiled.append(_inspect(binary, tmp_path / "kernel.cubin"))
         return binary
 
     target = GPUTarget("cuda", 90, 32)
-    machine = SimpleNamespace(
+    fake_driver = SimpleNamespace(
         get_current_device=lambda: "hopper", get_current_stream=lambda device: 0, get_current_target=lambda: target
     )
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    monkeypatch.setattr(driver, "_active", machine)
+    monkeypatch.setattr(driver, "_active", fake_driver)
     yield compiled
 
 
-def _examined(binary: Any, path: Path) -> Compiled:
+def _inspect(binary: Any, path: Path) -> Compiled:
     path.write_bytes(binary.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
     spilled = sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout))

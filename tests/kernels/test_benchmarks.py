@@ -1,4 +1,4 @@
-"""The benchmarks of the registry fit their operations: run on fake tensors, which have sizes and no memory."""
+"""Benchmark inputs of the registry fit their operations and baselines, on fake tensors (sizes without memory)."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kernel", "benchmark"), CASES)
-def test_operation_and_rivals_take_the_inputs(kernel: Kernel, benchmark: Benchmark) -> None:
+def test_benchmark_inputs_fit_operation_and_baselines(kernel: Kernel, benchmark: Benchmark) -> None:
     assert benchmark.total_bytes >= benchmark.forward_bytes > 0
     assert benchmark.total_flops >= benchmark.forward_flops >= 0
     with FakeTensorMode():
@@ -22,9 +22,9 @@ def test_operation_and_rivals_take_the_inputs(kernel: Kernel, benchmark: Benchma
         for x in sample.args[: sample.num_differentiable]:
             x.requires_grad_()
         expected = as_tuple(kernel.op(*sample.args))
-        for name, rival in kernel.baselines.items():
+        for name, baseline in kernel.baselines.items():
             if "compiled" not in name:
-                assert [out.shape for out in as_tuple(rival(*sample.args))] == [out.shape for out in expected]
+                assert [out.shape for out in as_tuple(baseline(*sample.args))] == [out.shape for out in expected]
         inputs = sample.args[: sample.num_differentiable]
         if not inputs:
             return
@@ -32,9 +32,9 @@ def test_operation_and_rivals_take_the_inputs(kernel: Kernel, benchmark: Benchma
         assert [grad.shape for grad in grads] == [x.shape for x in inputs]
 
 
-def test_the_work_of_an_expert_mlp() -> None:
+def test_benchmark_flops_of_expert_mlp() -> None:
     """Six FLOPs a slot and weight pair: 131,072 slots of 2048 x 768 are 1.24 TFLOP forward."""
     fused = load_all()["fused_expert_mlp"]
-    (share,) = (benchmark for benchmark in fused.benchmarks if benchmark.name == "qwen3_ep8")
-    assert share.forward_flops == 6 * 131_072 * 2048 * 768
-    assert share.total_flops == 3 * share.forward_flops
+    (benchmark,) = (benchmark for benchmark in fused.benchmarks if benchmark.name == "qwen3_ep8")
+    assert benchmark.forward_flops == 6 * 131_072 * 2048 * 768
+    assert benchmark.total_flops == 3 * benchmark.forward_flops

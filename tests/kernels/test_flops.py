@@ -1,4 +1,4 @@
-"""PyTorch's own FLOP counter sees the GEMMs inside our operations: forward once, backward twice."""
+"""FlopCounterMode counts the GEMMs inside our operations: once in forward, twice in backward."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ GEMMS = ("grouped_mm", "fused_expert_mlp", "router_logits", "linear_cross_entrop
 
 
 @pytest.mark.parametrize("name", GEMMS)
-def test_an_operation_counts_the_work_of_its_benchmark(name: str) -> None:
+def test_counted_flops_equal_benchmark_flops(name: str) -> None:
     kernel = load_all()[name]
     with FakeTensorMode():
         if kernel.benchmarks:

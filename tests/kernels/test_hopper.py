@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for an H200 at full size, within its registers and its shared memory."""
+"""Every Triton kernel compiles for an H200 at full size, within its registers and shared memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,7 +58,7 @@ def route(num_experts: int, rule: RoutingRule, forced_ids_BNK: Tensor | None = N
     return route_forward(single(2, S, num_experts), single(num_experts), rule, forced_ids_BNK)
 
 
-def route_back(num_experts: int, rule: RoutingRule, *balance: Tensor | None) -> Tensor:
+def route_grad(num_experts: int, rule: RoutingRule, *balance: Tensor | None) -> Tensor:
     ids_BNK = single(2, S, rule.top_k).long()
     return route_backward(single(2, S, num_experts), ids_BNK, single(2, S, rule.top_k), *balance, rule)
 
@@ -83,26 +83,26 @@ GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
     "gather_mm_narrow": lambda: gather_mm(half(S, D), index(R), half(E, D, 1408), tiles()),
-    "expert_up_fetched": lambda: expert_up(
+    "expert_up_with_get": lambda: expert_up(
         half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), schedule=schedule()
     ),
-    "gather_mm_fetched": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), schedule=schedule()),
-    "slot_mm_wide_delivered": lambda: slot_mm(half(R, 4 * D), half(E, 4 * D, 7168), tiles(), schedule=schedule()),
-    "gather_mm_wide_fetched": lambda: gather_mm(
+    "gather_mm_with_get": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), schedule=schedule()),
+    "slot_mm_wide_with_put": lambda: slot_mm(half(R, 4 * D), half(E, 4 * D, 7168), tiles(), schedule=schedule()),
+    "gather_mm_wide_with_get": lambda: gather_mm(
         half(S, 7168), index(R), half(E, 7168, D), tiles(), schedule=schedule()
     ),
     "slot_mm_down": lambda: slot_mm(half(R, F), half(E, D, F), tiles(), is_transposed=True),
     "slot_mm_up": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles()),
-    "slot_mm_down_delivered": lambda: slot_mm(
+    "slot_mm_down_with_put": lambda: slot_mm(
         half(R, F), half(E, D, F), tiles(), is_transposed=True, schedule=schedule()
     ),
-    "slot_mm_up_delivered": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), schedule=schedule()),
+    "slot_mm_up_with_put": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), schedule=schedule()),
     "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
     "expert_weight_grad_down": lambda: expert_weight_grad(
         half(R, F), half(S, D), index(R), index(E), is_transposed=True
     ),
 }
-"""Kernels that are bound by the matrix units, and must use them."""
+"""Kernels that are bound by the tensor cores, and must use them."""
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 4
 
 
@@ -130,8 +130,8 @@ ROTARIES: dict[str, Callable[[], object]] = {
 }
 
 
-def shared(num_ranks: int, width: int) -> SymmArrays:
-    """The arrays of a rank whose peers bring as many tokens."""
+def symm_mem_arrays(num_ranks: int, width: int) -> SymmArrays:
+    """The arrays of a rank, with S tokens on every rank."""
     arrays = (
         index(num_ranks),
         index(num_ranks, num_ranks),
@@ -140,13 +140,13 @@ def shared(num_ranks: int, width: int) -> SymmArrays:
         single(S, num_ranks, K),
         half(S, num_ranks, width),
     )
-    table_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
-    return SymmArrays(*(SymmArray(array, table_P, 256 * place) for place, array in enumerate(arrays)))
+    peer_ptrs_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
+    return SymmArrays(*(SymmArray(array, peer_ptrs_P, 256 * i) for i, array in enumerate(arrays)))
 
 
-def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
-    """Every kernel of a layer's way there and back over symmetric memory."""
-    arrays, num_local, ids_TK = shared(num_ranks, width), 128 // num_ranks, index(S, K).long()
+def exchange_rows(num_ranks: int, width: int, rank: int = 1) -> None:
+    """All kernels of a layer's dispatch, combine and backward over symmetric memory."""
+    arrays, num_local, ids_TK = symm_mem_arrays(num_ranks, width), 128 // num_ranks, index(S, K).long()
     symm_barrier(arrays.signals, rank)
     starts_Pb = exchange_counts(ids_TK, arrays, rank, num_local)
     plan = plan_rows(ids_TK, starts_Pb, arrays, rank, num_local, num_ranks * S)
@@ -158,31 +158,34 @@ def exchange(num_ranks: int, width: int, rank: int = 1) -> None:
     pick_scores(ids_TK, plan.sent_mask_TP, arrays.scores, num_local)
 
 
-def order(num_ranks: int) -> None:
-    """The schedule of rows, and what is in none."""
-    arrays, slots_SK = shared(num_ranks, D), index(S, K)
+def tile_schedule(num_ranks: int) -> None:
+    """The kernels of the tile schedule, and of rows without a slot."""
+    arrays, slots_SK = symm_mem_arrays(num_ranks, D), index(S, K)
     sent_mask_TP = torch.empty(S, num_ranks, dtype=torch.bool, device="meta")
     plan = RowPlan(sent_mask_TP, index(num_ranks, S), index(num_ranks + 1), index())
     schedule_tiles(index(R), slots_SK, tiles(), plan, arrays.rows, 1)
     clear_rows_without_slots(slots_SK, plan, arrays.rows, 1)
 
 
-def lend(num_ranks: int, num_replicas: int, width: int, hidden: int) -> None:
-    """Every kernel that brings clones their weights and takes their gradients home."""
+def exchange_clones(num_ranks: int, num_replicas: int, width: int, hidden: int) -> None:
+    """All kernels that exchange clones' weights and gradients."""
     weights = half(E, 2, hidden, width), half(E, width, hidden)
     experts_Pc = torch.empty(num_ranks, num_replicas, dtype=torch.int64, device="meta")
-    table_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
-    staged = SymmArray(half(num_ranks * num_replicas, 3 * hidden * width), table_P, 256)
+    peer_ptrs_P = torch.empty(num_ranks, dtype=torch.int64, device="meta")
+    staged = SymmArray(half(num_ranks * num_replicas, 3 * hidden * width), peer_ptrs_P, 256)
     stage_weights(weights, experts_Pc, staged, 1)
     pull_weights(weights, experts_Pc, staged, 1)
     add_gradients(weights, experts_Pc, staged, 1)
 
 
-PASSES: dict[str, Callable[[], object]] = {
-    **{f"lend_{p}_{c}": partial(lend, p, c, D, 768) for p, c in ((8, 1), (4, 2))},
-    **{f"order_{p}_ranks": partial(order, p) for p in (2, 8)},
+MEMORY_BOUND: dict[str, Callable[[], object]] = {
+    **{f"clones_{p}_{c}": partial(exchange_clones, p, c, D, 768) for p, c in ((8, 1), (4, 2))},
+    **{f"tile_schedule_{p}_ranks": partial(tile_schedule, p) for p in (2, 8)},
     **ROTARIES,
-    **{f"symm_{p}_ranks_{d}": partial(exchange, p, d) for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))},
+    **{
+        f"symm_mem_{p}_ranks_{d}": partial(exchange_rows, p, d)
+        for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))
+    },
     "accumulate": lambda: launch_accumulate(single(R, D), half(R, D)),
     "accumulate_first": lambda: launch_accumulate(single(R, D), half(R, D), True),
     "accumulate_many": lambda: launch_accumulate(single(2**31 + 16), half(2**31 + 16)),
@@ -202,10 +205,10 @@ PASSES: dict[str, Callable[[], object]] = {
     "route_deepseek_v2": lambda: route(160, RoutingRule("softmax", 6, 8, 3, "max", False, 16.0)),
     "route_mixtral": lambda: route(8, RoutingRule("softmax", 2)),
     "route_many": lambda: route(512, RoutingRule("sigmoid", 16)),
-    "route_back_qwen3": lambda: route_back(128, QWEN3, None, None),
-    "route_back_deepseek_v3": lambda: route_back(256, DEEPSEEK_V3, single(2, 256), None),
-    "route_back_mixtral": lambda: route_back(8, RoutingRule("softmax", 2), single(2, 8), single()),
-    "route_back_many": lambda: route_back(512, RoutingRule("sigmoid", 16), single(2, 512), single()),
+    "route_back_qwen3": lambda: route_grad(128, QWEN3, None, None),
+    "route_back_deepseek_v3": lambda: route_grad(256, DEEPSEEK_V3, single(2, 256), None),
+    "route_back_mixtral": lambda: route_grad(8, RoutingRule("softmax", 2), single(2, 8), single()),
+    "route_back_many": lambda: route_grad(512, RoutingRule("sigmoid", 16), single(2, 512), single()),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
     "unrouted_swiglu_backward": lambda: unrouted_swiglu_backward(half(S, F), half(S, 2 * F)),
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
@@ -216,16 +219,16 @@ PASSES: dict[str, Callable[[], object]] = {
 """Kernels that are bound by memory."""
 
 
-@pytest.mark.parametrize("name", [*GEMMS, *PASSES])
-def test_compiles_for_an_h200(name: str, hopper: list[Any]) -> None:
-    (GEMMS | PASSES)[name]()
+@pytest.mark.parametrize("name", [*GEMMS, *MEMORY_BOUND])
+def test_kernel_compiles_for_h200(name: str, hopper: list[Any]) -> None:
+    (GEMMS | MEMORY_BOUND)[name]()
     assert hopper
     assert all(kernel.fits for kernel in hopper), hopper
     assert name not in GEMMS or hopper[-1].num_matrix_ops > 0
 
 
-def lay_out_and_multiply(num_rows: int) -> None:
-    """A dropless batch, in memory that has addresses: what kernels are compiled for depends on their alignment."""
+def permute_and_multiply(num_rows: int) -> None:
+    """A dropless batch in real memory: Triton specialises kernels on the alignment of addresses."""
     num_slots = 3 * num_rows
     sort_choices(torch.zeros(num_rows, 3, dtype=torch.int64), torch.zeros(num_rows, 3), 5, num_slots)
     offsets_e = torch.zeros(5, dtype=torch.int32)
@@ -235,23 +238,23 @@ def lay_out_and_multiply(num_rows: int) -> None:
     slot_sum(swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)[1], torch.zeros(num_rows, 3).int())
 
 
-def test_batches_of_any_size_run_the_same_code(hopper: list[Any]) -> None:
+def test_kernels_compile_once_for_any_batch_size(hopper: list[Any]) -> None:
     for num_rows in (1, 2, 170, 171, 512, 683, 1024, 1195, 1366):
-        lay_out_and_multiply(num_rows)
+        permute_and_multiply(num_rows)
     names, keys = {kernel.name for kernel in hopper}, {kernel.key for kernel in hopper}
     assert len(names) == 7
     assert len(keys) == len(names), sorted({(kernel.name, kernel.key[:8]) for kernel in hopper})
 
 
 @pytest.mark.parametrize("name", ["accumulate", "accumulate_first", "accumulate_many"])
-def test_gradients_are_added_sixteen_bytes_a_thread_past_shared_memory(name: str, hopper: list[Any]) -> None:
-    PASSES[name]()
+def test_accumulate_stores_16_bytes_a_thread_without_shared_memory(name: str, hopper: list[Any]) -> None:
+    MEMORY_BOUND[name]()
     assert (hopper[-1].num_wide_stores, hopper[-1].shared_bytes) == (2, 0)
 
 
-def test_rows_travel_in_sixteen_bytes_a_thread_by_the_same_code_on_every_rank(hopper: list[Any]) -> None:
+def test_symm_mem_rows_are_stored_16_bytes_a_thread_and_compiled_once_for_all_ranks(hopper: list[Any]) -> None:
     for rank in (0, 1, 7):
-        exchange(8, D, rank)
+        exchange_rows(8, D, rank)
     assert len({kernel.key for kernel in hopper}) == 11
-    # among the last six are the fetch, the delivery and its sum, with eight, four and two accesses a thread
-    assert [hopper[place].num_wide_stores for place in (-6, -4, -3)] == [8, 4, 2]
+    # among the last six kernels are get, put and sum, with eight, four and two stores a thread
+    assert [hopper[i].num_wide_stores for i in (-6, -4, -3)] == [8, 4, 2]

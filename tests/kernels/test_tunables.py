@@ -1,6 +1,6 @@
-"""What `titan-moe tune` times: every operation that a recipe may choose, at its shape, as its layer runs it.
+"""Tunables of `titan-moe tune`: every operation that a recipe chooses, at its shape, as its layer runs it.
 
-On tensors without memory (`meta`) the Triton candidates run too.
+Triton candidates run on `meta` tensors.
 """
 
 from collections.abc import Callable
@@ -56,11 +56,13 @@ def drawn(operation: str, recipe: Recipe, device: torch.device) -> Sample:
 
 
 def evaluate(op: Callable[..., Any], sample: Sample) -> list[Tensor]:
-    """Outputs, and the gradients of the leading inputs through all that is differentiable."""
+    """Outputs, and the gradients of the leading inputs through all differentiable outputs."""
     inputs = [x.detach().requires_grad_() for x in sample.args[: sample.num_differentiable]]
     outputs = as_tuple(op(*inputs, *sample.args[len(inputs) :]))
-    wanted = [out for out in outputs if out.requires_grad]
-    grads = torch.autograd.grad(wanted, inputs, [torch.ones_like(out) for out in wanted]) if inputs else ()
+    differentiable = [out for out in outputs if out.requires_grad]
+    grads = (
+        torch.autograd.grad(differentiable, inputs, [torch.ones_like(out) for out in differentiable]) if inputs else ()
+    )
     return [*(out.detach() for out in outputs), *grads]
 
 
@@ -70,12 +72,12 @@ def described(results: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
 
 @pytest.fixture
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs must be whole; what a compiler writes for them is not asked here."""
+    """Compile with aot_eager: graph breaks matter here, generated code does not."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
 
 
-def test_every_choice_of_a_recipe_is_measured() -> None:
+def test_tunables_cover_every_kernel_choice_of_a_recipe() -> None:
     assert TUNABLES.keys() == {field.name for field in fields(KernelOverrides)}
     backends = get_type_hints(Kernels)
     for operation, tunable in TUNABLES.items():
@@ -85,11 +87,11 @@ def test_every_choice_of_a_recipe_is_measured() -> None:
 
 @pytest.mark.parametrize("overrides", VARIANTS)
 @pytest.mark.parametrize("operation", TUNABLES)
-def test_candidates_give_the_same_shapes(operation: str, overrides: str, without_inductor: None) -> None:
+def test_tunable_candidates_return_equal_shapes(operation: str, overrides: str, without_inductor: None) -> None:
     recipe, tunable = tiny(*overrides.split()), TUNABLES[operation]
     shapes = shapes_of(recipe, world_size(recipe))
     if operation not in shapes:
-        assert operation == "gradients" and recipe.compile.extent == "block", "the graph of a block has them"
+        assert operation == "gradients" and recipe.compile.extent == "block", "a block's graph accumulates them"
         return
     shape, default = shapes[operation], tunable.candidates[getattr(DEFAULT_KERNELS, operation)]
     expected = evaluate(default, drawn(operation, recipe, CPU))
@@ -105,14 +107,14 @@ def sizes(operation: str, recipe: Recipe) -> list[Any]:
     return [tuple(x.shape) if isinstance(x, Tensor) else x for x in drawn(operation, recipe, META).args]
 
 
-def test_what_is_drawn_has_the_shape_of_the_recipe() -> None:
+def test_tunable_samples_have_the_shapes_of_the_recipe() -> None:
     qwen3 = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--train.micro_batch_sequences=2"])
     (rows, choices), *_ = sizes("permute", qwen3)
     assert (
         choices == 8 and rows == shapes_of(qwen3, 8)["permute"]["rows"] and sizes("permute", qwen3)[2:] == [16, 65_536]
     )
     assert sizes("router", qwen3)[:3] == [(2, 4096, 2048), (128, 2048), (128,)]
-    assert sizes("router", qwen3)[4:] == [True, False], "an auxiliary loss, no z-loss"
+    assert sizes("router", qwen3)[4:] == [True, False], "with an auxiliary loss, without a z-loss"
     assert sizes("rotary", qwen3)[:5] == [(2, 4096, 5120), (128,), (128,), (4096, 64), (4096, 64)]
     assert sizes("head", qwen3) == [(8192, 2048), (151_936, 2048), (8192,), 4096]
     (x, scores, gate_up, down, slots, *_) = sizes("experts", qwen3)
@@ -122,7 +124,7 @@ def test_what_is_drawn_has_the_shape_of_the_recipe() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2_lite", "mixtral_8x7b", "qwen3_30b_a3b"])
-def test_candidates_take_what_is_drawn_for_real_recipes(name: str) -> None:
+def test_tunable_candidates_take_the_samples_of_recipes(name: str) -> None:
     recipe = load_recipe(RECIPES / f"{name}.toml")
     for operation in shapes_of(recipe, world_size(recipe)):
         sample = drawn(operation, recipe, META)
@@ -136,7 +138,7 @@ def model_of(operation: str, overrides: str) -> tuple[ModelConfig, Tunable, Samp
 
 
 @pytest.mark.parametrize("overrides", VARIANTS)
-def test_the_router_is_timed_as_its_layer_runs_it(overrides: str) -> None:
+def test_router_tunable_equals_its_layer(overrides: str) -> None:
     config, tunable, sample = model_of("router", overrides)
     x_BND, weight_ED, *_ = sample.args
     router = TopKRouter(config)
@@ -148,18 +150,18 @@ def test_the_router_is_timed_as_its_layer_runs_it(overrides: str) -> None:
     torch.testing.assert_close(list(timed), list(seen[0]))
 
 
-def test_the_rotation_is_timed_as_its_layer_runs_it() -> None:
+def test_rotary_tunable_equals_its_layer() -> None:
     config, tunable, _ = model_of("rotary", "")
     for backend, norm_and_rotate in tunable.candidates.items():
         assert GroupedQueryAttention(config, Kernels(rotary=backend)).qk_norm_rope.norm_and_rotate is norm_and_rotate
 
 
-def test_the_head_is_timed_as_its_layer_runs_it() -> None:
+def test_head_tunable_equals_its_layer() -> None:
     for backend, cross_entropy in TUNABLES["head"].candidates.items():
         assert LanguageModelHead(8, 16, 4, backend).cross_entropy is cross_entropy
 
 
-def test_gradients_are_timed_as_a_step_adds_them() -> None:
+def test_gradients_tunable_overwrites_then_adds() -> None:
     recipe, gradients = tiny(), TUNABLES["gradients"]
     for backend, add in gradients.candidates.items():
         total, addend = drawn("gradients", recipe, CPU).args
@@ -167,7 +169,7 @@ def test_gradients_are_timed_as_a_step_adds_them() -> None:
         assert torch.equal(add(total.fill_(torch.nan), addend), 2 * addend.float()) and backend in ("torch", "triton")
 
 
-def test_what_runs_eager_is_timed_eager() -> None:
+def test_eager_tunables_are_timed_eagerly() -> None:
     for op in TUNABLES["gradients"].candidates.values():
         assert TUNABLES["gradients"].compiled(op, {}) is op
     slots, head = TUNABLES["permute"], TUNABLES["head"]

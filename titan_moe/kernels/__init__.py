@@ -1,5 +1,5 @@
-"""Tensors in, tensors out: one file an operation, each with its physics, a plain reference and a registry entry.
+"""Operations on tensors, a folder for each: physics, a plain PyTorch reference, Triton kernels, a registry entry.
 
-Nothing here knows of ranks, modules or recipes. `titan_moe.kernels.registry` lists every operation for tests and
-benchmarks.
+Nothing here depends on process groups, modules or recipes. `titan_moe.kernels.registry` lists every operation for tests
+and benchmarks. See README.md.
 """

@@ -1,6 +1,6 @@
-"""Which implementation serves a recipe's choice of kernels: the one place where it is chosen.
+"""From a recipe's choice of kernels to their implementations: the only place that chooses.
 
-Each table maps the value of a field of `config.kernels.Kernels` to functions of one signature.
+Each table maps the values of a field of `config.kernels.Kernels` to functions of one signature.
 """
 
 from functools import cache

@@ -1,9 +1,9 @@
-"""What a CUDA graph that could not be recorded leaves behind, and its repair."""
+"""Clean-up after a failed CUDA graph capture."""
 
 import torch
 
 
 def forget_recording(device: torch.device) -> None:
-    """A spoilt recording leaves the generator in the belief that it is still recorded: nothing could draw from it."""
+    """Replace the generator's state: after a failed capture it still counts as captured, and any draw raises."""
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())

@@ -1,4 +1,4 @@
-"""The list of operations that tests and benchmarks walk."""
+"""The list of operations that tests, benchmarks and `titan-moe tune` walk."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 Output: TypeAlias = Tensor | tuple[Tensor, ...]
-"""What an operation returns: one tensor, or several."""
+"""An operation returns one tensor or several."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of an operation: the arguments, and how many leading ones are differentiable (0: it has no backward)."""
+    """Arguments of an operation, and the number of leading ones that are differentiable (0: no backward)."""
 
     name: str
     args: tuple[Any, ...]
@@ -25,7 +25,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A call worth timing: full-size bf16 inputs, and the work that forward, and both directions, cannot do without."""
+    """A timed call: full-size bf16 inputs, and the least FLOPs and bytes of forward and of both directions."""
 
     name: str
     draw: Callable[[torch.device], Sample]
@@ -36,35 +36,35 @@ class Benchmark:
 
 
 def as_one_graph(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., Any]:
-    """Compile an operation as part of a block's piece: no graph break, and nothing around it."""
+    """Compile an operation alone, without graph breaks."""
     return torch.compile(op, fullgraph=True)
 
 
 @dataclass(frozen=True)
 class Tunable:
-    """An operation whose implementation a recipe chooses, as runs call it: what `titan-moe tune` times.
+    """An operation whose implementation a recipe chooses, as runs call it; `titan-moe tune` times it.
 
-    Every candidate takes the arguments of a drawn sample, and gives a tensor or a tuple of tensors, all of those that
-    a run uses: what nobody uses, a compiler leaves out.
+    Every candidate takes the arguments of a drawn sample and returns all tensors that a run uses: the compiler removes
+    outputs that are not used.
     """
 
     operation: str
     """A field of `config.kernels.Kernels`."""
     candidates: Mapping[str, Callable[..., Any]]
-    """Value of that field -> implementation; a slow reference has no place here."""
+    """Value of that field -> implementation, without slow references."""
     draw: Callable[[Mapping[str, Any], torch.device], Sample]
-    """Makes random bf16 arguments for a shape of `plan.kernel_shapes`."""
+    """Draw random bf16 arguments for a shape of `plan.kernel_shapes`."""
     compiled: Callable[[Callable[..., Any], Mapping[str, Any]], Callable[..., Any]] = as_one_graph
-    """A candidate, and the shape -> what runs that compile make of it."""
+    """Candidate, shape -> the candidate as compiled runs call it."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operation, the plain PyTorch function that defines it, and inputs on which the two must agree.
+    """An operation, its reference in plain PyTorch, and inputs for which the two must agree.
 
-    `samples(device, dtype)` draws fresh inputs. `valid(output, args)` selects the part of an output that the operation
-    promises to write (slots past the last one are never written), `valid_grad` the same of the first input's gradient;
-    None means all of it. An operation with several outputs promises all of each.
+    `samples(device, dtype)` draws new inputs. `valid(output, args)` selects the defined part of an output (slots past
+    the last one are never written), `valid_grad` that of the first input's gradient; None selects all. All of the
+    outputs must be defined where an operation has several.
     """
 
     name: str
@@ -75,32 +75,35 @@ class Kernel:
     valid_grad: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     needs_triton: bool = False
-    """Runs on GPUs, and in fp32 in Triton's interpreter; elsewhere the reference stands alone."""
+    """Whether it runs only on GPUs, and in fp32 in Triton's interpreter."""
     benchmarks: tuple[Benchmark, ...] = ()
     baselines: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
-    """Other ways to the same result, which a benchmark times beside the operation."""
+    """Other implementations, which a benchmark times beside the operation."""
     tunable: Tunable | None = None
-    """How a recipe's choice of this operation is measured, if it has one."""
+    """How `titan-moe tune` measures the operation, if a recipe chooses its implementation."""
 
 
 KERNELS: dict[str, Kernel] = {}
 
 
 def register(kernel: Kernel) -> Kernel:
-    """Add an operation to the list; a name may be taken once."""
+    """Add an operation to the list.
+
+    Raises: ValueError for a name that is registered already.
+    """
     if kernel.name in KERNELS:
-        raise ValueError(f"kernel {kernel.name!r} is registered already")
+        raise ValueError(f"kernel {kernel.name!r} is registered already; each kernel needs its own name")
     KERNELS[kernel.name] = kernel
     return kernel
 
 
 def as_tuple(output: Output) -> tuple[Tensor, ...]:
-    """An operation's outputs, however many."""
+    """An operation's outputs as a tuple."""
     return output if isinstance(output, tuple) else (output,)
 
 
 def load_all() -> dict[str, Kernel]:
-    """Import every kernel file, so that its entry is in the list, and return the list."""
+    """Import every kernel file, which registers its operations, and return the list."""
     for module in walk_packages([str(Path(__file__).parent)], "titan_moe.kernels."):
         import_module(module.name)
     return KERNELS

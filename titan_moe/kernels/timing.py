@@ -1,4 +1,4 @@
-"""How long a call takes on this GPU: the stopwatches of `titan-moe tune` and of the benchmarks."""
+"""Time calls on a GPU: the stopwatches of `titan-moe tune` and of the benchmarks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,29 +13,29 @@ from titan_moe.kernels.recording import forget_recording
 from titan_moe.kernels.registry import Sample
 
 Stopwatch = Callable[[Callable[[], Any]], float]
-"""Milliseconds of a call that has run before."""
+"""A call that has run before -> its milliseconds."""
 
 
 WARMUP_CALLS, TIMED_CALLS = 5, 12
 
 
 def median_ms(call: Callable[[], Any]) -> float:
-    """The median of calls on a GPU, each with a cold L2 cache: at least 12 of them, and at least 0.1 s."""
+    """Median over at least 12 calls and 0.1 s on a GPU, each with a cold L2 cache."""
     estimate_ms = do_bench(call, warmup=1, rep=1)
     warmup_ms, timed_ms = max(25.0, WARMUP_CALLS * estimate_ms), max(100.0, TIMED_CALLS * estimate_ms)
     return do_bench(call, warmup=warmup_ms, rep=timed_ms, return_mode="median")
 
 
 def replayed_ms(call: Callable[[], Any]) -> float:
-    """The same of a CUDA graph of the call: what the GPU takes, however long the host takes to launch it. Small
-    operations take the host longer; in a run it is ahead of the GPU, or replays a graph itself.
+    """`median_ms` of a CUDA graph of the call: the time of the GPU without that of host launches. Launching a small
+    operation takes longer than running it; in a run the host is ahead of the GPU, or replays a graph too.
 
-    Call it on a stream other than the default one, where the leaves of autograd were made too: their gradients come
-    home to the stream that they were made on, and the default one cannot be recorded.
+    Call it on another stream than the default one, and create the leaves of autograd on that stream: gradients are
+    accumulated on the stream of their leaf, and the default stream cannot be captured.
 
-    Raises: RuntimeError if the call cannot be recorded.
+    Raises: RuntimeError if the call cannot be captured.
     """
-    for _ in range(2):  # compiled by now, with all workspaces
+    for _ in range(2):  # compiles, and allocates workspaces
         call()
     graph = torch.cuda.CUDAGraph()
     try:
@@ -48,7 +48,7 @@ def replayed_ms(call: Callable[[], Any]) -> float:
 
 
 @contextmanager
-def _stream_of_its_own(args: tuple[Any, ...]) -> Iterator[None]:
+def _side_stream(args: tuple[Any, ...]) -> Iterator[None]:
     if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in pytree.tree_leaves(args)):
         yield
         return
@@ -62,8 +62,8 @@ def _stream_of_its_own(args: tuple[Any, ...]) -> Iterator[None]:
 def forward_and_total_ms(
     op: Callable[..., Any], sample: Sample, stopwatch: Stopwatch = replayed_ms
 ) -> tuple[float, float]:
-    """Time forward, and forward and backward; they are one where nothing is differentiable."""
-    with _stream_of_its_own(sample.args):
+    """Time forward, and forward with backward. Both times are equal if no input is differentiable."""
+    with _side_stream(sample.args):
         return _forward_and_total_ms(op, sample, stopwatch)
 
 

@@ -32,7 +32,7 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
         num_ranks,
         most_tokens_at_once(recipe),
         width=max(moe.experts.down.shape[1] for moe in layers),
-        num_choices=max(moe.router.rule.top_k for moe in layers),
+        top_k=max(moe.router.rule.top_k for moe in layers),
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )

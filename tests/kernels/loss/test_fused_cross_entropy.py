@@ -1,4 +1,4 @@
-"""The fused head and loss beyond its values: memory, speed, and what autograd asks of it."""
+"""Fused output head and cross entropy: memory, speed, FLOPs, autograd. The registry tests check its values."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,9 +32,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that exist, and what the fused operation makes inside itself; nothing is computed.
+    """Count the bytes of live tensors, the fused op's temporaries included.
 
-    Made for meta tensors: they have sizes and lifetimes, and take no memory.
+    For meta tensors: they have sizes and lifetimes, but take no memory, and nothing is computed.
     """
 
     def __init__(self, *inputs: Tensor) -> None:
@@ -86,30 +86,30 @@ def peak_bytes_beyond_gradients(chunk_tokens: int) -> int:
     with LiveBytes(x_TD, weight_VD, labels_T) as mode:
         fused_cross_entropy(x_TD, weight_VD, labels_T, chunk_tokens).backward()
     assert x_TD.grad is not None and weight_VD.grad is not None
-    assert mode.live == mode.inputs + x_TD.grad.nbytes + weight_VD.grad.nbytes, "something else stays alive"
+    assert mode.live == mode.inputs + x_TD.grad.nbytes + weight_VD.grad.nbytes, "another tensor stays alive"
     return mode.peak - mode.live
 
 
 @pytest.mark.usefixtures("hopper")
-def test_the_plan_of_buffers_stays_under_the_bar() -> None:
-    """Sums what lives at one time at full size: the fp32 sum of dW, and one chunk's logits or the unscaled dX."""
+def test_peak_memory_of_meta_tensors_is_below_bar() -> None:
+    """The peak at full size is the fp32 dW plus one chunk's logits or the unscaled dX."""
     peak = peak_bytes_beyond_gradients(CHUNK_TOKENS)
     sum_bytes, dx_bytes, losses_bytes = 4 * V * D, 2 * T * D, 4 * T
     assert peak < BAR_BYTES
     assert peak <= sum_bytes + dx_bytes + losses_bytes
-    # twice the chunk would be too much: the count sees the logits
+    # a chunk twice as large exceeds the bar: the logits are counted
     assert BAR_BYTES < peak_bytes_beyond_gradients(2 * CHUNK_TOKENS) < BAR_BYTES + GIB / 2
 
 
 @pytest.mark.usefixtures("hopper")
-def test_without_gradients_one_chunk_of_logits_is_all() -> None:
+def test_memory_without_gradients_is_one_chunk_of_logits() -> None:
     inputs = meta_inputs()
     with LiveBytes(*inputs) as mode, torch.no_grad():
         fused_cross_entropy(*inputs, CHUNK_TOKENS)
     assert mode.peak - mode.inputs <= 2 * CHUNK_TOKENS * V + 2 * 4 * T
 
 
-def test_its_floating_point_operations_are_counted() -> None:
+def test_flops_are_counted() -> None:
     with FlopCounterMode(display=False) as counter:
         fused_cross_entropy(*meta_inputs()).backward()
     assert counter.get_total_flops() == 6 * T * D * V
@@ -130,7 +130,7 @@ def small(device: str, num_words: int = 40, num_tokens: int = 9) -> tuple[Tensor
     return x_TD, torch.randn(num_words, 8, device=device), labels_T
 
 
-def test_without_gradients_the_loss_is_the_same(device: str) -> None:
+def test_loss_without_gradients_equals_reference(device: str) -> None:
     x_TD, weight_VD, labels_T = small(device)
     expected = linear_cross_entropy_reference(x_TD, weight_VD, labels_T)
     torch.testing.assert_close(fused_cross_entropy(x_TD, weight_VD, labels_T, 4), expected)
@@ -139,7 +139,7 @@ def test_without_gradients_the_loss_is_the_same(device: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_what_is_frozen_gets_no_gradient(frozen: str, device: str) -> None:
+def test_gradient_of_frozen_input_is_none(frozen: str, device: str) -> None:
     x_TD, weight_VD, labels_T = small(device)
     trained, other = (weight_VD, x_TD) if frozen == "x" else (x_TD, weight_VD)
     trained.requires_grad_()
@@ -149,7 +149,7 @@ def test_what_is_frozen_gets_no_gradient(frozen: str, device: str) -> None:
     assert other.grad is None
 
 
-def test_gradients_of_a_tied_embedding_add_up(device: str) -> None:
+def test_tied_embedding_gradient_equals_reference(device: str) -> None:
     _, weight_VD, labels_T = small(device)
     tokens_T = torch.randint(40, (9,), device=device)
     grads = []
@@ -160,7 +160,7 @@ def test_gradients_of_a_tied_embedding_add_up(device: str) -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_backward_may_run_twice(device: str) -> None:
+def test_backward_runs_twice(device: str) -> None:
     x_TD, weight_VD, labels_T = small(device)
     loss = fused_cross_entropy(x_TD.requires_grad_(), weight_VD.requires_grad_(), labels_T, 4)
     first = torch.autograd.grad(loss, (x_TD, weight_VD), retain_graph=True)
@@ -168,13 +168,13 @@ def test_backward_may_run_twice(device: str) -> None:
 
 
 @pytest.mark.parametrize("label", [40, -1])
-def test_a_label_that_is_no_word_makes_the_loss_nan(label: int, device: str) -> None:
+def test_label_outside_vocabulary_gives_nan_loss(label: int, device: str) -> None:
     x_TD, weight_VD, labels_T = small(device)
     labels_T[1] = label
     assert fused_cross_entropy(x_TD, weight_VD, labels_T, 4).isnan()
 
 
-def test_custom_ops_are_sound(device: str) -> None:
+def test_custom_ops_pass_opcheck(device: str) -> None:
     x_TD, weight_VD, labels_T = small(device)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     x_TD.requires_grad_(), weight_VD.requires_grad_()
@@ -201,7 +201,7 @@ def run(op: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor]) -> tup
 
 @pytest.mark.gpu
 def test_memory_at_full_size(full_size: tuple[Tensor, Tensor, Tensor]) -> None:
-    run(fused_cross_entropy, full_size)  # the workspaces of the GEMMs are the process's, and stay
+    run(fused_cross_entropy, full_size)  # allocates the GEMMs' workspaces, which stay allocated
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

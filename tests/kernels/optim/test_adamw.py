@@ -1,4 +1,4 @@
-"""AdamW against torch's, over several steps; the guard, the clipping inside, and what rounding at random is for."""
+"""AdamW against torch.optim.AdamW over several steps; found_inf, grad_factor, stochastic rounding."""
 
 import copy
 import itertools
@@ -20,21 +20,21 @@ def scalar(value: float, device: str = "cpu") -> Tensor:
 
 
 def take_step(tensors: list[Tensor], step: float, lr: float, found_inf: float = 0, factor: float = 1, **options: Any):
-    """One step on parameter, gradient and moments, in place; `op` is the operation unless it is named."""
-    op, seed = options.pop("op", on_one), options.pop("seed", 5)
+    """One step on parameter, gradient and moments, in place, with `op` (default: the custom op)."""
+    op, seed = options.pop("op", adamw_one_shard), options.pop("seed", 5)
     beta1, beta2 = options.pop("betas", BETAS)
     scalars = (scalar(value, str(tensors[0].device)) for value in (lr, step, found_inf, factor))
     op(*tensors, *scalars, beta1, beta2, options.pop("eps", EPS), options.pop("decay", DECAY), seed, **options)
 
 
-def on_one(*args: Any, **options: Any) -> None:
-    """The operation on a single shard."""
+def adamw_one_shard(*args: Any, **options: Any) -> None:
+    """The custom op on one shard."""
     tensors, (lr, step, *scalars, seed) = args[:4], args[4:]
     adamw(*([tensor] for tensor in tensors), lr, [step], *scalars, [seed], **options)
 
 
-def fresh(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: str = "cpu") -> list[Tensor]:
-    """A parameter, its gradient and moments of the middle of a run."""
+def draw_state(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: str = "cpu") -> list[Tensor]:
+    """A parameter, its gradient and its moments, as in the middle of a run."""
     torch.manual_seed(0)
     tensors = [torch.randn(shape, device=device).to(dtype) for dtype in dtypes]
     tensors[3].square_()
@@ -42,8 +42,8 @@ def fresh(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: str =
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-6)], ids=str)
-def test_follows_torch_over_steps(dtype: torch.dtype, tolerance: float) -> None:
-    """The rates are fp32 on the device, torch takes the same here; the rest of the fp64 path is exact."""
+def test_adamw_equals_torch_over_steps(dtype: torch.dtype, tolerance: float) -> None:
+    """The learning rate is fp32 on the device, and torch gets the same one; the rest of the fp64 path is exact."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(7, 5, dtype=dtype))
     ours = [parameter.detach().clone(), None, torch.zeros(7, 5, dtype=dtype), torch.zeros(7, 5, dtype=dtype)]
@@ -70,25 +70,25 @@ MIXES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtypes", MIXES, ids=lambda mix: "-".join(str(d).removeprefix("torch.") for d in mix))
-def test_adamw_in_triton_draws_and_computes_as_the_reference(dtypes: tuple[torch.dtype, ...], device: str) -> None:
-    """Bits agree wherever the fp32 results do; a last digit that differs may tip a few of the roundings."""
-    tensors = fresh((2 * QUARTER + 3, 3), dtypes, device)
+def test_triton_adamw_equals_reference(dtypes: tuple[torch.dtype, ...], device: str) -> None:
+    """bf16 bits agree where the fp32 results do; a difference of 1 ulp in fp32 may change a few roundings."""
+    tensors = draw_state((2 * QUARTER + 3, 3), dtypes, device)
     expected = copy.deepcopy(tensors)
     for step in (1, 2):
         take_step(tensors, step, 1e-2, factor=0.5, op=launch_adamw)
         take_step(expected, step, 1e-2, factor=0.5, op=adamw_reference)
-    for own, wanted, dtype in zip(tensors, expected, dtypes, strict=True):
+    for own, reference, dtype in zip(tensors, expected, dtypes, strict=True):
         tolerance = 1e-6 if dtype == torch.float32 and torch.bfloat16 not in dtypes else 2e-2
-        torch.testing.assert_close(own.float(), wanted.float(), rtol=tolerance, atol=1e-6)
+        torch.testing.assert_close(own.float(), reference.float(), rtol=tolerance, atol=1e-6)
         if dtype == torch.bfloat16:
-            assert (own != wanted).float().mean() < 1e-2
+            assert (own != reference).float().mean() < 1e-2
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_adamw_in_triton_skips_and_takes_what_lies_oddly(device: str) -> None:
+def test_triton_adamw_with_found_inf_odd_shapes_and_strides(device: str) -> None:
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
     for shape in ((), (1,), (0, 4), (33, 5)):
-        tensors = fresh(shape, dtypes, device)
+        tensors = draw_state(shape, dtypes, device)
         before = copy.deepcopy(tensors)
         tensors[1].fill_(torch.nan)
         take_step(tensors, 1, 1e-2, found_inf=1, op=launch_adamw)
@@ -97,7 +97,7 @@ def test_adamw_in_triton_skips_and_takes_what_lies_oddly(device: str) -> None:
         take_step(tensors, 1, 1e-2, op=launch_adamw)
         take_step(before, 1, 1e-2, op=adamw_reference)
         torch.testing.assert_close(tensors, before, rtol=2e-2, atol=1e-6)
-    dense = fresh((33, 5), dtypes, device)
+    dense = draw_state((33, 5), dtypes, device)
     strided = [tensor.T.contiguous().T for tensor in dense]
     strided[1] = torch.stack([dense[1], dense[1]], dim=-1)[..., 0]
     take_step(strided, 1, 1e-2, op=launch_adamw)
@@ -107,14 +107,14 @@ def test_adamw_in_triton_skips_and_takes_what_lies_oddly(device: str) -> None:
     torch.testing.assert_close([tensor.T.contiguous().T for tensor in strided[2:]], dense[2:], rtol=2e-2, atol=1e-6)
 
 
-def test_fp64_is_refused_by_the_kernel() -> None:
+def test_triton_adamw_refuses_fp64() -> None:
     with pytest.raises(ValueError, match="fp32 and was given fp64"):
-        take_step(fresh((3,), (torch.float64,) * 4), 1, 0.1, op=launch_adamw)
+        take_step(draw_state((3,), (torch.float64,) * 4), 1, 0.1, op=launch_adamw)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_guard_leaves_every_bit(dtype: torch.dtype) -> None:
-    tensors = fresh((9, 4), (dtype,) * 4)
+def test_found_inf_leaves_state_bitwise_unchanged(dtype: torch.dtype) -> None:
+    tensors = draw_state((9, 4), (dtype,) * 4)
     before = copy.deepcopy(tensors)
     for bad in (torch.nan, torch.inf, 1.0):
         tensors[1].fill_(bad)
@@ -124,8 +124,8 @@ def test_the_guard_leaves_every_bit(dtype: torch.dtype) -> None:
     assert all((tensors[index] != before[index]).any() for index in (0, 2, 3))
 
 
-def test_the_factor_scales_the_gradient_and_leaves_it() -> None:
-    ours, scaled = (fresh((9, 4), (torch.float32,) * 4) for _ in range(2))
+def test_grad_factor_scales_the_update_not_the_gradient() -> None:
+    ours, scaled = (draw_state((9, 4), (torch.float32,) * 4) for _ in range(2))
     gradient = ours[1].clone()
     scaled[1] *= 0.125
     take_step(ours, 2, 0.1, factor=0.125)
@@ -134,8 +134,8 @@ def test_the_factor_scales_the_gradient_and_leaves_it() -> None:
     assert all(torch.equal(ours[index], scaled[index]) for index in (0, 2, 3))
 
 
-def test_decay_is_exact_where_one_minus_it_would_not_be() -> None:
-    """fp32 knows 1 - 3e-5 to three digits only; two hundred steps with it would miss by twice what is allowed here."""
+def test_weight_decay_is_exact_at_a_low_learning_rate() -> None:
+    """fp32 holds 1 - 3e-5 to three digits only; 200 steps with that factor miss by twice the tolerance here."""
     tensors = [torch.full((4,), 1.0), torch.zeros(4), torch.zeros(4), torch.zeros(4)]
     rate = torch.tensor(3e-7).item()
     for step in range(1, 201):
@@ -144,8 +144,8 @@ def test_decay_is_exact_where_one_minus_it_would_not_be() -> None:
     torch.testing.assert_close(tensors[0], torch.full((4,), expected), rtol=2e-6, atol=0)
 
 
-def test_bf16_moments_follow_fp32_ones_on_average() -> None:
-    """With beta2 = 0.999 a second moment that rounds to nearest never falls; at random it does, by the right amount."""
+def test_bf16_moments_equal_fp32_moments_on_average() -> None:
+    """With beta2 = 0.999 a second moment that is rounded to nearest never falls; with stochastic rounding it does."""
     numel, num_steps = 4096, 700
     results = {}
     for name, dtype, is_stochastic in (
@@ -162,8 +162,8 @@ def test_bf16_moments_follow_fp32_ones_on_average() -> None:
     assert results["nearest"][2] == 1.0
 
 
-def test_a_bf16_parameter_moves_by_less_than_its_digits() -> None:
-    """A step of a tenth of what bf16 can tell apart: nearest stands still, at random the mean moves as it should."""
+def test_bf16_parameter_moves_by_less_than_one_ulp_on_average() -> None:
+    """A step of a tenth of a bf16 ulp: rounding to nearest drops it; with stochastic rounding the mean moves."""
     for is_stochastic, expected in ((True, 1.0 - 20 * 4e-4), (False, 1.0)):
         tensors = [torch.ones(4096, dtype=torch.bfloat16), *(torch.ones(4096, dtype=torch.bfloat16) for _ in range(3))]
         for step in range(1000, 1020):
@@ -171,9 +171,9 @@ def test_a_bf16_parameter_moves_by_less_than_its_digits() -> None:
         assert tensors[0].double().mean().item() == pytest.approx(expected, abs=3e-4)
 
 
-def test_a_rerun_draws_alike_and_another_step_or_seed_does_not() -> None:
+def test_stochastic_rounding_depends_on_step_and_seed_alone() -> None:
     def run(step: float = 4, seed: int = 5) -> Tensor:
-        tensors = fresh((4096,), (torch.bfloat16,) * 4)
+        tensors = draw_state((4096,), (torch.bfloat16,) * 4)
         take_step(tensors, step, 1e-2, seed=seed)
         return torch.stack([tensors[index] for index in (0, 2, 3)])
 
@@ -182,21 +182,21 @@ def test_a_rerun_draws_alike_and_another_step_or_seed_does_not() -> None:
     assert ((run(step=1e6) != run(step=1e6 + 1)).float().mean(1) > 0.1).all()
 
 
-def test_every_shard_has_its_own_step_and_draws() -> None:
-    """Two shards in one call are two calls, on either device the same loop."""
+def test_each_shard_has_its_own_step_and_seed() -> None:
+    """One call with two shards equals two calls."""
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
-    shards = [fresh((100,), dtypes), fresh((3, 5), dtypes)]
+    shards = [draw_state((100,), dtypes), draw_state((3, 5), dtypes)]
     expected = copy.deepcopy(shards)
     scalars = (scalar(0.0), scalar(1.0), *BETAS, EPS, DECAY)
     adamw(*map(list, zip(*shards, strict=True)), scalar(0.1), [scalar(1.0), scalar(9.0)], *scalars, [5, 6])
     take_step(expected[0], 1.0, 0.1, seed=5)
     take_step(expected[1], 9.0, 0.1, seed=6)
-    assert all(torch.equal(own, wanted) for own, wanted in zip(sum(shards, []), sum(expected, []), strict=True))
+    assert all(torch.equal(own, reference) for own, reference in zip(sum(shards, []), sum(expected, []), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_custom_op_is_sound(dtype: torch.dtype) -> None:
-    tensors = [[tensor] for tensor in fresh((6, 3), (dtype,) * 4)]
+def test_adamw_op_passes_opcheck(dtype: torch.dtype) -> None:
+    tensors = [[tensor] for tensor in draw_state((6, 3), (dtype,) * 4)]
     args = (*tensors, scalar(0.1), [scalar(1.0)], scalar(0.0), scalar(1.0), *BETAS, EPS, DECAY, [5])
     torch.library.opcheck(torch.ops.titan_moe.adamw.default, args, test_utils=("test_schema", "test_faketensor"))
     parameter = torch.nn.Parameter(tensors[0][0].clone())

@@ -1,4 +1,4 @@
-"""The generator against its authors' answers, and rounding that is right on average."""
+"""Philox against its authors' known answers; stochastic rounding against its expected value."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_philox_gives_the_known_answers(seed: int, counter: tuple[int, ...], exp
     assert tuple(word.item() for word in philox_reference(seed, (c0, c1, c2, c3))) == expected
 
 
-def test_words_differ_by_place_step_seed_and_stream_and_by_nothing_else() -> None:
+def test_random_words_depend_on_index_step_seed_and_stream_alone() -> None:
     numel = 4 * QUARTER + 5
 
     def draw(seed: int = 3, step: float = 2.0, stream: int = 0, count: int = numel) -> torch.Tensor:
@@ -36,15 +36,15 @@ def test_words_differ_by_place_step_seed_and_stream_and_by_nothing_else() -> Non
 
     words = draw()
     assert words.numel() == numel and 0 <= words.min() and words.max() < 2**32
-    assert words.unique().numel() > numel - 3, "of 4,101 draws of 32 bits hardly two agree"
+    assert words.unique().numel() > numel - 3, "4,101 words of 32 bits are almost all different"
     assert torch.equal(draw(), words) and torch.equal(draw(count=7), words[:7])
     for other in (draw(seed=4), draw(step=3.0), draw(stream=1)):
         assert (other == words).sum() < 2
     ones = torch.stack([words >> bit & 1 for bit in range(32)]).double().mean(1)
-    assert (ones - 0.5).abs().max() < 5 * 0.5 / numel**0.5, "every bit is a fair coin"
+    assert (ones - 0.5).abs().max() < 5 * 0.5 / numel**0.5, "each bit is 1 in half of the words"
 
 
-def test_the_mean_of_many_roundings_is_the_number() -> None:
+def test_mean_of_stochastic_roundings_is_the_fp32_number() -> None:
     torch.manual_seed(0)
     x = torch.randn(50) * 10.0 ** torch.randint(-20, 20, (50,))
     num_draws = 4096
@@ -58,13 +58,13 @@ def test_the_mean_of_many_roundings_is_the_number() -> None:
         .double()
         .sub((x.view(torch.int32) & ~0xFFFF).view(torch.float32).double())
     )
-    assert torch.equal(high - low, gap.abs()), "two neighbours of bf16, and both"
+    assert torch.equal(high - low, gap.abs()), "both neighbouring bf16 numbers are drawn"
     assert ((drawn == low[:, None]) | (drawn == high[:, None])).all()
     deviation = (drawn.mean(1) - x.double()).abs() / gap.abs()
     assert deviation.max() < 5 * 0.5 / num_draws**0.5
 
 
-def test_what_needs_no_rounding_stays() -> None:
+def test_bf16_numbers_infinities_and_nan_are_not_rounded() -> None:
     kept = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-130, torch.inf, -torch.inf, torch.finfo(torch.bfloat16).max])
     for bits in (0, 1, 0x8000, 0xFFFF):
         rounded = round_to_bf16_reference(kept, torch.full((8,), bits))

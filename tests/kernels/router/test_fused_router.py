@@ -1,4 +1,4 @@
-"""The router in Triton: what its registry entry does not show."""
+"""The Triton router beyond the registry's tests: each output, ties, non-finite logits, the layer around it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that is not promised to be zero is NaN."""
+    """Fill uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -44,7 +44,7 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def drawn(num_experts: int, device: torch.device, num_tokens: int = 19) -> tuple[Tensor, Tensor]:
+def draw_logits(num_experts: int, device: torch.device, num_tokens: int = 19) -> tuple[Tensor, Tensor]:
     logits_BNE = torch.randn(2, num_tokens, num_experts, device=device)
     return logits_BNE.requires_grad_(), torch.randn(num_experts, device=device) / 10
 
@@ -55,22 +55,22 @@ def in_expert_order(routing: Routing) -> Routing:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_output_is_that_of_the_reference(name: str, device: torch.device) -> None:
+def test_route_tokens_equals_reference(name: str, device: torch.device) -> None:
     num_experts, rule = CASES[name]
-    logits_BNE, bias_E = drawn(num_experts, device)
+    logits_BNE, bias_E = draw_logits(num_experts, device)
     with poisoned():
         actual = in_expert_order(route_tokens(logits_BNE, bias_E, rule))
-    for field, got, wanted in zip(
+    for field, got, expected_output in zip(
         Routing._fields, actual, in_expert_order(route_tokens_reference(logits_BNE, bias_E, rule)), strict=True
     ):
-        torch.testing.assert_close(got, wanted, msg=lambda text, field=field: f"{field}: {text}")
+        torch.testing.assert_close(got, expected_output, msg=lambda text, field=field: f"{field}: {text}")
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("field", ["topk_scores_BNK", "share_sums_BE", "z_sum"])
-def test_the_gradient_through_one_output_alone(field: str, name: str, device: torch.device) -> None:
+def test_route_tokens_gradient_of_each_output_equals_reference(field: str, name: str, device: torch.device) -> None:
     num_experts, rule = CASES[name]
-    logits_BNE, bias_E = drawn(num_experts, device)
+    logits_BNE, bias_E = draw_logits(num_experts, device)
     wide_BNE = logits_BNE.detach().double().requires_grad_()
     expected = getattr(in_expert_order(route_tokens_reference(wide_BNE, bias_E, rule)), field)
     direction = torch.randn_like(expected)
@@ -81,17 +81,17 @@ def test_the_gradient_through_one_output_alone(field: str, name: str, device: to
     torch.testing.assert_close(logits_BNE.grad.double(), wide_BNE.grad, atol=2e-5, rtol=1e-4)
 
 
-def test_forced_experts_are_taken(device: torch.device) -> None:
-    logits_BNE, bias_E = drawn(20, device)
+def test_route_tokens_with_forced_ids_equals_reference(device: torch.device) -> None:
+    logits_BNE, bias_E = draw_logits(20, device)
     forced_BNK = torch.rand_like(logits_BNE).topk(3).indices
     for rule in (SIGMOID, SIGMOID._replace(num_groups=4, top_k_groups=1)):
         actual = route_tokens(logits_BNE, bias_E, rule, forced_BNK.int())
         expected = route_tokens_reference(logits_BNE, bias_E, rule, forced_BNK)
-        for got, wanted in zip(actual, expected, strict=True):
-            torch.testing.assert_close(got, wanted)
+        for got, expected_output in zip(actual, expected, strict=True):
+            torch.testing.assert_close(got, expected_output)
 
 
-def test_of_equal_experts_the_lowest_are_chosen(device: torch.device) -> None:
+def test_route_tokens_selects_lowest_expert_id_on_ties(device: torch.device) -> None:
     logits_BNE, bias_E = torch.zeros(1, 3, 12, device=device), torch.zeros(12, device=device)
     assert route_tokens(logits_BNE, bias_E, SIGMOID).topk_ids_BNK.tolist() == [[[0, 1, 2]] * 3]
     bias_E[7] = 1.0
@@ -101,18 +101,20 @@ def test_of_equal_experts_the_lowest_are_chosen(device: torch.device) -> None:
 
 @pytest.mark.parametrize("group_score", ["max", "top2_sum"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_token_gets_different_experts_whatever_happens(value: float, group_score: str, device: torch.device) -> None:
+def test_route_tokens_selects_distinct_experts_for_non_finite_logits(
+    value: float, group_score: str, device: torch.device
+) -> None:
     logits_BNE = torch.randn(1, 4, 12, device=device)
     logits_BNE[0, 0, 3], logits_BNE[0, 1, :] = value, value
     bias_E = torch.zeros(12, device=device)
-    bias_E[2:] = float("-inf")  # two are left, three are wanted
+    bias_E[2:] = float("-inf")  # two finite biases, top-3
     for rule in (SIGMOID, SIGMOID._replace(num_groups=3, top_k_groups=1, group_score=group_score)):
         ids_BNK = route_tokens(logits_BNE, bias_E, rule).topk_ids_BNK
         assert all(len(set(ids)) == 3 and set(ids) <= set(range(12)) for ids in ids_BNK[0].tolist())
 
 
-def test_results_repeat_themselves_bit_for_bit(device: torch.device) -> None:
-    logits_BNE, bias_E = drawn(128, device, num_tokens=4096 if device.type == "cuda" else 9)
+def test_route_tokens_is_deterministic(device: torch.device) -> None:
+    logits_BNE, bias_E = draw_logits(128, device, num_tokens=4096 if device.type == "cuda" else 9)
 
     def run() -> list[Tensor]:
         routing = route_tokens(logits_BNE, bias_E, RoutingRule("softmax", 8))
@@ -121,11 +123,11 @@ def test_results_repeat_themselves_bit_for_bit(device: torch.device) -> None:
 
     first = run()
     for _ in range(3):
-        assert all(torch.equal(got, wanted) for got, wanted in zip(run(), first, strict=True))
+        assert all(torch.equal(got, expected_output) for got, expected_output in zip(run(), first, strict=True))
 
 
-def test_the_operations_are_sound(device: torch.device) -> None:
-    logits_BNE, bias_E = drawn(12, device)
+def test_route_tokens_ops_pass_opcheck(device: torch.device) -> None:
+    logits_BNE, bias_E = draw_logits(12, device)
     forced_BNK = torch.rand_like(logits_BNE).topk(3).indices
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     for forced in (None, forced_BNK):
@@ -138,7 +140,7 @@ def test_the_operations_are_sound(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_logits_are_refused(dtype: torch.dtype) -> None:
+def test_route_tokens_refuses_logits_that_are_not_fp32(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match='override.router = "torch"'):
         route_tokens(torch.zeros(1, 2, 4, dtype=dtype), torch.zeros(4), SIGMOID)
 
@@ -147,7 +149,7 @@ MOE = MoEConfig(num_experts=12, top_k=3, score_fn="sigmoid", aux_loss_coef=0.3, 
 CONFIG = ModelConfig(hidden_size=16, moe=MOE)
 
 
-def built(moe: MoEConfig, backend: Any, device: torch.device, is_forced: bool = False) -> TopKRouter:
+def build_router(moe: MoEConfig, backend: Any, device: torch.device, is_forced: bool = False) -> TopKRouter:
     torch.manual_seed(0)
     router = TopKRouter(replace(CONFIG, moe=moe), Kernels(router=backend)).to(device)
     torch.nn.init.normal_(router.weight, std=0.5)
@@ -157,14 +159,14 @@ def built(moe: MoEConfig, backend: Any, device: torch.device, is_forced: bool = 
     return router
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("is_forced", [False, True], ids=["free", "forced"])
-def test_the_layer_is_the_same_with_either_router(is_forced: bool, way: str, device: torch.device) -> None:
-    routers = [built(MOE, backend, device, is_forced) for backend in ("torch", "triton")]
+def test_router_layer_is_equal_with_both_kernels(is_forced: bool, mode: str, device: torch.device) -> None:
+    routers = [build_router(MOE, backend, device, is_forced) for backend in ("torch", "triton")]
     x_BND = torch.randn(2, 19, 16, device=device)
     torch._dynamo.reset()
     for router in routers:
-        run = torch.compile(router, fullgraph=True, backend="aot_eager") if way == "compiled" else router
+        run = torch.compile(router, fullgraph=True, backend="aot_eager") if mode == "compiled" else router
         scores_TK, ids_TK = run(x_BND)
         (scores_TK * (1 + ids_TK)).sum().backward()
     plain, fused = routers
@@ -174,8 +176,8 @@ def test_the_layer_is_the_same_with_either_router(is_forced: bool, way: str, dev
     assert fused.balance.tokens_per_expert_E.sum() == 2 * 19 * 3
 
 
-class Seen(TorchDispatchMode):
-    """Keeps the arguments of the router's backward."""
+class BackwardArguments(TorchDispatchMode):
+    """Record the arguments of the router's backward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.titan_moe.route_tokens_backward.default:
@@ -184,18 +186,20 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("aux", "z"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1)])
-def test_a_loss_without_weight_is_not_differentiated(aux: float, z: float, device: torch.device) -> None:
-    router = built(replace(MOE, aux_loss_coef=aux, z_loss_coef=z), "triton", device)
+def test_router_backward_gets_no_gradient_of_a_loss_with_coefficient_zero(
+    aux: float, z: float, device: torch.device
+) -> None:
+    router = build_router(replace(MOE, aux_loss_coef=aux, z_loss_coef=z), "triton", device)
     scores_TK, _ = router(torch.randn(2, 19, 16, device=device))
-    with Seen() as seen:
+    with BackwardArguments() as recorded:
         scores_TK.sum().backward()
-    _, _, dtopk, dshares, dz, *_ = seen.args
+    _, _, dtopk, dshares, dz, *_ = recorded.args
     assert (dtopk is not None, dshares is not None, dz is not None) == (True, aux > 0, z > 0)
 
 
 @pytest.mark.gpu
-def test_forward_and_backward_can_be_captured() -> None:
-    router = built(replace(MOE, num_experts=64, top_k=8), "triton", torch.device("cuda"))
+def test_router_forward_and_backward_are_capturable() -> None:
+    router = build_router(replace(MOE, num_experts=64, top_k=8), "triton", torch.device("cuda"))
     x_BND = torch.randn(2, 512, 16, device="cuda")
 
     def step() -> tuple[Tensor, Tensor]:
@@ -211,4 +215,4 @@ def test_forward_and_backward_can_be_captured() -> None:
         captured = step()
     x_BND.normal_()
     graph.replay()
-    assert all(torch.equal(got, wanted) for got, wanted in zip(captured, step(), strict=True))
+    assert all(torch.equal(got, expected_output) for got, expected_output in zip(captured, step(), strict=True))

@@ -1,4 +1,4 @@
-"""Logits from the matrix units of half precision are as exact as those computed wide."""
+"""Router logits from bf16 GEMMs with fp32 output are as exact as logits from fp32 GEMMs."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def results(op, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_bf16_rows_give_fp32_logits_and_gradients(device: str) -> None:
+def test_router_logits_of_bf16_rows_equal_fp64_reference(device: str) -> None:
     torch.manual_seed(0)
     x, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((3, 33, 64), (16, 64)))
     grad = torch.randn(3, 33, 16, device=device)
@@ -27,27 +27,27 @@ def test_bf16_rows_give_fp32_logits_and_gradients(device: str) -> None:
     assert logits.dtype == torch.float32 and dx.dtype == dweight.dtype == torch.bfloat16
     torch.testing.assert_close(logits.double(), exact[0], rtol=1e-5, atol=1e-4)
     for got, expected in zip((dx, dweight), exact[1:], strict=True):
-        # nothing but the last rounding to bf16: the gradient itself was not rounded to it
+        # only the result is rounded to bf16, not the incoming gradient
         assert ((got.double() - expected).norm() / expected.norm()) < 2.5e-3
         assert (got == expected.bfloat16()).double().mean() > 0.95
 
 
-def test_a_gradient_rounded_to_bf16_would_be_seen() -> None:
+def test_router_logits_test_detects_a_gradient_rounded_to_bf16() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(33, 64).bfloat16(), torch.randn(16, 64).bfloat16()
     grad = torch.randn(33, 16)
     exact = results(router_logits_reference, x.double(), weight.double(), grad)[1]
-    coarse = results(router_logits, x, weight, grad.bfloat16().float())[1]
-    assert (coarse == exact.bfloat16()).double().mean() < 0.9
+    rounded = results(router_logits, x, weight, grad.bfloat16().float())[1]
+    assert (rounded == exact.bfloat16()).double().mean() < 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wide_rows_are_multiplied_wide(dtype: torch.dtype) -> None:
+def test_router_logits_of_fp32_and_fp64_rows_equal_reference(dtype: torch.dtype) -> None:
     x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype)
     assert torch.equal(ROUTER_LOGITS["triton"](x, weight), ROUTER_LOGITS["torch"](x, weight))
 
 
-def test_the_operation_is_sound() -> None:
+def test_router_logits_op_passes_opcheck() -> None:
     args = (torch.randn(5, 8).bfloat16().requires_grad_(), torch.randn(4, 8).bfloat16().requires_grad_())
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.titan_moe.router_logits.default, args, test_utils=tests)

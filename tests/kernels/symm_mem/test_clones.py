@@ -1,4 +1,4 @@
-"""Clones over memory that ranks share: all ranks in one process, each phase for all of them before the next."""
+"""Kernels that exchange clones over symmetric memory. One process runs all ranks, phase by phase."""
 
 import pytest
 import torch
@@ -31,40 +31,40 @@ PLANS = {
 }
 
 
-def share(num_ranks: int, num_local: int, num_replicas: int, device: str, dtype: torch.dtype) -> list[SymmArray]:
-    """Every rank's place for clones, poisoned."""
+def share_memory(num_ranks: int, num_local: int, num_replicas: int, device: str, dtype: torch.dtype) -> list[SymmArray]:
+    """Every rank's staging places, filled with NaN."""
     size = clone_bytes(num_ranks, num_local, num_replicas, NUM_ELEMENTS, dtype)
     memories = [torch.full((size,), 255, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
-    addresses_P = torch.tensor([memory.data_ptr() for memory in memories], device=device)
-    return [clone_arrays(memory, addresses_P, num_local, num_replicas, NUM_ELEMENTS, dtype)[1] for memory in memories]
+    peer_ptrs_P = torch.tensor([memory.data_ptr() for memory in memories], device=device)
+    return [clone_arrays(memory, peer_ptrs_P, num_local, num_replicas, NUM_ELEMENTS, dtype)[1] for memory in memories]
 
 
 def draw(num: int, num_ranks: int, device: str, dtype: torch.dtype) -> list[tuple[Tensor, ...]]:
     return [tuple(torch.randn(num, *shape, device=device).to(dtype) for shape in SHAPES) for _ in range(num_ranks)]
 
 
-# experts lie at places of their own, or at those of their clones
+# staging places are numbered by local expert, or by replica slot
 @pytest.mark.parametrize(("num_local", "block"), [(3, 256), (5, 4096)])
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("name", PLANS)
-def test_weights_come_and_gradients_go_home(
+def test_clone_weights_are_read_and_their_gradients_added(
     name: str, num_local: int, device: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(symm_clones, "BLOCK", block)
     torch.manual_seed(0)
     experts_Pc = torch.tensor(PLANS[name], device=device)
     num_ranks, num_replicas = experts_Pc.shape
-    shared = share(num_ranks, num_local, num_replicas, device, dtype)
+    shared = share_memory(num_ranks, num_local, num_replicas, device, dtype)
 
     weights = draw(num_local, num_ranks, device, dtype)
     for rank, (own, staged) in enumerate(zip(weights, shared, strict=True)):
         stage_weights(own, experts_Pc, staged, rank)
     for rank, (own, staged) in enumerate(zip(weights, shared, strict=True)):
         for index, clones in enumerate(pull_weights(own, experts_Pc, staged, rank)):
-            for spare, expert in enumerate(experts_Pc[rank].tolist()):
+            for replica, expert in enumerate(experts_Pc[rank].tolist()):
                 if expert >= 0:
-                    home = weights[expert // num_local][index]
-                    assert torch.equal(clones[spare], home[expert % num_local])
+                    owner = weights[expert // num_local][index]
+                    assert torch.equal(clones[replica], owner[expert % num_local])
 
     own_grads, clone_grads = draw(num_local, num_ranks, device, dtype), draw(num_replicas, num_ranks, device, dtype)
     expected = [
@@ -80,12 +80,12 @@ def test_weights_come_and_gradients_go_home(
     for rank, (own, staged) in enumerate(zip(own_grads, shared, strict=True)):
         add_gradients(own, experts_Pc, staged, rank)
         for index, grad in enumerate(own):
-            assert torch.equal(grad.flatten(1), expected[index][rank]), "the same sums in the same order"
+            assert torch.equal(grad.flatten(1), expected[index][rank]), "equal sums in equal order"
 
 
-def test_memory_that_is_too_small_is_refused() -> None:
-    memory, table_P = torch.zeros(1000, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+def test_clone_arrays_refuse_too_little_memory() -> None:
+    memory, peer_ptrs_P = torch.zeros(1000, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(
-        ValueError, match="2 clones of 576 elements in torch.float32 on each of 2 ranks take 7168 bytes"
+        ValueError, match="2 clones of 576 elements in torch.float32 on each of 2 ranks need 7168 bytes"
     ):
-        clone_arrays(memory, table_P, 3, 2, NUM_ELEMENTS, torch.float32)
+        clone_arrays(memory, peer_ptrs_P, 3, 2, NUM_ELEMENTS, torch.float32)

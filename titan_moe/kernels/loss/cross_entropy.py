@@ -1,11 +1,11 @@
-"""The output head and the cross entropy in one, a chunk of tokens at a time.
+"""Output head and cross entropy in PyTorch, a chunk of tokens at a time.
 
 T tokens · D width · V vocabulary · C tokens in a chunk
 
-Physics: three GEMMs of 2·T·D·V FLOPs (logits, dX, dW) and a few memory passes over the logits. Whole logits of 16,384
-tokens and 152k words would take 5 GB in bf16 and twice that in fp32; a chunk's logits are turned into their own
-gradient at once, in the forward pass, so that C·V elements are all that ever exists. What is kept for backward is dX
-(T·D) and dW (V·D), for a loss gradient of one; backward multiplies them by the gradient that arrives.
+Physics: three GEMMs of 2·T·D·V FLOPs (logits, dX, dW) and a few memory passes over the logits. All logits of 16,384
+tokens and 152k words take 5 GB in bf16 and twice that in fp32. Here the forward pass computes the logits of one chunk
+and replaces them by their gradient at once, so at most C·V elements of logits exist. Saved for backward are dX (T·D)
+and dW (V·D) for a loss gradient of one. Backward multiplies them by the incoming gradient.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,20 @@ IGNORE_LABEL = -100
 
 
 def linear_cross_entropy_reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0) -> Tensor:
-    """Sum of the cross entropies of x's logits, all logits at once, in at least fp32."""
+    """Sum the cross entropies of `x @ weight.T`, all logits at once, in at least fp32."""
     logits_TV = F.linear(x_TD, weight_VD)
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
 
 
 def loss_and_dlogits(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk, and its gradient by the logits in their own dtype; compiled, a few fused passes."""
+    """Summed loss of a chunk and dlogits in the logits' dtype; a few fused passes if compiled."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-    counts_C1 = (labels_C != IGNORE_LABEL)[:, None]
-    log_norm_C1 = torch.logsumexp(wide_CV, dim=-1, keepdim=True)
+    has_label_C1 = (labels_C != IGNORE_LABEL)[:, None]
+    logsumexp_C1 = torch.logsumexp(wide_CV, dim=-1, keepdim=True)
     is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C[:, None]
-    dlogits_CV = torch.where(counts_C1, torch.exp(wide_CV - log_norm_C1) - is_label_CV.to(wide_CV.dtype), 0)
-    loss = torch.where(counts_C1, log_norm_C1 - wide_CV.gather(1, labels_C.clamp(min=0)[:, None]), 0).sum()
+    dlogits_CV = torch.where(has_label_C1, torch.exp(wide_CV - logsumexp_C1) - is_label_CV.to(wide_CV.dtype), 0)
+    loss = torch.where(has_label_C1, logsumexp_C1 - wide_CV.gather(1, labels_C.clamp(min=0)[:, None]), 0).sum()
     return loss, dlogits_CV.to(logits_CV.dtype)
 
 
@@ -62,17 +62,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        # the product is made wide, or one over the tokens would be rounded to bf16; a copy, because compiled torch 2.11
-        # loses a gradient that ends in a cast to its own dtype
+        # the product is computed in the loss's dtype: in bf16 the factor 1/tokens would be rounded. The cast copies,
+        # because compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
         grads = [(grad.to(grad_loss.dtype) * grad_loss).to(ctx.dtype, copy=True) for grad in ctx.saved_tensors]
         return grads[0], grads[1], None, None, None
 
 
 @torch.library.custom_op("titan_moe::add_product", mutates_args=())
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a @ b in total's dtype; on a GPU the product of half-precision matrices is added inside the GEMM.
+    """Compute total + a @ b in total's dtype. On a GPU, a half-precision GEMM adds to an fp32 total itself.
 
-    An operation of its own, because torch 2.11 cannot trace `addmm` with another output dtype.
+    A custom op, because torch 2.11 cannot trace `addmm` with another output dtype.
     """
     if a.is_cuda and a.dtype != total.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype)
@@ -96,11 +96,12 @@ def linear_cross_entropy(
     chunk_tokens: int = 4096,
     softmax: LossAndGradient = loss_and_dlogits,
 ) -> Tensor:
-    """Sum of the cross entropies of `x @ weight.T` against the labels, without ever holding all logits.
+    """Sum the cross entropies of `x @ weight.T` against the labels. All logits never exist at once.
 
-    Shapes: x [T, D], weight [V, D], labels int64 [T] with `IGNORE_LABEL` where there is none -> scalar, at least fp32.
-    `chunk_tokens` tokens have logits at one time; 0 makes all logits at once. Without gradients only the loss is
-    computed. `softmax` is `loss_and_dlogits`, or the same compiled.
+    Shapes: x [T, D], weight [V, D], labels int64 [T], `IGNORE_LABEL` for none -> scalar in at least fp32.
+
+    `chunk_tokens` is the number of tokens whose logits exist at a time; 0 computes all logits at once. With gradients
+    disabled only the loss is computed. `softmax` is `loss_and_dlogits`, eager or compiled.
     """
     if chunk_tokens == 0:
         return linear_cross_entropy_reference(x_TD, weight_VD, labels_T)
@@ -111,7 +112,7 @@ def linear_cross_entropy(
 
 
 def sample_labels(num_words: int, num_tokens: int, device: torch.device) -> list[tuple[str, Tensor, int]]:
-    """Labels and chunks that every head's loss must survive: some ignored, all, a last chunk of few, one of all."""
+    """Test cases (name, labels, chunk_tokens): some or all labels ignored, a short last chunk, one chunk for all."""
     labels_T = torch.randint(num_words, (num_tokens,), device=device)
     some_T = labels_T.masked_fill(torch.rand(num_tokens, device=device) < 0.3, IGNORE_LABEL)
     return [
@@ -129,7 +130,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def head_benchmark() -> Benchmark:
-    """The head of Qwen3-30B-A3B on 16,384 tokens; forward does the work of backward too."""
+    """The head of Qwen3-30B-A3B on 16,384 tokens. Forward also computes the gradients."""
     num_tokens, width, vocabulary = 16_384, 2048, 151_936
 
     def draw(device: torch.device) -> Sample:
@@ -142,7 +143,7 @@ def head_benchmark() -> Benchmark:
 
 
 def with_compiled_softmax(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """The PyTorch path as compiled runs take it; for benchmarks."""
+    """The PyTorch implementation with a compiled softmax, as compiled runs call it; for benchmarks."""
     return linear_cross_entropy(x_TD, weight_VD, labels_T, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
 
 

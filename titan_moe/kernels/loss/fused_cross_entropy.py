@@ -1,17 +1,17 @@
-"""The output head and the cross entropy as one operation: one buffer of logits, gradients added where they lie.
+"""Output head and cross entropy as one op: one buffer of logits, softmax and gradients in place.
 
 T tokens · D width · V vocabulary · C tokens in a chunk
 
-Physics: three GEMMs of 2·T·D·V FLOPs bound it; around them, in bf16, 6·T·V bytes of softmax, and 8·D·V bytes a chunk
-to add into the fp32 weight gradient: large chunks are faster, small ones smaller. Beyond inputs and results there are
-2·C·V bytes of logits, which become their own gradient in place, and 4·V·D of the sum. At 16,384 x 2048 x 151,936 the
-GEMMs are 30.6 TFLOP, the softmax moves 15 GB, eight chunks of 2048 tokens move 20 GB for the sum, and memory peaks in
-backward, where sum and bf16 gradient meet: 1.2 GiB beyond the gradients. Aim: under 1.5 GiB and 80 % of the speed of
-the GEMMs alone; 88 to 90 % was measured on an H200.
+Physics: compute-bound, three GEMMs of 2·T·D·V FLOPs. In bf16 the softmax moves 6·T·V bytes, and each chunk moves 8·D·V
+bytes to add to the fp32 weight gradient: large chunks are faster, small chunks need less memory. Temporary memory is
+2·C·V bytes of logits, which are overwritten by their gradient, and 4·V·D bytes of the fp32 weight gradient. At 16,384 x
+2048 x 151,936 the GEMMs are 30.6 TFLOP, the softmax moves 15 GB, and eight chunks of 2048 tokens move 20 GB for the
+weight gradient. Memory peaks in backward, where the fp32 weight gradient is cast to bf16: 1.2 GiB beyond the gradients.
+Aim: under 1.5 GiB, and 80 % of the speed of the GEMMs alone.
 
 As in cross_entropy.py, forward computes the gradients for a loss gradient of one, and backward scales them. The whole
-forward is one operation because only so can chunks share buffers under autograd and the compiler. The reference is
-that of cross_entropy.py.
+forward is one op, because otherwise chunks could not share buffers under autograd and the compiler. The reference is
+`linear_cross_entropy_reference`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,13 +37,13 @@ from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 
 CHUNK_TOKENS = 2048
 ROW_ELEMENTS = 64
-"""Rows of logits begin at multiples of this, so that the GEMMs find them aligned in any vocabulary."""
+"""Rows of logits begin at multiples of this, so they are aligned for the GEMMs with any vocabulary size."""
 
 
 def loss_and_gradients(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The summed loss in fp32, and for a loss gradient of one dX in x's dtype and dW in fp32."""
+    """Summed loss in fp32; for a loss gradient of one, dX in x's dtype and dW in fp32."""
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     dx_TD = x_TD.new_empty(x_TD.shape)
     dweight_VD = weight_VD.new_empty(weight_VD.shape, dtype=torch.float32)
@@ -56,7 +56,7 @@ def loss_and_gradients(
 
 
 def loss_alone(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
-    """The summed loss in fp32."""
+    """Summed loss in fp32, no gradients."""
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     for tokens, logits_CV in _logits_by_chunk(x_TD, weight_VD, chunk_tokens):
         softmax_gradient(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL, writes_gradient=False)
@@ -64,7 +64,7 @@ def loss_alone(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: 
 
 
 def _logits_by_chunk(x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """Tokens and their logits, chunk after chunk in one buffer: the next chunk overwrites the last one's."""
+    """Yield each chunk's tokens and logits. All chunks share one buffer, so a chunk overwrites the one before."""
     num_tokens, num_words = x_TD.shape[0], weight_VD.shape[0]
     row = -(-num_words // ROW_ELEMENTS) * ROW_ELEMENTS
     buffer_CV = x_TD.new_empty(min(chunk_tokens, num_tokens), row)[:, :num_words]
@@ -76,14 +76,14 @@ def _logits_by_chunk(x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Iter
 def _add_gradients(
     dlogits_CV: Tensor, x_TD: Tensor, weight_VD: Tensor, tokens: slice, dx_TD: Tensor, dweight_VD: Tensor
 ) -> None:
-    """Write the chunk's part of dX, and add its part to dW; the first chunk's overwrites what lay there."""
+    """Write the chunk's part of dX, and add its part to dW. The first chunk overwrites dW."""
     torch.mm(dlogits_CV, weight_VD, out=dx_TD[tokens])
-    keeps = int(tokens.start > 0)
+    beta = int(tokens.start > 0)
     a, b, wide = dlogits_CV.T, x_TD[tokens], dweight_VD.dtype
     if a.device.type == "cpu" or a.dtype == wide:
-        torch.addmm(dweight_VD, a.to(wide), b.to(wide), beta=keeps, out=dweight_VD)
-    else:  # half-precision matrices are added to the fp32 sum inside the GEMM
-        torch.addmm(dweight_VD, a, b, beta=keeps, out_dtype=wide, out=dweight_VD)
+        torch.addmm(dweight_VD, a.to(wide), b.to(wide), beta=beta, out=dweight_VD)
+    else:  # the GEMM of half-precision matrices adds to the fp32 sum
+        torch.addmm(dweight_VD, a, b, beta=beta, out_dtype=wide, out=dweight_VD)
 
 
 _fused_cross_entropy = torch.library.custom_op("titan_moe::fused_cross_entropy", loss_and_gradients, mutates_args=())
@@ -111,7 +111,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Te
     _, dx_TD, dweight_VD = output
     ctx.save_for_backward(dx_TD, dweight_VD)
     ctx.mark_non_differentiable(dx_TD, dweight_VD)
-    ctx.set_materialize_grads(False)  # or backward would be given zeros of dW's size, in fp32
+    ctx.set_materialize_grads(False)  # otherwise backward gets fp32 zeros of dW's size
     ctx.dtype = inputs[0].dtype
 
 
@@ -140,11 +140,12 @@ def _count_one_gemm(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_:
 
 
 def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
-    """Sum of the cross entropies of `x @ weight.T` against the labels, in bf16 or fp32 on a GPU.
+    """Sum the cross entropies of `x @ weight.T` against the labels, in bf16 or fp32 on a GPU.
 
-    Shapes: x [T, D], weight [V, D], labels int64 [T] with `IGNORE_LABEL` where there is none -> fp32 scalar.
-    `chunk_tokens` tokens have logits at one time; 0 makes all logits at once. A label that is no word makes the loss
-    NaN. Where no gradient is wanted only the loss is computed, with no more memory than one chunk's logits.
+    Shapes: x [T, D], weight [V, D], labels int64 [T], `IGNORE_LABEL` for none -> fp32 scalar.
+
+    `chunk_tokens` is the number of tokens whose logits exist at a time; 0 computes all logits at once. A label outside
+    the vocabulary makes the loss NaN. Without gradients only the loss is computed, in the memory of one chunk's logits.
 
     Raises: TypeError for fp64, which the kernels would compute in fp32.
     """
@@ -158,7 +159,7 @@ def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk
 
 
 class _ThreeGemms(torch.autograd.Function):
-    """What remains of the operation without its softmax: a floor made of real GEMMs. Its values mean nothing."""
+    """The op without its softmax: a lower bound on its time, made of real GEMMs. Its values mean nothing."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Tensor:
@@ -181,12 +182,12 @@ class _ThreeGemms(torch.autograd.Function):
 
 
 def three_gemms(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0) -> Tensor:
-    """The GEMMs of head and loss and nothing else, whole or in chunks as the operation runs them; for benchmarks."""
+    """The GEMMs of head and loss alone, on all tokens or in chunks as the op runs them; for benchmarks."""
     return _ThreeGemms.apply(x_TD, weight_VD, chunk_tokens)
 
 
 def three_gemms_in_chunks(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """The same GEMMs, the additions to the fp32 weight gradient with them, in the operation's own chunks."""
+    """The GEMMs in the op's own chunks, with the additions to the fp32 weight gradient; for benchmarks."""
     return three_gemms(x_TD, weight_VD, labels_T, CHUNK_TOKENS)
 
 
@@ -218,7 +219,7 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
 
 
 def _compiled(cross_entropy: Callable[..., Tensor], shape: Mapping[str, Any]) -> Callable[..., Tensor]:
-    """The head is eager; of PyTorch's loss the softmax is compiled."""
+    """The head runs eagerly in a run; of PyTorch's loss only the softmax is compiled."""
     if cross_entropy is not linear_cross_entropy:
         return cross_entropy
     return partial(linear_cross_entropy, softmax=torch.compile(loss_and_dlogits, fullgraph=True))

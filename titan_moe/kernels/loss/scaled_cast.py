@@ -1,7 +1,7 @@
-"""Multiply by a number that lives on the device, and round once, with nothing wide in between.
+"""Multiply a tensor by a scalar on the device and cast it, without an fp32 temporary.
 
-Physics: memory-bound, reads and writes every element once. In plain PyTorch the product in fp32 would be a tensor too:
-for the weight gradient of an output head that is a gigabyte, at the moment when memory peaks.
+Physics: memory-bound, reads and writes every element once. In plain PyTorch the fp32 product is a tensor too:
+for the weight gradient of an output head a gigabyte, at the moment when memory peaks.
 """
 
 import torch
@@ -21,7 +21,7 @@ def _scaled_cast_kernel(x_ptr, factor_ptr, out_ptr, num_elements, BLOCK: tl.cons
 
 
 def scaled_cast(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """x · factor in `dtype`, multiplied in fp32; x contiguous, of any shape, factor a scalar."""
+    """Compute x · factor in fp32 and round once to `dtype`. x is contiguous, of any shape; factor is a scalar."""
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
         _scaled_cast_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, factor, out, x.numel(), BLOCK=BLOCK, num_warps=8)

@@ -1,12 +1,12 @@
-"""Turn a chunk's logits into their gradient where they lie, and say each token's loss.
+"""Compute each token's cross entropy, and overwrite a chunk's logits by their gradient.
 
 C tokens of a chunk · V vocabulary
 
 Physics: memory-bound. A row of 152k words in bf16 is 304 KB, too much for a program to keep, so it is read twice and
-written once: 6·C·V bytes, of which the second reading may find part in the cache; it goes backwards, from the words
-that were read last. One program owns a row. Each of its lanes keeps a largest logit and a sum of its own, with one
-exponential an element, so that no lane needs another's before the row's end; the arithmetic is in fp32, at about a
-dozen instructions an element and pass nearly as long as the transfers, so the next blocks are on their way meanwhile.
+written once: 6·C·V bytes. The second pass goes backwards, from the words that were read last, to find part of them in
+the cache. One program handles one row. Each of its lanes keeps its own maximum and sum (online softmax), with one
+exponential an element, so lanes exchange nothing before the row's end. The fp32 arithmetic, about a dozen instructions
+an element and pass, takes nearly as long as the transfers, so the next blocks are loaded meanwhile.
 """
 
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_WORDS = 16_384
-"""One program fills an SM: the fewer rows are at work, the more of them stay in the cache for the second reading."""
+"""One program fills an SM: the fewer rows are in flight, the more of them stay in the cache for the second pass."""
 WORDS_PER_WARP = 512
 NUM_STAGES = 3
 
@@ -24,27 +24,27 @@ def _softmax_gradient_kernel(
     logits_ptr, labels_ptr, losses_ptr, row_stride, num_words, ignored,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, WRITES_GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    LOG2_E: tl.constexpr = 1.4426950408889634  # exponentials to the base 2 are the hardware's own
+    LOG2_E: tl.constexpr = 1.4426950408889634  # the hardware computes exponentials to the base 2
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     label = tl.load(labels_ptr + row)
-    counts = label != ignored
+    has_label = label != ignored
     label_logit = tl.load(logits_ptr + label, mask=(label >= 0) & (label < num_words), other=float("nan"))
     lane = tl.arange(0, BLOCK)
-    # finite, or a lane that has seen nothing but masked words would subtract infinity from infinity
-    largest = tl.full((BLOCK,), -1.0e38, dtype=tl.float32)
+    # finite: a lane that has read only masked words would otherwise compute inf - inf
+    maximum = tl.full((BLOCK,), -1.0e38, dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in tl.range(0, num_words, BLOCK, num_stages=STAGES):
         words = first + lane
         logits = tl.load(logits_ptr + words, mask=words < num_words, other=float("-inf")).to(tl.float32)
-        smaller = tl.exp2(-tl.abs(logits - largest) * LOG2_E)
-        total = tl.where(logits > largest, total * smaller + 1.0, total + smaller)
-        largest = tl.maximum(largest, logits)
-    peak = tl.max(largest, axis=0)
-    log_norm = peak + tl.log(tl.sum(total * tl.exp2((largest - peak) * LOG2_E), axis=0))
-    tl.store(losses_ptr + row, tl.where(counts, log_norm - label_logit.to(tl.float32), 0.0))
+        rescale = tl.exp2(-tl.abs(logits - maximum) * LOG2_E)
+        total = tl.where(logits > maximum, total * rescale + 1.0, total + rescale)
+        maximum = tl.maximum(maximum, logits)
+    row_max = tl.max(maximum, axis=0)
+    logsumexp = row_max + tl.log(tl.sum(total * tl.exp2((maximum - row_max) * LOG2_E), axis=0))
+    tl.store(losses_ptr + row, tl.where(has_label, logsumexp - label_logit.to(tl.float32), 0.0))
     if WRITES_GRADIENT:
-        shift = tl.where(counts, -log_norm * LOG2_E, float("-inf"))  # no probability where no label counts
+        shift = tl.where(has_label, -logsumexp * LOG2_E, float("-inf"))  # an ignored label gives probability 0
         word_of_label = label.to(tl.int32)
         num_blocks = tl.cdiv(num_words, BLOCK)
         for block in tl.range(0, num_blocks, num_stages=STAGES):
@@ -58,10 +58,10 @@ def _softmax_gradient_kernel(
 def softmax_gradient(
     logits_CV: Tensor, labels_C: Tensor, losses_C: Tensor, ignored: int, *, writes_gradient: bool = True
 ) -> None:
-    """Write each token's cross entropy into `losses_C`, and its gradient over the logits, unless only losses are asked.
+    """Write each token's cross entropy to `losses_C`; with `writes_gradient`, overwrite the logits by their gradient.
 
-    A token labelled `ignored` has loss and gradient zero; another label that is no word makes its loss NaN. Rows of
-    logits may lie further apart than they are long.
+    A token with label `ignored` gets loss and gradient zero. Any other label outside the vocabulary gets loss NaN. The
+    row stride of the logits may exceed V.
     """
     num_tokens, num_words = logits_CV.shape
     block = min(triton.next_power_of_2(num_words), BLOCK_WORDS)

@@ -1,13 +1,11 @@
-"""Add a gradient to a total of another dtype, in the total's, in one pass over memory.
+"""Accumulate a gradient into a total of another dtype, in the total's dtype, in one pass over memory.
 
 Physics: memory-bound. A bf16 gradient and an fp32 total move 2 + 4 + 4 = 10 bytes an element. The first gradient of a
-step overwrites a total that nobody zeroes and nobody reads: 2 + 4 = 6. PyTorch's `add_` makes no wide accesses where
-dtypes differ: 1.75 TB/s on an H200, 96 of the 2577 ms of a step of Mixtral-8x7B over 8 of them with 4 microbatches; its
-`copy_` to another dtype moves 2.5. Here a warp touches whole lines, a thread has 48 bytes under way, and weights fill
-tens of thousands of programs. Measured, of 46 to 117 million elements: 2.6 TB/s, where PyTorch's adds reach 1.6. AdamW
-moves 4 on the same tensors.
+step overwrites the total, which is neither zeroed nor read: 2 + 4 = 6 bytes. PyTorch's `add_` makes no wide accesses
+where dtypes differ. Here a warp accesses whole cache lines, a thread has 48 bytes in flight, and the weights of a layer
+fill tens of thousands of programs. Aim: the bandwidth of AdamW on the same tensors.
 
-Nothing is rounded on the way: a bf16 number is an fp32 one, and the sum is rounded once, to PyTorch's bits.
+bf16 converts to fp32 exactly and the sum is rounded once, so the result has the bits of PyTorch's.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +20,11 @@ from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, regis
 
 BLOCK = 2048
 Accumulate = Callable[[Tensor, Tensor, bool], Tensor]
-"""Total, addend, whether it is the first -> the total, which has changed."""
+"""total, addend, is_first -> total, changed in place."""
 
 
 def accumulate_reference(total: Tensor, addend: Tensor, is_first: bool = False) -> Tensor:
-    """The definition; returns the total."""
+    """Add in place, or overwrite with `is_first`; return the total."""
     return total.copy_(addend) if is_first else total.add_(addend)
 
 
@@ -34,7 +32,7 @@ def accumulate_reference(total: Tensor, addend: Tensor, is_first: bool = False) 
 def _accumulate_kernel(total_ptr, addend_ptr, num_elements, IS_FIRST: tl.constexpr, BLOCK: tl.constexpr):
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     keep = element < num_elements
-    # a thread takes four neighbours of either tensor, 16 bytes and 8: of eight it would have to give some away to store
+    # a thread loads four consecutive elements of each tensor, 16 and 8 bytes; eight would need a shuffle to store
     value = tl.load(addend_ptr + tl.max_contiguous(element, 4), mask=keep, other=0.0).to(tl.float32)
     if not IS_FIRST:
         value += tl.load(total_ptr + element, mask=keep, other=0.0)
@@ -42,7 +40,7 @@ def _accumulate_kernel(total_ptr, addend_ptr, num_elements, IS_FIRST: tl.constex
 
 
 def launch_accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> None:
-    """The reference in Triton: an fp32 total, an addend of its shape in fp32 or bf16, both contiguous."""
+    """The reference in Triton: an fp32 total and an fp32 or bf16 addend of the same shape, both contiguous."""
     num_elements = total.numel()
     if num_elements:
         _accumulate_kernel[(triton.cdiv(num_elements, BLOCK),)](
@@ -53,7 +51,10 @@ def launch_accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> 
 @torch.library.custom_op("titan_moe::accumulate", mutates_args=("total",))
 def _accumulate(total: Tensor, addend: Tensor, is_first: bool) -> None:
     if total.shape != addend.shape:
-        raise ValueError(f"a total of shape {list(total.shape)} takes no addend of shape {list(addend.shape)}")
+        raise ValueError(
+            f"accumulate needs equal shapes: the total has {list(total.shape)}, the addend {list(addend.shape)}; "
+            f"expand the addend first"
+        )
     is_mixed = total.dtype == torch.float32 and addend.dtype == torch.bfloat16
     if total.is_cuda and is_mixed and total.is_contiguous() and addend.is_contiguous():
         launch_accumulate(total, addend, is_first)
@@ -65,10 +66,12 @@ _accumulate.register_fake(lambda total, addend, is_first: None)
 
 
 def accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> Tensor:
-    """Add to a total of the same shape, in its dtype; with `is_first` overwrite it, whatever it holds.
+    """Add to a total of the same shape, in its dtype. With `is_first` the total is overwritten and never read.
 
-    In Triton if bf16 comes to fp32 on a GPU and both are contiguous. All else is PyTorch's, a transposed addend too;
-    the bits are the same.
+    Triton adds bf16 to fp32 where both are contiguous on a GPU, PyTorch everything else, for example a transposed
+    addend. Both give the same bits.
+
+    Raises: ValueError for different shapes.
     """
     _accumulate(total, addend, is_first)
     return total
@@ -88,8 +91,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return samples
 
 
-def _overwriting_and_adding(add: Accumulate) -> Callable[[Tensor, Tensor], Tensor]:
-    """What a step of two microbatches does."""
+def _two_microbatches(add: Accumulate) -> Callable[[Tensor, Tensor], Tensor]:
+    """A step of two microbatches: overwrite, then add."""
 
     def op(total: Tensor, addend: Tensor) -> Tensor:
         add(total, addend, True)
@@ -104,12 +107,12 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
 
 
 def _eager(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., Any]:
-    """Autograd calls it, outside of every graph."""
+    """Autograd calls the op outside of compiled graphs."""
     return op
 
 
 def _benchmark(name: str, bytes_moved: int, is_first: bool) -> Benchmark:
-    """On gate and up of the one expert of Mixtral-8x7B that each of eight ranks holds."""
+    """Gate and up of Mixtral-8x7B with ep = 8: one expert a rank."""
     shape = (1, 2, 14_336, 4096)
 
     def draw(device: torch.device) -> Sample:
@@ -130,7 +133,7 @@ register(
         baselines={"torch": accumulate_reference},
         tunable=Tunable(
             "gradients",
-            {"torch": _overwriting_and_adding(accumulate_reference), "triton": _overwriting_and_adding(accumulate)},
+            {"torch": _two_microbatches(accumulate_reference), "triton": _two_microbatches(accumulate)},
             _draw,
             _eager,
         ),

@@ -1,23 +1,21 @@
-"""AdamW (arXiv:1711.05101) on the shards of many parameters, each in one pass over memory.
+"""AdamW (arXiv:1711.05101) for all shards of a parameter group in one op, each shard in one pass over memory.
 
-Physics: memory-bound. An element moves the parameter in and out, the gradient in, two moments in and out: 7·4 = 28
-bytes in fp32, 4 + 4 + 4 + 4·2 = 20 with bf16 moments, 7·2 = 14 all in bf16. Clipping costs no pass of its own: its
-coefficient is applied to the gradient as it is read, which saves 8 bytes an element. A rank that holds an eighth of
-Qwen3-30B streams 76 GB (bf16 moments), 16 ms of an H200. An element takes 35 instructions in fp32, 60 with bf16
-moments, 75 all in bf16 (counted in the code for sm_90); an H200 issues 170, 120 and 85 while it moves the bytes. A
-launch a tensor is enough: 48 layers have some 500 shards, an average one keeps the GPU busy for 30 us, longer than it
-takes to launch the next, and a captured step launches them for nothing. But an operation a tensor would not be: its way
-through PyTorch costs the host more than that, so one operation takes them all. Measured on an H200: 4.1 TB/s in fp32
-(PyTorch's fused one 3.5) and with bf16 moments, 3.5 all in bf16 (2.7).
+Physics: memory-bound. Each element reads and writes the parameter and two moments and reads the gradient: 7·4 = 28
+bytes in fp32, 4 + 4 + 4 + 4·2 = 20 with bf16 moments, 7·2 = 14 all in bf16. Gradient clipping needs no pass of its own:
+its coefficient multiplies the gradient as it is read, which saves 8 bytes an element. With an eighth of Qwen3-30B on a
+rank, a step moves 76 GB (bf16 moments), 16 ms on an H200. An element takes 35 instructions in fp32, 60 with bf16
+moments and 75 all in bf16 (sm_90 code); an H200 issues 170, 120 and 85 while it moves the bytes. One launch a tensor is
+enough: 48 layers have some 500 shards, an average shard keeps the GPU busy for 30 us, longer than the next launch
+takes, and a captured step has no launch cost. One op a tensor is not enough: PyTorch's dispatch of it costs the host
+more than 30 us. So one op takes all shards. Aim: the bandwidth of a plain copy, above PyTorch's fused AdamW.
 
-Math is fp32, the bias corrections fp64. What is stored in bf16 is rounded at random (stochastic_rounding.py). It must
-be: at beta2 = 0.999 a second moment that nothing feeds falls by a thousandth a step; rounding to nearest, which forgets
-less than 2 to 4 thousandths, would hold it up forever and keep the steps of its parameter too small. A bf16 parameter
-loses its updates in the same way when the learning rate is low. The update itself uses the moments before they are
-rounded.
+Math is fp32, the bias corrections are fp64. bf16 values are stored with stochastic rounding (stochastic_rounding.py).
+It is needed: at beta2 = 0.999 and zero gradient, a second moment shrinks by a thousandth a step. Rounding to nearest
+drops changes below 2 to 4 thousandths, so the moment would never shrink and its parameter's steps would stay too small.
+A bf16 parameter loses its updates in the same way at a low learning rate. The update uses the moments before rounding.
 
-All that changes from step to step is on the device: a captured step reads the learning rate, the step, the clipping
-coefficient and the guard anew. Where the guard `found_inf` is not 0 nothing is read or written, whatever the gradient.
+Everything that changes from step to step is on the device: a captured step reads the learning rate, the step number,
+the clipping coefficient and `found_inf` anew. Where `found_inf` is not 0, nothing is read or written.
 """
 
 import math
@@ -58,7 +56,7 @@ def adamw_reference(
     seed: int,
     is_stochastic: bool = True,
 ) -> None:
-    """The definition on one shard, in at least fp32, with the kernel's random bits; arguments as of `adamw`."""
+    """AdamW on one shard in at least fp32, with the kernel's random bits; arguments as in `adamw`."""
     wide = torch.promote_types(param.dtype, torch.float32)
     count, rate = step.double(), lr.to(wide)
     corrections = [1 - torch.pow(beta, count) for beta in (beta1, beta2)]
@@ -77,9 +75,9 @@ def adamw_reference(
             moments & 0xFFFF,
             moments >> 16,
         ]
-    for tensor, value, own in zip(stored, values, bits, strict=True):
-        is_rounded = own is not None and tensor.dtype == torch.bfloat16
-        new = round_to_bf16_reference(value, own) if is_rounded else value.to(tensor.dtype)
+    for tensor, value, random_bits in zip(stored, values, bits, strict=True):
+        is_rounded = random_bits is not None and tensor.dtype == torch.bfloat16
+        new = round_to_bf16_reference(value, random_bits) if is_rounded else value.to(tensor.dtype)
         tensor.copy_(torch.where(found_inf != 0, tensor, new))
 
 
@@ -94,7 +92,7 @@ def _store(ptr, value, bits, keep, IS_ROUNDED: tl.constexpr):
 @triton.jit(do_not_specialize=["seed"])
 def _adamw_kernel(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, lr_ptr, step_ptr, found_inf_ptr, grad_factor_ptr, numel,
-    rest1, rest2, log_beta1, log_beta2, eps, weight_decay, seed,
+    one_minus_beta1, one_minus_beta2, log_beta1, log_beta2, eps, weight_decay, seed,
     ROUND_PARAM: tl.constexpr, ROUND_FIRST: tl.constexpr, ROUND_SECOND: tl.constexpr, QUARTER: tl.constexpr,
     NUM_ROUNDS: tl.constexpr,
 ):  # fmt: skip
@@ -103,10 +101,10 @@ def _adamw_kernel(
     step = tl.load(step_ptr)
     grad_factor = tl.load(grad_factor_ptr).to(tl.float32)
     lr = tl.load(lr_ptr).to(tl.float32)
-    # a beta close to 1 leaves few digits of the corrections in fp32; a few scalars a program cost nothing
+    # fp64: with beta close to 1 the corrections lose digits in fp32; a few scalars a program cost nothing
     count = step.to(tl.float64)
     step_size = lr / (1 - tl.exp(count * log_beta1)).to(tl.float32)
-    spread = 1 / tl.sqrt((1 - tl.exp(count * log_beta2)).to(tl.float32))
+    inv_root_correction = 1 / tl.sqrt((1 - tl.exp(count * log_beta2)).to(tl.float32))
     block = tl.program_id(0).to(tl.int64)
     moment_words = draw_words(seed, block, step, 0, QUARTER, NUM_ROUNDS, ROUND_FIRST or ROUND_SECOND)
     param_words = draw_words(seed, block, step, 1, QUARTER, NUM_ROUNDS, ROUND_PARAM)
@@ -117,10 +115,10 @@ def _adamw_kernel(
         grad = tl.load(grad_ptr + index, mask=keep, other=0.0).to(tl.float32) * grad_factor
         first = tl.load(exp_avg_ptr + index, mask=keep, other=0.0).to(tl.float32)
         second = tl.load(exp_avg_sq_ptr + index, mask=keep, other=0.0).to(tl.float32)
-        first += rest1 * (grad - first)
-        second += rest2 * (grad * grad - second)
-        # approximate root and quotient: two units in the last place of an update are far below those of the parameter
-        param -= step_size * first / (tl.sqrt(second) * spread + eps) + lr * weight_decay * param
+        first += one_minus_beta1 * (grad - first)
+        second += one_minus_beta2 * (grad * grad - second)
+        # approximate sqrt and division: an error of 2 ulp of the update is far below 1 ulp of the parameter
+        param -= step_size * first / (tl.sqrt(second) * inv_root_correction + eps) + lr * weight_decay * param
         _store(param_ptr + index, param, param_words[quarter] & 0xFFFF, keep, ROUND_PARAM)
         _store(exp_avg_ptr + index, first, moment_words[quarter] & 0xFFFF, keep, ROUND_FIRST)
         _store(exp_avg_sq_ptr + index, second, moment_words[quarter] >> 16, keep, ROUND_SECOND)
@@ -145,9 +143,11 @@ def launch_adamw(
     """The reference in Triton: fp32 and bf16 in, fp32 inside."""
     stored = (param, exp_avg, exp_avg_sq)
     if torch.float64 in (tensor.dtype for tensor in (grad, *stored)):
-        raise ValueError("AdamW in Triton computes in fp32 and was given fp64; take torch's, or the reference")
+        raise ValueError(
+            "AdamW in Triton computes in fp32 and was given fp64; take torch.optim.AdamW, or the reference"
+        )
     if not all(tensor.is_contiguous() for tensor in stored):
-        # no parameter of ours lies so; a detour over memory of its own keeps the kernel flat
+        # no parameter of this package is strided; copying keeps the kernel one-dimensional
         dense = [tensor.contiguous() for tensor in stored]
         scalars = (lr, step, found_inf, grad_factor, beta1, beta2, eps, weight_decay, seed, is_stochastic)
         launch_adamw(dense[0], grad, dense[1], dense[2], *scalars)
@@ -186,13 +186,16 @@ def adamw(
     seeds: list[int],
     is_stochastic: bool = True,
 ) -> None:
-    """Take an AdamW step in place on every shard: in Triton on a GPU, the reference on a CPU.
+    """Take an AdamW step in place on every shard: Triton on a GPU, the reference on a CPU.
 
-    A shard's parameter, gradient and moments have one shape, and each its own dtype, fp32 or bf16 (on a CPU fp64 too).
-    On the device, each a scalar: lr; a shard's step, the number of this one, fp32, 1 for the first: the caller counts,
-    and not what is skipped; found_inf, fp32, 0 to take the step and 1 to leave everything bit for bit as it is;
-    grad_factor, which multiplies the gradient. A shard's seed (below 2^63) makes its random bits, with the step: no
-    two shards should share one. `is_stochastic` = False rounds bf16 to nearest, for comparisons.
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs: one entry a shard, of one shape; each dtype is fp32 or bf16 (fp64 too on
+            a CPU).
+        lr, steps, found_inf, grad_factor: scalars on the device. `steps` has an fp32 scalar a shard: the number of
+            this step, 1 for the first; the caller increments it, and not for skipped steps. `found_inf` (fp32) is 0 to
+            take the step, 1 to leave everything bit for bit as it is. `grad_factor` multiplies the gradients.
+        seeds: below 2^63, one a shard. Seed and step determine the random bits; no two shards should share a seed.
+        is_stochastic: False rounds bf16 to nearest, for comparisons.
     """
     options = (beta1, beta2, eps, weight_decay)
     for p, g, m, v, step, seed in zip(params, grads, exp_avgs, exp_avg_sqs, steps, seeds, strict=True):
@@ -224,21 +227,21 @@ def _(
 adamw.register_fake(lambda *args, **options: None)
 
 
-def _on_one(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *args: Any) -> Tensor:
-    """The operation on a single shard, as the registry wants it: it returns what it changes."""
+def _adamw_one_shard(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *args: Any) -> Tensor:
+    """The op on one shard, for the registry; returns the parameter, changed in place."""
     lr, step, found_inf, grad_factor, beta1, beta2, eps, weight_decay, seed = args
     options = (beta1, beta2, eps, weight_decay, [seed])
     adamw([param], [grad], [exp_avg], [exp_avg_sq], lr, [step], found_inf, grad_factor, *options)
     return param
 
 
-def _reference_on_one(param: Tensor, *args: Any) -> Tensor:
+def _reference_one_shard(param: Tensor, *args: Any) -> Tensor:
     adamw_reference(param, *args)
     return param
 
 
 def _arguments(device: torch.device, shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[Any]:
-    """Random tensors in the dtypes of parameter, gradient and moments, in the middle of a run."""
+    """Random parameter, gradient and moments of these dtypes, as in the middle of a run, and the scalars."""
     tensors = [torch.randn(shape, device=device, dtype=dtype) for dtype in dtypes]
     tensors[3].abs_()
     scalars = [torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5)]
@@ -260,7 +263,7 @@ def _samples(dtypes: Callable[[torch.dtype], list[torch.dtype]]) -> Callable[[to
 
 
 SHARD_NUMEL = 16 * 2 * 768 * 2048
-"""The gate and up projections of 16 experts of Qwen3-30B-A3B: what one of eight ranks holds of a layer."""
+"""The gate and up projections of 16 experts of Qwen3-30B-A3B: a rank's part of a layer with ep = 8."""
 
 
 def _benchmark(name: str, bytes_moved: float, dtypes: list[torch.dtype]) -> Benchmark:
@@ -272,7 +275,7 @@ def _benchmark(name: str, bytes_moved: float, dtypes: list[torch.dtype]) -> Benc
 
 
 def _torch_fused(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *args: Any) -> Tensor:
-    """torch's own kernel on what is clipped already."""
+    """torch's fused kernel, on a gradient that is clipped already."""
     lr, step, found_inf, _, beta1, beta2, eps, weight_decay, _ = args
     options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     torch._fused_adamw_(
@@ -282,7 +285,7 @@ def _torch_fused(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     return param
 
 
-def _all_alike(dtype: torch.dtype) -> list[torch.dtype]:
+def _one_dtype(dtype: torch.dtype) -> list[torch.dtype]:
     return [dtype] * 4
 
 
@@ -293,12 +296,12 @@ def _bf16_moments(dtype: torch.dtype) -> list[torch.dtype]:
 register(
     Kernel(
         "adamw",
-        _on_one,
-        _reference_on_one,
-        _samples(_all_alike),
+        _adamw_one_shard,
+        _reference_one_shard,
+        _samples(_one_dtype),
         benchmarks=(
-            _benchmark("fp32", 28, _all_alike(torch.float32)),
-            _benchmark("bf16", 14, _all_alike(torch.bfloat16)),
+            _benchmark("fp32", 28, _one_dtype(torch.float32)),
+            _benchmark("bf16", 14, _one_dtype(torch.bfloat16)),
         ),
         baselines={"torch fused": _torch_fused},
     )
@@ -306,8 +309,8 @@ register(
 register(
     Kernel(
         "adamw_bf16_moments",
-        _on_one,
-        _reference_on_one,
+        _adamw_one_shard,
+        _reference_one_shard,
         _samples(_bf16_moments),
         dtypes=(torch.float32,),
         benchmarks=(_benchmark("qwen3_ep8", 20, _bf16_moments(torch.float32)),),

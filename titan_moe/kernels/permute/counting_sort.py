@@ -1,15 +1,16 @@
-"""Sort routed rows by expert without comparing them across blocks: a stable counting sort in three launches.
+"""Permute in Triton: a stable counting sort of the assignments by expert, in three launches.
 
-S rows · K choices a row · N choices (S·K) · R expert slots, sorted by expert · e local experts · b blocks of choices
+S rows · K experts a row · N assignments (S·K) · R expert slots, sorted by expert · e local experts · b blocks of
+assignments
 
-Physics: memory- and launch-bound. N int64 ids and N scores are read, N slots and R rows and scores are written, 24
-bytes a choice and 12 more backward: 262,144 choices are 6 MB, two microseconds of an H200's bandwidth, so launches and
-latency are what there is to save. One program counts a block's choices, one program an expert sums those counts over
-blocks, one program a block places its choices: integers only and no atomics on global memory, so that the result is
-the same every time. Measured on an H200: 0.021 ms for 262,144 choices of 128 experts, 0.2 as compiled PyTorch.
+Physics: memory- and launch-bound. N int64 ids and N scores are read, N slots and R rows and scores are written: 24
+bytes an assignment, and 12 more in backward. 262,144 assignments are 6 MB, two microseconds of an H200's bandwidth, so
+launches and latency dominate. Aim: three launches. The first counts each block's assignments (a program a block), the
+second sums the counts over blocks (a program an expert), the third places the assignments (a program a block). All
+arithmetic is on integers, with no atomics on global memory, so the result is deterministic.
 
-Nobody is one expert more, the last: choices of -1 and places past the last choice are its own, so the slots that no
-expert fills get their row and their zero like all others. The reference is `sort_by_expert`.
+Assignments of -1, and indices past the last assignment, are counted for one extra expert, the last. So slots that no
+expert fills get a row and a zero score like all others. The reference is `sort_by_expert`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,117 +22,121 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
-from titan_moe.kernels.permute.rows import full_size_choices
+from titan_moe.kernels.permute.rows import full_size_assignments
 from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, as_one_graph, register
 
 BLOCK, CHUNK = 512, 1024
 MIN_BINS = 32
-"""Triton counts into whole warps of bins."""
-SIZES = ["num_choices", "num_slots", "num_blocks"]
-"""Arguments that may change with every batch and must not compile a kernel anew."""
+"""Triton's histogram needs at least a warp of bins."""
+SIZES = ["num_assignments", "num_slots", "num_blocks"]
+"""Arguments that change with the batch and must not specialise a kernel."""
 
 
 @triton.jit
-def _load_experts(ids_ptr, choices, num_choices, num_experts):
-    """The expert of each choice, `num_experts` for nobody."""
-    ids = tl.load(ids_ptr + choices, mask=choices < num_choices, other=-1)
+def _load_experts(ids_ptr, assignments, num_assignments, num_experts):
+    """The expert of each assignment, `num_experts` for none."""
+    ids = tl.load(ids_ptr + assignments, mask=assignments < num_assignments, other=-1)
     return tl.where((ids >= 0) & (ids < num_experts), ids, num_experts).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _count_kernel(
-    ids_ptr, heads_ptr, num_choices, num_experts, num_blocks, BLOCK: tl.constexpr, BINS: tl.constexpr
+    ids_ptr, cumulative_ptr, num_assignments, num_experts, num_blocks, BLOCK: tl.constexpr, BINS: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
-    experts = _load_experts(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), num_choices, num_experts)
+    experts = _load_experts(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), num_assignments, num_experts)
     expert = tl.arange(0, BINS)
-    heads = tl.cumsum(tl.histogram(experts, BINS), axis=0)  # choices of experts up to and with each one
-    tl.store(heads_ptr + expert.to(tl.int64) * num_blocks + block, heads, mask=expert <= num_experts)
+    cumulative = tl.cumsum(tl.histogram(experts, BINS), axis=0)  # assignments of experts up to and including each
+    tl.store(cumulative_ptr + expert.to(tl.int64) * num_blocks + block, cumulative, mask=expert <= num_experts)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _scan_kernel(
-    heads_ptr, shifts_ptr, offsets_ptr, overflowed_ptr, num_experts, num_blocks, num_slots, CHUNK: tl.constexpr
+    cumulative_ptr, shifts_ptr, offsets_ptr, overflowed_ptr, num_experts, num_blocks, num_slots, CHUNK: tl.constexpr
 ):  # fmt: skip
     expert = tl.program_id(0)
-    heads_ptr += expert.to(tl.int64) * num_blocks
+    cumulative_ptr += expert.to(tl.int64) * num_blocks
     shifts_ptr += expert.to(tl.int64) * num_blocks
-    # what lies before this expert, summed over blocks, is the expert's first slot
+    # the assignments of all experts before this one, summed over blocks, give the expert's first slot
     before = tl.zeros((CHUNK,), dtype=tl.int32)
     for first in range(0, num_blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
-        before += tl.load(heads_ptr - num_blocks + block, mask=(block < num_blocks) & (expert > 0), other=0)
+        before += tl.load(cumulative_ptr - num_blocks + block, mask=(block < num_blocks) & (expert > 0), other=0)
     slot = tl.sum(before, axis=0)
     is_unassigned = expert == num_experts
     tl.store(overflowed_ptr, (slot > num_slots).to(tl.int32), mask=is_unassigned)
     for first in range(0, num_blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
         keep = block < num_blocks
-        ahead = tl.load(heads_ptr - num_blocks + block, mask=keep & (expert > 0), other=0)
-        count = tl.load(heads_ptr + block, mask=keep, other=0) - ahead
-        # added to a choice's place in its sorted block, gives its slot
-        tl.store(shifts_ptr + block, slot + tl.cumsum(count, axis=0) - count - ahead, mask=keep)
+        preceding = tl.load(cumulative_ptr - num_blocks + block, mask=keep & (expert > 0), other=0)
+        count = tl.load(cumulative_ptr + block, mask=keep, other=0) - preceding
+        # slot of an assignment = this shift + its index in its sorted block
+        tl.store(shifts_ptr + block, slot + tl.cumsum(count, axis=0) - count - preceding, mask=keep)
         slot += tl.sum(count, axis=0)
     tl.store(offsets_ptr + expert, tl.minimum(slot, num_slots).to(tl.int32), mask=expert < num_experts)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _place_kernel(
-    ids_ptr, scores_ptr, shifts_ptr, rows_ptr, slots_ptr, placed_ptr,
-    num_choices, num_experts, num_slots, num_blocks, K: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr, scores_ptr, shifts_ptr, rows_ptr, slots_ptr, slot_scores_ptr,
+    num_assignments, num_experts, num_slots, num_blocks, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    experts = _load_experts(ids_ptr, block * BLOCK + place, num_choices, num_experts)
-    keys = tl.sort(experts * BLOCK + place)  # all different, so the order is stable
-    expert, choice = keys // BLOCK, block * BLOCK + keys % BLOCK
-    slot = tl.load(shifts_ptr + expert.to(tl.int64) * num_blocks + block) + place
-    is_choice, is_slot = choice < num_choices, slot < num_slots
-    is_served = is_slot & (expert < num_experts)
-    score = tl.load(scores_ptr + choice, mask=is_served, other=0.0)
-    tl.store(slots_ptr + choice, tl.where(is_served, slot, -1), mask=is_choice)
-    tl.store(rows_ptr + slot, tl.where(is_choice, choice // K, 0).to(tl.int32), mask=is_slot)
-    tl.store(placed_ptr + slot, score, mask=is_slot)
+    index = tl.arange(0, BLOCK)
+    experts = _load_experts(ids_ptr, block * BLOCK + index, num_assignments, num_experts)
+    keys = tl.sort(experts * BLOCK + index)  # keys are distinct, so the sort is stable
+    expert, assignment = keys // BLOCK, block * BLOCK + keys % BLOCK
+    slot = tl.load(shifts_ptr + expert.to(tl.int64) * num_blocks + block) + index
+    is_assignment, is_slot = assignment < num_assignments, slot < num_slots
+    has_slot = is_slot & (expert < num_experts)
+    score = tl.load(scores_ptr + assignment, mask=has_slot, other=0.0)
+    tl.store(slots_ptr + assignment, tl.where(has_slot, slot, -1), mask=is_assignment)
+    tl.store(rows_ptr + slot, tl.where(is_assignment, assignment // K, 0).to(tl.int32), mask=is_slot)
+    tl.store(slot_scores_ptr + slot, score, mask=is_slot)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def _get_kernel(placed_ptr, slots_ptr, scores_ptr, num_choices, BLOCK: tl.constexpr):
-    choice = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_ptr + choice, mask=choice < num_choices, other=-1)
-    tl.store(scores_ptr + choice, tl.load(placed_ptr + slot, mask=slot >= 0, other=0.0), mask=choice < num_choices)
+def _gather_scores_kernel(slot_scores_ptr, slots_ptr, scores_ptr, num_assignments, BLOCK: tl.constexpr):
+    assignment = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots_ptr + assignment, mask=assignment < num_assignments, other=-1)
+    score = tl.load(slot_scores_ptr + slot, mask=slot >= 0, other=0.0)
+    tl.store(scores_ptr + assignment, score, mask=assignment < num_assignments)
 
 
 def sort_choices(
     ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, block: int = BLOCK, chunk: int = CHUNK
 ) -> Permutation:
-    """Launch the sort: `block` choices a program that counts or places, `chunk` blocks at a time of one that sums."""
-    num_choices = ids_SK.numel()
-    num_blocks = triton.cdiv(max(num_choices, num_slots), block)
-    # two allocations: halves of one would not both be aligned in every batch, and alignment compiles a kernel anew
-    heads, shifts = (ids_SK.new_empty(num_experts + 1, num_blocks, dtype=torch.int32) for _ in range(2))
+    """Launch the sort, with `block` assignments a program in the first and third launch; the second sums `chunk` blocks
+    at a time."""
+    num_assignments = ids_SK.numel()
+    num_blocks = triton.cdiv(max(num_assignments, num_slots), block)
+    # two allocations: halves of one buffer are not both aligned for every size, and Triton specialises on alignment
+    cumulative, shifts = (ids_SK.new_empty(num_experts + 1, num_blocks, dtype=torch.int32) for _ in range(2))
     rows_R, offsets_e = (ids_SK.new_empty(size, dtype=torch.int32) for size in (num_slots, num_experts))
     slots_SK, overflowed = (ids_SK.new_empty(shape, dtype=torch.int32) for shape in (ids_SK.shape, ()))
     scores_R = scores_SK.new_empty(num_slots)
     if num_blocks:
         bins = max(MIN_BINS, triton.next_power_of_2(num_experts + 1))
-        _count_kernel[(num_blocks,)](ids_SK, heads, num_choices, num_experts, num_blocks, BLOCK=block, BINS=bins)
+        _count_kernel[(num_blocks,)](
+            ids_SK, cumulative, num_assignments, num_experts, num_blocks, BLOCK=block, BINS=bins
+        )
     _scan_kernel[(num_experts + 1,)](
-        heads, shifts, offsets_e, overflowed, num_experts, num_blocks, num_slots, CHUNK=chunk
+        cumulative, shifts, offsets_e, overflowed, num_experts, num_blocks, num_slots, CHUNK=chunk
     )
     if num_blocks:
         _place_kernel[(num_blocks,)](
             ids_SK, scores_SK, shifts, rows_R, slots_SK, scores_R,
-            num_choices, num_experts, num_slots, num_blocks, K=max(ids_SK.shape[1], 1), BLOCK=block,
+            num_assignments, num_experts, num_slots, num_blocks, K=max(ids_SK.shape[1], 1), BLOCK=block,
         )  # fmt: skip
     return Permutation(rows_R, slots_SK, scores_R, offsets_e, overflowed)
 
 
 def scores_of_slots(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
-    """Launch the way back: what stands in each choice's slot, 0 for a choice without one."""
+    """Launch the inverse: the value in each assignment's slot, 0 for an assignment without a slot."""
     scores_SK = scores_R.new_empty(slots_SK.shape)
     if slots_SK.numel():
         num_programs = triton.cdiv(slots_SK.numel(), CHUNK)
-        _get_kernel[(num_programs,)](scores_R, slots_SK, scores_SK, slots_SK.numel(), BLOCK=CHUNK)
+        _gather_scores_kernel[(num_programs,)](scores_R, slots_SK, scores_SK, slots_SK.numel(), BLOCK=CHUNK)
     return scores_SK
 
 
@@ -178,16 +183,16 @@ _counting_sort.register_autograd(_backward, setup_context=_save)
 
 
 def counting_sort(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
-    """Lay out the choices in Triton, on a GPU (or in the interpreter); capturable, nothing is read by the host.
+    """Permute in Triton, on a GPU (or in the interpreter). Capturable: the host reads nothing.
 
     Shapes: ids int64 or int32 [S, K], -1 for none; scores [S, K] -> see `Permutation`.
     """
-    # the kernels count on choices that lie one behind the other
+    # the kernels index assignments as contiguous
     return Permutation(*_counting_sort(ids_SK.contiguous(), scores_SK.contiguous(), num_experts, num_slots))
 
 
-def _with_scores_first(permute: Permute) -> Callable[..., Permutation]:
-    """A way to lay out with its differentiable argument in front."""
+def _scores_first(permute: Permute) -> Callable[..., Permutation]:
+    """A permute with its differentiable argument first, as a `Sample` has it."""
 
     def op(scores_SK: Tensor, ids_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
         return permute(ids_SK, scores_SK, num_experts, num_slots)
@@ -196,19 +201,19 @@ def _with_scores_first(permute: Permute) -> Callable[..., Permutation]:
 
 
 def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
-    num_rows, num_experts, num_choices = (shape[name] for name in ("rows", "experts", "choices"))
-    ids_SK = full_size_choices(num_rows, num_experts, num_choices, device, shape["slots"])
+    num_rows, num_experts, top_k = (shape[name] for name in ("rows", "experts", "choices"))
+    ids_SK = full_size_assignments(num_rows, num_experts, top_k, device, shape["slots"])
     scores_SK = torch.rand(ids_SK.shape, device=device)
     return Sample("", (scores_SK, ids_SK, num_experts, shape["slots"]), 1)
 
 
 def _compiled(permute: Callable[..., Permutation], shape: Mapping[str, Any]) -> Callable[..., Permutation]:
-    """The dispatch between the pieces of a block is eager; where a block is one graph, that graph has it too."""
+    """Permute runs eagerly between a block's compiled pieces; where a block is one graph, inside that graph."""
     return permute if shape["graph"] == "eager" else as_one_graph(permute, shape)
 
 
-def _scores_first(permute: Any) -> Any:
-    """A way to lay out with its differentiable argument in front, giving what is differentiable."""
+def _slot_scores(permute: Any) -> Any:
+    """A permute with its differentiable argument first, and the differentiable output alone."""
 
     def op(scores_SK: Tensor, ids_SK: Tensor, num_experts: int, num_slots: int) -> Tensor:
         return permute(ids_SK, scores_SK, num_experts, num_slots).scores_R
@@ -228,41 +233,41 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [
         plain,
         drawn("two blocks", 180, 20, 540),
-        drawn("more slots than choices", 17, 5, 60, 0.4),
-        drawn("fewer slots than choices", 17, 5, 20, 0.2),
+        drawn("more slots than assignments", 17, 5, 60, 0.4),
+        drawn("fewer slots than assignments", 17, 5, 20, 0.2),
         drawn("no rows", 0, 5, 0),
         Sample("strided", (*strided, *sizes), 1),
     ]
 
 
 def _benchmark(num_rows: int, num_experts: int) -> Benchmark:
-    """Eight choices a row."""
+    """Eight experts a row."""
 
     def draw(device: torch.device) -> Sample:
         ids_SK = torch.rand(num_rows, num_experts, device=device).topk(8).indices
         scores_SK = torch.rand(ids_SK.shape, device=device)
         return Sample("", (scores_SK, ids_SK, num_experts, ids_SK.numel()), 1)
 
-    choices = 8.0 * num_rows
-    return Benchmark(f"{num_rows * 8}_of_{num_experts}", draw, 0, 0, 24 * choices, 36 * choices)
+    assignments = 8.0 * num_rows
+    return Benchmark(f"{num_rows * 8}_of_{num_experts}", draw, 0, 0, 24 * assignments, 36 * assignments)
 
 
 register(
     Kernel(
         "counting_sort",
-        _scores_first(counting_sort),
-        _scores_first(sort_by_expert),
+        _slot_scores(counting_sort),
+        _slot_scores(sort_by_expert),
         _samples,
         dtypes=(torch.float32,),
         needs_triton=True,
         benchmarks=tuple(_benchmark(rows, experts) for rows in (16_384, 32_768) for experts in (16, 128)),
         baselines={
-            "torch": _scores_first(sort_by_expert),
-            "torch, compiled": _scores_first(torch.compile(sort_by_expert, fullgraph=True)),
+            "torch": _slot_scores(sort_by_expert),
+            "torch, compiled": _slot_scores(torch.compile(sort_by_expert, fullgraph=True)),
         },
         tunable=Tunable(
             "permute",
-            {"torch": _with_scores_first(sort_by_expert), "triton": _with_scores_first(counting_sort)},
+            {"torch": _scores_first(sort_by_expert), "triton": _scores_first(counting_sort)},
             _draw,
             _compiled,
         ),

@@ -1,13 +1,13 @@
-"""Which expert slot reads which row, and the moves between rows and slots.
+"""The maps between rows and expert slots, and the moves along them: permute rows, unpermute with a sum.
 
-S rows · K choices a row · R expert slots, sorted by expert · e local experts · D width
+S rows · K experts a row · R expert slots, sorted by expert · e local experts · D width
 
-Physics: memory-bound. `gather_rows` reads and writes R·D elements, `sum_slots` reads R·D and writes S·D. The inverse
-index `slots_SK` turns both backward passes into gathers too: no atomics, so results are deterministic, and each is the
-other's transpose. A slot past the last expert's end, and a row without a slot, are never read: memory there may hold
-anything, and 0 · NaN is NaN, so absent slots are selected away, not multiplied by zero.
+Physics: memory-bound. `gather_rows` reads and writes R·D elements, `sum_slots` reads R·D and writes S·D. With the
+inverse map `slots_SK` both backward passes are gathers too: no atomics, so results are deterministic, and each op is
+the transpose of the other. Slots past the last expert's end and rows without a slot are never read: memory there may
+hold anything, and 0 · NaN is NaN. So missing slots are masked by a select, not multiplied by zero.
 
-The planning is a stable sort of S·K small integers; nothing here reads the device from the host.
+The maps come from a stable sort of S·K small integers. The host reads nothing from the device.
 """
 
 from typing import Any
@@ -20,21 +20,21 @@ from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
 
 
 def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort expert choices into slots.
+    """Sort assignments into slots: the maps of a `Permutation`.
 
     Args:
-        ids_SK: local expert of each choice, -1 for none.
+        ids_SK: local expert of each assignment, -1 for none.
         num_experts: local experts (e).
-        num_slots: slots to lay out (R): the exact count of choices that are not -1, or any static bound. Where more
-            are chosen, the last ones in slot order, of the last experts, get none.
+        num_slots: number of slots (R): the exact number of assignments that are not -1, or any static bound. With too
+            few slots the last assignments in slot order, of the last experts, get none.
 
     Returns:
-        rows_R: int32, slot -> row; slots of one expert are in row order; past the last expert any row that exists.
-        slots_SK: int32, choice -> slot, -1 for none.
+        rows_R: int32, slot -> row; slots of one expert are in row order; past the last expert any existing row.
+        slots_SK: int32, row and k -> slot, -1 for none.
         offsets_e: int32, running end of each expert's slots, at most R.
-        overflowed: int32 scalar, 1 if some choice found no slot, else 0.
+        overflowed: int32 scalar, 1 if assignments got no slot, else 0.
     """
-    num_rows, num_choices = ids_SK.shape
+    num_rows, top_k = ids_SK.shape
     keys = torch.where(ids_SK < 0, num_experts, ids_SK).flatten().long()
     order = torch.sort(keys, stable=True).indices
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=keys.device)
@@ -42,16 +42,16 @@ def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor
     ends_e = counts[:num_experts].cumsum(0)
     offsets_e = ends_e.clamp(max=num_slots)
     slots = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    # choices of no expert were sorted behind all others
-    slots_SK = torch.where(slots < offsets_e[-1], slots, -1).view(num_rows, num_choices)
-    rows_R = order[:num_slots] // num_choices
+    # assignments of -1 are sorted behind all others
+    slots_SK = torch.where(slots < offsets_e[-1], slots, -1).view(num_rows, top_k)
+    rows_R = order[:num_slots] // top_k
     if num_slots > order.numel():
         rows_R = F.pad(rows_R, (0, num_slots - order.numel()))
     return rows_R.int(), slots_SK.int(), offsets_e.int(), (ends_e[-1] > num_slots).int()
 
 
 def gather_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
-    """Sum each row's slots in at least fp32, zero for a row without one; in y's dtype. Not differentiable."""
+    """Sum each row's slots in at least fp32, in y's dtype; 0 for a row without a slot. Not differentiable."""
     total_SD = torch.zeros(
         slots_SK.shape[0], y_RD.shape[1], dtype=torch.promote_types(y_RD.dtype, torch.float32), device=y_RD.device
     )
@@ -89,7 +89,7 @@ class _PlaceScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores_SK: Tensor, slots_SK: Tensor, num_slots: int) -> Tensor:
         ctx.save_for_backward(slots_SK)
-        # one extra element takes the choices that have no slot
+        # one extra element receives the assignments without a slot
         scores_R = scores_SK.new_zeros(num_slots + 1)
         targets = torch.where(slots_SK < 0, num_slots, slots_SK).long().flatten()
         return scores_R.scatter_(0, targets, scores_SK.flatten())[:num_slots].clone()
@@ -101,46 +101,46 @@ class _PlaceScores(torch.autograd.Function):
 
 
 def gather_rows(x_SD: Tensor, rows_R: Tensor, slots_SK: Tensor) -> Tensor:
-    """Copy each slot's row: [S, D] -> [R, D]. Backward sums a row's slots."""
+    """Permute: copy each slot's row, [S, D] -> [R, D]. Backward sums a row's slots."""
     return _GatherRows.apply(x_SD, rows_R, slots_SK)
 
 
 def sum_slots(y_RD: Tensor, rows_R: Tensor, slots_SK: Tensor) -> Tensor:
-    """Sum the slots of each row: [R, D] -> [S, D]. Backward copies a row's gradient to its slots."""
+    """Unpermute: sum the slots of each row, [R, D] -> [S, D]. Backward copies a row's gradient to its slots."""
     return _SumSlots.apply(y_RD, rows_R, slots_SK)
 
 
 def place_scores(scores_SK: Tensor, slots_SK: Tensor, num_slots: int) -> Tensor:
-    """Move each choice's score to its slot: [S, K] -> [R]; a slot that nobody chose gets 0."""
+    """Permute the scores: [S, K] -> [R]; 0 for a slot without an assignment."""
     return _PlaceScores.apply(scores_SK, slots_SK, num_slots)
 
 
 def _gather_rows_reference(x_SD: Tensor, rows_R: Tensor, slots_SK: Tensor) -> Tensor:
-    # one matrix of zeros and ones says the whole operation
-    return _choice_matrix(rows_R.numel(), slots_SK, x_SD.dtype) @ x_SD
+    # a product with a matrix of zeros and ones
+    return _assignment_matrix(rows_R.numel(), slots_SK, x_SD.dtype) @ x_SD
 
 
 def _sum_slots_reference(y_RD: Tensor, rows_R: Tensor, slots_SK: Tensor) -> Tensor:
-    return _choice_matrix(rows_R.numel(), slots_SK, y_RD.dtype).T @ y_RD
+    return _assignment_matrix(rows_R.numel(), slots_SK, y_RD.dtype).T @ y_RD
 
 
 def _place_scores_reference(scores_SK: Tensor, slots_SK: Tensor, num_slots: int) -> Tensor:
     out_R = scores_SK.new_zeros(num_slots) + 0 * scores_SK.sum()
-    for row, choice in (slots_SK >= 0).nonzero().tolist():
-        out_R = out_R.index_add(0, slots_SK[row, choice].long().view(1), scores_SK[row, choice].view(1))
+    for row, k in (slots_SK >= 0).nonzero().tolist():
+        out_R = out_R.index_add(0, slots_SK[row, k].long().view(1), scores_SK[row, k].view(1))
     return out_R
 
 
-def _choice_matrix(num_slots: int, slots_SK: Tensor, dtype: torch.dtype) -> Tensor:
+def _assignment_matrix(num_slots: int, slots_SK: Tensor, dtype: torch.dtype) -> Tensor:
     matrix_RS = torch.zeros(num_slots, slots_SK.shape[0], dtype=dtype, device=slots_SK.device)
-    for row, choice in (slots_SK >= 0).nonzero().tolist():
-        matrix_RS[slots_SK[row, choice], row] = 1
+    for row, k in (slots_SK >= 0).nonzero().tolist():
+        matrix_RS[slots_SK[row, k], row] = 1
     return matrix_RS
 
 
 def sample_plans(device: torch.device) -> list[tuple[str, Tensor, Tensor, Tensor, int]]:
-    """Plans that every expert kernel must survive: balanced, skewed, an empty expert, padding, no row at all."""
-    num_experts, num_choices = 5, 3
+    """Test cases of all expert kernels: random, skewed, an empty expert, missing assignments, no rows."""
+    num_experts, top_k = 5, 3
     plans = []
     for name, num_rows in (("random", 17), ("skewed", 17), ("empty_expert", 17), ("padded", 17), ("no_rows", 0)):
         scores_SE = torch.rand(num_rows, num_experts, device=device)
@@ -148,9 +148,9 @@ def sample_plans(device: torch.device) -> list[tuple[str, Tensor, Tensor, Tensor
             scores_SE[:, 1] += 1
         if name == "empty_expert":
             scores_SE[:, 2] -= 1
-        ids_SK = scores_SE.topk(num_choices).indices
+        ids_SK = scores_SE.topk(top_k).indices
         if name == "padded":
-            ids_SK = torch.where(torch.rand_like(scores_SE[:, :num_choices]) < 0.4, -1, ids_SK)
+            ids_SK = torch.where(torch.rand_like(scores_SE[:, :top_k]) < 0.4, -1, ids_SK)
         plans.append((name, *plan_slots(ids_SK, num_experts, ids_SK.numel())[:3], num_experts))
     return plans
 
@@ -159,40 +159,40 @@ def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
     return output[: int((args[2] >= 0).sum())]
 
 
-def full_size_choices(
-    num_rows: int, num_experts: int, num_choices: int, device: torch.device, num_slots: int | None = None
+def full_size_assignments(
+    num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int | None = None
 ) -> Tensor:
-    """Random routing at a size worth timing: local experts [S, K], -1 for none.
+    """Random routing for benchmarks: local experts [S, K], -1 for none.
 
-    With fewer slots than rows have choices, the other choices are other ranks': absent at random.
+    With fewer slots than assignments, a random part of these is -1, as if it belonged to other ranks.
     """
-    ids_SK = torch.rand(num_rows, num_experts, device=device).topk(min(num_choices, num_experts)).indices
+    ids_SK = torch.rand(num_rows, num_experts, device=device).topk(min(top_k, num_experts)).indices
     num_present = min(ids_SK.numel(), ids_SK.numel() if num_slots is None else num_slots)
     if num_present < ids_SK.numel():
         places = torch.rand(ids_SK.numel(), device=device).argsort().view_as(ids_SK)
         ids_SK = torch.where(places < num_present, ids_SK, -1)
-    return F.pad(ids_SK, (0, num_choices - ids_SK.shape[1]), value=-1)
+    return F.pad(ids_SK, (0, top_k - ids_SK.shape[1]), value=-1)
 
 
 def full_size_plan(
-    num_rows: int, num_experts: int, num_choices: int, device: torch.device, num_slots: int | None = None
+    num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, slots and borders of such routing."""
-    wanted = num_rows * min(num_choices, num_experts)
-    ids_SK = full_size_choices(num_rows, num_experts, num_choices, device, num_slots)
-    return plan_slots(ids_SK, num_experts, wanted if num_slots is None else min(num_slots, wanted))[:3]
+    """rows_R, slots_SK and offsets_e of such routing."""
+    max_slots = num_rows * min(top_k, num_experts)
+    ids_SK = full_size_assignments(num_rows, num_experts, top_k, device, num_slots)
+    return plan_slots(ids_SK, num_experts, max_slots if num_slots is None else min(num_slots, max_slots))[:3]
 
 
 def _row_benchmark() -> Benchmark:
     """The rows of one Qwen3-30B-A3B layer: 16,384 tokens of width 2048, 8 of 128 experts."""
-    num_rows, width, num_choices = 16_384, 2048, 8
+    num_rows, width, top_k = 16_384, 2048, 8
 
     def draw(device: torch.device) -> Sample:
-        rows_R, slots_SK, _ = full_size_plan(num_rows, 128, num_choices, device)
+        rows_R, slots_SK, _ = full_size_plan(num_rows, 128, top_k, device)
         x_SD = torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
         return Sample("", (x_SD, rows_R, slots_SK), 1)
 
-    moved = 2.0 * num_rows * width * (1 + num_choices)  # bf16, rows once and slots once
+    moved = 2.0 * num_rows * width * (1 + top_k)  # bf16, rows once and slots once
     return Benchmark("qwen3", draw, 0, 0, moved, 2 * moved)
 
 

@@ -1,11 +1,11 @@
-"""The gradients of queries, keys and values, back through rotation and norm into the fused projection's gradient.
+"""Backward of norm and rotation: from the gradients of queries, keys and values to that of the fused projection.
 
 B batch · N sequence · H query heads · Hkv key/value heads · D head width · R = D/2 pairs · X = (H + 2·Hkv)·D
 P programs
 
-Physics: memory-bound, reads three gradients (X elements a token; where they lie in memory is the attention kernel's
-choice) and, where there is a norm, the queries and keys of the projection, and writes X. The norms' weights need every
-head of every token: each of P programs sums its own in registers and writes 2·D numbers, to be summed in order.
+Physics: memory-bound. Reads three gradients (X elements a token, with strides set by the attention kernel) and, with a
+norm, the queries and keys of the projection; writes X. The gradients of the norm weights are sums over all tokens and
+heads: each of P programs sums its part in registers and writes 2·D numbers, which are then summed in order.
 """
 
 import torch
@@ -16,43 +16,43 @@ from torch import Tensor
 from titan_moe.kernels.rope.pairs import load_angles, load_pairs, store_pairs, tile_shape
 
 NUM_PROGRAMS = 1056
-"""At most so many programs: eight for each multiprocessor of an H200."""
+"""Most programs: eight for each multiprocessor of an H200."""
 TILES_A_PROGRAM = 4
-"""At least so many tiles of queries has each, so that few partial sums are written."""
+"""Fewest tiles of queries of a program, so that few partial sums are written."""
 
 
 @triton.jit
-def _turn_back(
+def _rotate_back(
     grad_ptr, batch_stride, position_stride, head_stride, qkv_ptr, weight_ptr, cos_ptr, sin_ptr, dqkv_ptr,
     dweight_ptr, num_tokens, N, token_stride, eps, ALL_HEADS: tl.constexpr, FIRST: tl.constexpr, HEADS: tl.constexpr,
-    R: tl.constexpr, NORMS: tl.constexpr, TURNS: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+    R: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of the HEADS heads from FIRST on, and its part of their norm's weight gradient."""
+    """This program's tiles of the HEADS heads from FIRST on, and its part of the norm weight's gradient."""
     origin = tl.zeros((1, 1), tl.int32)
     dweight_a, dweight_b = tl.zeros((ROWS, BLOCK_R), tl.float32), tl.zeros((ROWS, BLOCK_R), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_tokens * HEADS, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)[:, None]
         is_row = row < num_tokens * HEADS
         token, head = (row // HEADS).to(tl.int64), (row % HEADS).to(tl.int64)
-        arrived = (token // N) * batch_stride + (token % N) * position_stride + head * head_stride
-        a, b = load_pairs(grad_ptr, arrived, is_row, R, BLOCK_R, INTERLEAVED)
-        if TURNS:
+        grad_offset = (token // N) * batch_stride + (token % N) * position_stride + head * head_stride
+        a, b = load_pairs(grad_ptr, grad_offset, is_row, R, BLOCK_R, INTERLEAVED)
+        if ROTATES:
             cos, sin = load_angles(cos_ptr, sin_ptr, token % N, is_row, R, BLOCK_R)
             a, b = a * cos + b * sin, b * cos - a * sin
         if NORMS:
-            source = token * token_stride + (FIRST + head) * 2 * R
-            x_a, x_b = load_pairs(qkv_ptr, source, is_row, R, BLOCK_R, INTERLEAVED)
+            in_offset = token * token_stride + (FIRST + head) * 2 * R
+            x_a, x_b = load_pairs(qkv_ptr, in_offset, is_row, R, BLOCK_R, INTERLEAVED)
             rstd = tl.rsqrt((tl.sum(x_a * x_a, axis=1) + tl.sum(x_b * x_b, axis=1)) / (2 * R) + eps)[:, None]
             x_a, x_b = x_a * rstd, x_b * rstd
             dweight_a += a * x_a
             dweight_b += b * x_b
             weight_a, weight_b = load_pairs(weight_ptr, origin, origin == 0, R, BLOCK_R, INTERLEAVED)
             a, b = a * weight_a, b * weight_b
-            along = ((tl.sum(a * x_a, axis=1) + tl.sum(b * x_b, axis=1)) / (2 * R))[:, None]
-            a, b = (a - x_a * along) * rstd, (b - x_b * along) * rstd
-        target = (token * ALL_HEADS + FIRST + head) * 2 * R
-        store_pairs(dqkv_ptr, target, is_row, a, b, R, BLOCK_R, INTERLEAVED)
+            projection = ((tl.sum(a * x_a, axis=1) + tl.sum(b * x_b, axis=1)) / (2 * R))[:, None]
+            a, b = (a - x_a * projection) * rstd, (b - x_b * projection) * rstd
+        out_offset = (token * ALL_HEADS + FIRST + head) * 2 * R
+        store_pairs(dqkv_ptr, out_offset, is_row, a, b, R, BLOCK_R, INTERLEAVED)
     if NORMS:
         dweight_a, dweight_b = tl.sum(dweight_a, axis=0)[None, :], tl.sum(dweight_b, axis=0)[None, :]
         store_pairs(dweight_ptr, origin, origin == 0, dweight_a, dweight_b, R, BLOCK_R, INTERLEAVED)
@@ -67,17 +67,17 @@ def _rotary_backward_kernel(
 ):  # fmt: skip
     ALL_HEADS: tl.constexpr = HEADS + 2 * KV_HEADS
     dweights_ptr += tl.program_id(0) * 4 * R
-    _turn_back(
+    _rotate_back(
         dq_ptr, q_batch_stride, q_position_stride, q_head_stride, qkv_ptr, q_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr,
         dweights_ptr, num_tokens, N, token_stride, eps, ALL_HEADS, 0, HEADS,
         R, NORMS, True, INTERLEAVED, ROWS, BLOCK_R,
     )  # fmt: skip
-    _turn_back(
+    _rotate_back(
         dk_ptr, k_batch_stride, k_position_stride, k_head_stride, qkv_ptr, k_weight_ptr, cos_ptr, sin_ptr, dqkv_ptr,
         dweights_ptr + 2 * R, num_tokens, N, token_stride, eps, ALL_HEADS, HEADS, KV_HEADS,
         R, NORMS, True, INTERLEAVED, ROWS, BLOCK_R,
     )  # fmt: skip
-    _turn_back(
+    _rotate_back(
         dv_ptr, v_batch_stride, v_position_stride, v_head_stride, qkv_ptr, qkv_ptr, cos_ptr, sin_ptr, dqkv_ptr,
         dweights_ptr, num_tokens, N, token_stride, eps, ALL_HEADS, HEADS + KV_HEADS, KV_HEADS,
         R, False, False, False, ROWS, BLOCK_R,
@@ -88,10 +88,10 @@ def rotary_backward(
     grads_BNHD: tuple[Tensor, Tensor, Tensor], qkv_BNX: Tensor | None, q_weight_D: Tensor | None,
     k_weight_D: Tensor | None, cos_NR: Tensor, sin_NR: Tensor, eps: float, is_interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The projection's gradient [B, N, X], contiguous, and the two weights' [2, D], fp32.
+    """Gradients of the projection [B, N, X], contiguous, and of the two norm weights [2, D], fp32.
 
-    Gradients of queries, keys and values may lie anywhere. Without norms there is no projection and no weight to give,
-    and the weights' gradients are zero.
+    Gradients of queries, keys and values may have any strides. Without norms `qkv_BNX` and the weights are None, and
+    the weights' gradients are zero.
     """
     dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads_BNHD)
     batch, length, num_heads, head_dim = dq.shape

@@ -1,9 +1,9 @@
-"""Cut the fused projection into queries, keys and values, norm and rotate the first two, in one pass.
+"""Split the fused projection into queries, keys and values, and norm and rotate the first two, in one pass.
 
 T tokens · N sequence · H query heads · Hkv key/value heads · D head width · R = D/2 pairs · X = (H + 2·Hkv)·D
 
 Physics: memory-bound, reads T·X elements and writes as many. A tile is 2048 elements of queries, of keys or of values,
-however many heads that is.
+from as many heads as that takes.
 """
 
 import triton
@@ -14,23 +14,23 @@ from titan_moe.kernels.rope.pairs import load_angles, load_pairs, store_pairs, t
 
 
 @triton.jit
-def _turn(
+def _rotate_tile(
     tile, qkv_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, num_tokens, N, token_stride, eps,
-    FIRST: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, NORMS: tl.constexpr, TURNS: tl.constexpr,
+    FIRST: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, NORMS: tl.constexpr, ROTATES: tl.constexpr,
     INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the HEADS heads that begin at the projection's head FIRST."""
+    """One tile of the HEADS heads from the projection's head FIRST on."""
     row = tile * ROWS + tl.arange(0, ROWS)[:, None]
     is_row = row < num_tokens * HEADS
     token = row // HEADS
-    source = token.to(tl.int64) * token_stride + (FIRST + row % HEADS) * 2 * R
-    a, b = load_pairs(qkv_ptr, source, is_row, R, BLOCK_R, INTERLEAVED)
+    in_offset = token.to(tl.int64) * token_stride + (FIRST + row % HEADS) * 2 * R
+    a, b = load_pairs(qkv_ptr, in_offset, is_row, R, BLOCK_R, INTERLEAVED)
     if NORMS:
         rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * R) + eps)[:, None]
         origin = tl.zeros((1, 1), tl.int32)
         weight_a, weight_b = load_pairs(weight_ptr, origin, origin == 0, R, BLOCK_R, INTERLEAVED)
         a, b = a * rstd * weight_a, b * rstd * weight_b
-    if TURNS:
+    if ROTATES:
         cos, sin = load_angles(cos_ptr, sin_ptr, token % N, is_row, R, BLOCK_R)
         a, b = a * cos - b * sin, b * cos + a * sin
     store_pairs(out_ptr, row.to(tl.int64) * 2 * R, is_row, a, b, R, BLOCK_R, INTERLEAVED)
@@ -45,17 +45,17 @@ def _rotary_forward_kernel(
     tile = tl.program_id(0)
     q_tiles, kv_tiles = tl.cdiv(num_tokens * HEADS, ROWS), tl.cdiv(num_tokens * KV_HEADS, ROWS)
     if tile < q_tiles:
-        _turn(
+        _rotate_tile(
             tile, qkv_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_ptr, num_tokens, N, token_stride, eps,
             0, HEADS, R, NORMS, True, INTERLEAVED, ROWS, BLOCK_R,
         )  # fmt: skip
     elif tile < q_tiles + kv_tiles:
-        _turn(
+        _rotate_tile(
             tile - q_tiles, qkv_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_ptr, num_tokens, N, token_stride, eps,
             HEADS, KV_HEADS, R, NORMS, True, INTERLEAVED, ROWS, BLOCK_R,
         )  # fmt: skip
     else:
-        _turn(
+        _rotate_tile(
             tile - q_tiles - kv_tiles, qkv_ptr, qkv_ptr, cos_ptr, sin_ptr, v_ptr, num_tokens, N, token_stride, eps,
             HEADS + KV_HEADS, KV_HEADS, R, False, False, False, ROWS, BLOCK_R,
         )  # fmt: skip
@@ -65,7 +65,7 @@ def rotary_forward(
     qkv_BNX: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None, cos_NR: Tensor, sin_NR: Tensor,
     num_kv_heads: int, eps: float, is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries, keys and values, [B, N, heads, D] each and contiguous."""
+    """Queries, keys and values: [B, N, heads, D] each, contiguous."""
     batch, length, _ = qkv_BNX.shape
     num_pairs = cos_NR.shape[1]
     qkv_TX = qkv_BNX.flatten(0, 1)

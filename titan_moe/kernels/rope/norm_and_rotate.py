@@ -1,16 +1,16 @@
-"""Queries, keys and values out of their fused projection: per-head RMSNorm and rotation (RoPE, arXiv:2104.09864).
+"""Queries, keys and values from the fused projection: per-head RMSNorm and rotation (RoPE, arXiv:2104.09864).
 
-B batch · N sequence · H query heads · Hkv key/value heads · D head width, rotated in whole · R = D/2 pairs
+B batch · N sequence · H query heads · Hkv key/value heads · D head width, all of it rotated · R = D/2 pairs
 X = (H + 2·Hkv)·D, width of the projection
 
-Physics: memory-bound, one pass forward and one backward (rotary_forward.py, rotary_backward.py) where separate
-operations take one for each norm, three or four in fp32 for each rotation and another to join the gradients.
+Physics: memory-bound. Aim: one pass forward and one backward (forward.py, backward.py). Separate operations take one
+pass for each norm, three or four in fp32 for each rotation, and another to join the gradients.
 
-The values are copied. That reads and writes Hkv·D elements a token, a tenth of forward for Qwen3 (33 MB and 8
-microseconds a layer of 16,384 tokens at 4.3 TB/s), and it lets one operation own the whole gradient: were the values a
-view of the projection, autograd would spread their gradient over zeros and add it, some five passes over X. Kept for
-backward is the projection where there is a norm, whose input it is, and else nothing but the tables: then the copy
-even frees the projection, which a view would hold.
+The values are copied. This reads and writes Hkv·D elements a token, a tenth of forward for Qwen3 (33 MB, 8 microseconds
+a layer of 16,384 tokens at 4.3 TB/s). It lets one op compute the whole gradient: with values as a view of the
+projection, autograd would write their gradient into zeros and add it, some five passes over X. Saved for backward are
+the tables and, with a norm, the projection, which is the norm's input. Without a norm the copy lets the projection be
+freed; a view would keep it alive.
 """
 
 from collections.abc import Mapping
@@ -36,10 +36,10 @@ def norm_and_rotate_reference(
     eps: float,
     is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each step for itself, in at least fp32."""
+    """Norm and rotation as separate steps, in at least fp32."""
     heads = qkv_BNX.unflatten(-1, (-1, 2 * cos_NR.shape[1]))
     q_BNHD, k_BNHD, v_BNHD = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
-    turned = []
+    rotated = []
     for x_BNHD, weight_D in ((q_BNHD, q_weight_D), (k_BNHD, k_weight_D)):
         wide = x_BNHD.to(torch.promote_types(x_BNHD.dtype, torch.float32))
         if weight_D is not None:
@@ -49,8 +49,8 @@ def norm_and_rotate_reference(
         cos, sin = cos_NR[:, None], sin_NR[:, None]
         pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
         out = (pairs if is_interleaved else pairs.transpose(-1, -2)).flatten(-2)
-        turned.append(out.to(x_BNHD.dtype))
-    return turned[0], turned[1], v_BNHD
+        rotated.append(out.to(x_BNHD.dtype))
+    return rotated[0], rotated[1], v_BNHD
 
 
 @torch.library.custom_op("titan_moe::norm_and_rotate", mutates_args=())
@@ -126,10 +126,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, *grads_BNHD: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: what recomputes them does so at the first look, and refuses a second
+    saved = ctx.saved_tensors  # read once: under recompute the first access recomputes, and a second one raises
     _, q_weight_D, k_weight_D, *_ = saved
     dqkv_BNX, dweights_2D = _norm_and_rotate_backward(*grads_BNHD, *saved, ctx.eps, ctx.is_interleaved)
-    # copies: compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
+    # copy=True: compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
     dweights = [
         None if weight_D is None else dweight_D.to(weight_D.dtype, copy=True)
         for weight_D, dweight_D in zip((q_weight_D, k_weight_D), dweights_2D, strict=True)
@@ -150,17 +150,19 @@ def norm_and_rotate(
     eps: float,
     is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a fused projection, in Triton: bf16 or fp32.
+    """Split, norm and rotate the fused projection in Triton, in bf16 or fp32.
 
     Shapes: qkv [B, N, (H + 2·Hkv)·D], norm weights [D] (both or none), tables fp32 [N, D/2]
     -> [B, N, H, D], [B, N, Hkv, D] and [B, N, Hkv, D], contiguous.
+
+    Raises: ValueError for fp64, and for one norm weight without the other.
     """
     if qkv_BNX.dtype == torch.float64:
         raise ValueError(
-            f'norm and rotation in Triton are not for {qkv_BNX.dtype}; take perf.override.rotary = "torch"'
+            f'the Triton norm and rotation compute in fp32, got {qkv_BNX.dtype}; take perf.override.rotary = "torch"'
         )
     if (q_weight_D is None) != (k_weight_D is None):
-        raise ValueError("queries and keys are normed together: give both norm weights, or neither")
+        raise ValueError("got one norm weight: queries and keys are normed together, give both weights or neither")
     if q_weight_D is not None and k_weight_D is not None:
         q_weight_D, k_weight_D = q_weight_D.contiguous(), k_weight_D.contiguous()
     return _norm_and_rotate(
@@ -169,7 +171,7 @@ def norm_and_rotate(
 
 
 def _tables(num_tokens: int, num_pairs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Angles as RoPE has them, longer than one, as YaRN makes them."""
+    """Cosines and sines of RoPE angles, scaled by 1.2 as YaRN scales them."""
     frequencies_R = 100.0 ** (-torch.arange(num_pairs, device=device) / num_pairs)
     angles_NR = torch.arange(num_tokens, device=device)[:, None] * frequencies_R
     return 1.2 * angles_NR.cos(), 1.2 * angles_NR.sin()
@@ -202,7 +204,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 SHAPES = {"qwen3": (4, 4096, 32, 4, 128, True), "mixtral": (4, 4096, 32, 8, 128, False)}
-"""Attention layers worth timing: sequences, tokens of each, query heads, key/value heads, head width, norms."""
+"""Benchmarked attention layers: sequences, tokens of each, query heads, key/value heads, head width, norms."""
 
 
 def _benchmark(name: str) -> Benchmark:
@@ -215,7 +217,7 @@ def _benchmark(name: str) -> Benchmark:
         tables = _tables(length, head_dim // 2, device)
         return Sample(name, (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, False), 3 if norms else 1)
 
-    # what must move: queries and keys both ways, their input again in backward where it is normed, the values' gradient
+    # bytes: queries and keys in and out; in backward also their input again if normed, and the values' gradient
     queries_and_keys, values = ((2.0 * batch * length * head_dim) * n for n in (num_heads + num_kv_heads, num_kv_heads))
     forward = 2 * queries_and_keys
     return Benchmark(name, draw, 0, 0, forward, forward + (3 if norms else 2) * queries_and_keys + 2 * values)
@@ -231,7 +233,7 @@ def norm_and_rotate_in_torch(
     eps: float,
     is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same in PyTorch's operations, which a compiler fuses; in any dtype."""
+    """`norm_and_rotate` in PyTorch operations, which the compiler fuses; in any dtype."""
     heads = qkv_BNX.unflatten(-1, (-1, 2 * cos_NR.shape[1]))
     q_BNHD, k_BNHD, v_BNHD = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
     if q_weight_D is not None and k_weight_D is not None:

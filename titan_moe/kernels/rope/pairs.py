@@ -1,9 +1,9 @@
-"""The pairs that a rotation turns, read from memory and written to it by tiles.
+"""Load and store tiles of the pairs that RoPE rotates.
 
 R pairs of a head · a row of a tile is one head of one token
 
-Physics: a pair's elements lie half a head apart, so that each of the two reads is one whole stretch, or beside each
-other, so that one read brings both and a thread keeps what it splits. Offsets are 64-bit; R need not be a power of two.
+Physics: the two elements of a pair are half a head apart, and each of two loads is contiguous; or they are neighbours
+(interleaved), and one load reads both and is split within a thread. Offsets are 64-bit; R need not be a power of two.
 """
 
 import triton
@@ -20,7 +20,7 @@ def tile_shape(num_pairs: int) -> tuple[int, int]:
 
 @triton.jit
 def load_pairs(ptr, offset, is_row, R: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both elements of each pair, in fp32: offsets and a mask, both [rows, 1] -> twice [rows, pairs]."""
+    """Load both elements of each pair in fp32: offset and mask [rows, 1] -> two tensors [rows, pairs]."""
     if INTERLEAVED:
         element = tl.arange(0, 2 * BLOCK_R)[None, :]
         both = tl.load(ptr + offset + element, mask=is_row & (element < 2 * R), other=0.0)
@@ -35,7 +35,7 @@ def load_pairs(ptr, offset, is_row, R: tl.constexpr, BLOCK_R: tl.constexpr, INTE
 
 @triton.jit
 def store_pairs(ptr, offset, is_row, a, b, R: tl.constexpr, BLOCK_R: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The way back of `load_pairs`, in the memory's dtype."""
+    """The inverse of `load_pairs`: store both elements of each pair in the memory's dtype."""
     a, b = a.to(ptr.dtype.element_ty), b.to(ptr.dtype.element_ty)
     if INTERLEAVED:
         element = tl.arange(0, 2 * BLOCK_R)[None, :]

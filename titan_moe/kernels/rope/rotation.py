@@ -1,8 +1,8 @@
-"""The rotation of RoPE (arXiv:2104.09864) in PyTorch, alone.
+"""The rotation of RoPE (arXiv:2104.09864) in PyTorch, without norm.
 
 B batch · N sequence · H heads · R rotated width of a head
 
-Physics: memory-bound, one pass each way once compiled. The tables are fp32, so the product is made in at least fp32.
+Physics: memory-bound, compiled one pass in each direction. The tables are fp32, so products are in at least fp32.
 """
 
 import torch

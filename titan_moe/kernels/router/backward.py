@@ -1,9 +1,9 @@
-"""From the gradients of the weights and of the balancing sums to that of the logits, in one pass.
+"""Router backward: from the gradients of the routing weights and the balancing sums to that of the logits.
 
-B batch · N sequence · E experts · K choices a token · T tokens of a tile
+B batch · N sequence · E experts · K experts a token · T tokens of a tile
 
-Physics: memory-bound, reads 4·B·N·E + 12·B·N·K bytes and writes 4·B·N·E. Scores are computed anew from the logits, not
-kept. What has no gradient costs nothing: without balancing losses no share is looked at.
+Physics: memory-bound, reads 4·B·N·E + 12·B·N·K bytes and writes 4·B·N·E in one pass. Scores are recomputed from the
+logits, not saved. Outputs without a gradient cost nothing: without balancing losses no share is computed.
 """
 
 import torch
@@ -29,28 +29,28 @@ def _route_backward_kernel(
     row_T = sequence * N + token_T
     expert_E = tl.arange(0, BLOCK_E)
     keep_TE = is_token_T[:, None] & (expert_E < E)[None, :]
-    place_TE = row_T[:, None] * E + expert_E[None, :]
-    logits_TE = tl.load(logits_ptr + place_TE, mask=keep_TE, other=0.0)
+    offset_TE = row_T[:, None] * E + expert_E[None, :]
+    logits_TE = tl.load(logits_ptr + offset_TE, mask=keep_TE, other=0.0)
     logits_TE = tl.where((expert_E < E)[None, :], logits_TE, float("-inf"))
-    peak_T, norm_T = softmax_terms(logits_TE)
-    scores_TE = score(logits_TE, peak_T, norm_T, IS_SOFTMAX)
+    max_T, norm_T = softmax_terms(logits_TE)
+    scores_TE = score(logits_TE, max_T, norm_T, IS_SOFTMAX)
 
-    is_chosen_TE = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
+    is_topk_TE = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
     dscores_TE = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     for k in tl.static_range(K):
         id_T = tl.load(ids_ptr + row_T * K + k, mask=is_token_T, other=0).to(tl.int32)
         dtopk_T = tl.load(dtopk_ptr + row_T * K + k, mask=is_token_T, other=0.0)
-        is_mine_TE = expert_E[None, :] == id_T[:, None]
-        is_chosen_TE = is_chosen_TE | is_mine_TE
-        dscores_TE = tl.where(is_mine_TE, dtopk_T[:, None], dscores_TE)
+        is_kth_TE = expert_E[None, :] == id_T[:, None]
+        is_topk_TE = is_topk_TE | is_kth_TE
+        dscores_TE = tl.where(is_kth_TE, dtopk_T[:, None], dscores_TE)
     if NORMALIZES:
-        total_T1 = tl.sum(tl.where(is_chosen_TE, scores_TE, 0.0), axis=1)[:, None] + 1e-20
+        total_T1 = tl.sum(tl.where(is_topk_TE, scores_TE, 0.0), axis=1)[:, None] + 1e-20
         mean_T1 = tl.sum(dscores_TE * scores_TE, axis=1)[:, None] / total_T1
-        dscores_TE = tl.where(is_chosen_TE, (dscores_TE - mean_T1) / total_T1, 0.0)
+        dscores_TE = tl.where(is_topk_TE, (dscores_TE - mean_T1) / total_T1, 0.0)
     dscores_TE *= route_scale
     if HAS_SHARES:
         dshares_1E = tl.load(dshares_ptr + sequence * E + expert_E, mask=expert_E < E, other=0.0)[None, :]
-        if IS_SOFTMAX:  # a softmax is a share already
+        if IS_SOFTMAX:  # softmax scores sum to 1 already
             dscores_TE += dshares_1E
         else:
             total_T1 = tl.sum(scores_TE, axis=1)[:, None] + 1e-20
@@ -61,9 +61,9 @@ def _route_backward_kernel(
     else:
         dlogits_TE = dscores_TE * scores_TE * (1 - scores_TE)
     if HAS_Z:
-        log_norm_T = peak_T + tl.log(norm_T)
-        dlogits_TE += (2 * tl.load(dz_ptr) * log_norm_T)[:, None] * score(logits_TE, peak_T, norm_T, True)
-    tl.store(dlogits_ptr + place_TE, dlogits_TE, mask=keep_TE)
+        log_norm_T = max_T + tl.log(norm_T)
+        dlogits_TE += (2 * tl.load(dz_ptr) * log_norm_T)[:, None] * score(logits_TE, max_T, norm_T, True)
+    tl.store(dlogits_ptr + offset_TE, dlogits_TE, mask=keep_TE)
 
 
 def route_backward(
@@ -74,7 +74,7 @@ def route_backward(
     dz_sum: Tensor | None,
     rule: RoutingRule,
 ) -> Tensor:
-    """Gradient of the logits; every argument is contiguous."""
+    """Gradient of the logits. All tensors are contiguous."""
     num_sequences, num_tokens, num_experts = logits_BNE.shape
     dlogits_BNE = torch.empty_like(logits_BNE)
     tile = fit_tile(num_experts, num_groups=1)

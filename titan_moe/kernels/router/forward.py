@@ -1,14 +1,14 @@
-"""Scores, choice, weights and sums over a sequence, from the logits in one pass.
+"""Router forward: scores, top-k, routing weights and sums over a sequence, from the logits in one pass.
 
-B batch · N sequence · E experts · K choices a token · G groups · T tokens of a tile
+B batch · N sequence · E experts · K experts a token · G groups · T tokens of a tile
 
-Physics: memory-bound, reads 4·B·N·E bytes and writes 12·B·N·K; see router.py. A program is one warp and holds whole
-tokens, so that a reduction over experts stays within the warp. The best K are K passes over registers: the largest key,
-the first column that has it, and that column taken out. A key is a score as an int32 of the same order, because Hopper
-reduces integers over a warp in one instruction, and because there is then a value below every score, -inf and NaN too:
-a token gets K different experts whatever its logits are.
+Physics: memory-bound, reads 4·B·N·E bytes and writes 12·B·N·K; see routing.py. A program is one warp and holds all
+logits of its tokens, so a reduction over experts stays within the warp. The top K are K passes over registers: find the
+largest key, find the first column that has it, remove that column. A key is a score mapped to an int32 of the same
+order: Hopper reduces integers over a warp in one instruction, and one int32 is below the key of every score, -inf and
+NaN too, so a token gets K different experts for any logits.
 
-Sums over a sequence are deterministic: each program writes those of its tokens, and a second kernel adds them in order.
+Sums over a sequence are deterministic: each program writes its tokens' sums, and a second kernel adds them in order.
 """
 
 from typing import NamedTuple
@@ -21,13 +21,13 @@ from torch import Tensor
 from titan_moe.kernels.router.routing import Routing, RoutingRule
 from titan_moe.kernels.router.scores import score, softmax_terms
 
-TAKEN = tl.constexpr(-(2**31))  # below the key of every float
-CLOSED = tl.constexpr(-0x7F800001)  # the key of -inf
+REMOVED = tl.constexpr(-(2**31))  # below the key of every float
+MASKED = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
 @triton.jit
 def _flip(bits):
-    """From the bits of floats to integers of the same order, and back."""
+    """Map the bits of floats to int32 of the same order, or back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
@@ -38,41 +38,41 @@ def _key(x):
 
 @triton.jit
 def _first_best(key, index, axis: tl.constexpr):
-    """Index of the largest key; of several, the lowest."""
+    """Index of the largest key; the lowest index on a tie."""
     best = tl.max(key, axis=axis, keep_dims=True)
     return tl.min(tl.where(key == best, index, 0x7FFFFFFF), axis=axis, keep_dims=True)
 
 
 @triton.jit
 def _group_ranks(key_TGS, NUM_RANKED: tl.constexpr):
-    """Keys of the groups: of the best expert, or of the sum of the two best."""
+    """Keys of the groups: of the best expert, or of the sum of the two best experts."""
     best_TG = tl.max(key_TGS, axis=2)
     if NUM_RANKED == 2:
-        place_S = tl.arange(0, key_TGS.shape[2])[None, None, :]
-        first_TG1 = _first_best(key_TGS, place_S, 2)
-        second_TG = tl.max(tl.where(place_S == first_TG1, TAKEN, key_TGS), axis=2)
+        index_S = tl.arange(0, key_TGS.shape[2])[None, None, :]
+        first_TG1 = _first_best(key_TGS, index_S, 2)
+        second_TG = tl.max(tl.where(index_S == first_TG1, REMOVED, key_TGS), axis=2)
         best = _flip(best_TG).to(tl.float32, bitcast=True)
         best_TG = _key(best + _flip(second_TG).to(tl.float32, bitcast=True))
     return best_TG
 
 
 @triton.jit
-def _close_groups(
+def _mask_groups(
     key_TE, is_expert_E, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, NUM_RANKED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Rank the experts of all but a token's best groups as if they scored -inf."""
+    """Group-limited routing: experts outside a token's best groups get the key of -inf."""
     group_G = tl.arange(0, BLOCK_G)[None, :]
     rank_TG = _group_ranks(tl.reshape(key_TE, (BLOCK_T, BLOCK_G, BLOCK_S)), NUM_RANKED)
-    rank_TG = tl.where(group_G < GROUPS, rank_TG, TAKEN)
-    is_open_TG = tl.zeros((BLOCK_T, BLOCK_G), dtype=tl.int32)
+    rank_TG = tl.where(group_G < GROUPS, rank_TG, REMOVED)
+    is_selected_TG = tl.zeros((BLOCK_T, BLOCK_G), dtype=tl.int32)
     for _ in tl.static_range(TOP_GROUPS):
         is_best_TG = group_G == _first_best(rank_TG, group_G, 1)
-        is_open_TG = tl.where(is_best_TG, 1, is_open_TG)
-        rank_TG = tl.where(is_best_TG, TAKEN, rank_TG)
-    is_open_TGS = tl.broadcast_to(is_open_TG[:, :, None], (BLOCK_T, BLOCK_G, BLOCK_S))
-    is_open_TE = tl.reshape(is_open_TGS, (BLOCK_T, BLOCK_G * BLOCK_S)) != 0
-    return tl.where(is_open_TE | ~is_expert_E[None, :], key_TE, CLOSED)
+        is_selected_TG = tl.where(is_best_TG, 1, is_selected_TG)
+        rank_TG = tl.where(is_best_TG, REMOVED, rank_TG)
+    is_selected_TGS = tl.broadcast_to(is_selected_TG[:, :, None], (BLOCK_T, BLOCK_G, BLOCK_S))
+    is_selected_TE = tl.reshape(is_selected_TGS, (BLOCK_T, BLOCK_G * BLOCK_S)) != 0
+    return tl.where(is_selected_TE | ~is_expert_E[None, :], key_TE, MASKED)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _route_kernel(
     part = tl.program_id(0).to(tl.int64)
     sequence = part // parts_per_sequence
     first_token = (part % parts_per_sequence).to(tl.int32) * PART
-    # groups are padded to a power of two each, so a column is not an expert's number
+    # each group is padded to a power of two, so a column is not an expert id
     column_E = tl.arange(0, BLOCK_G * BLOCK_S)
     expert_E = column_E
     is_expert_E = column_E < E
@@ -94,7 +94,7 @@ def _route_kernel(
         expert_E = column_E // BLOCK_S * (E // GROUPS) + column_E % BLOCK_S
         is_expert_E = (column_E % BLOCK_S < E // GROUPS) & (column_E // BLOCK_S < GROUPS)
     bias_E = tl.load(bias_ptr + expert_E, mask=is_expert_E, other=0.0)
-    choice_K = tl.arange(0, BLOCK_K)[None, :]
+    k_K = tl.arange(0, BLOCK_K)[None, :]
     counts_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.int32)
     shares_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.float32)
     z = 0.0
@@ -105,42 +105,42 @@ def _route_kernel(
         keep_TE = is_token_T[:, None] & is_expert_E[None, :]
         logits_TE = tl.load(logits_ptr + row_T[:, None] * E + expert_E[None, :], mask=keep_TE, other=0.0)
         logits_TE = tl.where(is_expert_E[None, :], logits_TE, float("-inf"))
-        peak_T, norm_T = softmax_terms(logits_TE)
-        scores_TE = score(logits_TE, peak_T, norm_T, IS_SOFTMAX)
+        max_T, norm_T = softmax_terms(logits_TE)
+        scores_TE = score(logits_TE, max_T, norm_T, IS_SOFTMAX)
 
-        key_TE = tl.where(is_expert_E[None, :], _key(scores_TE + bias_E[None, :]), TAKEN)
+        key_TE = tl.where(is_expert_E[None, :], _key(scores_TE + bias_E[None, :]), REMOVED)
         if GROUPS > 1 and not IS_FORCED:
-            key_TE = _close_groups(key_TE, is_expert_E, GROUPS, TOP_GROUPS, NUM_RANKED, BLOCK_T, BLOCK_G, BLOCK_S)
-        sent_TE = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), dtype=tl.int32)
+            key_TE = _mask_groups(key_TE, is_expert_E, GROUPS, TOP_GROUPS, NUM_RANKED, BLOCK_T, BLOCK_G, BLOCK_S)
+        counts_TE = tl.zeros((BLOCK_T, BLOCK_G * BLOCK_S), dtype=tl.int32)
         ids_TK = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
         for k in tl.static_range(K):
             if IS_FORCED:
                 id_T1 = tl.load(forced_ptr + row_T[:, None] * K + k, mask=is_token_T[:, None], other=0).to(tl.int32)
-                is_mine_TE = (expert_E[None, :] == id_T1) & is_expert_E[None, :]
+                is_kth_TE = (expert_E[None, :] == id_T1) & is_expert_E[None, :]
             else:
                 best_T1 = _first_best(key_TE, column_E[None, :], 1)
-                is_mine_TE = column_E[None, :] == best_T1
-                key_TE = tl.where(is_mine_TE, TAKEN, key_TE)
+                is_kth_TE = column_E[None, :] == best_T1
+                key_TE = tl.where(is_kth_TE, REMOVED, key_TE)
                 id_T1 = best_T1
                 if GROUPS > 1:
                     id_T1 = best_T1 // BLOCK_S * (E // GROUPS) + best_T1 % BLOCK_S
-            sent_TE += is_mine_TE.to(tl.int32)
-            ids_TK = tl.where(choice_K == k, id_T1, ids_TK)
+            counts_TE += is_kth_TE.to(tl.int32)
+            ids_TK = tl.where(k_K == k, id_T1, ids_TK)
 
-        keep_TK = is_token_T[:, None] & (choice_K < K)
-        chosen_TK = tl.load(logits_ptr + row_T[:, None] * E + ids_TK, mask=keep_TK, other=0.0)
-        weights_TK = tl.where(keep_TK, score(chosen_TK, peak_T, norm_T, IS_SOFTMAX), 0.0)
+        keep_TK = is_token_T[:, None] & (k_K < K)
+        topk_logits_TK = tl.load(logits_ptr + row_T[:, None] * E + ids_TK, mask=keep_TK, other=0.0)
+        weights_TK = tl.where(keep_TK, score(topk_logits_TK, max_T, norm_T, IS_SOFTMAX), 0.0)
         if NORMALIZES:
             weights_TK = weights_TK / (tl.sum(weights_TK, axis=1) + 1e-20)[:, None]
-        choices_TK = row_T[:, None] * K + choice_K
-        tl.store(topk_scores_ptr + choices_TK, weights_TK * route_scale, mask=keep_TK)
-        tl.store(ids_ptr + choices_TK, ids_TK.to(tl.int64), mask=keep_TK)
+        offset_TK = row_T[:, None] * K + k_K
+        tl.store(topk_scores_ptr + offset_TK, weights_TK * route_scale, mask=keep_TK)
+        tl.store(ids_ptr + offset_TK, ids_TK.to(tl.int64), mask=keep_TK)
 
-        counts_E += tl.sum(tl.where(is_token_T[:, None], sent_TE, 0), axis=0)
-        if not IS_SOFTMAX:  # a softmax is a share already
+        counts_E += tl.sum(tl.where(is_token_T[:, None], counts_TE, 0), axis=0)
+        if not IS_SOFTMAX:  # softmax scores sum to 1 already
             scores_TE = scores_TE / (tl.sum(scores_TE, axis=1) + 1e-20)[:, None]
         shares_E += tl.sum(tl.where(is_token_T[:, None], scores_TE, 0.0), axis=0)
-        log_norm_T = peak_T + tl.log(norm_T)
+        log_norm_T = max_T + tl.log(norm_T)
         z += tl.sum(tl.where(is_token_T, log_norm_T * log_norm_T, 0.0), axis=0)
     tl.store(counts_ptr + part * E + expert_E, counts_E, mask=is_expert_E)
     tl.store(shares_ptr + part * E + expert_E, shares_E, mask=is_expert_E)
@@ -159,9 +159,9 @@ def _add_parts_kernel(
     for first in range(0, parts_per_sequence, BLOCK_P):
         part_P = first + tl.arange(0, BLOCK_P)
         keep_PE = (part_P < parts_per_sequence)[:, None] & (expert_E < E)[None, :]
-        place_PE = (sequence * parts_per_sequence + part_P)[:, None] * E + expert_E[None, :]
-        counts_PE += tl.load(counts_ptr + place_PE, mask=keep_PE, other=0)
-        shares_PE += tl.load(shares_ptr + place_PE, mask=keep_PE, other=0.0)
+        offset_PE = (sequence * parts_per_sequence + part_P)[:, None] * E + expert_E[None, :]
+        counts_PE += tl.load(counts_ptr + offset_PE, mask=keep_PE, other=0)
+        shares_PE += tl.load(shares_ptr + offset_PE, mask=keep_PE, other=0.0)
     counts_E = tl.sum(counts_PE, axis=0).to(tl.int64)
     tl.store(counts_BE_ptr + sequence * E + expert_E, counts_E, mask=expert_E < E)
     tl.store(shares_BE_ptr + sequence * E + expert_E, tl.sum(shares_PE, axis=0), mask=expert_E < E)
@@ -174,7 +174,7 @@ def _add_parts_kernel(
 
 
 class Tile(NamedTuple):
-    """How many tokens a program holds at a time, and how wide its rows are."""
+    """Tokens that a program holds at a time, and columns of a row: groups and experts of a group, padded."""
 
     tokens: int
     groups: int
@@ -182,7 +182,7 @@ class Tile(NamedTuple):
 
 
 def fit_tile(num_experts: int, num_groups: int) -> Tile:
-    """Sixteen logits for each thread of a warp, or one token if that is more."""
+    """Sixteen logits for each thread of a warp, and at least one token."""
     groups = triton.next_power_of_2(num_groups)
     group_size = triton.next_power_of_2(num_experts // num_groups)
     return Tile(max(1, 16 * 32 // (groups * group_size)), groups, group_size)
@@ -221,7 +221,7 @@ def route_forward(
 
 
 def empty_routing(logits_BNE: Tensor, top_k: int) -> Routing:
-    """Memory for a routing of these logits."""
+    """Uninitialised outputs for these logits."""
     num_sequences, num_tokens, num_experts = logits_BNE.shape
     topk_scores_BNK = logits_BNE.new_empty(num_sequences, num_tokens, top_k)
     share_sums_BE = logits_BNE.new_empty(num_sequences, num_experts)

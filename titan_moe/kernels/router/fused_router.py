@@ -1,9 +1,9 @@
 """The router in Triton: one pass over the logits forward, one backward.
 
-B batch · N sequence · E experts · K choices a token
+B batch · N sequence · E experts · K experts a token
 
-Physics and reference are in router.py. Kept for backward are the logits and the chosen experts, 4·B·N·E + 8·B·N·K
-bytes. Nothing reads the device from the host, and no sum depends on the order in which programs run.
+Physics and reference are in routing.py. Saved for backward are the logits and the selected experts, 4·B·N·E + 8·B·N·K
+bytes. The host reads nothing from the device, and no sum depends on the order in which programs run.
 """
 
 from collections.abc import Callable, Mapping
@@ -69,7 +69,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(inputs[0], routing.topk_ids_BNK)
     ctx.rule = RoutingRule(*inputs[3:])
     ctx.mark_non_differentiable(routing.topk_ids_BNK, routing.counts_BE)
-    ctx.set_materialize_grads(False)  # a missing gradient stays None: nothing is computed for it
+    ctx.set_materialize_grads(False)  # a missing gradient stays None, and nothing is computed for it
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -90,9 +90,9 @@ _route_tokens.register_autograd(_backward, setup_context=_save)
 def route_tokens(
     logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule, forced_ids_BNK: Tensor | None = None
 ) -> Routing:
-    """Route in Triton: logits in fp32, on a GPU (or in the interpreter); see the reference.
+    """Route fp32 logits in Triton, on a GPU (or in the interpreter); arguments as in `route_tokens_reference`.
 
-    Raises: TypeError for other logits, which the kernels would read as fp32.
+    Raises: TypeError for logits of another dtype, which the kernels would read as fp32.
     """
     if logits_BNE.dtype != torch.float32:
         raise TypeError(
@@ -100,34 +100,34 @@ def route_tokens(
         )
     if forced_ids_BNK is not None:
         forced_ids_BNK = forced_ids_BNK.long().contiguous()
-    # the kernels count on rows that lie one behind the other
+    # the kernels index rows as contiguous
     bias_E = expert_bias_E.float().contiguous()
     return Routing(*_route_tokens(logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule))
 
 
 def _comparable(routing: Routing) -> Tensor:
-    """Everything as one row, with a token's weights in the order of the experts."""
+    """All outputs in one flat tensor, a token's weights in expert order."""
     scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = routing
     weights_BNE = scores_BNK.new_zeros(*ids_BNK.shape[:2], counts_BE.shape[1]).scatter(-1, ids_BNK, scores_BNK)
     return torch.cat([out.flatten().to(scores_BNK.dtype) for out in (weights_BNE, counts_BE, shares_BE, z_sum)])
 
 
-def _floats(routing: Routing) -> Tensor:
-    """What is differentiable, as one row."""
+def _differentiable(routing: Routing) -> Tensor:
+    """All differentiable outputs in one flat tensor."""
     return torch.cat([out.flatten() for out in (routing.topk_scores_BNK, routing.share_sums_BE, routing.z_sum)])
 
 
-def _as_row(route: RouteTokens) -> Callable[..., Tensor]:
-    """The router with one output, put together by its last argument."""
+def _flat(route: RouteTokens) -> Callable[..., Tensor]:
+    """The router with one flat output, which its last argument makes of the routing."""
 
     def op(
         logits_BNE: Tensor,
         expert_bias_E: Tensor,
         rule: RoutingRule,
         forced_ids_BNK: Tensor | None,
-        row_of: Callable[[Routing], Tensor],
+        flatten: Callable[[Routing], Tensor],
     ) -> Tensor:
-        return row_of(route(logits_BNE, expert_bias_E, rule, forced_ids_BNK))
+        return flatten(route(logits_BNE, expert_bias_E, rule, forced_ids_BNK))
 
     return op
 
@@ -162,7 +162,7 @@ def _benchmark(name: str, num_experts: int, rule: RoutingRule) -> Benchmark:
 
     def draw(device: torch.device) -> Sample:
         logits_BNE = torch.randn(num_sequences, num_tokens, num_experts, device=device)
-        return Sample(name, (logits_BNE, torch.zeros(num_experts, device=device), rule, None, _floats), 1)
+        return Sample(name, (logits_BNE, torch.zeros(num_experts, device=device), rule, None, _differentiable), 1)
 
     tokens = float(num_sequences * num_tokens)
     forward, backward = tokens * (4 * num_experts + 12 * rule.top_k), tokens * (8 * num_experts + 12 * rule.top_k)
@@ -170,7 +170,7 @@ def _benchmark(name: str, num_experts: int, rule: RoutingRule) -> Benchmark:
 
 
 def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tuple[Tensor, ...]]:
-    """The router from the rows on, as a layer runs it: a loss that the recipe gives no weight has no gradient."""
+    """Router logits and routing as a layer runs them: balancing sums without a loss are detached."""
 
     def op(
         x_BND: Tensor,
@@ -206,8 +206,8 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
 register(
     Kernel(
         "route_tokens",
-        _as_row(route_tokens),
-        _as_row(route_tokens_reference),
+        _flat(route_tokens),
+        _flat(route_tokens_reference),
         _samples,
         dtypes=(torch.float32,),
         needs_triton=True,
@@ -216,8 +216,8 @@ register(
             _benchmark("deepseek_v3", 256, RoutingRule("sigmoid", 8, 8, 4, route_scale=2.5)),
         ),
         baselines={
-            "torch": _as_row(route_tokens_reference),
-            "torch, compiled": torch.compile(_as_row(route_tokens_reference), fullgraph=True),
+            "torch": _flat(route_tokens_reference),
+            "torch, compiled": torch.compile(_flat(route_tokens_reference), fullgraph=True),
         },
         tunable=Tunable(
             "router",

@@ -1,13 +1,12 @@
-"""The router's logits in fp32, from half-precision rows, on the matrix units of half precision.
+"""The router's logits in fp32 from bf16 rows, on the tensor cores.
 
 T rows · D width · E experts
 
-Physics: 2·T·D·E FLOPs forward and twice that backward. In fp32 they run beside the matrix units (67 TFLOP/s on an H200)
-and want a wide copy of the rows: 0.26 ms for 32,768 x 2048 x 128 and 0.4 GB moved, each of three times. But the
-product of two bf16 numbers is exact in fp32, and a bf16 GEMM adds in fp32: it need only keep its sums to give the same
-logits, up to the order of the sums. Backward splits the fp32 gradient into two bf16 numbers that carry 16 of its bits,
-and lays them side by side, so that each of its two GEMMs stays one. Measured there:
-0.05 ms forward and 0.17 backward, 0.54 and 0.88 in fp32.
+Physics: 2·T·D·E FLOPs forward and twice that backward. fp32 GEMMs do not use tensor cores (67 TFLOP/s on an H200) and
+need an fp32 copy of the rows: for 32,768 x 2048 x 128 each of the three GEMMs takes 0.26 ms and moves 0.4 GB. But the
+product of two bf16 numbers is exact in fp32, and a bf16 GEMM accumulates in fp32. With fp32 output it gives the same
+logits, up to the order of the sums. Backward splits the fp32 gradient into two bf16 numbers, high and low, that carry
+16 of its bits, and concatenates them, so each of its two GEMMs stays one GEMM. Aim: a few times faster than fp32.
 """
 
 from collections.abc import Callable
@@ -25,20 +24,20 @@ RouterLogits = Callable[[Tensor, Tensor], Tensor]
 
 
 def router_logits_reference(x: Tensor, weight_ED: Tensor) -> Tensor:
-    """Widen both and multiply."""
+    """Cast both to at least fp32 and multiply."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(wide), weight_ED.to(wide))
 
 
-def _mm_wide(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32; on a GPU straight out of the half-precision GEMM."""
+def _mm_fp32_out(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a @ b in fp32; on a GPU by a half-precision GEMM with fp32 output."""
     is_gemm = a.is_cuda and a.numel() > 0
     return torch.mm(a, b, out_dtype=torch.float32) if is_gemm else a.float() @ b.float()
 
 
 @torch.library.custom_op("titan_moe::router_logits", mutates_args=())
 def _router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    return _mm_wide(x_TD, weight_ED.T)
+    return _mm_fp32_out(x_TD, weight_ED.T)
 
 
 @_router_logits.register_fake
@@ -48,10 +47,10 @@ def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 @torch.library.custom_op("titan_moe::router_logits_backward", mutates_args=())
 def _router_logits_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
-    coarse_TE = grad_TE.to(x_TD.dtype)
-    rest_TE = (grad_TE - coarse_TE.float()).to(x_TD.dtype)
-    both = torch.cat([coarse_TE, rest_TE], dim=1)
-    grad_weight_2ED = _mm_wide(both.T, x_TD).unflatten(0, (2, -1))
+    high_TE = grad_TE.to(x_TD.dtype)
+    low_TE = (grad_TE - high_TE.float()).to(x_TD.dtype)
+    both = torch.cat([high_TE, low_TE], dim=1)
+    grad_weight_2ED = _mm_fp32_out(both.T, x_TD).unflatten(0, (2, -1))
     return both @ torch.cat([weight_ED, weight_ED]), grad_weight_2ED.sum(0).to(weight_ED.dtype)
 
 
@@ -78,11 +77,11 @@ def _count(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_: Any, **_
 
 @register_flop_formula(torch.ops.titan_moe.router_logits_backward)
 def _count_backward(grad_shape: Any, x_shape: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 2 * 2 * grad_shape[0] * grad_shape[1] * x_shape[1]  # what a model counts; the halves are not work of its own
+    return 2 * 2 * grad_shape[0] * grad_shape[1] * x_shape[1]  # model FLOPs: the split does not double them
 
 
 def router_logits(x: Tensor, weight_ED: Tensor) -> Tensor:
-    """The logits of rows [..., D], fp32 [..., E]; rows and weight that are not both bf16 take the reference."""
+    """fp32 logits [..., E] of rows [..., D]. Unless rows and weight are both bf16, the reference computes them."""
     if x.dtype != torch.bfloat16 or weight_ED.dtype != torch.bfloat16:
         return router_logits_reference(x, weight_ED)
     return _router_logits(x.flatten(0, -2).contiguous(), weight_ED.contiguous()).unflatten(0, x.shape[:-1])

@@ -1,14 +1,15 @@
-"""From a token's logits to its experts, their weights, and what load balancing wants to know of them.
+"""Routing: from router logits to top-k experts, their weights, and the sums that load balancing needs. The reference.
 
-B batch · N sequence · E experts · K choices a token · G groups
+B batch · N sequence · E experts · K experts a token · G groups
 
-Physics: memory-bound. The fp32 logits are read once, 4·B·N·E bytes, and 12·B·N·K bytes of choices are written; backward
-reads the logits again and writes their gradient. As torch operations it is a dozen passes over [B, N, E] each way.
+Physics: memory-bound. The fp32 logits are read once, 4·B·N·E bytes, and 12·B·N·K bytes of ids and weights are written.
+Backward reads the logits again and writes their gradient. Torch operations take a dozen passes over [B, N, E] in each
+direction. Aim: one pass in each.
 
-Ties: of equally scored experts `fused_router.py` takes the lowest, torch's `topk` any. The last bit of a score may also
-differ between the two, so where a token's K-th and next expert score alike, the choice may depend on which of them
-runs. This breaks no training: the kernel's choice follows from a token's logits alone, so that recomputation repeats
-it, and backward follows the experts that forward chose, whatever chose them.
+Ties: among equal scores `fused_router.py` takes the lowest expert id, torch's `topk` any. The last bit of a score may
+also differ between the two. So where a token's K-th and next scores are nearly equal, the two may select different
+experts. Training is correct either way: the kernel's selection depends on a token's logits alone, so recompute repeats
+it, and backward uses the experts that forward selected.
 """
 
 from collections.abc import Callable
@@ -19,50 +20,50 @@ from torch import Tensor
 
 
 class RoutingRule(NamedTuple):
-    """How logits become experts and weights; plain values, named as in `[model.moe]`."""
+    """How logits become experts and weights. Plain values, named as in `[model.moe]`."""
 
     score_fn: str
     """`softmax` over all experts, or `sigmoid` of each."""
     top_k: int
     num_groups: int = 1
     top_k_groups: int = 1
-    """Groups of consecutive experts that a token may choose from."""
+    """Number of groups of consecutive experts that a token's top-k is limited to."""
     group_score: str = "top2_sum"
-    """What a group is ranked by: its best score, `max`, or the sum of its two best, `top2_sum`."""
+    """A group's score: its best expert score (`max`), or the sum of its two best (`top2_sum`)."""
     normalize_topk: bool = True
     route_scale: float = 1.0
 
     @property
     def num_ranked(self) -> int:
-        """How many of a group's best scores its rank is the sum of."""
+        """Number of best expert scores that a group's score sums."""
         return {"max": 1, "top2_sum": 2}[self.group_score]
 
 
 class Routing(NamedTuple):
-    """The choice, and sums over each sequence's tokens; weights, `share_sums_BE` and `z_sum` are differentiable."""
+    """Top-k experts and sums over each sequence's tokens. Weights, `share_sums_BE` and `z_sum` are differentiable."""
 
     topk_scores_BNK: Tensor
-    """Weights of the chosen experts, normalised and scaled."""
+    """Routing weights of the selected experts, normalised and scaled."""
     topk_ids_BNK: Tensor
-    """int64, the chosen experts in any order."""
+    """int64, the selected experts in any order."""
     counts_BE: Tensor
-    """int64, tokens of each sequence that each expert was given."""
+    """int64, number of a sequence's tokens that each expert gets."""
     share_sums_BE: Tensor
-    """Each expert's share of a token's scores, summed."""
+    """Each expert's share of a token's score sum, summed over a sequence's tokens."""
     z_sum: Tensor
     """Squared logsumexp of a token's logits, summed over all tokens."""
 
 
 RouteTokens = Callable[[Tensor, Tensor, RoutingRule, Tensor | None], Routing]
-"""logits_BNE, expert_bias_E, rule, forced_ids_BNK (taken whatever the scores say; None chooses) -> Routing."""
+"""logits_BNE, expert_bias_E, rule, forced_ids_BNK (used in place of the top-k; None for top-k) -> Routing."""
 
 
 def route_tokens_reference(
     logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule, forced_ids_BNK: Tensor | None = None
 ) -> Routing:
-    """Route in plain operations, in the logits' dtype.
+    """Route in torch operations, in the logits' dtype.
 
-    The bias takes part in the choice only (arXiv:2408.15664). Forced ids are int64 and must be experts.
+    The expert bias affects the selection, not the weights (arXiv:2408.15664). Forced ids are int64 and valid experts.
     """
     scores_BNE = logits_BNE.softmax(dim=-1) if rule.score_fn == "softmax" else logits_BNE.sigmoid()
     ids_BNK = choose_experts(scores_BNE.detach() + expert_bias_E, rule) if forced_ids_BNK is None else forced_ids_BNK
@@ -78,15 +79,15 @@ def route_tokens_reference(
 
 
 def choose_experts(ranked_BNE: Tensor, rule: RoutingRule) -> Tensor:
-    """The K best experts of a token, or of its best groups (arXiv:2405.04434, arXiv:2412.19437): -> ids [B, N, K]."""
+    """Top-k experts, with groups only from a token's best ones (arXiv:2405.04434, arXiv:2412.19437): -> [B, N, K]."""
     if rule.num_groups > 1:
-        ranked_BNE = _without_closed_groups(ranked_BNE, rule)
+        ranked_BNE = _mask_groups(ranked_BNE, rule)
     return ranked_BNE.topk(rule.top_k, dim=-1, sorted=False).indices
 
 
-def _without_closed_groups(ranked_BNE: Tensor, rule: RoutingRule) -> Tensor:
+def _mask_groups(ranked_BNE: Tensor, rule: RoutingRule) -> Tensor:
     grouped = ranked_BNE.unflatten(-1, (rule.num_groups, -1))
     group_ranks_BNG = grouped.topk(min(rule.num_ranked, grouped.shape[-1]), dim=-1).values.sum(-1)
-    chosen = group_ranks_BNG.topk(rule.top_k_groups, dim=-1, sorted=False).indices
-    is_open_BNG = torch.zeros_like(group_ranks_BNG, dtype=torch.bool).scatter_(-1, chosen, True)
-    return grouped.masked_fill(~is_open_BNG[..., None], float("-inf")).flatten(-2)
+    group_ids = group_ranks_BNG.topk(rule.top_k_groups, dim=-1, sorted=False).indices
+    is_selected_BNG = torch.zeros_like(group_ranks_BNG, dtype=torch.bool).scatter_(-1, group_ids, True)
+    return grouped.masked_fill(~is_selected_BNG[..., None], float("-inf")).flatten(-2)

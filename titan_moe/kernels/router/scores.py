@@ -1,4 +1,4 @@
-"""What the router's forward and backward kernels compute alike from a tile of logits."""
+"""Scores of a tile of logits, for the router's forward and backward kernels."""
 
 import triton
 import triton.language as tl
@@ -6,15 +6,15 @@ import triton.language as tl
 
 @triton.jit
 def softmax_terms(logits_TE):
-    """Each token's largest logit, and the sum of the exponentials of the distances to it."""
-    peak_T = tl.max(logits_TE, axis=1)
-    return peak_T, tl.sum(tl.exp(logits_TE - peak_T[:, None]), axis=1)
+    """Each token's largest logit, and the sum of exp(logit - largest)."""
+    max_T = tl.max(logits_TE, axis=1)
+    return max_T, tl.sum(tl.exp(logits_TE - max_T[:, None]), axis=1)
 
 
 @triton.jit
-def score(logits, peak_T, norm_T, IS_SOFTMAX: tl.constexpr):
-    """Scores of whole rows of logits or of some of each row; -inf scores 0."""
+def score(logits, max_T, norm_T, IS_SOFTMAX: tl.constexpr):
+    """Softmax or sigmoid scores of all or some logits of each row; -inf scores 0."""
     if IS_SOFTMAX:
-        return tl.exp(logits - peak_T[:, None]) / norm_T[:, None]
+        return tl.exp(logits - max_T[:, None]) / norm_T[:, None]
     else:
         return tl.sigmoid(logits)

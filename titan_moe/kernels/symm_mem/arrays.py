@@ -1,28 +1,28 @@
-"""The memory that ranks of one node share when rows travel without the host, and the rules of its use.
+"""Layout of the symmetric memory that the ranks of one node share, and the rules of its use.
 
-P ranks of the group · T tokens on each of them · S rows a rank receives, at most P·T · K choices a token · D width
+P ranks of the group · T tokens on each rank · S rows a rank receives, at most P·T · K experts a token · D width
 
-Every rank has an allocation of the same layout, and a table with the address of everyone's: a kernel reads and writes
-a peer's arrays as it does its own. The layout depends on T, K and D alone, and an exchange may lay out fewer tokens
-over it if all ranks do; how many rows a rank receives, and how much room it makes for them, is its own affair. The rows
-take nearly all of it, P·T·D elements: 0.5 GiB for 8 ranks of 16,384 tokens of width 2048 in bf16, whatever the routing.
+Every rank has an allocation of the same layout and a table of all ranks' addresses. A kernel reads and writes a peer's
+arrays like its own. The layout depends on T, K and D alone. An exchange may use fewer tokens than were allocated for,
+if all ranks do. How many rows a rank receives, and how many it allocates room for, does not affect the layout. The rows
+take nearly all of the memory, P·T·D elements: 0.5 GiB for 8 ranks of 16,384 tokens of width 2048 in bf16, whatever the
+routing.
 
-Exchanges come in phases. In the *write* phase of an exchange a rank fills arrays, its own or its peers'; in its *read*
-phase it reads them. A barrier of the group stands before each phase. So one rule is enough for the arrays to be used
-again by the next exchange, of whichever layer, chunk or direction: a rank's writes begin after the first barrier, at
-which every rank arrives when its reads of the exchange before are done; its reads begin after the second, at which
-every rank arrives when its writes are done. All exchanges over one allocation must be in one order on every rank, on
-one stream: each stream takes an allocation of its own.
+An exchange has two phases. In the *write* phase a rank writes arrays, its own or its peers'. In the *read* phase it
+reads them. A barrier of the group precedes each phase. This makes the arrays free for the next exchange, of any layer,
+microbatch or direction: a rank's writes begin after the first barrier, where every rank arrives after its reads of the
+previous exchange; its reads begin after the second, where every rank arrives after its writes. All exchanges over one
+allocation must run in the same order on every rank, on one stream. Each stream needs its own allocation.
 
-    exchange    writes                                      reads
-    plan        counts and lists of tokens, to every peer   its own: who sends it what
-    fetch       its tokens' rows and choices, its own       the rows that it wants, from peers
-    deliver     partial results, into their tokens' places  its own tokens' places, which it sums
+    exchange    write phase                                   read phase
+    plan        counts and token lists, to every peer         its own counts and lists: what each rank sends it
+    get         rows, ids and scores of its tokens, locally   the rows that are routed to it, from peers
+    put         partial results, into the peers' arrays       the partial results of its own tokens, which it sums
 
-Both ways a row crosses the link once, between memory that exchanges own and memory that they do not: what a rank
-fetches lies at once where it stays for the backward, and what it delivers is read where the experts have left it. Only
-T rows are copied to be fetched from, 0.03 ms for 16,384 of width 2048, and P·T read to be summed, 0.11 ms. (Rows that
-are pushed and copied out, and copied in and pulled, were 0.17 ms slower each way.)
+In both directions a row crosses the link once, between symmetric memory and ordinary memory: `get` writes rows directly
+to where they are kept for backward, and `put` reads results where the experts wrote them. Beyond that, T rows are
+copied into symmetric memory for `get`, and P·T rows are read by the sum after `put`. The alternative, rows pushed and
+copied out on one side and copied in and pulled on the other, copies more and is slower in both directions.
 """
 
 from collections.abc import Sequence
@@ -39,45 +39,45 @@ ALIGNMENT = 256
 
 
 class SymmArray(NamedTuple):
-    """One array that every rank has, at the same distance from where its memory begins."""
+    """One array that every rank has, at the same offset in its memory."""
 
     local: Tensor
     """This rank's own."""
     peer_ptrs_P: Tensor
-    """int64, the addresses of everyone's memory, as this rank sees them."""
+    """int64, the addresses of all ranks' memory in this rank's address space."""
     offset_bytes: int
 
 
 class SymmArrays(NamedTuple):
-    """What a rank's memory holds."""
+    """The arrays of a rank's memory."""
 
     signals: SymmArray
-    """int32 [P]: of the barrier, all 0 between two of them."""
+    """int32 [P]: signals of the barrier, all 0 between two barriers."""
     counts: SymmArray
-    """int32 [P, P]: rows from each rank (first) for each rank."""
+    """int32 [P, P]: number of rows from each rank (first dim) to each rank (second)."""
     tokens: SymmArray
-    """int32 [P, T]: from each rank, the tokens whose rows they are, in ascending order."""
+    """int32 [P, T]: for each source rank, the tokens whose rows it sends, in ascending order."""
     ids: SymmArray
     """int32 [T, K]: experts of this rank's tokens, -1 for none."""
     scores: SymmArray
-    """[T, P, K]: a place for the gradients that each rank delivers for each token; or, in the first T·K elements, the
-    tokens' routing scores."""
+    """[T, P, K]: score gradients that each rank puts for each token; or, in the first T·K elements, the tokens' routing
+    scores for `get`."""
     rows: SymmArray
-    """[T, P, D]: a place for the row that each rank delivers for each token; or, in the first T·D elements, the
-    tokens' rows."""
+    """[T, P, D]: the row that each rank puts for each token; or, in the first T·D elements, the tokens' rows for
+    `get`."""
 
 
 def _layout(
-    num_ranks: int, num_tokens: int, width: int, num_choices: int, row_dtype: torch.dtype, score_dtype: torch.dtype
+    num_ranks: int, num_tokens: int, width: int, top_k: int, row_dtype: torch.dtype, score_dtype: torch.dtype
 ) -> tuple[list[tuple[tuple[int, ...], torch.dtype, int]], int]:
-    """Shape, dtype and offset of each array, and the bytes of all."""
+    """Shape, dtype and byte offset of each array, and the total bytes."""
     layout, end = [], 0
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]] = (
         ((num_ranks,), torch.int32),
         ((num_ranks, num_ranks), torch.int32),
         ((num_ranks, num_tokens), torch.int32),
-        ((num_tokens, num_choices), torch.int32),
-        ((num_tokens, num_ranks, num_choices), score_dtype),
+        ((num_tokens, top_k), torch.int32),
+        ((num_tokens, num_ranks, top_k), score_dtype),
         ((num_tokens, num_ranks, width), row_dtype),
     )
     for shape, dtype in shapes:
@@ -90,12 +90,12 @@ def symm_bytes(
     num_ranks: int,
     num_tokens: int,
     width: int,
-    num_choices: int,
+    top_k: int,
     row_dtype: torch.dtype,
     score_dtype: torch.dtype = torch.float32,
 ) -> int:
-    """Bytes that each rank must allocate for `num_tokens` tokens a rank, whatever the routing."""
-    return _layout(num_ranks, num_tokens, width, num_choices, row_dtype, score_dtype)[1]
+    """Bytes that each rank must allocate for `num_tokens` tokens a rank, for any routing."""
+    return _layout(num_ranks, num_tokens, width, top_k, row_dtype, score_dtype)[1]
 
 
 def symm_arrays(
@@ -103,26 +103,26 @@ def symm_arrays(
     peer_ptrs_P: Tensor,
     num_tokens: int,
     width: int,
-    num_choices: int,
+    top_k: int,
     row_dtype: torch.dtype,
     score_dtype: torch.dtype = torch.float32,
 ) -> SymmArrays:
-    """Lay the arrays of `num_tokens` tokens over this rank's memory; ranks that do so with the same numbers see the
-    same arrays.
+    """View this rank's memory as the arrays of `num_tokens` tokens; ranks that pass the same numbers get the same
+    layout.
 
     Shapes: memory uint8 [at least symm_bytes(...)], aligned to 16 bytes; peer_ptrs_P int64 [P].
 
     Raises: ValueError if the memory is too small.
     """
     num_ranks = peer_ptrs_P.numel()
-    layout, wanted = _layout(num_ranks, num_tokens, width, num_choices, row_dtype, score_dtype)
-    if memory.numel() < wanted:
+    layout, needed = _layout(num_ranks, num_tokens, width, top_k, row_dtype, score_dtype)
+    if memory.numel() < needed:
         raise ValueError(
-            f"{num_tokens} tokens on each of {num_ranks} ranks, with {num_choices} choices and {width} wide in "
-            f"{row_dtype}, take {wanted} bytes of symmetric memory, and {memory.numel()} were allocated: allocate it "
-            f"for the largest microbatch"
+            f"{num_tokens} tokens on each of {num_ranks} ranks, top_k = {top_k} and width {width} in {row_dtype}, need "
+            f"{needed} bytes of symmetric memory, but {memory.numel()} are allocated; allocate it for the largest "
+            f"microbatch"
         )
-    scratch = memory.data  # nobody reads what an exchange has left: autograd must not count its writes as changes
+    scratch = memory.data  # contents are not read after an exchange, so autograd must not count writes as versions
     arrays = [
         SymmArray(scratch[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape), peer_ptrs_P, at)
         for shape, dtype, at in layout
@@ -132,7 +132,7 @@ def symm_arrays(
 
 @triton.jit
 def peer_array(peer_ptrs_ptr, peer, offset_bytes, like_ptr):
-    """Point at a peer's array, of the elements of another pointer."""
+    """Pointer to a peer's array, with the element type of `like_ptr`."""
     address = tl.load(peer_ptrs_ptr + peer) + offset_bytes
-    # arrays are aligned, which the compiler must hear of the pointer: it forgets what it knew of the number
+    # arrays are aligned; the compiler must be told after the cast, which drops what it knew of the integer
     return tl.multiple_of(address.to(tl.pointer_type(like_ptr.dtype.element_ty)), 16)

@@ -1,21 +1,21 @@
-"""Weights of clones out of the memory of their homes, and their gradients back, by kernels.
+"""Exchange the weights of clones, and their gradients, over symmetric memory.
 
-P ranks of the group · e experts at home on each rank · c spare slots of each rank · I all spare slots (P·c), rank by
-rank · J places for experts in a rank's memory · N elements of an expert, of which M are gate's and up's, or down's
+P ranks of the group · e experts that a rank owns · c replica slots of each rank · I all replica slots (P·c), rank by
+rank · J staging places for experts in a rank's memory · N elements of an expert, of which M are gate and up, or down
 
-What lies in the spare slots is known on the device alone, and the same on every rank; -1 is none. Phases and barriers
-are those of symm_dispatch.py, over the same memory:
+The experts in the replica slots are known on the device alone; every rank has the same list, -1 for none. Phases and
+barriers are those of arrays.py, over the same memory:
 
-    exchange    writes                                         reads
-    weights     those of its experts that somebody cloned      the clones in its slots, from their homes
-    gradients   those of the clones in its slots               its experts' clones, which it adds to their own
+    exchange    write phase                            read phase
+    weights     its own experts that are cloned        the clones in its replica slots, from their owners
+    gradients   of the clones in its replica slots     of all clones of its own experts, added to their own
 
-A cloned expert lies at the place of its own number at home; or, where there are fewer spare slots than experts at home,
-at that of its clone, and once for each.
+An owner stages a cloned expert at the place of its local id. If there are fewer replica slots than experts on a rank,
+places are numbered by replica slot, and an expert is staged once for each of its clones.
 
-Physics: bound by the links. A rank gets c experts and gives the gradients of as many: 9.4 MB of Qwen3-30B-A3B in bf16
-each, 30 microseconds at 320 GB/s. At worst one home has all that is cloned, and is read, and then reads, (P-1)·c times
-that.
+Physics: bound by the links. A rank reads c experts and the gradients of as many are read from it: 9.4 MB of
+Qwen3-30B-A3B in bf16 each, 30 microseconds at 320 GB/s. In the worst case one rank owns all cloned experts, and
+(P-1)·c experts are read from it, and gradients by it.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ from torch import Tensor
 from titan_moe.kernels.symm_mem.arrays import ALIGNMENT, SymmArray, peer_array
 
 BLOCK = 4096
-SIZES = ["rank", "num_experts", "num_replicas", "num_slots"]
+SIZES = ["rank", "num_experts", "num_replicas", "num_all_replicas"]
 
 
 def clone_bytes(
     num_ranks: int, num_local_experts: int, num_replicas: int, num_elements: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of shared memory that each rank must have, all of whose experts may be those that the others clone."""
+    """Bytes of symmetric memory that each rank needs; any of its experts may be cloned by the others."""
     num_places = _num_places(num_ranks, num_local_experts, num_replicas)
     return _signal_bytes(num_ranks) + num_places * num_elements * dtype.itemsize
 
@@ -47,21 +47,20 @@ def clone_arrays(
     num_elements: int,
     dtype: torch.dtype,
 ) -> tuple[SymmArray, SymmArray]:
-    """Lay over a rank's memory the signals of the barrier, where every exchange has them, and places for experts
-    [J, N].
+    """View a rank's memory as the barrier's signals, at the offset of every exchange, and staging places [J, N].
 
     Raises: ValueError if the memory is too small.
     """
     num_ranks = peer_ptrs_P.numel()
-    wanted = clone_bytes(num_ranks, num_local_experts, num_replicas, num_elements, dtype)
-    if memory.numel() < wanted:
+    needed = clone_bytes(num_ranks, num_local_experts, num_replicas, num_elements, dtype)
+    if memory.numel() < needed:
         raise ValueError(
-            f"{num_replicas} clones of {num_elements} elements in {dtype} on each of {num_ranks} ranks take {wanted} "
-            f"bytes of symmetric memory, and {memory.numel()} were allocated"
+            f"{num_replicas} clones of {num_elements} elements in {dtype} on each of {num_ranks} ranks need {needed} "
+            f"bytes of symmetric memory, but {memory.numel()} are allocated; allocate clone_bytes(...)"
         )
     scratch, begin = memory.data, _signal_bytes(num_ranks)
     signals = SymmArray(scratch[: num_ranks * 4].view(torch.int32), peer_ptrs_P, 0)
-    staged_JN = scratch[begin:wanted].view(dtype).view(-1, num_elements)
+    staged_JN = scratch[begin:needed].view(dtype).view(-1, num_elements)
     return signals, SymmArray(staged_JN, peer_ptrs_P, begin)
 
 
@@ -74,7 +73,7 @@ def _signal_bytes(num_ranks: int) -> int:
 
 
 def add_clones_reference(own_PeN: Tensor, clones_PcN: Tensor, experts_Pc: Tensor) -> Tensor:
-    """Each expert's gradient and those of its clones, added in at least fp32 in the order of slots: [P, e, N]."""
+    """Each expert's gradient plus those of its clones, in at least fp32 in the order of replica slots: [P, e, N]."""
     total_EN = own_PeN.flatten(0, 1).to(torch.promote_types(own_PeN.dtype, torch.float32))
     for expert, clone_N in zip(experts_Pc.flatten().tolist(), clones_PcN.flatten(0, 1), strict=True):
         if expert >= 0:
@@ -83,26 +82,26 @@ def add_clones_reference(own_PeN: Tensor, clones_PcN: Tensor, experts_Pc: Tensor
 
 
 @triton.jit
-def _is_first(experts_ptr, slot, expert):
-    """Whether no slot before has a clone of the same expert."""
+def _is_first(experts_ptr, replica, expert):
+    """Whether no earlier replica slot has a clone of the same expert."""
     is_first = True
-    for earlier in range(slot):
+    for earlier in range(replica):
         is_first = is_first & (tl.load(experts_ptr + earlier) != expert)
     return is_first
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _stage_kernel(
-    own_ptr, experts_ptr, staged_ptr, rank, num_experts, num_slots, M, N: tl.constexpr, BLOCK: tl.constexpr
+    own_ptr, experts_ptr, staged_ptr, rank, num_experts, num_all_replicas, M, N: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    slot = tl.program_id(1)
-    expert = tl.load(experts_ptr + slot)
-    is_mine = (expert >= 0) & (expert // num_experts == rank)
-    place = slot.to(tl.int64)
-    if num_experts <= num_slots:
+    replica = tl.program_id(1)
+    expert = tl.load(experts_ptr + replica)
+    is_staged = (expert >= 0) & (expert // num_experts == rank)
+    place = replica.to(tl.int64)
+    if num_experts <= num_all_replicas:
         place = expert % num_experts
-        is_mine = is_mine & _is_first(experts_ptr, slot, expert)
-    if is_mine:
+        is_staged = is_staged & _is_first(experts_ptr, replica, expert)
+    if is_staged:
         element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(own_ptr + (expert % num_experts) * M + element, mask=element < M, other=0.0)
         tl.store(staged_ptr + place * N + element, weight, mask=element < M)
@@ -110,46 +109,46 @@ def _stage_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _pull_kernel(
-    clones_ptr, experts_ptr, peer_ptrs_ptr, offset_bytes, first, rank, num_experts, num_replicas, num_slots,
+    clones_ptr, experts_ptr, peer_ptrs_ptr, offset_bytes, first, rank, num_experts, num_replicas, num_all_replicas,
     M, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    spare = tl.program_id(1).to(tl.int64)
-    slot = rank * num_replicas + spare
-    expert = tl.load(experts_ptr + slot)
+    local_replica = tl.program_id(1).to(tl.int64)
+    replica = rank * num_replicas + local_replica
+    expert = tl.load(experts_ptr + replica)
     if expert >= 0:
-        place = slot
-        if num_experts <= num_slots:
+        place = replica
+        if num_experts <= num_all_replicas:
             place = expert % num_experts
         staged_ptr = peer_array(peer_ptrs_ptr, expert // num_experts, offset_bytes, clones_ptr) + first
         element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         weight = tl.load(staged_ptr + place * N + element, mask=element < M, other=0.0)
-        tl.store(clones_ptr + spare * M + element, weight, mask=element < M)
+        tl.store(clones_ptr + local_replica * M + element, weight, mask=element < M)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _add_kernel(
-    own_ptr, experts_ptr, peer_ptrs_ptr, offset_bytes, first, rank, num_experts, num_replicas, num_slots,
+    own_ptr, experts_ptr, peer_ptrs_ptr, offset_bytes, first, rank, num_experts, num_replicas, num_all_replicas,
     M, N: tl.constexpr, BLOCK: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(1)
-    expert = tl.load(experts_ptr + slot)
-    # the program of the first clone adds all of them
-    if (expert >= 0) & (expert // num_experts == rank) & _is_first(experts_ptr, slot, expert):
+    replica = tl.program_id(1)
+    expert = tl.load(experts_ptr + replica)
+    # the program of an expert's first clone adds all its clones
+    if (expert >= 0) & (expert // num_experts == rank) & _is_first(experts_ptr, replica, expert):
         element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         own_ptrs = own_ptr + (expert % num_experts) * M + element
         total = tl.load(own_ptrs, mask=element < M, other=0.0).to(TOTAL)
-        for other in range(slot, num_slots):
+        for other in range(replica, num_all_replicas):
             if tl.load(experts_ptr + other) == expert:
                 staged_ptr = peer_array(peer_ptrs_ptr, other // num_replicas, offset_bytes, own_ptr) + first
-                there = (other % num_replicas).to(tl.int64) * N + element
-                total += tl.load(staged_ptr + there, mask=element < M, other=0.0).to(TOTAL)
+                offset = (other % num_replicas).to(tl.int64) * N + element
+                total += tl.load(staged_ptr + offset, mask=element < M, other=0.0).to(TOTAL)
         tl.store(own_ptrs, total.to(own_ptr.dtype.element_ty), mask=element < M)
 
 
 def stage_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> None:
-    """Lay this rank's cloned experts where their clones find them: of the write phase of weights.
+    """Stage this rank's cloned experts for their peers; the write phase of weights.
 
-    Shapes: weights [e, ...], side by side in an expert's N elements; experts_Pc int64 [P, c].
+    Shapes: weights [e, ...], concatenated in an expert's N elements; experts_Pc int64 [P, c].
     """
     for weight, first, grid in _parts(weights, staged, experts_Pc.numel()):
         _stage_kernel[grid](
@@ -159,7 +158,8 @@ def stage_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArr
 
 
 def pull_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> tuple[Tensor, ...]:
-    """The clones in this rank's slots, [c, ...] of each weight; an empty slot is not written: of the read phase."""
+    """Read the clones of this rank's replica slots, [c, ...] of each weight; the read phase of weights. Empty replica
+    slots are not written."""
     clones = []
     for weight, first, grid in _parts(weights, staged, experts_Pc.shape[1]):
         clone = weight.new_empty(experts_Pc.shape[1], *weight.shape[1:])
@@ -172,15 +172,14 @@ def pull_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArra
 
 
 def stage_gradients(clones: Sequence[Tensor], staged: SymmArray) -> None:
-    """Lay the gradients of this rank's clones, [c, ...] of each weight, where their homes find them: of the write phase
-    of gradients."""
+    """Stage the gradients of this rank's clones, [c, ...] of each weight; the write phase of gradients."""
     for clone, first, _ in _parts(clones, staged, 1):
         staged.local[: len(clone), first : first + clone[0].numel()].copy_(clone.flatten(1))
 
 
 def add_gradients(own: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> None:
-    """Add to the gradients of this rank's experts, [e, ...] of each weight, contiguous, those of their clones, in at
-    least fp32 in the order of slots, rounded once: of the read phase of gradients."""
+    """Add the gradients of clones to those of this rank's experts, [e, ...] of each weight, contiguous, in place; the
+    read phase of gradients. Sums are in at least fp32, in the order of replica slots, and rounded once."""
     for grad, first, grid in _parts(own, staged, experts_Pc.numel()):
         _add_kernel[grid](
             grad, experts_Pc, staged.peer_ptrs_P, staged.offset_bytes, first, rank, len(grad), experts_Pc.shape[1],
@@ -190,7 +189,7 @@ def add_gradients(own: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, 
 
 
 def _parts(weights: Sequence[Tensor], staged: SymmArray, num_slots: int) -> list[tuple[Tensor, int, tuple[int, int]]]:
-    """Each weight, where it begins among an expert's elements, and the programs that move it for so many slots."""
+    """Each weight, its first element among an expert's, and the grid that moves it for `num_slots` replica slots."""
     firsts = [sum(weight[0].numel() for weight in weights[:index]) for index in range(len(weights))]
     grids = [(triton.cdiv(weight[0].numel(), BLOCK), num_slots) for weight in weights]
     return list(zip(weights, firsts, grids, strict=True))

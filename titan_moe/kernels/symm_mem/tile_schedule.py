@@ -1,14 +1,15 @@
-"""In which order rows travel where they do so beside the GEMMs that want them.
+"""The order in which copy blocks get and put rows beside the GEMMs that use and make them.
 
-P ranks of the group · S rows that a rank has room for · R expert slots · K choices a row · M tiles · D width
+P ranks of the group · S rows that a rank has room for · R expert slots · K experts a row · M tiles · D width
 
-A GEMM takes the tiles of its experts' slots in order. So rows come in the order of their first slots, and a tile can
-begin when all rows up to its last slot's are there; and they leave in the order of their last slots, each when the tile
-of that slot is done, since then all of its slots are. (A row's slots are of different experts.) Both schedule are worked
-out before, with the addresses where rows come from and go to, and serve forward and backward: what a gradient takes is
-the way of the row, turned round.
+A GEMM computes the tiles of its experts' slots in order. So rows are got in the order of their first slots, and a tile
+can start when all rows up to that of its last slot have been received. Rows are put in the order of their last slots,
+each when the tile of that slot is done, because then all its slots are done. (A row's slots belong to different
+experts.) Both orders are computed before the GEMM, with the addresses of the rows' sources and destinations. Forward
+and backward share them: backward gets the gradients of results as forward gets rows, and puts the gradients of rows as
+forward puts results.
 
-Physics: latency-bound, two launches, each of which reads K integers a slot; 28 bytes a row and 4 a choice are written.
+Physics: latency-bound, two launches, each reads K integers a slot. 28 bytes a row and 4 an assignment are written.
 """
 
 import torch
@@ -27,24 +28,25 @@ SIZES = ["rank", "num_tokens", "num_tiles"]
 
 
 def schedule_tiles_reference(rows_R: Tensor, slots_SK: Tensor, tiles: Tiles) -> tuple[list[int], list[int], list[int]]:
-    """Rows as they are fetched, as they are delivered, and how many of the former each tile wants."""
+    """Rows in the order of get, rows in the order of put, and the number of rows that each tile requires."""
     row_of_slot, slots_of_row = rows_R.tolist(), slots_SK.tolist()
-    fetched: dict[int, None] = {}
-    delivered: dict[int, None] = {}
-    wanted = []
+    get_order: dict[int, None] = {}
+    put_order: dict[int, None] = {}
+    required = []
     for expert, begin, end in zip(*(tiles_M.tolist() for tiles_M in tiles[:3]), strict=True):
         for slot in range(begin, min(begin + tiles.rows, end)) if expert >= 0 else ():
             row = row_of_slot[slot]
-            fetched.setdefault(row)
+            get_order.setdefault(row)
             if slot == max(slots_of_row[row]):
-                delivered[row] = None
-        wanted.append(len(fetched))
-    return list(fetched), list(delivered), wanted
+                put_order[row] = None
+        required.append(len(get_order))
+    return list(get_order), list(put_order), required
 
 
 @triton.jit
 def _read_tile(tile, rows_ptr, slots_ptr, begins_ptr, ends_ptr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr):
-    """The rows of a tile's slots, all slots of these, and 1 where a slot is its row's first and its last, else 0."""
+    """The rows of a tile's slots, all slots of these rows, and masks (0 or 1) of slots that are their row's first and
+    last."""
     slot = tl.load(begins_ptr + tile) + tl.arange(0, ROWS)
     is_slot = slot < tl.load(ends_ptr + tile)
     row = tl.load(rows_ptr + slot, mask=is_slot, other=0)
@@ -69,7 +71,8 @@ def _count_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def _schedule_kernel(
     counts_ptr, rows_ptr, slots_ptr, begins_ptr, ends_ptr, tokens_ptr, row_ends_ptr, peer_ptrs_ptr,
-    offset_bytes, count_ptr, get_rows_ptr, get_addresses_ptr, required_rows_ptr, put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr,
+    offset_bytes, count_ptr, get_rows_ptr, get_addresses_ptr, required_rows_ptr,
+    put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr,
     rank, num_tokens, num_tiles, row_bytes,
     P: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -82,18 +85,18 @@ def _schedule_kernel(
         num_last += tl.sum(tl.load(counts_ptr + num_tiles + earlier, mask=earlier < tile, other=0), axis=0)
     row, slots, is_first, is_last = _read_tile(tile, rows_ptr, slots_ptr, begins_ptr, ends_ptr, K, K2, ROWS)
     source, token, _ = find_tokens(row, tokens_ptr, row_ends_ptr, num_tokens, P)
-    rows_at = tl.load(peer_ptrs_ptr + source) + offset_bytes
-    at = num_first + tl.cumsum(is_first, axis=0) - 1
-    tl.store(get_rows_ptr + at, row, mask=is_first > 0)
-    tl.store(get_addresses_ptr + at, rows_at + token * row_bytes, mask=is_first > 0)
+    row_ptrs = tl.load(peer_ptrs_ptr + source) + offset_bytes
+    index = num_first + tl.cumsum(is_first, axis=0) - 1
+    tl.store(get_rows_ptr + index, row, mask=is_first > 0)
+    tl.store(get_addresses_ptr + index, row_ptrs + token * row_bytes, mask=is_first > 0)
     tl.store(required_rows_ptr + tile, num_first + tl.sum(is_first, axis=0))
-    at = num_last + tl.cumsum(is_last, axis=0) - 1
-    length = tl.sum((slots >= 0).to(tl.int32), axis=1)
-    place = at[:, None] * K + tl.cumsum((slots >= 0).to(tl.int32), axis=1) - 1
-    tl.store(put_slots_ptr + place, slots, mask=(is_last > 0)[:, None] & (slots >= 0))
-    tl.store(put_num_slots_ptr + at, length, mask=is_last > 0)
-    tl.store(put_addresses_ptr + at, rows_at + (token * P + rank) * row_bytes, mask=is_last > 0)
-    tl.store(put_tiles_ptr + at, tl.zeros_like(row) + tile, mask=is_last > 0)
+    index = num_last + tl.cumsum(is_last, axis=0) - 1
+    num_slots = tl.sum((slots >= 0).to(tl.int32), axis=1)
+    offset = index[:, None] * K + tl.cumsum((slots >= 0).to(tl.int32), axis=1) - 1
+    tl.store(put_slots_ptr + offset, slots, mask=(is_last > 0)[:, None] & (slots >= 0))
+    tl.store(put_num_slots_ptr + index, num_slots, mask=is_last > 0)
+    tl.store(put_addresses_ptr + index, row_ptrs + (token * P + rank) * row_bytes, mask=is_last > 0)
+    tl.store(put_tiles_ptr + index, tl.zeros_like(row) + tile, mask=is_last > 0)
     tl.store(count_ptr, num_first + tl.sum(is_first, axis=0), mask=tile == num_tiles - 1)
 
 
@@ -104,26 +107,25 @@ def _clear_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k = tl.arange(0, K2)[None, :]
-    is_choice = (row < num_rows)[:, None] & (k < K)
-    slots = tl.load(slots_ptr + row[:, None].to(tl.int64) * K + k, mask=is_choice, other=-1)
-    source, token, came = find_tokens(row, tokens_ptr, row_ends_ptr, num_tokens, P)
-    is_left = came & (row < num_rows) & (tl.max(slots, axis=1) < 0)
-    if tl.max(is_left.to(tl.int32), axis=0) > 0:
-        places = peer_array(peer_ptrs_ptr, source, offset_bytes, like_ptr) + (token * P + rank) * D
+    is_assignment = (row < num_rows)[:, None] & (k < K)
+    slots = tl.load(slots_ptr + row[:, None].to(tl.int64) * K + k, mask=is_assignment, other=-1)
+    source, token, is_received = find_tokens(row, tokens_ptr, row_ends_ptr, num_tokens, P)
+    has_no_slot = is_received & (row < num_rows) & (tl.max(slots, axis=1) < 0)
+    if tl.max(has_no_slot.to(tl.int32), axis=0) > 0:
+        out_ptrs = peer_array(peer_ptrs_ptr, source, offset_bytes, like_ptr) + (token * P + rank) * D
         for first_column in range(0, D, BLOCK_D):
             column = (first_column + tl.arange(0, BLOCK_D))[None, :]
             zeros = tl.zeros((BLOCK, BLOCK_D), dtype=like_ptr.dtype.element_ty)
-            tl.store(places[:, None] + column, zeros, mask=is_left[:, None] & (column < D))
+            tl.store(out_ptrs[:, None] + column, zeros, mask=has_no_slot[:, None] & (column < D))
 
 
 def clear_rows_without_slots(slots_SK: Tensor, plan: RowPlan, rows: SymmArray, rank: int) -> None:
-    """Store zeros in the places of rows that came and found no slot, which are in neither order: of the write phase of
-    a delivery."""
-    (num_rows, num_choices), (num_tokens, num_ranks, width) = slots_SK.shape, rows.local.shape
+    """Put zeros for received rows without a slot, which are in neither order; the write phase of a put."""
+    (num_rows, top_k), (num_tokens, num_ranks, width) = slots_SK.shape, rows.local.shape
     if num_rows:
         _clear_kernel[(triton.cdiv(num_rows, BLOCK),)](
-            rows.local, slots_SK, plan.recv_tokens_PT, plan.recv_offsets_Q, rows.peer_ptrs_P, rows.offset_bytes, rank, num_tokens,
-            num_rows, width, P=num_ranks, K=num_choices, K2=triton.next_power_of_2(num_choices), BLOCK=BLOCK,
+            rows.local, slots_SK, plan.recv_tokens_PT, plan.recv_offsets_Q, rows.peer_ptrs_P, rows.offset_bytes, rank,
+            num_tokens, num_rows, width, P=num_ranks, K=top_k, K2=triton.next_power_of_2(top_k), BLOCK=BLOCK,
             BLOCK_D=min(triton.next_power_of_2(width), 256),
         )  # fmt: skip
 
@@ -131,20 +133,21 @@ def clear_rows_without_slots(slots_SK: Tensor, plan: RowPlan, rows: SymmArray, r
 def schedule_tiles(
     rows_R: Tensor, slots_SK: Tensor, tiles: Tiles, plan: RowPlan, rows: SymmArray, rank: int
 ) -> TileSchedule:
-    """Work out the schedule of the rows that have slots; `rows` is where they lie to be fetched and are delivered."""
-    num_rows, num_choices = slots_SK.shape
+    """Compute the schedule of all rows that have slots. `rows` is the array that they are got from and put to."""
+    num_rows, top_k = slots_SK.shape
     (num_tokens, num_ranks, width), num_tiles = rows.local.shape, tiles.experts_M.numel()
     counts_2M, count = rows_R.new_empty(2, num_tiles), rows_R.new_empty(1)
     get_rows_S, put_num_slots_S, put_tiles_S = (rows_R.new_empty(num_rows) for _ in range(3))
-    put_slots_SK = rows_R.new_empty(num_rows, num_choices)
+    put_slots_SK = rows_R.new_empty(num_rows, top_k)
     get_addresses_S, put_addresses_S = (rows_R.new_empty(num_rows, dtype=torch.int64) for _ in range(2))
     required_rows_M = rows_R.new_empty(num_tiles)
-    sizes = {"K": num_choices, "K2": triton.next_power_of_2(num_choices), "ROWS": tiles.rows}
-    where = (rows_R, slots_SK, tiles.begins_M, tiles.ends_M)
-    _count_kernel[(num_tiles,)](counts_2M, *where, num_tiles, **sizes)
+    sizes = {"K": top_k, "K2": triton.next_power_of_2(top_k), "ROWS": tiles.rows}
+    tile_args = (rows_R, slots_SK, tiles.begins_M, tiles.ends_M)
+    _count_kernel[(num_tiles,)](counts_2M, *tile_args, num_tiles, **sizes)
     _schedule_kernel[(num_tiles,)](
-        counts_2M, *where, plan.recv_tokens_PT, plan.recv_offsets_Q, rows.peer_ptrs_P, rows.offset_bytes,
-        count, get_rows_S, get_addresses_S, required_rows_M, put_slots_SK, put_num_slots_S, put_addresses_S, put_tiles_S,
+        counts_2M, *tile_args, plan.recv_tokens_PT, plan.recv_offsets_Q, rows.peer_ptrs_P, rows.offset_bytes,
+        count, get_rows_S, get_addresses_S, required_rows_M,
+        put_slots_SK, put_num_slots_S, put_addresses_S, put_tiles_S,
         rank, num_tokens, num_tiles, width * rows.local.dtype.itemsize, P=num_ranks, CHUNK=CHUNK, **sizes,
     )  # fmt: skip
     return TileSchedule(
