@@ -160,7 +160,7 @@ def test_compile_block_never_recompiles_when_the_routing_changes() -> None:
         loads |= {tuple(layer.router.balance.tokens_per_expert_E.tolist()) for layer in moe_layers(model)}
     assert len(loads) > MOE.num_experts and any(0 in load for load in loads)
     report = compile_report()
-    assert (report.graph_breaks, report.num_recompiles, len(report.pieces)) == ({}, 0, 3)
+    assert (report.graph_breaks, report.num_recompiles, len(report.functions)) == ({}, 0, 3)
 
 
 @torch._dynamo.config.patch(recompile_limit=4)

@@ -111,10 +111,10 @@ def _compile_experts(moe: MoE) -> Callable[..., Tensor]:
     serve = moe.experts.serve
 
     @wraps(serve)
-    def unbounded(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+    def unbounded_experts(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
         return serve(routed, gate_up, down)
 
-    compiled, compiled_unbounded = _compile(serve), _compile(unbounded)
+    compiled, compiled_unbounded = _compile(serve), _compile(unbounded_experts)
 
     @wraps(serve)
     def select_graph(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:

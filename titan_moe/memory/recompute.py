@@ -26,9 +26,9 @@ RECOMPUTED: dict[str, Callable[[nn.Module], Iterable[nn.Module]]] = {
 def apply(model: nn.Module, config: MemoryConfig) -> None:
     """Replace the forward of the selected modules by one that keeps only its inputs. Parameter names do not change.
 
-    Runs after compile: the checkpointed region then surrounds the compiled one, which is exact on all supported versions
-    of torch. The experts of a block that is one graph are the exception: their checkpointed region is inside the graph,
-    and the compiler keeps only their inputs, which is exact too.
+    Runs after compile: the checkpointed region then surrounds the compiled one, which is exact on every supported
+    version of torch. The experts of a block that is one graph are the exception: their checkpointed region is inside
+    the graph, and the compiler keeps only their inputs, which is exact too.
     """
     for module in RECOMPUTED[config.recompute](model):
         is_deterministic = type(module) in (Block, GroupedExperts)  # a user's block may have dropout
