@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from titan_moe.profile.trace_parsing import ON_DEVICE
+from titan_moe.profile.trace_parsing import DEVICE_CATEGORIES
 
 NUM_LONGEST = 50
 NAME_WIDTH = 160
@@ -50,7 +50,7 @@ def profile_step(take_step: Callable[[], Any], file: Path, heading: str) -> None
 def read_works(trace: Path) -> list[Work]:
     """What ran on the device, by its beginning."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    ran = (event for event in events if event.get("ph") == "X" and event.get("cat") in ON_DEVICE)
+    ran = (event for event in events if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES)
     works = (Work(event["name"], event["ts"], event["ts"] + event.get("dur", 0.0)) for event in ran)
     return sorted(works, key=lambda work: work.start_us)
 

@@ -34,7 +34,7 @@ from titan_moe.config.train import RunConfig
 from titan_moe.data.loader import build_loader
 from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
-from titan_moe.metrics.experts import expert_loads, rank_loads, read
+from titan_moe.metrics.experts import expert_loads, rank_loads, read_scalars
 from titan_moe.metrics.throughput import peak_memory_gib
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.train.build import Assembly, assemble
@@ -182,7 +182,7 @@ def loads_of(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> tuple[list
     """The busiest expert's tokens over the mean, layer by layer, and the busiest rank's."""
     experts = expert_loads(tokens_per_expert).values()
     ranks = rank_loads(tokens_per_expert, num_ranks).values()
-    return read(list(experts)), read(list(ranks))
+    return read_scalars(list(experts)), read_scalars(list(ranks))
 
 
 def _summary(loads: list[list[float]]) -> dict[str, float]:

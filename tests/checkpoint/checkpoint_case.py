@@ -1,6 +1,6 @@
-"""A tiny run with every kind of parameter that a checkpoint meets; as a script, one rank of such a run.
+"""A tiny run with every kind of parameter in a checkpoint. As a script, it is one rank of such a run.
 
-Gradients are drawn, not computed: AdamW works element by element, so no layout adds an error of its own.
+Gradients are drawn at random, not computed. AdamW is element-wise, so the layout adds no rounding error.
 """
 
 import json
@@ -27,7 +27,7 @@ TOTAL_STEPS = 8
 
 
 class Cursor:
-    """Stands for the data loader and for the trainer's counters."""
+    """A stand-in for the data loader and for the trainer's counters."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"sample": 0, "order": "first", "window": torch.zeros(2)}
@@ -40,7 +40,7 @@ class Cursor:
 
 
 class TinyModel(nn.Module):
-    """Dense parameters for FSDP2, an expert stack on a mesh of its own, and a balancing bias that steps replace."""
+    """Dense parameters for FSDP2, an expert stack on its own mesh, and an expert bias that each step replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class TinyModel(nn.Module):
         self.register_buffer("expert_bias_E", torch.zeros(4))
 
 
-class Drill:
+class CheckpointCase:
     """Model, optimizer, schedule, data and checkpoints of one rank."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, optim: OptimConfig | None = None) -> None:
@@ -68,7 +68,7 @@ class Drill:
         self.checkpointer = Checkpointer(config, folder, [self.model], *parts)
 
     def train(self, num_steps: int = 1) -> list[float]:
-        """Take steps and return what each drew from the random generator and its learning rate."""
+        """Take steps. Return, for each, one random number and the learning rate."""
         seen: list[float] = []
         for _ in range(num_steps):
             seen += [torch.rand(()).item(), self.schedules.lr]
@@ -86,7 +86,7 @@ class Drill:
         return seen
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """Every number that a resumed run must have, whole."""
+        """All state that a resumed run must reproduce, as full tensors."""
         states = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         states |= {
             name: value for name, value in self.optimizers.state_dict().items() if isinstance(value, torch.Tensor)
@@ -100,68 +100,68 @@ class Drill:
 
 
 def straight(folder: Path) -> None:
-    """Train to the end, saving at step 3 and at the end; leave what was seen and a snapshot of each."""
-    checkpoint_case = Drill(folder / "run", CheckpointConfig())
-    assert not checkpoint_case.checkpointer.load()
-    seen = checkpoint_case.train(3)
-    checkpoint_case.checkpointer.save(3)
-    _leave(folder, "at_3", checkpoint_case)
-    seen += checkpoint_case.train(TOTAL_STEPS - 3)
-    _leave(folder, "at_end", checkpoint_case)
-    checkpoint_case.checkpointer.close()
+    """Train to the end with a save at step 3. Write what `train` returned, and snapshots at step 3 and at the end."""
+    case = CheckpointCase(folder / "run", CheckpointConfig())
+    assert not case.checkpointer.load()
+    seen = case.train(3)
+    case.checkpointer.save(3)
+    _write_snapshot(folder, "at_3", case)
+    seen += case.train(TOTAL_STEPS - 3)
+    _write_snapshot(folder, "at_end", case)
+    case.checkpointer.close()
     (folder / "seen.json").write_text(json.dumps(seen))
 
 
 def background(folder: Path) -> None:
-    """Save in the background, on a disk that waits until training has changed every tensor."""
+    """Save asynchronously. The write starts only after training has changed every tensor."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     write = FileSystemWriter.write_data
     trained = Event()
 
     def write_late(self: Any, *args: Any) -> Any:
-        trained.wait(60)  # a save that is not in the background comes first, and is found out
+        trained.wait(60)  # a synchronous save would finish before the training, and the test would fail
         return write(self, *args)
 
     FileSystemWriter.write_data = write_late  # type: ignore[method-assign]
-    checkpoint_case = Drill(folder / "background", CheckpointConfig(is_async=True))
-    checkpoint_case.train(2)
-    checkpoint_case.checkpointer.save(2)
-    _leave(folder, "background_at_2", checkpoint_case)
-    checkpoint_case.train(2)
-    complete = checkpoint_case.checkpointer.folders.complete_steps()
+    case = CheckpointCase(folder / "background", CheckpointConfig(is_async=True))
+    case.train(2)
+    case.checkpointer.save(2)
+    _write_snapshot(folder, "background_at_2", case)
+    case.train(2)
+    complete = case.checkpointer.folders.complete_steps()
     (folder / f"complete_while_saving.{dist.get_rank()}.json").write_text(json.dumps(complete))
     trained.set()
-    checkpoint_case.checkpointer.close()
+    case.checkpointer.close()
     FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
 
 def resume(folder: Path) -> None:
-    """Go on from whatever there is to the end and leave a snapshot."""
-    checkpoint_case = Drill(folder / "run", CheckpointConfig())
-    assert checkpoint_case.checkpointer.load()
-    _leave(folder, "resumed", checkpoint_case)
-    checkpoint_case.train(TOTAL_STEPS - checkpoint_case.train_state.state["sample"])
-    _leave(folder, "resumed_at_end", checkpoint_case)
-    checkpoint_case.checkpointer.close()
+    """Resume from the newest checkpoint, train to the end and write snapshots."""
+    case = CheckpointCase(folder / "run", CheckpointConfig())
+    assert case.checkpointer.load()
+    _write_snapshot(folder, "resumed", case)
+    case.train(TOTAL_STEPS - case.train_state.state["sample"])
+    _write_snapshot(folder, "resumed_at_end", case)
+    case.checkpointer.close()
 
 
 def die_while_saving(folder: Path) -> None:
-    """Save steps 1 to 3, then be killed when the fourth save has written its data but not its mark."""
+    """Save steps 1 to 3. Kill the process when the fourth save has written its data but not its metadata."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    checkpoint_case = Drill(folder / "killed", CheckpointConfig())
+    case = CheckpointCase(folder / "killed", CheckpointConfig())
     for step in (1, 2, 3):
-        checkpoint_case.train()
-        checkpoint_case.checkpointer.save(step)
-    _leave(folder, "killed_at_3", checkpoint_case)
-    checkpoint_case.train()
+        case.train()
+        case.checkpointer.save(step)
+    _write_snapshot(folder, "killed_at_3", case)
+    case.train()
     FileSystemWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    checkpoint_case.checkpointer.save(4)
+    case.checkpointer.save(4)
 
 
-def _leave(folder: Path, name: str, checkpoint_case: Drill) -> None:
-    snapshot = checkpoint_case.snapshot()
+def _write_snapshot(folder: Path, name: str, case: CheckpointCase) -> None:
+    snapshot = case.snapshot()
     if dist.get_rank() == 0:
         torch.save(snapshot, folder / f"{name}.pt")
 

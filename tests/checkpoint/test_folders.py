@@ -1,23 +1,23 @@
-"""A checkpoint that is being removed stops being one before its data go."""
+"""Checkpoint folders: only complete ones count, and a removal starts with the metadata file."""
 
 import shutil
 
-from titan_moe.checkpoint.folders import MARK, CheckpointFolders
+from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
 
 
-def make(folders, *steps, mark=True):
+def make(folders, *steps, is_complete=True):
     for step in steps:
         folders.path(step).mkdir(parents=True)
         (folders.path(step) / "data").write_text("x")
-        if mark:
-            (folders.path(step) / MARK).write_text("x")
+        if is_complete:
+            (folders.path(step) / METADATA_FILE).write_text("x")
 
 
-def test_only_marked_step_folders_count(tmp_path):
+def test_folders_without_metadata_are_incomplete(tmp_path):
     folders = CheckpointFolders(tmp_path / "checkpoints")
     assert folders.complete_steps() == [] and folders.remove_incomplete() == []
     make(folders, 100, 20, 3)
-    make(folders, 101, mark=False)
+    make(folders, 101, is_complete=False)
     make(folders, "7-copy")
     assert folders.complete_steps() == [3, 20, 100]
     assert folders.remove_incomplete() == [101]
@@ -26,7 +26,7 @@ def test_only_marked_step_folders_count(tmp_path):
     assert folders.complete_steps() == [20, 100]
 
 
-def test_a_removal_that_is_interrupted_leaves_no_checkpoint(tmp_path, monkeypatch):
+def test_folders_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
     folders = CheckpointFolders(tmp_path)
     make(folders, 1, 2)
 

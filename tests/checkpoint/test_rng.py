@@ -1,4 +1,4 @@
-"""Random generators go on where they stopped, whatever they come back to."""
+"""Random generators resume where they stopped, also with the states of other ranks and devices."""
 
 import json
 
@@ -16,7 +16,7 @@ def one_rank():
     dist.destroy_process_group()
 
 
-def test_draws_go_on():
+def test_rng_state_resumes():
     rng = RngState(torch.device("cpu"))
     torch.manual_seed(3)
     torch.randn(5)
@@ -27,7 +27,7 @@ def test_draws_go_on():
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_states_of_other_ranks_and_devices_are_no_obstacle():
+def test_rng_state_of_other_ranks_and_devices_loads():
     rng = RngState(torch.device("cpu"))
     (own,) = json.loads(rng.state_dict()["ranks"])
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""What a captured function promises, with a recorder that repeats the function instead of its kernels."""
+"""Captured functions, on the CPU with a recorder that calls the function instead of replaying kernels."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda")
 
 
 class Repeater:
-    """Records as a CUDA graph does: nothing runs while recording, every replay fills the same outputs anew."""
+    """Behaves like a CUDA graph: a capture computes nothing, every replay overwrites the same outputs."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -33,7 +33,7 @@ def scaled_sum(pair: tuple[Tensor, Tensor | None], scale: Tensor) -> Tensor:
     return pair[0].sum() * scale
 
 
-def test_records_once_and_replays_on_new_inputs() -> None:
+def test_captured_is_recorded_once_and_replayed_on_new_inputs() -> None:
     repeater: Any = Repeater()
     captured = Captured(scaled_sum, repeater)
     for step in range(3):
@@ -42,17 +42,17 @@ def test_records_once_and_replays_on_new_inputs() -> None:
     assert repeater.log == ["record", "replay", "replay", "replay"]
 
 
-def test_outputs_are_filled_anew_by_each_replay() -> None:
+def test_captured_outputs_are_overwritten_by_each_replay() -> None:
     captured = Captured(scaled_sum, Repeater())
     first = captured((torch.ones(3), None), torch.tensor(1.0))
     second = captured((torch.zeros(3), None), torch.tensor(1.0))
     assert first is second and first.item() == 0
 
 
-def test_release_gives_back_and_records_anew() -> None:
+def test_captured_release_leads_to_a_new_recording() -> None:
     repeater: Any = Repeater()
     captured = Captured(scaled_sum, repeater)
-    captured.release()  # nothing was recorded
+    captured.release()  # before any capture
     captured((torch.ones(3), None), torch.tensor(1.0))
     captured.release()
     assert captured((torch.ones(3), None), torch.tensor(2.0)).item() == 6
@@ -62,14 +62,14 @@ def test_release_gives_back_and_records_anew() -> None:
 @pytest.mark.parametrize(
     "other", [(torch.ones(4), None), (torch.ones(3, dtype=torch.float64), None), (torch.ones(3), torch.ones(1))]
 )
-def test_other_shapes_are_refused(other: tuple[Tensor, Tensor | None]) -> None:
+def test_captured_other_shapes_are_refused(other: tuple[Tensor, Tensor | None]) -> None:
     captured = Captured(scaled_sum, Repeater())
     captured((torch.ones(3), None), torch.tensor(1.0))
     with pytest.raises(ValueError, match="shapes must not change"):
         captured(other, torch.tensor(1.0))
 
 
-def test_what_cannot_be_recorded_is_told_with_a_way_out() -> None:
+def test_captured_failure_names_the_reason_and_the_recipe_field() -> None:
     class Refuses(Repeater):
         def record(self, function: Callable[[], Tensor]) -> Recording:
             try:
@@ -83,7 +83,7 @@ def test_what_cannot_be_recorded_is_told_with_a_way_out() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_replays_forward_and_backward_bit_for_bit() -> None:
+def test_captured_graph_replays_forward_and_backward_bit_for_bit() -> None:
     torch.manual_seed(0)
     weight = torch.randn(64, 64, device=DEVICE, requires_grad=True)
 
@@ -104,9 +104,9 @@ def test_a_graph_replays_forward_and_backward_bit_for_bit() -> None:
 
 
 @pytest.mark.gpu
-def test_a_host_read_cannot_be_recorded() -> None:
+def test_captured_host_read_is_refused() -> None:
     captured = Captured(lambda x: x * x.sum().item(), Recorder())
     x = torch.ones(3, device=DEVICE)
     with pytest.raises(RuntimeError, match="compile.cudagraph"):
         captured(x)
-    assert torch.rand(3, device=DEVICE).isfinite().all()  # the generator is not left as it was while recording
+    assert torch.rand(3, device=DEVICE).isfinite().all()  # the generator has left its capture mode

@@ -1,4 +1,4 @@
-"""Compiled blocks, whole and in pieces: few graphs, the same gradients, the same names."""
+"""Compiled blocks, as one graph and in pieces: few graphs, equal gradients, unchanged parameter names."""
 
 from dataclasses import replace
 from functools import partial
@@ -49,7 +49,7 @@ MOES = {
 }
 
 
-def built(
+def build(
     compiled: str, extent: str = "pieces", *, config: ModelConfig = CONFIG, recomputed: str = "none"
 ) -> Transformer:
     model = Transformer(config)
@@ -59,7 +59,7 @@ def built(
     return model
 
 
-def experts_layers(model: Transformer) -> list[MoE]:
+def moe_layers(model: Transformer) -> list[MoE]:
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
@@ -82,52 +82,54 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("extent", "num_graphs"), [("pieces", 6), ("block", 3)])
-def test_graphs_do_not_grow_with_layers_or_batches(
+def test_compile_num_graphs_is_independent_of_layers_and_batches(
     counter: CompileCounterWithBackend, extent: str, num_graphs: int
 ) -> None:
-    """Dense block and softmax; front, router, experts and shared experts of the others, or those as one."""
-    built("on", extent, config=SHALLOW)(*batch()).backward()
+    """Dense block and softmax, and of a MoE block front, router, experts and shared experts, or one graph for all."""
+    build("on", extent, config=SHALLOW)(*batch()).backward()
     assert counter.frame_count == num_graphs
-    deep = built("on", extent, config=replace(CONFIG, num_layers=48))
+    deep = build("on", extent, config=replace(CONFIG, num_layers=48))
     for _ in range(2):  # routing changes from batch to batch
         deep(*batch()).backward()
     assert counter.frame_count == num_graphs
 
 
-def test_windowed_and_full_layers_are_two_graphs(counter: CompileCounterWithBackend) -> None:
-    built("on", config=replace(CONFIG, num_layers=3))(*batch()).backward()
+def test_compile_windowed_and_full_layers_are_two_graphs(counter: CompileCounterWithBackend) -> None:
+    build("on", config=replace(CONFIG, num_layers=3))(*batch()).backward()
     num_graphs, counter.frame_count = counter.frame_count, 0
     torch._dynamo.reset()
     windowed = replace(CONFIG.attention, sliding_window=5, full_attention_every=3)
-    deep = built("on", config=replace(CONFIG, attention=windowed))
+    deep = build("on", config=replace(CONFIG, attention=windowed))
     for _ in range(2):
         deep(*batch()).backward()
-    assert counter.frame_count == num_graphs + 1, "both dense blocks have a window; the fronts are of two kinds"
+    assert counter.frame_count == num_graphs + 1, (
+        "both dense blocks have a window; the fronts have one graph with a window and one without"
+    )
 
 
 @pytest.mark.usefixtures("counter")
 @pytest.mark.parametrize("moe", MOES.values(), ids=MOES)
 @pytest.mark.parametrize("extent", ["pieces", "block"])
-def test_what_is_compiled_computes_the_same(extent: str, moe: MoEConfig) -> None:
+def test_compile_equals_eager(extent: str, moe: MoEConfig) -> None:
     config = replace(SHALLOW, moe=moe)
-    assert_same(built("on", extent, config=config), built("off", config=config), 1e-4)
+    assert_same(build("on", extent, config=config), build("off", config=config), 1e-4)
 
 
 @pytest.mark.usefixtures("counter")
 @pytest.mark.parametrize("recomputed", ["experts", "block"])
-def test_recomputing_inside_and_around_a_whole_block_is_exact(recomputed: str) -> None:
-    assert_same(built("on", "block", config=SHALLOW, recomputed=recomputed), built("off", config=SHALLOW), 1e-4)
+def test_compile_with_recompute_equals_eager(recomputed: str) -> None:
+    assert_same(build("on", "block", config=SHALLOW, recomputed=recomputed), build("off", config=SHALLOW), 1e-4)
 
 
-def test_whole_blocks_in_bf16_through_the_code_generator() -> None:
-    """The only test here that generates code: on one size, of one block."""
+def test_compile_inductor_block_in_bf16_equals_eager() -> None:
+    """The only test in this file that generates code: one block, one size."""
     torch._dynamo.reset()
     config = replace(CONFIG, num_layers=1, num_dense_layers=0)
-    assert_same(built("on", "block", config=config).bfloat16(), built("off", config=config).bfloat16(), 5e-2)
+    assert_same(build("on", "block", config=config).bfloat16(), build("off", config=config).bfloat16(), 5e-2)
 
 
 def assert_same(compiled: Transformer, plain: Transformer, tolerance: float) -> None:
-    """Loss, gradients and books of one batch, and the names of all that is saved."""
+    """Compare loss, gradients and buffers of one batch, and the names of the state dict."""
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     tokens, labels = batch()
     losses = [model(tokens, labels) for model in (plain, compiled)]
@@ -141,28 +143,28 @@ def assert_same(compiled: Transformer, plain: Transformer, tolerance: float) -> 
         torch.testing.assert_close(compiled.get_buffer(name), buffer, rtol=tolerance, atol=tolerance)
 
 
-def test_whole_blocks_neither_break_nor_recompile_when_the_routing_changes() -> None:
+def test_compile_block_never_recompiles_when_the_routing_changes() -> None:
     torch._dynamo.reset()
     start_records()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-        model = built("on", "block", config=SHALLOW)
+        model = build("on", "block", config=SHALLOW)
     loads = set()
     for favourite in range(MOE.num_experts):
-        for layer in experts_layers(model):
+        for layer in moe_layers(model):
             layer.router.balance.reset_buffers()
             layer.router.expert_bias_E.zero_()[: favourite + 1] = 10 * favourite
         model(*batch()).backward()
-        loads |= {tuple(layer.router.balance.tokens_per_expert_E.tolist()) for layer in experts_layers(model)}
+        loads |= {tuple(layer.router.balance.tokens_per_expert_E.tolist()) for layer in moe_layers(model)}
     assert len(loads) > MOE.num_experts and any(0 in load for load in loads)
     report = compile_report()
-    assert (report.graph_breaks, report.num_recompiles, len(report.pieces)) == ({}, 0, 3)
+    assert (report.graph_breaks, report.num_recompiles, len(report.functions)) == ({}, 0, 3)
 
 
 @torch._dynamo.config.patch(recompile_limit=4)
-def test_a_run_with_validation_and_text_needs_few_graphs(counter: CompileCounterWithBackend) -> None:
-    """Dynamo gives up at the ninth graph of one function, with an error; these are four of each."""
-    model = built("on", "block", config=SHALLOW)
+def test_compile_validation_and_generation_need_few_graphs(counter: CompileCounterWithBackend) -> None:
+    """Dynamo raises an error at the ninth graph of a function. These runs need four of each."""
+    model = build("on", "block", config=SHALLOW)
     for num_documents in range(2):
         tokens, labels = batch()
         model(tokens, labels).backward()
@@ -177,18 +179,18 @@ def test_a_run_with_validation_and_text_needs_few_graphs(counter: CompileCounter
     assert counter.frame_count == num_graphs
 
 
-def test_a_block_whose_dispatcher_reads_the_host_stays_in_pieces(counter: CompileCounterWithBackend) -> None:
+def test_compile_block_with_a_host_reading_dispatcher_stays_in_pieces(counter: CompileCounterWithBackend) -> None:
     model = Transformer(SHALLOW)
-    for layer in experts_layers(model):
-        layer.dispatcher = Reading(MOE.num_experts)
+    for layer in moe_layers(model):
+        layer.dispatcher = HostReading(MOE.num_experts)
     regional.apply(model, CompileConfig("on", "block"), CPU)
     init_weights(model, seed=0, std=0.2, num_layers=SHALLOW.num_layers)
     model(*batch()).backward()
     assert counter.frame_count == 6
 
 
-class Reading(LocalDispatcher):
-    """A dispatcher that waits for the device."""
+class HostReading(LocalDispatcher):
+    """A dispatcher that synchronises with the device."""
 
     facts = replace(LOCAL, reads_host=True)
 
@@ -198,10 +200,8 @@ class Reading(LocalDispatcher):
 
 
 @pytest.mark.parametrize(("extent", "num_graphs"), [("pieces", 4), ("block", 2)])
-def test_experts_in_a_block_of_ones_own_are_compiled(
-    counter: CompileCounterWithBackend, extent: str, num_graphs: int
-) -> None:
-    """Router, experts, shared experts, or those as one; and the softmax of the loss."""
+def test_compile_experts_in_a_users_block(counter: CompileCounterWithBackend, extent: str, num_graphs: int) -> None:
+    """Router, experts and shared experts, or one graph for them, and the softmax of the loss."""
 
     class OwnBlock(torch.nn.Module):
         def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels) -> None:
@@ -218,65 +218,65 @@ def test_experts_in_a_block_of_ones_own_are_compiled(
     assert counter.frame_count == num_graphs
 
 
-def routed(num_rows: int, num_wanted: int) -> Routed:
-    """Rows as another rank may send them: each wants one of its two choices here, the first ones both."""
+def make_routed(num_rows: int, num_double: int) -> Routed:
+    """Rows as received from another rank: the first `num_double` have two local experts, the others one."""
     ids_SK = torch.randint(MOE.num_experts, (num_rows, 2))
-    ids_SK[num_wanted:, 1] = -1
+    ids_SK[num_double:, 1] = -1
     x_SD = torch.randn(num_rows, CONFIG.hidden_size, requires_grad=True)
     num_slots = int((ids_SK >= 0).sum())
     return route(x_SD, ids_SK, torch.rand(num_rows, 2), MOE.num_experts, num_slots, None)
 
 
-def test_experts_serve_any_number_of_rows_with_few_graphs(counter: CompileCounterWithBackend) -> None:
-    moe = experts_layers(built("on", config=SHALLOW))[0]
-    for num_rows, num_wanted in ((9, 3), (0, 0), (1, 0), (7, 7), (1, 1), (2, 0), (30, 4), (0, 0), (5, 5)):
-        rows = routed(num_rows, num_wanted)
-        served = moe.experts(rows)
-        assert served.shape == rows.x_SD.shape
-        served.sum().backward()
+def test_compile_experts_of_any_number_of_rows_need_few_graphs(counter: CompileCounterWithBackend) -> None:
+    moe = moe_layers(build("on", config=SHALLOW))[0]
+    for num_rows, num_double in ((9, 3), (0, 0), (1, 0), (7, 7), (1, 1), (2, 0), (30, 4), (0, 0), (5, 5)):
+        routed = make_routed(num_rows, num_double)
+        y_SD = moe.experts(routed)
+        assert y_SD.shape == routed.x_SD.shape
+        y_SD.sum().backward()
         with torch.no_grad():
-            torch.testing.assert_close(moe.experts(rows), served)
-    assert counter.frame_count <= 4, "one size and any size, with gradients and without"
+            torch.testing.assert_close(moe.experts(routed), y_SD)
+    assert counter.frame_count <= 4, "a static and a dynamic graph, with gradients and without"
 
 
-def test_a_waived_bound_leaves_the_bounded_graph_alone(counter: CompileCounterWithBackend) -> None:
-    moe = experts_layers(built("on", config=SHALLOW))[0]
+def test_compile_unbounded_experts_keep_the_bounded_graph_static(counter: CompileCounterWithBackend) -> None:
+    moe = moe_layers(build("on", config=SHALLOW))[0]
     moe.dispatcher.capacity = ExpertCapacity(1.5)
-    bounded, unbounded = routed(9, 3), routed(9, 9)
+    bounded, unbounded = make_routed(9, 3), make_routed(9, 9)
     assert bounded.rows_R.shape != unbounded.rows_R.shape
     for _ in range(3):
         moe.experts(bounded)
         with moe.dispatcher.capacity.unbounded():
             moe.experts(unbounded)
-    assert counter.frame_count == 2, "each of its own size"
+    assert counter.frame_count == 2, "one static graph each"
     moe.experts(unbounded)
-    assert counter.frame_count == 3, "what would have happened without: a graph of any size"
+    assert counter.frame_count == 3, "the dynamic graph that separate code objects avoid"
 
 
 class Bounded(LocalDispatcher):
-    """A dispatcher that notes how many slots it lays out, without a compiler."""
+    """A dispatcher that records its number of slots in eager calls."""
 
     def finish_dispatch(self, pending: torch.Tensor, exchange: LocalExchange) -> Routed:
         num_slots = self.capacity.num_slots(exchange.ids_TK, balanced=500, worst=999)
         if not torch.compiler.is_compiling():
-            self.laid_out = num_slots
+            self.eager_num_slots = num_slots
         return super().finish_dispatch(pending, exchange)
 
 
-def test_a_whole_block_without_its_bound_asks_no_compiler(counter: CompileCounterWithBackend) -> None:
-    """A graph would lay out the worst case, and a step is taken again because that fits nowhere."""
-    capacity, model, plain = ExpertCapacity(1.5), Transformer(SHALLOW), built("off", config=SHALLOW)
-    for layer in experts_layers(model):
+def test_compile_block_runs_eagerly_while_capacity_is_suspended(counter: CompileCounterWithBackend) -> None:
+    """A graph would allocate for the worst case, which does not fit in memory."""
+    capacity, model, plain = ExpertCapacity(1.5), Transformer(SHALLOW), build("off", config=SHALLOW)
+    for layer in moe_layers(model):
         layer.dispatcher = Bounded(MOE.num_experts)
         layer.dispatcher.capacity = capacity
     regional.apply(model, CompileConfig("on", "block"), CPU)
     model.load_state_dict(plain.state_dict())
     tokens, labels = batch()
     model(tokens, labels).backward()
-    assert not any(hasattr(layer.dispatcher, "laid_out") for layer in experts_layers(model))
+    assert not any(hasattr(layer.dispatcher, "eager_num_slots") for layer in moe_layers(model))
     with capacity.unbounded():
         loss = model(tokens, labels)
-    assert all(layer.dispatcher.laid_out == tokens.numel() * MOE.top_k for layer in experts_layers(model))
+    assert all(layer.dispatcher.eager_num_slots == tokens.numel() * MOE.top_k for layer in moe_layers(model))
     torch.testing.assert_close(loss, plain(tokens, labels))
     model(tokens, labels)
-    assert counter.frame_count == 3, "a dense block, one with experts and the softmax: the graphs that there were"
+    assert counter.frame_count == 3, "no new graph: a dense block, one with experts and the softmax"

@@ -1,4 +1,4 @@
-"""Recipes and corpora small enough to check by hand."""
+"""Fixtures of the data tests: recipes and corpora small enough to check by hand."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def make_recipe() -> Callable[..., Recipe]:
 
 @pytest.fixture
 def open_loader(tmp_path: Path) -> Callable[..., Loader]:
-    """Open a loader in a run folder of its own; by default as the only rank."""
+    """Open a loader in its own run folder, by default as the only rank."""
 
     def open_(recipe: Recipe, dp_rank: int = 0, dp_size: int = 1) -> Loader:
         return build_loader(recipe, dp_rank, dp_size, tmp_path / "run", barrier=lambda: None)

@@ -1,4 +1,4 @@
-"""Documents on disk, cut into samples: against a brute-force reading of the same documents."""
+"""Corpora on disk and their samples, compared with a brute-force reading of the same documents."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def corpus(tmp_path: Path) -> Corpus:
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 17])
-def test_samples_share_one_border_token_and_know_their_documents(corpus: Corpus, seq_len: int) -> None:
+def test_corpus_samples_share_one_token_and_have_document_ids(corpus: Corpus, seq_len: int) -> None:
     samples = CorpusSamples(corpus, 0, corpus.num_tokens, seq_len)
     assert len(samples) == (len(FLAT) - 1) // seq_len
     for number in range(len(samples)):
@@ -30,7 +30,7 @@ def test_samples_share_one_border_token_and_know_their_documents(corpus: Corpus,
         assert np.diff(ids).max() <= 1
 
 
-def test_reading_crosses_file_borders() -> None:
+def test_corpus_reads_across_files() -> None:
     parts = [np.arange(3, dtype="u2"), np.arange(3, 4, dtype="u2"), np.arange(4, 9, dtype="u2")]
     corpus = Corpus(parts, np.array([3, 4, 9]), vocab_size=100)
     for start in range(9):
@@ -41,36 +41,36 @@ def test_reading_crosses_file_borders() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "num_held_out"), [(0.01, 1), (0.4, 2), (0.6, 3)])
-def test_the_last_documents_are_held_out(corpus: Corpus, fraction: float, num_held_out: int) -> None:
+def test_holdout_is_the_last_documents(corpus: Corpus, fraction: float, num_held_out: int) -> None:
     training, held_out = split_holdout(corpus, fraction, seq_len_tokens=1)
-    border = int(corpus.document_ends[5 - num_held_out - 1])
+    holdout_start = int(corpus.document_ends[5 - num_held_out - 1])
     read = [int(training[number].tokens[0]) for number in range(len(training))] + [
         int(training[len(training) - 1].tokens[1])
     ]
-    assert read == [token for token, _ in FLAT[:border]]
-    assert held_out[0].tokens.tolist() == [token for token, _ in FLAT[border : border + 2]]
-    assert len(held_out) == len(FLAT) - border - 1
+    assert read == [token for token, _ in FLAT[:holdout_start]]
+    assert held_out[0].tokens.tolist() == [token for token, _ in FLAT[holdout_start : holdout_start + 2]]
+    assert len(held_out) == len(FLAT) - holdout_start - 1
 
 
-def test_a_holdout_that_leaves_nothing_is_refused(corpus: Corpus) -> None:
+def test_holdout_of_all_documents_is_refused(corpus: Corpus) -> None:
     with pytest.raises(ValueError, match=r"data.holdout_fraction = 0.9 holds out 4 of 5|leaves none"):
         split_holdout(corpus, 0.95, seq_len_tokens=1)
 
 
-def test_a_corpus_below_one_sequence_is_refused(corpus: Corpus) -> None:
+def test_corpus_below_one_sequence_is_refused(corpus: Corpus) -> None:
     with pytest.raises(ValueError, match=r"18 training tokens.*train.seq_len_tokens \+ 1 = 19"):
         split_holdout(corpus, 0.0, seq_len_tokens=18)
     training, held_out = split_holdout(corpus, 0.0, seq_len_tokens=17)
     assert (len(training), len(held_out)) == (1, 0)
 
 
-def test_a_corpus_without_tokens_is_refused(tmp_path: Path) -> None:
+def test_corpus_without_tokens_is_refused(tmp_path: Path) -> None:
     write_corpus(tmp_path, [np.array([], dtype="u1")], np.dtype("u1"))
     with pytest.raises(ValueError, match="every document is empty"):
         open_corpus(tmp_path, np.dtype("u1"), 256)
 
 
-def test_an_id_beyond_the_tokenizer_is_refused() -> None:
+def test_corpus_id_outside_the_vocabulary_is_refused() -> None:
     corpus = Corpus([np.array([1, 2, 300], dtype="u2")], np.array([3]), vocab_size=256)
     assert corpus.read(0, 2).tokens.tolist() == [1, 2]
     with pytest.raises(ValueError, match="token id 300.*below 256"):

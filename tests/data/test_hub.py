@@ -29,7 +29,7 @@ def json_recipe(
 ) -> Callable[..., Recipe]:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # it counts its users otherwise
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # otherwise `datasets` sends usage counts
 
     def make(validation: dict | None = None, **data: object) -> Recipe:
         local = {"source": "datasets", "path": "json", "files": str(tmp_path / "*.jsonl")}
@@ -46,7 +46,7 @@ def _read_text(loader: Loader, num_steps: int) -> str:
     )
 
 
-def test_downloaded_rows_are_documents(
+def test_datasets_downloaded_rows_are_documents(
     rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     loader = open_loader(json_recipe(is_shuffled=False))
@@ -55,7 +55,7 @@ def test_downloaded_rows_are_documents(
     assert loader.state_dict()["samples_per_epoch"] == (len(text) - 1) // 16
 
 
-def test_a_cached_corpus_needs_no_datasets(
+def test_datasets_cached_corpus_needs_no_datasets_package(
     json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = open_loader(json_recipe()).next_step()
@@ -63,7 +63,7 @@ def test_a_cached_corpus_needs_no_datasets(
     assert open_loader(json_recipe()).next_step().tokens_MBN.equal(first.tokens_MBN)
 
 
-def test_streamed_rows_are_documents_for_ever(
+def test_datasets_streamed_rows_repeat_for_ever(
     rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     loader = open_loader(json_recipe(is_streamed=True))
@@ -72,21 +72,21 @@ def test_streamed_rows_are_documents_for_ever(
     assert _read_text(loader, num_steps) == (4 * text)[: num_steps * 128]
 
 
-@pytest.mark.parametrize("can_describe_places", [True, False])
-def test_a_stream_resumes_at_every_step_on_another_number_of_ranks(
+@pytest.mark.parametrize("has_places", [True, False])
+def test_datasets_stream_resumes_on_another_number_of_ranks(
     json_recipe: Callable[..., Recipe],
     open_loader: Callable[..., Loader],
     monkeypatch: pytest.MonkeyPatch,
-    can_describe_places: bool,
+    has_places: bool,
 ) -> None:
-    if not can_describe_places:
+    if not has_places:
         monkeypatch.setattr(hub.DocumentStream, "place", lambda self: None)
     recipe = json_recipe(is_streamed=True)
     running, ahead = open_loader(recipe), open_loader(recipe)
     expected = [ahead.next_step().tokens_MBN.flatten(0, 1) for _ in range(24)]
     for step in range(0, 20, 4):
         state = json.loads(json.dumps(running.state_dict()))
-        assert (json.loads(state["stream"])["place"] is not None) == (can_describe_places and step > 0)
+        assert (json.loads(state["stream"])["place"] is not None) == (has_places and step > 0)
         for rank in range(2):
             resumed = open_loader(recipe, rank, 2)
             resumed.load_state_dict(state)
@@ -97,7 +97,7 @@ def test_a_stream_resumes_at_every_step_on_another_number_of_ranks(
             assert running.next_step().tokens_MBN.flatten(0, 1).equal(expected[step + later])
 
 
-def test_a_stream_resumes_again_and_again_inside_one_document(
+def test_datasets_stream_resumes_inside_one_document(
     json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
 ) -> None:
     texts = [f"row {number} " * (200 if number % 3 == 1 else 1) for number in range(12)]
@@ -113,7 +113,7 @@ def test_a_stream_resumes_again_and_again_inside_one_document(
         state = resumed.state_dict()
 
 
-def test_a_stream_keeps_its_first_documents_for_validation(
+def test_datasets_stream_reserves_first_documents_for_validation(
     rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     loader = open_loader(json_recipe({"every_steps": 1, "num_sequences": 4}, is_streamed=True))
@@ -126,7 +126,7 @@ def test_a_stream_keeps_its_first_documents_for_validation(
     assert not any(f"row {number} " in seen for number in range(used_rows))
 
 
-def test_a_stream_shorter_than_its_validation_is_refused(
+def test_datasets_stream_shorter_than_its_validation_is_refused(
     json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     with pytest.raises(ValueError, match="validation.num_sequences = 150 .*use up all"):
@@ -136,16 +136,16 @@ def test_a_stream_shorter_than_its_validation_is_refused(
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_columns_must_exist_and_hold_text(
+def test_datasets_column_must_exist_and_contain_text(
     json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], is_streamed: bool
 ) -> None:
-    with pytest.raises(ValueError, match="data.text_column = 'content' is no column .*'text', 'number'"):
+    with pytest.raises(ValueError, match="data.text_column = 'content' is not a column .*'text', 'number'"):
         open_loader(json_recipe(text_column="content", is_streamed=is_streamed)).next_step()
-    with pytest.raises(ValueError, match="data.text_column = 'number' .*holds int"):
+    with pytest.raises(ValueError, match="data.text_column = 'number' .*contains int"):
         open_loader(json_recipe(text_column="number", is_streamed=is_streamed)).next_step()
 
 
-def test_what_datasets_cannot_load_names_the_recipe(
+def test_datasets_load_error_names_the_recipe_field(
     json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     with pytest.raises(ValueError, match="data.split = 'nothing'.*cannot load"):
@@ -156,7 +156,7 @@ def test_what_datasets_cannot_load_names_the_recipe(
         open_loader(json_recipe(path=""))
 
 
-def test_a_missing_package_says_how_to_get_it(
+def test_datasets_missing_package_error_names_the_command(
     make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -164,7 +164,7 @@ def test_a_missing_package_says_how_to_get_it(
         open_loader(make_recipe(data={"source": "datasets", "path": "owner/name"}))
 
 
-def test_what_cannot_be_read_is_told_with_its_place(
+def test_datasets_unreadable_row_error_names_the_file(
     json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
 ) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "good"}\n{"text": \n')

@@ -1,4 +1,4 @@
-"""One global order for every number of ranks, one cursor for every resume."""
+"""The loader: one global order of samples for every number of ranks, one cursor to resume."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from titan_moe.data.loader import Loader
 
 @pytest.fixture
 def counting_recipe(make_recipe: Callable[..., Recipe], counting_tokens: Path) -> Callable[..., Recipe]:
-    """124 samples of 16 tokens; the first token of a sample says which it is."""
+    """124 samples of 16 tokens. The first token of sample i is 16 * i."""
 
     def make(**sections: dict) -> Recipe:
         data = {"source": "tokens", "path": str(counting_tokens), "tokenizer": "", **sections.pop("data", {})}
@@ -28,7 +28,7 @@ def _numbers(loader: Loader) -> list[int]:
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
-def test_each_sample_once_an_epoch_by_one_rank_in_one_order(
+def test_loader_reads_each_sample_once_an_epoch_on_one_rank(
     counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], dp_size: int
 ) -> None:
     recipe = counting_recipe()
@@ -43,7 +43,7 @@ def test_each_sample_once_an_epoch_by_one_rank_in_one_order(
     assert order[:124] != order[124:]
 
 
-def test_microbatches_cut_the_ranks_slice(
+def test_loader_cuts_microbatches_from_the_slice_of_the_rank(
     counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     batch = open_loader(counting_recipe(data={"is_shuffled": False}), 1, 2).next_step()
@@ -53,7 +53,7 @@ def test_microbatches_cut_the_ranks_slice(
     assert batch.document_ids_MBN is None
 
 
-def test_resumes_at_any_step_onto_any_number_of_ranks(
+def test_loader_resumes_at_any_step_on_any_number_of_ranks(
     counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     recipe = counting_recipe()
@@ -70,7 +70,7 @@ def test_resumes_at_any_step_onto_any_number_of_ranks(
         assert _numbers(running) == expected[step][4:]
 
 
-def test_resumes_with_another_batch_size_where_it_stood(
+def test_loader_resumes_with_another_batch_size(
     counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     running, ahead = open_loader(counting_recipe()), open_loader(counting_recipe())
@@ -81,26 +81,28 @@ def test_resumes_with_another_batch_size_where_it_stood(
     assert _numbers(larger) == expected[8:24]
 
 
-def test_a_position_in_other_data_is_refused(
+def test_loader_refuses_a_position_in_other_data(
     counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], counting_tokens: Path
 ) -> None:
     state = open_loader(counting_recipe()).state_dict()
-    with pytest.raises(ValueError, match="seq_len_tokens = 16, this run with 8.*checkpoint.load_from"):
+    with pytest.raises(ValueError, match="seq_len_tokens = 16, this run has 8.*checkpoint.load_from"):
         open_loader(counting_recipe(train={"seq_len_tokens": 8})).load_state_dict(state)
     for order, other in {
         "shuffled by run.seed = 7": counting_recipe(run={"seed": 7}),
         "unshuffled": counting_recipe(data={"is_shuffled": False}),
     }.items():
-        with pytest.raises(ValueError, match=f"samples come shuffled by run.seed = 0, this run's {order}"):
+        with pytest.raises(ValueError, match=f"samples are shuffled by run.seed = 0, this run's are {order}"):
             open_loader(other).load_state_dict(state)
-    open_loader(counting_recipe(run={"seed": 7})).load_state_dict(state | {"stream": ""})  # as it was written once
+    open_loader(counting_recipe(run={"seed": 7})).load_state_dict(
+        state | {"stream": ""}
+    )  # written before there was an order
     counting_tokens.write_bytes(counting_tokens.read_bytes()[:2000])
-    with pytest.raises(ValueError, match="samples_per_epoch = 124, this run with 62"):
+    with pytest.raises(ValueError, match="samples_per_epoch = 124, this run has 62"):
         open_loader(counting_recipe()).load_state_dict(state)
 
 
 @pytest.mark.parametrize(("dp_size", "num_batches"), [(1, 3), (2, 2), (4, 1)])
-def test_validation_is_the_same_sequences_for_any_number_of_ranks(
+def test_validation_batches_are_equal_for_any_number_of_ranks(
     make_recipe: Callable[..., Recipe],
     open_loader: Callable[..., Loader],
     tmp_path: Path,
@@ -108,7 +110,9 @@ def test_validation_is_the_same_sequences_for_any_number_of_ranks(
     num_batches: int,
 ) -> None:
     for number in range(10):
-        (tmp_path / f"{number}.txt").write_text(chr(ord("a") + number) * 47)  # and its end: 48 tokens, 3 sequences
+        (tmp_path / f"{number}.txt").write_text(
+            chr(ord("a") + number) * 47
+        )  # with the end token 48 tokens: 3 sequences
     recipe = make_recipe(
         data={"source": "text", "path": str(tmp_path / "*.txt"), "holdout_fraction": 0.5},
         validation={"every_steps": 1, "num_sequences": 5},
@@ -130,7 +134,7 @@ def test_validation_is_the_same_sequences_for_any_number_of_ranks(
         assert all(rank.next_step().tokens_MBN.max() <= ord("e") for rank in ranks)
 
 
-def test_document_attention_against_brute_force(
+def test_loader_document_attention_equals_brute_force(
     make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
 ) -> None:
     texts = ["one", "two and a half", "three", "x" * 40, "end"] * 4
@@ -151,11 +155,11 @@ def test_document_attention_against_brute_force(
         assert batch.labels_MBN[at].tolist() == labels
         assert batch.document_ids_MBN[at].tolist() == [number - cut[0][1] for _, number in cut[:16]]
         ends = batch.tokens_MBN[at] == 0
-        assert (batch.labels_MBN[at][ends] == IGNORE_LABEL).all()  # after an end nothing can be guessed
-    assert (batch.labels_MBN == 0).any()  # but where a document ends can
+        assert (batch.labels_MBN[at][ends] == IGNORE_LABEL).all()  # the next document cannot be predicted
+    assert (batch.labels_MBN == 0).any()  # the end of a document can
 
 
-def test_synthetic_needs_nothing_and_is_alike_for_all_ranks(
+def test_loader_synthetic_is_equal_for_any_number_of_ranks(
     make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
     recipe = make_recipe(
@@ -175,7 +179,7 @@ def test_synthetic_needs_nothing_and_is_alike_for_all_ranks(
     assert [len(list(rank.validation_batches())) for rank in (alone, *pair)] == [2, 1, 1]
 
 
-def test_text_is_tokenised_once_by_rank_0(
+def test_loader_tokenises_text_once_on_rank_0(
     make_recipe: Callable[..., Recipe],
     open_loader: Callable[..., Loader],
     tmp_path: Path,
@@ -194,10 +198,10 @@ def test_text_is_tokenised_once_by_rank_0(
         open_loader(other)
 
 
-def test_what_does_not_fit_is_refused(
+def test_loader_refuses_data_that_does_not_fit(
     make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="global_batch_sequences = 8 is no multiple .*make it a multiple of 6"):
+    with pytest.raises(ValueError, match="global_batch_sequences = 8 is not a multiple .*make it a multiple of 6"):
         open_loader(make_recipe(), 0, 3)
     (tmp_path / "a.txt").write_text("short")
     text = {"source": "text", "path": str(tmp_path / "*.txt")}

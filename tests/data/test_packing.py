@@ -1,4 +1,4 @@
-"""Labels are the next token, and stop at document borders only where attention does."""
+"""Packing: labels are the next token; with document attention the last token of a document has none."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ def _sample(first: int, document_ids: list[int]) -> Sample:
     return Sample(np.arange(first, first + 5, dtype=np.int64), np.array(document_ids, dtype=np.int32))
 
 
-def test_labels_are_the_next_token() -> None:
+def test_pack_labels_are_the_next_token() -> None:
     batch = pack([_sample(10 * i, [0, 0, 1, 1, 2]) for i in range(4)], 2, has_document_attention=False)
     assert batch.tokens_MBN.shape == (2, 2, 4)
     assert batch.tokens_MBN[1, 0].tolist() == [20, 21, 22, 23]
@@ -20,7 +20,7 @@ def test_labels_are_the_next_token() -> None:
     assert batch.tokens_MBN.dtype == batch.labels_MBN.dtype == torch.int64
 
 
-def test_document_attention_has_no_label_across_a_border() -> None:
+def test_pack_document_attention_has_no_label_across_documents() -> None:
     batch = pack([_sample(0, [0, 0, 1, 1, 2]), _sample(7, [0] * 5)], 2, has_document_attention=True)
     assert batch.labels_MBN[0].tolist() == [[1, IGNORE_LABEL, 3, IGNORE_LABEL], [8, 9, 10, 11]]
     assert batch.document_ids_MBN is not None
@@ -29,7 +29,7 @@ def test_document_attention_has_no_label_across_a_border() -> None:
 
 
 @pytest.mark.parametrize("has_document_attention", [True, False])
-def test_a_batch_goes_to_a_device_and_comes_apart_into_microbatches(has_document_attention: bool) -> None:
+def test_batch_moves_to_a_device_and_iterates_over_microbatches(has_document_attention: bool) -> None:
     batch = pack([_sample(10 * i, [0, 0, 1, 1, 2]) for i in range(4)], 2, has_document_attention)
     moved = batch.to(torch.device("meta"))
     assert {x.device.type for x in moved if x is not None} == {"meta"}

@@ -1,4 +1,4 @@
-"""Samples from a stream equal brute-force packing, and any position resumes to the token."""
+"""Samples of a stream equal brute-force packing, and every position resumes at its exact token."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ TEXTS = ["abc", "", "d" * 40, "efgh", "i", "", "jklmnop", "qrstuv", "w"]
 
 
 class _ListedDocuments:
-    """A pass over TEXTS; describes places only if asked to."""
+    """A pass over a list of texts, with or without resumable states."""
 
     def __init__(self, texts: list[str], num_read: int, place: dict[str, Any] | None, has_places: bool) -> None:
         assert place is None or place == {"at": num_read}
@@ -54,14 +54,14 @@ def _take(stream: StreamedSamples, count: int) -> list[tuple[list[int], list[int
     return [(s.tokens.tolist(), s.document_ids.tolist()) for s in stream.take(0, count, range(count))]
 
 
-def test_samples_equal_brute_force_over_epochs() -> None:
+def test_stream_samples_equal_brute_force_over_epochs() -> None:
     stream = _stream()
     assert _take(stream, 40) == _brute_force(TEXTS, 40)
     assert stream.epoch >= 3
 
 
 @pytest.mark.parametrize("has_places", [True, False])
-def test_every_position_resumes_exactly(has_places: bool) -> None:
+def test_stream_every_position_resumes_exactly(has_places: bool) -> None:
     expected = _brute_force(TEXTS, 40)
     running = _stream(has_places=has_places)
     for taken in range(30):
@@ -74,18 +74,18 @@ def test_every_position_resumes_exactly(has_places: bool) -> None:
         assert _take(running, 1) == expected[taken : taken + 1]
 
 
-def test_a_rank_keeps_its_slice_and_stands_where_the_others_do() -> None:
+def test_stream_state_is_equal_on_all_ranks() -> None:
     whole, mine = _stream(), _stream()
     kept = mine.take(0, 8, range(2, 4))
     assert [sample.tokens.tolist() for sample in kept] == [tokens for tokens, _ in _take(whole, 8)[2:4]]
     assert mine.state() == whole.state()
 
 
-def test_reserved_documents_are_left_out_of_every_epoch() -> None:
+def test_stream_skips_reserved_documents_in_every_epoch() -> None:
     assert _take(_stream(num_reserved=4), 20) == _brute_force(TEXTS[4:], 20)
 
 
-def test_what_validation_touched_is_known() -> None:
+def test_stream_counts_documents_touched() -> None:
     stream = _stream()
     touched = []
     for _ in range(8):
@@ -95,18 +95,18 @@ def test_what_validation_touched_is_known() -> None:
     assert touched == [3, 3, 3, 3, 3, 3, 4, 7]
 
 
-def test_a_stream_without_text_is_refused_instead_of_read_for_ever() -> None:
+def test_stream_without_text_is_refused() -> None:
     with pytest.raises(ValueError, match="no document with text"):
         _stream(texts=["", ""]).take(0, 1, range(1))
-    with pytest.raises(ValueError, match="past the 9 documents that validation keeps"):
+    with pytest.raises(ValueError, match="after the 9 documents reserved for validation"):
         _stream(num_reserved=9).take(0, 1, range(1))
 
 
-def test_the_state_of_no_stream_is_refused() -> None:
+def test_stream_refuses_a_state_of_indexed_samples() -> None:
     with pytest.raises(ValueError, match="data.is_streamed"):
         _stream().load_state("")
 
 
-def test_tokens_are_int64_and_ids_int32() -> None:
+def test_stream_tokens_are_int64_and_document_ids_int32() -> None:
     (sample,) = _stream().take(0, 1, range(1))
     assert (sample.tokens.dtype, sample.document_ids.dtype) == (np.int64, np.int32)

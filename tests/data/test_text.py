@@ -1,4 +1,4 @@
-"""Which files are documents, and in which order."""
+"""Text files as documents: selection and order."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from titan_moe.data.text import find_files, find_text_files, read_documents
 
 
-def test_a_glob_finds_files_at_any_depth_in_order(tmp_path: Path) -> None:
+def test_text_glob_finds_files_at_any_depth_in_order(tmp_path: Path) -> None:
     for name in ("b/z.txt", "b/a.txt", "a.txt", "b/c/d.txt", "b/other.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -17,19 +17,19 @@ def test_a_glob_finds_files_at_any_depth_in_order(tmp_path: Path) -> None:
     assert list(read_documents(files)) == ["a.txt", "b/a.txt", "b/c/d.txt", "b/z.txt"]
 
 
-def test_bytes_that_are_no_text_do_not_stop_a_corpus(tmp_path: Path) -> None:
+def test_text_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a\xffb")
     assert list(read_documents([tmp_path / "a.txt"])) == ["a\ufffdb"]
 
 
-def test_a_glob_without_files_is_refused() -> None:
+def test_text_glob_without_files_is_refused() -> None:
     with pytest.raises(FileNotFoundError, match=r"data.path = 'nowhere/\*.txt' matches no file"):
         find_text_files("nowhere/*.txt")
     with pytest.raises(FileNotFoundError, match="data.files = ''"):
         find_files("", "data.files")
 
 
-def test_the_standard_library_is_sources_without_tests() -> None:
+def test_text_standard_library_has_no_tests() -> None:
     files = find_text_files("python-stdlib")
     names = {file.as_posix() for file in files}
     assert any(name.endswith("/json/decoder.py") for name in names)

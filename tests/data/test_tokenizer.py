@@ -1,4 +1,4 @@
-"""Bytes, numbers, and a Hugging Face folder made here."""
+"""Tokenizers: bytes, numbers, and a Hugging Face folder made by the test."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def _configure(folder: Path, **config: object) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_bytes_there_and_back() -> None:
+def test_byte_tokenizer_round_trip() -> None:
     tokenizer = ByteTokenizer()
     text = "naïve → 数"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -37,24 +37,24 @@ def test_bytes_there_and_back() -> None:
     assert tokenizer.decode([97, 0, 98, 300]) == "ab"
 
 
-def test_byte_zero_ends_documents_and_nothing_else() -> None:
+def test_byte_tokenizer_zero_only_ends_documents() -> None:
     documents = list(ByteTokenizer().encode_documents(["a\0b", "", "\0", "c"]))
     assert [document.tolist() for document in documents] == [[97, 98, 0], [], [], [99, 0]]
     assert ByteTokenizer().dtype == np.uint8
 
 
-def test_a_lone_surrogate_does_not_stop_a_corpus() -> None:
+def test_byte_tokenizer_replaces_a_lone_surrogate() -> None:
     assert ByteTokenizer().encode("a\ud800") == [97, ord("?")]
 
 
-def test_numbers_are_their_own_text() -> None:
+def test_number_tokenizer_round_trip() -> None:
     tokenizer = NumberTokenizer(70000)
     assert tokenizer.decode(tokenizer.encode("3 69999")) == "3 69999"
     assert tokenizer.end_of_document is None
     assert tokenizer.dtype == np.uint32
 
 
-def test_a_folder_encodes_and_closes_documents(folder: Path) -> None:
+def test_folder_tokenizer_appends_end_of_document(folder: Path) -> None:
     tokenizer = FolderTokenizer(str(folder))
     inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode(TEXT) == inner.encode(TEXT).ids
@@ -67,7 +67,7 @@ def test_a_folder_encodes_and_closes_documents(folder: Path) -> None:
     assert documents == [[*tokenizer.encode(text), tokenizer.end_of_document] if text else [] for text in texts]
 
 
-def test_a_folder_that_asks_for_bos_gets_it(folder: Path) -> None:
+def test_folder_tokenizer_prepends_bos_if_configured(folder: Path) -> None:
     plain = FolderTokenizer(str(folder)).encode("x")
     _configure(folder, eos_token="<end>", bos_token="<begin>", add_bos_token=True, add_eos_token=True)
     tokenizer = FolderTokenizer(str(folder))
@@ -75,7 +75,7 @@ def test_a_folder_that_asks_for_bos_gets_it(folder: Path) -> None:
     assert next(tokenizer.encode_documents(["x"])).tolist() == [0, *plain, tokenizer.end_of_document]
 
 
-def test_a_tokenizer_that_frames_by_itself_is_not_framed_twice(folder: Path) -> None:
+def test_folder_tokenizer_adds_bos_and_eos_only_once(folder: Path) -> None:
     plain = FolderTokenizer(str(folder)).encode("x")
     inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.post_processor = processors.TemplateProcessing(
@@ -88,33 +88,33 @@ def test_a_tokenizer_that_frames_by_itself_is_not_framed_twice(folder: Path) -> 
     assert next(tokenizer.encode_documents(["x"])).tolist() == [0, *plain, 1]
 
 
-def test_another_vocabulary_is_another_fingerprint(folder: Path) -> None:
+def test_folder_tokenizer_fingerprint_changes_with_its_files(folder: Path) -> None:
     before = FolderTokenizer(str(folder)).fingerprint
     assert FolderTokenizer(str(folder)).fingerprint == before
     _configure(folder, eos_token="<end>", bos_token="<begin>")
     assert FolderTokenizer(str(folder)).fingerprint != before
 
 
-def test_a_folder_without_an_end_token_is_refused(folder: Path) -> None:
+def test_folder_tokenizer_without_eos_is_refused(folder: Path) -> None:
     _configure(folder)
     with pytest.raises(ValueError, match="set eos_token in its tokenizer_config.json"):
         FolderTokenizer(str(folder))
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_folder_tokenizer_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="data.tokenizer = .*tokenizer.json"):
         FolderTokenizer(str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_is_told_by_its_folder(folder: Path, name: str) -> None:
+def test_folder_tokenizer_broken_file_error_names_the_folder(folder: Path, name: str) -> None:
     _configure(folder, eos_token="</s>")
     (folder / name).write_text("{ broken")
-    with pytest.raises(ValueError, match="data.tokenizer = '.*' cannot be read: .*mend its .*tokenizer"):
+    with pytest.raises(ValueError, match="data.tokenizer = '.*' cannot be read: .*repair its .*tokenizer"):
         FolderTokenizer(str(folder))
 
 
-def test_a_vocabulary_larger_than_the_model_is_refused(folder: Path) -> None:
+def test_tokenizer_larger_than_the_model_vocabulary_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="'bytes' has 256 ids, more than model.vocab_size = 255"):
         build_tokenizer("bytes", "text", 255)
     with pytest.raises(ValueError, match="set model.vocab_size to at least"):
@@ -122,6 +122,6 @@ def test_a_vocabulary_larger_than_the_model_is_refused(folder: Path) -> None:
     assert isinstance(build_tokenizer("bytes", "text", 256), ByteTokenizer)
 
 
-def test_sources_of_ids_need_no_tokenizer() -> None:
+def test_tokenizer_of_id_sources_is_numeric() -> None:
     assert build_tokenizer("bytes", "synthetic", 60).vocab_size == 60
     assert build_tokenizer("", "tokens", 60).vocab_size == 60

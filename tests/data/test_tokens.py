@@ -1,4 +1,4 @@
-"""Flat files of ids: documents end at the end id and with their file."""
+"""Flat files of token ids: documents end at the end-of-document id and at the end of a file."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,9 @@ def open_files(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> Callable[.
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_files_are_one_corpus_in_sorted_order(tmp_path: Path, open_files: Callable[..., Corpus], dtype: str) -> None:
+def test_token_files_are_one_corpus_in_sorted_order(
+    tmp_path: Path, open_files: Callable[..., Corpus], dtype: str
+) -> None:
     np.array([5, 0, 0, 6, 7], dtype=dtype).tofile(tmp_path / "b.bin")
     np.array([1, 2, 0, 3, 4, 0], dtype=dtype).tofile(tmp_path / "a.bin")
     corpus = open_files(ByteTokenizer(), token_dtype=dtype, document_attention=True)
@@ -32,15 +34,13 @@ def test_files_are_one_corpus_in_sorted_order(tmp_path: Path, open_files: Callab
     assert corpus.document_ends.tolist() == [3, 6, 8, 9, 11]
 
 
-def test_without_an_end_id_a_file_is_a_document(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
+def test_token_file_without_an_end_id_is_one_document(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
     np.array([1, 0, 2], dtype="u2").tofile(tmp_path / "a.bin")
     np.array([3, 0], dtype="u2").tofile(tmp_path / "b.bin")
     assert open_files(NumberTokenizer(10), document_attention=True).document_ends.tolist() == [3, 5]
 
 
-def test_the_scan_for_documents_is_cached_and_follows_the_files(
-    tmp_path: Path, open_files: Callable[..., Corpus]
-) -> None:
+def test_token_files_document_scan_is_cached_by_file(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
     np.array([1, 0, 2, 0], dtype="u2").tofile(tmp_path / "a.bin")
     assert open_files(ByteTokenizer(), holdout_fraction=0.1).document_ends.tolist() == [2, 4]
     assert open_files(ByteTokenizer(), holdout_fraction=0.1).document_ends.tolist() == [2, 4]
@@ -49,28 +49,28 @@ def test_the_scan_for_documents_is_cached_and_follows_the_files(
     assert open_files(ByteTokenizer(), holdout_fraction=0.1).document_ends.tolist() == [4, 5]
 
 
-def test_nothing_is_scanned_where_documents_do_not_matter(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
+def test_token_files_are_not_scanned_without_need(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
     np.array([1, 0, 2, 0], dtype="u2").tofile(tmp_path / "a.bin")
     open_files(ByteTokenizer())
     assert not (tmp_path / "cache").exists()
 
 
-def test_wide_ids_read_as_narrow_ones_are_refused(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
+def test_token_files_uint32_read_as_uint16_are_refused(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
     np.arange(50, dtype="u4").tofile(tmp_path / "a.bin")
     with pytest.raises(ValueError, match="set data.token_dtype to 'uint32'"):
         open_files(ByteTokenizer())
 
 
-def test_narrow_ids_read_as_wide_ones_are_refused(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
+def test_token_files_uint16_read_as_uint32_are_refused(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
     np.array([1, 2, 3, 4], dtype="u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(ValueError, match="holds the id .*correct data.token_dtype"):
+    with pytest.raises(ValueError, match="contains the id .*correct data.token_dtype"):
         open_files(ByteTokenizer(), token_dtype="uint32")
-    with pytest.raises(ValueError, match=r"for which model.vocab_size = 9 has no row; raise it"):
+    with pytest.raises(ValueError, match=r"not below model.vocab_size = 9; increase it"):
         open_files(NumberTokenizer(9), tokenizer="", token_dtype="uint32")
 
 
 @pytest.mark.parametrize("data", [b"", b"abc"])
-def test_a_file_of_no_whole_number_of_ids_is_refused(
+def test_token_file_with_a_partial_id_is_refused(
     tmp_path: Path, open_files: Callable[..., Corpus], data: bytes
 ) -> None:
     (tmp_path / "a.bin").write_bytes(data)
@@ -78,7 +78,7 @@ def test_a_file_of_no_whole_number_of_ids_is_refused(
         open_files(ByteTokenizer())
 
 
-def test_another_tokenizers_ids_are_refused(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
+def test_token_files_of_another_tokenizer_are_refused(tmp_path: Path, open_files: Callable[..., Corpus]) -> None:
     np.array([1, 50256], dtype="u2").tofile(tmp_path / "a.bin")
     with pytest.raises(ValueError, match="id 50256.*data.tokenizer = 'bytes'.*set data.tokenizer to ''"):
         open_files(ByteTokenizer())

@@ -1,4 +1,4 @@
-"""What is recomputed: the recipe's choice, in blocks of any class, and to the same gradients."""
+"""Recompute: the modules of the recipe, in blocks of any class, with equal gradients."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
 
 
 class OwnBlock(nn.Module):
-    """A user's block: shares no class with ours."""
+    """A user's block, not derived from Block."""
 
     def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels) -> None:
         super().__init__()
@@ -37,19 +37,21 @@ class OwnBlock(nn.Module):
         return x_BND + self.moe(self.norm(x_BND))
 
 
-def built(block_class: type[nn.Module], what: str) -> Transformer:
+def build(block_class: type[nn.Module], recomputed: str) -> Transformer:
     model = type("Model", (Transformer,), {"block_class": block_class})(CONFIG)
-    recompute.apply(model, MemoryConfig(what))
+    recompute.apply(model, MemoryConfig(recomputed))
     init_weights(model, seed=0, std=0.2, num_layers=CONFIG.num_layers)
     return model
 
 
 @pytest.mark.parametrize("block_class", [Block, OwnBlock])
-@pytest.mark.parametrize(("what", "passes"), [("none", 1), ("experts", 1), ("block", 2)])
-def test_blocks_run_as_often_as_the_recipe_says(block_class: type[nn.Module], what: str, passes: int) -> None:
+@pytest.mark.parametrize(("recomputed", "passes"), [("none", 1), ("experts", 1), ("block", 2)])
+def test_recompute_runs_blocks_as_often_as_the_recipe_says(
+    block_class: type[nn.Module], recomputed: str, passes: int
+) -> None:
     torch.manual_seed(0)
     tokens, labels = torch.randint(16, (2, 2, 8)).unbind()
-    plain, model = built(block_class, "none"), built(block_class, what)
+    plain, model = build(block_class, "none"), build(block_class, recomputed)
     calls = []
     for block in model.layers.values():
         norm = block.norm if block_class is OwnBlock else block.ffn_norm
@@ -61,32 +63,32 @@ def test_blocks_run_as_often_as_the_recipe_says(block_class: type[nn.Module], wh
         assert torch.equal(parameter.grad, expected.grad)
 
 
-def test_dropout_in_a_block_of_ones_own_is_repeated_alike() -> None:
+def test_recompute_repeats_dropout_in_a_users_block() -> None:
     class Dropping(OwnBlock):
         def forward(self, x_BND: Tensor, context: Any) -> Tensor:
             return nn.functional.dropout(super().forward(x_BND, context), 0.5)
 
     tokens, labels = torch.randint(16, (2, 2, 8)).unbind()
     grads = []
-    for what in ("none", "block"):
-        model = built(Dropping, what)
+    for recomputed in ("none", "block"):
+        model = build(Dropping, recomputed)
         torch.manual_seed(0)
         model(tokens, labels).backward()
         grads.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert torch.equal(*grads)
 
 
-def test_experts_alone_are_repeated() -> None:
-    model = built(Block, "experts")
+def test_recompute_experts_repeats_only_experts() -> None:
+    model = build(Block, "experts")
     reads = []
     for block in model.layers.values():
         block.feed_forward.experts.local = lambda weight: reads.append(1) or weight
     tokens, labels = torch.randint(16, (2, 2, 8)).unbind()
     model(tokens, labels).backward()
-    assert len(reads) == 2 * 2 * CONFIG.num_layers, "two weights, in forward and again in backward"
+    assert len(reads) == 2 * 2 * CONFIG.num_layers, "two weights, in forward and in backward"
 
 
-def test_a_dense_model_recomputes_its_blocks() -> None:
+def test_recompute_block_of_a_dense_model() -> None:
     dense = replace(CONFIG, ffn_hidden_size=16, moe=MoEConfig())
     model = Transformer(dense)
     recompute.apply(model, MemoryConfig("block"))

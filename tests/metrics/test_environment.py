@@ -1,4 +1,4 @@
-"""The environment says what ran, and nothing about whose machine it was."""
+"""The environment of a run: versions and devices, without host and user names."""
 
 import json
 import platform
@@ -10,7 +10,7 @@ import torch
 from titan_moe.metrics.environment import git_state, write_environment
 
 
-def test_file(tmp_path, monkeypatch):
+def test_environment_file(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     environment = write_environment(tmp_path / "run")
     text = (tmp_path / "run" / "environment.json").read_text()
@@ -32,7 +32,7 @@ def test_git_state(tmp_path):
     (package / "__init__.py").write_text("")
     assert git_state(package) is None
     git(tmp_path, "init")
-    assert git_state(package) is None  # somebody else's repository around it
+    assert git_state(package) is None  # the surrounding repository does not track it
     git(tmp_path, "add", "package")
     git(tmp_path, "commit", "-m", "x")
     state = git_state(package)

@@ -1,4 +1,4 @@
-"""A file of records survives crashes, resumes and numbers that JSON does not know."""
+"""The file of records: crashes, resumes, and numbers that JSON lacks."""
 
 import json
 
@@ -9,7 +9,7 @@ def steps(path):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_lines_are_whole_after_each_write(tmp_path):
+def test_jsonl_lines_are_complete_after_each_write(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl")
     for step in (1, 2):
         lines.write({"step": step, "loss": 0.1 + 0.2})
@@ -17,9 +17,9 @@ def test_lines_are_whole_after_each_write(tmp_path):
     assert json.loads(lines.path.read_text().splitlines()[0])["loss"] == 0.1 + 0.2
 
 
-def test_resume_drops_what_will_come_again(tmp_path):
+def test_jsonl_resume_removes_later_records(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.drop_after(3)  # nothing there yet
+    lines.drop_after(3)  # there is no file yet
     for step in (1, 2, 2, 3, 4):
         lines.write({"step": step})
     with lines.path.open("a") as file:
@@ -31,7 +31,7 @@ def test_resume_drops_what_will_come_again(tmp_path):
     assert lines.path.read_text() == ""
 
 
-def test_no_nan_reaches_the_file(tmp_path):
+def test_jsonl_writes_nan_as_null(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl")
     lines.write({"step": 1, "loss": float("nan"), "expert_load": {"a": float("inf"), "b": 1.0}})
     assert json.loads(lines.path.read_text(), parse_constant=None) == {

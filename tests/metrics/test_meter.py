@@ -1,4 +1,4 @@
-"""The meter reads the device at logged steps only, and its records are complete and continue after a resume."""
+"""The meter: device reads only at logged steps, complete records, continuation after a resume."""
 
 import json
 
@@ -37,7 +37,7 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_records(tmp_path, capsys):
+def test_meter_records(tmp_path, capsys):
     meter = build(tmp_path)
     meter.start(0, 0)
     returned = [log(meter, step) for step in range(1, 11)]
@@ -54,7 +54,7 @@ def test_records(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_nothing_is_read_between_logged_steps(tmp_path):
+def test_meter_reads_nothing_between_logged_steps(tmp_path):
     meter = build(tmp_path)
     meter.start(0, 0)
     log(meter, 1)
@@ -67,7 +67,7 @@ def test_nothing_is_read_between_logged_steps(tmp_path):
         meter.log(4, **unreadable, lr=1e-3, num_tokens=64, tokens_per_expert=counts)
 
 
-def test_resume_continues_the_file(tmp_path):
+def test_meter_resume_continues_the_file(tmp_path):
     meter = build(tmp_path)
     meter.start(0, 0)
     for step in range(1, 9):
@@ -88,7 +88,7 @@ def test_resume_continues_the_file(tmp_path):
     assert found[3]["tokens_seen"] == 384 and found[2] == {"step": 4, "validation_loss": 1.5}
 
 
-def test_other_ranks_write_nothing(tmp_path, capsys):
+def test_meter_other_ranks_write_nothing(tmp_path, capsys):
     meter = build(tmp_path / "run", is_main=False, tensorboard=True)
     meter.start(0, 0)
     assert log(meter, 1)["loss"] == 3.0
@@ -96,14 +96,14 @@ def test_other_ranks_write_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
 
-def test_forced_routing_is_on_record(tmp_path, capsys):
+def test_meter_records_forced_routing(tmp_path, capsys):
     meter = build(tmp_path, force=True)
     meter.start(0, 0)
     assert log(meter, 1)["forced_routing"] == "balanced"
     assert "ROUTING FORCED TO BE BALANCED" in capsys.readouterr().out
 
 
-def test_tensorboard_curves(tmp_path):
+def test_meter_writes_tensorboard_scalars(tmp_path):
     meter = build(tmp_path, tensorboard=True)
     meter.start(0, 0)
     for step in range(1, 5):
@@ -121,7 +121,7 @@ def test_tensorboard_curves(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 3.0), (4, 6.0)]
 
 
-def test_curves_of_a_resumed_run_have_no_step_twice(tmp_path):
+def test_meter_tensorboard_of_a_resumed_run_has_no_step_twice(tmp_path):
     for start, stop in ((0, 2), (0, 6), (3, 8)):
         meter = build(tmp_path, every_steps=1, tensorboard=True)
         meter.start(start, 64 * start)

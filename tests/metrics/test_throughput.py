@@ -1,4 +1,4 @@
-"""Throughput by a clock that the test turns."""
+"""Throughput, with a clock that the test sets."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_intervals(clock):
+def test_throughput_of_intervals(clock):
     throughput = Throughput(2e9, torch.device("cpu"), num_ranks=4)
     clock.now += 7.0
     throughput.start()
@@ -35,10 +35,10 @@ def test_intervals(clock):
     assert measured["tokens_per_second_per_gpu"] == pytest.approx(5 * 800 / 2.5 / 4)
     assert measured["tflops_per_gpu"] == pytest.approx(400 * 2e9 / 1e12)
     assert measured["step_ms"] == pytest.approx(500)
-    assert measured["mfu"] is None  # a CPU has no peak on record
+    assert measured["mfu"] is None  # the peak of a CPU is unknown
 
 
-def test_pauses_do_not_count(clock):
+def test_throughput_excludes_pauses(clock):
     throughput = Throughput(1.0, torch.device("cpu"), num_ranks=1)
     clock.now += 1.0
     throughput.count(10)
@@ -51,7 +51,7 @@ def test_pauses_do_not_count(clock):
 
 
 @pytest.mark.parametrize(("name", "mfu"), [("NVIDIA H200", 0.5), ("NVIDIA H100 80GB HBM3", 0.5), ("Unheard Of", None)])
-def test_mfu_is_a_share_of_the_known_peak(clock, monkeypatch, name, mfu):
+def test_throughput_mfu_is_a_share_of_the_known_peak(clock, monkeypatch, name, mfu):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     throughput = Throughput(989e12 / 2000, torch.device("cuda", 0), num_ranks=1)
     clock.now += 1.0
@@ -59,5 +59,5 @@ def test_mfu_is_a_share_of_the_known_peak(clock, monkeypatch, name, mfu):
     assert throughput.measure()["mfu"] == (None if mfu is None else pytest.approx(mfu))
 
 
-def test_memory_of_a_cpu_process_is_its_resident_peak():
+def test_peak_memory_of_a_cpu_process_is_its_resident_peak():
     assert 0.05 < peak_memory_gib(torch.device("cpu")) < 1000

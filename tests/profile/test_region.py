@@ -1,4 +1,4 @@
-"""A region is there when somebody looks, and never in the way."""
+"""Regions: ranges under a profiler, no cost without one, no effect on compiled graphs."""
 
 from contextlib import nullcontext
 
@@ -6,31 +6,31 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
-from titan_moe.profile.region import PREFIX, marked, region
+from titan_moe.profile.region import PREFIX, in_region, region
 
 
 def names_of(run: profile) -> set[str]:
     return {event.name for event in run.events() if event.name.startswith(PREFIX)}
 
 
-def test_a_region_is_a_range_of_the_trace() -> None:
+def test_region_is_a_range_of_the_trace() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as run, region("router"):
-        marked(torch.ones, "experts")(3)
+        in_region(torch.ones, "experts")(3)
     assert names_of(run) == {PREFIX + "router", PREFIX + "experts"}
 
 
-def test_without_a_profiler_it_is_nothing() -> None:
+def test_region_without_a_profiler_is_a_null_context() -> None:
     assert isinstance(region("router"), nullcontext)
 
 
-def test_a_full_graph_stays_one_and_the_same() -> None:
+def test_region_does_not_change_a_full_graph() -> None:
     def plain(x: torch.Tensor) -> torch.Tensor:
         return torch.cos(x.sin() * 2)
 
     def with_regions(x: torch.Tensor) -> torch.Tensor:
         with region("router"):
             x = x.sin() * 2
-        return marked(torch.cos, "experts")(x)
+        return in_region(torch.cos, "experts")(x)
 
     x = torch.randn(4, requires_grad=True)
     graphs = []
@@ -42,13 +42,13 @@ def test_a_full_graph_stays_one_and_the_same() -> None:
             (graph,) = counter.graphs
             graphs.append([str(node.target) for node in graph.graph.nodes])
     assert graphs[1] == graphs[0]
-    assert names_of(run) == set(), "a compiled piece has no ranges of its own"
+    assert names_of(run) == set(), "a compiled graph has no ranges inside"
 
 
-def test_a_profiler_that_comes_later_compiles_nothing_again() -> None:
+def test_region_does_not_recompile_under_a_later_profiler() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(marked(torch.sin, "router"), fullgraph=True, backend=counter)
+    compiled = torch.compile(in_region(torch.sin, "router"), fullgraph=True, backend=counter)
     compiled(torch.ones(3))
     with profile(activities=[ProfilerActivity.CPU]):
         compiled(torch.ones(3))

@@ -1,4 +1,4 @@
-"""Traces that the profiler wrote here."""
+"""Parsing of traces that the test records with the profiler."""
 
 import time
 from collections import Counter
@@ -10,8 +10,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.profile.attribution import OTHER
-from titan_moe.profile.breakdown import split
-from titan_moe.profile.region import marked
+from titan_moe.profile.breakdown import break_down
+from titan_moe.profile.region import in_region
 from titan_moe.profile.trace_parsing import Timeline, read_events, read_trace
 
 
@@ -21,10 +21,10 @@ def timeline(tmp_path_factory: pytest.TempPathFactory) -> Timeline:
     torch._dynamo.reset()
     x = torch.randn(512, 512, requires_grad=True)
     compiled = torch.compile(lambda x: x.sin() @ x, fullgraph=True, backend="aot_eager")
-    pieces = [
-        marked(lambda x: x @ x, "attention"),
-        marked(compiled, "router"),
-        lambda x: checkpoint(marked(lambda x: (x @ x).relu(), "experts"), x, use_reentrant=False),
+    layers = [
+        in_region(lambda x: x @ x, "attention"),
+        in_region(compiled, "router"),
+        lambda x: checkpoint(in_region(lambda x: (x @ x).relu(), "experts"), x, use_reentrant=False),
     ]
     with profile(
         activities=[ProfilerActivity.CPU],
@@ -34,37 +34,37 @@ def timeline(tmp_path_factory: pytest.TempPathFactory) -> Timeline:
     ) as run:
         for _ in range(3):
             y = x
-            for piece in pieces:
-                y = piece(y / 100)
+            for layer in layers:
+                y = layer(y / 100)
             y.sum().backward()
             run.step()
     return read_trace(path)
 
 
-def test_forward_and_backward_find_their_parts(timeline: Timeline) -> None:
+def test_trace_attributes_forward_and_backward(timeline: Timeline) -> None:
     assert timeline.num_steps == 2 and not timeline.is_gpu
     found = Counter((span.part, span.is_backward) for span in timeline.spans if span.name == "aten::mm")
     assert found.keys() == {(part, phase) for part in ("attention", "router", "experts") for phase in (False, True)}
-    result = split(timeline)
+    result = break_down(timeline)
     for part in ("attention", "router"):
         assert found[part, True] > found[part, False], "each factor has a gradient"
         assert result.parts[part].backward_ms > 0 and result.parts[part].forward_ms > 0
-    between = {span.name for span in timeline.spans if span.part == OTHER}
-    assert between >= {"aten::div", "aten::sum"}, "what is between the pieces belongs to none"
-    assert not between & {"aten::mm", "aten::sin", "aten::cos", "aten::relu"}
+    outside = {span.name for span in timeline.spans if span.part == OTHER}
+    assert outside >= {"aten::div", "aten::sum"}, "operations between the regions"
+    assert not outside & {"aten::mm", "aten::sin", "aten::cos", "aten::relu"}
 
 
-def test_memory_rises_and_falls(timeline: Timeline) -> None:
+def test_trace_memory_rises_and_falls(timeline: Timeline) -> None:
     sizes = [size for _, size in timeline.memory]
     assert max(sizes) >= 3 * 512 * 512 * 4 and sizes[-1] < max(sizes)
 
 
-def test_its_times_are_those_of_the_clock(timeline: Timeline) -> None:
+def test_trace_has_the_offset_to_unix_time(timeline: Timeline) -> None:
     assert timeline.unix_offset_us is not None
     assert abs((timeline.start_us + timeline.unix_offset_us) / 1e6 - time.time()) < 600
 
 
-def test_a_trace_without_steps_is_refused(tmp_path: Path) -> None:
+def test_trace_without_steps_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.json"
     path.write_text('{"traceEvents": []}')
     with pytest.raises(ValueError, match=r"empty.json: no optimizer step in this trace"):
@@ -73,7 +73,7 @@ def test_a_trace_without_steps_is_refused(tmp_path: Path) -> None:
         read_events([])
 
 
-def test_the_memory_of_a_gpu_goes_before_the_hosts() -> None:
+def test_trace_memory_is_that_of_the_gpu_if_there_is_one() -> None:
     def allocation(time_us: float, device_type: int, total: int) -> dict:
         args = {"Device Type": device_type, "Device Id": 0, "Total Allocated": total, "Bytes": 1}
         return {"ph": "i", "name": "[memory]", "ts": time_us, "args": args}

@@ -1,4 +1,4 @@
-"""A trace by hand: events as the profiler writes them."""
+"""A hand-written trace: events in the format of the profiler."""
 
 from typing import Any
 
@@ -19,24 +19,24 @@ def part(name: str, start_us: float, stop_us: float, thread: int = 1) -> Event:
 
 
 def forward(name: str, start_us: float, stop_us: float, sequence: int, thread: int = 1) -> Event:
-    """An operation that autograd will undo."""
+    """A forward operation with a backward node."""
     numbers = {"Sequence number": sequence, "Fwd thread id": 0}
     return event("cpu_op", name, start_us, stop_us, thread, **numbers)
 
 
 def node(name: str, start_us: float, stop_us: float, sequence: int, forward_thread: int = 1, thread: int = 2) -> Event:
-    """The evaluation of a node of backward."""
+    """The evaluation of a backward node."""
     numbers = {"Sequence number": sequence, "Fwd thread id": forward_thread}
     return event("cpu_op", f"autograd::engine::evaluate_function: {name}", start_us, stop_us, thread, **numbers)
 
 
 def launch(correlation: int, start_us: float, stop_us: float, thread: int = 1) -> Event:
-    """The host's call that starts a kernel."""
+    """The host's call that launches a kernel."""
     return event("cuda_runtime", "cudaLaunchKernel", start_us, stop_us, thread, correlation=correlation)
 
 
 def kernel(correlation: int, name: str, start_us: float, stop_us: float, stream: int = 7) -> Event:
-    """What a stream of the GPU ran."""
+    """A kernel on a stream of the GPU."""
     return event("kernel", name, start_us, stop_us, stream, correlation=correlation)
 
 
@@ -64,7 +64,7 @@ STEP_ON_GPU = [
     event("gpu_user_annotation", PREFIX + "attention", 50, 900, 7),
     {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 1, "pid": 10, "tid": 1, "ts": 30},
 ]
-"""One step of 1000 us: gaps of 50, 10, 10, 70 and 120 us, messages of 240 us, of which 100 under the experts' GEMM."""
+"""One step of 1000 us: gaps of 50, 10, 10, 70 and 120 us, communication of 240 us, 100 of it hidden by experts."""
 
 
 def replay(correlation: int, start_us: float, stop_us: float) -> Event:
@@ -73,7 +73,7 @@ def replay(correlation: int, start_us: float, stop_us: float) -> Event:
 
 
 REPLAYED_STEPS = [
-    event("user_annotation", "ProfilerStep#3", 0, 1000),  # launched kernel by kernel
+    event("user_annotation", "ProfilerStep#3", 0, 1000),  # eager
     part("attention", 10, 110),
     forward("aten::mm", 20, 60, sequence=5),
     launch(1, 30, 40),
@@ -84,7 +84,7 @@ REPLAYED_STEPS = [
     kernel(1, "gemm", 50, 150),
     kernel(2, "gemm", 300, 500),
     kernel(3, "gemm", 510, 610),
-    event("user_annotation", "ProfilerStep#4", 1000, 1900),  # recorded, then replayed
+    event("user_annotation", "ProfilerStep#4", 1000, 1900),  # captured, then replayed
     replay(4, 1800, 1810),
     kernel(4, "gemm", 1820, 1900),
     event("user_annotation", "ProfilerStep#5", 2000, 2300),
@@ -94,4 +94,4 @@ REPLAYED_STEPS = [
     kernel(5, "gemm", 2100, 2200),
     kernel(5, "unknown", 2250, 2290),
 ]
-"""Three steps, of which the last is a replay of 300 us with gaps of 30, 40, 10 and 10 us."""
+"""Three steps. The last one is a replay of 300 us with gaps of 30, 40, 10 and 10 us."""

@@ -1,4 +1,4 @@
-"""torchtitan comes in once, in the right version, with a device that exists, and quietly."""
+"""The import of torchtitan: lazy, of a supported version, with an existing device type and its own logger."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 
 import titan_moe.titan as titan
-from titan_moe.titan import door
+from titan_moe.titan import import_guard
 
 
 def run_python(code: str) -> str:
@@ -16,12 +16,12 @@ def run_python(code: str) -> str:
     return result.stdout + result.stderr
 
 
-def test_the_room_is_light():
+def test_titan_import_loads_neither_torch_nor_torchtitan():
     code = "import sys, titan_moe.titan; print([n for n in ('torch', 'torchtitan') if n in sys.modules])"
     assert run_python(code).strip() == "[]"
 
 
-def test_first_import_is_quiet_leaves_torch_alone_and_finds_a_device():
+def test_torchtitan_first_import_sets_logger_and_device_only():
     code = """
 import logging, torch, torch._utils
 before = torch._utils._get_available_device_type, torch._utils._get_device_module, dir(torch.cpu)
@@ -38,41 +38,41 @@ GarbageCollection.collect("wanted message")
     assert run_python(code).splitlines()[0].startswith("INFO:torchtitan:[GC] wanted message")
 
 
-def test_every_name_is_there():
+def test_titan_names_are_callable():
     for name in titan.__all__:
         assert callable(getattr(titan, name)), name
 
 
-def test_unknown_name_lists_the_offer():
-    with pytest.raises(AttributeError, match="'Trainer'; it offers CheckpointManager"):
+def test_titan_unknown_name_error_lists_all_names():
+    with pytest.raises(AttributeError, match="'Trainer'; it has CheckpointManager"):
         titan.Trainer  # noqa: B018
 
 
 @pytest.mark.parametrize("version", ["0.2.2", "0.2.3.dev1+cpu", "0.2.10"])
-def test_versions_that_fit(version, monkeypatch):
+def test_torchtitan_supported_versions(version, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda _: version)
-    door.check_version()
+    import_guard.check_version()
 
 
 @pytest.mark.parametrize("version", ["0.2.1", "0.1.0", "0.3.0", "1.0"])
-def test_versions_that_do_not_fit(version, monkeypatch):
+def test_torchtitan_unsupported_versions_are_refused(version, monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda _: version)
     with pytest.raises(
         ImportError, match=f"torchtitan {version} is installed; .* pip install 'torchtitan>=0.2.2,<0.3'"
     ):
-        door.check_version()
+        import_guard.check_version()
 
 
-def test_missing_torchtitan_says_how_to_get_it(monkeypatch):
+def test_torchtitan_missing_error_names_the_command(monkeypatch):
     def missing(_):
         raise metadata.PackageNotFoundError
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(ImportError, match="not installed; .* pip install"):
-        door.check_version()
+        import_guard.check_version()
 
 
-def test_missing_dependency_is_named():
+def test_torchtitan_missing_dependency_is_named():
     code = """
 import sys
 sys.modules["triton"] = None

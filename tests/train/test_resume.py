@@ -183,7 +183,7 @@ def test_another_model_or_order_is_refused_and_nothing_is_lost(tiny, capsys: pyt
     run = tiny("--train.steps=2", "--checkpoint.every_steps=2")
     assert run.train() == 0
     for change, said in (
-        ("--model.num_layers=1", "no place for"),
+        ("--model.num_layers=1", "this run's model, which lacks"),
         ("--model.embeddings_are_tied=true", "(embed.weight, head.weight)"),
         ("--run.seed=7", "set run.seed and data.is_shuffled back"),
     ):

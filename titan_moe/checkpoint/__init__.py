@@ -1,1 +1,1 @@
-"""What a run leaves behind to go on from: distributed checkpoints that resume exactly, onto any number of ranks."""
+"""Distributed checkpoints. A run resumes from them exactly, on any number of ranks."""

@@ -1,42 +1,42 @@
-"""Which checkpoints of a run are whole, and how old and broken ones leave without harming them."""
+"""The checkpoint folders of a run: list complete ones, remove old and incomplete ones."""
 
 import re
 import shutil
 from pathlib import Path
 
-MARK = ".metadata"  # written last by torch.distributed.checkpoint: a folder that has it is complete
+METADATA_FILE = ".metadata"  # torch.distributed.checkpoint writes it last: a folder with this file is complete
 
 
 class CheckpointFolders:
-    """The `step-N` folders of one run. Only the main rank changes them.
+    """The `step-N` folders of one run. Only rank 0 changes them.
 
-    A checkpoint is complete exactly while it has its mark. Removing one takes the mark away first, so that a process
-    that dies half-way leaves a folder that nobody takes for a checkpoint.
+    A checkpoint is complete if and only if its metadata file exists. A removal deletes this file first, so an
+    interrupted removal leaves an incomplete folder, not a damaged checkpoint.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies or will lie."""
+        """The folder of the checkpoint of a step. It may not exist yet."""
         return self.root / f"step-{step}"
 
     def complete_steps(self) -> list[int]:
-        """The steps whose checkpoints can be loaded, oldest first."""
-        return sorted(step for step in self._steps() if (self.path(step) / MARK).is_file())
+        """The steps with complete checkpoints, oldest first."""
+        return sorted(step for step in self._steps() if (self.path(step) / METADATA_FILE).is_file())
 
     def remove_incomplete(self) -> list[int]:
-        """Delete what interrupted saves and removals have left; call it only while no save is under way."""
+        """Delete the folders of interrupted saves and removals. No save may be pending."""
         incomplete = sorted(set(self._steps()) - set(self.complete_steps()))
         for step in incomplete:
             shutil.rmtree(self.path(step))
         return incomplete
 
     def keep_newest(self, num_kept: int) -> list[int]:
-        """Delete all complete checkpoints but the newest; a folder that is being written counts for nothing here."""
+        """Delete all complete checkpoints but the newest. Incomplete folders are neither counted nor deleted."""
         removed = self.complete_steps()[:-num_kept]
         for step in removed:
-            (self.path(step) / MARK).unlink()
+            (self.path(step) / METADATA_FILE).unlink()
             shutil.rmtree(self.path(step))
         return removed
 

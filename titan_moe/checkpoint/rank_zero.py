@@ -1,4 +1,4 @@
-"""What one rank finds out for all: files, locks and the host may look different to another."""
+"""Run a function on rank 0 and broadcast its result. Files, locks and the host may differ between ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -8,22 +8,22 @@ import torch.distributed as dist
 
 from titan_moe.config import RecipeError
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-def run_on_rank_zero(question: Callable[[], Answer], group: dist.ProcessGroup | None = None) -> Answer:
-    """Let the group's first rank answer, and tell the others; each must come. The answer travels pickled.
+def run_on_rank_zero(function: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """Call a function on the group's first rank and return its result on all ranks. Collective; the result is pickled.
 
-    Raises: on every rank, the OSError or RecipeError that the main rank has met: the others would wait in vain, or die
-    of a broken connection before it has told its reason.
+    Raises: on every rank, the OSError or RecipeError of rank 0. Otherwise the other ranks would hang, or fail with a
+    broken connection before rank 0 has reported the reason.
     """
-    answer: list[Any] = [None, None]
+    result: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
-            answer[0] = question()
+            result[0] = function()
         except (OSError, RecipeError) as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer, group=group, group_src=0, device=torch.device("cpu"))
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+            result[1] = error
+    dist.broadcast_object_list(result, group=group, group_src=0, device=torch.device("cpu"))
+    if result[1] is not None:
+        raise result[1]
+    return result[0]

@@ -1,4 +1,4 @@
-"""Carry the state of torch's random generators over a restart, also onto other devices and other numbers of ranks."""
+"""Checkpoint the state of torch's random generators, for resumes on other devices and numbers of ranks too."""
 
 import base64
 import json
@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 
 class RngState:
-    """The default generators of the host and of this rank's device, of all ranks in one text.
+    """The default generators of the host and of the device, of all ranks, in one string.
 
-    One text and no tensors: a checkpoint compares the shapes of tensors, and another number of ranks or another kind of
-    device would then refuse to load. A rank takes the state of its own number, or, on more ranks than were saved, of
-    its number modulo theirs; a device of another kind keeps the state that it was seeded with.
+    A string and not tensors: loading compares tensor shapes and would fail for another number of ranks or another
+    device type. A rank loads the state of its own number, modulo the number of saved ranks. A device of another type
+    keeps the state of its seed.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -21,7 +21,7 @@ class RngState:
         self.group = group
 
     def state_dict(self) -> dict[str, Any]:
-        """Gather the states of all ranks: a collective over `group`."""
+        """Gather the states of all ranks. Collective over `group`."""
         own = {"cpu": _to_text(torch.get_rng_state())}
         if self.device.type != "cpu":
             own[self.device.type] = _to_text(torch.get_device_module(self.device).get_rng_state(self.device))

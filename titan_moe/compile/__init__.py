@@ -1,1 +1,1 @@
-"""What torch.compile sees of a model; each file is one transform over a built model."""
+"""Regional compilation and CUDA graphs."""

@@ -1,7 +1,7 @@
-"""Record what a step does on the GPU once, and replay it: the host then launches one thing instead of thousands.
+"""Capture the GPU work of a step as a CUDA graph and replay it: one launch from the host instead of thousands.
 
-A CUDA graph repeats the same kernels on the same memory. So what it computes must have static shapes, read its inputs
-where the recording read them, and ask the host nothing; `plan/capture.py` knows which recipes are like that.
+A CUDA graph repeats the same kernels on the same memory. The captured function must have static shapes, read its inputs
+at fixed addresses, and never synchronise with the host. `config/rules/capture.py` lists the recipes that cannot.
 """
 
 from collections.abc import Callable
@@ -14,28 +14,28 @@ from torch.utils import _pytree as pytree
 from titan_moe.kernels.recording import forget_recording
 
 NUM_WARM_UPS = 3
-"""Steps before the recording: by then all is compiled, tuned and allocated, and libraries have their workspaces."""
+"""Steps before the capture. They compile, autotune and allocate, and create the workspaces of libraries."""
 
 
 class Recording(NamedTuple):
-    """A function that was recorded."""
+    """A captured function."""
 
     replay: Callable[[], None]
-    """Do it all again."""
+    """Run the captured work again."""
     release: Callable[[], None]
-    """Give its memory back; it cannot be replayed any more."""
+    """Free its memory. It cannot be replayed afterwards."""
     outputs: Any
-    """What the function returned: tensors that every replay fills anew."""
+    """The tensors that the function returned. Every replay overwrites them."""
 
 
 class Recorder:
-    """Makes CUDA graphs, on a stream of its own."""
+    """Captures CUDA graphs on a side stream."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Run a function as it will be recorded, on the same stream."""
+        """Run a function on the stream of the capture, as a warm-up."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             outputs = function()
@@ -43,9 +43,9 @@ class Recorder:
         return outputs
 
     def record(self, function: Callable[[], Any]) -> Recording:
-        """Record a function; nothing is computed yet."""
+        """Capture a function. Nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
-        # threads that watch over NCCL ask the device things that a recording forbids: it binds this thread alone
+        # NCCL's watchdog threads make calls that a capture forbids, so the capture checks only this thread
         try:
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 outputs = function()
@@ -56,14 +56,13 @@ class Recorder:
 
 
 class Captured:
-    """A function of tensors that is recorded at its first call, and replayed at every call.
+    """A function of tensors that is captured at its first call and replayed at every call.
 
-    Arguments are tensors or tuples of them (None where there is none), of the same shapes at every call; they are
-    copied to where the recording reads. What is returned is valid until the next call. Run the function a few times
-    before (`Recorder.run`): a recording must find all compiled and allocated.
+    Arguments are tensors, tuples of them, or None, of equal shapes at every call. They are copied into the input
+    buffers of the graph. The outputs are valid until the next call. Warm the function up with `Recorder.run` before the
+    first call.
 
-    Raises: ValueError for arguments of other shapes than the recording's; RuntimeError if the function cannot be
-    recorded, with what it did that it must not.
+    Raises: ValueError for arguments of other shapes; RuntimeError if the function cannot be captured, with the reason.
     """
 
     def __init__(self, function: Callable[..., Any], recorder: Recorder) -> None:
@@ -82,7 +81,7 @@ class Captured:
         return self.recording.outputs
 
     def release(self) -> None:
-        """Give the recording's memory back; the next call records anew."""
+        """Free the graph's memory. The next call captures again."""
         if self.recording is not None:
             self.recording.release()
         self.recording = None
@@ -94,14 +93,14 @@ class Captured:
         try:
             return self.recorder.record(lambda: self.function(*args))
         except RuntimeError as error:
-            reason = error.__context__ or error  # ending a spoilt recording is an error too, and comes on top
-            message = f'the step cannot be recorded as a CUDA graph: {reason}\nset compile.cudagraph = "off" to run it'
+            reason = error.__context__ or error  # ending an invalid capture raises a second error
+            message = f'the step cannot be captured as a CUDA graph: {reason}\nset compile.cudagraph = "off" to run it'
             raise RuntimeError(message) from error
 
     def _fill(self, given: list[Any], layout: Any) -> None:
         if layout != self.layout or _shapes(given) != _shapes(self.inputs):
             raise ValueError(
-                f"recorded for {_shapes(self.inputs)}, called with {_shapes(given)}: shapes must not change"
+                f"captured for {_shapes(self.inputs)}, called with {_shapes(given)}: shapes must not change"
             )
         for leaf, source in zip(self.inputs, given, strict=True):
             if isinstance(leaf, Tensor):

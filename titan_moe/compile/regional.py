@@ -1,12 +1,12 @@
-"""Compile every block, whole or in pieces, each as one full graph.
+"""Compile every block with `fullgraph=True`, as one graph or in pieces.
 
 In pieces, the dense part of a block (norms, attention, residual), its router, its experts and its shared experts are
-graphs; a dense block is one piece, and so is the softmax of the loss, unless Triton makes it. The dispatch between them
-stays eager, because it may read sizes on the host. Where the dispatcher reads nothing there, a block can be a single
-graph instead: the compiler then sees the residual sum, the plan of the dispatch and the combine too, and the host
-starts one graph a block.
+one graph each. A dense block is one graph, and so is the softmax of the loss unless it is a Triton kernel. Dispatch and
+combine stay eager, because the dispatcher may read sizes on the host. With a dispatcher that does not, a whole block
+can be one graph: the compiler then also fuses the residual sum and the indices of dispatch and combine, and the host
+launches one graph per block.
 
-All blocks have the same code and no Python number of their own, so each graph compiles once a model, not once a layer.
+All blocks share their code and have no Python number that differs by layer, so each graph compiles once per model.
 """
 
 from collections.abc import Callable
@@ -25,60 +25,63 @@ from titan_moe.layers.moe import MoE
 
 
 def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None:
-    """Compile every block in place; parameter names do not change."""
+    """Compile every block in place. Parameter names do not change."""
     if not config.compiles(device.type):
         return
-    inside_a_graph: set[nn.Module] = set()
-    for module in model.modules():  # what surrounds a module comes before it
-        if module in inside_a_graph:
+    compiled: set[nn.Module] = set()
+    for module in model.modules():  # parents come before children
+        if module in compiled:
             continue
         if _is_one_graph(module, config.compiles_blocks(device.type)):
-            inside_a_graph.update(module.modules())
-            layers = [inside for inside in module.modules() if isinstance(inside, MoE)]
+            compiled.update(module.modules())
+            layers = [child for child in module.modules() if isinstance(child, MoE)]
             forward = module.forward
-            module.forward = _compile_with_experts(forward, layers) if layers else _compile_plainly(forward)
+            module.forward = _compile_moe_block(forward, layers) if layers else _compile(forward)
         else:
             _compile_pieces(module)
 
 
 def _is_one_graph(module: nn.Module, compiles_blocks: bool) -> bool:
-    """A dense block always is. One with experts, or the MoE layer of a block of one's own, is if blocks are to be whole
-    and no dispatcher reads the host."""
+    """Whether a module is compiled as one graph.
+
+    A dense block always is. A MoE block, or the MoE layer of a user's block, is if `compile.extent = "block"` and its
+    dispatcher does not read the host.
+    """
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    may_hold_experts = compiles_blocks and not any(layer.dispatcher.facts.reads_host for layer in layers)
-    return isinstance(module, (Block, MoE)) and (not layers or may_hold_experts)
+    may_include_experts = compiles_blocks and not any(layer.dispatcher.facts.reads_host for layer in layers)
+    return isinstance(module, (Block, MoE)) and (not layers or may_include_experts)
 
 
 def _compile_pieces(module: nn.Module) -> None:
     if isinstance(module, LanguageModelHead) and module.cross_entropy is linear_cross_entropy:
-        softmax = _compile_plainly(loss_and_dlogits)
+        softmax = _compile(loss_and_dlogits)
         module.cross_entropy = partial(linear_cross_entropy, softmax=softmax)
-    elif isinstance(module, MoE):  # in a block of any class, a user's too
+    elif isinstance(module, MoE):  # in a block of any class, also a user's
         for piece in (module.router, module.shared_experts):
-            piece.forward = _compile_plainly(piece.forward)  # type: ignore[method-assign]
-        module.dispatcher.compile_pieces(_compile_plainly)
-        module.experts.serve = _compile_for_many_rows(module)  # type: ignore
+            piece.forward = _compile(piece.forward)  # type: ignore[method-assign]
+        module.dispatcher.compile_pieces(_compile)
+        module.experts.serve = _compile_experts(module)  # type: ignore
     elif isinstance(module, Block):
-        module.front = _compile_plainly(module.front)  # type: ignore[method-assign]
+        module.front = _compile(module.front)  # type: ignore[method-assign]
 
 
-def _compile_plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
 
 
-def _compile_with_experts(forward: Callable[..., Tensor], layers: list[MoE]) -> Callable[..., Tensor]:
-    """Compile a whole block, or the MoE layer of a block of one's own, under a code object of its own.
+def _compile_moe_block(forward: Callable[..., Tensor], layers: list[MoE]) -> Callable[..., Tensor]:
+    """Compile a MoE block, or the MoE layer of a user's block, under a separate code object.
 
-    Graphs of one code object are limited in number, and dense blocks need theirs: training, validation, and two sizes
-    while text is generated. Where the layers' bound does not hold, no compiler is asked: a graph would have to lay out
-    the worst case, which a large model has no memory for.
+    Dynamo limits the number of graphs per code object, and dense blocks need theirs: training, validation, and two
+    sizes in text generation. Calls with suspended expert capacity run eagerly: a graph would allocate for the worst
+    case, for which a large model has no memory.
     """
 
     @wraps(forward)
     def with_experts(*args: Any, **kwargs: Any) -> Tensor:
         return forward(*args, **kwargs)
 
-    compiled = _compile_plainly(with_experts)
+    compiled = _compile(with_experts)
 
     @wraps(forward)
     def compiled_while_bounded(*args: Any, **kwargs: Any) -> Tensor:
@@ -88,24 +91,25 @@ def _compile_with_experts(forward: Callable[..., Tensor], layers: list[MoE]) -> 
     return compiled_while_bounded
 
 
-def _compile_for_many_rows(moe: MoE) -> Callable[..., Tensor]:
-    """Serve no row, or one, without the compiler, which would make a graph of its own for each of these sizes.
+def _compile_experts(moe: MoE) -> Callable[..., Tensor]:
+    """Compile the expert MLP for any number of rows.
 
-    Where rows travel between ranks both happen, and graphs of one piece are limited in number. Slots without their
-    bound are served by another code object: one that saw both sizes would make a graph of any size for both.
+    Calls with zero rows or one row run eagerly: Dynamo specialises on 0 and 1, and the number of graphs per code object
+    is limited. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects: one
+    that saw both sizes would become dynamic.
     """
     serve = moe.experts.serve
 
     @wraps(serve)
-    def serve_unbounded(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+    def unbounded_experts(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
         return serve(routed, gate_up, down)
 
-    compiled, compiled_unbounded = _compile_plainly(serve), _compile_plainly(serve_unbounded)
+    compiled, compiled_unbounded = _compile(serve), _compile(unbounded_experts)
 
     @wraps(serve)
-    def serve_rows(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
+    def select_graph(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
         if min(routed.sizes) <= 1:
             return serve(routed, gate_up, down)
         return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(routed, gate_up, down)
 
-    return serve_rows
+    return select_graph

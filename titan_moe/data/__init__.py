@@ -1,7 +1,7 @@
-"""From documents to batches: sources, tokenizers, packing, and a loader whose whole state is one global sample cursor.
+"""Turn documents into batches: sources, tokenizers, packing, and a loader whose state is one global sample cursor.
 
-Every source ends in the same global order of samples, which no layout changes: step s reads samples [s*G, (s+1)*G) and
-a data-parallel rank keeps its contiguous slice, so a run resumes onto any number of ranks.
+Every source defines one global order of samples, which does not depend on the parallel layout. Step s reads samples
+[s*G, (s+1)*G), and each data-parallel rank keeps a contiguous slice. A run therefore resumes on any number of ranks.
 """
 
 from titan_moe.data.loader import Loader, build_loader

@@ -1,4 +1,4 @@
-"""Tokens on disk with the ends of their documents, and the samples cut from them."""
+"""Memory-mapped tokens with their document boundaries, and the fixed-length samples cut from them."""
 
 import os
 from array import array
@@ -14,9 +14,9 @@ DOCUMENTS_FILE = "documents.idx"
 
 
 class Corpus:
-    """One long run of tokens, memory-mapped from one or more files, with where each document ends.
+    """One long sequence of tokens, memory-mapped from one or more files, and the end of each document.
 
-    `document_ends[i]` is the position after the last token of document i, its end-of-document token included.
+    `document_ends[i]` is the position after the last token of document i. The end-of-document token belongs to it.
     """
 
     def __init__(self, parts: Sequence[np.ndarray], document_ends: np.ndarray, vocab_size: int) -> None:
@@ -30,20 +30,23 @@ class Corpus:
         return int(self._part_ends[-1])
 
     def read(self, start: int, stop: int) -> Sample:
-        """Read tokens [start, stop) across file borders, with their documents counted from 0."""
-        tokens = np.concatenate([part.astype(np.int64) for part in self._pieces(start, stop)])
+        """Read tokens [start, stop), across files. Document ids start at 0.
+
+        Raises: ValueError for a token id outside the vocabulary.
+        """
+        tokens = np.concatenate([part.astype(np.int64) for part in self._slices(start, stop)])
         if tokens.max() >= self._vocab_size:
             raise ValueError(
-                f"data.path holds the token id {tokens.max()}, but data.tokenizer has ids below {self._vocab_size} "
-                "only; name the folder of the tokenizer that made the files, or check data.token_dtype"
+                f"data.path contains the token id {tokens.max()}, but data.tokenizer has only ids below "
+                f"{self._vocab_size}; give the folder of the tokenizer that made the files, or check data.token_dtype"
             )
         first = np.searchsorted(self.document_ends, start, side="right")
         last = np.searchsorted(self.document_ends, stop - 1, side="right")
-        borders = self.document_ends[first:last]
-        document_ids = np.searchsorted(borders, np.arange(start, stop), side="right").astype(np.int32)
+        boundaries = self.document_ends[first:last]
+        document_ids = np.searchsorted(boundaries, np.arange(start, stop), side="right").astype(np.int32)
         return Sample(tokens, document_ids)
 
-    def _pieces(self, start: int, stop: int) -> Iterable[np.ndarray]:
+    def _slices(self, start: int, stop: int) -> Iterable[np.ndarray]:
         number = int(np.searchsorted(self._part_ends, start, side="right"))
         while start < stop:
             part, part_end = self._parts[number], int(self._part_ends[number])
@@ -53,10 +56,10 @@ class Corpus:
 
 
 class CorpusSamples:
-    """Cut [start, stop) of a corpus into samples of N + 1 tokens that share their border token.
+    """Cut [start, stop) of a corpus into samples of N + 1 tokens; consecutive samples share one token.
 
-    Sample i covers tokens [i*N, i*N + N]: every token but the first is a label exactly once. What is left at the end,
-    less than one sequence, is not used.
+    Sample i covers tokens [i*N, i*N + N], so every token except the first is a label exactly once. A remainder shorter
+    than one sequence is dropped.
     """
 
     def __init__(self, corpus: Corpus, start: int, stop: int, seq_len_tokens: int) -> None:
@@ -76,21 +79,21 @@ class CorpusSamples:
 
 
 def split_holdout(corpus: Corpus, holdout_fraction: float, seq_len_tokens: int) -> tuple[CorpusSamples, CorpusSamples]:
-    """Part the corpus into training samples and held-out ones: the last documents, whole, at least one of them.
+    """Split the corpus into training and held-out samples. The last whole documents are held out, at least one.
 
-    Raises: ValueError where no document, or less than one sequence, is left for training.
+    Raises: ValueError if no document, or less than one sequence, is left for training.
     """
-    border = _holdout_border(corpus, holdout_fraction)
-    training = CorpusSamples(corpus, 0, border, seq_len_tokens)
+    holdout_start = _holdout_start(corpus, holdout_fraction)
+    training = CorpusSamples(corpus, 0, holdout_start, seq_len_tokens)
     if len(training) == 0:
         raise ValueError(
-            f"data.path gives {border} training tokens, fewer than one sequence needs: train.seq_len_tokens + 1 = "
-            f"{seq_len_tokens + 1}; add files or shorten train.seq_len_tokens"
+            f"data.path gives {holdout_start} training tokens, fewer than one sequence needs: "
+            f"train.seq_len_tokens + 1 = {seq_len_tokens + 1}; add files or shorten train.seq_len_tokens"
         )
-    return training, CorpusSamples(corpus, border, corpus.num_tokens, seq_len_tokens)
+    return training, CorpusSamples(corpus, holdout_start, corpus.num_tokens, seq_len_tokens)
 
 
-def _holdout_border(corpus: Corpus, holdout_fraction: float) -> int:
+def _holdout_start(corpus: Corpus, holdout_fraction: float) -> int:
     if holdout_fraction <= 0:
         return corpus.num_tokens
     num_documents = len(corpus.document_ends)
@@ -104,7 +107,7 @@ def _holdout_border(corpus: Corpus, holdout_fraction: float) -> int:
 
 
 def write_corpus(folder: Path, documents: Iterable[np.ndarray], dtype: np.dtype) -> None:
-    """Write tokenised documents one after another, and where they end; documents without a token leave no trace."""
+    """Write tokenised documents one after another, and their ends. Documents without tokens are skipped."""
     ends = array("q")
     num_tokens = 0
     with open(folder / TOKENS_FILE, "wb") as file:
@@ -119,7 +122,7 @@ def write_corpus(folder: Path, documents: Iterable[np.ndarray], dtype: np.dtype)
 
 
 def write_document_ends(folder: Path, ends: np.ndarray) -> None:
-    """Write where documents end, as a .npy file that can be memory-mapped."""
+    """Write the ends of documents as a .npy file that can be memory-mapped."""
     with open(folder / DOCUMENTS_FILE, "wb") as file:
         np.save(file, ends, allow_pickle=False)
         file.flush()
@@ -127,16 +130,16 @@ def write_document_ends(folder: Path, ends: np.ndarray) -> None:
 
 
 def open_corpus(folder: Path, dtype: np.dtype, vocab_size: int) -> Corpus:
-    """Map what `write_corpus` wrote.
+    """Memory-map the files of `write_corpus`.
 
-    Raises: ValueError where there is no token in it.
+    Raises: ValueError for a corpus without tokens.
     """
     document_ends = open_document_ends(folder)
     if len(document_ends) == 0:
-        raise ValueError("data.path gives no token: every document is empty; name files or a column that hold text")
+        raise ValueError("data.path gives no token: every document is empty; give files or a column that contain text")
     return Corpus([np.memmap(folder / TOKENS_FILE, dtype=dtype, mode="r")], document_ends, vocab_size)
 
 
 def open_document_ends(folder: Path) -> np.ndarray:
-    """Map what `write_document_ends` wrote."""
+    """Memory-map the file of `write_document_ends`."""
     return np.load(folder / DOCUMENTS_FILE, mmap_mode="r", allow_pickle=False)

@@ -1,4 +1,4 @@
-"""Documents through Hugging Face `datasets`: hub names, local folders, local files; downloaded first or streamed."""
+"""Documents from Hugging Face `datasets`: hub names, local folders or local files, downloaded first or streamed."""
 
 import json
 from collections.abc import Iterator
@@ -11,30 +11,30 @@ from titan_moe.data.text import find_files
 
 
 def describe_dataset(data: DataConfig) -> list[object]:
-    """Say what a cache of this dataset was made from; a hub name stands for itself: a run keeps what it first saw."""
+    """Make the cache key of a dataset. A hub name is not resolved to a revision: a cached copy stays in use."""
     files = find_files(data.files, "data.files") if data.files else sorted(Path(data.path).rglob("*"))
     return [data.path, data.subset, data.split, data.text_column, describe_files(files)]
 
 
 def read_documents(data: DataConfig) -> Iterator[str]:
-    """Read a downloaded dataset's texts in order."""
+    """Yield the texts of a downloaded dataset in order."""
     for row in _load(data):
         yield _text(row, data)
 
 
 class DocumentStream:
-    """One pass over a streamed dataset that can be left at any document and taken up again there.
+    """One pass over a streamed dataset that can stop at any document and resume there.
 
-    `datasets` knows how to jump to a place that it described before, and describes the start of the pass until it has
-    read a row there; where its description is not plain JSON the place is found by reading, and throwing away, the
-    documents before it.
+    A `datasets` stream resumes from its state dict. Right after that it still returns the state of the start of the
+    pass, until the first row is read, so the loaded state is kept until then. If the state dict is not plain JSON,
+    a resume reads and discards all earlier documents.
     """
 
     def __init__(self, data: DataConfig, num_read: int, place: dict[str, Any] | None) -> None:
         self.num_read = 0
         self._data = data
         self._dataset = _load(data)
-        self._given = place
+        self._loaded_place = place
         if place is not None:
             self._dataset.load_state_dict(place)
             self.num_read = num_read
@@ -43,23 +43,26 @@ class DocumentStream:
             pass
 
     def read(self) -> str | None:
-        """Read the next document; None when the pass is over."""
+        """Return the next document, or None at the end of the pass.
+
+        Raises: ValueError for a row that `datasets` cannot read.
+        """
         try:
             row = next(self._rows, None)
         except ValueError as error:
             raise ValueError(
-                f"{_whence(self._data)}: the row after {self.num_read} cannot be read: {error}; mend the file or leave "
-                "it out"
+                f"{_describe_origin(self._data)}: the row after {self.num_read} cannot be read: {error}; repair the "
+                "file or leave it out"
             ) from error
-        self._given = None
+        self._loaded_place = None
         if row is None:
             return None
         self.num_read += 1
         return _text(row, self._data)
 
     def place(self) -> dict[str, Any] | None:
-        """Describe the place before the next document as plain JSON; None where `datasets` cannot."""
-        place = self._given or self._dataset.state_dict()
+        """Return the stream's state before the next document as plain JSON, or None if it is not plain JSON."""
+        place = self._loaded_place or self._dataset.state_dict()
         try:
             return place if json.loads(json.dumps(place)) == place else None
         except (TypeError, ValueError):
@@ -79,12 +82,13 @@ def _load(data: DataConfig) -> Any:
         return datasets.load_dataset(
             data.path, data.subset or None, data_files=files, split=data.split, streaming=data.is_streamed
         )
-    except Exception as error:  # of many kinds; some say what happened in their cause only
+    except Exception as error:  # of many types; for some, only the cause contains the reason
         reason = error.__cause__ or error
-        raise ValueError(f"{_whence(data)}: `datasets` cannot load this: {type(reason).__name__}: {reason}") from error
+        message = f"{_describe_origin(data)}: `datasets` cannot load this: {type(reason).__name__}: {reason}"
+        raise ValueError(message) from error
 
 
-def _whence(data: DataConfig) -> str:
+def _describe_origin(data: DataConfig) -> str:
     return (
         f"data.path = {data.path!r}, data.subset = {data.subset!r}, data.split = {data.split!r}, "
         f"data.files = {data.files!r}"
@@ -94,13 +98,13 @@ def _whence(data: DataConfig) -> str:
 def _text(row: dict[str, Any], data: DataConfig) -> str:
     if data.text_column not in row:
         raise ValueError(
-            f"data.text_column = {data.text_column!r} is no column of data.path = {data.path!r}; "
-            f"it has {', '.join(map(repr, row))}"
+            f"data.text_column = {data.text_column!r} is not a column of data.path = {data.path!r}; "
+            f"its columns are {', '.join(map(repr, row))}"
         )
     text = row[data.text_column] or ""
     if not isinstance(text, str):
         raise ValueError(
-            f"data.text_column = {data.text_column!r} of data.path = {data.path!r} holds {type(text).__name__}, "
-            "not text; name a column of strings"
+            f"data.text_column = {data.text_column!r} of data.path = {data.path!r} contains {type(text).__name__}, "
+            "not text; give a column of strings"
         )
     return text

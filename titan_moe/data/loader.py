@@ -1,4 +1,4 @@
-"""Steps for one data-parallel rank, cut from the global order of samples.
+"""The data loader of one data-parallel rank.
 
 Shapes: M microbatches · B sequences · N tokens of a sequence.
 """
@@ -17,10 +17,10 @@ from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
 
 
 class Loader:
-    """Hand one rank its part of every step; the state is one number, the same on every rank.
+    """Read one rank's microbatches of every step. The state is one sample number, equal on all ranks.
 
-    Step s reads samples [s*G, (s+1)*G) of the global order, rank r the r-th of dp_size equal contiguous slices of
-    them, M microbatches of B. Nothing in the state names a rank, so a run resumes onto any number of them.
+    Step s uses samples [s*G, (s+1)*G) of the global order. Rank r reads the r-th of dp_size equal contiguous slices, as
+    M microbatches of B sequences. The state does not depend on the rank, so a run resumes on any number of ranks.
     """
 
     def __init__(self, recipe: Recipe, dp_rank: int, dp_size: int, tokenizer: Tokenizer, source: Source) -> None:
@@ -41,17 +41,19 @@ class Loader:
         return self._pack(samples)
 
     def validation_batches(self) -> Iterator[Batch]:
-        """Read this rank's held-out microbatches: the same ones every time, as many on every rank.
+        """Yield this rank's held-out microbatches: the same at every call, equally many on every rank.
 
-        `validation.num_sequences` of them, evenly spaced over what is held out, go round the ranks; a place that is
-        left over has IGNORE_LABEL for every label.
+        `validation.num_sequences` sequences, evenly spaced over the held-out ones, are distributed over the ranks.
+        Padding sequences have IGNORE_LABEL as every label.
+
+        Raises: ValueError if no sequence is held out.
         """
         count = min(self._recipe.validation.num_sequences, len(self._validation))
         if count == 0:
             raise ValueError(
-                f"nothing is held out for validation: data.holdout_fraction = {self._recipe.data.holdout_fraction} is "
-                f"{len(self._validation)} sequences, of which validation.num_sequences = "
-                f"{self._recipe.validation.num_sequences} are asked for; raise what is too small"
+                f"nothing is held out for validation: data.holdout_fraction = {self._recipe.data.holdout_fraction} "
+                f"gives {len(self._validation)} sequences, and validation.num_sequences = "
+                f"{self._recipe.validation.num_sequences}; increase the one that is too small"
             )
         size = self._recipe.train.micro_batch_sequences
         for first in range(self._dp_rank * size, _round_up(count, self._dp_size * size), self._dp_size * size):
@@ -60,7 +62,7 @@ class Loader:
             yield self._pack_padded(samples, size)
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the run stands in its data, in integers and one string; alike on every rank."""
+        """Return the position in the data as integers and one string, equal on all ranks."""
         return {
             "next_sample": self._next_sample,
             "seq_len_tokens": self._recipe.train.seq_len_tokens,
@@ -69,19 +71,19 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, on any number of ranks.
+        """Continue at the position of `state`, on any number of ranks.
 
-        Raises: ValueError where the same sample number would mean another sample.
+        Raises: ValueError if the same sample number would refer to another sample.
         """
         own = self.state_dict()
         for key, way_out in (
             ("seq_len_tokens", "set train.seq_len_tokens back"),
-            ("samples_per_epoch", "bring back the corpus, tokenizer and holdout that it was trained on"),
+            ("samples_per_epoch", "restore the corpus, tokenizer and holdout that it was trained on"),
         ):
             if state[key] != own[key]:
                 raise ValueError(
-                    f"the checkpoint counts its data with {key} = {state[key]}, this run with {own[key]}: its position "
-                    f"would mean other samples; {way_out}, or start from the weights alone with checkpoint.load_from"
+                    f"the checkpoint was written with {key} = {state[key]}, this run has {own[key]}: its position "
+                    f"would refer to other samples; {way_out}, or load only the weights with checkpoint.load_from"
                 )
         self._training.load_state(state["stream"])
         self._next_sample = state["next_sample"]
@@ -92,8 +94,8 @@ class Loader:
 
     def _pack_padded(self, samples: list[Sample], size: int) -> Batch:
         num_real, num_tokens = len(samples), self._recipe.train.seq_len_tokens + 1
-        nothing = Sample(np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int32))
-        batch = self._pack(samples + [nothing] * (size - num_real))
+        padding = Sample(np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int32))
+        batch = self._pack(samples + [padding] * (size - num_real))
         batch.labels_MBN[:, num_real:] = IGNORE_LABEL
         return batch
 
@@ -103,13 +105,14 @@ def build_loader(
 ) -> Loader:
     """Open a recipe's data for one data-parallel rank.
 
-    Rank 0 tokenises what is not cached yet while the others wait in `barrier`, which every rank calls equally often.
-    Raises: ValueError, FileNotFoundError or ImportError, each naming the field of `[data]` that must change.
+    Rank 0 tokenises data that is not cached yet; the other ranks wait in `barrier`, which all ranks call equally often.
+
+    Raises: ValueError, FileNotFoundError or ImportError, each naming the field of `[data]` to change.
     """
     train = recipe.train
     if train.global_batch_sequences % (train.micro_batch_sequences * dp_size) != 0:
         raise ValueError(
-            f"train.global_batch_sequences = {train.global_batch_sequences} is no multiple of "
+            f"train.global_batch_sequences = {train.global_batch_sequences} is not a multiple of "
             f"train.micro_batch_sequences = {train.micro_batch_sequences} times {dp_size} data-parallel ranks; "
             f"make it a multiple of {train.micro_batch_sequences * dp_size}"
         )

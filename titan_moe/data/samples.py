@@ -1,4 +1,4 @@
-"""The global order of training samples, the same under every layout."""
+"""The global order of training samples, equal for every parallel layout."""
 
 import json
 from abc import ABC, abstractmethod
@@ -9,34 +9,37 @@ import numpy as np
 from titan_moe.data.hashing import derive_key, hash_counters, permute
 from titan_moe.data.packing import Sample
 
-_ORDER = 1  # keeps the order's random numbers apart from those of other uses of the same seed
+_ORDER = 1  # hashed with the seed: other uses of the same seed draw other numbers
 
 
 class IndexedSamples(Protocol):
-    """Samples that can be asked for by number, in any order."""
+    """Samples with random access by index."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Sample: ...
 
 
 class Samples(ABC):
-    """An endless sequence of samples, read forward; what the loader cuts steps from."""
+    """An endless sequence of samples, read in order. The loader reads steps from it."""
 
     samples_per_epoch: int = 0
-    """Samples before the first one comes again; 0 where that is unknown or never."""
+    """Samples of one epoch; 0 if unknown or without end."""
     order: str = ""
-    """What the sample of a number depends on beside the data, in words."""
+    """Describes the order of samples. Checkpoints store this text, and a resume compares it."""
 
     @abstractmethod
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
-        """Read samples [first, first + count) of the run and keep those at the offsets `mine`."""
+        """Advance over samples [first, first + count) of the run and return those at the offsets `mine`."""
 
     def state(self) -> str:
-        """Say, as JSON, what a position means beside the sample number: the order, or where in a stream it is."""
+        """Return, as JSON, the state beside the sample number: the order, or the position in a stream."""
         return json.dumps({"order": self.order})
 
     def load_state(self, state: str) -> None:
-        """Go back to where `state` was taken; "" is a state of before there were orders in them."""
+        """Continue at the position of `state`. An empty string comes from a checkpoint without an order.
+
+        Raises: ValueError for the state of a stream or of another order.
+        """
         order = json.loads(state).get("order") if state else self.order
         if order is None:
             raise ValueError(
@@ -45,14 +48,14 @@ class Samples(ABC):
             )
         if order != self.order:
             raise ValueError(
-                f"the checkpoint's samples come {order}, this run's {self.order}: its position would mean other "
+                f"the checkpoint's samples are {order}, this run's are {self.order}: its position would refer to other "
                 "samples; set run.seed and data.is_shuffled back, or start a new run from the weights with "
                 "checkpoint.load_from"
             )
 
 
 class EpochSamples(Samples):
-    """Go through indexed samples epoch by epoch, each sample once an epoch, in a seeded order that differs by epoch."""
+    """Iterate over indexed samples in epochs: each sample once an epoch, in a seeded order that differs by epoch."""
 
     def __init__(self, samples: IndexedSamples, seed: int, is_shuffled: bool) -> None:
         self.samples_per_epoch = len(samples)

@@ -1,4 +1,4 @@
-"""From `[data]` of a recipe to its training samples and its held-out ones."""
+"""Open the training and held-out samples of a recipe's `[data]`."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,16 +15,16 @@ from titan_moe.data.tokens import open_token_files
 
 
 class Source(NamedTuple):
-    """What a run learns from and what it is judged by."""
+    """The training samples and the held-out samples of a run."""
 
     training: Samples
     validation: IndexedSamples
 
 
 def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
-    """Open the source that `data.source` names.
+    """Open the source of `data.source`.
 
-    Raises: ValueError where a validation or a sample of the model is asked for and too little is held out for it.
+    Raises: ValueError if too little is held out for validation or for the prompt of generated text.
     """
     if recipe.data.source == "datasets" and not recipe.data.path:
         raise ValueError(
@@ -60,11 +60,11 @@ def _open_synthetic(recipe: Recipe) -> Source:
 
 
 def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
-    """A stream has no known end to hold out from: its first documents are the validation's, where there is one."""
+    """Open a streamed dataset. Its length is unknown, so validation uses its first documents instead of the last."""
     if recipe.data.holdout_fraction > 0:
         raise ValueError(
-            f"data.holdout_fraction = {recipe.data.holdout_fraction} means the last documents, and a stream is not "
-            "known to its end; set it to 0 (validation then keeps the stream's first documents) or set "
+            f"data.holdout_fraction = {recipe.data.holdout_fraction} holds out the last documents, but the length of "
+            "a stream is unknown; set it to 0 (validation then uses the stream's first documents) or set "
             "data.is_streamed to false"
         )
 

@@ -1,4 +1,4 @@
-"""Samples from documents that can only be read in order."""
+"""Pack samples from a stream of documents, which can only be read in order."""
 
 import json
 from collections.abc import Callable
@@ -22,25 +22,29 @@ class Documents(Protocol):
 
 
 OpenDocuments = Callable[[int, dict[str, Any] | None], Documents]
-"""Opens a pass at its document number `num_read`; the place that `Documents.place` described there may save reading."""
+"""(num_read, place) -> a pass that starts at document `num_read`. The state `place` of that document, from
+`Documents.place`, saves reading the documents before it."""
 
 
 @dataclass(frozen=True)
 class _Position:
-    """A token of a stream: so many documents of this epoch lie before its own, so many tokens before it in that one."""
+    """The position of a token in a stream."""
 
     epoch: int = 0
     num_documents: int = 0
+    """Documents of this epoch before the token's own."""
     offset_tokens: int = 0
+    """Tokens of its document before it."""
     place: dict[str, Any] | None = None
+    """State of the stream at the start of its document."""
 
 
 class StreamedSamples(Samples):
-    """Pack a stream of documents into samples, on every rank alike, and remember the exact token where the next begins.
+    """Pack a stream of documents into samples. The state is the exact token where the next sample begins.
 
-    Every rank reads the whole stream and keeps its slice: that costs each rank all the tokenising, and buys a global
-    order that does not depend on how many ranks there are. The stream starts again when it ends; its first
-    `num_reserved` documents are left out each time (they are the validation's).
+    Every rank tokenises the whole stream and keeps its slice, so the global order does not depend on the number of
+    ranks. The stream restarts at its end. The first `num_reserved` documents of every epoch are skipped; validation
+    uses them.
     """
 
     def __init__(
@@ -50,16 +54,16 @@ class StreamedSamples(Samples):
         self._tokenizer = tokenizer
         self._seq_len_tokens = seq_len_tokens
         self._num_reserved = num_reserved
-        self._begin_at(_Position(num_documents=num_reserved))
+        self._seek(_Position(num_documents=num_reserved))
 
     @property
     def epoch(self) -> int:
-        """How many times the stream has started again."""
+        """How many times the stream has restarted."""
         return self._next.epoch
 
     @property
     def num_documents_touched(self) -> int:
-        """Documents of this epoch up to the one that holds the next sample's first token, that one included."""
+        """Documents of this epoch up to and including the one with the next sample's first token."""
         return self._next.num_documents + 1
 
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
@@ -73,21 +77,21 @@ class StreamedSamples(Samples):
         position = json.loads(state or "{}")
         if "epoch" not in position:
             raise ValueError(
-                "the checkpoint's data was no stream, this run's is; set data.source and data.is_streamed back, or "
+                "the checkpoint's data was not a stream, this run's is; set data.source and data.is_streamed back, or "
                 "start a new run from the weights with checkpoint.load_from"
             )
-        self._begin_at(_Position(**position))
+        self._seek(_Position(**position))
 
-    def _begin_at(self, position: _Position) -> None:
+    def _seek(self, position: _Position) -> None:
         self._next = position
         self._documents: Documents | None = None
         self._tokens = np.empty(0, dtype=np.int64)
         self._document_ids = np.empty(0, dtype=np.int32)
 
     def _take_one(self) -> Sample:
-        """Take N + 1 tokens and keep the last, which is the next sample's first.
+        """Return N + 1 tokens. The last one is kept: it is also the first token of the next sample.
 
-        That token always lies in the document read last, so the position needs one document and one offset.
+        That token is always in the document read last, so one document and one offset describe the position.
         """
         length = self._seq_len_tokens
         while len(self._tokens) <= length:
@@ -108,7 +112,10 @@ class StreamedSamples(Samples):
         self._document_ids = np.concatenate([self._document_ids, np.full(len(tokens), number, dtype=np.int32)])
 
     def _read(self, epoch: int, documents: Documents) -> np.ndarray:
-        """Read the next document that has a token, over the end of an epoch if need be, and note where it starts."""
+        """Read the next document that has a token, past the end of an epoch if necessary, and record its start.
+
+        Raises: ValueError if a whole pass has no token.
+        """
         first_epoch = epoch
         while True:
             start, place = (epoch, documents.num_read), documents.place()
@@ -116,8 +123,8 @@ class StreamedSamples(Samples):
             if text is None:
                 if epoch > first_epoch:
                     raise ValueError(
-                        f"data.path has no document with text in a whole pass, past the {self._num_reserved} documents "
-                        "that validation keeps; add data, or lower validation.num_sequences"
+                        f"data.path has no document with text after the {self._num_reserved} documents reserved for "
+                        "validation; add data, or lower validation.num_sequences"
                     )
                 epoch, documents = epoch + 1, self._open_documents(self._num_reserved, None)
                 continue

@@ -1,4 +1,4 @@
-"""Learnable random tokens from (seed, sample number) alone: runs that need no corpus, golden losses, benchmarks."""
+"""Learnable random tokens, a function of (seed, sample number): for golden losses, benchmarks and tests."""
 
 from math import gcd
 
@@ -14,12 +14,12 @@ _MEAN_DOCUMENT_TOKENS = 64
 
 
 class SyntheticSamples(Samples):
-    """Tokens that mostly follow from the last one, sometimes from the one before it, and sometimes from nothing.
+    """Tokens from two affine rules and noise.
 
-    A token is `a·x + c` of its neighbour (60 %), `b·y + d` of the token two back (20 %), or noise that favours small
-    ids (20 %), all modulo the vocabulary. So the unigram, the bigram and what attention alone can see are each worth
-    something: the loss falls early and keeps falling, towards about 2 nats with a vocabulary of 256. Documents start
-    at random; no rule reaches over their border, so document attention loses nothing.
+    With x the last token and y the one before it, a token is `a·x + c` (60 %), `b·y + d` (20 %), or noise that favours
+    small ids (20 %), modulo the vocabulary size. Unigram statistics, bigram statistics and attention each reduce the
+    loss, so it falls early and keeps falling, to about 2 nats with a vocabulary of 256. Documents start at random. No
+    rule crosses a document boundary, so document attention loses no information.
     """
 
     def __init__(self, vocab_size: int, seq_len_tokens: int, seed: int, is_validation: bool = False) -> None:
@@ -44,7 +44,7 @@ class SyntheticSamples(Samples):
 
     def _draw_noise(self, bits: np.ndarray) -> np.ndarray:
         uniform = (bits >> np.uint64(11)).astype(np.float64) / 2**53
-        square = uniform * uniform  # products, because they round alike on every machine
+        square = uniform * uniform  # products round equally on every machine, powers do not
         return (square * square * self._vocab_size).astype(np.int64)
 
     def _follow(self, rules: np.ndarray, noise: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ def _choose_rules(is_start: np.ndarray, bits: np.ndarray) -> np.ndarray:
 
 
 def _draw_affine_rule(vocab_size: int, seed: int, rule: int) -> tuple[int, int]:
-    """Draw a factor without a divisor in common with the vocabulary, so that the rule is a permutation of it."""
+    """Draw (factor, shift). The factor is coprime to the vocabulary size, so the rule permutes the vocabulary."""
     factor, shift = (int(bits) % vocab_size for bits in hash_counters(derive_key(seed, _RULES, rule), np.arange(2)))
     while gcd(factor, vocab_size) != 1:
         factor += 1

@@ -1,4 +1,4 @@
-"""Between text and token ids."""
+"""Tokenizers: text to token ids and back."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -10,39 +10,39 @@ from typing import Any
 import numpy as np
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
-_DOCUMENTS_AT_A_TIME = 256
+_BATCH_DOCUMENTS = 256
 
 
 class Tokenizer(ABC):
-    """What the data room and a run that writes text ask of a tokenizer."""
+    """The interface of tokenizers, for the data pipeline and for text generation."""
 
     vocab_size: int
     """One more than the largest id."""
     end_of_document: int | None
-    """Id that follows a document's last token; None where documents have no end that can be seen."""
+    """Id appended to each document; None if documents have no end token."""
     fingerprint: str
-    """What a cache of tokenised text must remember about the tokenizer."""
+    """Identifies the tokenizer in cache keys of tokenised text."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Turn a text into ids, without the end-of-document id."""
+        """Encode a text, without the end-of-document id."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Turn ids back into text."""
+        """Decode ids into text."""
 
     @abstractmethod
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """Turn whole documents into ids, each closed by `end_of_document`; an empty text gives an empty array."""
+        """Encode documents, each with `end_of_document` appended. An empty text gives an empty array."""
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned integers that hold every id."""
+        """The smallest unsigned integer dtype for every id."""
         return np.dtype(np.min_scalar_type(self.vocab_size - 1)).newbyteorder("<")
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes as ids, for runs that need no download; byte 0, which text has no use for, ends a document."""
+    """UTF-8 bytes as ids; needs no download. Byte 0, which does not occur in text, ends a document."""
 
     vocab_size = 256
     end_of_document = 0
@@ -61,7 +61,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class NumberTokenizer(Tokenizer):
-    """Ids whose tokenizer is unknown or does not exist: their text is the ids themselves, in decimal."""
+    """For ids whose tokenizer is unknown or does not exist. Their text is the ids in decimal."""
 
     end_of_document = None
     fingerprint = "numbers"
@@ -80,7 +80,10 @@ class NumberTokenizer(Tokenizer):
 
 
 class FolderTokenizer(Tokenizer):
-    """A Hugging Face tokenizer from a folder, through torchtitan; its own rules say whether a text begins with BOS."""
+    """A Hugging Face tokenizer from a folder, through torchtitan. Its configuration decides about a leading BOS.
+
+    Raises: FileNotFoundError for a folder without tokenizer files; ValueError for unreadable ones or a missing EOS.
+    """
 
     def __init__(self, folder: str) -> None:
         files = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
@@ -89,16 +92,16 @@ class FolderTokenizer(Tokenizer):
                 f"data.tokenizer = {folder!r} is not a folder with a tokenizer.json; "
                 "give the path of such a folder, or 'bytes'"
             )
-        from titan_moe.titan import HuggingFaceTokenizer  # here, so that runs on bytes never load torchtitan for it
+        from titan_moe.titan import HuggingFaceTokenizer  # imported here: byte tokenizers do not need torchtitan
 
         try:
             self._inner: Any = HuggingFaceTokenizer(folder)
-        except Exception as error:  # the library raises no narrower kind
+        except Exception as error:  # the library raises no narrower type
             names = " or ".join(file.name for file in files)
-            raise ValueError(f"data.tokenizer = {folder!r} cannot be read: {error}; mend its {names}") from error
+            raise ValueError(f"data.tokenizer = {folder!r} cannot be read: {error}; repair its {names}") from error
         if self._inner.eos_id is None:
             raise ValueError(
-                f"data.tokenizer = {folder!r} names no end-of-sequence token, which must end documents; "
+                f"data.tokenizer = {folder!r} has no end-of-sequence token, which must end documents; "
                 "set eos_token in its tokenizer_config.json"
             )
         self.end_of_document: int = self._inner.eos_id
@@ -106,20 +109,20 @@ class FolderTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self._frame(self._inner.tokenizer.encode(text).ids)
+        return self._with_bos_only(self._inner.tokenizer.encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids))
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         texts = iter(texts)
-        while some := list(islice(texts, _DOCUMENTS_AT_A_TIME)):  # a batch uses every core
-            for text, encoding in zip(some, self._inner.tokenizer.encode_batch(some), strict=True):
-                ids = [*self._frame(encoding.ids), self.end_of_document] if text else []
+        while batch := list(islice(texts, _BATCH_DOCUMENTS)):  # `encode_batch` uses every core
+            for text, encoding in zip(batch, self._inner.tokenizer.encode_batch(batch), strict=True):
+                ids = [*self._with_bos_only(encoding.ids), self.end_of_document] if text else []
                 yield np.array(ids, dtype=self.dtype)
 
-    def _frame(self, ids: list[int]) -> list[int]:
-        """Open with BOS where the folder's configuration asks for it, and leave the end to the caller."""
+    def _with_bos_only(self, ids: list[int]) -> list[int]:
+        """Prepend BOS if the folder's configuration says so, and remove an EOS. The caller appends the EOS."""
         if self._inner.hf_adds_eos:
             ids = ids[:-1]
         if self._inner.default_add_bos and not self._inner.hf_adds_bos and self._inner.bos_id is not None:
@@ -128,7 +131,10 @@ class FolderTokenizer(Tokenizer):
 
 
 def build_tokenizer(name: str, source: str, model_vocab_size: int) -> Tokenizer:
-    """Make the tokenizer that `data.tokenizer` names, and see that its ids fit the model's embedding."""
+    """Make the tokenizer of `data.tokenizer`.
+
+    Raises: ValueError if it has more ids than the model's embedding has rows.
+    """
     tokenizer: Tokenizer
     if source == "synthetic" or (source == "tokens" and name == ""):
         tokenizer = NumberTokenizer(model_vocab_size)

@@ -1,4 +1,4 @@
-"""Corpora that are token ids already: flat binary files, memory-mapped."""
+"""Pre-tokenised corpora: flat binary files of token ids, memory-mapped."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +11,18 @@ from titan_moe.data.corpus import Corpus, open_document_ends, write_document_end
 from titan_moe.data.text import find_files
 from titan_moe.data.tokenizer import Tokenizer
 
-_LOOK_TOKENS = 4096
-_TELLING_TOKENS = 16
+_PROBE_TOKENS = 4096
+_MIN_PROBE_TOKENS = 16
 _SCAN_TOKENS = 1 << 24
 
 
 def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Corpus:
     """Map the files of `data.path` as one corpus, in sorted order.
 
-    A document ends after the tokenizer's end-of-document id, and with its file. Only document attention and a holdout
-    need to know where; the scan for it reads every byte once, and its answer is cached.
+    A document ends after the tokenizer's end-of-document id and at the end of its file. The ends are needed only for
+    document attention and for a holdout; finding them reads every byte once, and the result is cached.
+
+    Raises: FileNotFoundError if no file matches; ValueError for files of another dtype or vocabulary.
     """
     files = find_files(data.path, "data.path")
     parts = [_map_file(file, data, tokenizer) for file in files]
@@ -39,17 +41,17 @@ def _map_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
     size_bytes = file.stat().st_size
     if size_bytes == 0 or size_bytes % dtype.itemsize != 0:
         raise ValueError(
-            f"data.path: {file} has {size_bytes} bytes, which is no whole number of data.token_dtype = "
-            f"{data.token_dtype!r} ids of {dtype.itemsize} bytes; remove the file or correct data.token_dtype"
+            f"data.path: {file} has {size_bytes} bytes, not a multiple of the {dtype.itemsize} bytes of an id of "
+            f"data.token_dtype = {data.token_dtype!r}; remove the file or correct data.token_dtype"
         )
     tokens = np.memmap(file, dtype=dtype, mode="r")
-    _refuse_wrong_dtype(tokens[:_LOOK_TOKENS], file, data, tokenizer)
+    _check_dtype(tokens[:_PROBE_TOKENS], file, data, tokenizer)
     return tokens
 
 
-def _refuse_wrong_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Look at a file's first ids: 32-bit ids read as 16-bit ones show as zeros at every odd place."""
-    is_long_enough = len(tokens) >= _TELLING_TOKENS
+def _check_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Check a file's first ids. 32-bit ids read as 16-bit ones have zeros at every odd position."""
+    is_long_enough = len(tokens) >= _MIN_PROBE_TOKENS
     if data.token_dtype == "uint16" and is_long_enough and tokens.any() and not tokens[1::2].any():
         raise ValueError(
             f"data.path: every second id of {file} is 0 when read as data.token_dtype = 'uint16', as in a file of "
@@ -57,15 +59,15 @@ def _refuse_wrong_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokeni
         )
     if tokens.max() >= tokenizer.vocab_size and not data.tokenizer:
         raise ValueError(
-            f"data.path: {file} holds the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, for "
-            f"which model.vocab_size = {tokenizer.vocab_size} has no row; raise it, or correct data.token_dtype"
+            f"data.path: {file} contains the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, "
+            f"not below model.vocab_size = {tokenizer.vocab_size}; increase it, or correct data.token_dtype"
         )
     if tokens.max() >= tokenizer.vocab_size:
         raise ValueError(
-            f"data.path: {file} holds the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, but "
-            f"data.tokenizer = {data.tokenizer!r} has ids below {tokenizer.vocab_size} only; correct "
-            "data.token_dtype, name the folder of the tokenizer that made the file, or set data.tokenizer to '' where "
-            "it is unknown"
+            f"data.path: {file} contains the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, "
+            f"but data.tokenizer = {data.tokenizer!r} has only ids below {tokenizer.vocab_size}; correct "
+            "data.token_dtype, give the folder of the tokenizer that made the file, or set data.tokenizer to '' if it "
+            "is unknown"
         )
 
 

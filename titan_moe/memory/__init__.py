@@ -1,1 +1,1 @@
-"""What is kept, recomputed or moved away between forward and backward: one transform over a built model a file."""
+"""Activation memory: each file is one transform of a built model."""

@@ -1,1 +1,1 @@
-"""What a run tells about itself: a record a logged step, on console, in a file and in TensorBoard, and where it ran."""
+"""Metrics of a run: one record per logged step, for console, file and TensorBoard; the environment; trace regions."""

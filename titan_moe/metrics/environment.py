@@ -1,4 +1,4 @@
-"""Write down where and with what a run was made, so that its numbers can be explained later."""
+"""Record the software and hardware of a run, so that its numbers can be explained later."""
 
 import json
 import os
@@ -16,9 +16,9 @@ PACKAGES = ("titan_moe", "torch", "triton", "torchtitan", "torchao")
 
 
 def write_environment(run_folder: Path) -> dict[str, Any]:
-    """Write `environment.json` into the run folder and return what it says; call it on the main rank.
+    """Write `environment.json` into the run folder and return its content. Call it on rank 0.
 
-    No host name and no user name: a run folder is made to be shown.
+    It has no host name and no user name, because run folders are published.
     """
     environment = describe_environment()
     run_folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def write_environment(run_folder: Path) -> dict[str, Any]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, devices of this host, the package's commit, and the command; null for what is not there."""
+    """Versions, devices of this host, the package's commit and the command; null for what is missing."""
     has_cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_cuda else []
     return {
@@ -45,10 +45,10 @@ def describe_environment() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit that a folder is checked out from, and whether it was changed since.
+    """The git commit of a folder, and whether tracked files have changed since.
 
-    None for an installed package, also one that lies inside somebody else's checkout: that repository must know the
-    folder's `__init__.py`.
+    None for an installed package, also inside the checkout of another project: the folder's `__init__.py` must be
+    tracked.
     """
     try:
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")

@@ -1,4 +1,4 @@
-"""A file of records, one JSON object a line, that a resumed run continues as if it had never stopped."""
+"""A file of records, one JSON object per line. A resumed run continues it without gaps or repetitions."""
 
 import json
 import math
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class JsonLines:
-    """Append records and flush each, so that a reader or a crash finds whole lines."""
+    """Append records. Each is flushed, so readers see complete lines, also after a crash."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def drop_after(self, step: int) -> None:
-        """Remove records of later steps, which a resumed run will make again, and a line that a crash cut short."""
+        """Remove records of later steps, which a resumed run writes again, and an incomplete last line."""
         if not self.path.exists():
             return
         kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
@@ -23,7 +23,7 @@ class JsonLines:
         os.replace(new, self.path)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record; JSON knows no NaN and no infinity, they become null."""
+        """Append a record. NaN and infinity, which JSON lacks, become null."""
         with self.path.open("a") as file:
             file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 

@@ -1,4 +1,4 @@
-"""Turn what a step leaves on the device into one record a logged step, for every reader that the recipe asks for."""
+"""Write one record per logged step to the outputs of `[metrics]`: console, JSON lines, TensorBoard."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.metrics.experts import expert_loads, read
+from titan_moe.metrics.console import Console
+from titan_moe.metrics.experts import expert_loads, read_scalars
 from titan_moe.metrics.jsonl import JsonLines
-from titan_moe.metrics.progress import Progress
 from titan_moe.metrics.tensorboard import TensorBoard
 from titan_moe.metrics.throughput import Throughput, peak_memory_gib
 
 
 class Meter:
-    """Count every step and report some: the first after a start, each `metrics.every_steps`, and the last of the run.
+    """Count every step. Log the first one after a start, every `metrics.every_steps`-th, and the last of the run.
 
-    Between those nothing is read from the device, so the host may run ahead of it. All ranks make the same calls; the
-    main rank alone writes. `loss`, `grad_norm` and the counts must be whole already: no collective happens here.
+    Other steps do not synchronise with the device, so the host can run ahead. All ranks make the same calls, but only
+    rank 0 writes. `loss`, `grad_norm` and the counts must already be reduced over ranks: no collective is called here.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Meter:
         self.throughput = Throughput(flops_per_token, device, num_ranks)
         self.tokens_seen = 0
         self.next_is_first = True
-        self.lines: JsonLines | None = None
-        self.curves: TensorBoard | None = None
-        self.progress: Progress | None = None
+        self.jsonl: JsonLines | None = None
+        self.tensorboard: TensorBoard | None = None
+        self.console: Console | None = None
 
     def start(self, step: int, tokens_seen: int) -> None:
-        """Start the clock after `step` steps are done: 0 for a new run, the checkpoint's for a resumed one.
+        """Start the clock after `step` steps: 0 for a new run, the checkpoint's step for a resumed one.
 
-        Records of later steps, which a run left before it was stopped, are dropped: the file stays one line a step.
+        Records of later steps, written before an interruption, are removed, so the file keeps one line per step.
         """
         self.tokens_seen = tokens_seen
         self.next_is_first = True
@@ -70,20 +70,20 @@ class Meter:
         num_skipped: Tensor | int,
         num_reruns: int,
     ) -> dict[str, Any] | None:
-        """Count step number `step` (the first is 1) and, if it is a logged one, write and return its record.
+        """Count step `step` (the first is 1). If it is logged, write and return its record.
 
-        Shapes: `loss`, `aux_loss`, `grad_norm` 0-dim; `tokens_per_expert` [E] a layer, by the layer's name.
-        Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped` (0-dim) and `num_reruns` are steps
-        since the start of this process.
+        Shapes: `loss`, `aux_loss`, `grad_norm`, `num_skipped` 0-dim; `tokens_per_expert` layer name -> [E].
+        Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped` and `num_reruns` are steps since the
+        start of this process.
         """
         self.tokens_seen += num_tokens
         self.throughput.count(num_tokens)
-        if self.progress is not None:
-            self.progress.advance()
+        if self.console is not None:
+            self.console.advance()
         if not self._is_logged(step):
             return None
         loads = expert_loads(tokens_per_expert)
-        scalars = read([loss, aux_loss, grad_norm, num_skipped, *loads.values()])
+        scalars = read_scalars([loss, aux_loss, grad_norm, num_skipped, *loads.values()])
         measured = self.throughput.measure()  # after the read: the device has finished the step
         record: dict[str, Any] = {
             "step": step,
@@ -103,15 +103,15 @@ class Meter:
 
     def log_validation(self, step: int, loss: Tensor | float) -> dict[str, Any]:
         """Write the loss on held-out sequences after `step` steps."""
-        record = {"step": step, "validation_loss": read([loss])[0]}
+        record = {"step": step, "validation_loss": read_scalars([loss])[0]}
         self._write(record)
         return record
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock for a validation or a save, so that throughput speaks of training steps.
+        """Stop the clock during a validation or a save, so that throughput covers only training steps.
 
-        Waits for the device first: the steps that it has still to do belong on the clock.
+        Synchronises with the device first: pending steps count as training time.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -120,11 +120,11 @@ class Meter:
 
     def close(self) -> None:
         """Flush and close every output."""
-        if self.curves is not None:
-            self.curves.close()
-        if self.progress is not None:
-            self.progress.close()
-        self.curves = self.progress = None
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.console is not None:
+            self.console.close()
+        self.tensorboard = self.console = None
 
     def _is_logged(self, step: int) -> bool:
         is_first, self.next_is_first = self.next_is_first, False
@@ -133,17 +133,17 @@ class Meter:
     def _open_outputs(self, step: int) -> None:
         self.close()
         self.run_folder.mkdir(parents=True, exist_ok=True)
-        self.lines = JsonLines(self.run_folder / "metrics.jsonl")
-        self.lines.drop_after(step)
+        self.jsonl = JsonLines(self.run_folder / "metrics.jsonl")
+        self.jsonl.drop_after(step)
         if self.recipe.metrics.tensorboard:
-            self.curves = TensorBoard(self.run_folder / "tensorboard", step)
+            self.tensorboard = TensorBoard(self.run_folder / "tensorboard", step)
         unit = "GPU" if self.device.type == "cuda" else "process"
-        self.progress = Progress(self.total_steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
+        self.console = Console(self.total_steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.lines is not None:
-            self.lines.write(record)
-        if self.curves is not None:
-            self.curves.write(record)
-        if self.progress is not None:
-            self.progress.tell(record)
+        if self.jsonl is not None:
+            self.jsonl.write(record)
+        if self.tensorboard is not None:
+            self.tensorboard.write(record)
+        if self.console is not None:
+            self.console.write(record)

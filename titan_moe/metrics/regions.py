@@ -1,9 +1,8 @@
-"""Name the parts of a built model, so that a trace of it can be split by them.
+"""Wrap the parts of a built model in regions, by which a trace is broken down.
 
-A transform, so that layers know nothing of traces and runs that are not traced run nothing of this. It wraps methods
-from outside: after compile, so that a compiled piece is one range and its graph is the same (a block that is compiled
-whole is the range of the block, and nothing inside it has a name); before recompute, so that a forward that is repeated
-in backward is named too.
+This is a transform: layers contain no tracing code, and untraced runs do not apply it. It wraps methods after compile,
+so that a compiled graph is unchanged and one range; the parts inside a block that is one graph have no ranges. It wraps
+before recompute, so that a recomputed forward has its range too.
 """
 
 from torch import nn
@@ -13,42 +12,42 @@ from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mlp import NoMLP
 from titan_moe.layers.moe import MoE
-from titan_moe.profile.region import marked
+from titan_moe.profile.region import in_region
 
 
 def apply(model: nn.Module) -> None:
-    """Mark every part of the model in place; parameter names do not change."""
+    """Wrap every part of the model in place. Parameter names do not change."""
     for block in model.get_submodule("layers").children():
         if isinstance(block, Block):
-            _mark(block, "attention", "front")
+            _wrap(block, "attention", "front")
             if not isinstance(block.feed_forward, MoE):
-                _mark(block.feed_forward, "dense", "forward")
-        _mark(block, "block", "forward")
+                _wrap(block.feed_forward, "dense", "forward")
+        _wrap(block, "block", "forward")
     for module in model.modules():
         if isinstance(module, MoE):
-            _mark_moe(module)
+            _wrap_moe(module)
         elif isinstance(module, LanguageModelHead):
-            _mark(module, "head", "forward")
+            _wrap(module, "head", "forward")
         elif isinstance(module, nn.Embedding):
-            _mark(module, "embedding", "forward")
+            _wrap(module, "embedding", "forward")
     for child in model.children():
         if isinstance(child, nn.RMSNorm):  # the norm before the head
-            _mark(child, "head", "forward")
+            _wrap(child, "head", "forward")
 
 
-def _mark_moe(moe: MoE) -> None:
+def _wrap_moe(moe: MoE) -> None:
     dispatcher: TokenDispatcher = moe.dispatcher
-    _mark(moe.router, "router", "forward")
-    _mark(dispatcher, "dispatch", "prepare", "start_dispatch", "finish_dispatch")
-    _mark(dispatcher, "combine", "start_combine", "finish_combine")
-    _mark(moe.experts, "experts", "forward", "delayed_weights")
+    _wrap(moe.router, "router", "forward")
+    _wrap(dispatcher, "dispatch", "prepare", "start_dispatch", "finish_dispatch")
+    _wrap(dispatcher, "combine", "start_combine", "finish_combine")
+    _wrap(moe.experts, "experts", "forward", "delayed_weights")
     if not isinstance(moe.shared_experts, NoMLP):
-        _mark(moe.shared_experts, "shared", "forward")
+        _wrap(moe.shared_experts, "shared", "forward")
     for latent in (moe.latent_down, moe.latent_up):
         if not isinstance(latent, nn.Identity):
-            _mark(latent, "latent", "forward")
+            _wrap(latent, "latent", "forward")
 
 
-def _mark(owner: object, name: str, *methods: str) -> None:
+def _wrap(owner: object, name: str, *methods: str) -> None:
     for method in methods:
-        setattr(owner, method, marked(getattr(owner, method), name))
+        setattr(owner, method, in_region(getattr(owner, method), name))

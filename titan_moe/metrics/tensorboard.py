@@ -1,4 +1,4 @@
-"""The same records as curves in TensorBoard."""
+"""TensorBoard output of the records."""
 
 from pathlib import Path
 from typing import Any
@@ -7,29 +7,29 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """Write every number of a record under its name; members of a nested one as `name/member`.
+    """Write every number of a record as a scalar. Members of nested records are named `name/member`.
 
-    What an earlier run wrote of steps past `step` is no longer shown.
+    TensorBoard hides scalars that an interrupted run wrote for steps after `step`.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         self.writer = SummaryWriter(str(folder), max_queue=1000, purge_step=step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a record's numbers at its step; what is no number (an unknown MFU, a switch) makes no curve."""
-        for name, value in _curves(record).items():
+        """Add the numbers of a record at its step. Other values (None, strings, booleans) are skipped."""
+        for name, value in _scalars(record).items():
             self.writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Flush and close the file."""
         self.writer.close()
 
 
-def _curves(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    curves: dict[str, float] = {}
+def _scalars(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    scalars: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, dict):
-            curves |= _curves(value, f"{prefix}{name}/")
+            scalars |= _scalars(value, f"{prefix}{name}/")
         elif isinstance(value, (int, float)) and not isinstance(value, bool) and name != "step":
-            curves[prefix + name] = value
-    return curves
+            scalars[prefix + name] = value
+    return scalars

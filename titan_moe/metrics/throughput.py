@@ -1,4 +1,4 @@
-"""How fast a run is: tokens and model FLOPs by the clock between two logged steps."""
+"""Throughput: tokens/s, model FLOP/s and MFU between two logged steps."""
 
 import resource
 import sys
@@ -14,47 +14,46 @@ GIB = 2**30
 
 
 class Throughput:
-    """A clock that is read at logged steps only, so that steps in between run ahead of the host.
+    """A clock that is read only at logged steps, so that the host can run ahead in between.
 
-    The first measure after a start covers one step, with everything that happens once (compilation, autotuning); it is
-    the reason that the first step is logged, and later measures are free of it. Device work is complete when a measure
-    is taken because the caller has read the loss just before.
+    The first step after a start is logged separately: it contains compilation and autotuning, and later intervals do
+    not. The caller reads the loss before each measurement, so the work of the device is complete.
     """
 
     def __init__(self, flops_per_token: float, device: torch.device, num_ranks: int) -> None:
         self.flops_per_token = flops_per_token
         self.num_ranks = num_ranks
-        known = find_hardware(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        self.peak_flops = known.bf16_flops if known else None
+        hardware = find_hardware(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        self.peak_flops = hardware.bf16_flops if hardware else None
         self.start()
 
     def start(self) -> None:
-        """Begin an interval now."""
-        self._began_s = time.perf_counter()
+        """Start an interval."""
+        self._started_s = time.perf_counter()
         self._num_steps = 0
         self._num_tokens = 0
 
     def count(self, num_tokens: int) -> None:
-        """Add a step and its tokens, of all ranks, to the interval."""
+        """Add a step to the interval, with its tokens on all ranks."""
         self._num_steps += 1
         self._num_tokens += num_tokens
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the interval: validation, a save."""
-        began_s = time.perf_counter()
+        """Exclude the enclosed time (validation, a save) from the interval."""
+        started_s = time.perf_counter()
         try:
             yield
         finally:
-            self._began_s += time.perf_counter() - began_s
+            self._started_s += time.perf_counter() - started_s
 
     def measure(self) -> dict[str, float | None]:
-        """Report the interval and begin the next one.
+        """Report the interval and start the next one.
 
-        Model FLOPs count what the model needs (causal attention halved), not what recomputation repeats; `mfu` is their
-        share of the device's bf16 peak, none where the peak is not known.
+        Model FLOPs halve causal attention and exclude recomputation. `mfu` is their share of the device's bf16 peak, or
+        None if the peak is unknown.
         """
-        seconds = time.perf_counter() - self._began_s
+        seconds = time.perf_counter() - self._started_s
         tokens_per_second = self._num_tokens / seconds / self.num_ranks
         flops = self.flops_per_token * tokens_per_second
         step_ms = 1e3 * seconds / self._num_steps
@@ -68,7 +67,7 @@ class Throughput:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory held so far: allocated tensors on a GPU, the resident process on a CPU."""
+    """Peak memory so far: allocated tensors on a GPU, the resident set size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     unit_bytes = 1 if sys.platform == "darwin" else 1024

@@ -1,1 +1,1 @@
-"""Looking at where the time of a step goes."""
+"""Traces of optimizer steps, and the report of where their time goes."""

@@ -1,7 +1,7 @@
-"""Where the time of a step went: to parts of the model, to messages that nothing hid, to nothing at all.
+"""Break the time of a step down: compute by part of the model, exposed communication, idle gaps.
 
-Every instant of the traced steps is given to one thing, so that the shares add up to the step: to the part that
-computes (evenly, if several do), else to the part that sends or waits for messages, else to a gap.
+Every instant of the traced steps counts once, so the shares add up to the step. It counts for the part that computes
+(in equal shares if several do), else for the part that communicates, else as idle.
 """
 
 from collections import Counter, defaultdict
@@ -18,13 +18,13 @@ class PartTime:
     """A part's time in a step, in milliseconds."""
 
     forward_ms: float = 0.0
-    """Computing, forward."""
+    """Compute in forward."""
     backward_ms: float = 0.0
-    """Computing, backward; what is recomputed there too."""
+    """Compute in backward, recomputation included."""
     exposed_ms: float = 0.0
-    """Messages while nothing computes."""
-    messages_ms: float = 0.0
-    """All messages, hidden ones too."""
+    """Communication while nothing computes."""
+    communication_ms: float = 0.0
+    """All communication, hidden too."""
 
     @property
     def total_ms(self) -> float:
@@ -33,83 +33,83 @@ class PartTime:
 
 
 @dataclass
-class Split:
-    """A step, on average over the traced ones, in milliseconds."""
+class Breakdown:
+    """A step, averaged over the traced ones, in milliseconds."""
 
     step_ms: float
     parts: dict[str, PartTime] = field(default_factory=lambda: defaultdict(PartTime))
     exposed_ms: float = 0.0
-    """Messages while nothing computes; in the parts too."""
+    """Communication while nothing computes. Also counted in the parts."""
     hidden_ms: float = 0.0
-    """Messages while something computes."""
+    """Communication while something computes."""
     idle_ms: float = 0.0
-    """Gaps: neither computing nor messages."""
+    """Gaps: neither compute nor communication."""
     host_bound_ms: float = 0.0
-    """The share of the gaps in which the device had nothing to do because the host had not launched it yet."""
+    """Time in gaps before the host had launched the next work."""
 
     @property
     def named_share(self) -> float:
-        """How much of the work lies in regions."""
+        """The fraction of the work that is in regions."""
         work_ms = sum(part.total_ms for part in self.parts.values())
         other_ms = self.parts[OTHER].total_ms if OTHER in self.parts else 0.0
         return 1.0 - other_ms / work_ms if work_ms else 0.0
 
 
-def split(timeline: Timeline) -> Split:
-    """Give every instant of the traced steps to what it was spent on."""
+def break_down(timeline: Timeline) -> Breakdown:
+    """Attribute every instant of the traced steps."""
     ms = 1e-3 / timeline.num_steps
-    result = Split(step_ms=timeline.duration_us * ms)
-    for start_us, stop_us, computing, messages in _stretches(timeline):
-        stretch_ms = (stop_us - start_us) * ms
-        for part in {span.part for span in messages}:
-            result.parts[part].messages_ms += stretch_ms
-        if computing:
-            _share_out(result, computing, stretch_ms)
-            result.hidden_ms += stretch_ms if messages else 0.0
-        elif messages:
-            result.exposed_ms += stretch_ms
-            for span in messages:
-                result.parts[span.part].exposed_ms += stretch_ms / len(messages)
+    result = Breakdown(step_ms=timeline.duration_us * ms)
+    for start_us, stop_us, compute, communication in _intervals(timeline):
+        interval_ms = (stop_us - start_us) * ms
+        for part in {span.part for span in communication}:
+            result.parts[part].communication_ms += interval_ms
+        if compute:
+            _add_compute(result, compute, interval_ms)
+            result.hidden_ms += interval_ms if communication else 0.0
+        elif communication:
+            result.exposed_ms += interval_ms
+            for span in communication:
+                result.parts[span.part].exposed_ms += interval_ms / len(communication)
         else:
-            result.idle_ms += stretch_ms
+            result.idle_ms += interval_ms
     result.host_bound_ms = sum(_host_bound_us(timeline)) * ms
     return result
 
 
-def _share_out(result: Split, computing: list[Span], stretch_ms: float) -> None:
-    for span in computing:
+def _add_compute(result: Breakdown, compute: list[Span], interval_ms: float) -> None:
+    for span in compute:
         part = result.parts[span.part]
         if span.is_backward:
-            part.backward_ms += stretch_ms / len(computing)
+            part.backward_ms += interval_ms / len(compute)
         else:
-            part.forward_ms += stretch_ms / len(computing)
+            part.forward_ms += interval_ms / len(compute)
 
 
-def _stretches(timeline: Timeline) -> Iterator[tuple[float, float, list[Span], list[Span]]]:
-    """Cut the traced steps wherever work begins or ends: -> start, stop, what computes, what sends."""
-    borders = []
+def _intervals(timeline: Timeline) -> Iterator[tuple[float, float, list[Span], list[Span]]]:
+    """Cut the traced steps wherever a span starts or stops: -> start, stop, compute spans, communication spans."""
+    changes = []
     for number, span in enumerate(timeline.spans):
-        borders.append((max(span.start_us, timeline.start_us), 1, number))
-        borders.append((min(span.stop_us, timeline.stop_us), 0, number))
-    borders.sort()
+        changes.append((max(span.start_us, timeline.start_us), 1, number))
+        changes.append((min(span.stop_us, timeline.stop_us), 0, number))
+    changes.sort()
     running: dict[int, Span] = {}
-    at_us = timeline.start_us
-    for time_us, begins, number in [*borders, (timeline.stop_us, 0, -1)]:
-        if time_us > at_us:
+    last_us = timeline.start_us
+    for time_us, is_start, number in [*changes, (timeline.stop_us, 0, -1)]:
+        if time_us > last_us:
             spans = list(running.values())
-            messages = [span for span in spans if span.is_communication]
-            yield at_us, time_us, [span for span in spans if not span.is_communication], messages
-            at_us = time_us
-        if begins:
+            communication = [span for span in spans if span.is_communication]
+            yield last_us, time_us, [span for span in spans if not span.is_communication], communication
+            last_us = time_us
+        if is_start:
             running[number] = timeline.spans[number]
         else:
             running.pop(number, None)
 
 
 def _host_bound_us(timeline: Timeline) -> Iterator[float]:
-    """The part of every gap that passed before the host had launched what ends it.
+    """For every gap, the time before the host had launched the work that ends it.
 
-    Where the host computes itself, all gaps are the host's: Python between operations.
+    On a CPU all gaps are host-bound: Python between operations.
     """
     idle_from_us = timeline.start_us
     for span in timeline.spans:
@@ -118,32 +118,32 @@ def _host_bound_us(timeline: Timeline) -> Iterator[float]:
             if launched_us is not None:
                 yield min(max(launched_us - idle_from_us, 0.0), span.start_us - idle_from_us)
         idle_from_us = max(idle_from_us, span.stop_us)
-    yield max(timeline.stop_us - idle_from_us, 0.0)  # the step goes on without work: the host is at something else
+    yield max(timeline.stop_us - idle_from_us, 0.0)  # after the last work the device waits for the host
 
 
 @dataclass(frozen=True)
-class Top:
-    """A kernel or operation, over a step."""
+class KernelTime:
+    """The time of a kernel (on a CPU an operation) in a step."""
 
     name: str
     part: str
-    """The part that spends most on it."""
+    """The part with most of its time."""
     total_ms: float
     count: float
 
 
-def top(timeline: Timeline, num_names: int = 20) -> list[Top]:
-    """The kernels (on a CPU the operations) that take most time."""
+def top_kernels(timeline: Timeline, num_names: int = 20) -> list[KernelTime]:
+    """The kernels (on a CPU the operations) with the longest total time."""
     total_us: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     parts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in timeline.spans:
         total_us[span.name] += span.duration_us
-        counts[span.name] += not span.continues
+        counts[span.name] += not span.is_continuation
         parts[span.name][span.part] += span.duration_us
     slowest = sorted(total_us, key=lambda name: -total_us[name])[:num_names]
     return [
-        Top(
+        KernelTime(
             name=name,
             part=max(parts[name], key=lambda part: parts[name][part]),
             total_ms=total_us[name] * 1e-3 / timeline.num_steps,

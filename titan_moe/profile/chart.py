@@ -1,4 +1,4 @@
-"""The drawings of a report, as text: bars in HTML, curves in SVG."""
+"""Charts of the report: bars in HTML, curves in SVG."""
 
 from collections.abc import Sequence
 from html import escape
@@ -20,63 +20,67 @@ PALETTE = (
     "#ffbe7d",
     "#999999",
 )
-WIDTH, HEIGHT, MARGIN_LEFT, MARGIN_BOTTOM = 960, 220, 80, 24
+WIDTH, HEIGHT = 960, 230
+LEFT, RIGHT, TOP, BOTTOM = 100, WIDTH - 8, 28, HEIGHT - 24
+"""The edges of the drawing area of a curve. Labels are in the margins around it."""
 MAX_POINTS = 480
 
 
 def stacked_bar(shares: Sequence[tuple[str, float, str]]) -> str:
-    """Draw (label, value, colour) side by side, each as wide as its value, with a legend."""
+    """Draw (label, value, colour) side by side, with widths proportional to the values, and a legend."""
     total = sum(value for _, value, _ in shares) or 1.0
-    pieces, keys = [], []
+    segments, legend = [], []
     for label, value, colour in shares:
         percent = 100 * value / total
         title = escape(f"{label}: {percent:.1f} %")
-        pieces.append(f'<span style="width:{percent:.3f}%;background:{colour}" title="{title}"></span>')
-        keys.append(f'<li><i style="background:{colour}"></i>{escape(label)} <b>{percent:.1f} %</b></li>')
-    return f'<div class="bar">{"".join(pieces)}</div><ul class="legend">{"".join(keys)}</ul>'
+        segments.append(f'<span style="width:{percent:.3f}%;background:{colour}" title="{title}"></span>')
+        legend.append(f'<li><i style="background:{colour}"></i>{escape(label)} <b>{percent:.1f} %</b></li>')
+    return f'<div class="bar">{"".join(segments)}</div><ul class="legend">{"".join(legend)}</ul>'
 
 
 def area_curve(points: Sequence[tuple[float, float]], *, unit_x: str, unit_y: str) -> str:
-    """Draw a value that stays until it changes, as a filled staircase from zero (or below) up."""
-    points = thinned(points)
+    """Draw a piecewise constant value as a filled area. The axis starts at zero, or at the lowest negative value.
+
+    Every label has its unit. Labels fit into the margins: an SVG clips what is outside its view box.
+    """
+    points = downsample(points)
     first_x, last_x = points[0][0], points[-1][0]
     low = min(0.0, min(y for _, y in points))
     high = max(low + 1e-9, max(y for _, y in points))
-    right, bottom = WIDTH - 8, HEIGHT - MARGIN_BOTTOM
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        along = (x - first_x) / (last_x - first_x or 1.0)
-        return MARGIN_LEFT + along * (right - MARGIN_LEFT), bottom - (y - low) / (high - low) * (bottom - 12)
+    def to_pixels(x: float, y: float) -> tuple[float, float]:
+        x_share, y_share = (x - first_x) / (last_x - first_x or 1.0), (y - low) / (high - low)
+        return LEFT + x_share * (RIGHT - LEFT), BOTTOM - y_share * (BOTTOM - TOP)
 
     path: list[str] = []
-    before: float | None = None
+    last_y_px: float | None = None
     for x, y in points:
-        across, up = place(x, y)
-        path += [f"L{across:.1f} {before:.1f}"] if before is not None else []
-        path.append(f"{'L' if path else 'M'}{across:.1f} {up:.1f}")
-        before = up
-    ground = place(first_x, 0.0)[1]
-    area = f"{' '.join(path)} L{right:.1f} {ground:.1f} L{MARGIN_LEFT:.1f} {ground:.1f} Z"
-    marks = []
+        x_px, y_px = to_pixels(x, y)
+        path += [f"L{x_px:.1f} {last_y_px:.1f}"] if last_y_px is not None else []
+        path.append(f"{'L' if path else 'M'}{x_px:.1f} {y_px:.1f}")
+        last_y_px = y_px
+    zero_px = to_pixels(first_x, 0.0)[1]
+    area = f"{' '.join(path)} L{RIGHT:.1f} {zero_px:.1f} L{LEFT:.1f} {zero_px:.1f} Z"
+    grid = []
     for y in sorted({low, 0.0, (low + high) / 2, high}):
-        up, unit = place(first_x, y)[1], escape(f" {unit_y}") if y == high else ""
-        marks.append(f'<text x="{MARGIN_LEFT - 6}" y="{up + 4:.1f}" text-anchor="end">{y:.4g}{unit}</text>')
-        marks.append(f'<line x1="{MARGIN_LEFT}" x2="{right}" y1="{up:.1f}" y2="{up:.1f}"/>')
+        y_px = to_pixels(first_x, y)[1]
+        grid.append(f'<text x="{LEFT - 6}" y="{y_px + 4:.1f}" text-anchor="end">{y:.3g} {escape(unit_y)}</text>')
+        grid.append(f'<line x1="{LEFT}" x2="{RIGHT}" y1="{y_px:.1f}" y2="{y_px:.1f}"/>')
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(marks)}<path d="{area}"/>'
-        f'<text x="{MARGIN_LEFT}" y="{HEIGHT - 6}">0 {escape(unit_x)}</text>'
-        f'<text x="{right}" y="{HEIGHT - 6}" text-anchor="end">{last_x - first_x:.4g} {escape(unit_x)}</text></svg>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(grid)}<path d="{area}"/>'
+        f'<text x="{LEFT}" y="{HEIGHT - 6}">0 {escape(unit_x)}</text>'
+        f'<text x="{RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{last_x - first_x:.4g} {escape(unit_x)}</text></svg>'
     )
 
 
-def thinned(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Keep the lowest and the highest point of each stretch, so that no peak is lost."""
+def downsample(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """Keep the lowest and the highest point of each interval, so that no peak is lost."""
     if len(points) <= max_points:
         return list(points)
     stride = -(-2 * len(points) // max_points)
     kept = []
     for first in range(0, len(points), stride):
         numbered = list(enumerate(points[first : first + stride], first))
-        extremes = {choose(numbered, key=lambda item: item[1][1]) for choose in (min, max)}
+        extremes = {extreme(numbered, key=lambda item: item[1][1]) for extreme in (min, max)}
         kept += [point for _, point in sorted(extremes)]
     return kept

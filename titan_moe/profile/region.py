@@ -1,7 +1,7 @@
-"""Named ranges of a step: what a trace is split by.
+"""Named ranges of a step, by which a trace is broken down.
 
-A range costs two host reads when nobody profiles, and nothing at all inside a compiled piece: there it is gone before
-the graph is made, and the kernels of the piece belong to the range around it.
+Without a profiler a range costs two host reads. In compiled code it costs nothing: it is removed before the graph is
+built, and the kernels of the graph belong to the range around it.
 """
 
 from collections.abc import Callable
@@ -13,22 +13,22 @@ import torch
 from torch.profiler import record_function
 
 PREFIX = "titan_moe/"
-"""What the names of our ranges begin with in a trace."""
+"""Prefix of these ranges in a trace."""
 
 
 def region(name: str) -> AbstractContextManager[Any]:
-    """Name what happens inside, for the trace; the innermost name counts, and backward follows its forward."""
+    """Attribute the enclosed work to the part `name`. The innermost region counts; backward has its forward's part."""
     if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
         return nullcontext()
     return record_function(PREFIX + name)
 
 
-def marked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Run a function inside a region."""
+def in_region(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wrap a function in a region."""
 
     @wraps(function)
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         with region(name):
             return function(*args, **kwargs)
 
-    return inside
+    return wrapper

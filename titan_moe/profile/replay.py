@@ -1,8 +1,8 @@
-"""Which part of the model a replayed kernel belongs to.
+"""Attribute the kernels of a replayed CUDA graph to parts of the model.
 
-A CUDA graph is one launch: its kernels do not say who asked for them. But they are those of a step that was launched
-kernel by kernel, in the same order. So the k-th kernel of a name in a replay is the k-th of that name in such a step,
-which the trace must hold too.
+A graph is one launch, so its kernels have no host events of their own. They are the kernels of an eager step, in the
+same order. The k-th kernel of a name in a replay therefore has the part of the k-th kernel of that name in an eager
+step, which the trace must contain.
 """
 
 from collections import defaultdict
@@ -12,24 +12,23 @@ from dataclasses import replace
 from titan_moe.profile.span import Span
 
 GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
-"""How the calls begin that replay a graph."""
+"""Prefixes of the calls that launch a graph."""
 
 
-def name_replayed(replays: Iterable[list[Span]], launched: Iterable[Span]) -> list[Span]:
-    """Give the spans of every replay the parts of a step's launched spans; what has no counterpart there stays as it
-    is."""
-    known: dict[str, list[Span]] = defaultdict(list)
-    for span in sorted(launched, key=lambda span: span.start_us):
-        known[span.name].append(span)
-    return [span for replay in replays for span in _named(replay, known)]
+def attribute_replays(replays: Iterable[list[Span]], eager: Iterable[Span]) -> list[Span]:
+    """Copy part, phase and kind from the spans of an eager step. Spans without a counterpart stay unchanged."""
+    eager_by_name: dict[str, list[Span]] = defaultdict(list)
+    for span in sorted(eager, key=lambda span: span.start_us):
+        eager_by_name[span.name].append(span)
+    return [span for replay in replays for span in _attribute(replay, eager_by_name)]
 
 
-def _named(replay: list[Span], known: dict[str, list[Span]]) -> Iterable[Span]:
-    seen: dict[str, int] = defaultdict(int)
+def _attribute(replay: list[Span], eager_by_name: dict[str, list[Span]]) -> Iterable[Span]:
+    counts: dict[str, int] = defaultdict(int)
     for span in sorted(replay, key=lambda span: span.start_us):
-        place, seen[span.name] = seen[span.name], seen[span.name] + 1
-        if place < len(known[span.name]):
-            model = known[span.name][place]
-            yield replace(span, part=model.part, is_backward=model.is_backward, is_communication=model.is_communication)
+        index, counts[span.name] = counts[span.name], counts[span.name] + 1
+        if index < len(eager_by_name[span.name]):
+            eager = eager_by_name[span.name][index]
+            yield replace(span, part=eager.part, is_backward=eager.is_backward, is_communication=eager.is_communication)
         else:
             yield span

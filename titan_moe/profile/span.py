@@ -1,11 +1,11 @@
-"""A stretch of work in a trace."""
+"""A span of work in a trace."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of time in which a stream or a thread did one thing."""
+    """A time interval in which a stream or a thread ran one kernel or operation."""
 
     name: str
     part: str
@@ -13,12 +13,12 @@ class Span:
     is_communication: bool
     start_us: float
     stop_us: float
-    continues: bool = False
-    """Whether it is a later stretch of an operation that other operations have interrupted."""
+    is_continuation: bool = False
+    """Whether an operation continues here after a nested operation."""
     launched_us: float | None = None
-    """When the host had handed it to the device; None where host and device are one, or the trace does not say."""
+    """When the host had launched it; None on a CPU, or if the trace does not contain the launch."""
 
     @property
     def duration_us(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.stop_us - self.start_us

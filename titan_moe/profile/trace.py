@@ -1,4 +1,4 @@
-"""A Chrome trace of a few optimizer steps (open it in chrome://tracing or Perfetto)."""
+"""Write a Chrome trace of a few optimizer steps, for chrome://tracing or Perfetto."""
 
 from pathlib import Path
 
@@ -9,15 +9,15 @@ from titan_moe.config.train import ProfileConfig
 
 
 def trace_path(config: ProfileConfig, run_folder: Path, rank: int) -> Path:
-    """Where the trace of a rank goes."""
+    """The file of a rank's trace."""
     return run_folder / "traces" / f"step-{config.start_step}-rank-{rank}.json"
 
 
 class StepTracer:
-    """Profiles steps `start_step .. start_step + num_steps - 1` of a run and writes one file a rank."""
+    """Profile steps `start_step .. start_step + num_steps - 1` of a run and write one file per rank."""
 
     def __init__(self, config: ProfileConfig, run_folder: Path, rank: int, first_step: int) -> None:
-        """`first_step` is the step that the run begins with; a resumed run past the window traces nothing."""
+        """`first_step` is the first step of this process. A run resumed after `start_step` traces nothing."""
         self._profile: profile | None = None
         wait = config.start_step - first_step
         if config.start_step == 0 or wait < 0:
@@ -41,7 +41,7 @@ class StepTracer:
             self._profile.step()
 
     def close(self) -> None:
-        """Stop; a window that was cut short by the end of the run is written as far as it got."""
+        """Stop. If the run ends during the traced steps, the steps so far are written."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None

@@ -1,10 +1,13 @@
-"""The one door to torchtitan: its leaves, imported when first used, on hosts with and without an accelerator.
+"""The adapter to torchtitan: lazy imports of its components, on hosts with and without an accelerator.
 
-No other room says `import torchtitan`, so one folder knows its version, its traps and its log. What we want from it:
-checkpoints (`CheckpointManager`), containers that reshard optimizers and schedules, the Hugging Face tokenizer, and
-garbage collection at the same step on all ranks. What we leave there: `init_distributed` overwrites NCCL's environment
-and picks a backend by what the host has instead of what the run uses, `set_determinism` wants its own mesh class,
-`get_peak_flops` asks `lspci` and takes an unknown GPU for an A100, and the TensorBoard writer knows no resume.
+No other folder imports torchtitan, so its version, its traps and its logger are handled here.
+
+Used: `CheckpointManager`, the containers that reshard optimizers and schedules, the Hugging Face tokenizer, and
+garbage collection at the same step on all ranks.
+
+Not used: `init_distributed` overwrites NCCL's environment and selects the backend by the host, not by the run;
+`set_determinism` needs torchtitan's mesh class; `get_peak_flops` runs `lspci` and treats an unknown GPU as an A100; the
+TensorBoard writer does not support a resume.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,7 +34,7 @@ __all__ = [
     "import_torchtitan",
 ]
 
-_TORCHTITAN_HOMES = {
+_TORCHTITAN_MODULES = {
     "CheckpointManager": "components.checkpoint",
     "ModelWrapper": "components.checkpoint",
     "LRSchedulersContainer": "components.lr_scheduler",
@@ -42,11 +45,11 @@ _TORCHTITAN_HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Fetch a leaf from its home at first use (PEP 562): importing this room costs neither torch nor torchtitan."""
-    if name in _TORCHTITAN_HOMES:
-        return getattr(import_torchtitan(_TORCHTITAN_HOMES[name]), name)
+    """Import a component at first use (PEP 562). Importing this package imports neither torch nor torchtitan."""
+    if name in _TORCHTITAN_MODULES:
+        return getattr(import_torchtitan(_TORCHTITAN_MODULES[name]), name)
     if name == "build_checkpoint_manager":
         from titan_moe.titan.checkpoints import build_checkpoint_manager
 
         return build_checkpoint_manager
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -1,4 +1,4 @@
-"""Build torchtitan's CheckpointManager without its configuration classes leaving this room."""
+"""Build torchtitan's CheckpointManager. Its configuration classes are not visible outside this folder."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,14 @@ from torch import nn
 from titan_moe.titan import CheckpointManager, LRSchedulersContainer, ModelWrapper, OptimizersContainer
 from titan_moe.titan.import_guard import import_torchtitan
 
-MODEL_KEY = "model"  # where the manager looks for the weights among its states
+MODEL_KEY = "model"  # the manager's key of the weights
 
 
 class CurrentModelState(ModelWrapper):
-    """Read the model's state at each save; its parent keeps the tensors that it saw when it was made.
+    """Read the model's state dict at each save.
 
-    A buffer that was replaced since (`module.bias = new`) would be saved with its old values.
+    The base class keeps the tensors of its construction. A buffer that was replaced later (`module.bias = new`) would
+    be saved with its old values.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -31,10 +32,10 @@ def build_checkpoint_manager(
     states: dict[str, Any],
     is_async: bool,
 ) -> CheckpointManager:
-    """Make a manager that saves full checkpoints into `folder` whenever it is told to, and deletes none.
+    """Make a manager that saves a full checkpoint into `folder` at each call and deletes none.
 
-    `keep_latest_k = 0`: its purge counts half-written folders as kept ones and may so delete the last good one.
-    `last_save_model_only = False`: its default drops the optimizer from the last save, which then cannot be resumed.
+    `keep_latest_k = 0`: torchtitan's purge counts incomplete folders and may delete the last complete checkpoint.
+    `last_save_model_only = False`: the default drops the optimizer from the last save, which then cannot be resumed.
     """
     options = import_torchtitan("config").Checkpoint(
         enable=True,

@@ -1,4 +1,4 @@
-"""The first import of torchtitan: the right version, a device that exists, and a log of its own."""
+"""Guard the first import of torchtitan: check its version, set an existing device type, separate its logger."""
 
 import logging
 import sys
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from importlib import import_module, metadata
 from types import ModuleType
 
-OLDEST = (0, 2, 2)
-TOO_NEW = (0, 3)
+MIN_VERSION = (0, 2, 2)
+BELOW_VERSION = (0, 3)
 
 
 def import_torchtitan(module: str = "") -> ModuleType:
-    """Import `torchtitan.<module>`; the first call also checks the version, adapts the host and quiets the log.
+    """Import `torchtitan.<module>`. The first call also checks the version, sets the device type and the logger.
 
-    Raises: ImportError naming what is missing and the command that installs it.
+    Raises: ImportError naming the missing package and the command that installs it.
     """
     name = f"torchtitan.{module}" if module else "torchtitan"
     if "torchtitan" in sys.modules:
@@ -23,7 +23,7 @@ def import_torchtitan(module: str = "") -> ModuleType:
     try:
         with _cpu_as_device():
             import_module("torchtitan.tools.utils")
-        _give_own_logger()
+        _separate_logger()
         return import_module(name)
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "torchtitan":
@@ -35,14 +35,17 @@ def import_torchtitan(module: str = "") -> ModuleType:
 
 
 def check_version() -> None:
-    """Refuse a torchtitan that this code was not written against: its recipes and classes change between minors."""
-    wanted = "titan_moe needs torchtitan>=0.2.2,<0.3: pip install 'torchtitan>=0.2.2,<0.3'"
+    """Refuse an unsupported torchtitan. Its configuration and classes change between minor versions.
+
+    Raises: ImportError for a missing or unsupported version.
+    """
+    requirement = "titan_moe needs torchtitan>=0.2.2,<0.3: pip install 'torchtitan>=0.2.2,<0.3'"
     try:
-        found = metadata.version("torchtitan")
+        version = metadata.version("torchtitan")
     except metadata.PackageNotFoundError:
-        raise ImportError(f"torchtitan is not installed; {wanted}") from None
-    if not OLDEST <= _release(found) < TOO_NEW:
-        raise ImportError(f"torchtitan {found} is installed; {wanted}")
+        raise ImportError(f"torchtitan is not installed; {requirement}") from None
+    if not MIN_VERSION <= _release(version) < BELOW_VERSION:
+        raise ImportError(f"torchtitan {version} is installed; {requirement}")
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -57,10 +60,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 @contextmanager
 def _cpu_as_device() -> Iterator[None]:
-    """On a host without an accelerator, let torchtitan see the CPU; it would take CUDA for granted.
+    """On a host without an accelerator, make torchtitan use the CPU. It would assume CUDA.
 
-    It asks torch once, while it is imported, and keeps the answer: the question is replaced for just so long, and
-    torch stays as it was.
+    torchtitan reads the device type from a function of torch once, during its import. This function is replaced only
+    for the time of the import.
     """
     import torch._utils as torch_utils
 
@@ -75,10 +78,10 @@ def _cpu_as_device() -> Iterator[None]:
         torch_utils._get_available_device_type = device_type
 
 
-def _give_own_logger() -> None:
-    """Move torchtitan's messages from the root logger to one called "torchtitan", which shows warnings and worse.
+def _separate_logger() -> None:
+    """Move torchtitan's messages from the root logger to the logger "torchtitan", with level WARNING.
 
-    `logging.getLogger("torchtitan").setLevel("INFO")` brings the rest back.
+    `logging.getLogger("torchtitan").setLevel("INFO")` shows all of them.
     """
     root, own = logging.getLogger(), logging.getLogger("torchtitan")
     if own.level == logging.NOTSET:

@@ -14,7 +14,7 @@ from titan_moe.plan.count import count
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.roofline import Work, step_work
 from titan_moe.profile.compile_trace import compile_report, start_records
-from titan_moe.profile.report import Subject, render
+from titan_moe.profile.report import TracedRun, render
 from titan_moe.profile.trace import trace_path
 from titan_moe.profile.trace_parsing import read_trace
 from titan_moe.train import trainer
@@ -46,7 +46,7 @@ def run(recipe: Recipe) -> None:
     if rank > 0 or not path.exists():  # stopped before the traced steps, and said so
         return
     report = folder / "report.html"
-    page = render(read_trace(path, recipe.profile.num_steps), _subject(short), compile_report())
+    page = render(read_trace(path, recipe.profile.num_steps), _traced_run(short), compile_report())
     report.write_text(page, encoding="utf-8")
     logger.info("traces are in %s; the report is %s", path.parent, report)
     if short.compile.compiles_blocks(_device(short).type):
@@ -78,13 +78,13 @@ def shortened(recipe: Recipe) -> Recipe:
     )
 
 
-def _subject(recipe: Recipe) -> Subject:
+def _traced_run(recipe: Recipe) -> TracedRun:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.cuda.get_device_name() if _device(recipe).type == "cuda" else "CPU"
     work = step_work(recipe, world_size)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
     num_tokens //= resolve(recipe.parallel, world_size).dp
-    return Subject(
+    return TracedRun(
         title=f"{recipe.model.name} on {world_size} x {device}",
         work=_in_blocks(work) if recipe.compile.compiles_blocks(_device(recipe).type) else work,
         model_flops=count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens,

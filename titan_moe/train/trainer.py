@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMisfit
+from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.parse import dump_recipe
@@ -116,7 +116,7 @@ class Trainer:
 
         Returns: the number of the signal that stopped it early, or 0.
         """
-        with _as_recipe_errors(ValueError, CheckpointMisfit):
+        with _as_recipe_errors(ValueError, CheckpointMismatch):
             self.checkpointer.load()
         if self.is_finished:
             step = self.progress.step
@@ -126,7 +126,7 @@ class Trainer:
             try:
                 stopped_by = self._go_on()
             except Exception:
-                self.checkpointer.rescue()
+                self.checkpointer.finish_save_after_failure()
                 raise
         self.checkpointer.close()
         return stopped_by

@@ -1,4 +1,4 @@
-"""What a person sees: a line a logged step, and a bar below it on a terminal."""
+"""Console output: one line per logged step and, on a terminal, a progress bar."""
 
 import sys
 from typing import Any
@@ -6,39 +6,39 @@ from typing import Any
 from tqdm import tqdm
 
 
-class Progress:
-    """Lines go to standard output, the bar to standard error, and only where that is a terminal."""
+class Console:
+    """Print lines to standard output. The progress bar goes to standard error, and only if that is a terminal."""
 
     def __init__(self, total_steps: int, first_step: int, unit: str, *, has_bar: bool) -> None:
         self.total_steps = total_steps
         self.unit = unit
-        shows = has_bar and sys.stderr.isatty()
-        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr) if shows else None
+        is_shown = has_bar and sys.stderr.isatty()
+        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", file=sys.stderr) if is_shown else None
 
     def advance(self) -> None:
-        """Move the bar by a step."""
+        """Advance the bar by one step."""
         if self.bar is not None:
             self.bar.update()
 
-    def tell(self, record: dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Print a record as a line, above the bar if there is one."""
-        line = describe(record, self.total_steps, self.unit)
+        line = format_line(record, self.total_steps, self.unit)
         if self.bar is None:
             print(line, flush=True)
         else:
             tqdm.write(line, file=sys.stdout)
             sys.stdout.flush()
             if "loss" in record:
-                self.bar.set_postfix_str(summarise(record, self.unit))
+                self.bar.set_postfix_str(format_postfix(record, self.unit))
 
     def close(self) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar. It stays visible."""
         if self.bar is not None:
             self.bar.close()
 
 
-def describe(record: dict[str, Any], total_steps: int, unit: str) -> str:
-    """Say a record in one line: of the layers' loads the worst, of zero losses and unknown peaks nothing."""
+def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
+    """Format a record as one line with the largest expert load, without a zero auxiliary loss or an unknown MFU."""
     width = len(str(total_steps))
     words = [f"step {record['step']:>{width}}/{total_steps}"]
     if "validation_loss" in record:
@@ -56,14 +56,14 @@ def describe(record: dict[str, Any], total_steps: int, unit: str) -> str:
     if record["skipped_steps"]:
         words.append(f"SKIPPED {record['skipped_steps']} steps, their gradients were not finite")
     if record["rerun_steps"]:
-        words.append(f"{record['rerun_steps']} steps taken again")
+        words.append(f"{record['rerun_steps']} steps rerun")
     if "forced_routing" in record:
         words.append(f"ROUTING FORCED TO BE {record['forced_routing'].upper()}")
     return "  ".join(words)
 
 
-def summarise(record: dict[str, Any], unit: str) -> str:
-    """Say the few numbers that a bar has room for."""
+def format_postfix(record: dict[str, Any], unit: str) -> str:
+    """Format the most important numbers of a record for the progress bar."""
     words = [f"loss {record['loss']:.3f}", f"{record['tokens_per_second_per_gpu']:,.0f} tokens/s/{unit}"]
     if record["mfu"] is not None:
         words.append(f"MFU {record['mfu']:.1%}")

@@ -1,0 +1,69 @@
+"""Console output: the line of a step, and the progress bar."""
+
+import io
+import sys
+
+from titan_moe.metrics.console import Console, format_line
+
+RECORD = {
+    "step": 20,
+    "loss": 2.34567,
+    "aux_loss": 0.012,
+    "grad_norm": 1.5,
+    "lr": 3e-4,
+    "tokens_seen": 1,
+    "skipped_steps": 0,
+    "rerun_steps": 0,
+    "tokens_per_second_per_gpu": 12345.6,
+    "tflops_per_gpu": 284.0,
+    "mfu": 0.2871,
+    "memory_gib": 91.234,
+    "step_ms": 654.3,
+    "expert_load": {"layers.0": 1.2, "layers.1": 2.25},
+}
+
+
+def test_console_line():
+    assert format_line(RECORD, 1000, "GPU") == (
+        "step   20/1000  loss 2.3457  aux 1.20e-02  norm 1.500  lr 3.00e-04  12,346 tokens/s/GPU  284 TFLOP/s  "
+        "MFU 28.7%  91.23 GiB  654 ms  expert load 2.25"
+    )
+
+
+def test_console_line_omits_missing_values():
+    line = format_line(RECORD | {"mfu": None, "aux_loss": 0.0, "expert_load": {}}, 20, "process")
+    assert "MFU" not in line and "aux" not in line and "load" not in line and "tokens/s/process" in line
+
+
+def test_console_line_counts_skipped_and_repeated_steps() -> None:
+    line = format_line(RECORD | {"skipped_steps": 2, "rerun_steps": 1}, 20, "GPU")
+    assert line.endswith("SKIPPED 2 steps, their gradients were not finite  1 steps rerun")
+
+
+def test_console_line_warns_of_forced_routing():
+    assert format_line(RECORD | {"forced_routing": "skewed"}, 20, "GPU").endswith("ROUTING FORCED TO BE SKEWED")
+
+
+def test_console_validation_line():
+    assert format_line({"step": 5, "validation_loss": 1.25}, 10, "GPU") == "step  5/10  validation loss 1.2500"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_console_bar_only_on_a_terminal(monkeypatch, capsys):
+    for stream, has_bar, expected in (
+        (io.StringIO(), True, False),
+        (Terminal(), False, False),
+        (Terminal(), True, True),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        console = Console(10, 4, "GPU", has_bar=has_bar)
+        assert (console.bar is not None) == expected
+        console.advance()
+        console.write(RECORD)
+        console.close()
+        assert capsys.readouterr().out == format_line(RECORD, 10, "GPU") + "\n"
+    assert "5/10" in stream.getvalue() and "loss 2.346" in stream.getvalue()
