@@ -2,22 +2,20 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from titan_moe.compile import regional
+from titan_moe.config.dispatchers import LOCAL
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
-from titan_moe.config.parallel import HOST_READERS, ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
-from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher
+from titan_moe.dispatch import LocalDispatcher
 from titan_moe.dispatch.base import Routed, route
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.local import LocalExchange
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
 from titan_moe.memory import recompute
@@ -192,22 +190,11 @@ def test_a_block_whose_dispatcher_reads_the_host_stays_in_pieces(counter: Compil
 class Reading(LocalDispatcher):
     """A dispatcher that waits for the device."""
 
-    reads_host = True
+    facts = replace(LOCAL, reads_host=True)
 
     def prepare(self, topk_ids_TK: torch.Tensor, topk_scores_TK: torch.Tensor) -> LocalExchange:
         assert int(topk_ids_TK.max()) < self.num_experts
         return super().prepare(topk_ids_TK, topk_scores_TK)
-
-
-def test_the_recipe_knows_which_dispatchers_read_the_host() -> None:
-    kinds = {
-        "local": LocalDispatcher,
-        "allgather": AllGatherDispatcher,
-        "alltoall": AllToAllDispatcher,
-        "symm_mem": SymmMemDispatcher,
-    }
-    assert set(kinds) == set(get_args(get_type_hints(ParallelConfig)["dispatcher"]))
-    assert {name for name, kind in kinds.items() if kind.reads_host} == set(HOST_READERS)
 
 
 @pytest.mark.parametrize(("extent", "num_graphs"), [("pieces", 4), ("block", 2)])

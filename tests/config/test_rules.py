@@ -71,17 +71,27 @@ BROKEN = {
     "ep divides num_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
     "ep needs experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
     "ep needs a dispatcher that moves rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
-    "overlap has messages to hide": (
+    "overlap has communication to hide": (
         "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=tile",
-        'parallel.dispatcher = "local" sends none',
+        'parallel.dispatcher = "local" has none; set it to "none", or spread the experts with "allgather"',
     ),
-    "tiles fetch rows": (
+    "the dispatcher supports the overlap": (
         "--parallel.overlap=tile --parallel.dispatcher=alltoall",
-        'parallel.dispatcher = "alltoall" has none; take "symm_mem", or overlap = "none"',
+        'by parallel.dispatcher = "alltoall"; take overlap = "microbatch" or "none", or "symm_mem"',
     ),
-    "symm_mem has GPUs": ("--parallel.dispatcher=symm_mem --run.device=cpu", 'does not exist with run.device = "cpu"'),
-    "symm_mem has peers": ("--parallel.dispatcher=symm_mem --parallel.ep=1", "parallel.ep = 1 leaves each alone"),
-    "symm_mem stays on a node": (
+    "tiles move rows": (
+        "--parallel.overlap=tile --parallel.dispatcher=symm_mem --model.moe.score_on=input",
+        'parallel.overlap = "tile" needs fused experts, which need model.moe.score_on = "activation"',
+    ),
+    "the dispatcher has its device": (
+        "--parallel.dispatcher=symm_mem --run.device=cpu",
+        'does not exist with run.device = "cpu"; take "allgather" or "alltoall", or run.device = "cuda"',
+    ),
+    "shared memory has peers": (
+        "--parallel.dispatcher=symm_mem --parallel.ep=1",
+        'parallel.ep = 1 leaves one rank in each; take "local", "allgather" or "alltoall", or a larger ep',
+    ),
+    "an ep group stays on a node": (
         "--parallel.dispatcher=symm_mem --parallel.ep=16",
         "parallel.ep = 16 does not divide the 8 ranks of a node",
     ),
@@ -91,7 +101,7 @@ BROKEN = {
     ),
     "a slot bound has a dispatcher to bound": (
         "--parallel.expert_rank_capacity_factor=1.5",
-        'bounds nothing with parallel.dispatcher = "alltoall"',
+        'parallel.dispatcher = "alltoall", whose slots are exact; set it to 0, or take "allgather" or "symm_mem"',
     ),
     "clones have ranks to go to": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank has of its own"),
     "what is captured asks the host nothing": ("--compile.cudagraph=step", "reads the counts of every layer"),
@@ -113,7 +123,7 @@ BROKEN = {
     "FlexAttention knows the dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
     "blocks that compile whole read nothing on the host": (
         "--compile.extent=block",
-        'parallel.dispatcher = "alltoall", which reads its row counts',
+        'on the host; take "allgather" or "symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
     ),
     "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "forced routing needs a router": (
@@ -176,11 +186,6 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
     ("overrides", "world_size", "expected"),
     [
         (
-            "--parallel.overlap=tile --parallel.dispatcher=symm_mem --model.moe.score_on=input",
-            8,
-            'parallel.overlap = "tile" needs fused experts, which need model.moe.score_on = "activation"',
-        ),
-        (
             "--parallel.overlap=tile --parallel.dispatcher=symm_mem --perf.kernels=grouped_mm",
             8,
             'perf.kernels chose "grouped_mm" for experts; take "fused", or overlap = "none"',
@@ -234,15 +239,19 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         (
             "--parallel.ep=1 --parallel.dispatcher=local --parallel.expert_clones=1",
             8,
-            "parallel.expert_clones = 1 lends experts to other ranks, but parallel.ep = 1",
+            "parallel.expert_clones = 1 clones experts onto other ranks, but parallel.ep = 1",
         ),
         (f"{INTERLEAVED} --parallel.accumulate_unsharded=false", 8, "set parallel.accumulate_unsharded = true"),
         (f"{INTERLEAVED} --compile.extent=block", 8, 'take compile.extent = "pieces", or parallel.overlap = "none"'),
-        (f"{INTERLEAVED} --parallel.dispatcher=symm_mem", 8, 'take overlap = "tile"'),
+        (
+            f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
+            8,
+            'take overlap = "tile" or "none", or "allgather" or "alltoall"',
+        ),
         (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
         (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
         (f"{INTERLEAVED} --train.global_batch_sequences=16", 8, "is one of 16 over all ranks; take 32 or more"),
-        (f"{INTERLEAVED} --parallel.dispatcher=local --parallel.ep=1", 8, 'parallel.dispatcher = "local" sends none'),
+        (f"{INTERLEAVED} --parallel.dispatcher=local --parallel.ep=1", 8, 'parallel.dispatcher = "local" has none'),
         (
             f"{INTERLEAVED} --compile.cudagraph=microbatch --run.device=cuda",
             8,

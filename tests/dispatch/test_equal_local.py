@@ -99,7 +99,7 @@ def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_rep
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     inner = KINDS[kind](NUM_EXPERTS + num_ranks * num_replicas, group)
     dispatcher = CloningDispatcher(inner, NUM_EXPERTS, num_replicas, group)
-    assert dispatcher.reads_host == inner.reads_host
+    assert dispatcher.facts is inner.facts
     per_rank = NUM_EXPERTS // num_ranks
     module = experts(rank * per_rank, (rank + 1) * per_rank)
     module.gather_weights = CollectiveCloneWeights(group)

@@ -70,7 +70,7 @@ def compare(kind: str, num_rounds: int) -> list[str]:
         for moe in (blocking, split):
             moe.zero_grad()
             backward = "error" if number else "default"  # the first round may set libraries up
-            forward = "default" if moe.dispatcher.reads_host else backward
+            forward = "default" if moe.dispatcher.facts.reads_host else backward
             results.append(serve(moe, x_BND, grad_BND, forward=forward, backward=backward))
         names = ("y", "dx", *(name for name, _ in blocking.named_parameters()))
         different += [

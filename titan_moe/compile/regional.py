@@ -55,7 +55,7 @@ def _is_one_graph(module: nn.Module, spans_blocks: bool) -> bool:
     """A dense block always is. One with experts, or the MoE layer of a block of one's own, is if blocks are to be whole
     and no dispatcher reads the host."""
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    may_hold_experts = spans_blocks and not any(layer.dispatcher.reads_host for layer in layers)
+    may_hold_experts = spans_blocks and not any(layer.dispatcher.facts.reads_host for layer in layers)
     return isinstance(module, (Block, MoE)) and (not layers or may_hold_experts)
 
 

@@ -22,21 +22,28 @@ def explain(dotted_key: str) -> str:
 
 
 def _explain_field(key: Key) -> str:
-    return f"{key.dotted}: {type_in_words(key.type)}, {in_toml(key.default)} by default\n{_wrapped(docstring_of(key))}"
+    return f"{key.dotted}: {type_in_words(key)}, {in_toml(key.default)} by default\n{_purpose(key)}"
 
 
 def _explain_section(key: Key) -> str:
     purpose = textwrap.dedent(inspect.getdoc(key.type) or "")
     lines = [f"[{key.dotted}]", textwrap.indent(purpose, "    "), ""]
     for inner in keys_of(key.type, f"{key.dotted}."):
-        if inner.is_section:
-            lines.append(f"[{inner.dotted}]\n{_wrapped(docstring_of(inner))}")
-        else:
-            lines.append(f"{inner.name} = {in_toml(inner.default)}\n{_wrapped(docstring_of(inner))}")
+        title = f"[{inner.dotted}]" if inner.is_section else f"{inner.name} = {in_toml(inner.default)}"
+        lines.append(f"{title}\n{_purpose(inner)}")
     return "\n".join(lines)
 
 
-def _wrapped(text: str) -> str:
+def _purpose(key: Key) -> str:
+    """The docstring of a field, and a line for each value whose table explains it."""
+    explained = {in_toml(value): purpose for value, purpose in key.choices.items() if purpose}
+    width = max(map(len, explained), default=0) + 1
+    values = [_wrapped(f"{value:<{width}}{purpose}", hanging=width) for value, purpose in explained.items()]
+    return "\n".join([_wrapped(" ".join(docstring_of(key).split())), *values])
+
+
+def _wrapped(text: str, hanging: int = 0) -> str:
+    indent = " " * 4
     return textwrap.fill(
-        " ".join(text.split()), PAGE_WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+        text, PAGE_WIDTH, initial_indent=indent, subsequent_indent=indent + " " * hanging, break_long_words=False
     )

@@ -3,10 +3,10 @@
 import math
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-HOST_READERS = ("alltoall",)
-"""Dispatchers that read sizes of the device on the host."""
+from titan_moe.config.dispatchers import DISPATCHERS, DispatcherFacts, facts_of
+from titan_moe.config.schema import OneOf
 
 
 @dataclass(frozen=True)
@@ -33,31 +33,27 @@ class ParallelConfig:
     replica."""
     etp: int = 1
     """Tensor-parallel ranks inside an expert. Only 1 works today."""
-    dispatcher: Literal["local", "allgather", "alltoall", "symm_mem"] = "local"
-    """How rows reach their experts: `local` moves nothing (ep = 1), `allgather` gathers every row of the ep group
-    (no host read), `alltoall` sends each row once to each rank that wants it (one host read a layer), `symm_mem` sends
-    as few as that and reads nothing on the host: GPUs of one node read and write memory that they share, which has a
-    place on each of them for every row of its largest microbatch from every rank. On 8 H200s it is the fastest, and
-    wants `expert_rank_capacity_factor`: the worst case of a large model fits into no memory."""
+    dispatcher: Annotated[str, OneOf(DISPATCHERS)] = "local"
+    """How rows reach their experts. Set `expert_rank_capacity_factor` with one that can be bounded: the rows and slots
+    of a large model's worst case fit no GPU. One of your own: titan_moe.register_dispatcher."""
     overlap: Literal["none", "tile", "microbatch"] = "none"
-    """What hides the dispatcher's messages. `none`: nothing, each is waited for where it starts. `tile`: for `symm_mem`
-    with fused experts, inside a node; some thread blocks of the experts' GEMMs get rows from peers and put sums there,
-    tile by tile, in forward and backward. `microbatch`: for `alltoall` and `allgather`, between nodes; the forward of
-    each microbatch is interleaved with the backward of the one before, block by block, so that the messages of one are
-    hidden by the compute of the other (DeepSeek-V3's DualPipe, arXiv:2412.19437, without pipeline stages), and weight
-    gradients of fused experts are delayed until the rows' gradients have been sent. It needs `accumulate_unsharded`, two
-    or more microbatches a step and our own blocks in pieces, and keeps the activations of little more than one
-    microbatch. The numbers are the same in all three."""
+    """What hides communication behind compute. `none`: nothing. `tile`, inside a node, with a dispatcher that shares
+    memory and fused experts: some thread blocks of the experts' GEMMs get rows from peers and put partial sums there,
+    tile by tile, in forward and backward (COMET, arXiv:2502.19811). `microbatch`, between nodes, with collectives: the
+    forward of a microbatch is interleaved with the backward of the one before, block by block (DualPipe without
+    pipeline stages, arXiv:2412.19437), and weight gradients of fused experts are delayed until the rows' gradients are
+    sent. It needs `accumulate_unsharded`, two or more microbatches a step and our own blocks in pieces, and keeps the
+    activations of little more than one microbatch. The numbers are the same in all three."""
     expert_rank_capacity_factor: float = 0.0
-    """Slots that a rank lays out for its experts, over its balanced load, for `allgather` and `symm_mem`; for the
-    latter also the rows that it keeps for backward, over those that random routing sends it. 0 lays out the worst case.
-    Nothing is dropped: a step whose rows do not fit is taken again without the bound, and counted in the metrics."""
+    """Expert slots of a rank over its balanced load, for a dispatcher that can be bounded; where ranks share memory,
+    also the rows that a rank keeps for backward over those that random routing sends it. 0 lays out the worst case.
+    Nothing is dropped: a step that does not fit is taken again without the bound, and counted in the metrics."""
     expert_clones: int = 0
-    """Spare expert slots of a rank: for every exchange, hot experts are cloned onto ranks that have room, and their
-    choices are shared, so that the fullest rank holds the others up less. Exact; 0 is off. One or two are enough for a
-    fullest rank of 1.2 times the mean load. Costs messages: with `symm_mem` a rank gets expert_clones experts of
-    a layer forward and gives as many gradients of experts backward, else (ep - 1) times as many; and it copies its own
-    for the GEMMs."""
+    """Replica slots of a rank: for every exchange, hot experts are cloned onto ranks with a lower load and share their
+    tokens with the clones, so that the most loaded rank delays the others less (Megatron's ECHO). Exact; 0 is off, 1 or
+    2 are enough where the most loaded rank has 1.2 times the mean. Clones cost communication: over shared memory a rank
+    gets expert_clones experts of a layer in forward and puts as many gradients in backward, over collectives (ep - 1)
+    times as many; and it copies its own experts for the GEMMs."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
@@ -69,8 +65,16 @@ class ParallelConfig:
     """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
     and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of
     compute and whole gradients in that of the reduction, on every rank; buys their traffic, on one rank too. With
-    precision.reduce = "bf16" the microbatches add up in bf16. Experts that lie whole on a rank (edp = 1) are cast once
-    a step then, not once a use, and their gradients add up in precision.master whatever this says."""
+    precision.reduce = "bf16" the microbatches add up in bf16. Unsharded experts (edp = 1) are cast once a step then,
+    not once a use; their gradients add up in precision.master with and without it."""
+
+    @property
+    def facts(self) -> DispatcherFacts:
+        """What is known of the dispatcher.
+
+        Raises: ValueError if it is not in the table.
+        """
+        return facts_of(self.dispatcher)
 
 
 @dataclass(frozen=True)
@@ -120,17 +124,16 @@ def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:
 
 
 def ranks_of_a_node(world_size: int) -> int:
-    """How many ranks share a node, as torchrun told this one; without it, as in `check`, all of them.
+    """How many ranks share a node, as torchrun says; without it, as in `check`, all of them.
 
     The expert view puts the ranks of an ep group side by side, so a group is on one node if ep divides this number.
     """
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdigit() and int(told) > 0 else world_size
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(local) if local.isdigit() and int(local) > 0 else world_size
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """Find the fewest ranks that both views can be laid over: what `check` assumes when nobody says how many there
-    are."""
+    """Find the fewest ranks that both views fit: what `check` assumes without `--nproc`."""
     p = parallel
     dense_ranks = p.pp * p.dp_replicate * p.cp * p.tp
     if p.dp_shard != -1:

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.renamed import REMOVED, RENAMED
@@ -182,11 +182,10 @@ def _convert(key: Key, said: Said, problems: list[str]) -> Any:
     value = _from_text(key.type, said.value) if said.is_text else said.value
     if key.type is float and type(value) is int:
         value = float(str(value))  # of 400 digits it is infinite; float(value) would raise
-    is_literal = get_origin(key.type) is Literal
-    if (is_literal and value in get_args(key.type)) or (not is_literal and type(value) is key.type):
+    if (type(value) is str and value in key.choices) if key.choices else type(value) is key.type:
         return value
     shown = said.value if said.is_text else in_toml(said.value)
-    problems.append(f"{said.place}: {key.dotted} = {shown} must be {type_in_words(key.type)}")
+    problems.append(f"{said.place}: {key.dotted} = {shown} must be {type_in_words(key)}")
     return key.default
 
 

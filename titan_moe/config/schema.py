@@ -6,10 +6,19 @@ Parsing, writing and explaining recipes all walk the same dataclasses through th
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+
+class OneOf(NamedTuple):
+    """Marks a string that names a row of a table, which may grow: `Annotated[str, OneOf(TABLE)]`.
+
+    Every row has a `purpose`, the line that explains the value.
+    """
+
+    table: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class Key:
     attribute: str
     """Name of the field in Python: `class_` where the recipe says `class`."""
     type: Any
-    """`int`, `float`, `bool`, `str`, a `Literal` or, for a section, its dataclass."""
+    """`int`, `float`, `bool`, `str`, a `Literal`, a string that is `OneOf` a table or, for a section, its dataclass."""
     default: Any
     """Value of a field that the recipe does not mention; None for a section."""
     owner: type
@@ -37,10 +46,19 @@ class Key:
         """Whether this is a table of further keys."""
         return is_dataclass(self.type)
 
+    @property
+    def choices(self) -> dict[str, str]:
+        """The values that a string may have, each with its purpose where its table tells one; empty for any other."""
+        if get_origin(self.type) is Literal:
+            return dict.fromkeys(get_args(self.type), "")
+        if get_origin(self.type) is Annotated:
+            return {name: row.purpose for name, row in get_args(self.type)[1].table.items()}
+        return {}
+
 
 def keys_of(section: type, prefix: str = "") -> list[Key]:
     """List the keys directly inside a section, in the order of its definition."""
-    types = get_type_hints(section)
+    types = get_type_hints(section, include_extras=True)
     return [
         Key(
             dotted=f"{prefix}{field.name.rstrip('_')}",
@@ -71,11 +89,11 @@ def all_keys(root: type) -> dict[str, Key]:
     return {key.dotted: key for key in walk(root)}
 
 
-def type_in_words(annotation: Any) -> str:
+def type_in_words(key: Key) -> str:
     """Say what a value must be: `an integer`, `one of "bf16", "fp32"`."""
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(in_toml(choice) for choice in get_args(annotation))
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[annotation]
+    if key.choices:
+        return "one of " + ", ".join(in_toml(choice) for choice in key.choices)
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.type]
 
 
 def in_toml(value: Any) -> str:

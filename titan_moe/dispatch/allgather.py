@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.config.dispatchers import ALLGATHER
 from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC, Collectives
@@ -29,7 +30,7 @@ class AllGatherExchange(NamedTuple):
 class AllGatherDispatcher(TokenDispatcher):
     """Gather the rows of all ranks, reduce-scatter the results. Every rank must bring the same number of tokens."""
 
-    reads_host = False
+    facts = ALLGATHER
 
     def __init__(
         self,

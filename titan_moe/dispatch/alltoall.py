@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.config.dispatchers import ALLTOALL
 from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.collectives import SYNC, Collectives, all_to_all
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
@@ -49,7 +50,7 @@ class Sent(NamedTuple):
 class AllToAllDispatcher(TokenDispatcher):
     """Send rows point to point; ranks may bring different numbers of tokens, none too."""
 
-    reads_host = True
+    facts = ALLTOALL
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
+from titan_moe.config.dispatchers import DispatcherFacts
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 
@@ -81,8 +82,8 @@ class TokenDispatcher(ABC):
     the backward of each is the forward of the other.
     """
 
-    reads_host: bool = True
-    """Whether the host reads values of the device on the way. One that says it does not can be inside a graph."""
+    facts: DispatcherFacts = DispatcherFacts("unregistered", "has no row in the table.")
+    """Its row in config/dispatchers.py; without one, the cautious defaults."""
 
     def __init__(self, permute: Permute = sort_by_expert) -> None:
         """`permute` sorts arrived (token, expert) assignments into slots; `PERMUTE` in kernels/choose.py lists them."""

@@ -38,7 +38,7 @@ class CloningDispatcher(TokenDispatcher):
         """`num_experts` is the layer's total; `inner` was built for `group.size() * num_replicas` more."""
         super().__init__(inner.permute)
         self.inner, self.group = inner, group
-        self.capacity, self.reads_host = inner.capacity, inner.reads_host
+        self.capacity, self.facts = inner.capacity, inner.facts
         self.num_experts, self.num_replicas = num_experts, num_replicas
         self.rank = dist.get_rank(group)
         self.assign_replicas = assign_replicas

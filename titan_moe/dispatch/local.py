@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from titan_moe.config.dispatchers import LOCAL
 from titan_moe.dispatch.base import Routed, TokenDispatcher, route
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 
@@ -18,7 +19,7 @@ class LocalExchange(NamedTuple):
 class LocalDispatcher(TokenDispatcher):
     """Serve every row where it is; the received rows are the tokens themselves (S = T, R = T·K)."""
 
-    reads_host = False
+    facts = LOCAL
 
     def __init__(self, num_experts: int, permute: Permute = sort_by_expert) -> None:
         super().__init__(permute)

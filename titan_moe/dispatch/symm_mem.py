@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.config.dispatchers import SYMM_MEM, dispatchers_that
 from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
@@ -105,7 +106,8 @@ def _refuse_other_hosts(group: dist.ProcessGroup) -> None:
     if len(hosts) > 1:
         raise ValueError(
             f"symmetric memory joins GPUs of one node, and the {group.size()} ranks of this group are on "
-            f'{len(hosts)}: {", ".join(hosts)}; take a smaller parallel.ep, or parallel.dispatcher = "alltoall"'
+            f"{len(hosts)}: {', '.join(hosts)}; take a smaller parallel.ep, or parallel.dispatcher = "
+            f"{dispatchers_that(lambda facts: facts.moves_rows and not facts.is_one_node)}"
         )
 
 
@@ -119,7 +121,7 @@ def _all_gather_object(word: Any, group: dist.ProcessGroup) -> list[Any]:
 class SymmMemDispatcher(TokenDispatcher):
     """Fetch rows from the ranks of their tokens, deliver the results. Every rank must bring as many tokens."""
 
-    reads_host = False
+    facts = SYMM_MEM
 
     def __init__(
         self,

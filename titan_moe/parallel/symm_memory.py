@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.recipe import most_tokens_at_once
 from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
@@ -14,7 +15,7 @@ from titan_moe.parallel.mesh import Meshes
 
 
 def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch.device) -> SymmMemory | None:
-    """Open what the model's exchanges need if the recipe's dispatcher is `symm_mem`; every rank must come.
+    """Open what the model's exchanges need if the recipe's dispatcher shares memory; every rank must call it.
 
     One piece serves all layers, because their exchanges follow each other. It holds the worst case of the largest
     batch that the run sends through the model, also where the recipe bounds rows: a step that does not fit is taken
@@ -23,7 +24,7 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
     Raises: RecipeError if these GPUs cannot reach each other's memory.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    if recipe.parallel.dispatcher != "symm_mem" or not layers:
+    if not recipe.parallel.facts.shares_memory or not layers:
         return None
     rows, group = DTYPES[recipe.precision.compute], meshes.ep.get_group()
     num_ranks = group.size()
@@ -43,5 +44,8 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
     try:
         return open_symm_memory(num_bytes, group, device)
     except (RuntimeError, ValueError) as error:
-        problem = f'parallel.dispatcher = "symm_mem" cannot share memory here: {error}; take "alltoall"'
+        others = dispatchers_that(lambda facts: facts.moves_rows and not facts.shares_memory)
+        problem = (
+            f'parallel.dispatcher = "{recipe.parallel.dispatcher}" cannot share memory here: {error}; take {others}'
+        )
         raise RecipeError([problem]) from error

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.count import expert_width
 from titan_moe.plan.memory import experts_are_unsharded
@@ -99,7 +98,7 @@ def _permute(recipe: Recipe) -> Shape:
 def _has_block_graphs(recipe: Recipe) -> bool:
     """Whether GPUs compile the dispatch together with its block."""
     c = recipe.compile
-    return c.regional != "off" and c.extent == "block" and recipe.parallel.dispatcher not in HOST_READERS
+    return c.regional != "off" and c.extent == "block" and not recipe.parallel.facts.reads_host
 
 
 def _router(recipe: Recipe) -> Shape:

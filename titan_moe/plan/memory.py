@@ -41,10 +41,13 @@ def experts_are_unsharded(recipe: Recipe, world_size: int) -> bool:
 
 
 def shared_bytes_per_rank(recipe: Recipe) -> int:
-    """Count the bytes of the memory that `symm_mem` shares: for every token of the largest batch a place of each rank
-    for its row and its scores' gradients, its choices, and lists of tokens; or, in their turn, a layer's cloned
-    experts. What tells ranks of each other's counts comes on top, a few hundred bytes."""
-    if recipe.parallel.dispatcher != "symm_mem":
+    """Count the bytes of memory that the ranks of an ep group share.
+
+    It has room on each rank for the row of every token of the largest microbatch, for its scores' gradients, its
+    assignments and lists of tokens; or, in turn, for a layer's cloned experts. Counts that ranks exchange take a few
+    hundred bytes more.
+    """
+    if not recipe.parallel.facts.shares_memory:
         return 0
     element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
     place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4

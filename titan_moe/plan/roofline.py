@@ -87,11 +87,11 @@ def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
 
 
 def copies_on_the_wire(recipe: Recipe) -> float:
-    """How many other ranks a token's row travels to on average."""
-    num_ranks, moe = recipe.parallel.ep, recipe.model.moe
-    if recipe.parallel.dispatcher == "local" or num_ranks == 1:
+    """How many other ranks a token's row is sent to on average."""
+    num_ranks, moe, sends = recipe.parallel.ep, recipe.model.moe, recipe.parallel.facts.sends
+    if sends == "nothing" or num_ranks == 1:
         return 0.0
-    if recipe.parallel.dispatcher == "allgather":
+    if sends == "every_row":
         return num_ranks - 1
     return (num_ranks - 1) * visit_probability(moe.num_experts, moe.num_experts // num_ranks, moe.top_k)
 

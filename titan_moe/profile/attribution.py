@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from titan_moe.config.dispatchers import DISPATCHERS
 from titan_moe.profile.region import PREFIX
 
 OTHER = "other"
@@ -17,9 +18,9 @@ OTHER = "other"
 NODE = "autograd::engine::evaluate_function"
 NAMED_BY_OTHERS = {"FSDP::": "sharding", "Optimizer.": "optimizer"}
 """Ranges that PyTorch names itself, by how they begin."""
-SENDING = ("c10d::", "nccl:", "gloo:", "titan_moe::symm_")
-"""How calls begin that hand a message over, or exchange rows over shared memory: all that happens inside is
-communication."""
+SENDING = ("c10d::", "nccl:", "gloo:")
+"""How calls begin that hand a message over: all of their time is communication, as in the `exchange_ops` of
+dispatchers."""
 WAITING = ("titan_moe::all_to_all", "titan_moe::all_gather", "titan_moe::reduce_scatter", "_c10d_functional::")
 """How operations begin that start a message, wait for one, or both: their own time is communication, the copies inside
 them are not."""
@@ -66,12 +67,13 @@ def attribute(events: Iterable[HostEvent]) -> Iterator[tuple[HostEvent, HostEven
     stacks: dict[Thread, list[HostEvent]] = defaultdict(list)
     parts_of_forward: dict[tuple[Thread | None, int | None], str] = {}
     latest_node: dict[Thread, str] = {}
+    sending = SENDING + tuple(op for facts in DISPATCHERS.values() for op in facts.exchange_ops)
     for event in ordered:
         stack = stacks[event.thread]
         while stack and stack[-1].stop_us <= event.start_us:
             stack.pop()
         parent = stack[-1] if stack else None
-        _inherit(event, parent)
+        _inherit(event, parent, sending)
         named = _name(event)
         if named:
             event.part = named
@@ -88,8 +90,8 @@ def attribute(events: Iterable[HostEvent]) -> Iterator[tuple[HostEvent, HostEven
         yield event, parent
 
 
-def _inherit(event: HostEvent, parent: HostEvent | None) -> None:
-    event.is_communication = event.name.startswith(SENDING + WAITING)
+def _inherit(event: HostEvent, parent: HostEvent | None, sending: tuple[str, ...]) -> None:
+    event.is_communication = event.name.startswith(sending + WAITING)
     if parent is not None:
         event.part, event.is_backward = parent.part, parent.is_backward
         event.is_communication |= parent.is_communication and not parent.name.startswith(WAITING)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
 
@@ -23,10 +24,17 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
 
 
 def _obstacles_of_experts(recipe: Recipe) -> Iterator[str]:
-    if recipe.parallel.dispatcher == "alltoall":
+    if recipe.parallel.facts.reads_host:
         yield (
-            'parallel.dispatcher = "alltoall" reads the counts of every layer on the host; take "allgather" or '
-            '"symm_mem", or "local" with ep = 1'
+            f'parallel.dispatcher = "{recipe.parallel.dispatcher}" reads the counts of every layer on the host; take '
+            f"{without_host_reads()}"
         )
     if recipe.perf.chosen_kernels.experts == "reference":
         yield 'the "reference" experts read their borders on the host; take perf.kernels = "grouped_mm" or "fused"'
+
+
+def without_host_reads() -> str:
+    """List the dispatchers that a graph can contain, for a way out."""
+    movers = dispatchers_that(lambda facts: facts.moves_rows and not facts.reads_host)
+    others = dispatchers_that(lambda facts: not facts.moves_rows and not facts.reads_host)
+    return f"{movers}, or {others} with parallel.ep = 1"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
@@ -65,34 +66,39 @@ def _ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f"parallel.ep = {recipe.parallel.ep} needs layers with experts, and this model has none; set ep = 1"
 
 
-def _ep_needs_a_wire(recipe: Recipe, world_size: int) -> Iterator[str]:
+def _ep_needs_rows_to_move(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    if p.ep > 1 and p.dispatcher == "local":
+    if p.ep > 1 and not p.facts.moves_rows:
         yield (
-            f'parallel.dispatcher = "local" moves nothing, but parallel.ep = {p.ep} spreads the experts over ranks; '
-            'take "alltoall", "allgather" or "symm_mem", or ep = 1'
+            f'parallel.dispatcher = "{p.dispatcher}" moves no rows, but parallel.ep = {p.ep} spreads the experts over '
+            f"ranks; take {dispatchers_that(lambda facts: facts.moves_rows)}, or ep = 1"
         )
 
 
-def _overlap_has_messages(recipe: Recipe, world_size: int) -> Iterator[str]:
+def _overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    if p.overlap != "none" and p.dispatcher == "local":
+    if p.overlap != "none" and not p.facts.moves_rows:
         yield (
-            f'parallel.overlap = "{p.overlap}" hides messages, and parallel.dispatcher = "local" sends none; set it to '
-            '"none", or spread the experts with "alltoall", "allgather" or "symm_mem"'
+            f'parallel.overlap = "{p.overlap}" hides communication, and parallel.dispatcher = "{p.dispatcher}" has '
+            f'none; set it to "none", or spread the experts with {dispatchers_that(lambda facts: facts.moves_rows)}'
         )
 
 
-def _tiles_fetch_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
+def _dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.overlap != "none" and p.facts.moves_rows and p.overlap not in p.facts.overlaps:
+        supported = " or ".join(f'"{overlap}"' for overlap in (*p.facts.overlaps, "none"))
+        yield (
+            f'parallel.overlap = "{p.overlap}" is not supported by parallel.dispatcher = "{p.dispatcher}"; take '
+            f"overlap = {supported}, or {dispatchers_that(lambda facts: p.overlap in facts.overlaps)}"
+        )
+
+
+def _tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "tile":
         return
     setting = 'parallel.overlap = "tile"'
-    if p.dispatcher not in ("symm_mem", "local"):
-        yield (
-            f'{setting} reads rows out of shared memory, and parallel.dispatcher = "{p.dispatcher}" has none; take '
-            '"symm_mem", or overlap = "none"'
-        )
     is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
     if recipe.perf.chosen_kernels.experts != "fused" and not is_left_to_auto:
         yield (
@@ -103,34 +109,37 @@ def _tiles_fetch_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'{setting} needs fused experts, which need model.moe.score_on = "activation"; take overlap = "none"'
     if p.expert_clones and recipe.compile.regional != "off" and recipe.compile.extent == "block":
         yield (
-            f'{setting} with parallel.expert_clones needs compile.extent = "pieces": nothing in the graph of a block '
-            "would keep clones' weights behind the plan of their rows"
+            f'{setting} with parallel.expert_clones needs compile.extent = "pieces": the graph of a block does not '
+            "order the clones' weights after the plan of their rows"
         )
 
 
-def _symm_mem_has_gpus(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.parallel.dispatcher == "symm_mem" and recipe.run.device == "cpu":
-        yield (
-            'parallel.dispatcher = "symm_mem" does not exist with run.device = "cpu"; take "alltoall" or "allgather", '
-            'or run.device = "cuda"'
-        )
-
-
-def _symm_mem_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
+def _dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    if p.dispatcher == "symm_mem" and p.ep <= 1:
+    if p.facts.needs_cuda and recipe.run.device == "cpu":
         yield (
-            f'parallel.dispatcher = "symm_mem" shares memory between the ranks of an ep group, and parallel.ep = '
-            f'{p.ep} leaves each alone; take "local", or a larger ep'
+            f'parallel.dispatcher = "{p.dispatcher}" does not exist with run.device = "cpu"; take '
+            f'{dispatchers_that(lambda facts: facts.moves_rows and not facts.needs_cuda)}, or run.device = "cuda"'
         )
 
 
-def _symm_mem_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
+def _shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.facts.shares_memory and p.ep <= 1:
+        yield (
+            f'parallel.dispatcher = "{p.dispatcher}" shares memory between the ranks of an ep group, and parallel.ep = '
+            f"{p.ep} leaves one rank in each; take {dispatchers_that(lambda facts: not facts.shares_memory)}, or a "
+            "larger ep"
+        )
+
+
+def _ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
-    if p.dispatcher == "symm_mem" and world_size > 1 and leaves_a_rest(p.ep, num_local):
+    if p.facts.is_one_node and world_size > 1 and leaves_a_rest(p.ep, num_local):
         yield (
             f"parallel.ep = {p.ep} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
-            f'"symm_mem" needs; take a divisor of it ({divisors(num_local)}), or "alltoall"'
+            f'"{p.dispatcher}" needs; take a divisor of it ({divisors(num_local)}), or '
+            f"{dispatchers_that(lambda facts: facts.moves_rows and not facts.is_one_node)}"
         )
 
 
@@ -140,15 +149,10 @@ def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Ite
         return
     setting = 'parallel.overlap = "microbatch"'
     way_out = 'parallel.overlap = "none"'
-    if p.dispatcher == "symm_mem":
-        yield (
-            f'{setting} interleaves collectives of NCCL or gloo, and parallel.dispatcher = "symm_mem" has none; take '
-            'overlap = "tile", which hides its rows, or "alltoall" or "allgather"'
-        )
     if not p.accumulate_unsharded:
         yield (
-            f"{setting} runs two microbatches on the same gathered parameters; set parallel.accumulate_unsharded = true,"
-            f" or take {way_out}"
+            f"{setting} runs two microbatches on the same gathered parameters; set parallel.accumulate_unsharded = "
+            f"true, or take {way_out}"
         )
     if recipe.compile.regional != "off" and recipe.compile.extent == "block":
         yield f'{setting} runs blocks in pieces; take compile.extent = "pieces", or {way_out}'
@@ -171,10 +175,11 @@ def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Ite
 def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     factor = p.expert_rank_capacity_factor
-    if factor != 0 and p.dispatcher not in ("allgather", "symm_mem"):
+    if factor != 0 and not p.facts.can_be_bounded:
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} bounds nothing with parallel.dispatcher = "
-            f'"{p.dispatcher}", whose slots are exact; set it to 0, or take "allgather" or "symm_mem"'
+            f'"{p.dispatcher}", whose slots are exact; set it to 0, or take '
+            f"{dispatchers_that(lambda facts: facts.can_be_bounded)}"
         )
     if 0 < factor < 1:
         yield (
@@ -187,11 +192,11 @@ def _clones_have_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_experts = recipe.parallel, recipe.model.moe.num_experts
     if p.expert_clones <= 0:
         return
-    if p.ep <= 1 or p.dispatcher == "local":
+    if p.ep <= 1 or not p.facts.moves_rows:
         yield (
-            f"parallel.expert_clones = {p.expert_clones} lends experts to other ranks, but parallel.ep = {p.ep} and "
+            f"parallel.expert_clones = {p.expert_clones} clones experts onto other ranks, but parallel.ep = {p.ep} and "
             f'parallel.dispatcher = "{p.dispatcher}" leave them all on one; set it to 0, or spread the experts with '
-            '"alltoall", "allgather" or "symm_mem"'
+            f"{dispatchers_that(lambda facts: facts.moves_rows)}"
         )
     elif p.expert_clones > num_experts // p.ep:
         yield (
@@ -246,14 +251,19 @@ PARALLEL_RULES = [
     ),
     Rule("ep divides num_experts", _ep_divides_experts, "each rank of an ep group holds the same number of experts"),
     Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
-    Rule("ep needs a dispatcher that moves rows", _ep_needs_a_wire, "rows must reach experts on other ranks"),
-    Rule("overlap has messages to hide", _overlap_has_messages, "a switch that does nothing hides a mistake"),
-    Rule("tiles fetch rows", _tiles_fetch_rows, "what moves rows is inside a GEMM, which must be ours"),
-    Rule("symm_mem has GPUs", _symm_mem_has_gpus, "the memory that it shares is CUDA's"),
-    Rule("symm_mem has peers", _symm_mem_has_peers, "there is nobody to share memory with"),
+    Rule("ep needs a dispatcher that moves rows", _ep_needs_rows_to_move, "rows must reach experts on other ranks"),
+    Rule("overlap has communication to hide", _overlap_has_communication, "a switch that does nothing hides a mistake"),
     Rule(
-        "symm_mem stays on a node",
-        _symm_mem_stays_on_a_node,
+        "the dispatcher supports the overlap",
+        _dispatcher_supports_overlap,
+        "tiles read rows out of shared memory, microbatches are hidden under collectives in two halves",
+    ),
+    Rule("tiles move rows", _tiles_move_rows, "the thread blocks that move rows belong to a GEMM, which must be ours"),
+    Rule("the dispatcher has its device", _dispatcher_has_its_device, "it consists of kernels for GPUs"),
+    Rule("shared memory has peers", _shared_memory_has_peers, "a rank alone has no peer to share memory with"),
+    Rule(
+        "an ep group stays on a node",
+        _ep_group_stays_on_a_node,
         "a GPU reaches the memory of another in its own node only",
     ),
     Rule(
@@ -269,7 +279,7 @@ PARALLEL_RULES = [
     Rule(
         "clones have ranks to go to",
         _clones_have_ranks,
-        "a spare slot holds an expert of another rank, and every exchange pays for it whether it is used or not",
+        "a replica slot holds an expert of another rank, and every exchange pays for it, used or not",
     ),
     Rule(
         "edp divides the experts' width",

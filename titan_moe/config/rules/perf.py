@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
-from titan_moe.config.parallel import HOST_READERS
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.capture import obstacles
+from titan_moe.config.rules.capture import obstacles, without_host_reads
 from titan_moe.config.rules.rule import Rule, nearest_multiples
 from titan_moe.config.skew import obstacles_to_skew
 
@@ -122,12 +121,12 @@ def _flex_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]:
-    dispatcher = recipe.parallel.dispatcher
+    p = recipe.parallel
     compiles_blocks = recipe.compile.regional != "off" and recipe.compile.extent == "block"
-    if compiles_blocks and dispatcher in HOST_READERS and recipe.model.num_moe_layers > 0:
+    if compiles_blocks and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
-            f'compile.extent = "block" cannot hold parallel.dispatcher = "{dispatcher}", which reads its row counts '
-            'on the host; take "allgather" or "symm_mem" ("local" where parallel.ep = 1), or compile.extent = "pieces"'
+            f'compile.extent = "block" cannot hold parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
+            f'on the host; take {without_host_reads()}, or compile.extent = "pieces"'
         )
 
 

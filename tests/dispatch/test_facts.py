@@ -1,0 +1,49 @@
+"""What the table says of a dispatcher is what it does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from titan_moe.config.dispatchers import DISPATCHERS
+from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
+
+NUM_EXPERTS, NUM_TOKENS, TOP_K, WIDTH = 8, 12, 3, 16
+
+
+def built(name: str) -> TokenDispatcher:
+    num_ranks = dist.get_world_size()
+    match name:
+        case "local":
+            return LocalDispatcher(NUM_EXPERTS)
+        case "allgather":
+            return AllGatherDispatcher(NUM_EXPERTS, dist.group.WORLD)
+        case "alltoall":
+            return AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD)
+        case "symm_mem":
+            memory = SymmMemory(torch.empty(1, dtype=torch.uint8), torch.empty(num_ranks, dtype=torch.int64), 0)
+            return SymmMemDispatcher(NUM_EXPERTS, memory)
+    raise AssertionError(f"build {name} here")
+
+
+def describe(name: str) -> tuple[str, bool, int]:
+    """Its row's name; whether it reads a size on the host, which tensors without data refuse; rows that arrive."""
+    with FakeTensorMode():
+        dispatcher = built(name)
+        x_TD, scores_TK = torch.empty(NUM_TOKENS, WIDTH), torch.empty(NUM_TOKENS, TOP_K)
+        ids_TK = torch.zeros(NUM_TOKENS, TOP_K, dtype=torch.int64)
+        try:
+            routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
+        except DataDependentOutputException:
+            return dispatcher.facts.name, True, 0
+        assert dispatcher.combine(routed.x_SD, routed).shape == x_TD.shape
+        return dispatcher.facts.name, False, len(routed.x_SD)
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_a_dispatcher_reads_the_host_where_its_row_says_so(ranks, name: str) -> None:
+    num_rows = {"nothing": NUM_TOKENS, "every_row": 2 * NUM_TOKENS, "once_a_rank": 2 * NUM_TOKENS}
+    facts = DISPATCHERS[name]
+    expected = (name, facts.reads_host, 0 if facts.reads_host else num_rows[facts.sends])
+    assert ranks(2, describe, name) == [expected] * 2
