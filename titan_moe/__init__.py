@@ -11,6 +11,7 @@ _HOMES = {
     "AllToAllDispatcher": "titan_moe.dispatch",
     "AttentionConfig": "titan_moe.config.model",
     "Block": "titan_moe.layers.block",
+    "DispatcherFacts": "titan_moe.config.dispatchers",
     "GroupedExperts": "titan_moe.layers.experts",
     "Kernels": "titan_moe.config.kernels",
     "LocalDispatcher": "titan_moe.dispatch",
@@ -24,11 +25,13 @@ _HOMES = {
     "TokenDispatcher": "titan_moe.dispatch",
     "TopKRouter": "titan_moe.layers.router",
     "Transformer": "titan_moe.models.transformer",
+    "apply_expert_parallel": "titan_moe.parallel.expert",
     "close_symm_memory": "titan_moe.dispatch.symm_mem",
     "init_weights": "titan_moe.layers.init",
     "linear_cross_entropy": "titan_moe.kernels.loss.cross_entropy",
     "load_recipe": "titan_moe.config.parse",
     "open_symm_memory": "titan_moe.dispatch.symm_mem",
+    "register_dispatcher": "titan_moe.parallel.dispatchers",
     "symm_bytes": "titan_moe.kernels.symm_mem.arrays",
 }
 

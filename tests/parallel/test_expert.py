@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_moe.config.dispatchers import DISPATCHERS
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
@@ -11,13 +12,14 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel import expert
+from titan_moe.parallel.dispatchers import BUILDERS
 from titan_moe.parallel.mesh import build_meshes
 
 CONFIG = ModelConfig(hidden_size=8, moe=MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=8))
 
 
 def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
-    """Names of the dispatcher that a layer gets, and of how it permutes."""
+    """Names of the dispatcher that a layer gets, and of its permutation."""
     kind, _, overlap = kind.partition(" ")
     parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none")
     with torch.device("meta"):
@@ -25,7 +27,12 @@ def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
     memory = SymmMemory(torch.empty(0), torch.empty(num_ranks), 0) if kind == "symm_mem" else None
     expert.apply(nn.ModuleList([moe]), parallel, meshes, ExpertCapacity(), memory)
+    assert moe.dispatcher.facts is DISPATCHERS[kind], "what the recipe was planned with is what runs"
     return type(moe.dispatcher).__name__, moe.dispatcher.permute.__name__
+
+
+def test_every_row_has_a_builder() -> None:
+    assert BUILDERS.keys() == DISPATCHERS.keys()
 
 
 @pytest.mark.parametrize(("backend", "permute"), [("torch", "sort_by_expert"), ("triton", "counting_sort")])

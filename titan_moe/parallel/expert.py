@@ -1,23 +1,22 @@
-"""Expert parallelism: a rank keeps its share of every layer's experts, and a dispatcher moves the rows."""
+"""Expert parallelism: a rank holds its share of every layer's experts, and a dispatcher moves the rows."""
 
+from collections.abc import Iterator
+
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titan_moe.config.dispatchers import dispatchers_that, facts_of
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
-from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
-from titan_moe.dispatch.collectives import SYNC
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
-from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
+from titan_moe.parallel.dispatchers import DispatcherInputs, build_dispatcher
 from titan_moe.parallel.mesh import Meshes
-
-COLLECTIVES = {"none": SYNC, "microbatch": ASYNC}
-"""The recipe's `parallel.overlap` -> how messages travel."""
 
 
 def apply(
@@ -25,50 +24,110 @@ def apply(
 ) -> None:
     """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
 
-    The new dispatcher lays out slots as the one before it did. All layers share one `bound` of slots, and so one flag
-    that says whether any of them overflowed; with `symm_mem` they share the `memory` of the ep group too.
+    The new dispatcher permutes as the one before it did. All layers share one `capacity`, and so one flag that says
+    whether any of them overflowed, and the `memory` of the ep group if the dispatcher shares some.
     """
     for module in model.modules():
         if isinstance(module, MoE):
-            module.dispatcher = _dispatcher(module, config, meshes, capacity, memory)
+            _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory)
             if config.ep > 1:
-                _shard(module.experts, meshes)
-            if config.expert_clones:
-                _add_clones(module, config.expert_clones, meshes, memory)
+                _shard(module.experts, meshes.ep)
 
 
-def _dispatcher(
-    moe: MoE, config: ParallelConfig, meshes: Meshes, capacity: ExpertCapacity, memory: SymmMemory | None
-) -> TokenDispatcher:
-    num_chosen_from, permute = moe.router.weight.shape[0], moe.dispatcher.permute
-    num_experts = num_chosen_from + config.ep * config.expert_clones
-    match config.dispatcher:
-        case "local":
-            return LocalDispatcher(num_experts, permute)
-        case "symm_mem":
-            assert memory is not None, "symm_mem needs what parallel.symm_memory.share_memory opens"
-            kind = SymmMemFusedDispatcher if config.overlap == "tile" else SymmMemDispatcher
-            return kind(num_experts, memory, permute, capacity, num_chosen_from)
-        case "allgather":
-            return AllGatherDispatcher(
-                num_experts, meshes.ep.get_group(), permute, capacity, COLLECTIVES[config.overlap]
-            )
-        case "alltoall":
-            return AllToAllDispatcher(num_experts, meshes.ep.get_group(), permute, COLLECTIVES[config.overlap])
+def apply_expert_parallel(
+    model: nn.Module,
+    ranks: DeviceMesh | dist.ProcessGroup,
+    dispatcher: str = "alltoall",
+    *,
+    capacity: ExpertCapacity | None = None,
+    memory: SymmMemory | None = None,
+) -> None:
+    """Spread the experts of every MoE layer in a model of your own over ranks, as `Shard(0)` DTensors.
+
+    Gradients of experts come from the tokens of all ranks, summed over their losses. Reduce those of all other
+    parameters as before, and keep experts out of it (`ignored_params` of FSDP2).
+
+    Args:
+        model: a `MoE` layer, or a module that holds some. All ranks have the same weights, which are kept in part.
+        ranks: a mesh of one axis, or a process group. Each rank holds an equal share of the experts, in rank order.
+        dispatcher: a value of `parallel.dispatcher`, registered ones too.
+        capacity: a bound on slots, for a dispatcher that can be bounded; the worst case without it.
+        memory: from `open_symm_memory`, for a dispatcher that shares memory.
+
+    Raises: ValueError with all that is wrong and its ways out.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    mesh = _one_axis(ranks, layers)
+    problems = dict.fromkeys(_obstacles(layers, mesh, dispatcher, capacity, memory))
+    if problems:
+        raise ValueError("\n".join(problems))
+    config, capacity = ParallelConfig(ep=mesh.size(), dispatcher=dispatcher), capacity or ExpertCapacity()
+    for moe in layers:
+        _set_dispatcher(moe, config, mesh.get_group(), capacity, memory)
+        _shard(moe.experts, mesh)
 
 
-def _add_clones(moe: MoE, num_replicas: int, meshes: Meshes, memory: SymmMemory | None) -> None:
-    """Fill the spare slots that the dispatcher counts with clones of hot experts, out of shared memory if any."""
-    group = meshes.ep.get_group()
-    moe.dispatcher = CloningDispatcher(moe.dispatcher, moe.router.weight.shape[0], num_replicas, group)
-    moe.experts.gather_weights = CollectiveCloneWeights(group) if memory is None else SymmMemCloneWeights(memory)
+def _one_axis(ranks: DeviceMesh | dist.ProcessGroup, layers: list[MoE]) -> DeviceMesh:
+    """The mesh of a group, on the device of the experts.
+
+    Raises: ValueError if they are on none.
+    """
+    if isinstance(ranks, DeviceMesh):
+        return ranks
+    devices = {weight.device.type for moe in layers for weight in moe.experts.parameters()} or {"cpu"}
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"a process group does not tell the device of experts on {', '.join(sorted(devices))}; give a DeviceMesh"
+        )
+    return DeviceMesh.from_group(ranks, devices.pop(), mesh_dim_names=("ep",))
 
 
-def _shard(experts: GroupedExperts, meshes: Meshes) -> None:
-    size, rank = meshes.ep.size(), meshes.ep.get_local_rank()
+def _obstacles(
+    layers: list[MoE], mesh: DeviceMesh, name: str, capacity: ExpertCapacity | None, memory: SymmMemory | None
+) -> Iterator[str]:
+    """What keeps experts from being spread over a mesh, each with a way out."""
+    if not layers:
+        yield "the model has no titan_moe.MoE layer, so it has no experts to spread; use MoE as its feed-forward layer"
+    if mesh.ndim != 1:
+        yield f'the mesh has {mesh.ndim} axes, and experts are spread over one; take a slice of it, such as mesh["ep"]'
+    facts, num_ranks = facts_of(name), mesh.size()
+    if num_ranks > 1 and not facts.moves_rows:
+        movers = dispatchers_that(lambda facts: facts.moves_rows)
+        yield f'dispatcher = "{name}" moves no rows, and there are {num_ranks} ranks; take {movers}'
+    if facts.needs_cuda and mesh.device_type != "cuda":
+        others = dispatchers_that(lambda facts: not facts.needs_cuda)
+        yield f'dispatcher = "{name}" needs CUDA, and the experts are on {mesh.device_type}; take {others}'
+    if facts.shares_memory and memory is None:
+        yield f'dispatcher = "{name}" shares memory; give it memory = open_symm_memory(symm_bytes(...), group, device)'
+    if capacity is not None and not facts.can_be_bounded:
+        bounded = dispatchers_that(lambda facts: facts.can_be_bounded)
+        yield f'dispatcher = "{name}" has exact slots, which no capacity bounds; leave it out, or take {bounded}'
+    for moe in layers:
+        for weight in moe.experts.parameters(recurse=False):
+            if isinstance(weight, DTensor):
+                yield "the experts are sharded already; call apply_expert_parallel once, and before FSDP"
+            elif len(weight) % num_ranks:
+                yield f"{len(weight)} experts do not divide by {num_ranks} ranks; take a divisor of {len(weight)} ranks"
+
+
+def _set_dispatcher(
+    moe: MoE, config: ParallelConfig, group: dist.ProcessGroup, capacity: ExpertCapacity, memory: SymmMemory | None
+) -> None:
+    """Build the dispatcher of a layer, around it that of clones if replica slots are to hold some."""
+    num_experts, num_replicas = moe.router.weight.shape[0], config.expert_clones
+    num_slots = num_experts + config.ep * num_replicas
+    inputs = DispatcherInputs(num_slots, num_experts, group, moe.dispatcher.permute, capacity, config.overlap, memory)
+    moe.dispatcher = build_dispatcher(config.dispatcher, inputs)
+    if num_replicas:
+        moe.dispatcher = CloningDispatcher(moe.dispatcher, num_experts, num_replicas, group)
+        moe.experts.gather_weights = CollectiveCloneWeights(group) if memory is None else SymmMemCloneWeights(memory)
+
+
+def _shard(experts: GroupedExperts, mesh: DeviceMesh) -> None:
+    size, rank = mesh.size(), mesh.get_local_rank()
     for name, full in list(experts.named_parameters(recurse=False)):
         local = full.data.chunk(size)[rank].clone()
-        sharded = DTensor.from_local(local, meshes.ep, [Shard(0)], run_check=False)
+        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
     experts.local = _to_local
 

@@ -1,0 +1,57 @@
+"""A dispatcher of one's own is one file with its row and its builder; it trains as one process does."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from titan_moe import register_dispatcher
+from titan_moe.config import Recipe, check_rules
+from titan_moe.config.dispatchers import ALLTOALL, DISPATCHERS
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.parallel.dispatchers import BUILDERS
+
+OWN = "summing_dispatcher"
+
+
+@cache
+def neighbour(name: str) -> Any:
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+one_loss = neighbour("test_one_loss")
+
+
+def train_with_own(run: Recipe) -> tuple[dict[str, Any], int]:
+    """What the run shows of itself, and how many exchanges were its own."""
+    kind = neighbour(OWN).SummingDispatcher
+    with mock.patch.object(kind, "prepare", autospec=True, side_effect=kind.prepare) as prepare:
+        return one_loss.train(run), prepare.call_count
+
+
+def test_it_trains_as_one_process(ranks) -> None:
+    (alone,) = ranks(1, one_loss.train, one_loss.recipe(ParallelConfig()))
+    with mock.patch.dict(DISPATCHERS), mock.patch.dict(BUILDERS):
+        neighbour(OWN)
+        candidate = one_loss.recipe(ParallelConfig(ep=2, dispatcher="summing"))
+        assert check_rules(candidate, 2) == []
+    num_microbatches = (one_loss.STEPS + 1) * one_loss.SEQUENCES // 2  # the first gradients are taken twice
+    for trace, num_exchanges in ranks(2, train_with_own, candidate):
+        one_loss.assert_same(one_loss.Trace(**trace), one_loss.Trace(**alone), 1e-9)
+        assert num_exchanges == num_microbatches * one_loss.MODEL.num_moe_layers
+
+
+def test_it_is_one_short_file() -> None:
+    assert len(Path(__file__).with_name(f"{OWN}.py").read_text().splitlines()) < 60
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match='"alltoall" is registered already; take another name'):
+        register_dispatcher(ALLTOALL, BUILDERS["alltoall"])

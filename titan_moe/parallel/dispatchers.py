@@ -1,0 +1,89 @@
+"""Builders of dispatchers: from a name in the recipe to the object that sits in `moe.dispatcher`."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from titan_moe.config.dispatchers import ALLGATHER, ALLTOALL, DISPATCHERS, LOCAL, SYMM_MEM, DispatcherFacts, facts_of
+from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from titan_moe.dispatch.async_collectives import ASYNC
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.collectives import SYNC
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
+from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.kernels.permute.permutation import Permute
+
+COLLECTIVES = {"none": SYNC, "microbatch": ASYNC}
+"""`parallel.overlap` -> the collectives of a dispatcher that uses some."""
+
+
+class DispatcherInputs(NamedTuple):
+    """What the dispatcher of a layer may be built from."""
+
+    num_experts: int
+    """Experts of the layer on all ranks, replica slots included; a rank holds an equal share, in rank order."""
+    num_routed_experts: int
+    """The same without replica slots: what the router chooses from."""
+    group: dist.ProcessGroup
+    """The ranks that share the experts."""
+    permute: Permute
+    """How the layer sorts arrived assignments into slots."""
+    capacity: ExpertCapacity
+    """The bound of all layers together, for a dispatcher that can be bounded."""
+    overlap: str = "none"
+    """`parallel.overlap`."""
+    memory: SymmMemory | None = None
+    """For a dispatcher that shares memory."""
+
+
+Builder = Callable[[DispatcherInputs], TokenDispatcher]
+
+
+def _local(inputs: DispatcherInputs) -> TokenDispatcher:
+    return LocalDispatcher(inputs.num_experts, inputs.permute)
+
+
+def _allgather(inputs: DispatcherInputs) -> TokenDispatcher:
+    collectives = COLLECTIVES[inputs.overlap]
+    return AllGatherDispatcher(inputs.num_experts, inputs.group, inputs.permute, inputs.capacity, collectives)
+
+
+def _alltoall(inputs: DispatcherInputs) -> TokenDispatcher:
+    return AllToAllDispatcher(inputs.num_experts, inputs.group, inputs.permute, COLLECTIVES[inputs.overlap])
+
+
+def _symm_mem(inputs: DispatcherInputs) -> TokenDispatcher:
+    assert inputs.memory is not None, "parallel.symm_memory opens it"
+    dispatcher = SymmMemFusedDispatcher if inputs.overlap == "tile" else SymmMemDispatcher
+    return dispatcher(inputs.num_experts, inputs.memory, inputs.permute, inputs.capacity, inputs.num_routed_experts)
+
+
+BUILDERS: dict[str, Builder] = {
+    LOCAL.name: _local,
+    ALLGATHER.name: _allgather,
+    ALLTOALL.name: _alltoall,
+    SYMM_MEM.name: _symm_mem,
+}
+"""One for each row of config/dispatchers.py."""
+
+
+def build_dispatcher(name: str, inputs: DispatcherInputs) -> TokenDispatcher:
+    """Build the dispatcher of a layer.
+
+    Raises: ValueError for a name that is not in the table.
+    """
+    return BUILDERS[facts_of(name).name](inputs)
+
+
+def register_dispatcher(facts: DispatcherFacts, build: Builder) -> None:
+    """Add a dispatcher: from here on recipes may name it, and rules, plan and compile know its facts.
+
+    Call it when the module of the dispatcher is imported, in every process, before the recipe is read. The class should
+    carry its row as `facts`, too.
+
+    Raises: ValueError if the name is taken.
+    """
+    if facts.name in DISPATCHERS:
+        raise ValueError(f'a dispatcher "{facts.name}" is registered already; take another name')
+    DISPATCHERS[facts.name], BUILDERS[facts.name] = facts, build
