@@ -1,0 +1,139 @@
+"""Experts of a model of one's own, spread over ranks by one call, compute what one process computes."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from titan_moe import ModelConfig, MoE, MoEConfig, apply_expert_parallel
+from titan_moe.config.kernels import Kernels
+from titan_moe.dispatch.capacity import ExpertCapacity
+
+README = Path(__file__).parents[2] / "README.md"
+(SNIPPET,) = (code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "WORLD" in code)
+SEQUENCES, TOKENS, WIDTH = 4, 6, 16
+
+
+class Block(nn.Module):
+    """As README's."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        moe = MoEConfig(num_experts=num_experts, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=8)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.moe = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), Kernels(experts="reference"))
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        return x_BND + self.moe(self.norm(x_BND))
+
+
+def built(num_experts: int = 4) -> Block:
+    torch.manual_seed(0)
+    block = Block(num_experts).double()
+    for weight in block.moe.parameters():
+        nn.init.normal_(weight, std=0.3)
+    return block
+
+
+def run(block: Block) -> dict[str, Tensor]:
+    """Outputs and gradients of this rank's share of the sequences."""
+    x_BND = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y_BND = block(x_BND.chunk(dist.get_world_size())[dist.get_rank()])
+    y_BND.square().sum().backward()
+    grads = {name: weight.grad for name, weight in block.named_parameters()}
+    whole = {name: grad.full_tensor() for name, grad in grads.items() if isinstance(grad, DTensor)}
+    for name in grads.keys() - whole.keys():
+        dist.all_reduce(grads[name])
+    return {"y": y_BND.detach(), **grads, **whole}
+
+
+def by_readme(block: Block) -> None:
+    exec(SNIPPET, {"block": block})
+
+
+def over_a_mesh(block: Block) -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("edp", "ep"))
+    apply_expert_parallel(block.moe, mesh["ep"], "allgather", capacity=ExpertCapacity(8.0))
+
+
+WAYS = {"README": by_readme, "a mesh": over_a_mesh}
+
+
+def run_spread(way: str) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
+    """What `run` gives, and the shapes of the weights of this rank's experts."""
+    block = built()
+    WAYS[way](block)
+    return run(block), [tuple(weight.to_local().shape) for weight in block.moe.experts.parameters()]
+
+
+def run_alone() -> dict[str, Tensor]:
+    return run(built())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_compute_what_one_computes(ranks, way: str) -> None:
+    (expected,) = ranks(1, run_alone)
+    spread = ranks(2, run_spread, way)
+    torch.testing.assert_close(torch.cat([result["y"] for result, _ in spread]), expected.pop("y"))
+    for result, shapes in spread:
+        assert shapes == [(2, 2, 8, WIDTH), (2, WIDTH, 8)], "half of the experts"
+        del result["y"]
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def two_axes() -> Any:
+    return init_device_mesh("cpu", (1, dist.get_world_size()))
+
+
+def on_meta(num_experts: int) -> Block:
+    with torch.device("meta"):
+        return Block(num_experts)
+
+
+def sharded(num_experts: int) -> Block:
+    block = built(num_experts)
+    apply_expert_parallel(block, world())
+    return block
+
+
+def dense(num_experts: int) -> nn.Module:
+    return nn.Linear(num_experts, 1)
+
+
+# (the model, its experts, the ranks, options) -> what is wrong
+BROKEN: dict[str, tuple[Callable[[int], nn.Module], int, Callable[[], Any], dict[str, Any], str]] = {
+    "an odd number": (built, 3, world, {}, "3 experts do not divide by 2 ranks; take a divisor of 3"),
+    "an unknown name": (built, 4, world, {"dispatcher": "pigeon"}, '"pigeon" is not in the table; take "local"'),
+    "nothing moves": (built, 4, world, {"dispatcher": "local"}, 'there are 2 ranks; take "allgather", "alltoall" or'),
+    "no memory": (built, 4, world, {"dispatcher": "symm_mem"}, "give it memory = open_symm_memory("),
+    "no GPU": (built, 4, world, {"dispatcher": "symm_mem"}, 'the experts are on cpu; take "local", "allgather" or'),
+    "no bound": (built, 4, world, {"capacity": ExpertCapacity(2.0)}, 'take "allgather" or "symm_mem"'),
+    "two axes": (built, 4, two_axes, {}, "the mesh has 2 axes"),
+    "no device": (on_meta, 4, world, {}, "does not tell the device of experts on meta; give a DeviceMesh"),
+    "no experts": (dense, 4, world, {}, "the model has no titan_moe.MoE layer"),
+    "twice": (sharded, 4, world, {}, "the experts are sharded already"),
+}
+
+
+def refuse(case: str) -> str:
+    model, num_experts, over, options, _ = BROKEN[case]
+    with pytest.raises(ValueError) as refusal:
+        apply_expert_parallel(model(num_experts), over(), **options)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_cannot_be_spread_is_refused_with_a_way_out(ranks, case: str) -> None:
+    for words in ranks(2, refuse, case):
+        assert BROKEN[case][-1] in words, words
