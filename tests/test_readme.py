@@ -16,7 +16,7 @@ def test_examples_run() -> None:
 def test_named_files_exist() -> None:
     text = README.read_text()
     named = set(re.findall(r"recipes/[\w/.]+\.toml|tools/\w+\.\w+|\]\(([\w/]+\.md)\)", text)) - {""}
-    named |= {f"titan_moe/{path}" for path in re.findall(r"`((?:train|models|layers|kernels)/\w+\.py)`", text)}
+    named |= {f"titan_moe/{path}" for path in re.findall(r"`((?:train|models|layers|kernels)/[\w/]+\.py)`", text)}
     assert len(named) >= 8
     missing = [name for name in named if not (README.parent / name).exists()]
     assert not missing
