@@ -18,8 +18,8 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Routed, TokenDispatcher
 from titan_moe.kernels.choose import PERMUTE
+from titan_moe.layers.forced_routing import ForcedBalance, ForcedSkew
 from titan_moe.layers.moe import MoE
-from titan_moe.layers.router import ForcedBalance, ForcedSkew
 from titan_moe.titan import import_torchtitan
 
 PEER = "torchtitan"

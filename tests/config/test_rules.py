@@ -222,7 +222,7 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         (
             "--train.force_skewed_routing=true --model.moe.top_k=9",
             8,
-            "gives the busiest at most 1.78 times the mean, which is every token, and not 1.8; take a top_k",
+            "gives the hottest at most 1.78 times the mean, which is every token, and not 1.8; take a top_k",
         ),
         ("--model.num_dense_layers=4 --train.force_skewed_routing=true", 8, "train.force_skewed_routing = true needs"),
         ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),

@@ -32,7 +32,7 @@ def test_recipes_have_the_loads_of_the_comparison(recipe: str, num_ranks: int) -
 
 def test_mixtral_over_eight_ranks_cannot_have_both_loads() -> None:
     (obstacle,) = obstacles_to_skew(8, 2, 8)
-    assert "the busiest expert would be the busiest rank" in obstacle and "at most 4" in obstacle
+    assert "the hottest expert would be the hottest rank" in obstacle and "at most 4" in obstacle
 
 
 @pytest.mark.parametrize("num_experts", [2, 4, 6, 8, 16, 60, 64, 128, 256])

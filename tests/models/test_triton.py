@@ -7,8 +7,9 @@ import torch
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.layers.forced_routing import ForcedBalance
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.router import ForcedBalance, TopKRouter
+from titan_moe.layers.router import TopKRouter
 from titan_moe.models.transformer import Transformer
 
 CONFIG = ModelConfig(

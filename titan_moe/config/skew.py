@@ -1,11 +1,10 @@
-"""How many tokens each expert gets where a routing is uneven on purpose, so that runs under load can be compared.
+"""How many tokens each expert gets in a routing that is uneven on purpose, so that runs under skew can be compared.
 
 E experts · K choices a token · P ep ranks, each with consecutive experts
 
-Loads are shares over the mean. A rank's load sets the pace of its layer, an expert's the shape of its GEMM: ranks fall
-evenly from 1.2 to 0.8, and in each of them experts from 1.5 to 0.5 times what they would have alike, so that the
-busiest expert has 1.8 times the mean. On one rank experts fall from 1.8 to 0.2. Which ones are busy is drawn with a
-fixed seed.
+Loads are relative to the mean. The load of a rank sets the time of its layer, that of an expert the shape of its GEMM.
+Loads of ranks fall evenly from 1.2 to 0.8, and on each rank those of experts from 1.5 to 0.5 times the rank's, so that
+the hottest expert has 1.8 times the mean. On one rank they fall from 1.8 to 0.2. The order is drawn with a fixed seed.
 """
 
 import random
@@ -15,36 +14,36 @@ HOTTEST_EXPERT = 1.8
 HOTTEST_RANK = 1.2
 
 WINDOW_TOKENS = 1024
-"""So many consecutive tokens of a rank have the loads exactly, up to whole tokens."""
+"""Consecutive tokens of a rank that have exactly these loads, up to whole tokens."""
 
 
 def skewed_counts(num_experts: int, top_k: int, num_ranks: int) -> list[int]:
-    """Deal the choices of a window's tokens out to the experts: as many in all, and to none more than one a token.
+    """Distribute the assignments of a window's tokens over experts: all of them, and at most one a token to an expert.
 
-    `obstacles_to_skew` says beforehand for which numbers there is such a deal.
+    `obstacles_to_skew` says for which numbers this is possible.
     """
     scale = WINDOW_TOKENS * top_k / num_experts
-    counts, dealt, end = [], 0, 0.0
+    counts, assigned, end = [], 0, 0.0
     for load in _skewed_loads(num_experts, num_ranks):
         end += load * scale
-        counts.append(round(end) - dealt)  # what is rounded away is the next one's
-        dealt = round(end)
+        counts.append(round(end) - assigned)  # the next expert gets what is rounded away here
+        assigned = round(end)
     return counts
 
 
 def obstacles_to_skew(num_experts: int, top_k: int, num_ranks: int) -> Iterator[str]:
-    """Say what keeps these numbers from such loads, with a way out; nothing where they can have them."""
+    """What these loads cannot be had with, each with a way out."""
     if num_ranks < 1 or num_experts % num_ranks:
-        return  # experts cannot be spread at all, which other rules say
+        return  # the experts do not divide, which another rule says
     if num_experts // num_ranks < 2:
         yield (
-            f"parallel.ep = {num_ranks} leaves each rank one of the {num_experts} experts, so the busiest expert would "
-            f"be the busiest rank, and both cannot have their loads, {HOTTEST_EXPERT} and {HOTTEST_RANK} times the "
+            f"parallel.ep = {num_ranks} leaves each rank one of the {num_experts} experts, so the hottest expert would "
+            f"be the hottest rank, and both cannot have their loads, {HOTTEST_EXPERT} and {HOTTEST_RANK} times the "
             f"mean; take a parallel.ep of at most {num_experts // 2}"
         )
     if HOTTEST_EXPERT * top_k > num_experts:
         yield (
-            f"model.moe.top_k = {top_k} of {num_experts} experts gives the busiest at most {num_experts / top_k:.3g} "
+            f"model.moe.top_k = {top_k} of {num_experts} experts gives the hottest at most {num_experts / top_k:.3g} "
             f"times the mean, which is every token, and not {HOTTEST_EXPERT}; take a top_k of at most "
             f"{int(num_experts / HOTTEST_EXPERT)}"
         )

@@ -40,7 +40,7 @@ class TrainConfig:
     metrics say so."""
     force_skewed_routing: bool = False
     """Benchmarks only: replace the router's choice by an uneven one, fixed and the same in every layer, in which the
-    busiest expert has 1.8 times the mean load and the busiest of the ep ranks 1.2 times; the log and the metrics say
+    hottest expert has 1.8 times the mean load and the hottest of the ep ranks 1.2 times; the log and the metrics say
     so."""
 
     @property

@@ -14,8 +14,8 @@ from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import SymmMemory
+from titan_moe.layers.forced_routing import force_routing
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.router import ForcedBalance, ForcedSkew, TopKRouter
 from titan_moe.memory import recompute
 from titan_moe.metrics import regions
 from titan_moe.optim.build import Optimizers, build_optimizer
@@ -105,7 +105,7 @@ def _transform(
     model.to_empty(device=device)
     init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
     if recipe.train.forced_routing:
-        force_routing(model, recipe, device)
+        force_routing(model, recipe.train.forced_routing, recipe.model.moe, recipe.parallel.ep, device)
 
 
 def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
@@ -136,15 +136,6 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
     if problems:
         raise RecipeError(problems)
     return model
-
-
-def force_routing(model: nn.Module, recipe: Recipe, device: torch.device) -> None:
-    """Replace every router's choice by an even or an uneven one (benchmarks only)."""
-    is_balanced, moe = recipe.train.force_balanced_routing, recipe.model.moe
-    force = ForcedBalance(moe, device) if is_balanced else ForcedSkew(moe, recipe.parallel.ep, device)
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            module.force = force
 
 
 def _misfits(model: object) -> Iterator[str]:

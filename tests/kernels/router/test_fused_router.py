@@ -14,7 +14,8 @@ from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.kernels.router.fused_router import route_tokens
 from titan_moe.kernels.router.routing import Routing, RoutingRule, route_tokens_reference
-from titan_moe.layers.router import ForcedBalance, TopKRouter
+from titan_moe.layers.forced_routing import ForcedBalance
+from titan_moe.layers.router import TopKRouter
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 SIGMOID = RoutingRule("sigmoid", 3, route_scale=2.5)
