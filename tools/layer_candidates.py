@@ -100,7 +100,7 @@ def build_composite(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tensor
     layer = _layer(shape, x_BND, weights, DEFAULT_KERNELS)
     router = layer.router
     layer.router = GivenRouting(*_routing(router, x_BND))
-    if regional.is_on(CompileConfig(compiled), x_BND.device):
+    if CompileConfig(compiled).compiles(x_BND.device.type):
         layer.forward = torch.compile(layer.forward, fullgraph=True)
 
     def choose_by(bias_E: Tensor) -> None:
@@ -135,7 +135,7 @@ def build_torchtitan(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tenso
     assert missing == ["expert_bias"], missing
     layer.expert_bias = torch.zeros(shape.experts, device=x_BND.device)  # .to() has made bf16 of both
     layer.tokens_per_expert = torch.zeros(shape.experts, device=x_BND.device)
-    if regional.is_on(CompileConfig(compiled), x_BND.device):
+    if CompileConfig(compiled).compiles(x_BND.device.type):
         block, model = nn.Module(), nn.Module()
         block.moe, block.moe_enabled = layer, True
         model.layers = nn.ModuleDict({"0": block})

@@ -218,18 +218,6 @@ def test_experts_in_a_block_of_ones_own_are_compiled(
     assert counter.frame_count == num_graphs
 
 
-@pytest.mark.parametrize(("choice", "device", "expected"), [("on", "cpu", True), ("off", "cuda", False)])
-def test_the_recipe_decides(choice: str, device: str, expected: bool) -> None:
-    assert regional.is_on(CompileConfig(choice), torch.device(device)) is expected
-
-
-def test_by_default_only_cuda_compiles() -> None:
-    assert [regional.is_on(CompileConfig("on_cuda"), torch.device(device)) for device in ("cpu", "cuda")] == [
-        False,
-        True,
-    ]
-
-
 def routed(num_rows: int, num_wanted: int) -> Routed:
     """Rows as another rank may send them: each wants one of its two choices here, the first ones both."""
     ids_SK = torch.randint(MOE.num_experts, (num_rows, 2))

@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.parallel import ParallelConfig, ParallelSizes
 from titan_moe.config.perf import CompileConfig
 from titan_moe.data.packing import Batch
-from titan_moe.parallel import fsdp
 from titan_moe.train.build import Assembly, assemble
 
 MODEL = ModelConfig(num_layers=2, hidden_size=64, vocab_size=256, moe=MoEConfig(num_experts=8, ffn_hidden_size=32))
@@ -26,8 +25,8 @@ def assembled(by_fsdp: bool, *, seed: int) -> Assembly:
     """Two ranks share the experts; with two ranks, they lie whole."""
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=2, dispatcher="alltoall"), compile=CompileConfig("off"))
     recipe = replace(recipe, run=replace(recipe.run, device="cpu", seed=seed))
-    is_unsharded = (lambda *_: False) if by_fsdp else fsdp.is_unsharded
-    with mock.patch.object(fsdp, "is_unsharded", is_unsharded):
+    are_unsharded = (lambda *_: False) if by_fsdp else ParallelSizes.experts_are_unsharded
+    with mock.patch.object(ParallelSizes, "experts_are_unsharded", are_unsharded):
         assembly = assemble(recipe, torch.device("cpu"))
     experts = assembly.parts[0].get_submodule("layers.1.feed_forward.experts")
     assert isinstance(experts, FSDPModule) is (by_fsdp or dist.get_world_size() > 2)

@@ -10,14 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import PrecisionConfig
 from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.optim.accumulate import accumulate, accumulate_reference
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.parallel.fsdp import is_unsharded
 from titan_moe.parallel.unsharded_experts import CastCache, caching_casts, use_unsharded_experts
-from titan_moe.plan.memory import experts_are_unsharded
 from titan_moe.train.forward_backward import run_microbatch
 
 
@@ -164,7 +162,19 @@ def test_without_a_cast_the_master_itself_is_served(mesh) -> None:
     ("master", "reduce", "expected"),
     [("fp32", "fp32", True), ("fp32", "bf16", True), ("bf16", "bf16", True), ("bf16", "fp32", False)],
 )
-def test_sums_are_never_coarser_than_the_recipe_says(mesh, master: str, reduce: str, expected: bool) -> None:
+def test_sums_are_never_coarser_than_the_recipe_says(master: str, reduce: str, expected: bool) -> None:
     precision = PrecisionConfig(master=master, reduce=reduce)
-    assert is_unsharded(precision, mesh) is expected
-    assert experts_are_unsharded(Recipe(precision=precision), 1) is expected, "what is planned is what runs"
+    assert resolve(ParallelConfig(), 1).experts_are_unsharded(precision) is expected
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        (ParallelConfig(ep=4), True),
+        (ParallelConfig(ep=2), False),
+        (ParallelConfig(ep=2, dp_replicate=2), False),
+        (ParallelConfig(), False),
+    ],
+)
+def test_experts_are_unsharded_where_no_other_rank_holds_them(parallel: ParallelConfig, expected: bool) -> None:
+    assert resolve(parallel, 4).experts_are_unsharded(PrecisionConfig()) is expected

@@ -92,7 +92,6 @@ def test_what_a_routers_time_depends_on() -> None:
     ("overrides", "graph"),
     [
         ("", "eager"),
-        ("--compile.extent=block --parallel.dispatcher=alltoall", "eager"),  # which reads on the host
         ("--compile.extent=block --parallel.dispatcher=allgather", "in a block's graph"),
         ("--compile.extent=block --parallel.dispatcher=allgather --compile.regional=off", "eager"),
     ],

@@ -24,25 +24,15 @@ from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.moe import MoE
 
 
-def is_on(config: CompileConfig, device: torch.device) -> bool:
-    """Whether this run compiles."""
-    return config.regional == "on" or (config.regional == "on_cuda" and device.type == "cuda")
-
-
-def spans_blocks(config: CompileConfig, device: torch.device) -> bool:
-    """Whether this run compiles blocks whole, so that nothing may hook into them from outside."""
-    return is_on(config, device) and config.extent == "block"
-
-
 def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None:
     """Compile every block in place; parameter names do not change."""
-    if not is_on(config, device):
+    if not config.compiles(device.type):
         return
     inside_a_graph: set[nn.Module] = set()
     for module in model.modules():  # what surrounds a module comes before it
         if module in inside_a_graph:
             continue
-        if _is_one_graph(module, spans_blocks(config, device)):
+        if _is_one_graph(module, config.compiles_blocks(device.type)):
             inside_a_graph.update(module.modules())
             layers = [inside for inside in module.modules() if isinstance(inside, MoE)]
             forward = module.forward
@@ -51,11 +41,11 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
             _compile_pieces(module)
 
 
-def _is_one_graph(module: nn.Module, spans_blocks: bool) -> bool:
+def _is_one_graph(module: nn.Module, compiles_blocks: bool) -> bool:
     """A dense block always is. One with experts, or the MoE layer of a block of one's own, is if blocks are to be whole
     and no dispatcher reads the host."""
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    may_hold_experts = spans_blocks and not any(layer.dispatcher.facts.reads_host for layer in layers)
+    may_hold_experts = compiles_blocks and not any(layer.dispatcher.facts.reads_host for layer in layers)
     return isinstance(module, (Block, MoE)) and (not layers or may_hold_experts)
 
 

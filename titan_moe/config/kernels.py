@@ -10,10 +10,7 @@ Attention = Literal["sdpa", "flex"]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementations that a model is built with; a model of one's own takes the default or names some.
-
-    What adds `gradients` up is no part of the model: who spreads it asks.
-    """
+    """The implementations that a model is built with, and of the sum of `gradients`, which parallel/ reads."""
 
     experts: Experts = "grouped_mm"
     permute: Backend = "torch"
@@ -26,28 +23,27 @@ class Kernels:
 
 @dataclass(frozen=True)
 class KernelOverrides:
-    """Single operations that differ from what `perf.kernels` stands for; for measurements, and around a bad kernel."""
+    """Implementations of single operations, in place of those of `perf.kernels`: for measurements, or to avoid one."""
 
     experts: Literal["no", "grouped_mm", "fused", "reference"] = "no"
-    """The expert MLP: gather, two GEMMs with SwiGLU between them, sum; `fused` has backward of shared experts and dense
-    layers make their activation anew, too. `no` overrides nothing."""
+    """The expert MLP: gather, two GEMMs with SwiGLU between them, sum. With `fused`, shared experts and dense layers
+    recompute their activation in backward, too. `no` overrides nothing."""
     permute: Literal["no", "torch", "triton"] = "no"
     """Sorting the routed rows by expert."""
     router: Literal["no", "torch", "triton"] = "no"
-    """The router: logits, scores, choice, weights and counts."""
+    """The router: logits, scores, top-k, weights and counts."""
     rotary: Literal["no", "torch", "triton"] = "no"
-    """Norm and rotation of queries and keys in `gqa`; `mla` rotates in PyTorch, whatever this says."""
+    """Norm and rotation of queries and keys in `gqa`; `mla` always rotates in PyTorch."""
     head: Literal["no", "torch", "triton"] = "no"
     """Cross entropy of the output head: softmax and its gradient between the GEMMs, and their buffers."""
     gradients: Literal["no", "torch", "triton"] = "no"
-    """Adding a microbatch's bf16 gradients of expert weights to the fp32 ones that the optimizer reads, where experts
-    lie whole on a rank (edp = 1) and their block is not one graph; elsewhere FSDP or the graph adds, whatever this
-    says."""
+    """The sum of a microbatch's bf16 gradients of expert weights and the fp32 ones that the optimizer reads, where
+    experts are unsharded (edp = 1) and their block is not one graph; elsewhere FSDP or the graph adds them."""
 
 
 DEFAULT_KERNELS = Kernels()
 PRESETS = {
-    "auto": DEFAULT_KERNELS,  # until plan.kernel_choice has looked at the tables of a device
+    "auto": DEFAULT_KERNELS,  # until plan.kernel_choice has read the tables of a device
     "grouped_mm": DEFAULT_KERNELS,
     "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton"),
     "reference": Kernels(experts="reference"),

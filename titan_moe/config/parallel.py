@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from titan_moe.config.dispatchers import DISPATCHERS, DispatcherFacts, facts_of
+from titan_moe.config.perf import BYTES_OF_DTYPE, PrecisionConfig
 from titan_moe.config.schema import OneOf
 
 
@@ -104,6 +105,12 @@ class ParallelSizes:
     def dp(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    def experts_are_unsharded(self, precision: PrecisionConfig) -> bool:
+        """Whether FSDP leaves experts alone: no other rank holds the same ones, so there is nothing to gather, and
+        gradients add up in the optimizer's dtype, which is as fine as that of the reduction."""
+        sums_in_master = BYTES_OF_DTYPE[precision.reduce] <= BYTES_OF_DTYPE[precision.master]
+        return self.edp * self.dp_replicate == 1 and sums_in_master
 
 
 def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:

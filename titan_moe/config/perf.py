@@ -6,6 +6,7 @@ from typing import Literal
 from titan_moe.config.kernels import KernelOverrides, Kernels, choose_kernels
 
 Dtype = Literal["bf16", "fp32", "fp64"]
+BYTES_OF_DTYPE: dict[Dtype, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,19 @@ class CompileConfig:
     """Compile the dense part and the experts of every block, each as one full graph: on GPUs only, always, or never."""
     extent: Literal["pieces", "block"] = "pieces"
     """How much one graph spans: `pieces` leaves the dispatch between them eager; `block` takes a whole block, dispatch
-    and all, which needs a dispatcher that reads nothing on the host (any but `alltoall`) and leaves a trace one part a
-    block. Captured, it is as fast as `pieces`; launched, it was not measured. Where slots are bounded, what runs
-    without the bound (a step that is taken again, validation) runs such a block uncompiled."""
+    and all, which needs a dispatcher without host reads, and a trace has one part a block then. Where slots are
+    bounded, such a block runs uncompiled while the bound is off (a step that is taken again, validation)."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
     then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""
+
+    def compiles(self, device: str = "cuda") -> bool:
+        """Whether a run compiles on a type of device."""
+        return self.regional == "on" or (self.regional == "on_cuda" and device == "cuda")
+
+    def compiles_blocks(self, device: str = "cuda") -> bool:
+        """Whether a block is one graph there, dispatch and all, and no hook can run inside it."""
+        return self.compiles(device) and self.extent == "block"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -15,6 +15,7 @@ from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
+from titan_moe.optim.state import local
 from titan_moe.parallel.dispatchers import DispatcherInputs, build_dispatcher
 from titan_moe.parallel.mesh import Meshes
 
@@ -126,12 +127,7 @@ def _set_dispatcher(
 def _shard(experts: GroupedExperts, mesh: DeviceMesh) -> None:
     size, rank = mesh.size(), mesh.get_local_rank()
     for name, full in list(experts.named_parameters(recurse=False)):
-        local = full.data.chunk(size)[rank].clone()
-        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        own = full.data.chunk(size)[rank].clone()
+        sharded = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
-    experts.local = _to_local
-
-
-def _to_local(weight: Tensor) -> Tensor:
-    assert isinstance(weight, DTensor)
-    return weight.to_local()
+    experts.local = local

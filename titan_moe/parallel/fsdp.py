@@ -51,7 +51,7 @@ def apply(
     whole: set[nn.Parameter] = set()
     for block in blocks:
         for experts in _all_experts_of(block):
-            if is_unsharded(precision, meshes.expert_fsdp):
+            if meshes.sizes.experts_are_unsharded(precision):
                 use_unsharded_experts(
                     experts,
                     meshes.expert_fsdp,
@@ -79,12 +79,6 @@ def apply(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
-
-
-def is_unsharded(precision: PrecisionConfig, mesh: DeviceMesh) -> bool:
-    """Whether a rank holds experts whole, and the optimizer's dtype is good enough to add their gradients up in."""
-    master = DTYPES[precision.master]
-    return mesh.size() == 1 and torch.promote_types(master, DTYPES[precision.reduce]) == master
 
 
 def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:

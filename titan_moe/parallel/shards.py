@@ -5,6 +5,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_moe.layers.init import Slice, whole
+from titan_moe.optim.state import local
 
 
 def local_slice(parameter: Tensor) -> Slice:
@@ -12,4 +13,4 @@ def local_slice(parameter: Tensor) -> Slice:
     if not isinstance(parameter, DTensor):
         return whole(parameter)
     offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
-    return Slice(parameter.to_local(), tuple(offsets))
+    return Slice(local(parameter), tuple(offsets))

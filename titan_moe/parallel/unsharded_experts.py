@@ -20,6 +20,7 @@ from titan_moe.config.kernels import Backend
 from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.optim.accumulate import Accumulate
 from titan_moe.layers.experts import GroupedExperts
+from titan_moe.optim.state import local
 
 
 class CastCache:
@@ -34,10 +35,11 @@ class CastCache:
 
     def __call__(self, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return _local(weight).to(self.dtype)  # a graph knows no copies; without gradients nobody says when they age
+            return local(weight).to(self.dtype)  # a graph knows no copies; without gradients nobody says when they age
         copy = self.copies.get(id(weight))
         if copy is None:
-            copy = _own(weight).to(self.dtype)
+            with torch.no_grad():
+                copy = local(weight).to(self.dtype)
             if self.keeps and self.is_keeping:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
@@ -56,9 +58,9 @@ class _Cast(torch.autograd.Function):
         master = ctx.master
         is_first = master.grad is None
         if is_first:
-            fresh = torch.empty_like(_own(master))
+            fresh = torch.empty_like(local(master))
             master.grad = _spread(fresh, master.device_mesh, master.placements)
-        ctx.accumulate(_own(master.grad), grad, is_first)
+        ctx.accumulate(local(master.grad), grad, is_first)
         return None, None, None
 
 
@@ -83,7 +85,7 @@ def use_unsharded_experts(
             spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
     copies = None if dtype is None else CastCache(dtype, keeps=keeps, accumulate=ACCUMULATE[gradients])
-    experts.local = copies or _local
+    experts.local = copies or local
     if delay_weight_grads_of_experts:
         _delay_weight_grads(experts)
 
@@ -105,7 +107,7 @@ def caching_casts(model: nn.Module) -> Iterator[None]:
     """Let copies that are kept live as long as a microbatch's or a step's forwards and backwards, also where one of
     those fails: the weights are others after a step."""
     every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
-    keepers = [local for local in every if isinstance(local, CastCache)]
+    keepers = [cast for cast in every if isinstance(cast, CastCache)]
     for keeper in keepers:
         keeper.is_keeping = True
     try:
@@ -116,16 +118,5 @@ def caching_casts(model: nn.Module) -> Iterator[None]:
             keeper.copies.clear()
 
 
-def _spread(local: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
-    return DTensor.from_local(local, mesh, placements, run_check=False)
-
-
-def _local(weight: Tensor) -> Tensor:
-    assert isinstance(weight, DTensor)
-    return weight.to_local()
-
-
-def _own(weight: Tensor) -> Tensor:
-    """What of it lies here, past autograd."""
-    assert isinstance(weight, DTensor)
-    return weight._local_tensor
+def _spread(part: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:
+    return DTensor.from_local(part, mesh, placements, run_check=False)

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.count import expert_width
-from titan_moe.plan.memory import experts_are_unsharded
 from titan_moe.plan.roofline import copies_on_the_wire
 
 Shape = Mapping[str, int | str]
@@ -62,8 +62,8 @@ def _has_rotated_heads(recipe: Recipe, world_size: int) -> bool:
 def _adds_gradients(recipe: Recipe, world_size: int) -> bool:
     """Whether expert weights are cast for compute outside of graphs and of FSDP, so that their gradients come back."""
     is_cast = recipe.precision.compute != recipe.precision.master
-    is_ours = experts_are_unsharded(recipe, world_size) and not _has_block_graphs(recipe)
-    return _has_experts(recipe, world_size) and is_cast and is_ours
+    is_unsharded = resolve(recipe.parallel, world_size).experts_are_unsharded(recipe.precision)
+    return _has_experts(recipe, world_size) and is_cast and is_unsharded and not recipe.compile.compiles_blocks()
 
 
 def _num_tokens(recipe: Recipe) -> int:
@@ -71,7 +71,7 @@ def _num_tokens(recipe: Recipe) -> int:
 
 
 def _num_rows(recipe: Recipe) -> int:
-    """Rows that reach a rank at once: each token's row goes to every rank that it has a choice on."""
+    """Rows that a rank receives at once: each token's row is sent to every rank that holds one of its experts."""
     ep, copies = recipe.parallel.ep, copies_on_the_wire(recipe)
     return round(_num_tokens(recipe) * copies * ep / (ep - 1)) if copies else _num_tokens(recipe)
 
@@ -92,13 +92,7 @@ def _experts(recipe: Recipe) -> Shape:
 
 
 def _permute(recipe: Recipe) -> Shape:
-    return {**_load(recipe), "graph": "in a block's graph" if _has_block_graphs(recipe) else "eager"}
-
-
-def _has_block_graphs(recipe: Recipe) -> bool:
-    """Whether GPUs compile the dispatch together with its block."""
-    c = recipe.compile
-    return c.regional != "off" and c.extent == "block" and not recipe.parallel.facts.reads_host
+    return {**_load(recipe), "graph": "in a block's graph" if recipe.compile.compiles_blocks() else "eager"}
 
 
 def _router(recipe: Recipe) -> Shape:

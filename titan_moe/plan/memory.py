@@ -1,10 +1,9 @@
-"""What of a GPU's memory is spoken for before the first activation."""
+"""What a GPU's memory holds before the first activation."""
 
 from titan_moe.config.parallel import resolve
+from titan_moe.config.perf import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, most_tokens_at_once
 from titan_moe.plan.count import count_parameters, expert_width
-
-BYTES_OF_DTYPE = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
@@ -16,28 +15,21 @@ def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
 
 
 def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
-    """Count the bytes of whole parameters and gradients that a rank holds during a step, beside its state.
+    """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state.
 
-    Where a step gathers once, whole is all of the dense part, and every expert of its ep share. Experts that lie whole
-    on a rank anyhow have only copies in compute's dtype on top: for the step, or else from a layer's forward to its
-    backward, which is all layers' at once where nothing is recomputed.
+    With `accumulate_unsharded` that is the dense part and all experts of its ep share. Unsharded experts have only
+    copies in compute's dtype beside their state: for the step, or from a layer's forward to its backward, which is for
+    all layers at once where nothing is recomputed.
     """
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     dense, experts = count.total - count.routed_experts, count.routed_experts / sizes.ep
-    is_unsharded = experts_are_unsharded(recipe, world_size)
+    is_unsharded = sizes.experts_are_unsharded(precision)
     copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.accumulate_unsharded:
         stays = recipe.memory.recompute == "none"
         return round(experts * copy) if is_unsharded and stays else 0
     return round(dense * (compute + reduce) + experts * (copy if is_unsharded else compute + reduce))
-
-
-def experts_are_unsharded(recipe: Recipe, world_size: int) -> bool:
-    """Whether a rank holds its experts whole, so that FSDP has nothing to gather, and adds their gradients up itself:
-    nobody shares them, and the optimizer's dtype is good enough for the sum."""
-    sizes, precision = resolve(recipe.parallel, world_size), recipe.precision
-    return sizes.edp * sizes.dp_replicate == 1 and BYTES_OF_DTYPE[precision.reduce] <= BYTES_OF_DTYPE[precision.master]
 
 
 def shared_bytes_per_rank(recipe: Recipe) -> int:

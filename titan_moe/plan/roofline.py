@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
+from titan_moe.config.perf import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import (
     attention_core_flops_per_token,
@@ -18,7 +19,7 @@ from titan_moe.plan.count import (
     expert_width,
 )
 from titan_moe.plan.hardware import Hardware
-from titan_moe.plan.memory import BYTES_OF_DTYPE, parameters_per_rank
+from titan_moe.plan.memory import parameters_per_rank
 
 FORWARD_AND_BACKWARD = 6
 """FLOPs of a multiply-add with a weight: two forward, two for each of the gradients."""

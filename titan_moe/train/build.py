@@ -91,7 +91,7 @@ def _transform(
     if recipe.profile.start_step:
         regions.apply(model)  # names for the trace, around compiled pieces and inside what is recomputed
     recompute.apply(model, recipe.memory)  # around what is compiled, experts also inside it
-    no_hook_fires_inside = regional.spans_blocks(recipe.compile, device) or recipe.parallel.overlap == "microbatch"
+    no_hook_fires_inside = recipe.compile.compiles_blocks(device.type) or recipe.parallel.overlap == "microbatch"
     # outermost: gathers around what is compiled
     fsdp.apply(
         model,
@@ -112,7 +112,7 @@ def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
     """Whether weight gradients of experts can be computed while gradients of rows travel: not of clones, which travel
     themselves, nor in what is recomputed or one graph, whose order is its own."""
     has_clones, recomputes = recipe.parallel.expert_clones > 0, recipe.memory.recompute != "none"
-    has_own_order = recomputes or regional.spans_blocks(recipe.compile, device)
+    has_own_order = recomputes or recipe.compile.compiles_blocks(device.type)
     is_fused = recipe.perf.chosen_kernels.experts == "fused"
     return recipe.parallel.overlap == "microbatch" and is_fused and not has_clones and not has_own_order
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
+from titan_moe.optim.state import local
 from titan_moe.train.forward_backward import ForwardBackward
 from titan_moe.train.step import StepResult, TrainStep
 
@@ -115,7 +115,7 @@ class CapturedMicrobatches:
 
     def _allocate_gradients(self) -> None:
         self.gradients = self.gradients or [torch.zeros_like(parameter) for parameter in self.parameters]
-        torch._foreach_zero_([grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.gradients])
+        torch._foreach_zero_([local(gradient) for gradient in self.gradients])
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
 

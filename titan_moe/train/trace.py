@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from titan_moe.compile import regional
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
@@ -50,7 +49,7 @@ def run(recipe: Recipe) -> None:
     page = render(read_trace(path, recipe.profile.num_steps), _subject(short), compile_report())
     report.write_text(page, encoding="utf-8")
     logger.info("traces are in %s; the report is %s", path.parent, report)
-    if regional.spans_blocks(short.compile, _device(short)):
+    if short.compile.compiles_blocks(_device(short).type):
         way_out = 'compile.extent = "pieces" splits them'
         logger.info('compile.extent = "block": the report has blocks as one part; %s', way_out)
 
@@ -87,7 +86,7 @@ def _subject(recipe: Recipe) -> Subject:
     num_tokens //= resolve(recipe.parallel, world_size).dp
     return Subject(
         title=f"{recipe.model.name} on {world_size} x {device}",
-        work=_in_blocks(work) if regional.spans_blocks(recipe.compile, _device(recipe)) else work,
+        work=_in_blocks(work) if recipe.compile.compiles_blocks(_device(recipe).type) else work,
         model_flops=count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens,
         num_tokens=num_tokens,
         hardware=find_hardware(device),

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import triton
 
-from titan_moe.compile import regional
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.kernels.registry import Tunable, load_all
 from titan_moe.kernels.timing import Stopwatch, forward_and_total_ms, replayed_ms
@@ -61,7 +60,7 @@ def measure(
 ) -> Iterator[Measured]:
     """Time each tunable operation of the recipe; one with fewer than two candidates, or a broken one, is left out."""
     tunables = {kernel.tunable.operation: kernel.tunable for kernel in load_all().values() if kernel.tunable}
-    is_compiled = regional.is_on(recipe.compile, device)
+    is_compiled = recipe.compile.compiles(device.type)
     for operation, shape in shapes_of(recipe, world_size).items():
         if operation not in tunables:
             continue

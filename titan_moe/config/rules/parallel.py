@@ -107,7 +107,7 @@ def _tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     if recipe.model.moe.score_on == "input":
         yield f'{setting} needs fused experts, which need model.moe.score_on = "activation"; take overlap = "none"'
-    if p.expert_clones and recipe.compile.regional != "off" and recipe.compile.extent == "block":
+    if p.expert_clones and recipe.compile.compiles_blocks():
         yield (
             f'{setting} with parallel.expert_clones needs compile.extent = "pieces": the graph of a block does not '
             "order the clones' weights after the plan of their rows"
@@ -154,7 +154,7 @@ def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Ite
             f"{setting} runs two microbatches on the same gathered parameters; set parallel.accumulate_unsharded = "
             f"true, or take {way_out}"
         )
-    if recipe.compile.regional != "off" and recipe.compile.extent == "block":
+    if recipe.compile.compiles_blocks():
         yield f'{setting} runs blocks in pieces; take compile.extent = "pieces", or {way_out}'
     if recipe.memory.recompute == "block":
         yield f'{setting} runs blocks in pieces; take memory.recompute = "experts" or "none", or {way_out}'

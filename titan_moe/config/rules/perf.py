@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
+from titan_moe.config.perf import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import obstacles, without_host_reads
 from titan_moe.config.rules.rule import Rule, nearest_multiples
 from titan_moe.config.skew import obstacles_to_skew
 
-BYTES_OF = {"bf16": 2, "fp32": 4, "fp64": 8}
 GROUPED_MM_STRIDE_BYTES = 16
 
 
@@ -61,7 +61,7 @@ def _expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     if recipe.perf.chosen_kernels.experts == "reference" or model.num_moe_layers <= 0:
         return
-    step = GROUPED_MM_STRIDE_BYTES // BYTES_OF[recipe.precision.compute]
+    step = GROUPED_MM_STRIDE_BYTES // BYTES_OF_DTYPE[recipe.precision.compute]
     width_key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
     widths = {width_key: model.moe.latent_size or model.hidden_size, "moe.ffn_hidden_size": model.moe.ffn_hidden_size}
     for key, width in widths.items():
@@ -75,7 +75,7 @@ def _expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
 def _precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     for key in ("master", "reduce"):
-        if BYTES_OF[getattr(p, key)] < BYTES_OF[p.compute]:
+        if BYTES_OF_DTYPE[getattr(p, key)] < BYTES_OF_DTYPE[p.compute]:
             yield (
                 f'precision.{key} = "{getattr(p, key)}" is coarser than precision.compute = "{p.compute}"; '
                 f'take "{p.compute}" or finer'
@@ -122,8 +122,7 @@ def _flex_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    compiles_blocks = recipe.compile.regional != "off" and recipe.compile.extent == "block"
-    if compiles_blocks and p.facts.reads_host and recipe.model.num_moe_layers > 0:
+    if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
             f'compile.extent = "block" cannot hold parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
             f'on the host; take {without_host_reads()}, or compile.extent = "pieces"'
