@@ -9,6 +9,7 @@ RENAMED = {
 
 REMOVED = {
     "parallel.chunks": "messages in chunks were slower than whole ones",
+    'parallel.overlap = "layer"': 'overlap = "microbatch" hides more between nodes, overlap = "tile" inside a node',
     "perf.override.norm": "PyTorch's norm was as fast; it is used everywhere",
 }
-"""Old key -> why nothing took its place."""
+"""Old key, or old value of a key -> why nothing took its place."""
