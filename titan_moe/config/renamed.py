@@ -1,4 +1,4 @@
-"""Keys of earlier recipes, so that a recipe or an override that has one is told the new name."""
+"""Keys of earlier recipes, so that the error for one names its successor."""
 
 RENAMED = {
     "parallel.gathers_once_a_step": "parallel.accumulate_unsharded",
