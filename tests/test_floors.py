@@ -1,8 +1,9 @@
-"""The house stands: a room imports lower floors only, and some rooms keep stricter promises."""
+"""The house stands: a room imports lower floors only, no files import in circles, some rooms keep stricter promises."""
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ FLOORS = [
 ROOF = len(FLOORS) - 1
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file.read_text("utf-8") for file in FILES}
+"""By module name; of a package `titan_moe.dispatch.__init__`."""
 
 
 def room_of(file: Path) -> str:
@@ -43,7 +46,7 @@ def breaches(room: str, source: str) -> Iterator[str]:
         first, _, rest = name.partition(".")
         if first == "titan_moe":
             other = rest.partition(".")[0]
-            may_meet = other == room or {other, room} == FLOORS[0]
+            may_meet = other == room or (room, other) == ("plan", "config")
             if not may_meet and FLOOR_OF.get(other, ROOF) >= FLOOR_OF[room]:
                 yield f"{room} (floor {FLOOR_OF[room]}) imports {name} (floor {FLOOR_OF.get(other, ROOF)})"
         elif room in FLOORS[0] and first not in sys.stdlib_module_names:
@@ -52,6 +55,43 @@ def breaches(room: str, source: str) -> Iterator[str]:
             yield f"kernels import {name}: a kernel knows one device"
         if room != "titan" and first == "torchtitan":
             yield f"{room} imports {name}: titan/ is the one door to torchtitan"
+
+
+def home_of(name: str, sources: Mapping[str, str]) -> str | None:
+    """The file that an imported name comes from, past packages that hand it on; None if it is none of these."""
+    module, _, attribute = name.rpartition(".")
+    for known in (name, module):
+        if known in sources:
+            return known
+    handed_on = imports_of(sources.get(f"{module}.__init__", ""))
+    origins = (home_of(origin, sources) for origin in handed_on if origin.endswith(f".{attribute}") and origin != name)
+    return next(origins, None)
+
+
+def graph_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which files each file imports, also inside functions. Packages' own files only hand names on."""
+    files = [module for module in sources if not module.endswith(".__init__")]
+    return {
+        module: {home for name in imports_of(sources[module]) if (home := home_of(name, sources))} for module in files
+    }
+
+
+def circle_in(sources: Mapping[str, str]) -> list[str]:
+    """Files of which each imports the one before it, the first and the last the same; empty if there is no circle."""
+    try:
+        TopologicalSorter(graph_of(sources)).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def reached_from(room: str, sources: Mapping[str, str]) -> set[str]:
+    """The files that those of a room import, and what these import."""
+    graph = graph_of(sources)
+    reached = {module for module in graph if module.startswith(f"{room}.")}
+    while more := {home for module in reached for home in graph[module]} - reached:
+        reached |= more
+    return reached
 
 
 def test_saved_tensors_are_looked_at_once() -> None:
@@ -85,5 +125,54 @@ def test_a_breach_is_seen(room: str, line: str) -> None:
     assert len(list(breaches(room, line))) == 1
 
 
-def test_config_and_plan_know_each_other() -> None:
+def test_plan_knows_config_and_not_the_other_way_round() -> None:
     assert list(breaches("plan", "from titan_moe.config import Recipe\nimport math")) == []
+    assert len(list(breaches("config", "from titan_moe.plan.count import count"))) == 1
+
+
+def test_no_files_import_in_circles() -> None:
+    assert circle_in(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "files"),
+    [
+        (
+            {"titan_moe.a.b": "def f():\n    from titan_moe.a.c import g", "titan_moe.a.c": "import titan_moe.a.b"},
+            {"titan_moe.a.b", "titan_moe.a.c"},
+        ),
+        (
+            {
+                "titan_moe.a.__init__": "from titan_moe.a.b import X",
+                "titan_moe.a.b": "from titan_moe.c import d",
+                "titan_moe.c.d": "from titan_moe.e import f",
+                "titan_moe.e": "from titan_moe.a import X",
+            },
+            {"titan_moe.a.b", "titan_moe.c.d", "titan_moe.e"},
+        ),
+        (
+            {
+                "titan_moe.a.__init__": "from titan_moe.a.b import X\nfrom titan_moe.a.c import Y",
+                "titan_moe.a.b": "from titan_moe.a import Y",
+                "titan_moe.a.c": "",
+            },
+            set(),
+        ),
+    ],
+    ids=["inside a function", "past a package", "a package is no file"],
+)
+def test_a_circle_is_found(sources: dict[str, str], files: set[str]) -> None:
+    circle = circle_in(sources)
+    assert set(circle) == files
+    assert circle[:1] == circle[-1:]
+
+
+def test_gemms_of_one_gpu_do_not_import_what_moves_rows() -> None:
+    reached = reached_from("titan_moe.kernels.experts", SOURCES)
+    assert "titan_moe.kernels.permute.rows" in reached, "what files of the room import is seen"
+    assert [module for module in sorted(reached) if module.startswith("titan_moe.kernels.symm_mem.")] == []
+
+
+def test_what_is_imported_on_the_way_is_reached() -> None:
+    sources = {"titan_moe.a.b": "import titan_moe.c", "titan_moe.c": "from titan_moe.d.e import f", "titan_moe.d.e": ""}
+    assert "titan_moe.d.e" in reached_from("titan_moe.a", sources)

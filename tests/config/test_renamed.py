@@ -24,6 +24,15 @@ def test_a_recipe_and_an_override_are_told_the_new_name(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("override", ["--parallel.overlap=layer", "--parallel.overlap=all"])
+def test_a_value_that_is_gone_says_what_took_its_place(tmp_path: Path, override: str) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text("")
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(file, [override])
+    assert ('overlap = "tile" inside a node)' in str(refused.value)) is override.endswith("layer")
+
+
 def test_the_explanation_of_an_old_key_is_the_new_name() -> None:
     with pytest.raises(RecipeError) as refused:
         explain("perf.optimizer")

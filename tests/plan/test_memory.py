@@ -49,7 +49,7 @@ def test_a_step_that_gathers_once_holds_whole_parameters_and_gradients() -> None
     once = replace(recipe, parallel=replace(recipe.parallel, accumulate_unsharded=True))
     whole = parameters.total - parameters.routed_experts + parameters.routed_experts / 4
     assert gathered_bytes_per_rank(once, 8) == pytest.approx((2 + 4) * whole)  # bf16 and fp32
-    assert "of whole parameters and gradients during a step" in describe(once, 8)
+    assert "of unsharded parameters and gradients during a step" in describe(once, 8)
     dense = parameters.total - parameters.routed_experts  # on 4 ranks experts are whole: copies alone come on top
     assert gathered_bytes_per_rank(once, 4) == pytest.approx((2 + 4) * dense + 2 * parameters.routed_experts / 4)
 

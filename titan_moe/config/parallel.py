@@ -64,8 +64,8 @@ class ParallelConfig:
     memory.recompute has them made again."""
     accumulate_unsharded: bool = False
     """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
-    and a reduction a microbatch; nothing is resharded after forward then. Costs whole parameters in the dtype of
-    compute and whole gradients in that of the reduction, on every rank; buys their traffic, on one rank too. With
+    and a reduction a microbatch; nothing is resharded after forward then. Costs unsharded parameters in the dtype of
+    compute and unsharded gradients in that of the reduction, on every rank; buys their traffic, on one rank too. With
     precision.reduce = "bf16" the microbatches add up in bf16. Unsharded experts (edp = 1) are cast once a step then,
     not once a use; their gradients add up in precision.master with and without it."""
 

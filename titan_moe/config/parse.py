@@ -185,7 +185,9 @@ def _convert(key: Key, said: Said, problems: list[str]) -> Any:
     if (type(value) is str and value in key.choices) if key.choices else type(value) is key.type:
         return value
     shown = said.value if said.is_text else in_toml(said.value)
-    problems.append(f"{said.place}: {key.dotted} = {shown} must be {type_in_words(key)}")
+    gone = REMOVED.get(f"{key.dotted} = {in_toml(value)}")
+    reason = f" ({gone})" if gone else ""
+    problems.append(f"{said.place}: {key.dotted} = {shown} must be {type_in_words(key)}{reason}")
     return key.default
 
 

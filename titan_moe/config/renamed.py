@@ -1,4 +1,4 @@
-"""Keys of earlier recipes, so that a recipe or an override that has one is told the new name."""
+"""Keys of earlier recipes, so that the error for one names its successor."""
 
 RENAMED = {
     "parallel.gathers_once_a_step": "parallel.accumulate_unsharded",
@@ -9,6 +9,7 @@ RENAMED = {
 
 REMOVED = {
     "parallel.chunks": "messages in chunks were slower than whole ones",
+    'parallel.overlap = "layer"': 'overlap = "microbatch" hides more between nodes, overlap = "tile" inside a node',
     "perf.override.norm": "PyTorch's norm was as fast; it is used everywhere",
 }
-"""Old key -> why nothing took its place."""
+"""Old key, or old value of a key -> why nothing took its place."""

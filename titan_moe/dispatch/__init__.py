@@ -1,9 +1,7 @@
-"""Rows travel once, experts own the order: how a token's row reaches the ranks whose experts want it, and comes back.
+"""Dispatch and combine: how a token's row reaches the ranks of its experts, and how their results come back.
 
-A dispatcher has no parameters and is no module. `local` moves nothing, `allgather` gathers every row, `alltoall` sends
-a row once to each rank that wants it, `symm_mem` does so inside a node through shared memory, and `symm_experts` lets
-the experts' GEMMs fetch rows and deliver results there; `cloning` wraps one of them, and lends hot experts to ranks
-that have room. All of them give the same result; a new way to move rows is one new file.
+A dispatcher has no parameters and is no module. All of them give the same result; config/dispatchers.py says how they
+differ. `cloning` wraps any of them and clones hot experts onto ranks with a lower load.
 """
 
 from titan_moe.dispatch.allgather import AllGatherDispatcher

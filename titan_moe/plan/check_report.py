@@ -13,7 +13,7 @@ LABEL_WIDTH = 12
 
 
 def describe(recipe: Recipe, world_size: int) -> str:
-    """Lay out a recipe that passed its rules for a human reader."""
+    """Describe a recipe that passed its rules."""
     seq_len_tokens = recipe.train.seq_len_tokens
     counted = count(recipe.model, seq_len_tokens)
     gflop = counted.flops_per_token / 1e9
@@ -117,7 +117,7 @@ def _memory(recipe: Recipe, world_size: int) -> str:
         kept = f"parameters and gradients in {master}, moments in {moments}"
     gathered = gathered_bytes_per_rank(recipe, world_size) / 2**30
     is_once = recipe.parallel.accumulate_unsharded
-    held = "whole parameters and gradients" if is_once else f"experts in {recipe.precision.compute}"
+    held = "unsharded parameters and gradients" if is_once else f"experts in {recipe.precision.compute}"
     during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
     shared = shared_bytes_per_rank(recipe) / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""

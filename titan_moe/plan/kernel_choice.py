@@ -18,7 +18,8 @@ from titan_moe.plan.kernel_shapes import shapes_of
 from titan_moe.plan.kernel_table import Nearest, find_nearest, tables_for
 
 SMALLEST_GAIN = 0.02
-"""Part of its time that the default gives way for: less may be gone at another routing, or when measured again."""
+"""The part of its time that another implementation must save: less may not last at another routing, or when measured
+again."""
 NOT_MEASURED = "not measured; titan-moe tune does it"
 
 
@@ -105,7 +106,7 @@ def _with(recipe: Recipe, operation: str, backend: str) -> Recipe:
 
 
 def as_overrides(perf: PerfConfig, choices: Iterable[KernelChoice]) -> PerfConfig:
-    """Write a choice as a recipe says it, so that a run goes on, and is repeated, with the kernels it began with."""
+    """Write choices as a recipe's overrides, so that a run is resumed and repeated with the kernels it began with."""
     default = asdict(DEFAULT_KERNELS)
     backends: dict[str, Any] = {
         choice.operation: choice.backend for choice in choices if choice.backend != default[choice.operation]
@@ -114,7 +115,7 @@ def as_overrides(perf: PerfConfig, choices: Iterable[KernelChoice]) -> PerfConfi
 
 
 def in_words(choices: Iterable[KernelChoice]) -> list[str]:
-    """Tell a choice in lines: one for each operation that a measurement decided, one for each other reason."""
+    """Describe choices: a line for each operation that a measurement decided, one for each other reason."""
     measured, others = [], dict[str, list[str]]()
     for choice in choices:
         said = f"{choice.operation} {choice.backend}"

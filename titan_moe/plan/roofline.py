@@ -63,9 +63,9 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
     work = {part: Work(flops=count) for part, count in flops.items()}
     row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
-    # a row goes there and its gradient comes back the same way
+    # in backward, the gradient of a row takes the same links
     moved = 2 * num_moe_layers * num_tokens * row_bytes * copies_on_the_wire(recipe)
-    if recipe.parallel.overlap == "tile":  # no part of their own: the experts move them
+    if recipe.parallel.overlap == "tile":  # the experts' GEMMs move rows, which is no part of its own
         work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
     else:
         work["dispatch"] = work["combine"] = Work(wire_bytes=moved)
@@ -98,7 +98,7 @@ def copies_on_the_wire(recipe: Recipe) -> float:
 
 
 def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:
-    """How likely a token is to have a choice among a rank's experts, if it chooses at random."""
+    """The probability that random routing gives a token one of a rank's experts."""
     return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
 
 

@@ -1,14 +1,14 @@
-"""The order of a step in which the forward of a microbatch is interleaved with the backward of the one before, as data.
+"""The order of a step that interleaves the forward of a microbatch with the backward of the one before, as data.
 
-A microbatch alone waits for its messages: its next piece needs the rows. Two microbatches, one on its way through the
-model and one on its way back, can wait for each other's (DualPipe's pairs, arXiv:2412.19437 section 3.2.1; Megatron's
+A microbatch alone waits for its communication: its next piece needs the rows. Of two microbatches, one in forward and
+one in backward, each hides the communication of the other (DualPipe's pairs, arXiv:2412.19437 section 3.2.1; Megatron's
 combined 1F1B), here without pipeline stages.
 
 A block with experts is three pieces, `front` up to the start of the dispatch, `experts` up to the start of the combine,
-`back`; a dense block is one. Pieces between two messages of a microbatch make a stretch: `back` of one block, dense
-blocks, `front` of the next. On both ways stretches of attention and of experts take turns, so the two microbatches take
-turns stretch by stretch, and each message travels under a whole stretch of the other: one with attention under experts'
-rows on their way there, one with experts under results on their way home, and the same for gradients.
+`back`; a dense block is one. Pieces between two exchanges of a microbatch make a stretch: `back` of one block, dense
+blocks, `front` of the next. In forward and in backward, stretches of attention and of experts alternate, so the two
+microbatches take turns stretch by stretch. A whole stretch of one hides an exchange of the other: attention hides a
+dispatch, experts hide a combine, and so in backward.
 
 Backwards follow each other as in the plain order, so gradients add up in the same order too.
 """
@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 ROOT = -1
-"""The layer of what lies in no block: embedding, last norm, head. Their parameters are gathered together."""
+"""The layer of what is in no block: embedding, last norm, head. Their parameters are gathered together."""
 DENSE = ("block",)
 WITH_EXPERTS = ("front", "experts", "back")
 SENDERS = ("front", "experts")
-"""Pieces that end with the start of a message; the piece that follows waits for it. On the way back, the piece that
-follows starts the message home and these wait."""
+"""Pieces that end with the start of an exchange; the piece that follows waits for it. In backward, the piece that
+follows starts the exchange and these wait."""
 OPENERS = ("embed", "block", "front")
 """The first pieces of their layers."""
 
@@ -38,8 +38,8 @@ class Action(NamedTuple):
     """What to do next."""
 
     kind: Literal["gather", "await", "forward", "backward", "reduce_grads"]
-    """`gather` starts the gathering of a layer's parameters, once a step; `await` waits for it; `forward` and
-    `backward` run a piece; `reduce_grads` books a layer's gradients of a microbatch, and reduces those of the last."""
+    """`gather` starts to gather a layer's parameters, once a step; `await` waits for it; `forward` and `backward` run a
+    piece; `reduce_grads` adds up a layer's gradients of a microbatch, and after the last reduces them over ranks."""
     microbatch: int
     layer: int
     piece: str = ""
@@ -52,7 +52,7 @@ def pieces(is_dense: Sequence[bool]) -> list[Piece]:
 
 
 def stretches(is_dense: Sequence[bool]) -> list[list[Piece]]:
-    """The same, cut where a microbatch has a message on its way."""
+    """The same, cut where an exchange of the microbatch is pending."""
     cut: list[list[Piece]] = [[]]
     for piece in pieces(is_dense):
         cut[-1].append(piece)
