@@ -3,16 +3,18 @@
 from collections.abc import Iterator
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest
+from titan_moe.config.rules.rule import divisors, leaves_a_rest, rule, rules_in
 
 
-def _class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the model class is addressable", "the model is imported by this name")
+def class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
     module, _, name = recipe.model.class_.partition(":")
     if not (all(part.isidentifier() for part in module.split(".")) and name.isidentifier()):
         yield f'model.class = "{recipe.model.class_}" must read "package.module:Class"'
 
 
-def _kv_heads_divide_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("kv heads divide query heads", "each key/value head serves the same number of query heads")
+def kv_heads_divide_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
     if a.kind == "gqa" and leaves_a_rest(a.num_kv_heads, a.num_heads):
         yield (
@@ -21,20 +23,23 @@ def _kv_heads_divide_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the rotated width is even", "RoPE rotates pairs")
+def rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
     key = "head_dim" if recipe.model.attention.kind == "gqa" else "qk_rope_head_dim"
     width = getattr(recipe.model.attention, key)
     if width % 2:
         yield f"model.attention.{key} = {width} is odd; take {width + 1}"
 
 
-def _gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("gqa's options need gqa", "mla normalises its compressed latents and has no biases")
+def gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key in ("qk_norm", "qkv_bias"):
         if recipe.model.attention.kind == "mla" and getattr(recipe.model.attention, key):
             yield f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"; set it to false'
 
 
-def _full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("full layers are some of the layers", "a pattern of windowed and full layers has both")
+def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
     a, num_layers = recipe.model.attention, recipe.model.num_layers
     if a.full_attention_every > 0 and a.sliding_window == 0:
         yield (
@@ -53,7 +58,8 @@ def _full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Iter
         )
 
 
-def _yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("YaRN's betas are ordered", "between them the frequencies are blended")
+def yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
     if a.yarn_factor > 1 and a.yarn_beta_fast <= a.yarn_beta_slow:
         yield (
@@ -62,13 +68,15 @@ def _yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _dense_layers_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("dense layers are some of the layers", "they are the leading blocks of the model")
+def dense_layers_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     if m.num_dense_layers > m.num_layers:
         yield f"model.num_dense_layers = {m.num_dense_layers} exceeds model.num_layers = {m.num_layers}; take fewer"
 
 
-def _dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("dense layers have a width", "a feed-forward layer of width 0 computes nothing")
+def dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     num_dense_layers = m.num_layers - m.num_moe_layers
     if num_dense_layers > 0 and m.ffn_hidden_size == 0:
@@ -79,7 +87,8 @@ def _dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]
         )
 
 
-def _experts_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("experts have a width", "an expert of width 0 computes nothing")
+def experts_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     if m.num_moe_layers > 0 and m.moe.ffn_hidden_size == 0:
         yield (
@@ -88,7 +97,8 @@ def _experts_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _top_k_fits_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("top_k fits the experts", "a token chooses an expert once")
+def top_k_fits_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if 0 < moe.num_experts < moe.top_k:
         yield (
@@ -97,7 +107,8 @@ def _top_k_fits_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _groups_divide_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("groups divide the experts", "every group holds the same number of experts")
+def groups_divide_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.num_experts > 0 and leaves_a_rest(moe.num_groups, moe.num_experts):
         yield (
@@ -106,7 +117,8 @@ def _groups_divide_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _top_k_groups_fit_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("top_k_groups fits the groups", "a token chooses a group once")
+def top_k_groups_fit_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.top_k_groups > moe.num_groups:
         yield (
@@ -115,7 +127,8 @@ def _top_k_groups_fit_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _top_k_fits_chosen_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("top_k fits the chosen groups", "other groups are closed to the token")
+def top_k_fits_chosen_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     experts_in_reach = moe.top_k_groups * (moe.num_experts // max(moe.num_groups, 1))
     if moe.num_groups > 1 and 0 < experts_in_reach < moe.top_k <= moe.num_experts:
@@ -125,7 +138,8 @@ def _top_k_fits_chosen_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _top2_groups_hold_two(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("groups ranked by two experts hold two", "a group is ranked by its two best scores")
+def top2_groups_hold_two(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.group_score == "top2_sum" and 1 < moe.num_groups <= moe.num_experts < 2 * moe.num_groups:
         yield (
@@ -134,7 +148,8 @@ def _top2_groups_hold_two(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _bias_needs_sigmoid(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the balancing bias needs sigmoid scores", "the bias is on the scale of sigmoid scores")
+def bias_needs_sigmoid(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.bias_update_speed > 0 and moe.score_fn != "sigmoid":
         yield (
@@ -143,7 +158,8 @@ def _bias_needs_sigmoid(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _shared_gate_needs_shared_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("a shared gate needs shared experts", "there is nothing else to gate")
+def shared_gate_needs_shared_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.shared_expert_gate and moe.shared_ffn_hidden_size == 0:
         yield (
@@ -152,29 +168,4 @@ def _shared_gate_needs_shared_experts(recipe: Recipe, world_size: int) -> Iterat
         )
 
 
-MODEL_RULES = [
-    Rule("the model class is addressable", _class_is_addressable, "the model is imported by this name"),
-    Rule(
-        "kv heads divide query heads",
-        _kv_heads_divide_heads,
-        "each key/value head serves the same number of query heads",
-    ),
-    Rule("the rotated width is even", _rotated_width_is_even, "RoPE rotates pairs"),
-    Rule("gqa's options need gqa", _gqa_options_need_gqa, "mla normalises its compressed latents and has no biases"),
-    Rule(
-        "full layers are some of the layers",
-        _full_layers_are_some_of_the_layers,
-        "a pattern of windowed and full layers has both",
-    ),
-    Rule("YaRN's betas are ordered", _yarn_betas_are_ordered, "between them the frequencies are blended"),
-    Rule("dense layers are some of the layers", _dense_layers_fit, "they are the leading blocks of the model"),
-    Rule("dense layers have a width", _dense_layers_have_a_width, "a feed-forward layer of width 0 computes nothing"),
-    Rule("experts have a width", _experts_have_a_width, "an expert of width 0 computes nothing"),
-    Rule("top_k fits the experts", _top_k_fits_experts, "a token chooses an expert once"),
-    Rule("groups divide the experts", _groups_divide_experts, "every group holds the same number of experts"),
-    Rule("top_k_groups fits the groups", _top_k_groups_fit_groups, "a token chooses a group once"),
-    Rule("top_k fits the chosen groups", _top_k_fits_chosen_groups, "other groups are closed to the token"),
-    Rule("groups ranked by two experts hold two", _top2_groups_hold_two, "a group is ranked by its two best scores"),
-    Rule("the balancing bias needs sigmoid scores", _bias_needs_sigmoid, "the bias is on the scale of sigmoid scores"),
-    Rule("a shared gate needs shared experts", _shared_gate_needs_shared_experts, "there is nothing else to gate"),
-]
+MODEL_RULES = rules_in(globals())

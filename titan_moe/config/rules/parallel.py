@@ -6,22 +6,25 @@ from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Rule, divisors, leaves_a_rest, nearest_multiples
+from titan_moe.config.rules.rule import divisors, leaves_a_rest, nearest_multiples, rule, rules_in
 
 
-def _axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("only working axes are used", "a silent 1 would be another run than the one asked for")
+def axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
     for axis in ("pp", "cp", "tp", "etp"):
         size = getattr(recipe.parallel, axis)
         if size > 1:
             yield f"parallel.{axis} = {size} does not work yet; set it to 1 and spread with dp_shard and ep"
 
 
-def _dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("dp_shard is a size or -1", "dense parameters live on at least one rank")
+def dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.dp_shard == 0:
         yield "parallel.dp_shard = 0 is no number of ranks; take 1 to shard nothing, or -1 for all ranks that are left"
 
 
-def _dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the dense view fills the world", "every rank has one place in the dense mesh")
+def dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     others = p.pp * p.dp_replicate * p.cp * p.tp
     if p.dp_shard == -1 and leaves_a_rest(others, world_size):
@@ -36,7 +39,8 @@ def _dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str
         )
 
 
-def _expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the expert view divides the world", "edp is what ep, etp, pp and dp_replicate leave of the ranks")
+def expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
     if leaves_a_rest(expert_ranks, world_size) and world_size == 1:
@@ -51,7 +55,8 @@ def _expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[
         )
 
 
-def _ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("ep divides num_experts", "each rank of an ep group holds the same number of experts")
+def ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_experts = recipe.parallel, recipe.model.moe.num_experts
     if num_experts > 0 and leaves_a_rest(p.ep, num_experts):
         ranks_of_a_replica = max(world_size // max(p.pp * p.dp_replicate * p.etp, 1), 1)
@@ -61,12 +66,14 @@ def _ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("ep needs experts", "there is nothing to spread")
+def ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.ep > 1 and recipe.model.num_moe_layers <= 0:
         yield f"parallel.ep = {recipe.parallel.ep} needs layers with experts, and this model has none; set ep = 1"
 
 
-def _ep_needs_rows_to_move(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("ep needs a dispatcher that moves rows", "rows must reach experts on other ranks")
+def ep_needs_rows_to_move(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.ep > 1 and not p.facts.moves_rows:
         yield (
@@ -75,7 +82,8 @@ def _ep_needs_rows_to_move(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("overlap has communication to hide", "a switch that does nothing hides a mistake")
+def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and not p.facts.moves_rows:
         yield (
@@ -84,7 +92,11 @@ def _overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]
         )
 
 
-def _dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "the dispatcher supports the overlap",
+    "tiles read rows out of shared memory, microbatches are hidden under collectives in two halves",
+)
+def dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and p.facts.moves_rows and p.overlap not in p.facts.overlaps:
         supported = " or ".join(f'"{overlap}"' for overlap in (*p.facts.overlaps, "none"))
@@ -94,7 +106,8 @@ def _dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[st
         )
 
 
-def _tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("tiles move rows", "the thread blocks that move rows belong to a GEMM, which must be ours")
+def tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "tile":
         return
@@ -114,7 +127,8 @@ def _tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the dispatcher has its device", "it consists of kernels for GPUs")
+def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.facts.needs_cuda and recipe.run.device == "cpu":
         yield (
@@ -123,7 +137,8 @@ def _dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]
         )
 
 
-def _shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("shared memory has peers", "a rank alone has no peer to share memory with")
+def shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.facts.shares_memory and p.ep <= 1:
         yield (
@@ -133,7 +148,8 @@ def _shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("an ep group stays on a node", "a GPU reaches the memory of another in its own node only")
+def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
     if p.facts.is_one_node and world_size > 1 and leaves_a_rest(p.ep, num_local):
         yield (
@@ -143,7 +159,11 @@ def _ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "microbatches that interleave can be cut",
+    "the forward of one runs between the pieces of the other's backward, past the hooks of FSDP",
+)
+def interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, train = recipe.parallel, recipe.train
     if p.overlap != "microbatch":
         return
@@ -172,7 +192,11 @@ def _interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Ite
         )
 
 
-def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "a slot bound has a dispatcher to bound",
+    "it stands in for sizes that depend on the routing and that the host must not read",
+)
+def bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     factor = p.expert_rank_capacity_factor
     if factor != 0 and not p.facts.can_be_bounded:
@@ -188,7 +212,11 @@ def _bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _clones_have_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "clones have ranks to go to",
+    "a replica slot holds an expert of another rank, and every exchange pays for it, used or not",
+)
+def clones_have_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_experts = recipe.parallel, recipe.model.moe.num_experts
     if p.expert_clones <= 0:
         return
@@ -205,7 +233,8 @@ def _clones_have_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("edp divides the experts' width", "FSDP shards each expert over edp along this width, and only in equal parts")
+def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, model = recipe.parallel, recipe.model
     edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
     key, width = (
@@ -218,12 +247,14 @@ def _edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _batch_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("microbatches divide the global batch", "every rank makes the same number of equal passes")
+def batch_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
     number = recipe.train.global_batch_sequences
     yield from _sequences_split_evenly(recipe, world_size, "train.global_batch_sequences", number)
 
 
-def _validation_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("microbatches divide the validation", "a rank with fewer passes would leave the others waiting")
+def validation_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.validation.every_steps > 0:
         number = recipe.validation.num_sequences
         yield from _sequences_split_evenly(recipe, world_size, "validation.num_sequences", number)
@@ -240,56 +271,4 @@ def _sequences_split_evenly(recipe: Recipe, world_size: int, key: str, number: i
         )
 
 
-PARALLEL_RULES = [
-    Rule("only working axes are used", _axes_work, "a silent 1 would be another run than the one asked for"),
-    Rule("dp_shard is a size or -1", _dp_shard_is_a_size, "dense parameters live on at least one rank"),
-    Rule("the dense view fills the world", _dense_view_fills_the_world, "every rank has one place in the dense mesh"),
-    Rule(
-        "the expert view divides the world",
-        _expert_view_divides_the_world,
-        "edp is what ep, etp, pp and dp_replicate leave of the ranks",
-    ),
-    Rule("ep divides num_experts", _ep_divides_experts, "each rank of an ep group holds the same number of experts"),
-    Rule("ep needs experts", _ep_needs_experts, "there is nothing to spread"),
-    Rule("ep needs a dispatcher that moves rows", _ep_needs_rows_to_move, "rows must reach experts on other ranks"),
-    Rule("overlap has communication to hide", _overlap_has_communication, "a switch that does nothing hides a mistake"),
-    Rule(
-        "the dispatcher supports the overlap",
-        _dispatcher_supports_overlap,
-        "tiles read rows out of shared memory, microbatches are hidden under collectives in two halves",
-    ),
-    Rule("tiles move rows", _tiles_move_rows, "the thread blocks that move rows belong to a GEMM, which must be ours"),
-    Rule("the dispatcher has its device", _dispatcher_has_its_device, "it consists of kernels for GPUs"),
-    Rule("shared memory has peers", _shared_memory_has_peers, "a rank alone has no peer to share memory with"),
-    Rule(
-        "an ep group stays on a node",
-        _ep_group_stays_on_a_node,
-        "a GPU reaches the memory of another in its own node only",
-    ),
-    Rule(
-        "microbatches that interleave can be cut",
-        _interleaved_microbatches_can_be_cut,
-        "the forward of one runs between the pieces of the other's backward, past the hooks of FSDP",
-    ),
-    Rule(
-        "a slot bound has a dispatcher to bound",
-        _bound_has_a_dispatcher,
-        "it stands in for sizes that depend on the routing and that the host must not read",
-    ),
-    Rule(
-        "clones have ranks to go to",
-        _clones_have_ranks,
-        "a replica slot holds an expert of another rank, and every exchange pays for it, used or not",
-    ),
-    Rule(
-        "edp divides the experts' width",
-        _edp_divides_expert_width,
-        "FSDP shards each expert over edp along this width, and only in equal parts",
-    ),
-    Rule("microbatches divide the global batch", _batch_divides, "every rank makes the same number of equal passes"),
-    Rule(
-        "microbatches divide the validation",
-        _validation_divides,
-        "a rank with fewer passes would leave the others waiting",
-    ),
-]
+PARALLEL_RULES = rules_in(globals())

@@ -7,13 +7,14 @@ from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
 from titan_moe.config.perf import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import obstacles, without_host_reads
-from titan_moe.config.rules.rule import Rule, nearest_multiples
+from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
 from titan_moe.config.skew import obstacles_to_skew
 
 GROUPED_MM_STRIDE_BYTES = 16
 
 
-def _grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("grouped_mm knows the dtype", "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only")
+def grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     experts, compute, device = recipe.perf.chosen_kernels.experts, recipe.precision.compute, recipe.run.device
     allowed = ["bf16"] if device == "cuda" or experts == "fused" else ["bf16", "fp32"]
     if experts != "reference" and compute not in allowed:
@@ -24,7 +25,12 @@ def _grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str
         )
 
 
-def _triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "Triton kernels can run",
+    "they compute in fp32 on GPUs, the experts' gather rows inside a GEMM, where no score can reach them, and what "
+    "adds gradients knows bf16 and fp32 alone",
+)
+def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels
     triton = [name for name, backend in asdict(kernels).items() if backend in ("fused", "triton")]
     if triton and recipe.precision.compute == "fp64":
@@ -57,7 +63,8 @@ def _triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("expert rows are aligned", "grouped_mm wants row strides that are multiples of 16 bytes")
+def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     if recipe.perf.chosen_kernels.experts == "reference" or model.num_moe_layers <= 0:
         return
@@ -72,7 +79,10 @@ def _expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-def _precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "master and reduce are no coarser than compute", "digits that were computed would be thrown away before the update"
+)
+def precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     for key in ("master", "reduce"):
         if BYTES_OF_DTYPE[getattr(p, key)] < BYTES_OF_DTYPE[p.compute]:
@@ -82,7 +92,11 @@ def _precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-def _the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "the optimizer knows its dtypes",
+    "torch's AdamW has one dtype for parameter and moments, ours computes in fp32 on GPUs",
+)
+def the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, kind = recipe.precision, recipe.optim.kind
     if p.master == "fp64" and p.moments_dtype != "fp64":
         yield f'precision.moments = "{p.moments}" is coarser than precision.master = "fp64"; take "master"'
@@ -98,13 +112,18 @@ def _the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator
         )
 
 
-def _attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the attention backend exists", "these kernels run, or train, on GPUs only")
+def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
     if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
 
 
-def _graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "what is captured asks the host nothing",
+    "a CUDA graph repeats what was recorded, whatever the host would have answered",
+)
+def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.compile.cudagraph == "microbatch" and recipe.parallel.accumulate_unsharded:
         yield (
             'compile.cudagraph = "microbatch" records one microbatch for all, but parallel.accumulate_unsharded = true '
@@ -115,12 +134,14 @@ def _graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'
 
 
-def _flex_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("FlexAttention knows the dtype", "its kernels sum in fp32")
+def flex_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
         yield 'precision.compute = "fp64" has no perf.attention = "flex"; take bf16 or fp32, or perf.attention = "math"'
 
 
-def _whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("blocks that compile whole read nothing on the host", "a graph cannot wait for a size in its middle")
+def whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
@@ -129,74 +150,34 @@ def _whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]
         )
 
 
-def _recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("recomputed experts exist", "nothing would be recomputed")
+def recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.memory.recompute == "experts" and recipe.model.num_moe_layers <= 0:
         yield 'memory.recompute = "experts" needs layers with experts, and this model has none; take "block" or "none"'
 
 
-def _forced_routing_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("forced routing needs a router", "there is no choice to replace")
+def forced_routing_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
     forced = recipe.train.forced_routing
     if forced and recipe.model.num_moe_layers <= 0:
         yield f"train.force_{forced}_routing = true needs layers with experts, and this model has none; set it to false"
 
 
-def _one_routing_is_forced(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("one routing is forced", "a token's experts cannot be chosen twice")
+def one_routing_is_forced(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.train.force_balanced_routing and recipe.train.force_skewed_routing:
         yield "train.force_balanced_routing and train.force_skewed_routing are both true; set one of them to false"
 
 
-def _skew_can_be_dealt(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule(
+    "a skewed routing can be dealt",
+    "what is called skewed has the same loads everywhere, so that figures can be compared",
+)
+def skew_can_be_dealt(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     if recipe.train.force_skewed_routing and model.num_moe_layers > 0:
         for obstacle in obstacles_to_skew(model.moe.num_experts, model.moe.top_k, recipe.parallel.ep):
             yield f"train.force_skewed_routing = true: {obstacle}"
 
 
-PERF_RULES = [
-    Rule(
-        "grouped_mm knows the dtype",
-        _grouped_mm_knows_the_dtype,
-        "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only",
-    ),
-    Rule(
-        "Triton kernels can run",
-        _triton_kernels_can_run,
-        "they compute in fp32 on GPUs, the experts' gather rows inside a GEMM, where no score can reach them, and what "
-        "adds gradients knows bf16 and fp32 alone",
-    ),
-    Rule(
-        "expert rows are aligned",
-        _expert_rows_are_aligned,
-        "grouped_mm wants row strides that are multiples of 16 bytes",
-    ),
-    Rule(
-        "master and reduce are no coarser than compute",
-        _precision_does_not_sink,
-        "digits that were computed would be thrown away before the update",
-    ),
-    Rule(
-        "the optimizer knows its dtypes",
-        _the_optimizer_knows_its_dtypes,
-        "torch's AdamW has one dtype for parameter and moments, ours computes in fp32 on GPUs",
-    ),
-    Rule(
-        "what is captured asks the host nothing",
-        _graphs_can_be_captured,
-        "a CUDA graph repeats what was recorded, whatever the host would have answered",
-    ),
-    Rule("the attention backend exists", _attention_backend_exists, "these kernels run, or train, on GPUs only"),
-    Rule("FlexAttention knows the dtype", _flex_knows_the_dtype, "its kernels sum in fp32"),
-    Rule(
-        "blocks that compile whole read nothing on the host",
-        _whole_blocks_read_nothing,
-        "a graph cannot wait for a size in its middle",
-    ),
-    Rule("recomputed experts exist", _recomputed_experts_exist, "nothing would be recomputed"),
-    Rule("forced routing needs a router", _forced_routing_needs_a_router, "there is no choice to replace"),
-    Rule("one routing is forced", _one_routing_is_forced, "a token's experts cannot be chosen twice"),
-    Rule(
-        "a skewed routing can be dealt",
-        _skew_can_be_dealt,
-        "what is called skewed has the same loads everywhere, so that figures can be compared",
-    ),
-]
+PERF_RULES = rules_in(globals())

@@ -1,6 +1,6 @@
 """The shape of a rule, and the small arithmetic that rules share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from titan_moe.config.recipe import Recipe
@@ -19,6 +19,16 @@ class Rule:
     """Finds the breaches. It must survive any recipe whatsoever: other rules tell what else is broken."""
     why: str
     """What would go wrong; printed after each message."""
+
+
+def rule(name: str, why: str) -> Callable[[Check], Rule]:
+    """Make a rule of the check below."""
+    return lambda check: Rule(name, check, why)
+
+
+def rules_in(names: Mapping[str, object]) -> list[Rule]:
+    """The rules of a file, in the order in which they are written."""
+    return [value for value in names.values() if isinstance(value, Rule)]
 
 
 def leaves_a_rest(part: int, whole: int) -> bool:

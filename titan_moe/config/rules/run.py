@@ -3,17 +3,19 @@
 from collections.abc import Iterator
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import Rule
+from titan_moe.config.rules.rule import rule, rules_in
 
 BYTES_VOCABULARY = 256
 
 
-def _folder_is_named(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the run has a folder", "everything that a run writes goes there")
+def folder_is_named(recipe: Recipe, world_size: int) -> Iterator[str]:
     if not recipe.run.folder.strip():
         yield 'run.folder = "" names no folder; take one such as "runs/my_run"'
 
 
-def _source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the source has a path", "only synthetic data comes from nowhere")
+def source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     ways_out = {"text": 'a glob of files, or "python-stdlib"', "tokens": "a glob of binary files"}
     if d.source != "synthetic" and not d.path:
@@ -21,7 +23,8 @@ def _source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'data.path = "" leaves data.source = "{d.source}" nothing to read; give it {way_out}'
 
 
-def _datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("datasets' options need datasets", "another source would ignore it")
+def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     for key in ("files", "subset"):
         if d.source != "datasets" and getattr(d, key):
@@ -30,7 +33,8 @@ def _datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator
         yield f'data.is_streamed = true belongs to data.source = "datasets", not to "{d.source}"; set it to false'
 
 
-def _bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("bytes fit the vocabulary", "a larger id has no row in the embedding")
+def bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, vocab_size = recipe.data, recipe.model.vocab_size
     if d.source in ("text", "datasets") and d.tokenizer == "bytes" and vocab_size < BYTES_VOCABULARY:
         yield (
@@ -39,12 +43,14 @@ def _bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _text_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("text has a tokenizer", "text becomes ids through it")
+def text_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.data.source in ("text", "datasets") and not recipe.data.tokenizer:
         yield 'data.tokenizer = "" names none; take "bytes" or a folder with a tokenizer.json'
 
 
-def _streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("streams hold out no share", "a stream has no known end to take a share of")
+def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     if d.source == "datasets" and d.is_streamed and d.holdout_fraction > 0:
         yield (
@@ -53,7 +59,8 @@ def _streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]
         )
 
 
-def _validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("validation has data", "a loss on the training text says nothing about other text")
+def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction > 0
     if recipe.validation.every_steps > 0 and not holds_out:
@@ -63,7 +70,8 @@ def _validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _sample_can_be_read(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the sample can be read", "ids become text through the tokenizer")
+def sample_can_be_read(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.metrics.sample_tokens > 0 and not recipe.data.tokenizer:
         yield (
             f'metrics.sample_tokens = {recipe.metrics.sample_tokens} cannot be read with data.tokenizer = ""; '
@@ -71,7 +79,8 @@ def _sample_can_be_read(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the sample has a prompt", "the model continues a held-out prompt")
+def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, num_tokens = recipe.data, recipe.metrics.sample_tokens
     if num_tokens > 0 and (d.source == "synthetic" or (d.holdout_fraction == 0 and not d.is_streamed)):
         yield (
@@ -80,12 +89,14 @@ def _sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-def _two_checkpoints_are_kept(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("two checkpoints are kept", "one must be whole while the next is written")
+def two_checkpoints_are_kept(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.checkpoint.keep_latest == 1:
         yield "checkpoint.keep_latest = 1 keeps too few; take 2 or more, or 0 for all"
 
 
-def _trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the trace ends in the run", "a trace is written when its last step ends")
+def trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, steps = recipe.profile, recipe.train.steps
     last_step = p.start_step + p.num_steps - 1
     if p.start_step > 0 and last_step > steps:
@@ -95,16 +106,4 @@ def _trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-RUN_RULES = [
-    Rule("the run has a folder", _folder_is_named, "everything that a run writes goes there"),
-    Rule("the source has a path", _source_has_a_path, "only synthetic data comes from nowhere"),
-    Rule("datasets' options need datasets", _datasets_options_need_datasets, "another source would ignore it"),
-    Rule("bytes fit the vocabulary", _bytes_fit_the_vocabulary, "a larger id has no row in the embedding"),
-    Rule("text has a tokenizer", _text_has_a_tokenizer, "text becomes ids through it"),
-    Rule("streams hold out no share", _streams_hold_out_no_share, "a stream has no known end to take a share of"),
-    Rule("validation has data", _validation_has_data, "a loss on the training text says nothing about other text"),
-    Rule("the sample has a prompt", _sample_has_a_prompt, "the model continues a held-out prompt"),
-    Rule("the sample can be read", _sample_can_be_read, "ids become text through the tokenizer"),
-    Rule("two checkpoints are kept", _two_checkpoints_are_kept, "one must be whole while the next is written"),
-    Rule("the trace ends in the run", _trace_ends_in_the_run, "a trace is written when its last step ends"),
-]
+RUN_RULES = rules_in(globals())
