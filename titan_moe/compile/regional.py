@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.perf import CompileConfig
-from titan_moe.dispatch.base import Routed
+from titan_moe.dispatch.base import ExpertInputs
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
@@ -98,7 +99,7 @@ def _compile_with_experts(forward: Callable[..., Tensor], layers: list[MoE]) -> 
     return compiled_while_bounded
 
 
-def _compile_for_many_rows(moe: MoE) -> Callable[..., Tensor]:
+def _compile_for_many_rows(moe: MoE) -> Callable[..., Any]:
     """Serve no row, or one, without the compiler, which would make a graph of its own for each of these sizes.
 
     Where rows travel between ranks both happen, and graphs of one piece are limited in number. Slots without their
@@ -107,15 +108,15 @@ def _compile_for_many_rows(moe: MoE) -> Callable[..., Tensor]:
     serve = moe.experts.serve
 
     @wraps(serve)
-    def serve_unbounded(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
-        return serve(routed, gate_up, down)
+    def serve_unbounded(inputs: ExpertInputs, weights: ExpertWeights) -> Any:
+        return serve(inputs, weights)
 
     compiled, compiled_unbounded = _compile_plainly(serve), _compile_plainly(serve_unbounded)
 
     @wraps(serve)
-    def serve_rows(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
-        if min(routed.sizes) <= 1:
-            return serve(routed, gate_up, down)
-        return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(routed, gate_up, down)
+    def serve_rows(inputs: ExpertInputs, weights: ExpertWeights) -> Any:
+        if min(inputs.sizes) <= 1:
+            return serve(inputs, weights)
+        return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(inputs, weights)
 
     return serve_rows

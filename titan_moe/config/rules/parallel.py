@@ -99,8 +99,8 @@ def _tiles_fetch_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
             f"{setting} lets the GEMMs of fused experts move rows, and perf.kernels chose "
             f'"{recipe.perf.chosen_kernels.experts}" for experts; take "fused", or overlap = "none"'
         )
-    if recipe.model.moe.score_on == "input":
-        yield f'{setting} needs fused experts, which need model.moe.score_on = "activation"; take overlap = "none"'
+    for need in recipe.model.moe.unmet_needs_of_fused:
+        yield f'{setting} needs fused experts, which need {need}; take overlap = "none"'
     if p.expert_clones and recipe.compile.regional != "off" and recipe.compile.extent == "block":
         yield (
             f'{setting} with parallel.expert_clones needs compile.extent = "pieces": nothing in the graph of a block '
@@ -206,11 +206,13 @@ def _edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     key, width = (
         ("moe.latent_size", model.moe.latent_size) if model.moe.latent_size else ("hidden_size", model.hidden_size)
     )
-    if model.num_moe_layers > 0 and leaves_a_rest(edp, width):
-        yield (
-            f"edp = {edp} (the {world_size} ranks over parallel.pp * dp_replicate * ep * etp) does not divide "
-            f"model.{key} = {width}; raise parallel.ep or parallel.dp_replicate until it does"
-        )
+    widths = {key: width, **({"moe.ffn_hidden_size": model.moe.ffn_hidden_size} if model.moe.expert_mlp_bias else {})}
+    for key, width in widths.items():
+        if model.num_moe_layers > 0 and leaves_a_rest(edp, width):
+            yield (
+                f"edp = {edp} (the {world_size} ranks over parallel.pp * dp_replicate * ep * etp) does not divide "
+                f"model.{key} = {width}; raise parallel.ep or parallel.dp_replicate until it does"
+            )
 
 
 def _batch_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
@@ -274,7 +276,7 @@ PARALLEL_RULES = [
     Rule(
         "edp divides the experts' width",
         _edp_divides_expert_width,
-        "FSDP shards each expert over edp along this width, and only in equal parts",
+        "FSDP shards each expert over edp along this width, its gate_up_bias along the hidden one, in equal parts",
     ),
     Rule("microbatches divide the global batch", _batch_divides, "every rank makes the same number of equal passes"),
     Rule(
