@@ -23,7 +23,8 @@ class _AddBias(torch.autograd.Function):
     def forward(ctx: Any, y_RO: Tensor, bias_eO: Tensor, scores_R: Tensor, offsets_e: Tensor) -> Tensor:
         ctx.save_for_backward(bias_eO, scores_R, offsets_e)
         bias_RO = bias_eO[_experts_of_slots(offsets_e, len(y_RO))]
-        return (y_RO + bias_RO * scores_R[:, None]).to(y_RO.dtype)
+        # a copy: compiled torch 2.11 loses the gradient of a Function that returns an alias of what it computed
+        return (y_RO + bias_RO * scores_R[:, None]).to(y_RO.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
