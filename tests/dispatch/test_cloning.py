@@ -12,6 +12,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
 from titan_moe.dispatch.cloning import CloningExchange
 from titan_moe.kernels.choose import choose_expert_mlp
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.layers.experts import GroupedExperts
 
 NUM_EXPERTS, NUM_SPARE, NUM_TOKENS, WIDTH, HIDDEN = 8, 1, 400, 16, 8
@@ -94,29 +95,32 @@ def test_only_the_clones_are_kept_beside_own_weights(ranks, kind: str, is_compil
         assert 0 < kept <= 2 * clones, "c experts, as parts of one row or each on its own"
 
 
-def sum_gradients_in_bf16() -> tuple[Tensor, Tensor]:
+SHAPES = {"gate_up": (2, 4, 64), "down": (64, 4), "gate_up_bias": (2, 4), "down_bias": (64,)}
+"""Of an expert."""
+
+
+def sum_gradients_in_bf16() -> tuple[Tensor, ...]:
     """Gradients of an expert that all ranks but its home have a clone of, each of them random in bf16."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     experts_Pc = torch.full((num_ranks, 1), 0)
     experts_Pc[0] = -1
-    weights = [torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((2, 4, 64), (64, 4))]
-    _, *pieces = CollectiveCloneWeights(dist.group.WORLD)(
-        torch.zeros(2, 64), *weights, CloningExchange(None, experts_Pc)
-    )
+    weights = [torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in SHAPES.values()]
+    own, exchange = ExpertWeights.of(weights, tuple(SHAPES)), CloningExchange(None, experts_Pc)
+    _, with_clones = CollectiveCloneWeights(dist.group.WORLD)(torch.zeros(2, 64), own, exchange)
     grads = gradients_of(rank)
     grads = [*grads, *(grad * 0 if rank == 0 else grad for grad in grads)]
-    torch.autograd.backward(pieces, grads)
-    return weights[0].grad, weights[1].grad
+    torch.autograd.backward(with_clones.tensors(), grads)
+    return tuple(weight.grad for weight in weights)
 
 
 def gradients_of(rank: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(1, *shape, generator=generator).bfloat16() for shape in ((2, 4, 64), (64, 4))]
+    return [torch.randn(1, *shape, generator=generator).bfloat16() for shape in SHAPES.values()]
 
 
 def test_gradients_that_come_home_are_rounded_once(ranks) -> None:
     home, *others = ranks(4, sum_gradients_in_bf16)
-    for index in range(2):
+    for index in range(len(SHAPES)):
         exact = torch.stack([gradients_of(rank)[index].double() for rank in range(4)]).sum(0)
         assert (home[index] != exact.bfloat16()).float().mean() < 0.01
         for rank, grads in enumerate(others, start=1):

@@ -53,11 +53,10 @@ EP2 = ParallelConfig(ep=2, dispatcher="symm_mem")
 
 def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
     """A trace, and how many weight gradients were computed late."""
-    from titan_moe.kernels.experts import delayed_weight_grads
+    from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeightGrads
 
-    with mock.patch.object(
-        delayed_weight_grads, "expert_mlp_weight_grads", side_effect=delayed_weight_grads.expert_mlp_weight_grads
-    ) as late:
+    compute = DelayedWeightGrads.compute
+    with mock.patch.object(DelayedWeightGrads, "compute", autospec=True, side_effect=compute) as late:
         fields = one_loss.train(candidate, -1, num_steps)
     return fields, late.call_count
 

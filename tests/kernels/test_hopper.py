@@ -91,11 +91,9 @@ GEMMS: dict[str, Callable[[], object]] = {
     "gather_mm_wide_with_get": lambda: gather_mm(
         half(S, 7168), index(R), half(E, 7168, D), tiles(), schedule=schedule()
     ),
-    "slot_mm_down": lambda: slot_mm(half(R, F), half(E, D, F), tiles(), is_transposed=True),
+    "slot_mm_down": lambda: slot_mm(half(R, F), half(E, D, F).mT, tiles()),
     "slot_mm_up": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles()),
-    "slot_mm_down_with_put": lambda: slot_mm(
-        half(R, F), half(E, D, F), tiles(), is_transposed=True, schedule=schedule()
-    ),
+    "slot_mm_down_with_put": lambda: slot_mm(half(R, F), half(E, D, F).mT, tiles(), schedule=schedule()),
     "slot_mm_up_with_put": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), schedule=schedule()),
     "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
     "expert_weight_grad_down": lambda: expert_weight_grad(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.perf import CompileConfig
-from titan_moe.dispatch.base import Routed
+from titan_moe.dispatch.base import ExpertInputs
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
@@ -91,7 +92,7 @@ def _compile_moe_block(forward: Callable[..., Tensor], layers: list[MoE]) -> Cal
     return compiled_while_bounded
 
 
-def _compile_experts(moe: MoE) -> Callable[..., Tensor]:
+def _compile_experts(moe: MoE) -> Callable[..., Any]:
     """Compile the expert MLP for any number of rows.
 
     Calls with zero rows or one row run eagerly: Dynamo specialises on 0 and 1, and the number of graphs per code object
@@ -101,15 +102,15 @@ def _compile_experts(moe: MoE) -> Callable[..., Tensor]:
     serve = moe.experts.serve
 
     @wraps(serve)
-    def unbounded_experts(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
-        return serve(routed, gate_up, down)
+    def unbounded_experts(inputs: ExpertInputs, weights: ExpertWeights) -> Any:
+        return serve(inputs, weights)
 
     compiled, compiled_unbounded = _compile(serve), _compile(unbounded_experts)
 
     @wraps(serve)
-    def select_graph(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
-        if min(routed.sizes) <= 1:
-            return serve(routed, gate_up, down)
-        return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(routed, gate_up, down)
+    def select_graph(inputs: ExpertInputs, weights: ExpertWeights) -> Any:
+        if min(inputs.sizes) <= 1:
+            return serve(inputs, weights)
+        return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(inputs, weights)
 
     return select_graph

@@ -91,6 +91,8 @@ class MoEConfig:
     score_on: Literal["activation", "input"] = "activation"
     """Where the routing score multiplies: the activation before the down projection (exact, saves memory), or the
     expert's input (Llama 4)."""
+    expert_mlp_bias: bool = False
+    """Biases on the gate, up and down projections of the routed experts (gpt-oss)."""
     aux_loss_coef: float = 0.0
     """Weight of the per-sequence load-balancing loss (arXiv:2101.03961, arXiv:2412.19437 section 2.1.2); 0 switches
     it off. Start with 1e-2 to 1e-4."""
@@ -100,6 +102,16 @@ class MoEConfig:
     bias_update_speed: float = 0.0
     """Step of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once an optimizer step; 0 switches
     it off. Start with 1e-3; needs `score_fn = "sigmoid"`."""
+
+    @property
+    def unmet_needs_of_fused(self) -> list[str]:
+        """Settings that fused experts need and that these are not: rows are gathered inside a GEMM, where no score is
+        applied, and no GEMM adds a bias."""
+        needs = {
+            'model.moe.score_on = "activation"': self.score_on == "activation",
+            "model.moe.expert_mlp_bias = false": not self.expert_mlp_bias,
+        }
+        return [need for need, is_met in needs.items() if not is_met]
 
 
 @dataclass(frozen=True)

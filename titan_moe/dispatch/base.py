@@ -4,13 +4,16 @@ T tokens on this rank · K choices a token · S rows received · R expert slots 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, final
 
 from torch import Tensor
 
 from titan_moe.config.dispatchers import DispatcherFacts
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 
 Exchange = Any
@@ -19,6 +22,28 @@ Exchange = Any
 
 Pending = Any
 """What travels between the two halves of a message: only the other half may touch it."""
+
+
+class ExpertInputs(Protocol):
+    """What experts receive from a dispatcher: rows that have arrived (`Routed`), or the means to get them."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """What the way back needs."""
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows as the dispatcher holds them, [S, D]; what precedes the experts may pass them through autograd."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of those rows and of expert slots: what a compiled graph of the experts depends on."""
+
+    def run_mlp(self, mlp: ExpertMLP, rows: Tensor, weights: ExpertWeights) -> Any:
+        """Compute every slot with the weights of its expert: -> what the dispatcher's `start_combine` takes."""
+
+    def with_exchange(self, exchange: Exchange) -> "ExpertInputs":
+        """The same with what another dispatcher around this one remembers."""
 
 
 class Routed(NamedTuple):
@@ -43,13 +68,19 @@ class Routed(NamedTuple):
     """What the way back needs."""
 
     @property
+    def rows(self) -> Tensor:
+        return self.x_SD
+
+    @property
     def sizes(self) -> tuple[int, int]:
-        """Rows and slots that there are."""
         return self.x_SD.shape[0], self.rows_R.shape[0]
 
-    def run_mlp(self, mlp: Callable[..., Tensor], x_SD: Tensor, weights: Sequence[Tensor]) -> Any:
-        """Let an expert MLP serve the rows: -> [S, D]."""
-        return mlp(x_SD, self.rows_R, self.slots_SK, self.scores_R, self.offsets_e, *weights)
+    def run_mlp(self, mlp: ExpertMLP, rows: Tensor, weights: ExpertWeights) -> Tensor:
+        """-> the partial result of each row, [S, D]."""
+        return mlp(rows, ExpertSlots(self.rows_R, self.slots_SK, self.scores_R, self.offsets_e), weights)
+
+    def with_exchange(self, exchange: Exchange) -> "Routed":
+        return self._replace(exchange=exchange)
 
 
 def route(
@@ -103,7 +134,7 @@ class TokenDispatcher(ABC):
         computed before `finish_dispatch` hides the collectives."""
 
     @abstractmethod
-    def finish_dispatch(self, pending: Pending, exchange: Exchange) -> Routed:
+    def finish_dispatch(self, pending: Pending, exchange: Exchange) -> ExpertInputs:
         """Wait for what all ranks sent, and sort it by expert. No tensor of the result belongs to an unfinished
         collective."""
 
@@ -117,12 +148,12 @@ class TokenDispatcher(ABC):
         """Wait for the partial results and sum those of a token in at least fp32: -> [T, D]."""
 
     @final
-    def dispatch(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Routed:
+    def dispatch(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> ExpertInputs:
         """Send each row to its experts: `prepare`, `start_dispatch`, `finish_dispatch`."""
         exchange = self.prepare(topk_ids_TK, topk_scores_TK)
         return self.finish_dispatch(self.start_dispatch(x_TD, exchange), exchange)
 
     @final
-    def combine(self, y_SD: Tensor, routed: Routed) -> Tensor:
+    def combine(self, y_SD: Any, inputs: ExpertInputs) -> Tensor:
         """Bring the results back: `start_combine`, `finish_combine`."""
-        return self.finish_combine(self.start_combine(y_SD, routed.exchange), routed.exchange)
+        return self.finish_combine(self.start_combine(y_SD, inputs.exchange), inputs.exchange)

@@ -11,7 +11,7 @@ its peers' memory reads what it wants and no more: c experts, 9.4 MB.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,95 +20,89 @@ from torch import Tensor
 from titan_moe.dispatch.cloning import CloningExchange
 from titan_moe.dispatch.collectives import all_gather, all_to_all
 from titan_moe.dispatch.symm_mem import SymmMemory
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.symm_mem.arrays import SymmArray
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.clones import add_gradients, clone_arrays, pull_weights, stage_gradients, stage_weights
 
 
-class Gradients(NamedTuple):
-    """Of what comes out of a fetch."""
-
-    x_SD: Tensor
-    own_gate_up: Tensor
-    own_down: Tensor
-    gate_up: Tensor
-    """Of clones, as the next."""
-    down: Tensor
-
-
 class CloneWeights(ABC):
-    """Fetch clones for an exchange; how they travel is a subclass's.
+    """Get the weights of an exchange's clones; a subclass says how they are communicated.
 
-    Own weights go through it, so that their gradient and what clones send home are summed in one place; and the rows
+    Own weights go through it, so that their gradient and what clones send back are summed in one place; and the rows
     that arrived: over shared memory clones come behind them, and gradients of clones leave before theirs, in a graph
-    too. (Rows that experts will fetch themselves go through it as they lie at home, and no graph orders them.)
+    too. (Rows that experts get themselves go through it as this rank's own, and no graph orders them.)
     """
 
-    def __call__(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, exchange: CloningExchange) -> tuple[Tensor, ...]:
-        """Rows [S, D], or this rank's own, and own weights [e, ...] -> the same, and clones' weights [c, ...];
-        differentiable. What is in an empty slot nobody reads."""
-        return _Fetch.apply(x_SD, gate_up, down, exchange.experts_Pc, self)
+    def __call__(self, x_SD: Tensor, weights: ExpertWeights, exchange: CloningExchange) -> tuple[Tensor, ExpertWeights]:
+        """Rows [S, D], or this rank's own, and own weights [e, ...] -> the same, with clones [c, ...]; differentiable.
+        An empty slot's clone holds anything."""
+        x_SD, *tensors = _GetClones.apply(self, x_SD, exchange.experts_Pc, *weights.tensors())
+        return x_SD, ExpertWeights.of(tensors, weights.names())
 
     @abstractmethod
-    def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
+    def get(self, x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor) -> Sequence[Tensor]:
         """Own weights -> the clones', once the rows that the exchange brings, if it does, are there."""
 
     @abstractmethod
-    def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the rows, as they are, and of own weights, to which everyone's clones' are added in rank order,
-        in at least fp32, rounding once."""
+    def add(
+        self, dx_SD: Tensor, own: Sequence[Tensor], clones: Sequence[Tensor], experts_Pc: Tensor
+    ) -> Sequence[Tensor]:
+        """Gradients of own weights and of this rank's clones -> those of own weights, to which all ranks' clones' are
+        added in rank order, in at least fp32, rounding once. The rows' are not touched."""
 
 
-class _Fetch(torch.autograd.Function):
+class _GetClones(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, fetcher: CloneWeights
+        ctx: Any, clone_weights: CloneWeights, x_SD: Tensor, experts_Pc: Tensor, *own: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(experts_Pc)
-        ctx.fetcher = fetcher
-        own = x_SD.view_as(x_SD), gate_up.view_as(gate_up), down.view_as(down)
-        return *own, *fetcher.fetch(x_SD, gate_up, down, experts_Pc)
+        ctx.clone_weights = clone_weights
+        clones = clone_weights.get(x_SD, own, experts_Pc)
+        return x_SD.view_as(x_SD), *[weight.view_as(weight) for weight in own], *clones
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.fetcher.add_home(Gradients(*grads), *ctx.saved_tensors), None, None
+    def backward(ctx: Any, dx_SD: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (experts_Pc,) = ctx.saved_tensors
+        own, clones = grads[: len(grads) // 2], grads[len(grads) // 2 :]
+        return None, dx_SD, None, *ctx.clone_weights.add(dx_SD, own, clones, experts_Pc)
 
 
 class CollectiveCloneWeights(CloneWeights):
-    """By collectives, in which all ranks send and get as much."""
+    """By collectives, in which all ranks send and receive as much."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
 
-    def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
-        num_experts, (num_ranks, num_replicas) = gate_up.shape[0], experts_Pc.shape
+    def get(self, x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor) -> Sequence[Tensor]:
+        num_experts, (num_ranks, num_replicas) = own[0].shape[0], experts_Pc.shape
         # where this rank is not the home, any expert: what it sends is not read
         sent_I = (experts_Pc % num_experts).flatten()
         equal = [num_replicas] * num_ranks
-        both_IN = all_to_all(_pack(gate_up[sent_I], down[sent_I]), equal, equal, self.group)
+        all_IN = all_to_all(_pack([weight[sent_I] for weight in own]), equal, equal, self.group)
         home_c = (experts_Pc[self.rank] // num_experts).clamp(min=0)
-        return _unpack(both_IN[home_c * num_replicas + torch.arange(num_replicas, device=home_c.device)], gate_up, down)
+        return _unpack(all_IN[home_c * num_replicas + torch.arange(num_replicas, device=home_c.device)], own)
 
-    def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x_SD, own_gate_up, own_down, gate_up, down = grads
-        both_IN = all_gather(_pack(gate_up, down), self.group)
-        num_experts = own_gate_up.shape[0]
+    def add(
+        self, dx_SD: Tensor, own: Sequence[Tensor], clones: Sequence[Tensor], experts_Pc: Tensor
+    ) -> Sequence[Tensor]:
+        all_IN, num_experts = all_gather(_pack(clones), self.group), own[0].shape[0]
         # the same operations on every rank, as in allgather.py
         local_I = torch.where(experts_Pc // num_experts == self.rank, experts_Pc % num_experts, -1).flatten()
         is_clone_eI = torch.arange(num_experts, device=local_I.device)[:, None] == local_I
-        all_gate_up, all_down = _unpack(both_IN, gate_up, down)
-        return x_SD, _add(own_gate_up, is_clone_eI, all_gate_up), _add(own_down, is_clone_eI, all_down)
+        return [_add(grad, is_clone_eI, all_grad) for grad, all_grad in zip(own, _unpack(all_IN, own), strict=True)]
 
 
-def _pack(gate_up: Tensor, down: Tensor) -> Tensor:
-    """Both weights of an expert in one row: one message, and no order of two that ranks could differ in."""
-    return torch.cat([gate_up.flatten(1), down.flatten(1)], dim=1)
+def _pack(weights: Sequence[Tensor]) -> Tensor:
+    """All parameters of an expert in one row: one message, and no order of several that ranks could differ in."""
+    return torch.cat([weight.flatten(1) for weight in weights], dim=1)
 
 
-def _unpack(both: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of both weights -> views, in the shapes of experts like these."""
-    width = gate_up[0].numel()
-    return both[:, :width].unflatten(1, gate_up.shape[1:]), both[:, width:].unflatten(1, down.shape[1:])
+def _unpack(packed_IN: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Such rows -> views of each parameter, in the shapes of experts like these."""
+    parts = packed_IN.split([weight[0].numel() for weight in like], dim=1)
+    return [part.unflatten(1, weight.shape[1:]) for part, weight in zip(parts, like, strict=True)]
 
 
 def _add(own_eN: Tensor, is_clone_eI: Tensor, clones_IN: Tensor) -> Tensor:
@@ -127,51 +121,52 @@ class SymmMemCloneWeights(CloneWeights):
     def __init__(self, memory: SymmMemory) -> None:
         self.memory = memory
 
-    def fetch(self, x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor) -> tuple[Tensor, Tensor]:
-        return _get_clones(x_SD, gate_up, down, experts_Pc, *self.memory)
+    def get(self, x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor) -> Sequence[Tensor]:
+        return _get_clones(x_SD, own, experts_Pc, *self.memory)
 
-    def add_home(self, grads: Gradients, experts_Pc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # sums are made in place: these are the gradients of one use, which nobody else has seen
-        own_gate_up, own_down = grads.own_gate_up.contiguous(), grads.own_down.contiguous()
+    def add(
+        self, dx_SD: Tensor, own: Sequence[Tensor], clones: Sequence[Tensor], experts_Pc: Tensor
+    ) -> Sequence[Tensor]:
+        # sums are made in place: these are the gradients of one use, which nothing else has seen
+        own = [grad.contiguous() for grad in own]
         if torch.compiler.is_compiling():  # where they may be parts of one tensor that a graph knows as a whole
-            own_gate_up, own_down = own_gate_up.clone(), own_down.clone()
-        _add_clones(grads.x_SD, own_gate_up, own_down, grads.gate_up, grads.down, experts_Pc, *self.memory)
-        return grads.x_SD, own_gate_up, own_down
+            own = [grad.clone() for grad in own]
+        _add_clones(dx_SD, own, clones, experts_Pc, *self.memory)
+        return own
 
 
 @torch.library.custom_op("titan_moe::symm_get_clones", mutates_args=())
 def _get_clones(
-    x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
-) -> tuple[Tensor, Tensor]:
-    """The rows are not read: who needs them comes after the exchange that brought them."""
-    weights, experts_Pc = (gate_up.contiguous(), down.contiguous()), experts_Pc.contiguous()
-    signals, staged = _place_for(weights, len(gate_up), experts_Pc, memory, peer_ptrs_P)
+    x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
+) -> list[Tensor]:
+    """The rows are not read: they order this behind the exchange that brought them."""
+    own, experts_Pc = [weight.contiguous() for weight in own], experts_Pc.contiguous()
+    signals, staged = _place_for(own, len(own[0]), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)
-    stage_weights(weights, experts_Pc, staged, rank)
+    stage_weights(own, experts_Pc, staged, rank)
     symm_barrier(signals, rank)
-    return pull_weights(weights, experts_Pc, staged, rank)
+    return list(pull_weights(own, experts_Pc, staged, rank))
 
 
 @_get_clones.register_fake
 def _(
-    x_SD: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
-) -> tuple[Tensor, Tensor]:
-    num_replicas = experts_Pc.shape[1]
-    return gate_up.new_empty(num_replicas, *gate_up.shape[1:]), down.new_empty(num_replicas, *down.shape[1:])
+    x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
+) -> list[Tensor]:
+    return [weight.new_empty(experts_Pc.shape[1], *weight.shape[1:]) for weight in own]
 
 
-@torch.library.custom_op("titan_moe::symm_add_clones", mutates_args=("dx_SD", "own_gate_up", "own_down"))
+@torch.library.custom_op("titan_moe::symm_add_clones", mutates_args=("dx_SD", "own"))
 def _add_clones(
-    dx_SD: Tensor, own_gate_up: Tensor, own_down: Tensor, gate_up: Tensor, down: Tensor, experts_Pc: Tensor,
+    dx_SD: Tensor, own: Sequence[Tensor], clones: Sequence[Tensor], experts_Pc: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int,
 ) -> None:  # fmt: skip
-    """The rows' gradients are not touched: who reads what this may have changed comes after it."""
-    clones, experts_Pc = (gate_up, down), experts_Pc.contiguous()
-    signals, staged = _place_for(clones, len(own_gate_up), experts_Pc, memory, peer_ptrs_P)
+    """The rows' gradients are not written: what reads them comes behind this."""
+    experts_Pc = experts_Pc.contiguous()
+    signals, staged = _place_for(clones, len(own[0]), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)
     stage_gradients(clones, staged)
     symm_barrier(signals, rank)
-    add_gradients((own_gate_up, own_down), experts_Pc, staged, rank)
+    add_gradients(own, experts_Pc, staged, rank)
 
 
 def _place_for(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.dispatch.base import Exchange, Pending, Routed, TokenDispatcher
+from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending, TokenDispatcher
 from titan_moe.dispatch.clone_plan import plan_clones, reassign, replica_slots
 from titan_moe.dispatch.collectives import all_gather
 
@@ -56,9 +56,9 @@ class CloningDispatcher(TokenDispatcher):
     def start_dispatch(self, x_TD: Tensor, exchange: CloningExchange) -> Pending:
         return self.inner.start_dispatch(x_TD, exchange.inner)
 
-    def finish_dispatch(self, sent: Pending, exchange: CloningExchange) -> Routed:
-        routed = self.inner.finish_dispatch(sent, exchange.inner)
-        return routed._replace(exchange=exchange._replace(inner=routed.exchange))
+    def finish_dispatch(self, sent: Pending, exchange: CloningExchange) -> ExpertInputs:
+        inputs = self.inner.finish_dispatch(sent, exchange.inner)
+        return inputs.with_exchange(exchange._replace(inner=inputs.exchange))
 
     def start_combine(self, y_SD: Tensor, exchange: CloningExchange) -> Pending:
         return self.inner.start_combine(y_SD, exchange.inner)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.config.dispatchers import SYMM_MEM, dispatchers_that
-from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
+from titan_moe.dispatch.base import ExpertInputs, Pending, TokenDispatcher, routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 from titan_moe.kernels.symm_mem.arrays import SymmArrays, symm_arrays
@@ -155,7 +155,7 @@ class SymmMemDispatcher(TokenDispatcher):
         ids_TK, scores_TK, plan, max_rows = exchange
         return _get(x_TD, scores_TK, ids_TK, *plan[:3], *self.memory, self.num_local_experts, max_rows)
 
-    def finish_dispatch(self, sent: Pending, exchange: SymmMemExchange) -> Routed:
+    def finish_dispatch(self, sent: Pending, exchange: SymmMemExchange) -> ExpertInputs:
         x_SD, scores_SK, ids_SK = sent
         num_slots = self.capacity.num_slots(
             ids_SK, balanced=exchange.ids_TK.numel(), worst=len(x_SD) * min(ids_SK.shape[1], self.num_local_experts)

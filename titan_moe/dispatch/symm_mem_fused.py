@@ -1,48 +1,48 @@
-"""Rows that come and go beside the experts' GEMMs, tile by tile: no exchange stands before the experts or behind them.
+"""Rows are fetched and results sent beside the experts' GEMMs, tile by tile: no exchange before the experts or after.
 
 P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · R expert slots ·
 e experts on this rank · D width · F hidden width
 
-The first GEMM of the experts begins with the rows that are there: some of its programs fetch the others, in the order
-in which its tiles want them. The last one's sums leave as soon as their slots are done. The gradients of results come
-and those of rows leave in the same way, beside the two GEMMs of backward that want and make them. What stays is what no
-GEMM can hide: the plan, the choices of the rows that come, the first tiles' rows and the last tiles' sums.
-(kernels/travel.py; after COMET, arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, which give the programs of one
-kernel these two kinds of work, too.)
+The first GEMM of the experts begins with the rows that are there: some of its thread blocks get the others, in the
+order in which its tiles need them. The sums of the last one are sent as soon as their slots are done. Gradients of
+results are fetched and those of rows sent in the same way, beside the two GEMMs of backward that read and make them.
+What remains is what no GEMM can hide: the plan, the assignments of the fetched rows, the first tiles' rows and the last
+tiles' sums. (kernels/experts/copy_blocks.py; after COMET, arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, which give
+the thread blocks of one kernel these two kinds of work, too.)
 
 The numbers are those of `SymmMemDispatcher` and the fused experts, bit for bit but for the GEMMs that make what is
-summed: those are Triton's here, so that they can tell what is done, and PyTorch's there.
+summed: those are Triton's here, so that they can signal what is done, and PyTorch's there.
 
-Each operation is two whole exchanges with the experts between them, barriers included, all on the stream of whoever
-computes: nothing is on its way when it returns. Weight gradients are computed before the last barrier of a backward, so
-that a rank waits with them for others that are late.
+Each operation is two whole exchanges with the experts between them, barriers included, all on the current stream:
+nothing is pending when it returns. Weight gradients are computed before the last barrier of a backward, so that a rank
+computes them while it waits for others that are late. Operations take named tuples as lists of their tensors.
 
 Used alone, in the place of `SymmMemDispatcher` in symm_mem.py, its memory and its calls the same:
 
     experts = GroupedExperts(num_local_experts, width, hidden, choose_expert_mlp("fused", "activation"))
     dispatcher = SymmMemFusedDispatcher(num_experts, memory)
-    offered = dispatcher.dispatch(x_TD, topk_ids_TK, topk_scores_TK)
-    y_TD = dispatcher.combine(experts(offered), offered)
+    inputs = dispatcher.dispatch(x_TD, topk_ids_TK, topk_scores_TK)
+    y_TD = dispatcher.combine(experts(inputs), inputs)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.dispatch.base import Exchange, Pending, Routed
+from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory, known_plan
+from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, weight_grads
-from titan_moe.kernels.experts.gather_mm import gather_mm
-from titan_moe.kernels.experts.grouped_mm import join
+from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_sum
-from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
+from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
-from titan_moe.kernels.experts.up import TILE_ROWS, expert_up
+from titan_moe.kernels.experts.up import TILE_ROWS
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_choices
 from titan_moe.kernels.symm_mem.arrays import SymmArrays, symm_arrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
@@ -53,55 +53,63 @@ from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule, clear_rows_wi
 from titan_moe.plan.roofline import visit_probability
 
 MAX_SLOTS_PER_ROW_OVERLAPPED = 3.0
-"""Up to so many on average, sums leave beside the last GEMM. Where rows have more, few of them are done before its end,
-and all multiprocessors sum faster than those that it leaves (measured: at 1.7 a sixth faster, at 2.1 8 %, at 4 slower
-by 10 to 16 %)."""
+"""Up to so many on average, sums are sent beside the last GEMM. Where rows have more, few of them are done before its
+end, and all multiprocessors sum faster than those that it leaves (measured: at 1.7 a sixth faster, at 2.1 8 %, at 4
+slower by 10 to 16 %)."""
 
 
 class CombinedOutput(NamedTuple):
-    """Results that are at home."""
+    """Results on the ranks of their tokens."""
 
     y_TD: Tensor
     overflowed: Tensor
     """int32 scalar, 1 if some choice found no slot."""
 
 
-class PeerTokens(NamedTuple):
-    """This rank's own rows, for peers to fetch, in the place of rows that have come (`Routed`)."""
+class Sizes(NamedTuple):
+    """Numbers that are known on the host."""
 
-    x_TD: Tensor
-    scores_TK: Tensor
-    ids_TK: Tensor
-    sent_mask_TP: Tensor
-    recv_tokens_PT: Tensor
-    recv_offsets_Q: Tensor
-    memory: SymmMemory
     num_local_experts: int
     max_rows: int
+    num_slots: int
+
+
+class PeerTokens(NamedTuple):
+    """`ExpertInputs` before rows are exchanged: this rank's own, which peers will fetch."""
+
+    x_TD: Tensor
+    sent: SymmMemExchange
+    memory: SymmMemory
+    num_local_experts: int
     num_slots: int
     exchange: Exchange
 
     @property
+    def rows(self) -> Tensor:
+        return self.x_TD
+
+    @property
     def sizes(self) -> tuple[int, int]:
-        """Own rows, and slots that there may be."""
         return self.x_TD.shape[0], self.num_slots
 
-    def run_mlp(self, mlp: ExpertMLP, x_TD: Tensor, weights: Sequence[Tensor]) -> CombinedOutput:
-        """Bring every row to its experts and its result home.
+    def run_mlp(self, mlp: ExpertMLP, rows: Tensor, weights: ExpertWeights) -> CombinedOutput:
+        """Bring every row to its experts and its result back.
 
         Raises: ValueError for experts with another MLP than the fused one.
         """
         if mlp is not fused_expert_mlp:
             raise ValueError('experts fetch their rows only where they are fused; take perf.kernels = "fused"')
-        own_and_clones = [*(weight.contiguous() for weight in weights), None, None][:4]
-        plan = (self.ids_TK, self.sent_mask_TP, self.recv_tokens_PT, self.recv_offsets_Q)
-        sizes = (self.num_local_experts, self.max_rows, self.num_slots)
-        y_TD, overflowed, *_ = _serve(x_TD, self.scores_TK, *plan, *own_and_clones, *self.memory, *sizes)
+        ids_TK, scores_TK, plan, max_rows = self.sent
+        sizes = Sizes(self.num_local_experts, max_rows, self.num_slots)
+        y_TD, overflowed, *_ = _forward(rows, scores_TK, [ids_TK, *plan[:3]], matrices(weights), *self.memory, [*sizes])
         return CombinedOutput(y_TD, overflowed)
+
+    def with_exchange(self, exchange: Exchange) -> "PeerTokens":
+        return self._replace(exchange=exchange)
 
 
 class SymmMemFusedDispatcher(SymmMemDispatcher):
-    """Let the experts fetch rows and deliver results themselves.
+    """Let the experts fetch rows and send results themselves.
 
     Where a step is taken again at sizes that the host reads, rows are moved before and after, as by the parent.
     """
@@ -109,16 +117,15 @@ class SymmMemFusedDispatcher(SymmMemDispatcher):
     def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:
         return super().start_dispatch(x_TD, exchange) if self.capacity.reads_sizes_on_host else x_TD
 
-    def finish_dispatch(self, sent: Pending, exchange: SymmMemExchange) -> Routed | PeerTokens:  # type: ignore[override]
+    def finish_dispatch(self, sent: Pending, exchange: SymmMemExchange) -> ExpertInputs:
         if self.capacity.reads_sizes_on_host:
             return super().finish_dispatch(sent, exchange)
-        ids_TK, scores_TK, plan, max_rows = exchange
+        ids_TK = exchange.ids_TK
         if self.capacity.is_bounded:
-            self.capacity.book(plan.overflowed)
-        worst = max_rows * min(ids_TK.shape[1], self.num_local_experts)
+            self.capacity.book(exchange.plan.overflowed)
+        worst = exchange.max_rows * min(ids_TK.shape[1], self.num_local_experts)
         num_slots = self.capacity.num_slots(ids_TK, balanced=ids_TK.numel(), worst=worst)
-        sizes = (self.num_local_experts, max_rows, num_slots)
-        return PeerTokens(sent, scores_TK, ids_TK, *plan[:3], self.memory, *sizes, exchange)
+        return PeerTokens(sent, exchange, self.memory, self.num_local_experts, num_slots, exchange)
 
     def start_combine(self, y: Any, exchange: SymmMemExchange) -> Pending:
         if not isinstance(y, CombinedOutput):
@@ -128,168 +135,176 @@ class SymmMemFusedDispatcher(SymmMemDispatcher):
         return y.y_TD
 
 
+class _Peers(NamedTuple):
+    """This rank's part of an exchange."""
+
+    plan: RowPlan
+    arrays: SymmArrays
+    rank: int
+    ids_TK: Tensor
+    num_local_experts: int
+
+    def barrier(self) -> None:
+        symm_barrier(self.arrays.signals, self.rank)
+
+    def schedule(self, slots: ExpertSlots) -> tuple[Tiles, TileSchedule]:
+        """The order of tiles and rows in both GEMMs: an expert's tiles begin where its rows are this rank's own."""
+        rows_R, slots_SK, _, offsets_e = slots
+        tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS, self.rank, self.arrays.rows.peer_ptrs_P.numel())
+        return tiles, schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.arrays.rows, self.rank)
+
+    def overlaps_put(self) -> bool:
+        """Whether sums are sent beside the GEMM, by the slots that random routing gives a row on a rank it visits."""
+        num_ranks, num_choices = self.plan.sent_mask_TP.shape[1], self.ids_TK.shape[1]
+        visits = num_ranks * visit_probability(num_ranks * self.num_local_experts, self.num_local_experts, num_choices)
+        return num_choices <= MAX_SLOTS_PER_ROW_OVERLAPPED * visits
+
+    def put_sums(
+        self, stage: Callable[[stages.SlotGemm], Tensor], slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule
+    ) -> None:
+        """Run a stage that makes slots, and send each row's sum of them: beside the stage's GEMM, or behind it."""
+        num_rows, num_choices = slots.slots_SK.shape
+        if not self.overlaps_put():
+            y_RD = stage(lambda x_RI, weight_eIO, _: slot_mm(x_RI, weight_eIO, tiles))
+            put_rows(slot_sum(y_RD, slots.slots_SK), self.plan, self.arrays.rows, self.rank)
+            return
+        stage(lambda x_RI, weight_eIO, _: slot_mm(x_RI, weight_eIO, tiles, schedule=schedule))
+        if slots.rows_R.numel() < num_rows * min(num_choices, self.num_local_experts):
+            # a row may have found no slot: its step is void, but what reads its result must find numbers
+            clear_rows_without_slots(slots.slots_SK, self.plan, self.arrays.rows, self.rank)
+
+
+def _peers(
+    plan: Sequence[Tensor], memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, like_TD: Tensor
+) -> _Peers:
+    """Lay out the arrays, which are the same for a layer's rows and for its gradients."""
+    ids_TK, *of_rows = plan
+    (num_tokens, width), num_choices = like_TD.shape, ids_TK.shape[1]
+    scores = torch.promote_types(like_TD.dtype, torch.float32)
+    arrays = symm_arrays(memory, peer_ptrs_P, num_tokens, width, num_choices, like_TD.dtype, scores)
+    return _Peers(known_plan(*of_rows), arrays, rank, ids_TK, num_local_experts)
+
+
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem", mutates_args=())
-def _serve(
-    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    gate_up_e2FD: Tensor, down_eDF: Tensor, gate_up_c2FD: Tensor | None, down_cDF: Tensor | None,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, max_rows: int, num_slots: int,
+def _forward(
+    x_TD: Tensor, scores_TK: Tensor, plan: Sequence[Tensor], weights: Sequence[Tensor],
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Results, whether slots overflowed, and what backward needs: x_SD, hidden_R2F, rows_R, slots_SK, scores_R,
-    offsets_e."""
-    plan = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q)
-    arrays = _arrays_of(memory, peer_ptrs_P, x_TD, scores_TK)
-    symm_barrier(arrays.signals, rank)
-    own_rows(arrays.rows).copy_(x_TD)
-    arrays.ids.local.copy_(ids_TK)
-    own_scores(arrays.scores).copy_(scores_TK)
-    symm_barrier(arrays.signals, rank)
-    ids_SK, scores_SK = get_assignments(plan, arrays, rank, num_local_experts, max_rows)
-    rows_R, slots_SK, scores_R, offsets_e, overflowed = sort_choices(ids_SK, scores_SK, num_local_experts, num_slots)
-    tiles, schedule = _order(rows_R, slots_SK, offsets_e, plan, arrays, rank)
+    """Results, whether slots overflowed, and what backward needs: x_SD, hidden_R2F, and slots.
+
+    `plan` is ids_TK and the first three of a `RowPlan`, `sizes` are `Sizes`.
+    """
+    num_local_experts, max_rows, num_slots = sizes
+    peers = _peers(plan, memory, peer_ptrs_P, rank, num_local_experts, x_TD)
+    peers.barrier()
+    own_rows(peers.arrays.rows).copy_(x_TD)
+    peers.arrays.ids.local.copy_(peers.ids_TK)
+    own_scores(peers.arrays.scores).copy_(scores_TK)
+    peers.barrier()
+    ids_SK, scores_SK = get_assignments(peers.plan, peers.arrays, rank, num_local_experts, max_rows)
+    *of_slots, overflowed = sort_choices(ids_SK, scores_SK, num_local_experts, num_slots)
+    slots = ExpertSlots(*of_slots)
+    tiles, schedule = peers.schedule(slots)
     x_SD = x_TD.new_empty(max_rows, x_TD.shape[1])
-    gate_up, down = join(gate_up_e2FD, gate_up_c2FD), join(down_eDF, down_cDF)
-    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, gate_up, tiles, schedule=schedule)
-    symm_barrier(arrays.signals, rank)
-    if _overlaps_put(ids_TK, sent_mask_TP, num_local_experts):
-        slot_mm(active_RF, down, tiles, is_transposed=True, schedule=schedule)
-        _clear(rows_R, slots_SK, plan, arrays, rank, num_local_experts)
-    else:
-        y_SD = slot_sum(slot_mm(active_RF, down, tiles, is_transposed=True), slots_SK)
-        put_rows(y_SD, plan, arrays.rows, rank)
-    symm_barrier(arrays.signals, rank)
-    y_TD = sum_partial_results(sent_mask_TP, arrays.rows)
-    return y_TD, overflowed, x_SD, hidden_R2F, rows_R, slots_SK, scores_R, offsets_e
+    joined = ExpertWeights.of(weights).join()
+    hidden_R2F, active_RF = stages.up(x_SD, slots, joined, tiles, schedule)
+    peers.barrier()
+    peers.put_sums(lambda gemm: stages.down(active_RF, slots, joined, gemm), slots, tiles, schedule)
+    peers.barrier()
+    return sum_partial_results(peers.plan.sent_mask_TP, peers.arrays.rows), overflowed, x_SD, hidden_R2F, *slots
 
 
-@_serve.register_fake
+@_forward.register_fake
 def _(
-    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    gate_up_e2FD: Tensor, down_eDF: Tensor, gate_up_c2FD: Tensor | None, down_cDF: Tensor | None,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, max_rows: int, num_slots: int,
+    x_TD: Tensor, scores_TK: Tensor, plan: Sequence[Tensor], weights: Sequence[Tensor],
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def index(*shape: int) -> Tensor:
-        return ids_TK.new_empty(shape, dtype=torch.int32)
+        return x_TD.new_empty(shape, dtype=torch.int32)
 
-    x_SD, hidden_R2F = (
-        x_TD.new_empty(n, w) for n, w in ((max_rows, x_TD.shape[1]), (num_slots, 2 * down_eDF.shape[2]))
-    )
-    slots = (index(num_slots), index(max_rows, ids_TK.shape[1]), scores_TK.new_empty(num_slots))
+    num_local_experts, max_rows, num_slots = sizes
+    x_SD = x_TD.new_empty(max_rows, x_TD.shape[1])
+    hidden_R2F = x_TD.new_empty(num_slots, 2 * ExpertWeights.of(weights).down.own.shape[2])
+    slots = (index(num_slots), index(max_rows, scores_TK.shape[1]), scores_TK.new_empty(num_slots))
     return x_TD.new_empty(x_TD.shape), index(), x_SD, hidden_R2F, *slots, index(num_local_experts)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_fetched_backward", mutates_args=())
-def _serve_backward(
-    dy_TD: Tensor, ids_TK: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    gate_up_e2FD: Tensor, down_eDF: Tensor, gate_up_c2FD: Tensor | None, down_cDF: Tensor | None,
-    x_SD: Tensor, hidden_R2F: Tensor, rows_R: Tensor, slots_SK: Tensor, scores_R: Tensor, offsets_e: Tensor,
+def _backward(
+    dy_TD: Tensor, plan: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor],
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the rows, of the scores, and of the weights, clones behind own experts (empty if none is wanted)."""
-    plan = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q)
-    arrays = _arrays_of(memory, peer_ptrs_P, dy_TD, ids_TK)
-    symm_barrier(arrays.signals, rank)
-    own_rows(arrays.rows).copy_(dy_TD)
-    tiles, schedule = _order(rows_R, slots_SK, offsets_e, plan, arrays, rank)
-    symm_barrier(arrays.signals, rank)
+    x_SD, hidden_R2F, *of_slots = kept
+    slots = ExpertSlots(*of_slots)
+    peers = _peers(plan, memory, peer_ptrs_P, rank, num_local_experts, dy_TD)
+    peers.barrier()
+    own_rows(peers.arrays.rows).copy_(dy_TD)
+    tiles, schedule = peers.schedule(slots)
+    peers.barrier()
     dy_SD = torch.empty_like(x_SD)
-    gate_up, down = join(gate_up_e2FD, gate_up_c2FD), join(down_eDF, down_cDF)
-    dactive_RF = gather_mm(dy_SD, rows_R, down, tiles, schedule=schedule)
-    dhidden_R2F, active_RF, dscores_R = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
-    symm_barrier(arrays.signals, rank)
-    put_scores(scores_of_slots(dscores_R, slots_SK), plan, arrays.scores, rank)
-    if _overlaps_put(ids_TK, sent_mask_TP, num_local_experts):
-        slot_mm(dhidden_R2F, gate_up.flatten(1, 2), tiles, schedule=schedule)
-        _clear(rows_R, slots_SK, plan, arrays, rank, num_local_experts)
-    else:
-        put_rows(slot_sum(slot_mm(dhidden_R2F, gate_up.flatten(1, 2), tiles), slots_SK), plan, arrays.rows, rank)
+    joined = ExpertWeights.of(weights).join()
+    dhidden_R2F, active_RF, dscores_R = stages.d_down(dy_SD, slots, joined, hidden_R2F, tiles, schedule)
+    peers.barrier()
+    put_scores(scores_of_slots(dscores_R, slots.slots_SK), peers.plan, peers.arrays.scores, rank)
+    peers.put_sums(lambda gemm: stages.d_up(dhidden_R2F, slots, joined, gemm), slots, tiles, schedule)
     if is_trained:
-        grads = weight_grads(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+        grads = stages.dw(dy_SD, x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF)
     else:
-        grads = (gate_up.new_empty(0), down.new_empty(0))
-    symm_barrier(arrays.signals, rank)
-    dx_TD = sum_partial_results(sent_mask_TP, arrays.rows)
-    return dx_TD, pick_scores(ids_TK.contiguous(), sent_mask_TP, arrays.scores, num_local_experts), *grads
+        grads = x_SD.new_empty(0), x_SD.new_empty(0)
+    peers.barrier()
+    sent_mask_TP = peers.plan.sent_mask_TP
+    dx_TD = sum_partial_results(sent_mask_TP, peers.arrays.rows)
+    dscores_TK = pick_scores(peers.ids_TK.contiguous(), sent_mask_TP, peers.arrays.scores, num_local_experts)
+    return dx_TD, dscores_TK, *grads
 
 
-@_serve_backward.register_fake
+@_backward.register_fake
 def _(
-    dy_TD: Tensor, ids_TK: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    gate_up_e2FD: Tensor, down_eDF: Tensor, gate_up_c2FD: Tensor | None, down_cDF: Tensor | None,
-    x_SD: Tensor, hidden_R2F: Tensor, rows_R: Tensor, slots_SK: Tensor, scores_R: Tensor, offsets_e: Tensor,
+    dy_TD: Tensor, plan: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor],
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    weights = (gate_up_e2FD, down_eDF)
-    grads = (w.new_empty(num_local_experts, *w.shape[1:]) if is_trained else w.new_empty(0) for w in weights)
-    return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(ids_TK.shape), *grads
-
-
-def _arrays_of(memory: Tensor, peer_ptrs_P: Tensor, rows_TD: Tensor, choices_TK: Tensor) -> SymmArrays:
-    """The arrays of a layer's exchanges: the same for its rows and for its gradients."""
-    (num_tokens, width), num_choices = rows_TD.shape, choices_TK.shape[1]
-    scores = torch.promote_types(rows_TD.dtype, torch.float32)
-    return symm_arrays(memory, peer_ptrs_P, num_tokens, width, num_choices, rows_TD.dtype, scores)
-
-
-def _overlaps_put(ids_TK: Tensor, sent_mask_TP: Tensor, num_local_experts: int) -> bool:
-    """Whether sums leave beside the GEMM, by what random routing makes of a row on a rank that it visits."""
-    num_ranks, num_choices = sent_mask_TP.shape[1], ids_TK.shape[1]
-    visits = num_ranks * visit_probability(num_ranks * num_local_experts, num_local_experts, num_choices)
-    return num_choices <= MAX_SLOTS_PER_ROW_OVERLAPPED * visits
-
-
-def _clear(
-    rows_R: Tensor, slots_SK: Tensor, plan: RowPlan, arrays: SymmArrays, rank: int, num_local_experts: int
-) -> None:
-    """Where slots are bounded a row may find none. Its step is void, but what reads its result must find numbers."""
-    if rows_R.numel() < slots_SK.shape[0] * min(slots_SK.shape[1], num_local_experts):
-        clear_rows_without_slots(slots_SK, plan, arrays.rows, rank)
-
-
-def _order(
-    rows_R: Tensor, slots_SK: Tensor, offsets_e: Tensor, plan: RowPlan, arrays: SymmArrays, rank: int
-) -> tuple[Tiles, TileSchedule]:
-    """The tiles of both GEMMs, each expert's beginning where its rows are this rank's own, and how rows come and go."""
-    tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS, rank, arrays.rows.peer_ptrs_P.numel())
-    return tiles, schedule_tiles(rows_R, slots_SK, tiles, plan, arrays.rows, rank)
+    _, _, *of_slots = kept
+    grads = (w.new_empty((num_local_experts, *w.shape[1:]) if is_trained else 0) for w in weights[:2])
+    return dy_TD.new_empty(dy_TD.shape), ExpertSlots(*of_slots).scores_R.new_empty(plan[0].shape), *grads
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
     # the memory is no saved tensor: whoever offloads those would copy all of it
-    _, _, *saved, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.num_local_experts, _, _ = inputs
-    ctx.save_for_backward(*saved, *output[2:])
-    ctx.mark_non_differentiable(*output[1:])
+    _, _, plan, weights, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes = inputs
+    _, overflowed, *kept = output
+    ctx.lengths = (len(plan), len(kept), len(weights))
+    ctx.save_for_backward(*plan, *kept, *weights)
+    ctx.mark_non_differentiable(overflowed, *kept)
 
 
-def _backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    num_plan, num_kept, num_weights = ctx.lengths
+    no_plan, no_weights, no_sizes = [None] * num_plan, [None] * num_weights, (None,) * 4
     if dy_TD is None:
-        return (None,) * 16
-    ids_TK, *saved = ctx.saved_tensors
-    gate_up_e2FD, clones = saved[3], saved[5]
-    is_trained = any(ctx.needs_input_grad[6:10])
-    dx_TD, dscores_TK, *grads = _serve_backward(
-        dy_TD.contiguous(), ids_TK, *saved, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.num_local_experts, is_trained
+        return None, None, no_plan, no_weights, *no_sizes
+    saved = ctx.saved_tensors
+    plan, kept, weights = saved[:num_plan], saved[num_plan : num_plan + num_kept], saved[num_plan + num_kept :]
+    is_trained, num_local_experts = any(ctx.needs_input_grad[3]), Sizes(*ctx.sizes).num_local_experts
+    dx_TD, dscores_TK, *grads = _backward(
+        dy_TD.contiguous(), plan, weights, kept, ctx.memory, ctx.peer_ptrs_P, ctx.rank, num_local_experts, is_trained
     )
-    weights: list[Tensor | None] = [None] * 4
-    if is_trained:
-        num_own = len(gate_up_e2FD)
-        weights[:2] = (grad[:num_own] for grad in grads)
-        if clones is not None:
-            weights[2:] = (grad[num_own:] for grad in grads)
-    return dx_TD, dscores_TK, *(None,) * 4, *weights, *(None,) * 6
+    of_weights = ExpertWeights.of(weights).split(grads) if is_trained else no_weights
+    return dx_TD, dscores_TK, no_plan, of_weights, *no_sizes
 
 
-_serve.register_autograd(_backward, setup_context=_save)
+_forward.register_autograd(_autograd_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem)
-def _count(*shapes: Any, **_: Any) -> int:
-    """Three products of every slot with a matrix of its expert."""
-    _, _, hidden, width = shapes[6]
-    return 6 * shapes[15] * hidden * width
+def _count(
+    x: Any, scores: Any, plan: Any, weights: Any, memory: Any, peer_ptrs: Any, rank: int, sizes: Any, **_: Any
+) -> int:
+    return stages.flops_of_a_pass(Sizes(*sizes).num_slots, ExpertWeights.of(weights).gate_up.own)
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_fetched_backward)
-def _count_backward(*shapes: Any, **_: Any) -> int:
-    _, _, hidden, width = shapes[5]
-    return (12 if shapes[19] else 6) * shapes[11][0] * hidden * width
+def _count_backward(dy: Any, plan: Any, weights: Any, kept: Any, *rest: Any, **_: Any) -> int:
+    is_trained, hidden = rest[-1], kept[1]
+    return (1 + is_trained) * stages.flops_of_a_pass(hidden[0], ExpertWeights.of(weights).gate_up.own)

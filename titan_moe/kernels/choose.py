@@ -7,7 +7,7 @@ from functools import cache
 
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
-from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_loop
+from titan_moe.kernels.experts.grouped_mm import GroupedGemm, grouped_mm, grouped_mm_loop
 from titan_moe.kernels.experts.swiglu_down import SwiGLUDown, fused_swiglu_down, swiglu_down_reference
 from titan_moe.kernels.loss.cross_entropy import CrossEntropy, linear_cross_entropy
 from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy
@@ -30,17 +30,20 @@ SWIGLU_DOWN: dict[str, SwiGLUDown] = {
     "reference": swiglu_down_reference,
     "fused": fused_swiglu_down,
 }
-GROUPED_GEMM = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}
+GROUPED_GEMM: dict[str, GroupedGemm] = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}
 
 
 @cache
-def choose_expert_mlp(choice: str, score_on: str) -> ExpertMLP:
-    """The MLP for the recipe's choice of expert kernels and `model.moe.score_on`.
+def choose_expert_mlp(choice: str, score_on: str, has_bias: bool = False) -> ExpertMLP:
+    """The MLP for the recipe's choice of expert kernels, `model.moe.score_on` and `model.moe.expert_mlp_bias`.
 
-    Raises: ValueError for `fused` with scores on the input: it gathers rows inside a GEMM, where no score is applied.
+    Raises: ValueError for `fused` with scores on the input, because it gathers rows inside a GEMM, where no score is
+        applied; or with biases, which its GEMMs do not add.
     """
     if choice != "fused":
         return composite(GROUPED_GEMM[choice], weighs_input=score_on == "input")
     if score_on == "input":
         raise ValueError('perf.kernels = "fused" needs model.moe.score_on = "activation"; or take "grouped_mm"')
+    if has_bias:
+        raise ValueError('perf.kernels = "fused" needs model.moe.expert_mlp_bias = false; or take "grouped_mm"')
     return fused_expert_mlp

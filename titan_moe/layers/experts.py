@@ -4,64 +4,85 @@ S rows · R expert slots · e experts on this rank · L width of a row · F hidd
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from titan_moe.dispatch.base import Exchange, Routed
+from titan_moe.dispatch.base import Exchange, ExpertInputs
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.parameters import ParameterKind
+
+GatherWeights = Callable[[Tensor, ExpertWeights, Exchange], tuple[Tensor, ExpertWeights]]
+"""Rows, own weights and exchange -> the rows, and the weights that the exchange wants: own ones, and clones."""
 
 
 class GroupedExperts(nn.Module):
     """SwiGLU experts that read rows by index, weigh them by their routing score and sum a row's slots.
 
-    Gate and up are stored together as `[e, 2, F, L]`, down as `[e, L, F]`: one GEMM reads gate and up at once, and
-    dimension 2 of both is the hidden width. `local` turns a stored weight into the plain tensor of this rank's
-    experts, in compute's dtype; it is identity unless the experts are spread over ranks. `gather_weights` gives the
-    weights that an exchange wants served: this rank's own, and what its dispatcher may have planned behind them. The
-    rows pass through it, so that its messages come after theirs. `delay` makes weights ready before the rows are
-    there, where that hides something (kernels/delayed_weight_grads.py).
+    Gate and up are stored together, so that one GEMM reads both. `local` turns a parameter into the plain tensor of
+    this rank's experts, in compute's dtype; it is identity unless the experts are spread over ranks. `gather_weights`
+    adds clones that a dispatcher has planned; rows pass through it, so that its messages come after theirs.
+    `delays_weight_grads` says whether `delayed_weights` has any (kernels/experts/delayed_weight_grads.py).
     """
 
-    parameter_kinds = {"gate_up": ParameterKind.EXPERT_MATRIX, "down": ParameterKind.EXPERT_MATRIX}
+    DIMS: ClassVar[dict[str, str]] = {"gate_up": "e2FL", "down": "eLF", "gate_up_bias": "e2F", "down_bias": "eL"}
+    """What each dimension of a parameter is."""
+    parameter_kinds: ClassVar[dict[str, ParameterKind]] = {
+        "gate_up": ParameterKind.EXPERT_MATRIX,
+        "down": ParameterKind.EXPERT_MATRIX,
+        "gate_up_bias": ParameterKind.BIAS,
+        "down_bias": ParameterKind.BIAS,
+    }
     residual_ends = ("down",)
 
-    def __init__(self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        width: int,
+        ffn_hidden_size: int,
+        mlp: ExpertMLP | None = None,
+        *,
+        has_bias: bool = False,
+    ) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2, ffn_hidden_size, width))
-        self.down = nn.Parameter(torch.empty(num_experts, width, ffn_hidden_size))
+        sizes = {"e": num_experts, "2": 2, "F": ffn_hidden_size, "L": width}
+        for name, dims in self.DIMS.items():
+            is_there = has_bias or self.parameter_kinds[name] is not ParameterKind.BIAS
+            parameter = nn.Parameter(torch.empty([sizes[dim] for dim in dims])) if is_there else None
+            self.register_parameter(name, parameter)
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
-        self.delay: Callable[[], Any] = _when_used
-        self.gather_weights: Callable[..., tuple[Tensor, ...]] = _own
+        self.gather_weights: GatherWeights = _own
+        self.delays_weight_grads = False
 
-    def delayed_weights(self) -> Any:
-        """What serves the rows that are to come, if it should be made before they are there; else None."""
-        return self.delay()
+    def weights(self) -> ExpertWeights:
+        """The parameters of this rank's experts, ready for compute."""
+        names = [name for name in self.DIMS if getattr(self, name) is not None]
+        return ExpertWeights.of([self.local(getattr(self, name)) for name in names], tuple(names))
 
-    def forward(self, routed: Routed, ready: Any = None) -> Any:
-        """Serve the rows, with weights that `delayed_weights` has made ready, or has not: -> [S, L], zero for a row that no
-        expert here wants; or what else the dispatcher sends back."""
-        if ready is not None:
-            return ready.serve(*routed[:5])
-        return self.serve(routed, self.local(self.gate_up), self.local(self.down))
+    def delayed_weights(self) -> DelayedWeights | None:
+        """Weights for rows that have not arrived, if their gradients are to be computed late."""
+        return delay_weight_grads(self.weights()) if self.delays_weight_grads and torch.is_grad_enabled() else None
 
-    def serve(self, routed: Routed, gate_up: Tensor, down: Tensor) -> Any:
-        """The same, with weights that are ready: what is compiled where blocks run in pieces."""
-        rows, *weights = self.gather_weights(routed[0], gate_up, down, routed.exchange)
-        return routed.run_mlp(self.mlp, rows, weights)
+    def forward(self, inputs: ExpertInputs, delayed: DelayedWeights | None = None) -> Any:
+        """The partial result of each row, [S, L], zero for a row without a slot; or what else the dispatcher sends."""
+        if delayed is not None:  # past what is compiled, whose backward is one piece
+            return inputs.run_mlp(delayed.mlp, inputs.rows, delayed.weights)
+        return self.serve(inputs, self.weights())
 
-
-def _when_used() -> None:
-    """Weights are made ready by whoever uses them."""
+    def serve(self, inputs: ExpertInputs, weights: ExpertWeights) -> Any:
+        """The same with weights that are ready: what is compiled where blocks run in pieces."""
+        rows, weights = self.gather_weights(inputs.rows, weights, inputs.exchange)
+        return inputs.run_mlp(self.mlp, rows, weights)
 
 
 def _identity(weight: Tensor) -> Tensor:
     return weight
 
 
-def _own(x_SL: Tensor, gate_up: Tensor, down: Tensor, exchange: Exchange) -> tuple[Tensor, ...]:
-    return x_SL, gate_up, down
+def _own(x_SL: Tensor, weights: ExpertWeights, exchange: Exchange) -> tuple[Tensor, ExpertWeights]:
+    return x_SL, weights

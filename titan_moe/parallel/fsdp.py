@@ -144,14 +144,15 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
-    """Shard the row width, which expert and expert-tensor parallelism leave whole."""
-    widths = {id(experts.gate_up): Shard(3), id(experts.down): Shard(1)}
+    """Shard the row width, which expert and expert-tensor parallelism leave whole; without one, the hidden width."""
+    dims = {parameter: experts.DIMS[name] for name, parameter in experts.named_parameters(recurse=False)}
+    placements = {parameter: Shard(names.find("L" if "L" in names else "F")) for parameter, names in dims.items()}
     fully_shard(
         experts,
         mesh=mesh,
         mp_policy=policy,
         reshard_after_forward=reshard,
-        shard_placement_fn=lambda parameter: widths[id(parameter)],
+        shard_placement_fn=placements.__getitem__,
     )
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.kernels import Backend
 from titan_moe.kernels.choose import ACCUMULATE
+from titan_moe.kernels.experts.delayed_weight_grads import can_delay
 from titan_moe.kernels.optim.accumulate import Accumulate
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.optim.state import local
@@ -75,10 +76,9 @@ def use_unsharded_experts(
 ) -> None:
     """Take a layer's weights as they are, in place of FSDP on a mesh of one rank.
 
-    Shapes: gate_up [e, 2, F, L] and down [e, L, F], DTensors of the ep mesh or, where ep = 1, made such on `mesh`.
-    `dtype` is compute's if it is not the master's; `keeps` lets a copy serve more than one use;
-    `gradients` is the recipe's choice of who adds theirs up; with `delay_weight_grads_of_experts` they are computed while those
-    of rows travel, which only fused experts know how to do.
+    Parameters are DTensors of the ep mesh or, where ep = 1, made such on `mesh`. `dtype` is compute's if it is not the
+    master's; `keeps` lets a copy serve more than one use; `gradients` is the recipe's choice of who adds theirs up;
+    with `delay_weight_grads_of_experts` they are computed while those of rows are sent, if the experts' MLP can.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
         if not isinstance(weight, DTensor):
@@ -86,20 +86,7 @@ def use_unsharded_experts(
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
     copies = None if dtype is None else CastCache(dtype, keeps=keeps, accumulate=ACCUMULATE[gradients])
     experts.local = copies or local
-    if delay_weight_grads_of_experts:
-        _delay_weight_grads(experts)
-
-
-def _delay_weight_grads(experts: GroupedExperts) -> None:
-    from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, can_delay, delay_weight_grads
-
-    def delayed_weights() -> DelayedWeights | None:
-        if not torch.is_grad_enabled():
-            return None
-        return delay_weight_grads(experts.local(experts.gate_up), experts.local(experts.down))
-
-    if can_delay(experts.mlp):  # a block of one's own may have chosen another
-        experts.delay = delayed_weights
+    experts.delays_weight_grads = delay_weight_grads_of_experts and can_delay(experts.mlp)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def count(model: ModelConfig, seq_len_tokens: int) -> Count:
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model by component."""
     width, moe, num_moe_layers = model.hidden_size, model.moe, model.num_moe_layers
-    one_expert = 3 * expert_width(model) * moe.ffn_hidden_size
+    one_expert = parameters_of_an_expert(model)
     one_shared = 3 * width * moe.shared_ffn_hidden_size + (width if moe.shared_expert_gate else 0)
     attention = attention_projection_weights(model) + _attention_biases_and_norms(model)
     return ParameterCount(
@@ -141,3 +141,9 @@ def attention_core_width(model: ModelConfig) -> int:
 def expert_width(model: ModelConfig) -> int:
     """Width of the rows that experts read and write."""
     return model.moe.latent_size or model.hidden_size
+
+
+def parameters_of_an_expert(model: ModelConfig) -> int:
+    """Count the weights of one routed expert, and its biases."""
+    width, hidden = expert_width(model), model.moe.ffn_hidden_size
+    return 3 * width * hidden + (2 * hidden + width if model.moe.expert_mlp_bias else 0)

@@ -3,7 +3,7 @@
 from titan_moe.config.parallel import resolve
 from titan_moe.config.perf import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, most_tokens_at_once
-from titan_moe.plan.count import count_parameters, expert_width
+from titan_moe.plan.count import count_parameters, expert_width, parameters_of_an_expert
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
@@ -51,8 +51,7 @@ def _clone_bytes(recipe: Recipe) -> int:
     """At most so many experts are cloned: all of a rank's, or as many as there are spare slots."""
     num_ranks, num_replicas, moe = recipe.parallel.ep, recipe.parallel.expert_clones, recipe.model.moe
     num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_replicas), num_replicas)
-    elements = 3 * expert_width(recipe.model) * moe.ffn_hidden_size
-    return num_cloned * elements * BYTES_OF_DTYPE[recipe.precision.compute]
+    return num_cloned * parameters_of_an_expert(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:

@@ -136,13 +136,13 @@ def test_sums_leave_when_their_slots_are_done(
     dtype, ranks = batch.x_PTD.dtype, prepare(batch)
     shape = (symm.NUM_LOCAL, WIDTH, HIDDEN) if is_transposed else (symm.NUM_LOCAL, HIDDEN, WIDTH)
     weight = torch.randn(shape, device=device).to(dtype)
+    weight = weight.mT if is_transposed else weight
     active = [torch.randn(len(mine.rows_R), HIDDEN, device=device).to(dtype) for mine in ranks]
     for rank, (mine, active_RF) in enumerate(zip(ranks, active, strict=True)):
-        y_RD = slot_mm(active_RF, weight, mine.tiles, is_transposed=is_transposed)
+        y_RD = slot_mm(active_RF, weight, mine.tiles)
         begin = 0
         for expert, end in enumerate(mine.offsets_e.tolist()):
-            matrix = weight[expert].T if is_transposed else weight[expert]
-            expected = active_RF[begin:end].double() @ matrix.double()
+            expected = active_RF[begin:end].double() @ weight[expert].double()
             torch.testing.assert_close(
                 y_RD[begin:end].double(),
                 expected,
@@ -155,9 +155,7 @@ def test_sums_leave_when_their_slots_are_done(
     for mine in ranks:
         mine.arrays.rows.local.fill_(float("nan"))
     for mine, active_RF in zip(ranks, active, strict=True):
-        slot_mm(
-            active_RF, weight, mine.tiles, is_transposed=is_transposed, schedule=mine.schedule, copy_blocks=copy_blocks
-        )
+        slot_mm(active_RF, weight, mine.tiles, schedule=mine.schedule, copy_blocks=copy_blocks)
     for mine, home_TD in zip(ranks, expected, strict=True):
         assert torch.equal(sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows), home_TD)
 
@@ -207,15 +205,14 @@ def test_many_slots_tiles_and_pieces(copy_blocks: CopyBlocks, device: str) -> No
     has_slots_S = (mine.slots_SK >= 0).any(1)
     assert torch.equal(coming_SD[has_slots_S], x_SD[has_slots_S])
     active_RF = torch.randn(len(mine.rows_R), 40, device=device).to(dtype)
-    y_RD = slot_mm(active_RF, weight, mine.tiles, is_transposed=True, cut=SlotTiles(group=2))
+    y_RD = slot_mm(active_RF, weight.mT, mine.tiles, cut=SlotTiles(group=2))
     put_rows(slot_sum(y_RD, mine.slots_SK), mine.plan, mine.arrays.rows, 0)
     expected = sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows)
     mine.arrays.rows.local.fill_(float("nan"))
     slot_mm(
         active_RF,
-        weight,
+        weight.mT,
         mine.tiles,
-        is_transposed=True,
         schedule=mine.schedule,
         copy_blocks=copy_blocks,
         cut=SlotTiles(group=2),

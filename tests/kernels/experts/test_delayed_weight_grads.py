@@ -1,10 +1,12 @@
-"""Weight gradients that are computed late are those of the fused MLP, bit for bit."""
+"""Delayed weight gradients are those of the fused MLP, bit for bit."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.experts.delayed_weight_grads import delay_weight_grads
+from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.permute.rows import place_scores
 from titan_moe.kernels.registry import KERNELS, Sample, load_all
 
@@ -20,18 +22,22 @@ def draw(device: str, dtype: torch.dtype) -> list[Sample]:
     return KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype)
 
 
-def serve_late(
-    x_SD: Tensor, scores_SK: Tensor, gate_up: Tensor, down: Tensor, rows_R: Tensor, slots_SK: Tensor, offsets_e: Tensor
+def run_with(
+    delayed: DelayedWeights, x_SD: Tensor, scores_SK: Tensor, rows_R: Tensor, slots_SK: Tensor, offsets_e: Tensor
 ) -> Tensor:
-    weights = delay_weight_grads(gate_up, down)
-    return weights.serve(x_SD, rows_R, slots_SK, place_scores(scores_SK, slots_SK, rows_R.numel()), offsets_e)
+    scores_R = place_scores(scores_SK, slots_SK, rows_R.numel())
+    return delayed.mlp(x_SD, ExpertSlots(rows_R, slots_SK, scores_R, offsets_e), delayed.weights)
+
+
+def run_delayed(x_SD: Tensor, scores_SK: Tensor, gate_up: Tensor, down: Tensor, *plan: Tensor) -> Tensor:
+    return run_with(delay_weight_grads(ExpertWeights.of([gate_up, down])), x_SD, scores_SK, *plan)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 def test_gradients_are_those_of_the_fused_mlp(device: str, dtype: torch.dtype) -> None:
     for sample in draw(device, dtype):
         results = []
-        for op in (KERNELS["fused_expert_mlp"].op, serve_late):
+        for op in (KERNELS["fused_expert_mlp"].op, run_delayed):
             inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
             y_SD = op(*inputs, *sample.args[4:])
             results.append([y_SD.detach(), *torch.autograd.grad(y_SD.sin().sum(), inputs)])
@@ -41,28 +47,24 @@ def test_gradients_are_those_of_the_fused_mlp(device: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 @pytest.mark.parametrize("frozen", [(2,), (2, 3)])
-def test_frozen_weights_owe_nothing(frozen: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
+def test_frozen_weights_delay_nothing(frozen: tuple[int, ...], device: str, dtype: torch.dtype) -> None:
     sample = draw(device, dtype)[0]
     inputs = [x.detach().requires_grad_(index not in frozen) for index, x in enumerate(sample.args[:4])]
-    weights = delay_weight_grads(*inputs[2:])
-    rows_R, slots_SK, offsets_e = sample.args[4:]
-    scores_R = place_scores(inputs[1], slots_SK, rows_R.numel())
-    weights.serve(inputs[0], rows_R, slots_SK, scores_R, offsets_e).sum().backward()
-    assert weights.debt.compute is None
+    delayed = delay_weight_grads(ExpertWeights.of(inputs[2:]))
+    run_with(delayed, *inputs[:2], *sample.args[4:]).sum().backward()
+    assert delayed.grads.pending is None
     assert [x.grad is not None for x in inputs] == [index not in frozen for index in range(4)]
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
-def test_what_was_paid_is_let_go(device: str, dtype: torch.dtype) -> None:
+def test_what_was_computed_is_freed(device: str, dtype: torch.dtype) -> None:
     sample = draw(device, dtype)[0]
     x_SD, scores_SK, gate_up, down = (x.detach().clone().requires_grad_() for x in sample.args[:4])
-    rows_R, slots_SK, offsets_e = sample.args[4:]
-    weights = delay_weight_grads(gate_up, down)
-    scores_R = place_scores(scores_SK, slots_SK, rows_R.numel())
-    y_SD = weights.serve(x_SD, rows_R, slots_SK, scores_R, offsets_e)
+    delayed = delay_weight_grads(ExpertWeights.of([gate_up, down]))
+    y_SD = run_with(delayed, x_SD, scores_SK, *sample.args[4:])
     torch.autograd.grad(y_SD.sum(), x_SD, retain_graph=True)
-    assert weights.debt.compute is not None, "nobody has asked for the weights' yet"
+    assert delayed.grads.pending is not None, "backward stopped at the rows"
     y_SD.sum().backward()
-    assert weights.debt.compute is None and gate_up.grad is not None
-    with pytest.raises(RuntimeError, match="serve once"):
-        weights.serve(x_SD, rows_R, slots_SK, scores_R, offsets_e)
+    assert delayed.grads.pending is None and gate_up.grad is not None
+    with pytest.raises(RuntimeError, match="used once"):
+        run_with(delayed, x_SD, scores_SK, *sample.args[4:])

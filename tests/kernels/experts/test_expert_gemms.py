@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.experts import fused_mlp
+from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.gather_mm import GatherTiles, gather_mm
 from titan_moe.kernels.experts.swiglu import weighted_swiglu
 from titan_moe.kernels.experts.tiles import SLACK, plan_tiles
@@ -116,7 +116,7 @@ def test_wide_experts_gather_first(
         torch._dynamo.reset()
         results = []
         for run, width in ((op, 10_000), (op, 0), (compiled, 0)):
-            monkeypatch.setattr(fused_mlp, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", width)
+            monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", width)
             inputs = [x.detach().requires_grad_() for x in sample.args[:4]]
             y_SD = run(*inputs, *sample.args[4:])
             results.append([y_SD.detach(), *torch.autograd.grad(y_SD, inputs, torch.ones_like(y_SD))])

@@ -10,17 +10,20 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from titan_moe.kernels.choose import choose_expert_mlp
+from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights
 from titan_moe.kernels.permute.rows import sample_plans
 
 EXPERTS, OWN, WIDTH, HIDDEN = 5, 3, 64, 40
-WIDE_FROM = "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM"
+WITH_BIASES = (*MATRICES, "gate_up_bias", "down_bias")
 
 
 def cases() -> list[Any]:
-    """Every MLP wherever it runs, eager and compiled; the one in Triton also as it serves wide experts."""
+    """Every MLP wherever it runs, eager and compiled; the one in Triton also as it runs wide experts."""
     found = []
-    for kernels in ("grouped_mm", "reference", "fused", "wide"):
+    for kernels in ("grouped_mm", "reference", "biased", "fused", "wide"):
         for is_compiled in (False, True):
             name, is_triton = f"{kernels}-{'compiled' if is_compiled else 'eager'}", kernels in ("fused", "wide")
             if not (is_triton and is_compiled):
@@ -31,55 +34,66 @@ def cases() -> list[Any]:
 
 
 @pytest.fixture
+def names(kernels: str) -> tuple[str, ...]:
+    return WITH_BIASES if kernels == "biased" else MATRICES
+
+
+@pytest.fixture
 def mlp(kernels: str, monkeypatch: pytest.MonkeyPatch) -> ExpertMLP:
     if kernels == "wide":
-        from titan_moe.kernels.experts import fused_mlp
-
-        monkeypatch.setattr(fused_mlp, WIDE_FROM, 1)
-    return choose_expert_mlp("fused" if kernels == "wide" else kernels, "activation")
+        monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", 1)
+    return choose_expert_mlp({"wide": "fused", "biased": "grouped_mm"}.get(kernels, kernels), "activation")
 
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
-def drawn(name: str, device: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Leaves x, scores, gate_up and down; and the plan: rows, slots, offsets."""
+def drawn(name: str, device: str, names: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves x, scores and weights; and the plan: rows, slots, offsets."""
     torch.manual_seed(0)
     plans = {plan[0]: plan[1:4] for plan in sample_plans(torch.device(device))}
     rows_R, slots_SK, offsets_e = plans[name]
-    x_SD = torch.randn(slots_SK.shape[0], WIDTH, device=device, dtype=dtype)
-    gate_up = torch.randn(EXPERTS, 2, HIDDEN, WIDTH, device=device, dtype=dtype) / 8
-    down = torch.randn(EXPERTS, WIDTH, HIDDEN, device=device, dtype=dtype) / 6
-    leaves = [x_SD, torch.rand(rows_R.numel(), device=device), gate_up, down]
+    x_SD = torch.randn(slots_SK.shape[0], WIDTH, device=device, dtype=DTYPES[device])
+    shapes = {
+        "gate_up": (2, HIDDEN, WIDTH),
+        "down": (WIDTH, HIDDEN),
+        "gate_up_bias": (2, HIDDEN),
+        "down_bias": (WIDTH,),
+    }
+    weights = [torch.randn(EXPERTS, *shapes[name], device=device, dtype=x_SD.dtype) / 7 for name in names]
+    leaves = [x_SD, torch.rand(rows_R.numel(), device=device), *weights]
     return [leaf.requires_grad_() for leaf in leaves], [rows_R, slots_SK, offsets_e]
 
 
-def serve(mlp: Callable[..., Tensor], leaves: list[Tensor], plan: list[Tensor], *, is_split: bool) -> list[Tensor]:
+def in_two_pieces(weights: list[Tensor]) -> list[Tensor]:
+    """Own pieces, and clones as parts of longer rows."""
+    own = [weight.detach()[:OWN].clone() for weight in weights]
+    clones = [torch.cat([w, w], -1)[..., : w.shape[-1]] for w in (weight.detach()[OWN:] for weight in weights)]
+    return [piece.requires_grad_() for piece in (*own, *clones)]
+
+
+def run(
+    mlp: Callable[..., Tensor], leaves: list[Tensor], plan: list[Tensor], names: tuple[str, ...], *, is_split: bool
+) -> list[Tensor]:
     """Output and gradients, those of the weights in one piece."""
     (x_SD, scores_R, *weights), (rows_R, slots_SK, offsets_e) = leaves, plan
+    weights = in_two_pieces(weights) if is_split else weights
+    y_SD = mlp(x_SD, ExpertSlots(rows_R, slots_SK, scores_R, offsets_e), ExpertWeights.of(weights, names))
+    grad_SD = torch.linspace(-1, 1, y_SD.numel()).view_as(y_SD).to(y_SD)
+    dx_SD, dscores_R, *grads = torch.autograd.grad(y_SD, [x_SD, scores_R, *weights], grad_SD)
     if is_split:
-        pieces = [weight.detach().split([OWN, EXPERTS - OWN]) for weight in weights]
-        # clones come as parts of a longer row
-        weights = [piece.clone() for piece in (pieces[0][0], pieces[1][0])]
-        weights += [torch.cat([piece, piece], -1)[..., : piece.shape[-1]] for piece in (pieces[0][1], pieces[1][1])]
-        weights = [weight.requires_grad_() for weight in weights]
-    y_SD = mlp(x_SD, rows_R, slots_SK, scores_R, offsets_e, *weights)
-    grads = torch.autograd.grad(
-        y_SD, [x_SD, scores_R, *weights], torch.linspace(-1, 1, y_SD.numel()).view_as(y_SD).to(y_SD)
-    )
-    if is_split:
-        grads = (*grads[:2], torch.cat([grads[2], grads[4]]), torch.cat([grads[3], grads[5]]))
-    used = int(offsets_e[-1])
-    return [y_SD.detach(), grads[0], grads[1][:used], *grads[2:]]
+        grads = [torch.cat(both) for both in zip(grads[: len(names)], grads[len(names) :], strict=True)]
+    return [y_SD.detach(), dx_SD, dscores_R[: int(offsets_e[-1])], *grads]
 
 
 @pytest.mark.parametrize(("kernels", "is_compiled", "device"), cases())
-def test_two_pieces_equal_one(mlp: ExpertMLP, is_compiled: bool, device: str) -> None:
+def test_two_pieces_equal_one(mlp: ExpertMLP, names: tuple[str, ...], is_compiled: bool, device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager") if is_compiled else mlp
     for name in ("random", "skewed", "empty_expert", "padded", "no_rows"):
-        leaves, plan = drawn(name, device, DTYPES[device])
-        split, whole = serve(compiled, leaves, plan, is_split=True), serve(mlp, leaves, plan, is_split=False)
+        leaves, plan = drawn(name, device, names)
+        split = run(compiled, leaves, plan, names, is_split=True)
+        whole = run(mlp, leaves, plan, names, is_split=False)
         for got, wanted in zip(split, whole, strict=True):
             assert torch.equal(got, wanted), name
 
@@ -100,23 +114,30 @@ def saved_bytes(function: Callable[[], Any], ignored: list[Tensor]) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize(("kernels", "is_compiled", "device"), cases())
-def test_weights_in_two_pieces_are_not_kept_once_more(mlp: ExpertMLP, is_compiled: bool, device: str) -> None:
-    leaves, plan = drawn("random", device, DTYPES[device])
-    rows_R, slots_SK, offsets_e = plan
-    x_SD, scores_R, gate_up, down = leaves
-    pieces = [
-        *(w.detach()[:OWN].clone() for w in (gate_up, down)),
-        *(w.detach()[OWN:].clone() for w in (gate_up, down)),
-    ]
-    pieces = [piece.requires_grad_() for piece in pieces]
+@pytest.mark.parametrize(("kernels", "is_compiled", "device"), [case for case in cases() if "biased" not in case.id])
+def test_matrices_in_two_pieces_are_not_kept_once_more(
+    mlp: ExpertMLP, names: tuple[str, ...], is_compiled: bool, device: str
+) -> None:
+    (x_SD, scores_R, *weights), (rows_R, slots_SK, offsets_e) = drawn("random", device, names)
+    pieces, slots = in_two_pieces(weights), ExpertSlots(rows_R, slots_SK, scores_R, offsets_e)
     torch._dynamo.reset()
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager") if is_compiled else mlp
-    serve_with = partial(compiled, x_SD, rows_R, slots_SK, scores_R, offsets_e)
-    in_two = saved_bytes(lambda: serve_with(*pieces), pieces)
-    in_one = saved_bytes(lambda: serve_with(gate_up, down), [gate_up, down])
-    assert in_two == in_one
-    early = saved_bytes(
-        lambda: serve_with(*(torch.cat(two) for two in zip(pieces[:2], pieces[2:], strict=True))), pieces
+    in_two, in_one, early = (
+        saved_bytes(partial(compiled, x_SD, slots, make()), [*weights, *pieces])
+        for make in (
+            lambda: ExpertWeights.of(pieces, names),
+            lambda: ExpertWeights.of(weights, names),
+            lambda: ExpertWeights.of(pieces, names).join(),
+        )
     )
+    assert in_two == in_one
     assert early > in_one, "weights that are joined outside are kept"
+
+
+def test_weights_are_unpacked_and_packed_again() -> None:
+    for names in (MATRICES, WITH_BIASES, (*MATRICES, "down_bias")):
+        for pieces in (1, 2):
+            tensors = [torch.full((pieces, 1, 1), float(index)) for index in range(pieces * len(names))]
+            weights = ExpertWeights.of(tensors, names)
+            assert weights.names() == names and all(map(torch.equal, weights.tensors(), tensors))
+            assert weights.down.own is tensors[1] and len(weights.join().tensors()) == len(names)

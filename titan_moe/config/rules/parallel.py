@@ -118,8 +118,8 @@ def tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
             f"{setting} lets the GEMMs of fused experts move rows, and perf.kernels chose "
             f'"{recipe.perf.chosen_kernels.experts}" for experts; take "fused", or overlap = "none"'
         )
-    if recipe.model.moe.score_on == "input":
-        yield f'{setting} needs fused experts, which need model.moe.score_on = "activation"; take overlap = "none"'
+    for need in recipe.model.moe.unmet_needs_of_fused:
+        yield f'{setting} needs fused experts, which need {need}; take overlap = "none"'
     if p.expert_clones and recipe.compile.compiles_blocks():
         yield (
             f'{setting} with parallel.expert_clones needs compile.extent = "pieces": the graph of a block does not '
@@ -240,11 +240,13 @@ def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     key, width = (
         ("moe.latent_size", model.moe.latent_size) if model.moe.latent_size else ("hidden_size", model.hidden_size)
     )
-    if model.num_moe_layers > 0 and leaves_a_rest(edp, width):
-        yield (
-            f"edp = {edp} (the {world_size} ranks over parallel.pp * dp_replicate * ep * etp) does not divide "
-            f"model.{key} = {width}; raise parallel.ep or parallel.dp_replicate until it does"
-        )
+    widths = {key: width, **({"moe.ffn_hidden_size": model.moe.ffn_hidden_size} if model.moe.expert_mlp_bias else {})}
+    for key, width in widths.items():
+        if model.num_moe_layers > 0 and leaves_a_rest(edp, width):
+            yield (
+                f"edp = {edp} (the {world_size} ranks over parallel.pp * dp_replicate * ep * etp) does not divide "
+                f"model.{key} = {width}; raise parallel.ep or parallel.dp_replicate until it does"
+            )
 
 
 @rule("microbatches divide the global batch", "every rank makes the same number of equal passes")

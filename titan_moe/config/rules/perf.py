@@ -51,10 +51,9 @@ def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
                 f'perf.kernels = "{recipe.perf.kernels}" takes Triton kernels ({", ".join(rest)}), which do not exist '
                 'with run.device = "cpu"; take "grouped_mm" or "reference"'
             )
-    if kernels.experts == "fused" and recipe.model.num_moe_layers > 0 and recipe.model.moe.score_on == "input":
-        yield (
-            'perf.kernels = "fused" needs model.moe.score_on = "activation"; take that, or perf.kernels = "grouped_mm"'
-        )
+    if kernels.experts == "fused" and recipe.model.num_moe_layers > 0:
+        for need in recipe.model.moe.unmet_needs_of_fused:
+            yield f'perf.kernels = "fused" needs {need}; take that, or perf.kernels = "grouped_mm"'
     p = recipe.precision
     if kernels.gradients == "triton" and (p.compute, p.master) != ("bf16", "fp32"):
         yield (

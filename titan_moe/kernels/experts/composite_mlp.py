@@ -1,12 +1,10 @@
 """The expert MLP on rows: gather, gate and up, SwiGLU, score, down, sum of a row's slots.
 
-S rows · R expert slots, sorted by expert · K choices a row · e local experts · D width of a row · F hidden width
+S rows · R expert slots, sorted by expert · K choices a row · e experts that the rank computes · D width of a row ·
+F hidden width
 
 Three candidates. The composites are gather, grouped GEMM, SwiGLU, grouped GEMM and sum, which a compiler fuses between
-the GEMMs; `fused` (fused_expert_mlp.py) is Triton around the same GEMMs and keeps less for backward.
-
-Weights may come in two pieces, a rank's own experts and clones of others behind them (c of e + c): grouped_mm.py says
-why they are joined no earlier than a GEMM reads them.
+the GEMMs; `fused` (fused_mlp.py) is Triton around the same GEMMs and keeps less for backward.
 """
 
 from collections.abc import Callable
@@ -14,34 +12,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.experts.bias import add_bias
+from titan_moe.kernels.experts.grouped_mm import GroupedGemm
+from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.swiglu import weighted_swiglu
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.permute.rows import gather_rows, sum_slots
 
-ExpertMLP = Callable[..., Tensor]
-"""x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF[, gate_up_c2FD, down_cDF] -> y_SD, zero for a row
-that no expert wants."""
+ExpertMLP = Callable[[Tensor, ExpertSlots, ExpertWeights], Tensor]
+"""x_SD, slots, weights -> y_SD, zero for a row without a slot."""
 
 
-def composite(gemm: Callable[..., Tensor], *, weighs_input: bool = False) -> ExpertMLP:
-    """The MLP as gather, GEMM, SwiGLU, GEMM, sum; the score weighs the activation, or the gathered rows (Llama 4)."""
+def composite(gemm: GroupedGemm, *, weighs_input: bool = False) -> ExpertMLP:
+    """The MLP as gather, GEMM, SwiGLU, GEMM, sum, with biases if the experts have them.
 
-    def expert_mlp(
-        x_SD: Tensor,
-        rows_R: Tensor,
-        slots_SK: Tensor,
-        scores_R: Tensor,
-        offsets_e: Tensor,
-        gate_up_e2FD: Tensor,
-        down_eDF: Tensor,
-        gate_up_c2FD: Tensor | None = None,
-        down_cDF: Tensor | None = None,
-    ) -> Tensor:
+    The score weighs the activation and the down bias, or the gathered rows (Llama 4).
+    """
+
+    def expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+        rows_R, slots_SK, scores_R, offsets_e = slots
         x_RD = gather_rows(x_SD, rows_R, slots_SK)
         if weighs_input:
             x_RD, scores_R = (x_RD * scores_R[:, None]).to(x_RD.dtype), torch.ones_like(scores_R)
-        clones_cOD = None if gate_up_c2FD is None else gate_up_c2FD.flatten(1, 2)
-        hidden_R2F = gemm(x_RD, gate_up_e2FD.flatten(1, 2), offsets_e, clones_cOD)
-        y_RD = gemm(weighted_swiglu(hidden_R2F, scores_R), down_eDF, offsets_e, down_cDF)
+        hidden_R2F = gemm(x_RD, weights.gate_up.map(lambda weight: weight.flatten(1, 2)), offsets_e)
+        if weights.gate_up_bias is not None:
+            bias = weights.gate_up_bias.join().flatten(1)
+            hidden_R2F = add_bias(hidden_R2F, bias, torch.ones_like(scores_R), offsets_e)
+        y_RD = gemm(weighted_swiglu(hidden_R2F, scores_R), weights.down, offsets_e)
+        if weights.down_bias is not None:
+            y_RD = add_bias(y_RD, weights.down_bias.join(), scores_R, offsets_e)
         return sum_slots(y_RD, rows_R, slots_SK)
 
     return expert_mlp

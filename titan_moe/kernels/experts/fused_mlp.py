@@ -1,224 +1,164 @@
 """The expert MLP in Triton, around grouped GEMMs.
 
-S rows · R expert slots, sorted by expert · K choices a row · e local experts · D width of a row · F hidden width
+S rows · R expert slots, sorted by expert · K choices a row · e experts that the rank computes · D width of a row ·
+F hidden width
 
 Physics: 6·R·D·F FLOPs forward and twice that backward. Unfused, six to eight passes over R·D or R·F elements stand
 beside the GEMMs, each 2-3 % of a layer. Here rows are gathered inside the GEMMs that read them, SwiGLU is the epilogue
 of the first, and what remains are the two gather-sums and one pass back through SwiGLU. Kept for backward are x and
 the pre-activation, 2·S·D + 4·R·F bytes in bf16; no permuted row, no activation, no expert output. After SonicMoE
 (arXiv:2512.14080) and Megatron's memory-efficient permutation (arXiv:2603.07685 section 4.1.2). The reference is the
-composite of expert_mlp.py.
+composite of composite_mlp.py, the sequence of stages.py.
 
-A gather costs 4·R·D bytes, and weight gradients of rows that lie one behind the other are 6 to 20 % faster than of rows
-gathered on the way: in backward of wide experts, gathering first and for a moment pays (on H200 from F = 2048 on).
+The operations take named tuples as lists of their tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.kernels.experts.composite_mlp import composite
-from titan_moe.kernels.experts.gather_mm import gather_mm
-from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_reference, join
-from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
-from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
+from titan_moe.kernels.experts import stages
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
+from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_reference
+from titan_moe.kernels.experts.slot_sum import slot_sum
+from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import plan_tiles
-from titan_moe.kernels.experts.up import TILE_ROWS, expert_up
-from titan_moe.kernels.experts.weight_grad import DOWN_CUT, UP_CUT, expert_weight_grad
+from titan_moe.kernels.experts.up import TILE_ROWS
+from titan_moe.kernels.experts.weights import MATRICES, ExpertParameter, ExpertWeights
 from titan_moe.kernels.permute.rows import full_size_plan, place_scores, sample_plans
 from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
 
-GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM = 2048
-"""Hidden width from which rows are gathered before the weight gradients."""
+WeightGrads = Callable[[], tuple[Tensor, Tensor]]
+"""Computes the gradients of gate_up and down, each in one piece."""
 
 
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
-def expert_mlp_forward(
-    x_SD: Tensor,
-    rows_R: Tensor,
-    slots_SK: Tensor,
-    scores_R: Tensor,
-    offsets_e: Tensor,
-    gate_up_e2FD: Tensor,
-    down_eDF: Tensor,
-    gate_up_c2FD: Tensor | None = None,
-    down_cDF: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS)
-    weights = join(gate_up_e2FD, gate_up_c2FD)
-    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weights, tiles)
-    y_RD = F.grouped_mm(active_RF, join(down_eDF, down_cDF).transpose(1, 2), offs=offsets_e)
-    return slot_sum(y_RD, slots_SK), hidden_R2F
+def _forward(x_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """y_SD, and the pre-activation that backward needs."""
+    at, of = ExpertSlots(*slots), ExpertWeights.of(weights)
+    tiles = plan_tiles(at.offsets_e, at.rows_R.numel(), TILE_ROWS)
+    hidden_R2F, active_RF = stages.up(x_SD, at, of, tiles)
+    return slot_sum(stages.down(active_RF, at, of), at.slots_SK), hidden_R2F
 
 
-@expert_mlp_forward.register_fake
-def _(
-    x_SD: Tensor,
-    rows_R: Tensor,
-    slots_SK: Tensor,
-    scores_R: Tensor,
-    offsets_e: Tensor,
-    gate_up_e2FD: Tensor,
-    down_eDF: Tensor,
-    gate_up_c2FD: Tensor | None = None,
-    down_cDF: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_SD), x_SD.new_empty(rows_R.shape[0], 2 * gate_up_e2FD.shape[2])
+@_forward.register_fake
+def _(x_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    num_slots, hidden = ExpertSlots(*slots).rows_R.shape[0], ExpertWeights.of(weights).down.own.shape[2]
+    return torch.empty_like(x_SD), x_SD.new_empty(num_slots, 2 * hidden)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_dx", mutates_args=())
-def expert_mlp_backward(
-    dy_SD: Tensor,
-    rows_R: Tensor,
-    slots_SK: Tensor,
-    scores_R: Tensor,
-    offsets_e: Tensor,
-    gate_up_e2FD: Tensor,
-    down_eDF: Tensor,
-    hidden_R2F: Tensor,
-    gate_up_c2FD: Tensor | None = None,
-    down_cDF: Tensor | None = None,
+def _backward(
+    dy_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor], hidden_R2F: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_SD, dscores_R, and what the weight gradients need: dhidden_R2F, active_RF."""
-    tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS)
-    dactive_RF = gather_mm(dy_SD, rows_R, join(down_eDF, down_cDF), tiles)
-    dhidden_R2F, active_RF, dscores_R = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
-    dx_RD = F.grouped_mm(dhidden_R2F, join(gate_up_e2FD, gate_up_c2FD).flatten(1, 2), offs=offsets_e)
-    return slot_sum(dx_RD, slots_SK), dscores_R, dhidden_R2F, active_RF
+    at, of = ExpertSlots(*slots), ExpertWeights.of(weights)
+    tiles = plan_tiles(at.offsets_e, at.rows_R.numel(), TILE_ROWS)
+    dhidden_R2F, active_RF, dscores_R = stages.d_down(dy_SD, at, of, hidden_R2F, tiles)
+    return slot_sum(stages.d_up(dhidden_R2F, at, of), at.slots_SK), dscores_R, dhidden_R2F, active_RF
 
 
-@expert_mlp_backward.register_fake
+@_backward.register_fake
 def _(
-    dy_SD: Tensor,
-    rows_R: Tensor,
-    slots_SK: Tensor,
-    scores_R: Tensor,
-    offsets_e: Tensor,
-    gate_up_e2FD: Tensor,
-    down_eDF: Tensor,
-    hidden_R2F: Tensor,
-    gate_up_c2FD: Tensor | None = None,
-    down_cDF: Tensor | None = None,
+    dy_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor], hidden_R2F: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     active_RF = hidden_R2F.new_empty(hidden_R2F.shape[0], hidden_R2F.shape[1] // 2)
-    return torch.empty_like(dy_SD), torch.empty_like(scores_R), torch.empty_like(hidden_R2F), active_RF
+    dscores_R = torch.empty_like(ExpertSlots(*slots).scores_R)
+    return torch.empty_like(dy_SD), dscores_R, torch.empty_like(hidden_R2F), active_RF
 
 
-@torch.library.custom_op("titan_moe::expert_mlp_dw", mutates_args=())
-def expert_mlp_weight_grads(
-    dy_SD: Tensor,
-    x_SD: Tensor,
-    rows_R: Tensor,
-    offsets_e: Tensor,
-    dhidden_R2F: Tensor,
-    active_RF: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """An operation of its own, so that a schedule may run it later."""
-    return weight_grads(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+_dw = torch.library.custom_op("titan_moe::expert_mlp_dw", stages.dw, mutates_args=())
+"""An operation of its own, so that a schedule may run it later."""
 
 
-def weight_grads(
-    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Launch the gradients of gate_up [e, 2, F, D] and down [e, D, F]."""
-    if active_RF.shape[1] >= GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM:
-        dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R, offsets_e), offs=offsets_e)
-        ddown_eDF = F.grouped_mm(slot_rows(dy_SD, rows_R, offsets_e).T, active_RF, offs=offsets_e)
-        return dgate_up.unflatten(1, (2, -1)), ddown_eDF
-    dgate_up = expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e, cut=UP_CUT)
-    ddown_eDF = expert_weight_grad(active_RF, dy_SD, rows_R, offsets_e, is_transposed=True, cut=DOWN_CUT)
-    return dgate_up.unflatten(1, (2, -1)), ddown_eDF
-
-
-@expert_mlp_weight_grads.register_fake
+@_dw.register_fake
 def _(
-    dy_SD: Tensor,
-    x_SD: Tensor,
-    rows_R: Tensor,
-    offsets_e: Tensor,
-    dhidden_R2F: Tensor,
-    active_RF: Tensor,
+    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
 ) -> tuple[Tensor, Tensor]:
     num_experts, hidden, width = offsets_e.shape[0], active_RF.shape[1], x_SD.shape[1]
     return x_SD.new_empty(num_experts, 2, hidden, width), x_SD.new_empty(num_experts, width, hidden)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)  # or a gradient of zeros is written for the pre-activation, every time
-    ctx.save_for_backward(*inputs, output[1])
-    ctx.mark_non_differentiable(output[1])
+class _FusedExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        delay: Callable[[WeightGrads], None] | None,
+        x_SD: Tensor,
+        rows_R: Tensor,
+        slots_SK: Tensor,
+        scores_R: Tensor,
+        offsets_e: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        slots = [rows_R, slots_SK, scores_R, offsets_e]
+        y_SD, hidden_R2F = _forward(x_SD, slots, list(weights))
+        ctx.delay = delay
+        ctx.save_for_backward(x_SD, hidden_R2F, *slots, *weights)
+        return y_SD
 
-
-def _backward(ctx: Any, dy_SD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if dy_SD is None:
-        return (None,) * 9
-    x_SD, rows_R, slots_SK, scores_R, offsets_e, *own, gate_up_c2FD, down_cDF, hidden_R2F = ctx.saved_tensors
-    dy_SD = dy_SD.contiguous()
-    dx_SD, dscores_R, dhidden_R2F, active_RF = expert_mlp_backward(
-        dy_SD, rows_R, slots_SK, scores_R, offsets_e, *own, hidden_R2F, gate_up_c2FD, down_cDF
-    )
-    dgate_up, ddown = expert_mlp_weight_grads(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
-    if gate_up_c2FD is None:
-        return dx_SD, None, None, dscores_R, None, dgate_up, ddown, None, None
-    sizes = [own[0].shape[0], gate_up_c2FD.shape[0]]
-    (own_gate_up, gate_up), (own_down, down) = dgate_up.split(sizes), ddown.split(sizes)
-    return dx_SD, None, None, dscores_R, None, own_gate_up, own_down, gate_up, down
-
-
-expert_mlp_forward.register_autograd(_backward, setup_context=_save)
-
-
-def _flops_of_a_pass(num_slots: int, gate_up_shape: tuple[int, int, int, int]) -> int:
-    """Three products of every slot with a matrix of its expert."""
-    return 6 * num_slots * gate_up_shape[2] * gate_up_shape[3]
-
-
-@register_flop_formula(torch.ops.titan_moe.expert_mlp)
-def _count(x_shape: Any, rows: Any, slots: Any, scores: Any, offsets: Any, gate_up: Any, *_: Any, **__: Any) -> int:
-    return _flops_of_a_pass(rows[0], gate_up)
-
-
-@register_flop_formula(torch.ops.titan_moe.expert_mlp_dx)
-def _count_dx(dy: Any, rows: Any, slots: Any, scores: Any, offsets: Any, gate_up: Any, *_: Any, **__: Any) -> int:
-    return _flops_of_a_pass(rows[0], gate_up)
-
-
-@register_flop_formula(torch.ops.titan_moe.expert_mlp_dw)
-def _count_dw(dy: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: Any, *_: Any, **__: Any) -> int:
-    return _flops_of_a_pass(rows[0], (0, 0, active[1], x[1]))
+    @staticmethod
+    def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
+        x_SD, hidden_R2F, rows_R, slots_SK, scores_R, offsets_e, *weights = ctx.saved_tensors
+        slots, dy_SD = [rows_R, slots_SK, scores_R, offsets_e], dy_SD.contiguous()
+        dx_SD, dscores_R, dhidden_R2F, active_RF = _backward(dy_SD, slots, weights, hidden_R2F)
+        grads: list[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[6:]):
+            weight_grads = partial(_dw, dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+            if ctx.delay is None:
+                grads[:] = ExpertWeights.of(weights).split(weight_grads())
+            else:
+                ctx.delay(weight_grads)
+                # autograd goes on with gradients of these shapes alone; they are not read
+                grads[:] = [weight.new_zeros(()).expand_as(weight) for weight in weights]
+        return None, dx_SD, None, None, dscores_R, None, *grads
 
 
 def fused_expert_mlp(
-    x_SD: Tensor,
-    rows_R: Tensor,
-    slots_SK: Tensor,
-    scores_R: Tensor,
-    offsets_e: Tensor,
-    gate_up_e2FD: Tensor,
-    down_eDF: Tensor,
-    gate_up_c2FD: Tensor | None = None,
-    down_cDF: Tensor | None = None,
+    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Callable[[WeightGrads], None] | None = None
 ) -> Tensor:
     """The MLP in Triton: bf16 on a GPU (fp32 in the interpreter).
 
-    Shapes: x [S, D], rows int32 [R], slots int32 [S, K], scores fp32 [R], offsets int32 [e], gate_up [e, 2, F, D],
-    down [e, D, F] -> [S, D]. With c clones behind own experts, gate_up [c, 2, F, D], down [c, D, F], offsets [e + c].
+    `delay`, if given, takes the computation of the weight gradients in backward, in place of its results.
+
+    Raises: ValueError for experts with biases.
     """
     # the kernels count on rows that lie one behind the other
-    x_SD, scores_R = x_SD.contiguous(), scores_R.contiguous()
-    gate_up_e2FD, down_eDF = gate_up_e2FD.contiguous(), down_eDF.contiguous()
-    return expert_mlp_forward(
-        x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up_e2FD, down_eDF, gate_up_c2FD, down_cDF
-    )[0]
+    slots = slots._replace(scores_R=slots.scores_R.contiguous())
+    return _FusedExpertMLP.apply(delay, x_SD.contiguous(), *slots, *matrices(weights))
 
 
-def _with_scores_first(expert_mlp: Any) -> Any:
-    """The MLP with its differentiable arguments in front, scores as a router gives them."""
+def matrices(weights: ExpertWeights) -> list[Tensor]:
+    """What the operations take of weights.
+
+    Raises: ValueError for experts with biases.
+    """
+    if weights.names() != MATRICES:
+        raise ValueError(f'fused experts know no parameters but {MATRICES}, not {weights.names()}; take "grouped_mm"')
+    return weights.contiguous().tensors()
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp)
+def _count(x: Any, slots: Any, weights: Any, **_: Any) -> int:
+    return stages.flops_of_a_pass(ExpertSlots(*slots).rows_R[0], ExpertWeights.of(weights).gate_up.own)
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_dx)
+def _count_dx(dy: Any, slots: Any, weights: Any, hidden: Any, **_: Any) -> int:
+    return stages.flops_of_a_pass(ExpertSlots(*slots).rows_R[0], ExpertWeights.of(weights).gate_up.own)
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_dw)
+def _count_dw(dy: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: Any, **_: Any) -> int:
+    return stages.flops_of_a_pass(rows[0], (offsets[0], 2, active[1], x[1]))
+
+
+def _with_scores_first(expert_mlp: ExpertMLP) -> Callable[..., Tensor]:
+    """The MLP of loose tensors, the differentiable ones first, scores as a router gives them."""
 
     def op(
         x_SD: Tensor,
@@ -230,7 +170,8 @@ def _with_scores_first(expert_mlp: Any) -> Any:
         offsets_e: Tensor,
     ) -> Tensor:
         scores_R = place_scores(scores_SK, slots_SK, rows_R.numel())
-        return expert_mlp(x_SD, rows_R, slots_SK, scores_R, offsets_e, gate_up, down)
+        slots = ExpertSlots(rows_R, slots_SK, scores_R, offsets_e)
+        return expert_mlp(x_SD, slots, ExpertWeights(ExpertParameter(gate_up), ExpertParameter(down)))
 
     return op
 

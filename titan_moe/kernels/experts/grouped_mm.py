@@ -12,11 +12,10 @@ last border unwritten. The last one remains true here: slots past `offsets_e[-1]
 x, hold anything and must not be read. The weight gradient is an operation of its own, so that a schedule may run it
 later.
 
-The weight may come in two pieces, a rank's own experts and c clones behind them. PyTorch's GEMM wants one tensor, so
-the pieces are joined for each call and let go: a copy of the weights, 4·(e+c)·I·O bytes in bf16, forward and backward.
-Joined before the operation, they would be kept for backward in every layer, own weights twice.
+The weight may have clones behind a rank's own experts; weights.py says why they are joined no earlier than here.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.experts.weights import ExpertParameter
 from titan_moe.kernels.permute.rows import sample_plans
 from titan_moe.kernels.registry import Kernel, Sample, register
+
+GroupedGemm = Callable[[Tensor, ExpertParameter, Tensor], Tensor]
+"""x_RI, weight (own [e, O, I], clones [c, O, I]), offsets_e (int32, [e + c] with clones) -> [R, O]."""
 
 
 def _borders(offsets_e: Tensor) -> list[tuple[int, int]]:
@@ -33,20 +36,11 @@ def _borders(offsets_e: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def join(own: Tensor, clones: Tensor | None) -> Tensor:
-    """Weights in one piece, in the memory order that the own ones have."""
-    if clones is None:
-        return own
-    return torch.cat([own, clones]) if own.stride(-1) == 1 else torch.cat([own.mT, clones.mT]).mT
-
-
-def grouped_mm_reference(
-    x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None
-) -> Tensor:
+def grouped_mm_reference(x_RI: Tensor, weight: ExpertParameter, offsets_e: Tensor) -> Tensor:
     """Multiply each expert's slots by its weight, in a loop: the definition, differentiable, in any dtype."""
-    weight_eOI = join(weight_eOI, clones_cOI)
+    weight_eOI = weight.join()
     parts = [x_RI[a:b] @ weight_OI.T for weight_OI, (a, b) in zip(weight_eOI, _borders(offsets_e), strict=True)]
-    tail = x_RI.new_full((x_RI.shape[0] - int(offsets_e[-1]), weight_eOI.shape[1]), float("nan"))  # nobody may read it
+    tail = x_RI.new_full((x_RI.shape[0] - int(offsets_e[-1]), weight_eOI.shape[1]), float("nan"))  # never read
     return torch.cat([*parts, tail])
 
 
@@ -54,9 +48,10 @@ def grouped_mm_reference(
 def _grouped_mm(
     x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool, clones_cOI: Tensor | None = None
 ) -> Tensor:
+    weight = ExpertParameter(weight_eOI, clones_cOI)
     if loop:
-        return grouped_mm_reference(x_RI, weight_eOI, offsets_e, clones_cOI)
-    return F.grouped_mm(x_RI, join(weight_eOI, clones_cOI).transpose(-2, -1), offs=offsets_e)
+        return grouped_mm_reference(x_RI, weight, offsets_e)
+    return F.grouped_mm(x_RI, weight.join().transpose(-2, -1), offs=offsets_e)
 
 
 @_grouped_mm.register_fake
@@ -87,8 +82,8 @@ def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, 
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     grad_x, grad_weight, grad_clones = None, None, None
     if needs_x:
-        clones_cIO = None if clones_cOI is None else clones_cOI.transpose(-2, -1)
-        grad_x = _grouped_mm(grad_RO, weight_eOI.transpose(-2, -1), offsets_e, ctx.loop, clones_cIO)
+        weight_IO = ExpertParameter(weight_eOI, clones_cOI).map(lambda weight: weight.transpose(-2, -1))
+        grad_x = _grouped_mm(grad_RO, weight_IO.own, offsets_e, ctx.loop, weight_IO.clones)
     if needs_weight:
         grad_weight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.loop)
         if clones_cOI is not None:
@@ -109,18 +104,22 @@ def _count_dw(grad_shape: tuple[int, int], x_shape: tuple[int, int], *_: Any, **
     return 2 * grad_shape[0] * grad_shape[1] * x_shape[1]
 
 
-def grouped_mm(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None) -> Tensor:
+def grouped_mm(x_RI: Tensor, weight: ExpertParameter, offsets_e: Tensor) -> Tensor:
     """Multiply each expert's slots by its weight with one grouped GEMM.
 
-    Shapes: x [R, I], weight [e, O, I] (as `nn.Linear` stores it), clones [c, O, I] if there are any, offsets_e int32
-    [e + c] -> [R, O]. Widths must be multiples of 16 bytes. Slots past `offsets_e[-1]` are not written.
+    Weights are [O, I], as `nn.Linear` stores them. Widths must be multiples of 16 bytes. Slots past `offsets_e[-1]` are
+    not written.
     """
-    return _grouped_mm(x_RI, weight_eOI, offsets_e, False, clones_cOI)
+    return _grouped_mm(x_RI, weight.own, offsets_e, False, weight.clones)
 
 
-def grouped_mm_loop(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, clones_cOI: Tensor | None = None) -> Tensor:
+def grouped_mm_loop(x_RI: Tensor, weight: ExpertParameter, offsets_e: Tensor) -> Tensor:
     """The same through the reference loop, as an operation: slow, in any dtype, reads the borders on the host."""
-    return _grouped_mm(x_RI, weight_eOI, offsets_e, True, clones_cOI)
+    return _grouped_mm(x_RI, weight.own, offsets_e, True, weight.clones)
+
+
+def _in_one_piece(gemm: GroupedGemm) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return lambda x_RI, weight_eOI, offsets_e: gemm(x_RI, ExpertParameter(weight_eOI), offsets_e)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -137,15 +136,18 @@ def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
     return output[: int(args[2][-1])]
 
 
-register(Kernel("grouped_mm", grouped_mm, grouped_mm_reference, _samples, valid=_written, valid_grad=_written))
-register(
-    Kernel(
-        "grouped_mm_loop",
-        grouped_mm_loop,
-        grouped_mm_reference,
-        _samples,
-        valid=_written,
-        valid_grad=_written,
-        dtypes=(torch.float32, torch.float64, torch.bfloat16),
+for _gemm, _dtypes in (
+    (grouped_mm, (torch.float32, torch.bfloat16)),
+    (grouped_mm_loop, (torch.float32, torch.float64, torch.bfloat16)),
+):
+    register(
+        Kernel(
+            _gemm.__name__,
+            _in_one_piece(_gemm),
+            _in_one_piece(grouped_mm_reference),
+            _samples,
+            valid=_written,
+            valid_grad=_written,
+            dtypes=_dtypes,
+        )
     )
-)

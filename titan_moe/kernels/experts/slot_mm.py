@@ -78,28 +78,27 @@ def _slot_mm_kernel(
 
 def slot_mm(
     x_RI: Tensor,
-    weight: Tensor,
+    weight_eIO: Tensor,
     tiles: Tiles,
     *,
-    is_transposed: bool = False,
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = PUT_BLOCKS,
     cut: SlotTiles = MEASURED,
 ) -> Tensor:
-    """Each slot times its expert's weight, [e, I, O] or transposed [e, O, I]: -> [R, O]; slots past the last expert are
-    not written.
+    """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
-    With `schedule`, the sum of each row's slots in fp32 goes to its place as soon as they are done.
+    The weight is contiguous, or the transpose of what is. With `schedule`, the sum of each row's slots in fp32 goes to
+    its place as soon as they are done.
     """
     num_slots, width = x_RI.shape
-    out_width = weight.shape[1] if is_transposed else weight.shape[2]
+    is_transposed, out_width = weight_eIO.stride(2) != 1, weight_eIO.shape[2]
     out_RO = x_RI.new_empty(num_slots, out_width)
     if not num_slots:
         return out_RO
     num_tiles, num_columns = tiles.experts_M.numel(), triton.cdiv(out_width, cut.outputs)
     rows = TensorDescriptor.from_tensor(x_RI, [tiles.rows, cut.inner])
     block = [1, cut.outputs, cut.inner] if is_transposed else [1, cut.inner, cut.outputs]
-    weights = TensorDescriptor.from_tensor(weight, block)
+    weights = TensorDescriptor.from_tensor(weight_eIO.mT if is_transposed else weight_eIO, block)
     if schedule is None:
         travel = (None,) * 6
         sizes = {"K": 0, "COPY_BLOCKS": 0, "COPIED_ROWS": 0, "COPIED_COLUMNS": 0}

@@ -1,0 +1,92 @@
+"""The stages of the expert MLP in Triton, forward and backward: what every order of them is composed of.
+
+S rows · R expert slots, sorted by expert · e experts that the rank computes · D width of a row · F hidden width
+
+    stage    makes                           of
+    up       pre-activation and activation   rows, gate and up
+    down     results of slots                activation, down
+    d_down   gradient of pre-activation      gradients of results, down; the activation again, gradients of scores
+    d_up     gradients of slots              gradient of pre-activation, gate and up
+    dw       gradients of weights            rows and their gradients, gradient of pre-activation, activation
+
+fused_mlp.py runs them one after the other, dispatch/symm_mem_fused.py with communication beside the GEMMs, and
+delayed_weight_grads.py runs `dw` later. Clones are joined to own weights no earlier than in the stage that reads them.
+
+A gather costs 4·R·D bytes, and weight gradients of rows that lie one behind the other are 6 to 20 % faster than of rows
+gathered on the way: in backward of wide experts, gathering first and for a moment pays (on H200 from F = 2048 on).
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_moe.kernels.experts.copy_blocks import TileSchedule
+from titan_moe.kernels.experts.gather_mm import gather_mm
+from titan_moe.kernels.experts.slot_sum import slot_rows
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
+from titan_moe.kernels.experts.tiles import Tiles
+from titan_moe.kernels.experts.up import expert_up
+from titan_moe.kernels.experts.weight_grad import DOWN_CUT, UP_CUT, expert_weight_grad
+from titan_moe.kernels.experts.weights import ExpertWeights
+
+GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM = 2048
+"""Hidden width from which rows are gathered before the weight gradients."""
+
+SlotGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""x_RI, weight_eIO (contiguous, or the transpose of what is), offsets_e -> [R, O]."""
+
+
+def torch_gemm(x_RI: Tensor, weight_eIO: Tensor, offsets_e: Tensor) -> Tensor:
+    """PyTorch's, which nothing can run beside."""
+    return F.grouped_mm(x_RI, weight_eIO, offs=offsets_e)
+
+
+def up(
+    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, tiles: Tiles, schedule: TileSchedule | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pre-activation [R, 2F] and weighted activation [R, F]. With `schedule`, rows come into x on the way."""
+    return expert_up(x_SD, slots.rows_R, slots.scores_R, weights.gate_up.join(), tiles, schedule=schedule)
+
+
+def down(active_RF: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = torch_gemm) -> Tensor:
+    """Results of slots, [R, D]."""
+    return gemm(active_RF, weights.down.join().transpose(1, 2), slots.offsets_e)
+
+
+def d_down(
+    dy_SD: Tensor,
+    slots: ExpertSlots,
+    weights: ExpertWeights,
+    hidden_R2F: Tensor,
+    tiles: Tiles,
+    schedule: TileSchedule | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dhidden [R, 2F], the weighted activation again [R, F], dscores [R]. With `schedule`, rows come into dy."""
+    dactive_RF = gather_mm(dy_SD, slots.rows_R, weights.down.join(), tiles, schedule=schedule)
+    return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e)
+
+
+def d_up(dhidden_R2F: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = torch_gemm) -> Tensor:
+    """Gradients of slots, [R, D]."""
+    return gemm(dhidden_R2F, weights.gate_up.join().flatten(1, 2), slots.offsets_e)
+
+
+def dw(
+    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up [e, 2, F, D] and down [e, D, F], in one piece."""
+    if active_RF.shape[1] >= GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM:
+        dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R, offsets_e), offs=offsets_e)
+        ddown_eDF = F.grouped_mm(slot_rows(dy_SD, rows_R, offsets_e).T, active_RF, offs=offsets_e)
+    else:
+        dgate_up = expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e, cut=UP_CUT)
+        ddown_eDF = expert_weight_grad(active_RF, dy_SD, rows_R, offsets_e, is_transposed=True, cut=DOWN_CUT)
+    return dgate_up.unflatten(1, (2, -1)), ddown_eDF
+
+
+def flops_of_a_pass(num_slots: int, gate_up_shape: tuple[int, int, int, int]) -> int:
+    """Three products of every slot with a matrix of its expert: `up` and `down`, `d_down` and `d_up`, or `dw`."""
+    _, both, hidden, width = gate_up_shape
+    return 2 * num_slots * (both + 1) * hidden * width
