@@ -66,7 +66,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
 def build_model(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> nn.Module:
     """Build, spread, compile and initialise the model of a recipe on this rank."""
     model = build_on_meta(recipe)
-    memory = symm_memory.share_memory(model, recipe, meshes, device)
+    memory = symm_memory.share_memory(model, recipe, meshes, device, capacity)
     expert.apply(model, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP looks
     regional.apply(model, recipe.compile, device)  # blocks or pieces, so that FSDP's hooks stay outside the graphs
     if recipe.profile.start_step:

@@ -30,7 +30,7 @@ class StepResult(NamedTuple):
     aux_loss: Tensor  # balancing losses, on the same scale
     grad_norm: Tensor  # global norm before clipping
     tokens_per_expert: dict[str, Tensor]  # router name -> tokens that each expert was given by all ranks [E]
-    has_overflowed: Tensor  # bool: some rank's rows did not fit their slots, nothing was changed, take the step again
+    has_overflowed: Tensor  # bool: some rank's rows did not fit their slots, or did not come: nothing was changed
     num_skipped: Tensor  # int64: steps so far that changed nothing, because their gradients were not finite
 
 
@@ -84,7 +84,7 @@ class TrainStep:
         self.balancer.start(scale)
         self.capacity.reset()
         loss = self.forward_backward(self.model, batch, scale)
-        sums = torch.stack([loss, self.balancer.aux_loss(loss), self.capacity.overflowed.to(loss.dtype)])
+        sums = torch.stack([loss, self.balancer.aux_loss(loss), self.capacity.invalidates_step.to(loss.dtype)])
         dist.all_reduce(sums, group=self.group)
         has_overflowed = sums[2] > 0
         with region("clip"):

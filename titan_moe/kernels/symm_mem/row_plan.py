@@ -11,9 +11,10 @@ a flag; who sent them learns so too.
 Physics: latency-bound. Ids are read three times, 8 bytes each, P·P integers and each row's token cross the links, and P
 bytes a token are written: a few MB for 16,384 tokens of 8 choices over 8 ranks, in four launches and two barriers.
 
-Write phase, `exchange_counts`: one program counts a block's rows for each rank, one program a rank sums them over blocks
-and tells that rank's total to everyone, and with the sums a block knows where its tokens belong in each rank's list.
-Read phase, `plan_rows`: with all totals a rank knows where each source's rows begin, its own and everyone's.
+Write phase, `exchange_counts`: one program counts a block's rows for each rank, one program a rank sums them over
+blocks and stores that rank's total at every peer, and with the sums a block knows where its tokens belong in each
+rank's list. Read phase, `plan_rows`: with all totals a rank knows where each source's rows begin, its own and its
+peers'.
 """
 
 from typing import NamedTuple
@@ -123,7 +124,7 @@ def _list_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _plan_kernel(
-    ids_ptr, starts_ptr, counts_ptr, sent_mask_ptr, ends_ptr, overflowed_ptr, rank, num_tokens, num_blocks,
+    ids_ptr, starts_ptr, counts_ptr, header_ptr, sent_mask_ptr, ends_ptr, overflowed_ptr, rank, num_tokens, num_blocks,
     num_local_experts, max_rows, K: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -133,6 +134,8 @@ def _plan_kernel(
     source = tl.arange(0, P2)[:, None]
     is_count = (source < P) & (peer[None, :] < P)
     counts = tl.load(counts_ptr + source * P + peer[None, :], mask=is_count, other=0)
+    # after a barrier that has failed, counts and lists are stale and might point anywhere: no row comes
+    counts = tl.where(tl.load(header_ptr) == 0, counts, 0)
     first = tl.sum(tl.where(source < rank, counts, 0), axis=0)
     first += tl.load(starts_ptr + peer * num_blocks + block, mask=(peer < P) & (block < num_blocks), other=0)
     places = first[None, :] + tl.cumsum(wanted, axis=0) - 1
@@ -181,8 +184,8 @@ def plan_rows(
     recv_offsets_Q = ids_TK.new_empty(num_ranks + 1, dtype=torch.int32)
     overflowed = ids_TK.new_empty((), dtype=torch.int32)
     _plan_kernel[(max(num_blocks, 1),)](
-        ids_TK, starts_Pb, arrays.counts.local, sent_mask_TP.view(torch.int8), recv_offsets_Q, overflowed, rank, num_tokens,
-        num_blocks, num_local_experts, max_rows,
+        ids_TK, starts_Pb, arrays.counts.local, arrays.signals.local, sent_mask_TP.view(torch.int8), recv_offsets_Q,
+        overflowed, rank, num_tokens, num_blocks, num_local_experts, max_rows,
         K=num_choices, P=num_ranks, P2=triton.next_power_of_2(num_ranks), BLOCK=BLOCK,
     )  # fmt: skip
     return RowPlan(sent_mask_TP, arrays.tokens.local.clone(), recv_offsets_Q, overflowed)
