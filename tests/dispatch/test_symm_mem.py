@@ -26,7 +26,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
-from titan_moe.kernels.symm_mem.arrays import symm_bytes
+from titan_moe.kernels.symm_mem.arrays import signal_bytes, symm_bytes
 from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.layers.experts import GroupedExperts
 
@@ -70,7 +70,7 @@ def my_inputs(routing: str, device: torch.device) -> list[Tensor]:
 
 def poison(memory: SymmMemory) -> None:
     """Fill all but the signals with NaN and -1, when nobody reads any more and before anybody writes."""
-    for work in (lambda: None, lambda: memory.local[memory.peer_ptrs_P.numel() * 4 :].fill_(255)):
+    for work in (lambda: None, lambda: memory.local[signal_bytes(memory.peer_ptrs_P.numel()) :].fill_(255)):
         work()
         if memory.local.is_cuda:
             torch.cuda.synchronize()

@@ -5,6 +5,7 @@ opened differs from a run on GPUs.
 """
 
 import importlib.util
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.kernels import KernelOverrides
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
+from titan_moe.dispatch import symm_mem
+from titan_moe.kernels.symm_mem import barrier
 from titan_moe.parallel import symm_memory
+from titan_moe.train.build import assemble
 
 pytestmark = pytest.mark.interpreted
 TESTS = Path(__file__).parents[1]
@@ -34,7 +41,7 @@ def load(path: str) -> ModuleType:
 
 
 one_loss, step_runner, mapped_files = map(
-    load, ("distributed/test_one_loss.py", "train/test_stepper.py", "dispatch/mapped_files.py")
+    load, ("distributed/test_one_loss.py", "train/test_step_runner.py", "dispatch/mapped_files.py")
 )
 
 
@@ -61,7 +68,38 @@ def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], 
     return fields, late.call_count
 
 
+def miss_a_step(candidate: Recipe) -> tuple[str, bool, list[bool]]:
+    """The last rank skips the barriers of the second step: what the run says, whether that step counts, and which
+    parameters, moments and biases have changed."""
+    run = assemble(candidate, torch.device("cpu"))
+    run.step(one_loss.batch_of(0, candidate.train.micro_batch_sequences))
+    before = [tensor.clone() for tensor in all_tensors(run)]
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    results, said, take = [], "", run.step.step
+    run.step.replay = lambda batch: results.append(take(batch)) or results[-1]
+    with (
+        mock.patch.object(barrier, "SPIN_LIMIT_SECONDS", 0.1),
+        mock.patch.object(symm_mem, "symm_barrier", lambda *_: None) if is_last else nullcontext(),
+    ):
+        try:
+            run.step(one_loss.batch_of(1, candidate.train.micro_batch_sequences))
+        except RuntimeError as error:
+            said = str(error)
+    after = all_tensors(run)
+    changed = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+    return said, not results[0].has_overflowed, changed
+
+
+def all_tensors(run: Any) -> list[torch.Tensor]:
+    """Parameters, buffers and moments of this rank; counters of tokens and steps are none of them."""
+    moments = [state[name] for o in run.optimizers for state in o.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    biases = [buffer for name, buffer in run.model.named_buffers() if name.endswith("expert_bias_E")]
+    tensors = [*run.model.parameters(), *moments, *biases]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
 late = SimpleNamespace(train_and_count=train_and_count)
+missing = SimpleNamespace(miss_a_step=miss_a_step)
 
 
 def in_one_microbatch(candidate: Recipe, num_ranks: int) -> Recipe:
@@ -154,3 +192,11 @@ def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, tmp_p
         step_runner.assert_equal(exact, other, 1e-9)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0
     assert 0 < runs[0]["reruns"][-1] < step_runner.STEPS, "some steps fit and some do not"
+
+
+def test_a_step_that_a_rank_has_missed_changes_nothing(ranks: Any, tmp_path: Path) -> None:
+    candidate = in_one_microbatch(one_loss.recipe(EP2), 2)
+    answers = ranks(2, on_files, str(tmp_path), "missing", "miss_a_step", candidate)
+    assert answers[0][0].startswith("rank 1 did not come to an exchange over symmetric memory")
+    for _, counts, changed in answers:
+        assert not counts and changed and not any(changed)

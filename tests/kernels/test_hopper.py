@@ -25,7 +25,7 @@ from titan_moe.kernels.rope.forward import rotary_forward
 from titan_moe.kernels.router.backward import route_backward
 from titan_moe.kernels.router.forward import route_forward
 from titan_moe.kernels.router.routing import Routing, RoutingRule
-from titan_moe.kernels.symm_mem.arrays import SymmArray, SymmArrays
+from titan_moe.kernels.symm_mem.arrays import HEADER_WORDS, SymmArray, SymmArrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, pick_scores, put_scores
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.clones import add_gradients, pull_weights, stage_weights
@@ -131,7 +131,7 @@ ROTARIES: dict[str, Callable[[], object]] = {
 def symm_mem_arrays(num_ranks: int, width: int) -> SymmArrays:
     """The arrays of a rank, with S tokens on every rank."""
     arrays = (
-        index(num_ranks),
+        index(HEADER_WORDS + num_ranks),
         index(num_ranks, num_ranks),
         index(num_ranks, S),
         index(S, K),

@@ -1,16 +1,19 @@
 """Steps that are replayed, skipped or taken again leave the same weights as steps that are simply taken."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import dropout
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
@@ -19,6 +22,9 @@ from titan_moe.config.perf import CompileConfig, PerfConfig, PrecisionConfig
 from titan_moe.config.train import OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch import capacity
+from titan_moe.layers.attention import Context
+from titan_moe.layers.block import Block
+from titan_moe.models.transformer import Transformer
 from titan_moe.train import step_runner
 from titan_moe.train.build import assemble
 
@@ -103,6 +109,26 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[
     }
 
 
+class DroppingBlock(Block):
+    """Draws random numbers in forward, as the models of others do."""
+
+    def forward(self, x_BND: Tensor, context: Context) -> Tensor:
+        return dropout(super().forward(x_BND, context), 0.2, self.training)
+
+
+class Dropping(Transformer):
+    block_class = DroppingBlock
+
+
+def train_dropping(recipe: Recipe, extent: str) -> dict[str, Any]:
+    """The same of a model with dropout, whose ranks draw different numbers."""
+    module = ModuleType("dropping")
+    module.Dropping = Dropping
+    torch.manual_seed(dist.get_rank())
+    with mock.patch.dict(sys.modules, dropping=module):
+        return train(replace(recipe, model=replace(recipe.model, class_="dropping:Dropping")), extent)
+
+
 def assert_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> None:
     for name in ("losses", "norms", "weights", "biases", "moments", "lr"):
         torch.testing.assert_close(one[name], other[name], rtol=tolerance, atol=tolerance)
@@ -127,6 +153,28 @@ def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, exten
         assert_equal(exact, other, 1e-12)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0
     assert 0 < runs[0]["reruns"][-1] < STEPS, "some steps fit and some do not"
+
+
+@pytest.mark.parametrize("extent", ["off", "step"])
+def test_a_step_taken_again_draws_the_same_random_numbers(ranks: Any, extent: str) -> None:
+    bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
+    plain = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
+    exact = ranks(4, train_dropping, replace(RECIPE, parallel=SPREAD), "off")[0]
+    assert all(abs(one - other) > 1e-3 for one, other in zip(plain["losses"], exact["losses"], strict=True))
+    for other in ranks(4, train_dropping, replace(RECIPE, parallel=bounded), extent):
+        assert_equal(exact, other, 1e-12)
+        assert 0 < other["reruns"][-2] < STEPS, "some steps fit, and some before the last do not"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_random_states_of_host_and_device_are_restored(device: str) -> None:
+    def draw() -> list[Tensor]:
+        return [torch.rand(8).cpu(), torch.rand(8, device=device).cpu()]
+
+    states = step_runner._random_states(torch.device(device))
+    first, other = draw(), draw()
+    step_runner._restore(states, torch.device(device))
+    assert all(map(torch.equal, first, draw())) and not any(map(torch.equal, first, other))
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])

@@ -9,7 +9,7 @@ without the bound, at the sizes that the host then reads.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -33,6 +33,10 @@ class ExpertCapacity:
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """On the device: whether something found no room since `reset`. Set anew by a forward that is repeated, to
         the same."""
+        self.failed: Tensor | None = None
+        """On the device, where exchanges can fail: not 0 once one has."""
+        self.check: Callable[[], None] = _nothing
+        """Raises what made it fail; reads nothing on the device."""
 
     @property
     def is_suspended(self) -> bool:
@@ -63,6 +67,11 @@ class ExpertCapacity:
         wanted = math.ceil(expected * self.capacity_factor / SLOTS_ALIGNMENT) * SLOTS_ALIGNMENT
         return min(wanted, worst)
 
+    @property
+    def invalidates_step(self) -> Tensor:
+        """On the device: whether the step that is under way must change nothing."""
+        return self.overflowed if self.failed is None else self.overflowed | (self.failed[0] != 0)
+
     def reset(self) -> None:
         """Forget what overflowed."""
         self.overflowed.zero_()
@@ -79,3 +88,7 @@ class ExpertCapacity:
             yield
         finally:
             self.is_unbounded = was_unbounded
+
+
+def _nothing() -> None:
+    """No exchange can fail."""

@@ -1,11 +1,14 @@
 """The memory that the ranks of an expert-parallel group share, opened once for all layers and all of a run."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.recipe import most_tokens_at_once
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.missing_rank import MissingRank
 from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.kernels.symm_mem.clones import clone_bytes
@@ -14,8 +17,12 @@ from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
 
 
-def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch.device) -> SymmMemory | None:
+def share_memory(
+    model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity
+) -> SymmMemory | None:
     """Open what the model's exchanges need if the recipe's dispatcher shares memory; every rank must call it.
+
+    A rank that does not come to an exchange voids the step through `capacity`, which says so.
 
     One piece serves all layers, because their exchanges follow each other. It holds the worst case of the largest
     batch that the run sends through the model, also where the recipe bounds rows: a step that does not fit is taken
@@ -42,10 +49,13 @@ def share_memory(model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch
             num_local, elements = len(weights[0]) // num_ranks, sum(weight[0].numel() for weight in weights)
             num_bytes = max(num_bytes, clone_bytes(num_ranks, num_local, num_clones, elements, rows))
     try:
-        return open_symm_memory(num_bytes, group, device)
+        memory = open_symm_memory(num_bytes, group, device)
     except (RuntimeError, ValueError) as error:
         others = dispatchers_that(lambda facts: facts.moves_rows and not facts.shares_memory)
         problem = (
             f'parallel.dispatcher = "{recipe.parallel.dispatcher}" cannot share memory here: {error}; take {others}'
         )
         raise RecipeError([problem]) from error
+    missing = MissingRank(memory.local, dist.get_process_group_ranks(group))
+    capacity.failed, capacity.check = missing.failed, missing.check
+    return memory

@@ -70,7 +70,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
 def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> list[nn.Module]:
     """Build, spread, compile and initialise what this rank computes of the model of a recipe."""
     model = build_on_meta(recipe)
-    memory = symm_memory.share_memory(model, recipe, meshes, device)
+    memory = symm_memory.share_memory(model, recipe, meshes, device, capacity)
     parts = [model]  # pipelines cut here, before sharding: a rank shards only what it keeps
     for part in parts:
         _transform(part, recipe, meshes, device, capacity, memory)

@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
     aux_loss: Tensor  # balancing losses, on the same scale
     grad_norm: Tensor  # global norm before clipping
     tokens_per_expert: dict[str, Tensor]  # router name -> tokens that each expert was given by all ranks [E]
-    has_overflowed: Tensor  # bool: some rank's rows did not fit their slots, nothing was changed, take the step again
+    has_overflowed: Tensor  # bool: some rank's rows did not fit their slots, or did not come: nothing was changed
     num_skipped: Tensor  # int64: steps so far that changed nothing, because their gradients were not finite
 
 
@@ -54,7 +54,7 @@ class TrainStep:
         loss = self.forward_backward(batch, scale)
         losses = torch.stack([loss, self.balancer.aux_loss(loss)])
         dist.all_reduce(losses, group=self.meshes.data_group)
-        num_overflowed = self.capacity.overflowed.float()
+        num_overflowed = self.capacity.invalidates_step.float()
         dist.all_reduce(num_overflowed, group=self.meshes.world_group)
         has_overflowed = num_overflowed > 0
         with region("clip"):

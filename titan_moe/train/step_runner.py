@@ -61,7 +61,9 @@ class StepRunner:
         is_bounded = self.step.capacity.is_bounded
         random_states = _random_states(batch.tokens_MBN.device) if is_bounded else []
         result = self._take(batch)
-        if is_bounded and bool(result.has_overflowed):
+        has_overflowed = is_bounded and bool(result.has_overflowed)
+        self.step.capacity.check()  # the step may be void because a rank is missing: it would not come again
+        if has_overflowed:
             result = self._take_again(batch, random_states)
         self.schedule.step()
         return result

@@ -191,6 +191,7 @@ class Trainer:
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.meter.paused():
                 self.meter.log_validation(progress.step, self._validate())
+                self.step.step.capacity.check()  # a validation has exchanges, too
         if self._is_due(recipe.checkpoint.every_steps):
             with self.meter.paused():
                 self.checkpointer.save(progress.step)

@@ -18,7 +18,7 @@ from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.permute.rows import plan_slots
-from titan_moe.kernels.symm_mem.arrays import symm_arrays, symm_bytes
+from titan_moe.kernels.symm_mem.arrays import signal_bytes, symm_arrays, symm_bytes
 from titan_moe.kernels.symm_mem.row_plan import exchange_counts, plan_rows
 from titan_moe.kernels.symm_mem.rows import get_rows, own_rows, put_rows, sum_partial_results
 from titan_moe.kernels.symm_mem.tile_schedule import (
@@ -171,6 +171,7 @@ def crowded(device: str) -> tuple[Any, Tensor, Tensor]:
         dtype, num_tokens = torch.bfloat16, 2057
     size = symm_bytes(1, num_tokens, width, num_choices, dtype)
     memory = torch.full((size,), 255, dtype=torch.uint8, device=device)
+    memory[: signal_bytes(1)].zero_()
     arrays = symm_arrays(
         memory, torch.tensor([memory.data_ptr()], device=device), num_tokens, width, num_choices, dtype
     )

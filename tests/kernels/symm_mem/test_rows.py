@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.symm_mem.arrays import SymmArrays, symm_arrays, symm_bytes
+from titan_moe.kernels.symm_mem.arrays import SymmArrays, signal_bytes, symm_arrays, symm_bytes
 from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
 from titan_moe.kernels.symm_mem.row_plan import RowPlan, exchange_counts, plan_rows, plan_rows_reference
 from titan_moe.kernels.symm_mem.rows import (
@@ -58,9 +58,11 @@ def draw(routing: str, num_ranks: int, num_tokens: int, width: int, device: str,
 
 
 def share_memory(num_ranks: int, num_tokens: int, width: int, device: str, dtype: torch.dtype) -> list[SymmArrays]:
-    """Every rank's arrays, filled with bytes of 255: NaN as floats, -1 as integers."""
+    """Every rank's arrays, filled with bytes of 255 but for the signals: NaN as floats, -1 as integers."""
     size = symm_bytes(num_ranks, num_tokens, width, TOP_K, dtype)
     memories = [torch.full((size,), 255, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+    for memory in memories:
+        memory[: signal_bytes(num_ranks)].zero_()
     peer_ptrs_P = torch.tensor([memory.data_ptr() for memory in memories], device=device)
     return [symm_arrays(memory, peer_ptrs_P, num_tokens, width, TOP_K, dtype) for memory in memories]
 

@@ -36,6 +36,9 @@ from torch import Tensor
 
 ALIGNMENT = 256
 """Arrays begin at multiples of it, in bytes."""
+HEADER_WORDS = 4
+"""int32 words before the signals. Word 0 is 0 until a barrier of any rank gives a rank up, then that rank + 1. Words 2
+and 3 are the address of an int32 of this rank's host, which is told the same; or 0."""
 
 
 class SymmArray(NamedTuple):
@@ -52,7 +55,7 @@ class SymmArrays(NamedTuple):
     """The arrays of a rank's memory."""
 
     signals: SymmArray
-    """int32 [P]: signals of the barrier, all 0 between two barriers."""
+    """int32 [HEADER_WORDS + P]: the header, then the signals of the barrier, all 0 between two barriers."""
     counts: SymmArray
     """int32 [P, P]: number of rows from each rank (first dim) to each rank (second)."""
     tokens: SymmArray
@@ -73,7 +76,7 @@ def _layout(
     """Shape, dtype and byte offset of each array, and the total bytes."""
     layout, end = [], 0
     shapes: Sequence[tuple[tuple[int, ...], torch.dtype]] = (
-        ((num_ranks,), torch.int32),
+        ((HEADER_WORDS + num_ranks,), torch.int32),
         ((num_ranks, num_ranks), torch.int32),
         ((num_ranks, num_tokens), torch.int32),
         ((num_tokens, top_k), torch.int32),
@@ -84,6 +87,11 @@ def _layout(
         layout.append((shape, dtype, end))
         end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return layout, end
+
+
+def signal_bytes(num_ranks: int) -> int:
+    """Bytes before everything else: the header and the signals, aligned."""
+    return -(-(HEADER_WORDS + num_ranks) * 4 // ALIGNMENT) * ALIGNMENT
 
 
 def symm_bytes(

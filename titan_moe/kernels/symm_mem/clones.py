@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.symm_mem.arrays import ALIGNMENT, SymmArray, peer_array
+from titan_moe.kernels.symm_mem.arrays import HEADER_WORDS, SymmArray, peer_array, signal_bytes
 
 BLOCK = 4096
 SIZES = ["rank", "num_experts", "num_replicas", "num_all_replicas"]
@@ -36,7 +36,7 @@ def clone_bytes(
 ) -> int:
     """Bytes of symmetric memory that each rank needs; any of its experts may be cloned by the others."""
     num_places = _num_places(num_ranks, num_local_experts, num_replicas)
-    return _signal_bytes(num_ranks) + num_places * num_elements * dtype.itemsize
+    return signal_bytes(num_ranks) + num_places * num_elements * dtype.itemsize
 
 
 def clone_arrays(
@@ -58,18 +58,14 @@ def clone_arrays(
             f"{num_replicas} clones of {num_elements} elements in {dtype} on each of {num_ranks} ranks need {needed} "
             f"bytes of symmetric memory, but {memory.numel()} are allocated; allocate clone_bytes(...)"
         )
-    scratch, begin = memory.data, _signal_bytes(num_ranks)
-    signals = SymmArray(scratch[: num_ranks * 4].view(torch.int32), peer_ptrs_P, 0)
+    scratch, begin = memory.data, signal_bytes(num_ranks)
+    signals = SymmArray(scratch[: (HEADER_WORDS + num_ranks) * 4].view(torch.int32), peer_ptrs_P, 0)
     staged_JN = scratch[begin:needed].view(dtype).view(-1, num_elements)
     return signals, SymmArray(staged_JN, peer_ptrs_P, begin)
 
 
 def _num_places(num_ranks: int, num_local_experts: int, num_replicas: int) -> int:
     return max(min(num_local_experts, num_ranks * num_replicas), num_replicas)
-
-
-def _signal_bytes(num_ranks: int) -> int:
-    return -(-num_ranks * 4 // ALIGNMENT) * ALIGNMENT
 
 
 def add_clones_reference(own_PeN: Tensor, clones_PcN: Tensor, experts_Pc: Tensor) -> Tensor:

@@ -124,8 +124,8 @@ def _list_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _plan_kernel(
-    ids_ptr, starts_ptr, counts_ptr, sent_mask_ptr, recv_offsets_ptr, overflowed_ptr, rank, num_tokens, num_blocks,
-    num_local_experts, max_rows, K: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr, starts_ptr, counts_ptr, header_ptr, sent_mask_ptr, recv_offsets_ptr, overflowed_ptr, rank, num_tokens,
+    num_blocks, num_local_experts, max_rows, K: tl.constexpr, P: tl.constexpr, P2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -134,6 +134,8 @@ def _plan_kernel(
     source = tl.arange(0, P2)[:, None]
     is_count = (source < P) & (peer[None, :] < P)
     counts = tl.load(counts_ptr + source * P + peer[None, :], mask=is_count, other=0)
+    # after a barrier that has failed, counts and lists are stale and might point anywhere: no row comes
+    counts = tl.where(tl.load(header_ptr) == 0, counts, 0)
     first = tl.sum(tl.where(source < rank, counts, 0), axis=0)
     first += tl.load(starts_ptr + peer * num_blocks + block, mask=(peer < P) & (block < num_blocks), other=0)
     index = first[None, :] + tl.cumsum(is_routed, axis=0) - 1
@@ -184,8 +186,8 @@ def plan_rows(
     recv_offsets_Q = ids_TK.new_empty(num_ranks + 1, dtype=torch.int32)
     overflowed = ids_TK.new_empty((), dtype=torch.int32)
     _plan_kernel[(max(num_blocks, 1),)](
-        ids_TK, starts_Pb, arrays.counts.local, sent_mask_TP.view(torch.int8), recv_offsets_Q, overflowed, rank,
-        num_tokens, num_blocks, num_local_experts, max_rows,
+        ids_TK, starts_Pb, arrays.counts.local, arrays.signals.local, sent_mask_TP.view(torch.int8), recv_offsets_Q,
+        overflowed, rank, num_tokens, num_blocks, num_local_experts, max_rows,
         K=top_k, P=num_ranks, P2=triton.next_power_of_2(num_ranks), BLOCK=BLOCK,
     )  # fmt: skip
     return RowPlan(sent_mask_TP, arrays.tokens.local.clone(), recv_offsets_Q, overflowed)

@@ -1,0 +1,68 @@
+"""Say which rank did not come to an exchange over symmetric memory.
+
+A barrier that gives a rank up writes its number into host memory (kernels/symm_mem/barrier.py). The host reads that
+without asking the device: after each step, which is void then, and beside the main thread, which may wait for a
+collective of the missing rank and never come back.
+"""
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.symm_mem import barrier
+
+logger = logging.getLogger("titan_moe")
+
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_END = 300.0
+"""For the main thread to raise the error, and to end the run, before the process is ended."""
+
+
+class MissingRank:
+    """The first rank that a barrier of this rank's group has given up, if any."""
+
+    def __init__(self, memory: Tensor, ranks: Sequence[int]) -> None:
+        """`memory` is this rank's own part of the symmetric memory; `ranks` are the group's ranks in the whole run."""
+        self.ranks = ranks
+        self.word = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
+        self.failed = memory.data[:4].view(torch.int32)
+        """On the device, int32 [1]: not 0 once an exchange has failed."""
+        memory.data[8:16].view(torch.int64).fill_(self.word.data_ptr())
+        Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+
+    @property
+    def message(self) -> str:
+        """What is wrong, or nothing."""
+        number = int(self.word)
+        if not number:
+            return ""
+        rank = self.ranks[number - 1]
+        return (
+            f"rank {rank} did not come to an exchange over symmetric memory within {barrier.SPIN_LIMIT_SECONDS:g} "
+            f"seconds; no weight was changed since. It has ended, hangs or runs another recipe: see its log, and start "
+            f"the run again"
+        )
+
+    def check(self) -> None:
+        """Raise RuntimeError if a rank did not come."""
+        if message := self.message:
+            raise RuntimeError(message)
+
+
+def _watch(reference: "weakref.ref[MissingRank]") -> None:
+    """Log the error once there is one, and end the process if nothing else does."""
+    while (missing := reference()) is not None:
+        message, missing = missing.message, None
+        if message:
+            logger.critical(message)
+            time.sleep(SECONDS_TO_END)
+            if reference() is not None:
+                os._exit(1)
+            return
+        time.sleep(SECONDS_BETWEEN_LOOKS)
