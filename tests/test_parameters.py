@@ -61,13 +61,12 @@ def test_a_tied_weight_is_what_its_first_owner_says() -> None:
 
 
 class BiasedExperts(GroupedExperts):
-    """Experts with biases, one of them declared."""
+    """Experts with biases, and one more that a subclass declares."""
 
     parameter_kinds = {"offset": ParameterKind.BIAS}
 
     def __init__(self) -> None:
-        super().__init__(4, 8, 16)
-        self.down_bias = nn.Parameter(torch.ones(4, 8))
+        super().__init__(4, 8, 16, has_bias=True)
         self.offset = nn.Parameter(torch.ones(4, 32))
 
 
@@ -75,6 +74,7 @@ def test_a_third_parameter_of_experts_is_a_bias_in_spite_of_its_shape() -> None:
     experts = BiasedExperts()
     kinds = {name: kind for name, _, kind in named_kinds(experts)}
     assert kinds["down_bias"] is kinds["offset"] is ParameterKind.BIAS and experts.down_bias.ndim == 2
+    assert kinds["gate_up_bias"] is ParameterKind.BIAS and experts.gate_up_bias.ndim == 3
     assert kinds["gate_up"] is kinds["down"] is ParameterKind.EXPERT_MATRIX, "a subclass adds to what is declared"
 
 

@@ -1,7 +1,10 @@
 """What a shape says of its layers."""
 
+from pathlib import Path
+
 import pytest
 
+from titan_moe.config import check_rules, load_recipe
 from titan_moe.config.model import AttentionConfig
 
 
@@ -18,3 +21,27 @@ from titan_moe.config.model import AttentionConfig
 def test_how_far_each_layer_reaches(window: int, full_every: int, expected: list[int]) -> None:
     attention = AttentionConfig(sliding_window=window, full_attention_every=full_every)
     assert [attention.window(layer, 100) for layer in range(7)] == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ("--perf.kernels=grouped_mm", ""),
+        ("--perf.kernels=fused", 'perf.kernels = "fused" needs model.moe.expert_mlp_bias = false; take that, or'),
+        (
+            "--perf.kernels=fused --parallel.dispatcher=symm_mem --parallel.overlap=tile",
+            'parallel.overlap = "tile" needs fused experts, which need model.moe.expert_mlp_bias = false; take',
+        ),
+        ("--model.moe.ffn_hidden_size=63 --perf.kernels=reference", "does not divide model.moe.ffn_hidden_size = 63"),
+    ],
+)
+def test_biases_of_experts_need_kernels_and_ranks_that_know_them(overrides: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.toml").touch()
+    biased = (
+        "--model.moe.num_experts=8 --parallel.ep=4 --parallel.dispatcher=alltoall --train.global_batch_sequences=64"
+    )
+    words = [*biased.split(), "--run.device=cuda", "--model.moe.ffn_hidden_size=64", *overrides.split()]
+    for has_bias in (True, False):
+        recipe = load_recipe(tmp_path / "empty.toml", [*words, f"--model.moe.expert_mlp_bias={str(has_bias).lower()}"])
+        problems = check_rules(recipe, 8)
+        assert bool(problems) == (has_bias and bool(message)) and message in " ".join(problems or [message])

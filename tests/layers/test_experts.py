@@ -13,10 +13,15 @@ EXPERTS, WIDTH, HIDDEN, ROWS, CHOICES = 5, 16, 8, 11, 3
 
 
 def built(
-    score_on: str = "activation", kernels: str = "reference", dtype: torch.dtype = torch.float64
+    score_on: str = "activation",
+    kernels: str = "reference",
+    dtype: torch.dtype = torch.float64,
+    *,
+    has_bias: bool = False,
 ) -> GroupedExperts:
     torch.manual_seed(0)
-    experts = GroupedExperts(EXPERTS, WIDTH, HIDDEN, choose_expert_mlp(kernels, score_on)).to(dtype)
+    mlp = choose_expert_mlp(kernels, score_on, has_bias)
+    experts = GroupedExperts(EXPERTS, WIDTH, HIDDEN, mlp, has_bias=has_bias).to(dtype)
     for weight in experts.parameters():
         torch.nn.init.normal_(weight, std=0.5)
     return experts
@@ -38,22 +43,27 @@ def laid_out(x_SD: Tensor, ids_SK: Tensor, scores_SK: Tensor, num_slots: int | N
 
 
 def densely(experts: GroupedExperts, x_SD: Tensor, ids_SK: Tensor, scores_SK: Tensor, score_on: str) -> Tensor:
-    rows = []
+    """Token by token, choice by choice."""
+    rows, has_bias = [], experts.down_bias is not None
     for x_D, ids, scores in zip(x_SD, ids_SK.tolist(), scores_SK, strict=True):
         y_D = torch.zeros_like(x_D)
         for expert, score in zip(ids, scores, strict=True):
             if expert >= 0:
                 read_D = x_D * score if score_on == "input" else x_D
-                gate_FD, up_FD = experts.gate_up[expert]
-                out_D = experts.down[expert] @ (F.silu(gate_FD @ read_D) * (up_FD @ read_D))
+                gate_F, up_F = experts.gate_up[expert] @ read_D
+                if has_bias:
+                    gate_F, up_F = gate_F + experts.gate_up_bias[expert, 0], up_F + experts.gate_up_bias[expert, 1]
+                out_D = experts.down[expert] @ (F.silu(gate_F) * up_F)
+                out_D = out_D + experts.down_bias[expert] if has_bias else out_D
                 y_D = y_D + (out_D if score_on == "input" else score * out_D)
         rows.append(y_D)
     return torch.stack(rows)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("score_on", ["activation", "input"])
-def test_equals_dense_experts(score_on: str) -> None:
-    experts, (x_SD, ids_SK, scores_SK) = built(score_on), choices()
+def test_equals_dense_experts(score_on: str, has_bias: bool) -> None:
+    experts, (x_SD, ids_SK, scores_SK) = built(score_on, has_bias=has_bias), choices()
     actual = experts(laid_out(x_SD, ids_SK, scores_SK))
     expected = densely(experts, x_SD, ids_SK, scores_SK, score_on)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
@@ -67,10 +77,12 @@ def test_the_two_places_of_the_score_differ() -> None:
     assert not torch.allclose(built("activation")(routed), built("input")(routed), atol=1e-2)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("kernels", ["grouped_mm", "reference"])
 @pytest.mark.parametrize("score_on", ["activation", "input"])
-def test_garbage_past_the_last_slot_is_never_read(kernels: str, score_on: str) -> None:
-    experts, (x_SD, ids_SK, scores_SK) = built(score_on, kernels, torch.float32), choices(torch.float32)
+def test_garbage_past_the_last_slot_is_never_read(kernels: str, score_on: str, has_bias: bool) -> None:
+    experts = built(score_on, kernels, torch.float32, has_bias=has_bias)
+    x_SD, ids_SK, scores_SK = choices(torch.float32)
     clean = experts(laid_out(x_SD, ids_SK, scores_SK))
     direction, inputs = torch.randn_like(clean), (x_SD, scores_SK, *experts.parameters())
     clean_gradients = torch.autograd.grad(clean, inputs, direction)
@@ -90,16 +102,23 @@ def test_garbage_past_the_last_slot_is_never_read(kernels: str, score_on: str) -
 
 @pytest.mark.parametrize("kernels", ["grouped_mm", "reference"])
 def test_an_expert_without_rows_gets_a_zero_gradient(kernels: str) -> None:
-    experts, (x_SD, ids_SK, scores_SK) = built(kernels=kernels, dtype=torch.float32), choices(torch.float32)
+    experts = built(kernels=kernels, dtype=torch.float32, has_bias=True)
+    x_SD, ids_SK, scores_SK = choices(torch.float32)
     ids_SK[ids_SK == 2] = -1
     experts(laid_out(x_SD, ids_SK, scores_SK)).sum().backward()
     for weight in experts.parameters():
         assert not weight.grad[2].any() and weight.grad[[0, 1, 3, 4]].flatten(1).any(1).all()
 
 
-def test_fused_refuses_scores_on_the_input() -> None:
-    with pytest.raises(ValueError, match="score_on"):
+def test_fused_refuses_what_its_gemms_do_not_do() -> None:
+    with pytest.raises(ValueError, match='score_on = "activation"; or take "grouped_mm"'):
         choose_expert_mlp("fused", "input")
+    with pytest.raises(ValueError, match='expert_mlp_bias = false; or take "grouped_mm"'):
+        choose_expert_mlp("fused", "activation", has_bias=True)
+    biased = built(has_bias=True)
+    biased.mlp = choose_expert_mlp("fused", "activation")
+    with pytest.raises(ValueError, match='gate_up_bias.*; take "grouped_mm"'):
+        biased(laid_out(*choices()))
 
 
 def test_kernels_agree() -> None:

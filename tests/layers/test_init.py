@@ -103,15 +103,12 @@ def test_spread_of_every_parameter(attention: AttentionConfig) -> None:
 
 
 def test_biases_of_experts_start_at_zero() -> None:
-    class Experts(GroupedExperts):
-        def __init__(self) -> None:
-            super().__init__(4, 16, 8)
-            self.down_bias = nn.Parameter(torch.full((4, 16), torch.nan))
-
-    plain, biased = nn.ModuleDict({"experts": GroupedExperts(4, 16, 8)}), nn.ModuleDict({"experts": Experts()})
+    plain, biased = (nn.ModuleDict({"experts": GroupedExperts(4, 16, 8, has_bias=is_so)}) for is_so in (False, True))
     for model in (plain, biased):
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, torch.nan)
         init_weights(model, seed=1, std=STD, num_layers=LAYERS)
-    assert not biased.experts.down_bias.any()
+    assert not biased.experts.gate_up_bias.any() and not biased.experts.down_bias.any()
     for name, parameter in plain.named_parameters():
         assert torch.equal(biased.get_parameter(name), parameter), "what is drawn beside it is what it was"
 

@@ -87,6 +87,18 @@ def test_the_measured_way_is_the_default_and_the_other_is_chosen_by_name(mesh) -
     assert experts.local.accumulate is accumulate
 
 
+def test_biases_are_cast_and_their_gradients_added_too(mesh) -> None:
+    experts = GroupedExperts(2, 4, 3, has_bias=True)
+    use_unsharded_experts(experts, mesh, torch.bfloat16, keeps=False)
+    weights = experts.weights()
+    assert weights.names() == ("gate_up", "down", "gate_up_bias", "down_bias")
+    for tensor in weights.tensors():
+        assert tensor.dtype == torch.bfloat16 and not isinstance(tensor, DTensor)
+        tensor.backward(torch.full_like(tensor, 0.5))
+    for parameter in experts.parameters():
+        assert parameter.grad.dtype == torch.float32 and (parameter.grad.to_local() == 0.5).all()
+
+
 def test_a_gradient_in_another_layout_lies_like_its_master(mesh) -> None:
     experts = built(mesh, torch.bfloat16, keeps=False)
     experts.local(experts.down).backward(torch.randn(2, 3, 4).bfloat16().transpose(1, 2))

@@ -32,6 +32,7 @@ VARIANTS = {
     "mla with query compression": replace(BASE, attention=replace(MLA, q_lora_rank=9)),
     "no shared experts": replace(BASE, moe=replace(MOE, shared_ffn_hidden_size=0)),
     "shared gate": replace(BASE, moe=replace(MOE, shared_expert_gate=True)),
+    "expert biases": replace(BASE, moe=replace(MOE, expert_mlp_bias=True, latent_size=12)),
     "latent": replace(BASE, moe=replace(MOE, latent_size=12)),
     "bias and groups": replace(BASE, moe=replace(MOE, score_fn="sigmoid", bias_update_speed=1e-3, num_groups=4)),
     "dense": replace(BASE, moe=MoEConfig(num_experts=0)),

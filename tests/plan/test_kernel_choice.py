@@ -137,6 +137,10 @@ def test_where_the_default_was_not_measured_there_is_no_margin(cache: Path) -> N
         ("--precision.compute=fp32", "(measured in bf16 alone)"),
         ("--precision.compute=fp64", "(measured in bf16 alone)"),
         ("--model.moe.score_on=input", "experts grouped_mm (fused cannot run here; 7 ms grouped_mm, 6 ms fused, "),
+        (
+            "--model.moe.expert_mlp_bias=true",
+            "experts grouped_mm (fused cannot run here; 7 ms grouped_mm, 6 ms fused, ",
+        ),
     ],
 )
 def test_auto_keeps_the_default_where_triton_cannot_run(measured: None, overrides: str, said: str) -> None:

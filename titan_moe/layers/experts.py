@@ -14,7 +14,7 @@ from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads
 from titan_moe.kernels.experts.weights import ExpertWeights
-from titan_moe.parameters import ParameterKind
+from titan_moe.parameters import ParameterKind, kind_of
 
 GatherWeights = Callable[[Tensor, ExpertWeights, Exchange], tuple[Tensor, ExpertWeights]]
 """Rows, own weights and exchange -> the rows, and the weights that the exchange wants: own ones, and clones."""
@@ -29,8 +29,13 @@ class GroupedExperts(nn.Module):
     `delays_weight_grads` says whether `delayed_weights` has any (kernels/experts/delayed_weight_grads.py).
     """
 
-    DIMS: ClassVar[dict[str, str]] = {"gate_up": "e2FL", "down": "eLF", "gate_up_bias": "e2F", "down_bias": "eL"}
-    """What each dimension of a parameter is."""
+    parameter_dims: ClassVar[dict[str, str]] = {
+        "gate_up": "e2FL",
+        "down": "eLF",
+        "gate_up_bias": "e2F",
+        "down_bias": "eL",
+    }
+    """What each dimension of a parameter is; those of a subclass add theirs."""
     parameter_kinds: ClassVar[dict[str, ParameterKind]] = {
         "gate_up": ParameterKind.EXPERT_MATRIX,
         "down": ParameterKind.EXPERT_MATRIX,
@@ -50,8 +55,8 @@ class GroupedExperts(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"e": num_experts, "2": 2, "F": ffn_hidden_size, "L": width}
-        for name, dims in self.DIMS.items():
-            is_there = has_bias or self.parameter_kinds[name] is not ParameterKind.BIAS
+        for name, dims in GroupedExperts.parameter_dims.items():
+            is_there = has_bias or kind_of(self, name) is not ParameterKind.BIAS
             parameter = nn.Parameter(torch.empty([sizes[dim] for dim in dims])) if is_there else None
             self.register_parameter(name, parameter)
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
@@ -61,7 +66,7 @@ class GroupedExperts(nn.Module):
 
     def weights(self) -> ExpertWeights:
         """The parameters of this rank's experts, ready for compute."""
-        names = [name for name in self.DIMS if getattr(self, name) is not None]
+        names = [name for name in GroupedExperts.parameter_dims if getattr(self, name) is not None]
         return ExpertWeights.of([self.local(getattr(self, name)) for name in names], tuple(names))
 
     def delayed_weights(self) -> DelayedWeights | None:

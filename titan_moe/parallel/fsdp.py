@@ -144,9 +144,19 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
-    """Shard the row width, which expert and expert-tensor parallelism leave whole; without one, the hidden width."""
-    dims = {parameter: experts.DIMS[name] for name, parameter in experts.named_parameters(recurse=False)}
-    placements = {parameter: Shard(names.find("L" if "L" in names else "F")) for parameter, names in dims.items()}
+    """Shard the row width, which expert and expert-tensor parallelism leave whole; without one, the hidden width.
+
+    Raises: ValueError for a parameter of unknown dimensions.
+    """
+    placements = {}
+    for name, parameter in experts.named_parameters(recurse=False):
+        dims = experts.parameter_dims.get(name, "")
+        if "L" not in dims and "F" not in dims:
+            raise ValueError(
+                f"{type(experts).__name__}.{name} has no dimension to shard over edp = {mesh.size()}; declare them in "
+                "parameter_dims, with L for the row width or F for the hidden width, or raise parallel.ep"
+            )
+        placements[parameter] = Shard(dims.index("L" if "L" in dims else "F"))
     fully_shard(
         experts,
         mesh=mesh,

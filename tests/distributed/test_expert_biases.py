@@ -1,0 +1,97 @@
+"""Experts with biases train on every layout as on one process."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.train.build import assemble
+
+
+def load(name: str) -> ModuleType:
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+one_loss = load("test_one_loss")
+STEPS = 3
+"""Biases start at zero: the second step is the first that depends on them."""
+EP2 = ParallelConfig(ep=2, dispatcher="alltoall")
+BIASES = {
+    f"layers.{layer}.feed_forward.experts.{name}": shape
+    for layer in (1, 2)
+    for name, shape in (("gate_up_bias", (8, 2, 8)), ("down_bias", (8, 16)))
+}
+
+
+def with_biases(parallel: ParallelConfig, **changes: Any) -> Recipe:
+    plain = one_loss.recipe(parallel, **changes)
+    return replace(plain, model=replace(plain.model, moe=replace(plain.model.moe, expert_mlp_bias=True)))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Any) -> Any:
+    return one_loss.Trace(**ranks(1, one_loss.train, with_biases(ParallelConfig()), -1, STEPS)[0])
+
+
+def test_biases_learn(alone: Any) -> None:
+    assert {name: tuple(grad.shape) for name, grad in alone.grads.items() if name in BIASES} == BIASES
+    assert all(alone.grads[name].flatten(1).any(1).all() for name in BIASES), "every expert's"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "what"),
+    [
+        pytest.param(EP2, "none", id="ep2-edp2"),
+        pytest.param(replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-recompute_experts"),
+        pytest.param(replace(EP2, accumulate_unsharded=True, overlap="microbatch"), "none", id="interleaved"),
+        pytest.param(replace(EP2, ep=4, expert_clones=1), "none", id="clones"),
+    ],
+)
+def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfig, what: str) -> None:
+    for fields in ranks(4, one_loss.train, with_biases(parallel, memory=MemoryConfig(what)), -1, STEPS):
+        one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
+
+
+def test_one_graph_a_block_trains_as_one_process(ranks, alone: Any) -> None:
+    candidate = with_biases(replace(EP2, dispatcher="allgather"), compile=CompileConfig("on", extent="block"))
+    for fields in ranks(4, one_loss.train_compiled, candidate, -1, STEPS):
+        trace = one_loss.Trace(**fields)
+        one_loss.assert_same(trace, alone, 1e-9)
+        assert trace.num_graphs == [4] * STEPS
+
+
+def local_shapes(run: Recipe) -> tuple[dict[str, tuple[int, ...]], list[set[str]]]:
+    """What lies on this rank of the experts' parameters; and the biases by group of the optimizer."""
+    assembly = assemble(run, torch.device("cpu"))
+    (model,) = assembly.parts
+    parameters = {name: parameter for name, parameter in model.named_parameters() if ".1.feed_forward.experts." in name}
+    assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
+    shapes = {name.rpartition(".")[2]: tuple(p.to_local().shape) for name, p in parameters.items()}
+    decays = {
+        id(p): group["weight_decay"]
+        for opt in assembly.optimizers
+        for group in opt.param_groups
+        for p in group["params"]
+    }
+    return shapes, [
+        {name.rpartition(".")[2] for name, p in parameters.items() if bool(decays[id(p)]) == decayed}
+        for decayed in (False, True)
+    ]
+
+
+def test_biases_are_sharded_and_do_not_decay(ranks) -> None:
+    for shapes, (spared, decayed) in ranks(4, local_shapes, with_biases(EP2)):
+        assert shapes == {"gate_up": (4, 2, 8, 8), "down": (4, 8, 8), "gate_up_bias": (4, 2, 4), "down_bias": (4, 8)}
+        assert spared == {"gate_up_bias", "down_bias"} and decayed == {"gate_up", "down"}
