@@ -93,8 +93,9 @@ def miss_a_step(candidate: Recipe) -> tuple[str, bool, list[bool]]:
 def all_tensors(run: Any) -> list[torch.Tensor]:
     """Parameters, buffers and moments of this rank; counters of tokens and steps are none of them."""
     moments = [state[name] for o in run.optimizers for state in o.state.values() for name in ("exp_avg", "exp_avg_sq")]
-    biases = [buffer for name, buffer in run.model.named_buffers() if name.endswith("expert_bias_E")]
-    tensors = [*run.model.parameters(), *moments, *biases]
+    buffers = [named for part in run.parts for named in part.named_buffers()]
+    biases = [buffer for name, buffer in buffers if name.endswith("expert_bias_E")]
+    tensors = [*(parameter for part in run.parts for parameter in part.parameters()), *moments, *biases]
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 

@@ -74,14 +74,6 @@ def test_accumulate_refuses_shapes_that_broadcast() -> None:
         accumulate(torch.zeros(2, 3), torch.ones(3))
 
 
-def test_accumulate_op_passes_opcheck() -> None:
-    for is_first in (False, True):
-        args = (torch.randn(6, 3), torch.randn(6, 3).bfloat16(), is_first)
-        torch.library.opcheck(
-            torch.ops.titan_moe.accumulate.default, args, test_utils=("test_schema", "test_faketensor")
-        )
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_first", [False, True])
 def test_accumulate_launches_triton_for_contiguous_bf16_into_fp32(

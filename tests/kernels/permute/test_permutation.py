@@ -131,18 +131,6 @@ def test_permutation_compiles_as_one_graph(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_permute_ops_pass_opcheck(device: str) -> None:
-    ids_SK, scores_SK, num_experts = draw_routing("some_absent", device)
-    args = (ids_SK, scores_SK.requires_grad_(), num_experts, 100)
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.titan_moe.counting_sort.default, args, test_utils=tests)
-    slots = sort_by_expert(ids_SK, scores_SK.detach(), num_experts, 100)
-    torch.library.opcheck(
-        torch.ops.titan_moe.scores_of_slots.default, (slots.scores_R, slots.slots_SK), test_utils=tests
-    )
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_scores_of_slots_without_assignments_are_empty(device: str) -> None:
     none_SK = torch.empty(0, 3, dtype=torch.int32, device=device)
     assert scores_of_slots(torch.zeros(4, device=device), none_SK).shape == (0, 3)

@@ -126,19 +126,6 @@ def test_route_tokens_is_deterministic(device: torch.device) -> None:
         assert all(torch.equal(got, expected_output) for got, expected_output in zip(run(), first, strict=True))
 
 
-def test_route_tokens_ops_pass_opcheck(device: torch.device) -> None:
-    logits_BNE, bias_E = draw_logits(12, device)
-    forced_BNK = torch.rand_like(logits_BNE).topk(3).indices
-    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    for forced in (None, forced_BNK):
-        args = (logits_BNE, bias_E, forced, *SIGMOID)
-        torch.library.opcheck(torch.ops.titan_moe.route_tokens.default, args, test_utils=tests)
-    grads = (torch.rand(2, 19, 3, device=device), torch.rand(2, 12, device=device), torch.rand((), device=device))
-    for dshares, dz in ((None, None), grads[1:]):
-        args = (logits_BNE.detach(), forced_BNK, grads[0], dshares, dz, "softmax", 3, True, 1.0)
-        torch.library.opcheck(torch.ops.titan_moe.route_tokens_backward.default, args, test_utils=tests)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_route_tokens_refuses_logits_that_are_not_fp32(dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match='override.router = "torch"'):

@@ -1,0 +1,184 @@
+"""Every `torch.library` operation of the package keeps what it tells autograd and the compiler.
+
+What exists is asked of PyTorch, and arguments are those of real calls: the registry's samples, and a layer behind each
+dispatcher, forward and backward, in a group of one rank. An operation that none of these runs reaches fails.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from pkgutil import walk_packages
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+import titan_moe
+from titan_moe.config.kernels import PRESETS
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    CloningDispatcher,
+    clone_weights,
+    symm_mem,
+    symm_mem_fused,
+)
+from titan_moe.dispatch.base import TokenDispatcher
+from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
+from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.kernels.choose import PERMUTE
+from titan_moe.kernels.registry import Kernel, Sample, as_tuple, load_all
+from titan_moe.layers.moe import MoE
+
+UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
+NUM_EXPERTS, WIDTH = 4, 16
+MODEL = ModelConfig(hidden_size=WIDTH, moe=MoEConfig(num_experts=NUM_EXPERTS, top_k=2, ffn_hidden_size=8))
+MEMORY_BYTES = 1 << 16
+
+
+def all_operations() -> list[str]:
+    """Names of all operations, once everything is imported that could define one."""
+    for module in walk_packages([str(Path(titan_moe.__file__).parent)], "titan_moe."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    return sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("titan_moe::"))
+
+
+def cases() -> list[Any]:
+    """Every operation on every device that has it: on CPU in Triton's interpreter, and on GPUs."""
+    found = []
+    for name in all_operations():
+        for device, mark in (("cpu", pytest.mark.interpreted), ("cuda", pytest.mark.gpu)):
+            keys = (device.upper(), "CompositeExplicitAutograd")
+            if any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys):
+                found.append(pytest.param(name, device, id=f"{name.removeprefix('titan_moe::')}-{device}", marks=mark))
+    return found
+
+
+class Calls(TorchDispatchMode):
+    """Keeps the arguments of the calls that differ in more than sizes and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: defaultdict[str, dict[str, tuple[OpOverload, tuple[Any, ...]]]] = defaultdict(dict)
+
+    def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if op.namespace == "titan_moe":
+            assert not kwargs
+            # as they are after the call: what it leaves in shared memory it leaves there again
+            kept = tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), args)
+            self.of[op.name().removesuffix(".default")].setdefault(str([kind_of(arg) for arg in args]), (op, kept))
+        return out
+
+
+def kind_of(arg: Any) -> Any:
+    if isinstance(arg, (list, tuple)):
+        return [kind_of(item) for item in arg]
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.ndim, arg.requires_grad
+    return arg if arg is None or isinstance(arg, bool) else type(arg)
+
+
+def run_registry(device: torch.device) -> None:
+    """Forward and backward of every sample, and forward alone; Triton's in fp32 in the interpreter, in bf16 on GPUs."""
+    for kernel in load_all().values():
+        only = torch.float32 if device.type == "cpu" else torch.bfloat16
+        for dtype in (only,) if kernel.needs_triton and only in kernel.dtypes else kernel.dtypes:
+            for sample in kernel.samples(device, dtype):
+                run(kernel, sample)
+
+
+def run(kernel: Kernel, sample: Sample) -> None:
+    args = list(sample.args)
+    for index in range(sample.num_differentiable):
+        args[index] = args[index].detach().requires_grad_()
+    outs = [out for out in as_tuple(kernel.op(*args)) if out.requires_grad]
+    torch.autograd.backward(outs, [torch.ones_like(out) for out in outs])
+    if outs:
+        with torch.no_grad():
+            kernel.op(*sample.args)
+
+
+def run_layers(device: torch.device, dtype: torch.dtype) -> None:
+    """A layer with Triton's kernels behind each dispatcher, without clones and with them, trained and frozen."""
+    group = dist.group.WORLD
+    memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device=device)
+    shared = SymmMemory(memory, torch.tensor([memory.data_ptr()], device=device), 0)
+    kinds: list[tuple[Callable[..., TokenDispatcher], Any]] = [
+        (partial(AllGatherDispatcher, group=group), CollectiveCloneWeights(group)),
+        (partial(AllToAllDispatcher, group=group), CollectiveCloneWeights(group)),
+        (partial(SymmMemDispatcher, memory=shared), SymmMemCloneWeights(shared)),
+        (partial(SymmMemFusedDispatcher, memory=shared), SymmMemCloneWeights(shared)),
+    ]
+    for (kind, gather_weights), num_replicas in product(kinds, (0, 1)):
+        layer = MoE(MODEL, PRESETS["fused"]).to(device, dtype)
+        layer.dispatcher = kind(NUM_EXPERTS + num_replicas, permute=PERMUTE["triton"])
+        if num_replicas:
+            layer.dispatcher = CloningDispatcher(layer.dispatcher, NUM_EXPERTS, num_replicas, group)
+            layer.experts.gather_weights = gather_weights
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        for is_trained in (True, False):
+            layer.experts.requires_grad_(is_trained)
+            layer(torch.randn(2, 4, WIDTH, device=device, dtype=dtype, requires_grad=True)).sum().backward()
+
+
+def its_own_peer(lay_out: Callable[..., Any]) -> Callable[..., Any]:
+    """Arrays of a rank alone: where the memory is copied, the copy is the peer."""
+
+    def laid_out(memory: Tensor, peer_ptrs_P: Tensor, *args: Any) -> Any:
+        return lay_out(memory, torch.full_like(peer_ptrs_P, memory.data_ptr()), *args)
+
+    return laid_out
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[Callable[[str], Calls]]:
+    """By device: the calls of all runs, whose group and whose one rank's memory stay as long as they do."""
+    made: dict[str, Calls] = {}
+
+    def make(device: str) -> Calls:
+        if device not in made:
+            torch.manual_seed(0)
+            dtype = torch.float32 if device == "cpu" else torch.bfloat16
+            made[device] = Calls()
+            with made[device]:
+                run_registry(torch.device(device))
+                run_layers(torch.device(device), dtype)
+        return made[device]
+
+    has_gpus = torch.cuda.is_available()
+    with ExitStack() as patches:
+        for module, name in (
+            (symm_mem, "symm_arrays"),
+            (symm_mem_fused, "symm_arrays"),
+            (clone_weights, "clone_arrays"),
+        ):
+            patches.enter_context(mock.patch.object(module, name, its_own_peer(getattr(module, name))))
+        backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        with torch.cuda.device(0) if has_gpus else nullcontext():
+            yield make
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("name", "device"), cases())
+def test_operation_is_sound(calls: Callable[[str], Calls], name: str, device: str) -> None:
+    """It changes what it says it changes, its fake tells the shapes, and autograd knows of it."""
+    reached = calls(device).of[name]
+    assert reached, f"no run of this file calls {name}: give its kernel a registry entry, or its dispatcher a run here"
+    for op, args in reached.values():
+        torch.library.opcheck(op, args, test_utils=UTILS)
