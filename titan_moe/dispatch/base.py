@@ -122,7 +122,7 @@ class TokenDispatcher(ABC):
     """Its row of config/dispatchers.py; without one, the cautious defaults."""
 
     def __init__(self, permute: Permute = sort_by_expert) -> None:
-        """`permute` sorts received (token, expert) assignments into slots; `PERMUTE` in kernels/choose.py lists them."""
+        """`permute` sorts received (token, expert) assignments into slots: one of `PERMUTE` in kernels/choose.py."""
         self.permute = permute
         self.capacity = ExpertCapacity()  # the worst case, unless a subclass sets another
 
