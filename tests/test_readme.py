@@ -20,3 +20,13 @@ def test_named_files_exist() -> None:
     assert len(named) >= 8
     missing = [name for name in named if not (README.parent / name).exists()]
     assert not missing
+
+
+def test_files_named_in_readmes_of_rooms_exist() -> None:
+    readmes = list((README.parent / "titan_moe").glob("*/README.md"))
+    assert len(readmes) >= 2
+    for readme in readmes:
+        named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", readme.read_text()))
+        places = (readme.parent, README.parent / "titan_moe", README.parent, *readme.parent.glob("*/"))
+        assert len(named) >= 8
+        assert not [name for name in named if not any((place / name).exists() for place in places)], readme

@@ -1,4 +1,4 @@
-"""Symmetric memory between processes: every rank maps the files of all of its group."""
+"""Symmetric memory between processes on CPU: every rank maps one file of each rank of its group."""
 
 import time
 from pathlib import Path
@@ -12,13 +12,13 @@ from triton.runtime import interpreter
 from titan_moe.dispatch.symm_mem import SymmMemory
 
 mapped: list[Tensor] = []
-"""Memory of peers, which nobody but its addresses knows."""
+"""Keeps the peers' memory mapped: kernels have only its addresses."""
 
 
 def map_files(folder: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device | None = None) -> SymmMemory:
-    """What `open_symm_memory` does, for a folder that nobody used before."""
-    _let_others_run()
-    # a file is made of zeros, by whoever comes first
+    """`open_symm_memory` for processes, with files in an empty folder."""
+    _yield_in_spin_loops()
+    # the first rank to open a file creates it, filled with zeros
     files = [Path(folder, str(peer)) for peer in dist.get_process_group_ranks(group)]
     memories = [torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8) for file in files]
     mapped.extend(memories)
@@ -27,15 +27,15 @@ def map_files(folder: str, num_bytes: int, group: dist.ProcessGroup, device: tor
     return SymmMemory(memories[dist.get_rank(group)], peer_ptrs_P, dist.get_rank(group))
 
 
-def _let_others_run() -> None:
-    """A rank that waits in a barrier leaves its core to those that it waits for: there are fewer cores than ranks."""
+def _yield_in_spin_loops() -> None:
+    """Sleep after each failed try of a barrier's spin loop: with fewer cores than ranks the peers need the core."""
     builder: Any = interpreter.InterpreterBuilder
     try_once = getattr(builder, "try_once", builder.create_atomic_cas)
 
-    def try_and_rest(self: Any, ptr: Any, expected: Any, *args: Any) -> Any:
+    def try_and_sleep(self: Any, ptr: Any, expected: Any, *args: Any) -> Any:
         found = try_once(self, ptr, expected, *args)
         if (found.data != expected.data).any():
             time.sleep(1e-4)
         return found
 
-    builder.try_once, builder.create_atomic_cas = try_once, try_and_rest
+    builder.try_once, builder.create_atomic_cas = try_once, try_and_sleep

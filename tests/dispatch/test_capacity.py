@@ -1,4 +1,4 @@
-"""How many slots are laid out, and when a step must be looked at."""
+"""Expert capacity: number of slots, bounds, the overflow flag."""
 
 import torch
 
@@ -7,12 +7,12 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 IDS_SK = torch.tensor([[0, 3], [-1, 2], [-1, -1]])
 
 
-def test_without_a_factor_the_worst_case_is_laid_out() -> None:
+def test_capacity_without_factor_is_worst_case() -> None:
     capacity = ExpertCapacity()
     assert capacity.num_slots(IDS_SK, balanced=1000, worst=8000) == 8000 and not capacity.is_bounded
 
 
-def test_a_factor_bounds_in_whole_tiles_and_never_above_the_worst() -> None:
+def test_capacity_is_a_multiple_of_tiles_up_to_worst_case() -> None:
     capacity = ExpertCapacity(1.5)
     assert capacity.is_bounded
     assert capacity.num_slots(IDS_SK, balanced=1000, worst=8000) == 1536
@@ -20,10 +20,12 @@ def test_a_factor_bounds_in_whole_tiles_and_never_above_the_worst() -> None:
     assert capacity.num_slots(IDS_SK, balanced=10, worst=20) == 20
 
 
-def test_lifted_for_a_while() -> None:
+def test_unbounded_capacity_is_exact() -> None:
     capacity = ExpertCapacity(1.5)
     with capacity.unbounded():
-        assert capacity.num_slots(IDS_SK, balanced=1000, worst=8000) == 3 and not capacity.is_bounded, "those there are"
+        assert capacity.num_slots(IDS_SK, balanced=1000, worst=8000) == 3 and not capacity.is_bounded, (
+            "the exact number"
+        )
         assert capacity.num_rows(expected=1000, worst=8000) == 8000
         with capacity.unbounded():
             pass
@@ -31,7 +33,7 @@ def test_lifted_for_a_while() -> None:
     assert capacity.is_bounded
 
 
-def test_a_graph_of_a_compiler_asks_nothing_of_the_device() -> None:
+def test_unbounded_capacity_reads_nothing_under_compile() -> None:
     capacity = ExpertCapacity(1.5)
     permute = torch.compile(
         lambda ids: ids.new_empty(capacity.num_slots(ids, 1000, 8000)), fullgraph=True, backend="eager"
@@ -40,7 +42,7 @@ def test_a_graph_of_a_compiler_asks_nothing_of_the_device() -> None:
         assert len(permute(IDS_SK)) == 8000
 
 
-def test_one_layer_that_overflows_is_enough() -> None:
+def test_overflow_of_one_layer_is_recorded_until_reset() -> None:
     capacity = ExpertCapacity(1.5)
     for overflowed in (False, True, False):
         capacity.book(torch.tensor(overflowed))

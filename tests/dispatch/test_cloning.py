@@ -1,5 +1,4 @@
-"""What clones cost and what they are good for: memory, bounded slots, messages. That they are exact is in
-test_equal_local.py."""
+"""Cloning dispatcher: bounded slots, memory for backward, rounding of gradients. test_equal_local.py checks values."""
 
 import pytest
 import torch
@@ -15,21 +14,21 @@ from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.layers.experts import GroupedExperts
 
-NUM_EXPERTS, NUM_SPARE, NUM_TOKENS, WIDTH, HIDDEN = 8, 1, 400, 16, 8
+NUM_EXPERTS, NUM_REPLICAS, NUM_TOKENS, WIDTH, HIDDEN = 8, 1, 400, 16, 8
 
 
 def cloning(kind: str, capacity: ExpertCapacity) -> CloningDispatcher:
     group = dist.group.WORLD
-    num_places = NUM_EXPERTS + NUM_SPARE * group.size()
+    num_inner_experts = NUM_EXPERTS + NUM_REPLICAS * group.size()
     if kind == "allgather":
-        inner = AllGatherDispatcher(num_places, group, capacity=capacity)
+        inner = AllGatherDispatcher(num_inner_experts, group, capacity=capacity)
     else:
-        inner = AllToAllDispatcher(num_places, group)
-    return CloningDispatcher(inner, NUM_EXPERTS, NUM_SPARE, group)
+        inner = AllToAllDispatcher(num_inner_experts, group)
+    return CloningDispatcher(inner, NUM_EXPERTS, NUM_REPLICAS, group)
 
 
 def skewed_inputs(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows that all ranks want two of the first rank's experts for, two times in three."""
+    """On all ranks two thirds of the rows are routed to two experts of rank 0."""
     generator = torch.Generator().manual_seed(rank)
     x_TD = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
     ids_TK = torch.randint(NUM_EXPERTS, (NUM_TOKENS, 1), generator=generator)
@@ -47,7 +46,7 @@ def experts() -> GroupedExperts:
 
 
 def run_bounded(capacity_factor: float) -> tuple[list[bool], list[int]]:
-    """Whether slots overflow without clones and with them; and the slots that are taken with them."""
+    """Whether slots overflow without clones and with them, and the offsets of experts with them."""
     capacity = ExpertCapacity(capacity_factor)
     plain = AllGatherDispatcher(NUM_EXPERTS, dist.group.WORLD, capacity=capacity)
     inputs, overflowed = skewed_inputs(dist.get_rank()), []
@@ -58,15 +57,15 @@ def run_bounded(capacity_factor: float) -> tuple[list[bool], list[int]]:
     return overflowed, routed.offsets_e.tolist()
 
 
-def test_clones_fit_in_a_bound_that_overflows_without_them(ranks) -> None:
+def test_clones_prevent_overflow_of_bounded_slots(ranks) -> None:
     (first, offsets_of_first), (second, offsets_of_second) = ranks(2, run_bounded, 1.3)
     assert first == [True, False] and second == [False, False]
     assert offsets_of_first[-1] == offsets_of_second[-1] == NUM_TOKENS
-    assert offsets_of_second[-1] > offsets_of_second[-2], "what the first rank gave away"
+    assert offsets_of_second[-1] > offsets_of_second[-2], "assignments that moved away from rank 0"
 
 
 def saved_weights(kind: str, is_compiled: bool) -> tuple[int, int]:
-    """Bytes of weights that are kept for backward, beside the parameters; and those of the clones."""
+    """Bytes of weights that are saved for backward beside the parameters, and bytes of the clones."""
     module, dispatcher = experts(), cloning(kind, ExpertCapacity())
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
@@ -85,22 +84,22 @@ def saved_weights(kind: str, is_compiled: bool) -> tuple[int, int]:
     y_SD.sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in module.parameters())
     expert = sum(parameter[0].numel() * parameter.element_size() for parameter in module.parameters())
-    return sum(kept.values()), NUM_SPARE * expert
+    return sum(kept.values()), NUM_REPLICAS * expert
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("kind", ["allgather", "alltoall"])
-def test_only_the_clones_are_kept_beside_own_weights(ranks, kind: str, is_compiled: bool) -> None:
+def test_clones_are_the_only_weights_saved_for_backward(ranks, kind: str, is_compiled: bool) -> None:
     for kept, clones in ranks(2, saved_weights, kind, is_compiled):
-        assert 0 < kept <= 2 * clones, "c experts, as parts of one row or each on its own"
+        assert 0 < kept <= 2 * clones, "c experts, as parts of one row or as tensors of their own"
 
 
 SHAPES = {"gate_up": (2, 4, 64), "down": (64, 4), "gate_up_bias": (2, 4), "down_bias": (64,)}
-"""Of an expert."""
+"""Parameters of an expert."""
 
 
 def sum_gradients_in_bf16() -> tuple[Tensor, ...]:
-    """Gradients of an expert that all ranks but its home have a clone of, each of them random in bf16."""
+    """Gradients of an expert that all ranks but its owner have cloned, random and in bf16."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     experts_Pc = torch.full((num_ranks, 1), 0)
     experts_Pc[0] = -1
@@ -118,10 +117,10 @@ def gradients_of(rank: int) -> list[Tensor]:
     return [torch.randn(1, *shape, generator=generator).bfloat16() for shape in SHAPES.values()]
 
 
-def test_gradients_that_come_home_are_rounded_once(ranks) -> None:
-    home, *others = ranks(4, sum_gradients_in_bf16)
+def test_clone_gradients_are_summed_in_fp32_and_rounded_once(ranks) -> None:
+    owner, *others = ranks(4, sum_gradients_in_bf16)
     for index in range(len(SHAPES)):
         exact = torch.stack([gradients_of(rank)[index].double() for rank in range(4)]).sum(0)
-        assert (home[index] != exact.bfloat16()).float().mean() < 0.01
+        assert (owner[index] != exact.bfloat16()).float().mean() < 0.01
         for rank, grads in enumerate(others, start=1):
-            assert torch.equal(grads[index], gradients_of(rank)[index]), "what nobody has cloned"
+            assert torch.equal(grads[index], gradients_of(rank)[index]), "experts without clones"

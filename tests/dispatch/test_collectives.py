@@ -21,7 +21,7 @@ def sum_in_bf16() -> tuple[Tensor, Tensor]:
     return reduce_scatter(x, dist.group.WORLD), own.grad
 
 
-def test_half_precision_rows_are_summed_in_fp32(ranks) -> None:
+def test_reduce_scatter_of_bf16_rows_sums_in_fp32(ranks) -> None:
     exact = torch.stack([rows_of(rank, 8).double() for rank in range(8)]).sum(0)
     for rank, results in enumerate(ranks(8, sum_in_bf16)):
         expected = exact[rank * 3 : rank * 3 + 3].bfloat16()  # rounded once
@@ -30,7 +30,7 @@ def test_half_precision_rows_are_summed_in_fp32(ranks) -> None:
 
 
 def send_uneven() -> tuple[Tensor, Tensor]:
-    """Rank r sends p rows to each rank p; the gradient comes back the same way."""
+    """Rank r sends p rows to each rank p; backward sends their gradients back."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     sent, received = list(range(num_ranks)), [rank] * num_ranks
     x = torch.full((sum(sent), 2), float(rank), requires_grad=True)
@@ -39,7 +39,7 @@ def send_uneven() -> tuple[Tensor, Tensor]:
     return out.detach(), x.grad
 
 
-def test_all_to_all_and_its_gradient(ranks) -> None:
+def test_all_to_all_with_uneven_splits_and_its_gradient(ranks) -> None:
     for rank, (out, grad) in enumerate(ranks(4, send_uneven)):
         assert out[:, 0].tolist() == [float(source) for source in range(4) for _ in range(rank)]
         assert grad[:, 0].tolist() == [float(target) for target in range(4) for _ in range(target)]

@@ -1,4 +1,4 @@
-"""Every dispatcher gives what one process gives: values and gradients, in fp64, whatever the routing."""
+"""Every dispatcher equals a dense computation in one process: values and gradients, in fp64, for all routings."""
 
 from functools import partial
 
@@ -35,7 +35,7 @@ def choose(routing: str, num_tokens: int, num_ranks: int, generator: torch.Gener
     if routing == "one_rank_empty" and num_ranks > 1 and NUM_EXPERTS - per_rank >= TOP_K:
         scores_TE[:, -per_rank:] = -1
     ids_TK = scores_TE.topk(TOP_K).indices
-    if routing == "all_to_one_rank":  # rank 0 gets as much as fits there, choices that do not fit are none
+    if routing == "all_to_one_rank":  # to all experts of rank 0, the rest is -1
         ids_TK = torch.where(ids_TK.argsort(-1) < per_rank, ids_TK.argsort(-1), -1)
     if routing == "dropped_choices":
         ids_TK = torch.where(torch.rand(num_tokens, TOP_K, generator=generator) < 0.3, -1, ids_TK)
@@ -43,7 +43,7 @@ def choose(routing: str, num_tokens: int, num_ranks: int, generator: torch.Gener
 
 
 def inputs(routing: str, num_ranks: int, tokens_by_rank: list[int]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Rows, ids, scores and a gradient for each rank, the same wherever they are drawn."""
+    """Rows, ids, scores and a gradient for each rank, equal on every rank that draws them."""
     generator = torch.Generator().manual_seed(7)
     drawn = []
     for num_tokens in tokens_by_rank:
@@ -73,7 +73,7 @@ def serve(dispatcher: TokenDispatcher, module: GroupedExperts, rank_inputs: tupl
 
 
 def dense_oracle(rank_inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    """Every token through every expert, one by one: no dispatcher, no kernel of ours."""
+    """Every token through every expert in plain torch, without dispatchers and kernels."""
     x_TD, ids_TK, scores_TK, grad_TD = rank_inputs
     module = experts(0, NUM_EXPERTS)
     x_TD, scores_TK = x_TD.clone().requires_grad_(), scores_TK.clone().requires_grad_()
@@ -95,7 +95,7 @@ def run_rank(kind: str, routing: str, tokens_by_rank: list[int]) -> list[Tensor]
 
 
 def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_replicas: int) -> tuple[list[Tensor], int]:
-    """Results with clones, and how many choices of all ranks these took over."""
+    """Results with clones, and the number of assignments of all ranks that clones got."""
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     inner = KINDS[kind](NUM_EXPERTS + num_ranks * num_replicas, group)
     dispatcher = CloningDispatcher(inner, NUM_EXPERTS, num_replicas, group)
@@ -122,7 +122,7 @@ def join(parts: list[list[Tensor]], *, experts_add_up: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_local_equals_dense_oracle(routing: str) -> None:
+def test_local_dispatcher_equals_dense_oracle(routing: str) -> None:
     (rank_inputs,) = inputs(routing, 1, [NUM_TOKENS])
     actual = serve(LocalDispatcher(NUM_EXPERTS), experts(0, NUM_EXPERTS), rank_inputs)
     assert_close(actual, dense_oracle(rank_inputs))
@@ -130,7 +130,7 @@ def test_local_equals_dense_oracle(routing: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_spread_equals_dense_oracle(ranks, kind: str, num_ranks: int) -> None:
+def test_collective_dispatchers_equal_dense_oracle(ranks, kind: str, num_ranks: int) -> None:
     for routing in ROUTINGS:
         tokens_by_rank = [NUM_TOKENS] * num_ranks
         actual = join(ranks(num_ranks, run_rank, kind, routing, tokens_by_rank), experts_add_up=False)
@@ -140,7 +140,7 @@ def test_spread_equals_dense_oracle(ranks, kind: str, num_ranks: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_ranks", "num_replicas"), [(2, 1), (2, 4), (4, 1), (4, 2)])
-def test_clones_equal_dense_oracle(ranks, kind: str, num_ranks: int, num_replicas: int) -> None:
+def test_cloning_dispatcher_equals_dense_oracle(ranks, kind: str, num_ranks: int, num_replicas: int) -> None:
     num_taken = {}
     for routing in ROUTINGS:
         tokens_by_rank = [NUM_TOKENS] * num_ranks if kind == "allgather" else [5, 0, 2 * NUM_TOKENS, 1][-num_ranks:]
@@ -153,27 +153,27 @@ def test_clones_equal_dense_oracle(ranks, kind: str, num_ranks: int, num_replica
     assert num_taken["skewed"] > 0 and num_taken["all_to_one_rank"] > 0, num_taken
 
 
-def test_alltoall_takes_uneven_and_missing_tokens(ranks) -> None:
+def test_alltoall_with_uneven_and_no_tokens_equals_dense_oracle(ranks) -> None:
     tokens_by_rank = [5, 0, 13, 1]
     actual = join(ranks(4, run_rank, "alltoall", "random", tokens_by_rank), experts_add_up=False)
     expected = [dense_oracle(drawn) for drawn in inputs("random", 4, tokens_by_rank)]
     assert_close(actual, join(expected, experts_add_up=True))
 
 
-def mirrored(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
-    """A way to lay out of one's own: the last row first."""
+def permute_last_row_first(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
+    """A user's permute: the last row first."""
     slots = sort_by_expert(ids_SK.flip(0), scores_SK.flip(0), num_experts, num_slots)
     return slots._replace(rows_R=len(ids_SK) - 1 - slots.rows_R, slots_SK=slots.slots_SK.flip(0))
 
 
-def run_mirrored(kind: str) -> tuple[list[Tensor], list[Tensor], bool]:
-    """Results of both ways to lay out, and whether rows really came in another order."""
+def run_both_permutes(kind: str) -> tuple[list[Tensor], list[Tensor], bool]:
+    """Results of both permutes, and whether their slots are in different orders."""
     rank, is_local = dist.get_rank(), kind == "local"
     rank_inputs = inputs("random", 2, [NUM_TOKENS] * 2)[rank]
     module = experts(0, NUM_EXPERTS) if is_local else experts(rank * NUM_EXPERTS // 2, (rank + 1) * NUM_EXPERTS // 2)
     build = partial(LocalDispatcher, NUM_EXPERTS) if is_local else partial(KINDS[kind], NUM_EXPERTS, dist.group.WORLD)
     results, orders = [], []
-    for dispatcher in (build(), build(permute=mirrored)):
+    for dispatcher in (build(), build(permute=permute_last_row_first)):
         module.zero_grad()
         results.append(serve(dispatcher, module, rank_inputs))
         orders.append(dispatcher.dispatch(*rank_inputs[:3]).rows_R)
@@ -181,19 +181,20 @@ def run_mirrored(kind: str) -> tuple[list[Tensor], list[Tensor], bool]:
 
 
 @pytest.mark.parametrize("kind", ["local", *KINDS])
-def test_every_dispatcher_lays_out_as_it_is_told(ranks, kind: str) -> None:
-    for as_ever, in_mirror, differ in ranks(2, run_mirrored, kind):
+def test_dispatchers_use_the_given_permute(ranks, kind: str) -> None:
+    for default, reversed_rows, differ in ranks(2, run_both_permutes, kind):
         assert differ
-        assert_close(in_mirror, as_ever)
+        assert_close(reversed_rows, default)
 
 
 def count_rows(routing: str) -> tuple[int, int]:
+    """Number of rows sent, and number of different (token, rank) pairs."""
     rank = dist.get_rank()
     _, ids_TK, scores_TK, _ = inputs(routing, 4, [NUM_TOKENS] * 4)[rank]
     exchange = AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD).prepare(ids_TK, scores_TK)
     return sum(exchange.rows_sent), len({(t, i // 2) for t, ids in enumerate(ids_TK.tolist()) for i in ids if i >= 0})
 
 
-def test_alltoall_sends_a_row_once_to_each_rank_that_wants_it(ranks) -> None:
-    for sent, wanted in ranks(4, count_rows, "skewed"):
-        assert sent == wanted < NUM_TOKENS * TOP_K
+def test_alltoall_sends_a_row_once_a_rank(ranks) -> None:
+    for num_sent, num_pairs in ranks(4, count_rows, "skewed"):
+        assert num_sent == num_pairs < NUM_TOKENS * TOP_K

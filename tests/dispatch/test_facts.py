@@ -1,4 +1,4 @@
-"""What the table says of a dispatcher is what it does."""
+"""The facts of config/dispatchers.py hold for the dispatchers."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 NUM_EXPERTS, NUM_TOKENS, TOP_K, WIDTH = 8, 12, 3, 16
 
 
-def built(name: str) -> TokenDispatcher:
+def build(name: str) -> TokenDispatcher:
     num_ranks = dist.get_world_size()
     match name:
         case "local":
@@ -28,9 +28,9 @@ def built(name: str) -> TokenDispatcher:
 
 
 def describe(name: str) -> tuple[str, bool, int]:
-    """Its row's name; whether it reads a size on the host, which tensors without data refuse; rows that arrive."""
+    """Name of its row; whether it reads a size on the host, which fake tensors refuse; number of received rows."""
     with FakeTensorMode():
-        dispatcher = built(name)
+        dispatcher = build(name)
         x_TD, scores_TK = torch.empty(NUM_TOKENS, WIDTH), torch.empty(NUM_TOKENS, TOP_K)
         ids_TK = torch.zeros(NUM_TOKENS, TOP_K, dtype=torch.int64)
         try:
@@ -42,7 +42,7 @@ def describe(name: str) -> tuple[str, bool, int]:
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
-def test_a_dispatcher_reads_the_host_where_its_row_says_so(ranks, name: str) -> None:
+def test_dispatcher_facts_reads_host_and_sends_hold(ranks, name: str) -> None:
     num_rows = {"nothing": NUM_TOKENS, "every_row": 2 * NUM_TOKENS, "once_a_rank": 2 * NUM_TOKENS}
     facts = DISPATCHERS[name]
     expected = (name, facts.reads_host, 0 if facts.reads_host else num_rows[facts.sends])

@@ -58,8 +58,8 @@ def compare(kind: str, num_rounds: int) -> list[str]:
     dist.barrier(group, device_ids=[device.index])  # or the first message makes the communicator, which is no message
     blocking = built(device)
     split = copy.deepcopy(blocking)
-    for moe, wire in ((blocking, SYNC), (split, ASYNC)):
-        moe.dispatcher = KINDS[kind](LAYER.moe.num_experts, group, wire=wire)
+    for moe, collectives in ((blocking, SYNC), (split, ASYNC)):
+        moe.dispatcher = KINDS[kind](LAYER.moe.num_experts, group, collectives=collectives)
     different = []
     for number in range(num_rounds):
         generator = torch.Generator(device).manual_seed(10 * number + dist.get_rank())

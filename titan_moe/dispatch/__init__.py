@@ -1,7 +1,7 @@
-"""Dispatch and combine: how a token's row reaches the ranks of its experts, and how their results come back.
+"""Token dispatchers: dispatch rows to the ranks of their experts, and combine the results.
 
-A dispatcher has no parameters and is no module. All of them give the same result; config/dispatchers.py says how they
-differ. `cloning` wraps any of them and clones hot experts onto ranks with a lower load.
+A dispatcher has no parameters and is not a module. All dispatchers give the same result; config/dispatchers.py says how
+they differ. `cloning` wraps any of them and clones hot experts on ranks with a lower load. See README.md.
 """
 
 from titan_moe.dispatch.allgather import AllGatherDispatcher

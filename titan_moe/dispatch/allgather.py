@@ -1,10 +1,10 @@
-"""Every rank of the group sees every row and serves those that its experts want.
+"""All-gather dispatcher: every rank of the group receives every row and computes those of its experts.
 
-P ranks of the group · T tokens on each of them · K choices · e experts on this rank · D width
+P ranks of the group · T tokens on each rank · K experts a token · e experts on this rank · D width
 
-Bytes: (P-1)·T·D elements arrive and as many leave again in the reduce-scatter, whatever the routing: good for few
-ranks and many choices. Sizes are static, so the host reads nothing: slots are laid out for the worst case,
-P·T·min(K, e), or up to a bound over the balanced load, T·K.
+Bytes: a rank receives (P-1)·T·D elements and sends as many in the reduce-scatter, for any routing. This suits few ranks
+and large K. Sizes are static, so the host reads nothing. The number of slots is the worst case, P·T·min(K, e), or the
+balanced load T·K times a capacity factor.
 """
 
 from typing import NamedTuple
@@ -21,14 +21,14 @@ from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_
 
 
 class AllGatherExchange(NamedTuple):
-    """The choices of the whole group, on their way: `finish_dispatch` waits for them."""
+    """The pending all-gathers of ids and scores: `finish_dispatch` waits for them."""
 
     ids_SK: Pending
     scores_SK: Pending
 
 
 class AllGatherDispatcher(TokenDispatcher):
-    """Gather the rows of all ranks, reduce-scatter the results. Every rank must bring the same number of tokens."""
+    """All-gather the rows, reduce-scatter the results. Every rank must have the same number of tokens."""
 
     facts = ALLGATHER
 
@@ -38,45 +38,45 @@ class AllGatherDispatcher(TokenDispatcher):
         group: dist.ProcessGroup,
         permute: Permute = sort_by_expert,
         capacity: ExpertCapacity | None = None,
-        wire: Collectives = SYNC,
+        collectives: Collectives = SYNC,
     ) -> None:
-        """`num_experts` is the layer's total; `group` holds the ranks that share it; `bound` bounds the slots; `wire`
-        carries the messages."""
+        """`num_experts` is the layer's total, divided among the ranks of `group`; `capacity` bounds the slots;
+        `collectives` are synchronous or asynchronous."""
         super().__init__(permute)
-        self.group, self.wire = group, wire
+        self.group, self.collectives = group, collectives
         self.capacity = capacity or ExpertCapacity()
         self.num_local_experts = num_experts // group.size()
         self.rank = dist.get_rank(group)
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> AllGatherExchange:
-        start = self.wire.all_gather.start
+        start = self.collectives.all_gather.start
         return AllGatherExchange(start(topk_ids_TK, self.group), start(topk_scores_TK, self.group))
 
     def start_dispatch(self, x_TD: Tensor, exchange: AllGatherExchange) -> Pending:
-        return self.wire.all_gather.start(x_TD, self.group)
+        return self.collectives.all_gather.start(x_TD, self.group)
 
-    def finish_dispatch(self, sent: Pending, exchange: AllGatherExchange) -> Routed:
-        wait = self.wire.all_gather.wait
+    def finish_dispatch(self, pending: Pending, exchange: AllGatherExchange) -> Routed:
+        wait = self.collectives.all_gather.wait
         slots = self._permute(wait(exchange.ids_SK, self.group), wait(exchange.scores_SK, self.group))
-        return routed(wait(sent, self.group), slots, exchange=None)  # the way back needs nothing
+        return routed(wait(pending, self.group), slots, exchange=None)  # combine needs no state
 
     def start_combine(self, y_SD: Tensor, exchange: None) -> Pending:
-        # sums on the way: what a rank gets back is its tokens' results, reduced
-        return self.wire.reduce_scatter.start(y_SD, self.group)
+        # the collective sums: a rank receives its tokens' reduced results
+        return self.collectives.reduce_scatter.start(y_SD, self.group)
 
-    def finish_combine(self, y: Pending, exchange: None) -> Tensor:
-        return self.wire.reduce_scatter.wait(y, self.group)
+    def finish_combine(self, pending: Pending, exchange: None) -> Tensor:
+        return self.collectives.reduce_scatter.wait(pending, self.group)
 
     def _permute(self, ids_SK: Tensor, scores_SK: Tensor) -> Permutation:
-        # the same operations on every rank: a compiler that saw `ids - 0` on the first rank alone could order that
-        # rank's messages differently
-        is_here_SK = ids_SK // self.num_local_experts == self.rank
-        local_ids_SK = torch.where(is_here_SK, ids_SK % self.num_local_experts, -1)
-        num_rows, num_choices = ids_SK.shape
+        # the same operations on every rank: a compiler that simplified `ids - 0` on the first rank alone could order
+        # that rank's collectives differently
+        is_local_SK = ids_SK // self.num_local_experts == self.rank
+        local_ids_SK = torch.where(is_local_SK, ids_SK % self.num_local_experts, -1)
+        num_rows, top_k = ids_SK.shape
         num_slots = self.capacity.num_slots(
             local_ids_SK,
-            balanced=num_rows * num_choices // self.group.size(),
-            worst=num_rows * min(num_choices, self.num_local_experts),
+            balanced=num_rows * top_k // self.group.size(),
+            worst=num_rows * min(top_k, self.num_local_experts),
         )
         slots = self.permute(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
         if self.capacity.is_bounded:

@@ -1,21 +1,21 @@
-"""Messages that travel under compute: one operation starts a collective, another waits for it.
+"""Asynchronous collectives that overlap with compute: one op starts a collective, another waits for it.
 
 P ranks of the group · T rows of one rank
 
-Each pair is its own transpose. The backward of the wait starts the message home, and the backward of the start waits
-for that one. Autograd takes up what was made last first, so what is computed between start and wait in forward is
-differentiated between them in backward, and both ways are hidden by the same work.
+The backward of the wait starts the collective of the gradient, and the backward of the start waits for it. Autograd
+runs in reverse order, so work between start and wait in forward has its backward between the two in backward, and both
+directions overlap with the same work.
 
-What flows between the two halves is memory that the network still writes: only the other half may touch it. Autograd
-wants the gradient of a tensor in the tensor's shape. Rows that are gathered, or summed on their way, take the shape of
-both directions, P·T: they travel as P parts and are added up by whoever waits, in rank order and at least fp32, as on
-the blocking wire. Rows that are sent point to point are as many as leave in one direction and as many as arrive in the
-other; there both halves know a mailbox for the message home, and the gradient that was sent flows past it unread. The
-results are those of the blocking wire bit for bit. Whoever cuts autograd between the halves must hand both over, the
-gradient untouched and the mailbox too.
+The tensor between the two halves is memory that the network still writes: only the other half may use it. Autograd
+requires its gradient to have its shape. In an all-gather and in a reduce-scatter both have P·T rows: P parts are
+exchanged, and the half that waits sums them where a sum is due, in rank order and at least fp32, as the synchronous
+collectives do. An all-to-all sends and receives different numbers of rows. So its two halves share a `GradientHandle`,
+which holds the pending gradient, and the gradient that autograd passes from wait to start is not read. Results are bit
+for bit those of the synchronous collectives. Code that cuts the autograd graph between the halves must pass on both,
+the unread gradient and the handle.
 
-The functional collectives of PyTorch keep the handle of a message beside its tensor, hold what is sent until somebody
-waits, and can be traced. They are called inside autograd functions of our own, which decide where a gradient's message
+PyTorch's functional collectives keep the handle of a collective with its tensor, keep the sent tensor alive until the
+wait, and can be traced. They are called inside our autograd functions, which decide where the collective of a gradient
 starts and where it is waited for.
 """
 
@@ -42,64 +42,64 @@ def _exchange_equal_parts(x: Tensor, group: str, num_ranks: int) -> Tensor:
 
 def _gather(x: Tensor, group: str, num_ranks: int) -> Tensor:
     if x.device.type == "cpu":
-        # gloo's own spoils the heap, sooner or later, where several are under way (torch 2.11, 2.13)
+        # several pending all-gathers of gloo corrupt the heap sooner or later (torch 2.11, 2.13)
         return _exchange_equal_parts(x.expand(num_ranks, *x.shape).flatten(0, 1), group, num_ranks)
     return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), num_ranks, group)
 
 
-def reach_in_recompute(ctx: Any, x: Tensor) -> None:
-    """Save next to nothing, in the wait for a message: recompute stops after the last tensor that backward needs, and
-    one that it has started by then, but not waited for, would be held for ever."""
+def save_empty_for_recompute(ctx: Any, x: Tensor) -> None:
+    """Save an empty tensor in the wait. Recompute stops after the last saved tensor; a collective that it has started
+    by then, but not waited for, would be kept for ever."""
     ctx.save_for_backward(x.new_empty(0))
 
 
 class GradientHandle:
-    """Where the message home lies, from the backward of the wait to that of the start."""
+    """Holds the pending gradient from the backward of the wait to that of the start."""
 
     def __init__(self) -> None:
-        self.message: Tensor | None = None
+        self.pending: Tensor | None = None
 
     def take(self) -> Tensor:
-        """The message, which is then gone from here."""
-        message, self.message = self.message, None
-        assert message is not None, "the backward of the wait comes first"
-        return message
+        """Return the pending gradient and drop it here."""
+        pending, self.pending = self.pending, None
+        assert pending is not None, "the backward of the wait must run before that of the start"
+        return pending
 
 
-class Rows(NamedTuple):
-    """Rows on their way from rank to rank, and where their gradients will come home."""
+class PendingRows(NamedTuple):
+    """The rows of a pending all-to-all, and the handle of their gradients."""
 
     x: Tensor
-    home: GradientHandle
+    handle: GradientHandle
 
 
 class _StartAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, home: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str
+        ctx: Any, x: Tensor, handle: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str
     ) -> Tensor:
-        ctx.home = home
+        ctx.handle = handle
         return _exchange(x, received, sent, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _wait(ctx.home.take()), None, None, None, None
+        return _wait(ctx.handle.take()), None, None, None, None
 
 
 class _WaitAllToAll(torch.autograd.Function):
-    """Eager only, as all who send point to point: their sizes come from the host."""
+    """Eager only, like all-to-all dispatch: the host reads its sizes."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, home: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str
+        ctx: Any, x: Tensor, handle: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str
     ) -> Tensor:
-        reach_in_recompute(ctx, x)
-        ctx.home, ctx.received, ctx.sent, ctx.group = home, received, sent, group
+        save_empty_for_recompute(ctx, x)
+        ctx.handle, ctx.received, ctx.sent, ctx.group = handle, received, sent, group
         return _wait(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        ctx.home.message = _exchange(grad, ctx.sent, ctx.received, ctx.group)
+        ctx.handle.pending = _exchange(grad, ctx.sent, ctx.received, ctx.group)
         return grad, None, None, None, None
 
 
@@ -117,7 +117,7 @@ class _StartAllGather(torch.autograd.Function):
 class _WaitAllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, num_ranks: int) -> Tensor:
-        reach_in_recompute(ctx, x)
+        save_empty_for_recompute(ctx, x)
         ctx.group, ctx.num_ranks = group, num_ranks
         return _wait(x)
 
@@ -139,7 +139,7 @@ class _StartReduceScatter(torch.autograd.Function):
 class _WaitReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: str, num_ranks: int) -> Tensor:
-        reach_in_recompute(ctx, parts)
+        save_empty_for_recompute(ctx, parts)
         ctx.group, ctx.num_ranks = group, num_ranks
         return sum_of_parts(_wait(parts), num_ranks)
 
@@ -148,12 +148,14 @@ class _WaitReduceScatter(torch.autograd.Function):
         return _gather(grad, ctx.group, ctx.num_ranks), None, None
 
 
-def _start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Rows:
-    home = GradientHandle()
-    return Rows(_StartAllToAll.apply(x, home, received, sent, group.group_name), home)
+def _start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> PendingRows:
+    handle = GradientHandle()
+    return PendingRows(_StartAllToAll.apply(x, handle, received, sent, group.group_name), handle)
 
 
-def _wait_all_to_all(rows: Rows, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def _wait_all_to_all(
+    rows: PendingRows, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
     return _WaitAllToAll.apply(*rows, received, sent, group.group_name)
 
 
@@ -178,4 +180,4 @@ ASYNC = Collectives(
     Collective(_start_all_gather, _wait_all_gather),
     Collective(_start_reduce_scatter, _wait_reduce_scatter),
 )
-"""A message travels until it is waited for."""
+"""Pending until waited for."""

@@ -1,6 +1,10 @@
-"""The dispatch contract.
+"""The contract of all dispatchers.
 
-T tokens on this rank · K choices a token · S rows received · R expert slots · D width · e experts on this rank
+T tokens on this rank · K experts a token · S rows received · R expert slots · D width · e experts on this rank
+
+A *row* is a token's copy on a rank. A token is sent once to each rank that has one of its experts, however many of its
+K experts that rank has. A *slot* is one row for one expert: a (token, expert) assignment on the expert's rank. The
+experts' GEMMs compute slots, which are sorted by local expert; a slot refers to its row by index.
 """
 
 from abc import ABC, abstractmethod
@@ -17,41 +21,42 @@ from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 
 Exchange = Any
-"""What a dispatcher must remember between `prepare` and `finish_combine`; each dispatcher has its own named tuple."""
+"""A dispatcher's state from `prepare` to `finish_combine`; each dispatcher has its own named tuple."""
 
 
 Pending = Any
-"""What travels between the two halves of a message: only the other half may touch it."""
+"""A collective that was started. Only the half that waits for it may use it."""
 
 
 class ExpertInputs(Protocol):
-    """What experts receive from a dispatcher: rows that have arrived (`Routed`), or the means to get them."""
+    """What experts receive from a dispatcher: received rows (`Routed`), or the means to get them."""
 
     @property
     def exchange(self) -> Exchange:
-        """What the way back needs."""
+        """What `start_combine` and `finish_combine` need."""
 
     @property
     def rows(self) -> Tensor:
-        """The rows as the dispatcher holds them, [S, D]; what precedes the experts may pass them through autograd."""
+        """The dispatcher's rows, [S, D], which may pass through autograd functions before the experts."""
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Numbers of those rows and of expert slots: what a compiled graph of the experts depends on."""
+        """Numbers of rows and of slots, on which a compiled graph of the experts depends."""
 
     def run_mlp(self, mlp: ExpertMLP, rows: Tensor, weights: ExpertWeights) -> Any:
         """Compute every slot with the weights of its expert: -> what the dispatcher's `start_combine` takes."""
 
     def with_exchange(self, exchange: Exchange) -> "ExpertInputs":
-        """The same with what another dispatcher around this one remembers."""
+        """The same inputs with the exchange of a dispatcher around this one."""
 
 
 class Routed(NamedTuple):
-    """The rows that this rank must serve, and who wants them.
+    """The rows that this rank has received, and their expert slots.
 
-    A named tuple, because FSDP2 looks for tensors inside tuples but not inside dataclasses. All of it has arrived, the
-    exchange too: FSDP2 adds zeros to the gradient of what the experts do not use, and would read there what still
-    travels. A row without a slot returns zero; slots past `offsets_e[-1]` are never read.
+    A named tuple, because FSDP2 finds tensors inside tuples but not inside dataclasses. No tensor here, those of the
+    exchange included, may belong to an unfinished collective: FSDP2 adds zeros to the gradients of tensors that the
+    experts do not use, and would read memory that is still being written. A row without a slot returns zero. Slots past
+    `offsets_e[-1]` are never read.
     """
 
     x_SD: Tensor
@@ -65,7 +70,7 @@ class Routed(NamedTuple):
     offsets_e: Tensor
     """int32 on the device, running ends of each local expert's slots."""
     exchange: Exchange
-    """What the way back needs."""
+    """What `start_combine` and `finish_combine` need."""
 
     @property
     def rows(self) -> Tensor:
@@ -92,41 +97,41 @@ def route(
     exchange: Exchange,
     permute: Permute = sort_by_expert,
 ) -> Routed:
-    """Lay out the slots of rows that have arrived: the last stretch of a dispatcher.
+    """Sort received assignments into slots: the last step of a dispatch.
 
-    `num_slots` must hold every choice. A dispatcher that bids for fewer calls `permute` itself, and takes care of the
-    flag that says whether some choice found none.
+    `num_slots` must be enough for all of them. A dispatcher with fewer slots calls `permute` itself and records its
+    overflow flag.
     """
     return routed(x_SD, permute(local_ids_SK, scores_SK, num_experts, num_slots), exchange)
 
 
 def routed(x_SD: Tensor, slots: Permutation, exchange: Exchange) -> Routed:
-    """Rows that have arrived, with the slots of those who want them."""
+    """Received rows with their slots."""
     return Routed(x_SD, slots.rows_R, slots.slots_SK, slots.scores_R, slots.offsets_e, exchange)
 
 
 class TokenDispatcher(ABC):
-    """Moves rows to their experts and partial results back.
+    """Sends rows to the ranks of their experts, and partial results back.
 
-    `prepare`, then a dispatch and a combine in two halves each. A MoE layer calls `dispatch` and `combine`; the
-    schedule that interleaves microbatches calls the halves. On rows, dispatch and combine are each other's transpose:
-    the backward of each is the forward of the other.
+    An exchange is `prepare`, then a dispatch and a combine in two halves each. A MoE layer calls `dispatch` and
+    `combine`; the schedule that interleaves microbatches calls the halves. On rows, dispatch and combine are each
+    other's transpose: the backward of each is the forward of the other.
     """
 
     facts: DispatcherFacts = DispatcherFacts("unregistered", "has no row in the table.")
-    """Its row in config/dispatchers.py; without one, the cautious defaults."""
+    """Its row of config/dispatchers.py; without one, the cautious defaults."""
 
     def __init__(self, permute: Permute = sort_by_expert) -> None:
-        """`permute` sorts arrived (token, expert) assignments into slots; `PERMUTE` in kernels/choose.py lists them."""
+        """`permute` sorts received (token, expert) assignments into slots: one of `PERMUTE` in kernels/choose.py."""
         self.permute = permute
-        self.capacity = ExpertCapacity()  # of the worst case, unless a dispatcher knows another
+        self.capacity = ExpertCapacity()  # the worst case, unless a subclass sets another
 
     def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:  # noqa: B027, most have none
-        """Replace what is arithmetic of tensors by what a compiler makes of it, where the whole way is not compiled."""
+        """Compile the tensor arithmetic of the exchange, for runs that do not compile it as part of a block."""
 
     @abstractmethod
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Exchange:
-        """Work out which rows go where. Ids are global experts, -1 for none; scores are fp32."""
+        """Compute which rows are sent where. Ids are global experts, -1 for none; scores are fp32."""
 
     @abstractmethod
     def start_dispatch(self, x_TD: Tensor, exchange: Exchange) -> Pending:
@@ -135,7 +140,7 @@ class TokenDispatcher(ABC):
 
     @abstractmethod
     def finish_dispatch(self, pending: Pending, exchange: Exchange) -> ExpertInputs:
-        """Wait for what all ranks sent, and sort it by expert. No tensor of the result belongs to an unfinished
+        """Wait for the rows, and sort their assignments by expert. No tensor of the result belongs to an unfinished
         collective."""
 
     @abstractmethod
@@ -155,5 +160,5 @@ class TokenDispatcher(ABC):
 
     @final
     def combine(self, y_SD: Any, inputs: ExpertInputs) -> Tensor:
-        """Bring the results back: `start_combine`, `finish_combine`."""
+        """Return the results to their tokens: `start_combine`, `finish_combine`."""
         return self.finish_combine(self.start_combine(y_SD, inputs.exchange), inputs.exchange)

@@ -1,12 +1,14 @@
-"""The collectives that dispatchers use, as differentiable operations: each one's backward is another of them.
+"""Synchronous collectives of the dispatchers, differentiable: the backward of each is another one of them.
 
-A dispatcher starts a message and waits for it, and its `Collectives` says what that means. On `SYNC`, below, a message has
-arrived once it is started. On `ASYNC` of split_wire.py it travels until it is waited for, under whatever is computed in
+P ranks of the group · T rows of one rank
+
+A dispatcher starts a collective and waits for it, through a `Collectives`. Those of `SYNC`, below, are complete when
+they are started. Those of `ASYNC` (async_collectives.py) run until they are waited for, beside what is computed in
 between.
 
-The operations here are `torch.library` operations because an in-place collective inside an `autograd.Function` gives
-silently wrong gradients under torch.compile on torch 2.11, and the names of the functional collectives differ between
-2.11 and 2.13.
+The ops here are `torch.library` custom ops because an in-place collective inside an `autograd.Function` gives silently
+wrong gradients under torch.compile on torch 2.11, and the names of the functional collectives differ between 2.11 and
+2.13.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-# torch 2.13 gives it a new name and warns of the old
+# torch 2.13 renamed it, and warns of the old name
 all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -57,7 +59,7 @@ def _(x: Tensor, group: str, num_ranks: int) -> Tensor:
 
 @torch.library.custom_op("titan_moe::reduce_scatter", mutates_args=())
 def _reduce_scatter(x: Tensor, group: str, num_ranks: int) -> Tensor:
-    # a wire that sums would round to half precision after every rank: the same bytes travel unsummed
+    # NCCL's half-precision reduce-scatter rounds at every hop: all-to-all moves as many bytes, and we sum in fp32
     parts = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(parts, x.contiguous(), group=_resolve_process_group(group))
     return sum_of_parts(parts, num_ranks)
@@ -81,14 +83,14 @@ _reduce_scatter.register_autograd(
 
 
 def sum_of_parts(parts: Tensor, num_ranks: int) -> Tensor:
-    """Sum what each rank sent for the same rows, in rank order and at least fp32: [P·T, ...] -> [T, ...]."""
+    """Sum the P parts of each row in rank order and at least fp32: [P·T, ...] -> [T, ...]."""
     dtype = torch.promote_types(parts.dtype, torch.float32)
-    # a copy even where the dtype is right: compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
+    # copy=True: compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
     return parts.unflatten(0, (num_ranks, -1)).sum(0, dtype=dtype).to(parts.dtype, copy=True)
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Send each rank p its `sent[p]` rows of x and get `received[p]` from it, all in rank order.
+    """Send `sent[p]` rows of x to each rank p and receive `received[p]` rows from it, in rank order.
 
     Shapes: [sum(sent), ...] -> [sum(received), ...].
     """
@@ -96,26 +98,26 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: d
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Rows of all ranks in rank order: [T, ...] -> [P·T, ...]; T must be the same everywhere."""
+    """Gather the rows of all ranks in rank order: [T, ...] -> [P·T, ...]; T must be equal on all ranks."""
     return _all_gather(x, group.group_name, group.size())
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over ranks in at least fp32, each rank keeping its rows: [P·T, ...] -> [T, ...]."""
+    """Sum over ranks in at least fp32; each rank gets its rows: [P·T, ...] -> [T, ...]."""
     return _reduce_scatter(x, group.group_name, group.size())
 
 
 class Collective(NamedTuple):
-    """A collective in two halves, which take the same arguments after the tensor."""
+    """A collective in two halves, which take the same arguments after the first one."""
 
     start: Callable[..., Any]
-    """Hand the rows over: -> what travels. Nobody may read it before `wait`."""
+    """Start to send rows: -> a pending result, which only `wait` may read."""
     wait: Callable[..., Tensor]
-    """What `start` returned -> the rows that have arrived."""
+    """Pending result of `start` -> the received rows."""
 
 
 class Collectives(NamedTuple):
-    """How messages travel."""
+    """The collectives of a dispatcher, synchronous or asynchronous."""
 
     all_to_all: Collective
     """(x, received, sent, group), as the function of that name."""
@@ -125,11 +127,11 @@ class Collectives(NamedTuple):
     """(x, group)"""
 
 
-def _has_arrived(x: Tensor, *_: Any) -> Tensor:
+def _no_wait(x: Tensor, *_: Any) -> Tensor:
     return x
 
 
 SYNC = Collectives(
-    Collective(all_to_all, _has_arrived), Collective(all_gather, _has_arrived), Collective(reduce_scatter, _has_arrived)
+    Collective(all_to_all, _no_wait), Collective(all_gather, _no_wait), Collective(reduce_scatter, _no_wait)
 )
-"""A message has arrived once it is started: on a GPU, the stream that started it waits for it there and then."""
+"""Complete when started: on a GPU, the stream that starts a collective waits for it at once."""

@@ -1,4 +1,7 @@
-"""All experts are on this rank: nothing moves."""
+"""All experts are on this rank: no communication.
+
+T tokens · K experts a token
+"""
 
 from typing import NamedTuple
 
@@ -10,14 +13,14 @@ from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 
 
 class LocalExchange(NamedTuple):
-    """The choices themselves."""
+    """The routing."""
 
     ids_TK: Tensor
     scores_TK: Tensor
 
 
 class LocalDispatcher(TokenDispatcher):
-    """Serve every row where it is; the received rows are the tokens themselves (S = T, R = T·K)."""
+    """Dispatch without communication: the received rows are the tokens themselves (S = T, R = T·K)."""
 
     facts = LOCAL
 
@@ -31,9 +34,9 @@ class LocalDispatcher(TokenDispatcher):
     def start_dispatch(self, x_TD: Tensor, exchange: LocalExchange) -> Tensor:
         return x_TD
 
-    def finish_dispatch(self, sent: Tensor, exchange: LocalExchange) -> Routed:
+    def finish_dispatch(self, pending: Tensor, exchange: LocalExchange) -> Routed:
         ids_TK, scores_TK = exchange
-        return route(sent, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange, self.permute)
+        return route(pending, ids_TK, scores_TK, self.num_experts, ids_TK.numel(), exchange, self.permute)
 
     def start_combine(self, y_SD: Tensor, exchange: LocalExchange) -> Tensor:
         return y_SD

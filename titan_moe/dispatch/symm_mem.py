@@ -1,26 +1,26 @@
-"""Each row goes once to each rank that wants it, moved by the devices through each other's memory: no host read.
+"""Symmetric-memory dispatcher: rows are sent once a rank, by kernels that access peers' memory; no host read.
 
-P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · D width
+P ranks of the group · T tokens on each rank · K experts a token · S rows that a rank has room for · D width
 
-The bytes of `alltoall` without its host read: counts are exchanged and read on the devices, sizes are those of the
-worst case, P·T rows, or up to a bound over what random routing sends. Only a step that met its bound, and is taken
-again without it, reads its sizes on the host: the worst case of a large model fits into no memory. What kernels do in
-each phase of an exchange, and why two barriers make its memory free for the next, is in kernels/symm_dispatch.py.
+It moves the bytes of `alltoall` without its host read: counts are exchanged and read on the device, and sizes are those
+of the worst case, P·T rows, or of random routing times a capacity factor. Only a step that has overflowed, and is taken
+again without the bound, reads its sizes on the host: the worst case of a large model exceeds the memory.
+kernels/symm_mem/arrays.py explains the phases of an exchange, and why two barriers make its memory free for the next.
 
-Each operation here is one whole exchange, barriers included; so are those of clones (clone_weights.py). Its memory
-outlives it as scratch: what it leaves there nobody reads. So to a compiler it is a function of its other arguments,
-which may be dropped where no rank needs its result, or moved, as long as all ranks run the same exchanges in the same
-order, as with collectives. A layer's exchanges wait for each other's results, so there is one order for them, which no
-compiler can change on one rank alone; and layers follow each other.
+Each custom op here is a complete exchange, barriers included; so are those of clones (clone_weights.py). The contents
+of the symmetric memory are not read after an exchange. So to the compiler an op is a function of its other arguments.
+It may be removed if no rank needs its result, or moved, as long as all ranks run the same exchanges in the same order,
+as with collectives. Exchanges of a layer depend on each other's results, which fixes their order on every rank, and
+layers depend on each other.
 
 Used alone, with a process group `group` of the GPUs of one node and this rank's `experts`:
 
     num_bytes = symm_bytes(group.size(), most_tokens, width, top_k, torch.bfloat16)
     memory = open_symm_memory(num_bytes, group, torch.device("cuda", local_rank))
     dispatcher = SymmMemDispatcher(num_experts, memory)  # one a layer, or one for all: they share the memory
-    routed = dispatcher.dispatch(x_TD, topk_ids_TK, topk_scores_TK)  # in every rank, with as many tokens
+    routed = dispatcher.dispatch(x_TD, topk_ids_TK, topk_scores_TK)  # on every rank, with equal T
     y_TD = dispatcher.combine(experts(routed), routed)
-    close_symm_memory(group)  # before any rank lets its memory go
+    close_symm_memory(group)  # before any rank frees its memory
 """
 
 import socket
@@ -43,60 +43,60 @@ from titan_moe.plan.roofline import visit_probability
 
 
 class SymmMemory(NamedTuple):
-    """Memory that all ranks of a group reach. Serves one stream, and any number of layers on it.
+    """Memory that all ranks of a group can access, for one stream and any number of layers.
 
-    Streams that wait for each other wherever one launches an exchange count as one: a step's recording and the warm-ups
-    before it do.
+    Streams that wait for each other before each exchange count as one, for example that of a step's capture and that of
+    the warm-up steps before it.
     """
 
     local: Tensor
-    """uint8, this rank's own; it began as zeros. It keeps the peers' parts in reach as long as it lives."""
+    """uint8, this rank's own memory, initialised to zeros. Its lifetime is that of the mapping of the peers' memory."""
     peer_ptrs_P: Tensor
-    """int64, where this rank finds everyone's."""
+    """int64, the addresses of all ranks' memory in this rank's address space."""
     rank: int
 
     def __deepcopy__(self, memo: Any) -> "SymmMemory":
-        """A copied model goes on in the same memory: peers would not find a copy's."""
+        """A copied model shares the memory: peers have no address of a copy."""
         return self
 
 
 class SymmMemExchange(NamedTuple):
-    """Who sends what to whom."""
+    """The routing and the plan of an exchange."""
 
     ids_TK: Tensor
     scores_TK: Tensor
     plan: RowPlan
     max_rows: int
-    """Rows that this rank has room for."""
+    """Number of rows that this rank has room for."""
 
 
 def open_symm_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> SymmMemory:
-    """Allocate memory that the GPUs of one node share over NVLink; all ranks of the group must come, with the same
-    number.
+    """Allocate memory that the GPUs of one node access over NVLink. All ranks of the group must call it, with the same
+    size.
 
-    `kernels.symm_dispatch.symm_bytes` says how much a microbatch takes. It is the driver's, beside what PyTorch's
-    allocator holds and whatever that was told about its segments.
+    `symm_bytes` (kernels/symm_mem/arrays.py) gives the size for a microbatch. The memory comes from the driver, not
+    from PyTorch's caching allocator.
 
     Raises: ValueError if the ranks are not on one node.
     """
     import torch.distributed._symmetric_memory as symmetric
 
     _refuse_other_hosts(group)
-    if symmetric.get_backend(device) != "CUDA":  # which gives addresses that a kernel can use
+    if symmetric.get_backend(device) != "CUDA":  # the backend with addresses that kernels can use
         symmetric.set_backend("CUDA")
     local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(local, group)
     local.zero_()
     torch.cuda.synchronize(device)
-    # memory may come out of a larger piece: a peer's address is that of its piece, and how far its memory is into it;
-    # who has everyone's distance knows that everyone's zeros are written, and none can overwrite a signal
-    distances = _all_gather_object(local.data_ptr() - handle.buffer_ptrs[handle.rank], group)
-    addresses = [piece + distance for piece, distance in zip(handle.buffer_ptrs, distances, strict=True)]
+    # the memory may be part of a larger buffer, so a peer's address is its buffer's plus an offset. Gathering the
+    # offsets also waits until all ranks have written their zeros, which must not overwrite a signal
+    offsets = _all_gather_object(local.data_ptr() - handle.buffer_ptrs[handle.rank], group)
+    addresses = [buffer + offset for buffer, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
     return SymmMemory(local, torch.tensor(addresses, dtype=torch.int64, device=device), handle.rank)
 
 
 def close_symm_memory(group: dist.ProcessGroup) -> None:
-    """Wait until no rank of the group reads or writes its peers' memory any more: then each may let its own go."""
+    """Wait until no rank of the group accesses its peers' memory any more. Then each rank may free its own."""
     torch.cuda.synchronize()
     _all_gather_object(None, group)
 
@@ -105,21 +105,21 @@ def _refuse_other_hosts(group: dist.ProcessGroup) -> None:
     hosts = sorted(set(_all_gather_object(socket.gethostname(), group)))
     if len(hosts) > 1:
         raise ValueError(
-            f"symmetric memory joins GPUs of one node, and the {group.size()} ranks of this group are on "
-            f"{len(hosts)}: {', '.join(hosts)}; take a smaller parallel.ep, or parallel.dispatcher = "
+            f"symmetric memory connects GPUs of one node, but the {group.size()} ranks of this group are on "
+            f"{len(hosts)} nodes: {', '.join(hosts)}; take a smaller parallel.ep, or parallel.dispatcher = "
             f"{dispatchers_that(lambda facts: facts.moves_rows and not facts.is_one_node)}"
         )
 
 
-def _all_gather_object(word: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Everyone's words, by rank; nobody has them before all have spoken."""
-    words = [None] * group.size()
-    dist.all_gather_object(words, word, group=group)
-    return words
+def _all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """The values of all ranks, in rank order; a barrier too."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class SymmMemDispatcher(TokenDispatcher):
-    """Fetch rows from the ranks of their tokens, deliver the results. Every rank must bring as many tokens."""
+    """Get rows from the ranks of their tokens, put the results back. Every rank must have the same number of tokens."""
 
     facts = SYMM_MEM
 
@@ -129,24 +129,24 @@ class SymmMemDispatcher(TokenDispatcher):
         memory: SymmMemory,
         permute: Permute = sort_by_expert,
         capacity: ExpertCapacity | None = None,
-        num_chosen_from: int | None = None,
+        num_routed_experts: int | None = None,
     ) -> None:
-        """`num_experts` is the layer's total; `memory` is shared by the ranks that have them; `bound` bounds rows and
-        slots, over what is expected where tokens choose among `num_chosen_from` (fewer, if some places are spare)."""
+        """`num_experts` is the layer's total, divided among the ranks of `memory`; `capacity` bounds rows and slots.
+        `num_routed_experts` is the router's number of experts, for the expected number of rows; it is smaller if
+        `num_experts` counts replica slots."""
         super().__init__(permute)
         self.memory = memory
         self.capacity = capacity or ExpertCapacity()
-        self.num_chosen_from = num_chosen_from or num_experts
+        self.num_routed_experts = num_routed_experts or num_experts
         self.num_ranks = memory.peer_ptrs_P.numel()
         self.num_local_experts = num_experts // self.num_ranks
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> SymmMemExchange:
-        num_tokens, num_choices = topk_ids_TK.shape
+        num_tokens, top_k = topk_ids_TK.shape
         worst = self.num_ranks * num_tokens
-        share = visit_probability(self.num_chosen_from, self.num_chosen_from // self.num_ranks, num_choices)
-        max_rows = self.capacity.num_rows(expected=share * worst, worst=worst)
-        arguments = (topk_ids_TK, *self.memory, self.num_local_experts, max_rows)
-        plan = RowPlan(*_plan(*arguments))
+        visits = visit_probability(self.num_routed_experts, self.num_routed_experts // self.num_ranks, top_k)
+        max_rows = self.capacity.num_rows(expected=visits * worst, worst=worst)
+        plan = RowPlan(*_plan(topk_ids_TK, *self.memory, self.num_local_experts, max_rows))
         if self.capacity.reads_sizes_on_host:
             max_rows = int(plan.recv_offsets_Q[-1])
         return SymmMemExchange(topk_ids_TK, topk_scores_TK, plan, max_rows)
@@ -155,8 +155,8 @@ class SymmMemDispatcher(TokenDispatcher):
         ids_TK, scores_TK, plan, max_rows = exchange
         return _get(x_TD, scores_TK, ids_TK, *plan[:3], *self.memory, self.num_local_experts, max_rows)
 
-    def finish_dispatch(self, sent: Pending, exchange: SymmMemExchange) -> ExpertInputs:
-        x_SD, scores_SK, ids_SK = sent
+    def finish_dispatch(self, pending: Pending, exchange: SymmMemExchange) -> ExpertInputs:
+        x_SD, scores_SK, ids_SK = pending
         num_slots = self.capacity.num_slots(
             ids_SK, balanced=exchange.ids_TK.numel(), worst=len(x_SD) * min(ids_SK.shape[1], self.num_local_experts)
         )
@@ -167,15 +167,15 @@ class SymmMemDispatcher(TokenDispatcher):
         return routed(x_SD, slots, exchange)
 
     def start_combine(self, y_SD: Tensor, exchange: SymmMemExchange) -> Pending:
-        # sums on the way: what is delivered lies beside what other ranks have delivered for its token
+        # includes the sum of a token's partial results, which all ranks put into its entries
         return _put(y_SD, *exchange.plan[:3], *self.memory)
 
-    def finish_combine(self, y: Pending, exchange: SymmMemExchange) -> Tensor:
-        return y
+    def finish_combine(self, pending: Pending, exchange: SymmMemExchange) -> Tensor:
+        return pending
 
 
 def _row_arrays(memory: Tensor, peer_ptrs_P: Tensor, num_tokens: int, like_ND: Tensor) -> SymmArrays:
-    """The arrays of an exchange that moves rows alone."""
+    """The arrays of an exchange of rows alone."""
     return symm_arrays(memory, peer_ptrs_P, num_tokens, like_ND.shape[1], 0, like_ND.dtype)
 
 
@@ -205,13 +205,14 @@ def _(
 
 
 def known_plan(sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor) -> RowPlan:
-    """A plan that was made with room for its rows."""
+    """The plan of these maps, without an overflow flag."""
     return RowPlan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q, recv_offsets_Q.new_empty(0))
 
 
 @torch.library.custom_op("titan_moe::symm_get", mutates_args=())
 def _get(
-    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
+    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor,
+    sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     plan = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q)
@@ -228,7 +229,8 @@ def _get(
 
 @_get.register_fake
 def _(
-    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
+    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor,
+    sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shape = (max_rows, ids_TK.shape[1])
@@ -238,11 +240,12 @@ def _(
 
 @torch.library.custom_op("titan_moe::symm_put_gradients", mutates_args=())
 def _put_gradients(
-    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
+    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor,
+    sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    plan, (num_tokens, num_choices) = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q), ids_TK.shape
-    arrays = symm_arrays(memory, peer_ptrs_P, num_tokens, dx_SD.shape[1], num_choices, dx_SD.dtype, dscores_SK.dtype)
+    plan, (num_tokens, top_k) = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q), ids_TK.shape
+    arrays = symm_arrays(memory, peer_ptrs_P, num_tokens, dx_SD.shape[1], top_k, dx_SD.dtype, dscores_SK.dtype)
     symm_barrier(arrays.signals, rank)
     put_rows(dx_SD.contiguous(), plan, arrays.rows, rank)
     put_scores(dscores_SK.contiguous(), plan, arrays.scores, rank)
@@ -253,7 +256,8 @@ def _put_gradients(
 
 @_put_gradients.register_fake
 def _(
-    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
+    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor,
+    sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return dx_SD.new_empty(len(ids_TK), dx_SD.shape[1]), dscores_SK.new_empty(ids_TK.shape)
@@ -261,7 +265,8 @@ def _(
 
 @torch.library.custom_op("titan_moe::symm_put", mutates_args=())
 def _put(
-    y_SD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
+    y_SD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int,
 ) -> Tensor:  # fmt: skip
     arrays = _row_arrays(memory, peer_ptrs_P, len(sent_mask_TP), y_SD)
     symm_barrier(arrays.signals, rank)
@@ -272,15 +277,16 @@ def _put(
 
 @_put.register_fake
 def _(
-    y_SD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
+    y_SD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int,
 ) -> Tensor:  # fmt: skip
     return y_SD.new_empty(len(sent_mask_TP), y_SD.shape[1])
 
 
 @torch.library.custom_op("titan_moe::symm_get_gradients", mutates_args=())
 def _get_gradients(
-    dy_TD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int,
-    max_rows: int,
+    dy_TD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, max_rows: int,
 ) -> Tensor:  # fmt: skip
     arrays = _row_arrays(memory, peer_ptrs_P, len(dy_TD), dy_TD)
     symm_barrier(arrays.signals, rank)
@@ -291,14 +297,14 @@ def _get_gradients(
 
 @_get_gradients.register_fake
 def _(
-    dy_TD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int,
-    max_rows: int,
+    dy_TD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, max_rows: int,
 ) -> Tensor:  # fmt: skip
     return dy_TD.new_empty(max_rows, dy_TD.shape[1])
 
 
 def _save_get(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    # the memory is no saved tensor: whoever offloads those would copy all of it
+    # the memory must not be a saved tensor: offloading would copy all of it
     _, _, *saved, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.num_local_experts, _ = inputs
     ctx.save_for_backward(*saved)
     ctx.mark_non_differentiable(output[2])

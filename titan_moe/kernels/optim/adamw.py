@@ -7,7 +7,7 @@ rank, a step moves 76 GB (bf16 moments), 16 ms on an H200. An element takes 35 i
 moments and 75 all in bf16 (sm_90 code); an H200 issues 170, 120 and 85 while it moves the bytes. One launch a tensor is
 enough: 48 layers have some 500 shards, an average shard keeps the GPU busy for 30 us, longer than the next launch
 takes, and a captured step has no launch cost. One op a tensor is not enough: PyTorch's dispatch of it costs the host
-more than 30 us. So one op takes all shards. Aim: the bandwidth of a plain copy, above PyTorch's fused AdamW.
+more than 30 us. So one op takes all shards. Aim: memory bandwidth.
 
 Math is fp32, the bias corrections are fp64. bf16 values are stored with stochastic rounding (stochastic_rounding.py).
 It is needed: at beta2 = 0.999 and zero gradient, a second moment shrinks by a thousandth a step. Rounding to nearest

@@ -6,7 +6,7 @@ Physics: 2·T·D·E FLOPs forward and twice that backward. fp32 GEMMs do not use
 need an fp32 copy of the rows: for 32,768 x 2048 x 128 each of the three GEMMs takes 0.26 ms and moves 0.4 GB. But the
 product of two bf16 numbers is exact in fp32, and a bf16 GEMM accumulates in fp32. With fp32 output it gives the same
 logits, up to the order of the sums. Backward splits the fp32 gradient into two bf16 numbers, high and low, that carry
-16 of its bits, and concatenates them, so each of its two GEMMs stays one GEMM. Aim: a few times faster than fp32.
+16 of its bits, and concatenates them, so each of its two GEMMs stays one GEMM.
 """
 
 from collections.abc import Callable

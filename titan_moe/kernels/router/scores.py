@@ -1,4 +1,7 @@
-"""Scores of a tile of logits, for the router's forward and backward kernels."""
+"""Scores of a tile of logits, for the router's forward and backward kernels.
+
+T tokens of a tile · E experts
+"""
 
 import triton
 import triton.language as tl
