@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 from titan_moe.kernels.rope.backward import rotary_backward
 from titan_moe.kernels.rope.forward import rotary_forward
 from titan_moe.kernels.rope.rotation import rotate_halves, rotate_pairs
@@ -203,26 +203,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
 
 
-SHAPES = {"qwen3": (4, 4096, 32, 4, 128, True), "mixtral": (4, 4096, 32, 8, 128, False)}
-"""Benchmarked attention layers: sequences, tokens of each, query heads, key/value heads, head width, norms."""
-
-
-def _benchmark(name: str) -> Benchmark:
-    batch, length, num_heads, num_kv_heads, head_dim, norms = SHAPES[name]
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-
-    def draw(device: torch.device) -> Sample:
-        qkv_BNX = torch.randn(batch, length, width, device=device, dtype=torch.bfloat16)
-        weights = [torch.ones(head_dim, device=device, dtype=torch.bfloat16) if norms else None for _ in range(2)]
-        tables = _tables(length, head_dim // 2, device)
-        return Sample(name, (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, False), 3 if norms else 1)
-
-    # bytes: queries and keys in and out; in backward also their input again if normed, and the values' gradient
-    queries_and_keys, values = ((2.0 * batch * length * head_dim) * n for n in (num_heads + num_kv_heads, num_kv_heads))
-    forward = 2 * queries_and_keys
-    return Benchmark(name, draw, 0, 0, forward, forward + (3 if norms else 2) * queries_and_keys + 2 * values)
-
-
 def norm_and_rotate_in_torch(
     qkv_BNX: Tensor,
     q_weight_D: Tensor | None,
@@ -261,11 +241,6 @@ register(
         norm_and_rotate_reference,
         _samples,
         needs_triton=True,
-        benchmarks=tuple(_benchmark(name) for name in SHAPES),
-        baselines={
-            "torch": norm_and_rotate_reference,
-            "torch, compiled": torch.compile(norm_and_rotate_reference, fullgraph=True),
-        },
         tunable=Tunable("rotary", {"torch": norm_and_rotate_in_torch, "triton": norm_and_rotate}, _draw),
     )
 )
