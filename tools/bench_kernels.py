@@ -1,4 +1,4 @@
-"""Time every registered operation that names benchmarks, beside its baselines and its floor.
+"""Time operations at full size, beside other implementations and their floor.
 
     python tools/bench_kernels.py [fused_expert_mlp ...] [--shape qwen3_ep8]
 
@@ -10,44 +10,44 @@ import argparse
 from collections.abc import Iterator
 
 import torch
+from kernel_benchmarks import BENCHMARKS, Benchmark
 
-from titan_moe.kernels.registry import Benchmark, Kernel, load_all
 from titan_moe.kernels.timing import forward_and_total_ms
 from titan_moe.plan.hardware import Hardware, find_hardware
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kernels = {name: kernel for name, kernel in load_all().items() if kernel.benchmarks}
-    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(kernels)}; all if none is named")
-    parser.add_argument("--shape", help="only the benchmarks of this name")
+    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none is named")
+    parser.add_argument("--shape", help="only the cases of this name")
     args = parser.parse_args()
-    unknown = set(args.kernels) - set(kernels)
+    unknown = set(args.kernels) - set(BENCHMARKS)
     if unknown:
-        parser.error(f"no benchmarks for {', '.join(sorted(unknown))}; there are {', '.join(kernels)}")
+        parser.error(f"no benchmarks for {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     if not torch.cuda.is_available():
         parser.error("there is no GPU to measure")
     hardware = find_hardware(torch.cuda.get_device_name())
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name in args.kernels or kernels:
-        for benchmark in kernels[name].benchmarks:
-            if args.shape in (None, benchmark.name):
-                for line in compare(kernels[name], benchmark, hardware):
+    for name in args.kernels or BENCHMARKS:
+        for shape in BENCHMARKS[name].cases:
+            if args.shape in (None, shape):
+                for line in compare(f"{name}/{shape:17}", BENCHMARKS[name], shape, hardware):
                     print(line, flush=True)
 
 
-def compare(kernel: Kernel, benchmark: Benchmark, hardware: Hardware | None) -> Iterator[str]:
-    """A line for the operation and one for each rival."""
-    sample = benchmark.draw(torch.device("cuda"))
-    for name, op in {"titan_moe": kernel.op, **kernel.baselines}.items():
+def compare(title: str, benchmark: Benchmark, shape: str, hardware: Hardware | None) -> Iterator[str]:
+    """A line for each implementation."""
+    case = benchmark.cases[shape]
+    sample = case.draw(torch.device("cuda"))
+    for name, op in benchmark.ops.items():
         try:
             forward_ms, total_ms = forward_and_total_ms(op, sample)
         except RuntimeError as error:
-            yield f"{kernel.name}/{benchmark.name:17} {name:22} failed: {str(error).splitlines()[0][:80]}"
+            yield f"{title} {name:22} failed: {str(error).splitlines()[0][:80]}"
             continue
-        forward = describe(forward_ms, benchmark.forward_flops, benchmark.forward_bytes, hardware)
-        total = describe(total_ms, benchmark.total_flops, benchmark.total_bytes, hardware)
-        yield f"{kernel.name}/{benchmark.name:17} {name:22} fwd {forward}   fwd+bwd {total}"
+        forward = describe(forward_ms, case.forward_flops, case.forward_bytes, hardware)
+        total = describe(total_ms, case.total_flops, case.total_bytes, hardware)
+        yield f"{title} {name:22} fwd {forward}   fwd+bwd {total}"
 
 
 def describe(ms: float, flops: float, num_bytes: float, hardware: Hardware | None) -> str:

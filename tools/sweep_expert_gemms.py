@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from kernel_benchmarks import EXPERT_SHAPES
 from torch import Tensor
 
-from titan_moe.kernels.experts.fused_mlp import SHAPES
 from titan_moe.kernels.experts.gather_mm import GatherTiles, gather_mm
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS, UpTiles, expert_up
@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=EXPERT_SHAPES, default=list(EXPERT_SHAPES))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
     parser.add_argument("--seconds", type=float, default=240.0, help="no candidate begins later")
     parser.add_argument("--only", nargs="+", default=[""], help="time the first cut and those that have one of these")
@@ -74,7 +74,7 @@ def main() -> None:
 
 def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[Problem]:
     """The GEMMs of a shape, one after the other, so that only one's inputs are held."""
-    size = SHAPES[shape]
+    size = EXPERT_SHAPES[shape]
     num_rows, num_experts, width, hidden = (size[name] for name in ("rows", "experts", "width", "hidden"))
     rows_R, _, offsets_e = full_size_plan(num_rows, num_experts, size["choices"], device, size["slots"])
     num_slots = rows_R.numel()

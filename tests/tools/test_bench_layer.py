@@ -83,10 +83,9 @@ def test_saved_bytes_are_distinct_storages_without_weights(tool: ModuleType) -> 
 
 
 def test_shapes_are_those_of_the_kernel_benchmark(tool: ModuleType) -> None:
-    from titan_moe.kernels.experts.fused_mlp import SHAPES
-
+    sizes_of = importlib.import_module("kernel_benchmarks").EXPERT_SHAPES
     for name, shape in tool.SHAPES.items():
-        sizes = SHAPES[name]
+        sizes = sizes_of[name]
         assert [shape.tokens, shape.width, shape.hidden, shape.experts, shape.choices] == [
             sizes[key] for key in ("rows", "width", "hidden", "experts", "choices")
         ]

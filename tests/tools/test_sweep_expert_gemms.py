@@ -45,7 +45,8 @@ def test_only_some_cuts_and_the_first(tool: ModuleType) -> None:
 
 @pytest.mark.parametrize("shape", ["qwen3_ep8", "deepseek_v3_ep8"])
 def test_inputs_of_a_shape(tool: ModuleType, shape: str) -> None:
-    num_slots, num_experts, width, hidden = (tool.SHAPES[shape][key] for key in ("slots", "experts", "width", "hidden"))
+    sizes = tool.EXPERT_SHAPES[shape]
+    num_slots, num_experts, width, hidden = (sizes[key] for key in ("slots", "experts", "width", "hidden"))
     problems = list(tool.problems(shape, torch.device("meta"), ["weight_grad"]))
     assert [problem.name for problem in problems] == ["dW1", "dW2"]
     assert problems[0].flops == 2 * problems[1].flops == 4.0 * num_slots * width * hidden

@@ -1,5 +1,5 @@
 """Operations on tensors, a folder for each: physics, a plain PyTorch reference, Triton kernels, a registry entry.
 
 Nothing here depends on process groups, modules or recipes. `titan_moe.kernels.registry` lists every operation for tests
-and benchmarks. See README.md.
+and `titan-moe tune`. See README.md.
 """

@@ -1,7 +1,7 @@
-"""The list of operations that tests, benchmarks and `titan-moe tune` walk."""
+"""The list of operations that tests and `titan-moe tune` walk."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from pkgutil import walk_packages
@@ -21,18 +21,6 @@ class Sample:
     name: str
     args: tuple[Any, ...]
     num_differentiable: int
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """A timed call: full-size bf16 inputs, and the least FLOPs and bytes of forward and of both directions."""
-
-    name: str
-    draw: Callable[[torch.device], Sample]
-    forward_flops: float
-    total_flops: float
-    forward_bytes: float
-    total_bytes: float
 
 
 def as_one_graph(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., Any]:
@@ -76,9 +64,6 @@ class Kernel:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     needs_triton: bool = False
     """Whether it runs only on GPUs, and in fp32 in Triton's interpreter."""
-    benchmarks: tuple[Benchmark, ...] = ()
-    baselines: Mapping[str, Callable[..., Output]] = field(default_factory=dict)
-    """Other implementations, which a benchmark times beside the operation."""
     tunable: Tunable | None = None
     """How `titan-moe tune` measures the operation, if a recipe chooses its implementation."""
 

@@ -30,7 +30,7 @@ from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import MATRICES, ExpertParameter, ExpertWeights
 from titan_moe.kernels.permute.rows import full_size_plan, place_scores, sample_plans
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 
 WeightGrads = Callable[[], tuple[Tensor, Tensor]]
 """Computes the gradients of gate_up and down, each in one piece."""
@@ -189,27 +189,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [*samples, Sample("strided", (*strided, *plan), 4)]
 
 
-def _shape(rows: int, width: int, hidden: int, experts: int, choices: int) -> dict[str, int]:
-    return {
-        "rows": rows,
-        "choices": choices,
-        "slots": rows * choices,
-        "experts": experts,
-        "width": width,
-        "hidden": hidden,
-    }
-
-
-SHAPES = {
-    "qwen3": _shape(32_768, 2048, 768, 128, 8),
-    "qwen3_ep8": _shape(16_384, 2048, 768, 16, 8),
-    "deepseek_v2_lite": _shape(32_768, 2048, 1408, 64, 6),
-    "mixtral": _shape(16_384, 4096, 14_336, 8, 2),
-    "deepseek_v3_ep8": _shape(8_192, 7168, 2048, 32, 8),
-}
-"""Layers worth timing, as in `plan.kernel_shapes`. `ep8` is the share of one of eight ranks."""
-
-
 def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
     num_rows, num_experts, width, hidden = (shape[name] for name in ("rows", "experts", "width", "hidden"))
     plan = full_size_plan(num_rows, num_experts, shape["choices"], device, shape["slots"])
@@ -220,15 +199,6 @@ def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
     return Sample("", (x_SD, scores_SK, gate_up, down, *plan), 4)
 
 
-def _benchmark(name: str) -> Benchmark:
-    shape = SHAPES[name]
-    weights = shape["width"] * shape["hidden"]
-    flops = 6.0 * shape["slots"] * weights
-    # rows in and out, weights once
-    moved = 2.0 * (2 * shape["rows"] * shape["width"] + 3 * shape["experts"] * weights)
-    return Benchmark(name, partial(_draw, shape), flops, 3 * flops, moved, 3 * moved)
-
-
 register(
     Kernel(
         "fused_expert_mlp",
@@ -236,11 +206,6 @@ register(
         _with_scores_first(composite(grouped_mm_reference)),
         _samples,
         needs_triton=True,
-        benchmarks=tuple(_benchmark(name) for name in SHAPES),
-        baselines={
-            "grouped_mm": _with_scores_first(composite(grouped_mm)),
-            "grouped_mm, compiled": torch.compile(_with_scores_first(composite(grouped_mm)), fullgraph=True),
-        },
         tunable=Tunable(
             "experts",
             {"grouped_mm": _with_scores_first(composite(grouped_mm)), "fused": _with_scores_first(fused_expert_mlp)},

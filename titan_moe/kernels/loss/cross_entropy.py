@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, Sample, register
 
 IGNORE_LABEL = -100
 
@@ -129,31 +129,4 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     return [Sample(name, (x_TD, weight_VD, labels, chunk), 2) for name, labels, chunk in sample_labels(50, 37, device)]
 
 
-def head_benchmark() -> Benchmark:
-    """The head of Qwen3-30B-A3B on 16,384 tokens. Forward also computes the gradients."""
-    num_tokens, width, vocabulary = 16_384, 2048, 151_936
-
-    def draw(device: torch.device) -> Sample:
-        x_TD = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16)
-        weight_VD = torch.randn(vocabulary, width, device=device, dtype=torch.bfloat16) / width**0.5
-        return Sample("", (x_TD, weight_VD, torch.randint(vocabulary, (num_tokens,), device=device)), 2)
-
-    flops, moved = 6.0 * num_tokens * width * vocabulary, 4.0 * width * (num_tokens + vocabulary)
-    return Benchmark("qwen3", draw, flops, flops, moved, moved)
-
-
-def with_compiled_softmax(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """The PyTorch implementation with a compiled softmax, as compiled runs call it; for benchmarks."""
-    return linear_cross_entropy(x_TD, weight_VD, labels_T, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
-
-
-register(
-    Kernel(
-        "linear_cross_entropy",
-        linear_cross_entropy,
-        linear_cross_entropy_reference,
-        _samples,
-        benchmarks=(head_benchmark(),),
-        baselines={"with compiled softmax": with_compiled_softmax, "all logits": linear_cross_entropy_reference},
-    )
-)
+register(Kernel("linear_cross_entropy", linear_cross_entropy, linear_cross_entropy_reference, _samples))

@@ -24,12 +24,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.loss.cross_entropy import (
     IGNORE_LABEL,
-    head_benchmark,
     linear_cross_entropy,
     linear_cross_entropy_reference,
     loss_and_dlogits,
     sample_labels,
-    with_compiled_softmax,
 )
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
@@ -49,21 +47,21 @@ def loss_and_gradients(
     dweight_VD = weight_VD.new_empty(weight_VD.shape, dtype=torch.float32)
     if x_TD.shape[0] == 0:
         dweight_VD.zero_()
-    for tokens, logits_CV in _logits_by_chunk(x_TD, weight_VD, chunk_tokens):
+    for tokens, logits_CV in logits_by_chunk(x_TD, weight_VD, chunk_tokens):
         softmax_gradient(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL)
-        _add_gradients(logits_CV, x_TD, weight_VD, tokens, dx_TD, dweight_VD)
+        add_gradients(logits_CV, x_TD, weight_VD, tokens, dx_TD, dweight_VD)
     return losses_T.sum(), dx_TD, dweight_VD
 
 
 def loss_alone(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
     """Summed loss in fp32, no gradients."""
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
-    for tokens, logits_CV in _logits_by_chunk(x_TD, weight_VD, chunk_tokens):
+    for tokens, logits_CV in logits_by_chunk(x_TD, weight_VD, chunk_tokens):
         softmax_gradient(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL, writes_gradient=False)
     return losses_T.sum()
 
 
-def _logits_by_chunk(x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
+def logits_by_chunk(x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield each chunk's tokens and logits. All chunks share one buffer, so a chunk overwrites the one before."""
     num_tokens, num_words = x_TD.shape[0], weight_VD.shape[0]
     row = -(-num_words // ROW_ELEMENTS) * ROW_ELEMENTS
@@ -73,7 +71,7 @@ def _logits_by_chunk(x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Iter
         yield tokens, torch.mm(x_TD[tokens], weight_VD.T, out=buffer_CV[: tokens.stop - first])
 
 
-def _add_gradients(
+def add_gradients(
     dlogits_CV: Tensor, x_TD: Tensor, weight_VD: Tensor, tokens: slice, dx_TD: Tensor, dweight_VD: Tensor
 ) -> None:
     """Write the chunk's part of dX, and add its part to dW. The first chunk overwrites dW."""
@@ -158,39 +156,6 @@ def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk
     return _fused_cross_entropy_loss(x_TD, weight_VD, labels_T, chunk_tokens)
 
 
-class _ThreeGemms(torch.autograd.Function):
-    """The op without its softmax: a lower bound on its time, made of real GEMMs. Its values mean nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Tensor:
-        dx_TD, dweight_VD = torch.empty_like(x_TD), torch.empty_like(weight_VD)
-        if chunk_tokens:
-            sum_VD = torch.empty_like(weight_VD, dtype=torch.float32)
-            for tokens, logits_CV in _logits_by_chunk(x_TD, weight_VD, chunk_tokens):
-                _add_gradients(logits_CV, x_TD, weight_VD, tokens, dx_TD, sum_VD)
-        else:
-            logits_TV = x_TD @ weight_VD.T
-            torch.mm(logits_TV, weight_VD, out=dx_TD)
-            torch.mm(logits_TV.T, x_TD, out=dweight_VD)
-        ctx.save_for_backward(dx_TD, dweight_VD)
-        return x_TD.new_empty((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, Tensor, None]:
-        dx_TD, dweight_VD = ctx.saved_tensors
-        return dx_TD, dweight_VD, None
-
-
-def three_gemms(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0) -> Tensor:
-    """The GEMMs of head and loss alone, on all tokens or in chunks as the op runs them; for benchmarks."""
-    return _ThreeGemms.apply(x_TD, weight_VD, chunk_tokens)
-
-
-def three_gemms_in_chunks(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
-    """The GEMMs in the op's own chunks, with the additions to the fp32 weight gradient; for benchmarks."""
-    return three_gemms(x_TD, weight_VD, labels_T, CHUNK_TOKENS)
-
-
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     def draw(num_words: int, num_tokens: int, steepness: float = 1.0) -> tuple[Tensor, Tensor]:
         x_TD = torch.randn(num_tokens, 16, device=device, dtype=dtype) * steepness
@@ -232,13 +197,6 @@ register(
         linear_cross_entropy_reference,
         _samples,
         needs_triton=True,
-        benchmarks=(head_benchmark(),),
-        baselines={
-            "PyTorch, compiled": with_compiled_softmax,
-            "all logits": linear_cross_entropy_reference,
-            "three GEMMs alone": three_gemms,
-            "three GEMMs in chunks": three_gemms_in_chunks,
-        },
         tunable=Tunable("head", {"torch": linear_cross_entropy, "triton": fused_cross_entropy}, _draw, _compiled),
     )
 )

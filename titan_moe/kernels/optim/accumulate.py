@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 
 BLOCK = 2048
 Accumulate = Callable[[Tensor, Tensor, bool], Tensor]
@@ -111,26 +111,12 @@ def _eager(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., An
     return op
 
 
-def _benchmark(name: str, bytes_moved: int, is_first: bool) -> Benchmark:
-    """Gate and up of Mixtral-8x7B with ep = 8: one expert a rank."""
-    shape = (1, 2, 14_336, 4096)
-
-    def draw(device: torch.device) -> Sample:
-        addend = torch.randn(shape, device=device, dtype=torch.bfloat16)
-        return Sample(name, (torch.randn(shape, device=device), addend, is_first), 0)
-
-    moved = bytes_moved * 2 * 14_336 * 4096
-    return Benchmark(name, draw, 0, 0, moved, moved)
-
-
 register(
     Kernel(
         "accumulate",
         accumulate,
         accumulate_reference,
         _samples,
-        benchmarks=(_benchmark("mixtral_ep8", 10, False), _benchmark("mixtral_ep8_first", 6, True)),
-        baselines={"torch": accumulate_reference},
         tunable=Tunable(
             "gradients",
             {"torch": _two_microbatches(accumulate_reference), "triton": _two_microbatches(accumulate)},

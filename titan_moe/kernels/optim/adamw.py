@@ -35,7 +35,7 @@ from titan_moe.kernels.optim.stochastic_rounding import (
     round_to_bf16,
     round_to_bf16_reference,
 )
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, Sample, register
 
 MOMENTS_STREAM, PARAM_STREAM = 0, 1
 
@@ -240,7 +240,7 @@ def _reference_one_shard(param: Tensor, *args: Any) -> Tensor:
     return param
 
 
-def _arguments(device: torch.device, shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[Any]:
+def draw_arguments(device: torch.device, shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[Any]:
     """Random parameter, gradient and moments of these dtypes, as in the middle of a run, and the scalars."""
     tensors = [torch.randn(shape, device=device, dtype=dtype) for dtype in dtypes]
     tensors[3].abs_()
@@ -251,38 +251,15 @@ def _arguments(device: torch.device, shape: tuple[int, ...], dtypes: list[torch.
 def _samples(dtypes: Callable[[torch.dtype], list[torch.dtype]]) -> Callable[[torch.device, torch.dtype], list[Sample]]:
     def draw(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         shapes = {"odd": (3, 5, 7), "one": (1,), "empty": (0, 4), "blocks": (4 * QUARTER + 3,)}
-        samples = {name: _arguments(device, shape, dtypes(dtype)) for name, shape in shapes.items()}
-        skipped = samples["skipped"] = _arguments(device, (33,), dtypes(dtype))
+        samples = {name: draw_arguments(device, shape, dtypes(dtype)) for name, shape in shapes.items()}
+        skipped = samples["skipped"] = draw_arguments(device, (33,), dtypes(dtype))
         skipped[1].fill_(torch.nan)
         skipped[6].fill_(1.0)
-        strided = samples["strided"] = _arguments(device, (33, 5), dtypes(dtype))
+        strided = samples["strided"] = draw_arguments(device, (33, 5), dtypes(dtype))
         strided[:4] = [tensor.T for tensor in strided[:4]]
         return [Sample(name, tuple(args), 0) for name, args in samples.items()]
 
     return draw
-
-
-SHARD_NUMEL = 16 * 2 * 768 * 2048
-"""The gate and up projections of 16 experts of Qwen3-30B-A3B: a rank's part of a layer with ep = 8."""
-
-
-def _benchmark(name: str, bytes_moved: float, dtypes: list[torch.dtype]) -> Benchmark:
-    def draw(device: torch.device) -> Sample:
-        return Sample(name, tuple(_arguments(device, (SHARD_NUMEL,), dtypes)), 0)
-
-    moved = bytes_moved * SHARD_NUMEL
-    return Benchmark(name, draw, 0, 0, moved, moved)
-
-
-def _torch_fused(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *args: Any) -> Tensor:
-    """torch's fused kernel, on a gradient that is clipped already."""
-    lr, step, found_inf, _, beta1, beta2, eps, weight_decay, _ = args
-    options = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    torch._fused_adamw_(
-        [param], [grad], [exp_avg], [exp_avg_sq], [], [step],
-        lr=lr, amsgrad=False, maximize=False, found_inf=found_inf, **options,
-    )  # fmt: skip
-    return param
 
 
 def _one_dtype(dtype: torch.dtype) -> list[torch.dtype]:
@@ -299,11 +276,6 @@ register(
         _adamw_one_shard,
         _reference_one_shard,
         _samples(_one_dtype),
-        benchmarks=(
-            _benchmark("fp32", 28, _one_dtype(torch.float32)),
-            _benchmark("bf16", 14, _one_dtype(torch.bfloat16)),
-        ),
-        baselines={"torch fused": _torch_fused},
     )
 )
 register(
@@ -313,6 +285,5 @@ register(
         _reference_one_shard,
         _samples(_bf16_moments),
         dtypes=(torch.float32,),
-        benchmarks=(_benchmark("qwen3_ep8", 20, _bf16_moments(torch.float32)),),
     )
 )

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 from titan_moe.kernels.permute.rows import full_size_assignments
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, as_one_graph, register
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, as_one_graph, register
 
 BLOCK, CHUNK = 512, 1024
 MIN_BINS = 32
@@ -212,13 +212,9 @@ def _compiled(permute: Callable[..., Permutation], shape: Mapping[str, Any]) -> 
     return permute if shape["graph"] == "eager" else as_one_graph(permute, shape)
 
 
-def _slot_scores(permute: Any) -> Any:
-    """A permute with its differentiable argument first, and the differentiable output alone."""
-
-    def op(scores_SK: Tensor, ids_SK: Tensor, num_experts: int, num_slots: int) -> Tensor:
-        return permute(ids_SK, scores_SK, num_experts, num_slots).scores_R
-
-    return op
+def _slot_scores(permute: Permute) -> Callable[..., Tensor]:
+    """The same, and the differentiable output alone."""
+    return lambda *args: _scores_first(permute)(*args).scores_R
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -240,18 +236,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
 
 
-def _benchmark(num_rows: int, num_experts: int) -> Benchmark:
-    """Eight experts a row."""
-
-    def draw(device: torch.device) -> Sample:
-        ids_SK = torch.rand(num_rows, num_experts, device=device).topk(8).indices
-        scores_SK = torch.rand(ids_SK.shape, device=device)
-        return Sample("", (scores_SK, ids_SK, num_experts, ids_SK.numel()), 1)
-
-    assignments = 8.0 * num_rows
-    return Benchmark(f"{num_rows * 8}_of_{num_experts}", draw, 0, 0, 24 * assignments, 36 * assignments)
-
-
 register(
     Kernel(
         "counting_sort",
@@ -260,11 +244,6 @@ register(
         _samples,
         dtypes=(torch.float32,),
         needs_triton=True,
-        benchmarks=tuple(_benchmark(rows, experts) for rows in (16_384, 32_768) for experts in (16, 128)),
-        baselines={
-            "torch": _slot_scores(sort_by_expert),
-            "torch, compiled": _slot_scores(torch.compile(sort_by_expert, fullgraph=True)),
-        },
         tunable=Tunable(
             "permute",
             {"torch": _scores_first(sort_by_expert), "triton": _scores_first(counting_sort)},

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, Sample, register
 
 
 def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,41 +159,24 @@ def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
     return output[: int((args[2] >= 0).sum())]
 
 
-def full_size_assignments(
-    num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int | None = None
-) -> Tensor:
-    """Random routing for benchmarks: local experts [S, K], -1 for none.
+def full_size_assignments(num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int) -> Tensor:
+    """Random routing, to be timed: local experts [S, K], -1 for none.
 
     With fewer slots than assignments, a random part of these is -1, as if it belonged to other ranks.
     """
     ids_SK = torch.rand(num_rows, num_experts, device=device).topk(min(top_k, num_experts)).indices
-    num_present = min(ids_SK.numel(), ids_SK.numel() if num_slots is None else num_slots)
-    if num_present < ids_SK.numel():
+    if num_slots < ids_SK.numel():
         places = torch.rand(ids_SK.numel(), device=device).argsort().view_as(ids_SK)
-        ids_SK = torch.where(places < num_present, ids_SK, -1)
+        ids_SK = torch.where(places < num_slots, ids_SK, -1)
     return F.pad(ids_SK, (0, top_k - ids_SK.shape[1]), value=-1)
 
 
 def full_size_plan(
-    num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int | None = None
+    num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rows_R, slots_SK and offsets_e of such routing."""
-    max_slots = num_rows * min(top_k, num_experts)
     ids_SK = full_size_assignments(num_rows, num_experts, top_k, device, num_slots)
-    return plan_slots(ids_SK, num_experts, max_slots if num_slots is None else min(num_slots, max_slots))[:3]
-
-
-def _row_benchmark() -> Benchmark:
-    """The rows of one Qwen3-30B-A3B layer: 16,384 tokens of width 2048, 8 of 128 experts."""
-    num_rows, width, top_k = 16_384, 2048, 8
-
-    def draw(device: torch.device) -> Sample:
-        rows_R, slots_SK, _ = full_size_plan(num_rows, 128, top_k, device)
-        x_SD = torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
-        return Sample("", (x_SD, rows_R, slots_SK), 1)
-
-    moved = 2.0 * num_rows * width * (1 + top_k)  # bf16, rows once and slots once
-    return Benchmark("qwen3", draw, 0, 0, moved, 2 * moved)
+    return plan_slots(ids_SK, num_experts, min(num_slots, num_rows * min(top_k, num_experts)))[:3]
 
 
 def _row_samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -224,8 +207,6 @@ register(
         _gather_rows_reference,
         _row_samples,
         valid=_written,
-        benchmarks=(_row_benchmark(),),
-        baselines={"torch indexing": lambda x_SD, rows_R, slots_SK: x_SD[rows_R]},
     )
 )
 register(Kernel("sum_slots", sum_slots, _sum_slots_reference, _slot_samples, valid_grad=_written))

@@ -84,8 +84,14 @@ def _rotary_backward_kernel(
     )  # fmt: skip
 
 
+def empty_gradient(dq_BNHD: Tensor, dk_BNHD: Tensor) -> Tensor:
+    """The uninitialised gradient of the projection."""
+    batch, length, num_heads, head_dim = dq_BNHD.shape
+    return dq_BNHD.new_empty(batch, length, (num_heads + 2 * dk_BNHD.shape[2]) * head_dim)
+
+
 def rotary_backward(
-    grads_BNHD: tuple[Tensor, Tensor, Tensor], qkv_BNX: Tensor | None, q_weight_D: Tensor | None,
+    dq_BNHD: Tensor, dk_BNHD: Tensor, dv_BNHD: Tensor, qkv_BNX: Tensor | None, q_weight_D: Tensor | None,
     k_weight_D: Tensor | None, cos_NR: Tensor, sin_NR: Tensor, eps: float, is_interleaved: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the projection [B, N, X], contiguous, and of the two norm weights [2, D], fp32.
@@ -93,11 +99,11 @@ def rotary_backward(
     Gradients of queries, keys and values may have any strides. Without norms `qkv_BNX` and the weights are None, and
     the weights' gradients are zero.
     """
-    dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads_BNHD)
+    dq, dk, dv = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (dq_BNHD, dk_BNHD, dv_BNHD))
     batch, length, num_heads, head_dim = dq.shape
-    num_kv_heads, num_tokens = dk.shape[2], batch * length
+    num_tokens = batch * length
     num_rows, block_r = tile_shape(head_dim // 2)
-    dqkv_BNX = dq.new_empty(batch, length, (num_heads + 2 * num_kv_heads) * head_dim)
+    dqkv_BNX = empty_gradient(dq, dk)
     qkv_TX = dqkv_BNX.flatten(0, 1) if qkv_BNX is None else qkv_BNX.flatten(0, 1)
     qkv_TX = qkv_TX if qkv_TX.stride(1) == 1 else qkv_TX.contiguous()
     num_programs = min(triton.cdiv(num_tokens * num_heads, num_rows * TILES_A_PROGRAM), NUM_PROGRAMS)
@@ -108,7 +114,7 @@ def rotary_backward(
             dq, *dq.stride()[:3], dk, *dk.stride()[:3], dv, *dv.stride()[:3], qkv_TX,
             qkv_TX if q_weight_D is None else q_weight_D, qkv_TX if k_weight_D is None else k_weight_D,
             cos_NR, sin_NR, dqkv_BNX, dweights_P2D, num_tokens, length, qkv_TX.stride(0), eps,
-            HEADS=num_heads, KV_HEADS=num_kv_heads, R=head_dim // 2, NORMS=norms,
+            HEADS=num_heads, KV_HEADS=dk.shape[2], R=head_dim // 2, NORMS=norms,
             INTERLEAVED=is_interleaved, ROWS=num_rows, BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip
     return dqkv_BNX, dweights_P2D.sum(0)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from titan_moe.kernels.rope.pairs import load_angles, load_pairs, store_pairs, tile_shape
 
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries [B, N, H, D], keys and values [B, N, Hkv, D]."""
+
 
 @triton.jit
 def _rotate_tile(
@@ -61,25 +64,30 @@ def _rotary_forward_kernel(
         )  # fmt: skip
 
 
+def empty_heads(qkv_BNX: Tensor, cos_NR: Tensor, num_kv_heads: int) -> Heads:
+    """Uninitialised queries, keys and values."""
+    batch, length, width = qkv_BNX.shape
+    head_dim = 2 * cos_NR.shape[1]
+    num_heads = width // head_dim - 2 * num_kv_heads
+    q, k, v = (qkv_BNX.new_empty(batch, length, heads, head_dim) for heads in (num_heads, num_kv_heads, num_kv_heads))
+    return q, k, v
+
+
 def rotary_forward(
     qkv_BNX: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None, cos_NR: Tensor, sin_NR: Tensor,
     num_kv_heads: int, eps: float, is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values: [B, N, heads, D] each, contiguous."""
-    batch, length, _ = qkv_BNX.shape
-    num_pairs = cos_NR.shape[1]
+    q, k, v = empty_heads(qkv_BNX, cos_NR, num_kv_heads)
     qkv_TX = qkv_BNX.flatten(0, 1)
     qkv_TX = qkv_TX if qkv_TX.stride(1) == 1 else qkv_TX.contiguous()
-    num_tokens, num_heads = qkv_TX.shape[0], qkv_TX.shape[1] // (2 * num_pairs) - 2 * num_kv_heads
-    q, k, v = (
-        qkv_BNX.new_empty(batch, length, heads, 2 * num_pairs) for heads in (num_heads, num_kv_heads, num_kv_heads)
-    )
+    num_tokens, num_heads, num_pairs = qkv_TX.shape[0], q.shape[2], cos_NR.shape[1]
     num_rows, block_r = tile_shape(num_pairs)
     if num_tokens:
         q_tiles, kv_tiles = (triton.cdiv(num_tokens * heads, num_rows) for heads in (num_heads, num_kv_heads))
         _rotary_forward_kernel[(q_tiles + 2 * kv_tiles,)](
             qkv_TX, qkv_TX if q_weight_D is None else q_weight_D, qkv_TX if k_weight_D is None else k_weight_D,
-            cos_NR, sin_NR, q, k, v, num_tokens, length, qkv_TX.stride(0), eps,
+            cos_NR, sin_NR, q, k, v, num_tokens, q.shape[1], qkv_TX.stride(0), eps,
             HEADS=num_heads, KV_HEADS=num_kv_heads, R=num_pairs, NORMS=q_weight_D is not None,
             INTERLEAVED=is_interleaved, ROWS=num_rows, BLOCK_R=block_r, num_warps=4,
         )  # fmt: skip

@@ -14,112 +14,42 @@ freed; a view would keep it alive.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
-from titan_moe.kernels.rope.backward import rotary_backward
-from titan_moe.kernels.rope.forward import rotary_forward
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
+from titan_moe.kernels.rope.backward import empty_gradient, rotary_backward
+from titan_moe.kernels.rope.forward import Heads, empty_heads, rotary_forward
 from titan_moe.kernels.rope.rotation import rotate_halves, rotate_pairs
 
 
 def norm_and_rotate_reference(
-    qkv_BNX: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    num_kv_heads: int,
-    eps: float,
-    is_interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm and rotation as separate steps, in at least fp32."""
+    qkv_BNX: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None, cos_NR: Tensor, sin_NR: Tensor,
+    num_kv_heads: int, eps: float, is_interleaved: bool,
+) -> Heads:  # fmt: skip
+    """`norm_and_rotate` in PyTorch operations, which the compiler fuses; in any dtype."""
     heads = qkv_BNX.unflatten(-1, (-1, 2 * cos_NR.shape[1]))
     q_BNHD, k_BNHD, v_BNHD = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
-    rotated = []
-    for x_BNHD, weight_D in ((q_BNHD, q_weight_D), (k_BNHD, k_weight_D)):
-        wide = x_BNHD.to(torch.promote_types(x_BNHD.dtype, torch.float32))
-        if weight_D is not None:
-            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight_D
-        pairs = wide.unflatten(-1, (-1, 2)) if is_interleaved else wide.unflatten(-1, (2, -1)).transpose(-1, -2)
-        a, b = pairs.unbind(-1)
-        cos, sin = cos_NR[:, None], sin_NR[:, None]
-        pairs = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1)
-        out = (pairs if is_interleaved else pairs.transpose(-1, -2)).flatten(-2)
-        rotated.append(out.to(x_BNHD.dtype))
-    return rotated[0], rotated[1], v_BNHD
+    if q_weight_D is not None and k_weight_D is not None:
+        q_BNHD = F.rms_norm(q_BNHD, q_weight_D.shape, q_weight_D, eps)
+        k_BNHD = F.rms_norm(k_BNHD, k_weight_D.shape, k_weight_D, eps)
+    rotate = rotate_pairs if is_interleaved else rotate_halves
+    return rotate(q_BNHD, cos_NR, sin_NR), rotate(k_BNHD, cos_NR, sin_NR), v_BNHD
 
 
-@torch.library.custom_op("titan_moe::norm_and_rotate", mutates_args=())
-def _norm_and_rotate(
-    qkv_BNX: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    num_kv_heads: int,
-    eps: float,
-    is_interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return rotary_forward(qkv_BNX, q_weight_D, k_weight_D, cos_NR, sin_NR, num_kv_heads, eps, is_interleaved)
+_norm_and_rotate = torch.library.custom_op("titan_moe::norm_and_rotate", rotary_forward, mutates_args=())
+_backward_op = torch.library.custom_op("titan_moe::norm_and_rotate_backward", rotary_backward, mutates_args=())
+_norm_and_rotate.register_fake(lambda qkv, q_weight, k_weight, cos, sin, heads, *_: empty_heads(qkv, cos, heads))
+_backward_op.register_fake(
+    lambda dq, dk, *_: (empty_gradient(dq, dk), dq.new_empty(2, dq.shape[3], dtype=torch.float32))
+)
 
 
-@_norm_and_rotate.register_fake
-def _(
-    qkv_BNX: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    num_kv_heads: int,
-    eps: float,
-    is_interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch, length, width = qkv_BNX.shape
-    head_dim = 2 * cos_NR.shape[1]
-    k_BNHD, v_BNHD = (qkv_BNX.new_empty(batch, length, num_kv_heads, head_dim) for _ in range(2))
-    return qkv_BNX.new_empty(batch, length, width // head_dim - 2 * num_kv_heads, head_dim), k_BNHD, v_BNHD
-
-
-@torch.library.custom_op("titan_moe::norm_and_rotate_backward", mutates_args=())
-def _norm_and_rotate_backward(
-    dq_BNHD: Tensor,
-    dk_BNHD: Tensor,
-    dv_BNHD: Tensor,
-    qkv_BNX: Tensor | None,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    eps: float,
-    is_interleaved: bool,
-) -> tuple[Tensor, Tensor]:
-    grads_BNHD = (dq_BNHD, dk_BNHD, dv_BNHD)
-    return rotary_backward(grads_BNHD, qkv_BNX, q_weight_D, k_weight_D, cos_NR, sin_NR, eps, is_interleaved)
-
-
-@_norm_and_rotate_backward.register_fake
-def _(
-    dq_BNHD: Tensor,
-    dk_BNHD: Tensor,
-    dv_BNHD: Tensor,
-    qkv_BNX: Tensor | None,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    eps: float,
-    is_interleaved: bool,
-) -> tuple[Tensor, Tensor]:
-    batch, length, num_heads, head_dim = dq_BNHD.shape
-    dqkv_BNX = dq_BNHD.new_empty(batch, length, (num_heads + 2 * dk_BNHD.shape[2]) * head_dim)
-    return dqkv_BNX, dq_BNHD.new_empty(2, head_dim, dtype=torch.float32)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Heads) -> None:
     qkv_BNX, q_weight_D, k_weight_D, cos_NR, sin_NR, _, ctx.eps, ctx.is_interleaved = inputs
     kept_BNX = None if q_weight_D is None else qkv_BNX
     ctx.save_for_backward(kept_BNX, q_weight_D, k_weight_D, cos_NR, sin_NR)
@@ -127,12 +57,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, *grads_BNHD: Tensor) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: under recompute the first access recomputes, and a second one raises
-    _, q_weight_D, k_weight_D, *_ = saved
-    dqkv_BNX, dweights_2D = _norm_and_rotate_backward(*grads_BNHD, *saved, ctx.eps, ctx.is_interleaved)
+    dqkv_BNX, dweights_2D = _backward_op(*grads_BNHD, *saved, ctx.eps, ctx.is_interleaved)
     # copy=True: compiled torch 2.11 loses a gradient that ends in a cast to its own dtype
     dweights = [
         None if weight_D is None else dweight_D.to(weight_D.dtype, copy=True)
-        for weight_D, dweight_D in zip((q_weight_D, k_weight_D), dweights_2D, strict=True)
+        for weight_D, dweight_D in zip(saved[1:3], dweights_2D, strict=True)
     ]
     return dqkv_BNX, *dweights, None, None, None, None, None
 
@@ -141,15 +70,9 @@ _norm_and_rotate.register_autograd(_backward, setup_context=_save)
 
 
 def norm_and_rotate(
-    qkv_BNX: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    num_kv_heads: int,
-    eps: float,
-    is_interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv_BNX: Tensor, q_weight_D: Tensor | None, k_weight_D: Tensor | None, cos_NR: Tensor, sin_NR: Tensor,
+    num_kv_heads: int, eps: float, is_interleaved: bool,
+) -> Heads:  # fmt: skip
     """Split, norm and rotate the fused projection in Triton, in bf16 or fp32.
 
     Shapes: qkv [B, N, (H + 2·Hkv)·D], norm weights [D] (both or none), tables fp32 [N, D/2]
@@ -177,17 +100,19 @@ def _tables(num_tokens: int, num_pairs: int, device: torch.device) -> tuple[Tens
     return 1.2 * angles_NR.cos(), 1.2 * angles_NR.sin()
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def sample(
-        name: str, shape: tuple[int, int, int, int, int], *, norms: bool = True, is_interleaved: bool = False
-    ) -> Sample:
-        batch, length, num_heads, num_kv_heads, head_dim = shape
-        width = (num_heads + 2 * num_kv_heads) * head_dim
-        qkv_BNX = torch.randn(batch, length, width, device=device, dtype=dtype)
-        weights = [1 + torch.randn(head_dim, device=device, dtype=dtype) / 8 for _ in range(2)] if norms else [None] * 2
-        tables = _tables(length, head_dim // 2, device)
-        return Sample(name, (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
+def _sample(
+    name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *,
+    norms: bool = True, is_interleaved: bool = False,
+) -> Sample:  # fmt: skip
+    batch, length, num_heads, num_kv_heads, head_dim = shape
+    qkv_BNX = torch.randn(batch, length, (num_heads + 2 * num_kv_heads) * head_dim, device=device, dtype=dtype)
+    weights = [1 + torch.randn(head_dim, device=device, dtype=dtype) / 8 if norms else None for _ in range(2)]
+    tables = _tables(length, head_dim // 2, device)
+    return Sample(name, (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
 
+
+def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    sample = partial(_sample, device=device, dtype=dtype)
     qkv_BNX, q_weight_D, k_weight_D, *rest = sample("", (2, 5, 4, 2, 10)).args
     among_others = torch.cat([qkv_BNX, qkv_BNX], dim=-1)[..., : qkv_BNX.shape[-1]]
     weights = torch.stack([q_weight_D, k_weight_D], dim=1).unbind(1)
@@ -203,55 +128,11 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
 
 
-SHAPES = {"qwen3": (4, 4096, 32, 4, 128, True), "mixtral": (4, 4096, 32, 8, 128, False)}
-"""Benchmarked attention layers: sequences, tokens of each, query heads, key/value heads, head width, norms."""
-
-
-def _benchmark(name: str) -> Benchmark:
-    batch, length, num_heads, num_kv_heads, head_dim, norms = SHAPES[name]
-    width = (num_heads + 2 * num_kv_heads) * head_dim
-
-    def draw(device: torch.device) -> Sample:
-        qkv_BNX = torch.randn(batch, length, width, device=device, dtype=torch.bfloat16)
-        weights = [torch.ones(head_dim, device=device, dtype=torch.bfloat16) if norms else None for _ in range(2)]
-        tables = _tables(length, head_dim // 2, device)
-        return Sample(name, (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, False), 3 if norms else 1)
-
-    # bytes: queries and keys in and out; in backward also their input again if normed, and the values' gradient
-    queries_and_keys, values = ((2.0 * batch * length * head_dim) * n for n in (num_heads + num_kv_heads, num_kv_heads))
-    forward = 2 * queries_and_keys
-    return Benchmark(name, draw, 0, 0, forward, forward + (3 if norms else 2) * queries_and_keys + 2 * values)
-
-
-def norm_and_rotate_in_torch(
-    qkv_BNX: Tensor,
-    q_weight_D: Tensor | None,
-    k_weight_D: Tensor | None,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    num_kv_heads: int,
-    eps: float,
-    is_interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm_and_rotate` in PyTorch operations, which the compiler fuses; in any dtype."""
-    heads = qkv_BNX.unflatten(-1, (-1, 2 * cos_NR.shape[1]))
-    q_BNHD, k_BNHD, v_BNHD = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
-    if q_weight_D is not None and k_weight_D is not None:
-        q_BNHD = F.rms_norm(q_BNHD, q_weight_D.shape, q_weight_D, eps)
-        k_BNHD = F.rms_norm(k_BNHD, k_weight_D.shape, k_weight_D, eps)
-    rotate = rotate_pairs if is_interleaved else rotate_halves
-    return rotate(q_BNHD, cos_NR, sin_NR), rotate(k_BNHD, cos_NR, sin_NR), v_BNHD
-
-
 def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
-    num_sequences, head_dim, num_kv_heads = (shape[name] for name in ("sequences", "head_width", "key_heads"))
-    length, width = shape["tokens"] // num_sequences, (shape["query_heads"] + 2 * num_kv_heads) * head_dim
-    qkv_BNX = torch.randn(num_sequences, length, width, device=device, dtype=torch.bfloat16)
-    norms = shape["norm"] == "qk norm"
-    weights = [torch.ones(head_dim, device=device, dtype=torch.bfloat16) if norms else None for _ in range(2)]
-    tables = _tables(length, head_dim // 2, device)
-    is_interleaved = shape["pairs"] == "neighbours"
-    return Sample("", (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
+    length = shape["tokens"] // shape["sequences"]
+    sizes = (shape["sequences"], length, shape["query_heads"], shape["key_heads"], shape["head_width"])
+    norms, is_interleaved = shape["norm"] == "qk norm", shape["pairs"] == "neighbours"
+    return _sample("", sizes, device, torch.bfloat16, norms=norms, is_interleaved=is_interleaved)
 
 
 register(
@@ -261,11 +142,6 @@ register(
         norm_and_rotate_reference,
         _samples,
         needs_triton=True,
-        benchmarks=tuple(_benchmark(name) for name in SHAPES),
-        baselines={
-            "torch": norm_and_rotate_reference,
-            "torch, compiled": torch.compile(norm_and_rotate_reference, fullgraph=True),
-        },
-        tunable=Tunable("rotary", {"torch": norm_and_rotate_in_torch, "triton": norm_and_rotate}, _draw),
+        tunable=Tunable("rotary", {"torch": norm_and_rotate_reference, "triton": norm_and_rotate}, _draw),
     )
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, Tunable, register
+from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 from titan_moe.kernels.router.backward import route_backward
 from titan_moe.kernels.router.forward import empty_routing, route_forward
 from titan_moe.kernels.router.logits import RouterLogits, router_logits, router_logits_reference
@@ -105,29 +105,13 @@ def route_tokens(
     return Routing(*_route_tokens(logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule))
 
 
-def _comparable(routing: Routing) -> Tensor:
-    """All outputs in one flat tensor, a token's weights in expert order."""
-    scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = routing
-    weights_BNE = scores_BNK.new_zeros(*ids_BNK.shape[:2], counts_BE.shape[1]).scatter(-1, ids_BNK, scores_BNK)
-    return torch.cat([out.flatten().to(scores_BNK.dtype) for out in (weights_BNE, counts_BE, shares_BE, z_sum)])
-
-
-def _differentiable(routing: Routing) -> Tensor:
-    """All differentiable outputs in one flat tensor."""
-    return torch.cat([out.flatten() for out in (routing.topk_scores_BNK, routing.share_sums_BE, routing.z_sum)])
-
-
 def _flat(route: RouteTokens) -> Callable[..., Tensor]:
-    """The router with one flat output, which its last argument makes of the routing."""
+    """The router with all outputs in one flat tensor, a token's weights in expert order."""
 
-    def op(
-        logits_BNE: Tensor,
-        expert_bias_E: Tensor,
-        rule: RoutingRule,
-        forced_ids_BNK: Tensor | None,
-        flatten: Callable[[Routing], Tensor],
-    ) -> Tensor:
-        return flatten(route(logits_BNE, expert_bias_E, rule, forced_ids_BNK))
+    def op(*args: Any) -> Tensor:
+        scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = route(*args)
+        weights_BNE = scores_BNK.new_zeros(*ids_BNK.shape[:2], counts_BE.shape[1]).scatter(-1, ids_BNK, scores_BNK)
+        return torch.cat([out.flatten().to(scores_BNK.dtype) for out in (weights_BNE, counts_BE, shares_BE, z_sum)])
 
     return op
 
@@ -137,7 +121,7 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         logits_BNE = torch.randn(shape, device=device)
         bias_E = torch.randn(shape[2], device=device) / 10 if rule.score_fn == "sigmoid" else logits_BNE.new_zeros(())
         forced_ids_BNK = torch.rand_like(logits_BNE).topk(rule.top_k).indices if is_forced else None
-        return Sample(name, (logits_BNE, bias_E.expand(shape[2]), rule, forced_ids_BNK, _comparable), 1)
+        return Sample(name, (logits_BNE, bias_E.expand(shape[2]), rule, forced_ids_BNK), 1)
 
     softmax, sigmoid = RoutingRule("softmax", 2), RoutingRule("sigmoid", 3, route_scale=2.5)
     in_groups = sigmoid._replace(num_groups=4, top_k_groups=2)
@@ -155,18 +139,6 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
     logits_BNE, *rest = samples[0].args
     return [*samples, Sample("strided", (logits_BNE.transpose(0, 1).contiguous().transpose(0, 1), *rest), 1)]
-
-
-def _benchmark(name: str, num_experts: int, rule: RoutingRule) -> Benchmark:
-    num_sequences, num_tokens = 8, 4096
-
-    def draw(device: torch.device) -> Sample:
-        logits_BNE = torch.randn(num_sequences, num_tokens, num_experts, device=device)
-        return Sample(name, (logits_BNE, torch.zeros(num_experts, device=device), rule, None, _differentiable), 1)
-
-    tokens = float(num_sequences * num_tokens)
-    forward, backward = tokens * (4 * num_experts + 12 * rule.top_k), tokens * (8 * num_experts + 12 * rule.top_k)
-    return Benchmark(name, draw, 0, 0, forward, forward + backward)
 
 
 def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tuple[Tensor, ...]]:
@@ -211,14 +183,6 @@ register(
         _samples,
         dtypes=(torch.float32,),
         needs_triton=True,
-        benchmarks=(
-            _benchmark("qwen3", 128, RoutingRule("softmax", 8)),
-            _benchmark("deepseek_v3", 256, RoutingRule("sigmoid", 8, 8, 4, route_scale=2.5)),
-        ),
-        baselines={
-            "torch": _flat(route_tokens_reference),
-            "torch, compiled": torch.compile(_flat(route_tokens_reference), fullgraph=True),
-        },
         tunable=Tunable(
             "router",
             {

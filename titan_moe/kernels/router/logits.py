@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.kernels.registry import Benchmark, Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, Sample, register
 
 RouterLogits = Callable[[Tensor, Tensor], Tensor]
 """x [..., D], weight [E, D] -> logits [..., E] in at least fp32."""
@@ -99,25 +99,4 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     ]
 
 
-def _benchmark() -> Benchmark:
-    """The router of Qwen3-30B-A3B on 32,768 tokens."""
-    num_rows, width, num_experts = 32_768, 2048, 128
-
-    def draw(device: torch.device) -> Sample:
-        x_TD = torch.randn(num_rows, width, device=device, dtype=torch.bfloat16)
-        return Sample("", (x_TD, torch.randn(num_experts, width, device=device, dtype=torch.bfloat16) / width**0.5), 2)
-
-    flops, moved = 2.0 * num_rows * width * num_experts, num_rows * (2.0 * width + 4 * num_experts)
-    return Benchmark("qwen3", draw, flops, 3 * flops, moved, 3 * moved)
-
-
-register(
-    Kernel(
-        "router_logits",
-        router_logits,
-        router_logits_reference,
-        _samples,
-        benchmarks=(_benchmark(),),
-        baselines={"in fp32": router_logits_reference},
-    )
-)
+register(Kernel("router_logits", router_logits, router_logits_reference, _samples))

@@ -1,0 +1,267 @@
+"""Operations at full size: inputs of real layers, their work, and the implementations to compare.
+
+Inputs are those of `titan-moe tune` wherever it measures the operation.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.choose import ROUTE_TOKENS
+from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
+from titan_moe.kernels.optim.adamw import draw_arguments
+from titan_moe.kernels.permute.rows import full_size_plan
+from titan_moe.kernels.registry import Sample, Tunable, as_one_graph, load_all
+from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
+
+KERNELS = load_all()
+Draw = Callable[[torch.device], Sample]
+Ops = dict[str, Callable[..., Any]]
+
+
+class Case(NamedTuple):
+    """A timed call: full-size inputs, and the least FLOPs and bytes of forward and of both directions."""
+
+    draw: Draw
+    forward_flops: float
+    total_flops: float
+    forward_bytes: float
+    total_bytes: float
+
+
+class Benchmark(NamedTuple):
+    """An operation's cases, and its implementations, ours first."""
+
+    cases: dict[str, Case]
+    ops: Ops
+
+
+def tunable_of(kernel: str) -> Tunable:
+    """How `titan-moe tune` measures the operation."""
+    tunable = KERNELS[kernel].tunable
+    assert tunable is not None
+    return tunable
+
+
+def drawn(kernel: str, **shape: Any) -> Draw:
+    """Inputs as `titan-moe tune` draws them for a shape."""
+    return lambda device: tunable_of(kernel).draw(shape, device)
+
+
+def with_args(draw: Draw, num_args: int, *more: Any) -> Draw:
+    """The first arguments of a drawn sample, and more behind them."""
+
+    def changed(device: torch.device) -> Sample:
+        sample = draw(device)
+        return Sample(sample.name, (*sample.args[:num_args], *more), sample.num_differentiable)
+
+    return changed
+
+
+def half(device: torch.device, *sizes: int) -> Tensor:
+    return torch.randn(sizes, device=device, dtype=torch.bfloat16)
+
+
+def eager_and_compiled(kernel: str, ours: str, other: str) -> Ops:
+    """A tunable's candidates, the other one compiled too."""
+    candidates = tunable_of(kernel).candidates
+    plain = candidates[other]
+    return {"titan_moe": candidates[ours], other: plain, f"{other}, compiled": as_one_graph(plain, {})}
+
+
+def expert_shape(rows: int, width: int, hidden: int, experts: int, choices: int) -> dict[str, int]:
+    return dict(rows=rows, choices=choices, slots=rows * choices, experts=experts, width=width, hidden=hidden)
+
+
+EXPERT_SHAPES = {
+    "qwen3": expert_shape(32_768, 2048, 768, 128, 8),
+    "qwen3_ep8": expert_shape(16_384, 2048, 768, 16, 8),
+    "deepseek_v2_lite": expert_shape(32_768, 2048, 1408, 64, 6),
+    "mixtral": expert_shape(16_384, 4096, 14_336, 8, 2),
+    "deepseek_v3_ep8": expert_shape(8_192, 7168, 2048, 32, 8),
+}
+"""Expert layers worth timing, as in `plan.kernel_shapes`. `ep8` is the share of one of eight ranks."""
+
+
+def experts(shape: dict[str, int]) -> Case:
+    """Rows in and out, weights once."""
+    weights = shape["width"] * shape["hidden"]
+    flops = 6.0 * shape["slots"] * weights
+    moved = 2.0 * (2 * shape["rows"] * shape["width"] + 3 * shape["experts"] * weights)
+    return Case(drawn("fused_expert_mlp", **shape), flops, 3 * flops, moved, 3 * moved)
+
+
+def permute(num_rows: int, num_experts: int) -> Case:
+    """Eight experts a row."""
+    slots = 8 * num_rows
+    draw = drawn("counting_sort", rows=num_rows, experts=num_experts, choices=8, slots=slots)
+    return Case(draw, 0, 0, 24.0 * slots, 36.0 * slots)
+
+
+def gather_rows(num_rows: int, width: int, num_experts: int, top_k: int) -> Case:
+    """Rows once and slots once."""
+
+    def draw(device: torch.device) -> Sample:
+        rows_R, slots_SK, _ = full_size_plan(num_rows, num_experts, top_k, device, num_rows * top_k)
+        return Sample("", (half(device, num_rows, width), rows_R, slots_SK), 1)
+
+    moved = 2.0 * num_rows * width * (1 + top_k)
+    return Case(draw, 0, 0, moved, 2 * moved)
+
+
+def router_logits(num_rows: int, width: int, num_experts: int) -> Case:
+    def draw(device: torch.device) -> Sample:
+        return Sample("", (half(device, num_rows, width), half(device, num_experts, width) / width**0.5), 2)
+
+    flops, moved = 2.0 * num_rows * width * num_experts, num_rows * (2.0 * width + 4 * num_experts)
+    return Case(draw, flops, 3 * flops, moved, 3 * moved)
+
+
+def routing(num_experts: int, rule: RoutingRule) -> Case:
+    """Eight sequences after their logits. Forward writes ids and weights, backward reads the logits again."""
+    shape = (8, 4096, num_experts)
+
+    def draw(device: torch.device) -> Sample:
+        return Sample("", (torch.randn(shape, device=device), torch.zeros(num_experts, device=device), rule), 1)
+
+    forward, backward = (8.0 * 4096 * (size * num_experts + 12 * rule.top_k) for size in (4, 8))
+    return Case(draw, 0, 0, forward, forward + backward)
+
+
+def flat_routing(route: RouteTokens) -> Callable[[Tensor, Tensor, RoutingRule], Tensor]:
+    """A router that returns all differentiable outputs in one flat tensor."""
+
+    def op(logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule) -> Tensor:
+        routing = route(logits_BNE, expert_bias_E, rule, None)
+        return torch.cat([out.flatten() for out in (routing.topk_scores_BNK, routing.share_sums_BE, routing.z_sum)])
+
+    return op
+
+
+def rotary(query_heads: int, key_heads: int, norm: str) -> Case:
+    """Queries and keys in and out; backward also reads them before the norm, and moves the values' gradient."""
+    shape = dict(tokens=16_384, sequences=4, query_heads=query_heads, key_heads=key_heads, head_width=128)
+    queries_and_keys, values = (2.0 * 16_384 * 128 * heads for heads in (query_heads + key_heads, key_heads))
+    backward = (3 if norm == "qk norm" else 2) * queries_and_keys + 2 * values
+    draw = drawn("norm_and_rotate", **shape, norm=norm, pairs="halves")
+    return Case(draw, 0, 0, 2 * queries_and_keys, 2 * queries_and_keys + backward)
+
+
+def head(num_tokens: int, width: int, vocabulary: int) -> Case:
+    """Forward also computes the gradients. Each implementation takes chunks of its own size."""
+    draw = drawn("fused_cross_entropy", tokens=num_tokens, width=width, vocabulary=vocabulary, chunk=0)
+    flops, moved = 6.0 * num_tokens * width * vocabulary, 4.0 * width * (num_tokens + vocabulary)
+    return Case(with_args(draw, 3), flops, flops, moved, moved)
+
+
+@torch.no_grad()
+def three_gemms(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """The GEMMs of head and loss alone: a lower bound on their time. The result means nothing."""
+    logits_TV = x_TD @ weight_VD.T
+    torch.mm(logits_TV, weight_VD, out=torch.empty_like(x_TD))
+    torch.mm(logits_TV.T, x_TD, out=torch.empty_like(weight_VD))
+    return x_TD.new_empty((), dtype=torch.float32)
+
+
+@torch.no_grad()
+def three_gemms_in_chunks(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
+    """The GEMMs in the op's own chunks, with the additions to the fp32 weight gradient. The result means nothing."""
+    dx_TD, sum_VD = torch.empty_like(x_TD), torch.empty_like(weight_VD, dtype=torch.float32)
+    for tokens, logits_CV in logits_by_chunk(x_TD, weight_VD, CHUNK_TOKENS):
+        add_gradients(logits_CV, x_TD, weight_VD, tokens, dx_TD, sum_VD)
+    return x_TD.new_empty((), dtype=torch.float32)
+
+
+def accumulate(num_elements: int, bytes_moved: float, is_first: bool) -> Case:
+    draw, moved = drawn("accumulate", elements=num_elements), bytes_moved * num_elements
+    return Case(with_args(draw, 2, is_first), 0, 0, moved, moved)
+
+
+def adamw(num_elements: int, bytes_moved: float, dtype: torch.dtype, moments: torch.dtype) -> Case:
+    def draw(device: torch.device) -> Sample:
+        return Sample("", tuple(draw_arguments(device, (num_elements,), [dtype, dtype, moments, moments])), 0)
+
+    moved = bytes_moved * num_elements
+    return Case(draw, 0, 0, moved, moved)
+
+
+def torch_fused_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *args: Any) -> Tensor:
+    """PyTorch's fused kernel, on a gradient that is clipped already."""
+    lr, step, found_inf, _, beta1, beta2, eps, weight_decay, _ = args
+    torch._fused_adamw_(
+        [param], [grad], [exp_avg], [exp_avg_sq], [], [step], lr=lr, beta1=beta1, beta2=beta2, eps=eps,
+        weight_decay=weight_decay, amsgrad=False, maximize=False, found_inf=found_inf,
+    )  # fmt: skip
+    return param
+
+
+LOSS, HEAD = KERNELS["linear_cross_entropy"], {"qwen3": head(16_384, 2048, 151_936)}
+TORCH_HEADS: Ops = {
+    "with compiled softmax": tunable_of("fused_cross_entropy").compiled(LOSS.op, {}),
+    "all logits": LOSS.reference,
+}
+ROUTERS = {name: flat_routing(route) for name, route in ROUTE_TOKENS.items()}
+QWEN3_EP8, MIXTRAL_EP8 = 16 * 2 * 768 * 2048, 2 * 14_336 * 4096
+"""Elements of gate and up in a layer of a rank with ep = 8."""
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+BENCHMARKS = {
+    "fused_expert_mlp": Benchmark(
+        {name: experts(shape) for name, shape in EXPERT_SHAPES.items()},
+        eager_and_compiled("fused_expert_mlp", "fused", "grouped_mm"),
+    ),
+    "counting_sort": Benchmark(
+        {f"{8 * rows}_of_{size}": permute(rows, size) for rows in (16_384, 32_768) for size in (16, 128)},
+        eager_and_compiled("counting_sort", "triton", "torch"),
+    ),
+    "gather_rows": Benchmark(
+        {"qwen3": gather_rows(16_384, 2048, 128, 8)},
+        {"titan_moe": KERNELS["gather_rows"].op, "torch indexing": lambda x_SD, rows_R, slots_SK: x_SD[rows_R]},
+    ),
+    "router_logits": Benchmark(
+        {"qwen3": router_logits(32_768, 2048, 128)},
+        {"titan_moe": KERNELS["router_logits"].op, "in fp32": KERNELS["router_logits"].reference},
+    ),
+    "route_tokens": Benchmark(
+        {
+            "qwen3": routing(128, RoutingRule("softmax", 8)),
+            "deepseek_v3": routing(256, RoutingRule("sigmoid", 8, 8, 4, route_scale=2.5)),
+        },
+        {
+            "titan_moe": ROUTERS["triton"],
+            "torch": ROUTERS["torch"],
+            "torch, compiled": as_one_graph(ROUTERS["torch"], {}),
+        },
+    ),
+    "norm_and_rotate": Benchmark(
+        {"qwen3": rotary(32, 4, "qk norm"), "mixtral": rotary(32, 8, "no qk norm")},
+        eager_and_compiled("norm_and_rotate", "triton", "torch"),
+    ),
+    "linear_cross_entropy": Benchmark(HEAD, {"titan_moe": LOSS.op, **TORCH_HEADS}),
+    "fused_cross_entropy": Benchmark(
+        HEAD,
+        {
+            "titan_moe": KERNELS["fused_cross_entropy"].op,
+            **TORCH_HEADS,
+            "three GEMMs alone": three_gemms,
+            "three GEMMs in chunks": three_gemms_in_chunks,
+        },
+    ),
+    "accumulate": Benchmark(
+        {
+            "mixtral_ep8": accumulate(MIXTRAL_EP8, 10.0, False),
+            "mixtral_ep8_first": accumulate(MIXTRAL_EP8, 6.0, True),
+        },
+        {"titan_moe": KERNELS["accumulate"].op, "torch": KERNELS["accumulate"].reference},
+    ),
+    "adamw": Benchmark(
+        {"fp32": adamw(QWEN3_EP8, 28.0, FP32, FP32), "bf16": adamw(QWEN3_EP8, 14.0, BF16, BF16)},
+        {"titan_moe": KERNELS["adamw"].op, "torch fused": torch_fused_adamw},
+    ),
+    "adamw_bf16_moments": Benchmark(
+        {"qwen3_ep8": adamw(QWEN3_EP8, 20.0, FP32, BF16)}, {"titan_moe": KERNELS["adamw_bf16_moments"].op}
+    ),
+}
