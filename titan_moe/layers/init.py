@@ -24,14 +24,14 @@ class Slice(NamedTuple):
     """Where it begins in the whole parameter, by dimension."""
 
 
-def whole(parameter: Tensor) -> Slice:
+def unsharded_slice(parameter: Tensor) -> Slice:
     """A parameter that is not spread over ranks."""
     return Slice(parameter.data, (0,) * parameter.ndim)
 
 
 @torch.no_grad()
 def init_weights(
-    model: nn.Module, seed: int, std: float, num_layers: int, slice_of: Callable[[Tensor], Slice] = whole
+    model: nn.Module, seed: int, std: float, num_layers: int, slice_of: Callable[[Tensor], Slice] = unsharded_slice
 ) -> None:
     """Fill every parameter and buffer of a materialised model.
 
