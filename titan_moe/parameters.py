@@ -1,8 +1,7 @@
-"""What a parameter is, asked of the module that owns it.
+"""The kinds of parameters, declared by the classes of the modules that own them.
 
-Initial weights, weight decay and sharding treat a bias of experts, [e, D], otherwise than a matrix of the same shape. A
-parameter cannot carry its kind itself, because parallelism replaces it by a DTensor. So a module's class declares
-kinds by attribute name, and this file is the one place that asks.
+Initialisation, weight decay and sharding treat a bias of experts, [e, D], differently from a matrix of that shape. A
+parameter cannot carry its kind, because parallelism replaces it by a DTensor.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,21 +11,19 @@ from torch import nn
 
 
 class ParameterKind(Enum):
-    """What a parameter does in its module."""
+    """The role of a parameter in its module."""
 
     MATRIX = auto()
-    EXPERT_MATRIX = auto()
-    """A matrix for each expert, the first dimension."""
+    EXPERT_MATRIX = auto()  # a matrix for each expert, the first dimension
     ROUTER = auto()
     EMBEDDING = auto()
     HEAD = auto()
-    SCALE = auto()
-    """The factors of a norm."""
+    SCALE = auto()  # of a norm
     BIAS = auto()
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it maps one vector space to another, or is a table of vectors."""
+        """Whether it is a linear map or a table of vectors."""
         return self not in (ParameterKind.SCALE, ParameterKind.BIAS)
 
 
@@ -36,13 +33,13 @@ TORCH_KINDS: dict[type[nn.Module], Mapping[str, ParameterKind]] = {
     nn.RMSNorm: {"weight": ParameterKind.SCALE},
     nn.LayerNorm: {"weight": ParameterKind.SCALE, "bias": ParameterKind.BIAS},
 }
-"""What torch's modules would declare."""
+"""Declarations for modules of torch."""
 
 
 def kind_of(owner: nn.Module, attribute: str) -> ParameterKind:
-    """Look up what the nearest class of the owner declares, in `parameter_kinds`, about one of its parameters.
+    """Look up a parameter in `parameter_kinds` of its owner's class, or of the nearest base class that has it.
 
-    A parameter that no class knows is a bias if its name ends so, else a matrix from two dimensions on, else a scale.
+    An undeclared parameter is a bias if its name ends in "bias", else a matrix from two dimensions on, else a scale.
     """
     for owner_class in type(owner).__mro__:
         kinds = vars(owner_class).get("parameter_kinds") or TORCH_KINDS.get(owner_class, {})
@@ -54,15 +51,15 @@ def kind_of(owner: nn.Module, attribute: str) -> ParameterKind:
 
 
 def named_kinds(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterKind]]:
-    """Go through the parameters of a model in its order, each once, with name and kind; the first owner's counts."""
+    """Name, parameter and kind of each parameter of a model, once, by its first owner."""
     for name, parameter in model.named_parameters():
         owner, _, attribute = name.rpartition(".")
         yield name, parameter, kind_of(model.get_submodule(owner), attribute)
 
 
 def residual_ends(model: nn.Module) -> set[str]:
-    """Name the parameters that end a residual branch: their modules declare them, by relative names, in
-    `residual_ends`. Of absent modules there may be names too."""
+    """Names of the parameters that end a residual branch, from the modules' `residual_ends` (relative names). Modules
+    that are absent may be among them."""
     return {
         f"{name}.{end}" if name else end
         for name, module in model.named_modules()

@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_moe.config import Recipe
 from titan_moe.config.recipe import num_microbatches
-from titan_moe.plan.count import count
+from titan_moe.plan.count import training_flops_per_token
 from titan_moe.plan.hardware import find_hardware
 
 FIGURES = ("tokens/s/GPU", "of the first", "TF", "MFU", "step ms", "peak GiB")
@@ -87,7 +87,7 @@ def peer_facts(recipe: Recipe, num_ranks: int, recompute: str) -> dict[str, str]
 
 def flops_per_token(recipe: Recipe) -> float:
     """Model FLOPs of training on a token, causal attention halved, recompute not counted."""
-    return float(count(recipe.model, recipe.train.seq_len_tokens).flops_per_token)
+    return float(training_flops_per_token(recipe.model, recipe.train.seq_len_tokens))
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:

@@ -26,8 +26,8 @@ def test_static_dispatchers_can_be_captured(tmp_path: Path, dispatcher: str) -> 
     [
         ("--run.device=cpu", "no CUDA graphs"),
         ("--parallel.dispatcher=alltoall", 'take "allgather"'),
-        ("--perf.kernels=reference", "read their borders"),
-        ("--perf.override.experts=reference", "read their borders"),
+        ("--perf.kernels=reference", "read their offsets"),
+        ("--perf.override.experts=reference", "read their offsets"),
         ("--model.class=mine:Model --memory.recompute=block", 'take "experts" or "none"'),
     ],
 )

@@ -19,7 +19,7 @@ def test_a_recipe_and_an_override_are_told_the_new_name(tmp_path: Path) -> None:
         load_recipe(file, ["--parallel.gathers_once_a_step"])
     assert refused.value.problems == [
         f"{file}: {OPTIMIZER}",
-        f"{file}: parallel.chunks is gone: messages in chunks were slower than whole ones; drop it",
+        f"{file}: parallel.chunks is gone: exchanges in chunks were slower; drop it",
         "command line: parallel.gathers_once_a_step is now parallel.accumulate_unsharded",
     ]
 

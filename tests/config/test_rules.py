@@ -38,120 +38,120 @@ INTERLEAVED = (
 
 # rule -> (overrides that break it, a part of the message)
 BROKEN = {
-    "every number is in its range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
-    "the model class is addressable": ("--model.class=Transformer", '"package.module:Class"'),
-    "kv heads divide query heads": ("--model.attention.num_kv_heads=3", "the divisors are 1, 2, 4, 8"),
-    "the rotated width is even": ("--model.attention.head_dim=33", "head_dim = 33 is odd; take 34"),
-    "gqa's options need gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
-    "full layers are some of the layers": (
+    "numbers_are_in_range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
+    "class_is_addressable": ("--model.class=Transformer", '"package.module:Class"'),
+    "kv_heads_divide_heads": ("--model.attention.num_kv_heads=3", "the divisors are 1, 2, 4, 8"),
+    "rotated_width_is_even": ("--model.attention.head_dim=33", "head_dim = 33 is odd; take 34"),
+    "gqa_options_need_gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
+    "full_layers_are_some_of_the_layers": (
         "--model.attention.sliding_window=8 --model.attention.full_attention_every=5",
         "full_attention_every = 5 exceeds model.num_layers = 4",
     ),
-    "YaRN's betas are ordered": (
+    "yarn_betas_are_ordered": (
         "--model.attention.yarn_factor=4 --model.attention.yarn_beta_slow=40",
         "yarn_beta_fast",
     ),
-    "dense layers are some of the layers": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
-    "dense layers have a width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layers dense"),
-    "experts have a width": ("--model.moe.ffn_hidden_size=0", "3 layers have 16 experts"),
-    "top_k fits the experts": ("--model.moe.top_k=17", "take at most 16"),
-    "groups divide the experts": ("--model.moe.num_groups=3", "the divisors are 1, 2, 4, 8, 16"),
-    "top_k_groups fits the groups": ("--model.moe.num_groups=4 --model.moe.top_k_groups=5", "take at most 4"),
-    "top_k fits the chosen groups": ("--model.moe.num_groups=8 --model.moe.top_k_groups=1", "exceeds the 2 experts"),
-    "groups ranked by two experts hold two": (
+    "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
+    "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layers dense"),
+    "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "3 layers have 16 experts"),
+    "top_k_fits_experts": ("--model.moe.top_k=17", "take at most 16"),
+    "groups_divide_experts": ("--model.moe.num_groups=3", "the divisors are 1, 2, 4, 8, 16"),
+    "top_k_groups_fit_groups": ("--model.moe.num_groups=4 --model.moe.top_k_groups=5", "take at most 4"),
+    "top_k_fits_chosen_groups": ("--model.moe.num_groups=8 --model.moe.top_k_groups=1", "exceeds the 2 experts"),
+    "top2_groups_hold_two": (
         "--model.moe.num_groups=16 --model.moe.top_k_groups=4",
         "two experts a group",
     ),
-    "the balancing bias needs sigmoid scores": ("--model.moe.bias_update_speed=1e-3", 'score_fn = "sigmoid"'),
-    "a shared gate needs shared experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
-    "only working axes are used": ("--parallel.tp=2", "parallel.tp = 2 does not work yet"),
-    "dp_shard is a size or -1": ("--parallel.dp_shard=0", "-1 for all ranks that are left"),
-    "the dense view fills the world": ("--parallel.dp_shard=4", "= 4, but the run has 8 ranks"),
-    "the expert view divides the world": ("--parallel.dp_replicate=4", "does not divide the 8 ranks"),
-    "ep divides num_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
-    "ep needs experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
-    "ep needs a dispatcher that moves rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
-    "overlap has communication to hide": (
+    "bias_needs_sigmoid": ("--model.moe.bias_update_speed=1e-3", 'score_fn = "sigmoid"'),
+    "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
+    "axes_work": ("--parallel.tp=2", "parallel.tp = 2 does not work yet"),
+    "dp_shard_is_a_size": ("--parallel.dp_shard=0", "-1 for all ranks that are left"),
+    "dense_view_fills_the_world": ("--parallel.dp_shard=4", "= 4, but the run has 8 ranks"),
+    "expert_view_divides_the_world": ("--parallel.dp_replicate=4", "does not divide the 8 ranks"),
+    "ep_divides_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
+    "ep_needs_experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
+    "ep_needs_a_dispatcher_that_moves_rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
+    "overlap_has_communication": (
         "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=tile",
         'parallel.dispatcher = "local" has none; set it to "none", or spread the experts with "allgather"',
     ),
-    "the dispatcher supports the overlap": (
+    "dispatcher_supports_overlap": (
         "--parallel.overlap=tile --parallel.dispatcher=alltoall",
         'by parallel.dispatcher = "alltoall"; take overlap = "microbatch" or "none", or "symm_mem"',
     ),
-    "tiles move rows": (
+    "tile_overlap_needs_fused_experts": (
         "--parallel.overlap=tile --parallel.dispatcher=symm_mem --model.moe.score_on=input",
         'parallel.overlap = "tile" needs fused experts, which need model.moe.score_on = "activation"',
     ),
-    "the dispatcher has its device": (
+    "dispatcher_has_its_device": (
         "--parallel.dispatcher=symm_mem --run.device=cpu",
         'does not exist with run.device = "cpu"; take "allgather" or "alltoall", or run.device = "cuda"',
     ),
-    "shared memory has peers": (
+    "shared_memory_has_peers": (
         "--parallel.dispatcher=symm_mem --parallel.ep=1",
         'parallel.ep = 1 leaves one rank in each; take "local", "allgather" or "alltoall", or a larger ep',
     ),
-    "an ep group stays on a node": (
+    "ep_group_stays_on_a_node": (
         "--parallel.dispatcher=symm_mem --parallel.ep=16",
         "parallel.ep = 16 does not divide the 8 ranks of a node",
     ),
-    "microbatches that interleave can be cut": (
+    "interleaved_microbatches_run_in_pieces": (
         "--parallel.overlap=microbatch",
         "accumulate_unsharded = true, or take",
     ),
-    "a slot bound has a dispatcher to bound": (
+    "capacity_factor_fits_the_dispatcher": (
         "--parallel.expert_rank_capacity_factor=1.5",
         'parallel.dispatcher = "alltoall", whose slots are exact; set it to 0, or take "allgather" or "symm_mem"',
     ),
-    "clones have ranks to go to": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank has of its own"),
-    "what is captured asks the host nothing": ("--compile.cudagraph=step", "reads the counts of every layer"),
-    "edp divides the experts' width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
-    "microbatches divide the global batch": ("--train.global_batch_sequences=40", "take 32 or 48"),
-    "microbatches divide the validation": ("--validation.num_sequences=8", "take 16"),
-    "grouped_mm knows the dtype": ("--precision.compute=fp32 --run.device=cuda", 'run.device = "cuda"; take bf16'),
-    "Triton kernels can run": (
+    "clones_need_other_ranks": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank has of its own"),
+    "graphs_can_be_captured": ("--compile.cudagraph=step", "reads the counts of every layer"),
+    "edp_divides_expert_width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
+    "batch_divides": ("--train.global_batch_sequences=40", "take 32 or 48"),
+    "validation_divides": ("--validation.num_sequences=8", "take 16"),
+    "grouped_mm_has_the_dtype": ("--precision.compute=fp32 --run.device=cuda", 'run.device = "cuda"; take bf16'),
+    "triton_kernels_can_run": (
         "--perf.override.router=triton --run.device=cpu",
         'perf.override.router = "triton" is a Triton kernel, which does not exist with run.device = "cpu"; take "no"',
     ),
-    "expert rows are aligned": ("--model.moe.ffn_hidden_size=68", "68 is not a multiple of 8"),
-    "master and reduce are no coarser than compute": (
+    "expert_rows_are_aligned": ("--model.moe.ffn_hidden_size=68", "68 is not a multiple of 8"),
+    "master_and_reduce_are_no_coarser_than_compute": (
         "--precision.compute=fp32 --precision.master=bf16",
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
-    "the optimizer knows its dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; take that'),
-    "the attention backend exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
-    "FlexAttention knows the dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
-    "blocks that compile whole read nothing on the host": (
+    "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; take that'),
+    "attention_backend_exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
+    "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
+    "block_graphs_have_no_host_reads": (
         "--compile.extent=block",
         'on the host; take "allgather" or "symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
     ),
-    "recomputed experts exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
-    "forced routing needs a router": (
+    "recomputed_experts_exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
+    "forced_routing_needs_a_router": (
         "--model.num_dense_layers=4 --train.force_balanced_routing=true",
         "train.force_balanced_routing",
     ),
-    "one routing is forced": (
+    "one_routing_is_forced": (
         "--train.force_balanced_routing=true --train.force_skewed_routing=true",
         "set one of them to false",
     ),
-    "a skewed routing can be dealt": (
+    "skewed_loads_are_possible": (
         "--model.moe.num_experts=4 --model.moe.top_k=2 --train.force_skewed_routing=true",
         "take a parallel.ep of at most 2",
     ),
-    "the run has a folder": ("--run.folder=", 'run.folder = ""'),
-    "the source has a path": ("--data.path=", "nothing to read"),
-    "datasets' options need datasets": ("--data.subset=en", 'data.subset = "en"'),
-    "bytes fit the vocabulary": ("--model.vocab_size=255", "take 256"),
-    "text has a tokenizer": ("--data.tokenizer=", 'take "bytes"'),
-    "streams hold out no share": (
+    "folder_is_named": ("--run.folder=", 'run.folder = ""'),
+    "source_has_a_path": ("--data.path=", "nothing to read"),
+    "datasets_options_need_datasets": ("--data.subset=en", 'data.subset = "en"'),
+    "bytes_fit_the_vocabulary": ("--model.vocab_size=255", "take 256"),
+    "text_has_a_tokenizer": ("--data.tokenizer=", 'take "bytes"'),
+    "streams_hold_out_no_share": (
         "--data.source=datasets --data.is_streamed=true",
         "data.holdout_fraction = 0.1 cannot be taken",
     ),
-    "validation has data": ("--data.holdout_fraction=0", "set it to 0.01, or every_steps = 0"),
-    "the sample can be read": ("--data.source=tokens --data.tokenizer=", "name the tokenizer"),
-    "the sample has a prompt": ("--data.source=synthetic", "needs held-out text"),
-    "two checkpoints are kept": ("--checkpoint.keep_latest=1", "take 2 or more, or 0 for all"),
-    "the trace ends in the run": ("--profile.start_step=99", "ends at step 101, after train.steps = 100"),
+    "validation_has_data": ("--data.holdout_fraction=0", "set it to 0.01, or every_steps = 0"),
+    "sample_has_a_tokenizer": ("--data.source=tokens --data.tokenizer=", "name the tokenizer"),
+    "sample_has_a_prompt": ("--data.source=synthetic", "needs held-out text"),
+    "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "take 2 or more, or 0 for all"),
+    "trace_ends_in_the_run": ("--profile.start_step=99", "ends at step 101, after train.steps = 100"),
 }
 
 
@@ -255,7 +255,7 @@ def test_every_broken_recipe_belongs_to_a_rule() -> None:
         (
             f"{INTERLEAVED} --compile.cudagraph=microbatch --run.device=cuda",
             8,
-            'compile.cudagraph = "microbatch" records one microbatch for all',
+            'compile.cudagraph = "microbatch" captures one microbatch for all',
         ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
         (

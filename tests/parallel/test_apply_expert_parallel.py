@@ -120,7 +120,7 @@ BROKEN: dict[str, tuple[Callable[[int], nn.Module], int, Callable[[], Any], dict
     "no GPU": (built, 4, world, {"dispatcher": "symm_mem"}, 'the experts are on cpu; take "local", "allgather" or'),
     "no bound": (built, 4, world, {"capacity": ExpertCapacity(2.0)}, 'take "allgather" or "symm_mem"'),
     "two axes": (built, 4, two_axes, {}, "the mesh has 2 axes"),
-    "no device": (on_meta, 4, world, {}, "does not tell the device of experts on meta; give a DeviceMesh"),
+    "no device": (on_meta, 4, world, {}, "has no device, and the experts are on meta; give a DeviceMesh"),
     "no experts": (dense, 4, world, {}, "the model has no titan_moe.MoE layer"),
     "twice": (sharded, 4, world, {}, "the experts are sharded already"),
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_moe.parallel.autograd_segment import Piece
+from titan_moe.parallel.autograd_segment import AutogradSegment
 
 
 class Flow(NamedTuple):
@@ -45,7 +45,7 @@ def whole(grad: Tensor) -> list[Tensor]:
 def test_two_pieces_give_what_the_whole_gives() -> None:
     grad = torch.randn(4, 4, dtype=torch.float64)
     x, weight, other = leaves()
-    one, two = Piece(lambda x: first(x, weight)), Piece(lambda *flow: second(*flow, other))
+    one, two = AutogradSegment(lambda x: first(x, weight)), AutogradSegment(lambda *flow: second(*flow, other))
     flow = one(x)
     (y,) = two(*flow)
     of_flow = two.backward([grad])
@@ -59,7 +59,7 @@ def test_two_pieces_give_what_the_whole_gives() -> None:
 
 def test_what_passes_through_takes_its_gradient_along() -> None:
     x, weight, _ = leaves()
-    piece = Piece(lambda x, y: (x, y * 2))
+    piece = AutogradSegment(lambda x, y: (x, y * 2))
     piece(x, weight)
     grad = torch.ones_like(x)
     of_x, of_weight = piece.backward([grad, None])
@@ -95,7 +95,7 @@ class Carry(torch.autograd.Function):
 @pytest.mark.parametrize("is_strided", [False, True])
 def test_what_is_in_flight_crosses_untouched(is_strided: bool) -> None:
     x, *_ = leaves()
-    one, two = Piece(lambda x: (Carry.apply(x), 1)), Piece(lambda x, one: (Carry.apply(x),))
+    one, two = AutogradSegment(lambda x: (Carry.apply(x), 1)), AutogradSegment(lambda x, one: (Carry.apply(x),))
     flow = one(x)
     two(*flow)
     grad = torch.randn(4, 4, dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_what_is_in_flight_crosses_untouched(is_strided: bool) -> None:
 
 def test_a_piece_keeps_no_output() -> None:
     x, weight, _ = leaves()
-    piece = Piece(lambda x: (x @ weight,))
+    piece = AutogradSegment(lambda x: (x @ weight,))
     (output,) = piece(x)
     output = weakref.ref(output)
     assert output() is None

@@ -9,7 +9,7 @@ from titan_moe.config import Recipe, check_rules, load_recipe
 from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, KernelOverrides
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import Capability
-from titan_moe.plan.kernel_choice import as_overrides, backends_that_can_run, choose_for, in_words
+from titan_moe.plan.kernel_choice import as_overrides, backends_that_can_run, choose_for, describe_choices
 from titan_moe.plan.kernel_shapes import shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, table_name, write_table
 
@@ -53,13 +53,13 @@ def test_auto_is_the_default_and_is_the_default_kernels_where_nothing_was_measur
 ) -> None:
     assert Recipe().perf.kernels == "auto" and Recipe().perf.chosen_kernels == DEFAULT_KERNELS
     assert kernels_of(recipe(), device) == DEFAULT_KERNELS
-    (line,) = in_words(choose_for(recipe(), 8, device))
+    (line,) = describe_choices(choose_for(recipe(), 8, device))
     assert line.endswith(f"({reason})")
 
 
 def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
     assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, experts="fused")
-    experts, others = in_words(choose_for(recipe(), 8, GPU))
+    experts, others = describe_choices(choose_for(recipe(), 8, GPU))
     assert experts.startswith("experts fused (6 ms fused, 7 ms grouped_mm, measured on Some GPU at 87")
     assert "131,072 slots, 16 experts" in experts and experts.endswith("with torch 2.13.0, 2026-11-21)")
     assert others.startswith("permute torch, router torch, ")
@@ -80,7 +80,7 @@ def test_the_nearest_measured_shape_decides_and_the_distance_is_said() -> None:
     """Half of the ranks, twice the experts on each; no table has such a shape."""
     four = recipe("--parallel.ep=4")
     assert kernels_of(four, "NVIDIA H200") == replace(PRESETS["fused"], gradients="torch")
-    (line,) = [line for line in in_words(choose_for(four, 8, "NVIDIA H200")) if line.startswith("permute")]
+    (line,) = [line for line in describe_choices(choose_for(four, 8, "NVIDIA H200")) if line.startswith("permute")]
     rows = shapes_of(four, 8)["permute"]["rows"]
     assert line.startswith(
         "permute triton (0.0395 ms triton, 0.723 ms torch, measured on NVIDIA H200 at the nearest shape, "
@@ -92,7 +92,7 @@ def test_the_nearest_measured_shape_decides_and_the_distance_is_said() -> None:
 def test_a_relative_takes_what_the_h200_takes(device: str, capability: Capability | None) -> None:
     choices = choose_for(recipe(), 8, device, capability)
     assert choices == choose_for(recipe(), 8, "NVIDIA H200")
-    assert all("measured on NVIDIA H200 at " in line for line in in_words(choices))
+    assert all("measured on NVIDIA H200 at " in line for line in describe_choices(choices))
 
 
 def test_an_own_table_wins_and_leaves_the_rest_to_the_shipped_one(cache: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_own_table_wins_and_leaves_the_rest_to_the_shipped_one(cache: Path) -
 def test_a_measurement_of_another_way_to_run_decides_nothing() -> None:
     whole = recipe("--perf.loss_chunk_tokens=0")
     assert kernels_of(whole, "NVIDIA H200").head == "torch" and kernels_of(recipe(), "NVIDIA H200").head == "triton"
-    assert "head torch (not measured; titan-moe tune does it)" in in_words(choose_for(whole, 8, "NVIDIA H200"))
+    assert "head torch (not measured; titan-moe tune does it)" in describe_choices(choose_for(whole, 8, "NVIDIA H200"))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_where_the_default_was_not_measured_there_is_no_margin(cache: Path) -> N
 )
 def test_auto_keeps_the_default_where_triton_cannot_run(measured: None, overrides: str, said: str) -> None:
     assert kernels_of(recipe(overrides), GPU) == DEFAULT_KERNELS
-    assert said in in_words(choose_for(recipe(overrides), 8, GPU))[0]
+    assert said in describe_choices(choose_for(recipe(overrides), 8, GPU))[0]
 
 
 def test_auto_takes_what_was_fastest(cache: Path) -> None:
@@ -156,7 +156,7 @@ def test_auto_takes_what_was_fastest(cache: Path) -> None:
     measure(cache, recipe(), "gradients", triton=1.0, torch=2.0)
     assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, gradients="triton")
     assert "1 ms triton, 2 ms torch, measured on Some GPU at 50,331,648 elements, bf16 to fp32" in str(
-        in_words(choose_for(recipe(), 8, GPU))
+        describe_choices(choose_for(recipe(), 8, GPU))
     )
 
 
@@ -172,20 +172,20 @@ def test_auto_takes_fused_experts_where_these_move_rows_and_the_rest_as_ever(cac
     tiled = recipe("--parallel.overlap=tile", "--model.moe.ffn_hidden_size=512")
     measure(cache, tiled, "router", triton=1.0, torch=2.0)
     assert kernels_of(tiled, GPU) == replace(DEFAULT_KERNELS, experts="fused", router="triton")
-    assert 'experts fused (parallel.overlap = "tile")' in in_words(choose_for(tiled, 8, GPU))
+    assert 'experts fused (parallel.overlap = "tile")' in describe_choices(choose_for(tiled, 8, GPU))
     assert kernels_of(tiled, None).experts == kernels_of(tiled, "CPU").experts == "fused"
 
 
 def test_an_override_wins(measured: None) -> None:
     changed = recipe("--perf.override.experts=grouped_mm", "--perf.override.head=triton")
     assert kernels_of(changed, GPU) == replace(DEFAULT_KERNELS, head="triton")
-    lines = in_words(choose_for(changed, 8, GPU))
+    lines = describe_choices(choose_for(changed, 8, GPU))
     assert "experts grouped_mm (perf.override.experts)" in lines and "head triton (perf.override.head)" in lines
 
 
 def test_what_a_run_has_not_got_is_not_shown() -> None:
-    assert "gradients" in str(in_words(choose_for(recipe(), 8, None)))
-    assert "gradients" not in str(in_words(choose_for(recipe(), 16, None))), "two ranks share each expert"
+    assert "gradients" in str(describe_choices(choose_for(recipe(), 8, None)))
+    assert "gradients" not in str(describe_choices(choose_for(recipe(), 16, None))), "two ranks share each expert"
 
 
 @pytest.mark.parametrize("preset", ["grouped_mm", "fused", "reference"])

@@ -199,4 +199,4 @@ def test_a_bound_that_is_mostly_too_tight_is_said_once(caplog: pytest.LogCapture
         for _ in range(30):
             take(batch)
     (record,) = caplog.records
-    assert "10 of 10 steps were taken again" in record.message and "capacity_factor than 1.25" in record.message
+    assert "10 of 10 steps were taken again" in record.message and "capacity_factor above 1.25" in record.message

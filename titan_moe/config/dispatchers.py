@@ -1,6 +1,6 @@
-"""Facts about dispatchers, one row each: the table that `parallel.dispatcher` names a row of.
+"""Facts about dispatchers, a row each, by the name in `parallel.dispatcher`.
 
-Rules, plan, compile and traces ask facts, never names. A new dispatcher is a file in dispatch/, a row here and a
+Rules, plan, compile and traces read facts, never names. A new dispatcher is a file in dispatch/, a row here and a
 builder in parallel/dispatchers.py; `titan_moe.register_dispatcher` adds one of a user's own.
 """
 
@@ -11,34 +11,28 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DispatcherFacts:
-    """What a recipe and its plan depend on. The defaults are the cautious ones."""
+    """What rules, plan, compile and traces need to know. The defaults are the cautious ones."""
 
-    name: str
-    """The value of `parallel.dispatcher`."""
-    purpose: str
-    """What it does, in one line; printed by `--explain`."""
+    name: str  # the value of `parallel.dispatcher`
+    purpose: str  # one line; printed by `--explain`
     sends: Literal["nothing", "every_row", "once_a_rank"] = "once_a_rank"
     """Which rows leave a rank: none, all of them to every rank, or each once to every rank that holds one of its
     experts."""
     reads_host: bool = True
     """Whether the host reads sizes from the device. A CUDA graph or the graph of a whole block cannot contain that."""
     needs_cuda: bool = False
-    """Whether it exists on GPUs only."""
-    is_one_node: bool = False
-    """Whether the ranks of an ep group must be on one node."""
-    shares_memory: bool = False
-    """Whether the ranks of an ep group exchange rows through memory that all of them reach."""
+    is_one_node: bool = False  # whether the ranks of an ep group must be on one node
+    shares_memory: bool = False  # whether the ranks of an ep group exchange rows through symmetric memory
     can_be_bounded: bool = False
     """Whether `parallel.expert_rank_capacity_factor` bounds its slots; exact sizes need no bound."""
     overlaps: tuple[Literal["tile", "microbatch"], ...] = ()
     """The values of `parallel.overlap` that it supports beside `none`."""
     exchange_ops: tuple[str, ...] = ()
-    """How the names of its own operations begin in a trace, if all of their time is communication. Collectives of
-    torch.distributed are known."""
+    """Prefixes of its own operations in a trace whose whole time is communication, beside torch.distributed's."""
 
     @property
     def moves_rows(self) -> bool:
-        """Whether rows reach experts on other ranks, as ep > 1 needs."""
+        """Whether it sends rows to experts on other ranks, which ep > 1 needs."""
         return self.sends != "nothing"
 
 
@@ -74,7 +68,7 @@ SYMM_MEM = DispatcherFacts(
 )
 
 DISPATCHERS = {facts.name: facts for facts in (LOCAL, ALLGATHER, ALLTOALL, SYMM_MEM)}
-"""By name, in the order in which they are listed."""
+"""By name, in the order of lists."""
 
 
 def facts_of(name: str) -> DispatcherFacts:

@@ -1,4 +1,4 @@
-"""Which implementation of each operation runs: what `perf.kernels` and `[perf.override]` of a recipe choose from."""
+"""The implementations that `perf.kernels` and `[perf.override]` of a recipe choose from."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -10,7 +10,7 @@ Attention = Literal["sdpa", "flex"]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementations that a model is built with, and of the sum of `gradients`, which parallel/ reads."""
+    """The implementations that a model is built with; parallel/ reads that of `gradients`."""
 
     experts: Experts = "grouped_mm"
     permute: Backend = "torch"
@@ -23,7 +23,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class KernelOverrides:
-    """Implementations of single operations, in place of those of `perf.kernels`: for measurements, or to avoid one."""
+    """Implementations of single operations, in place of those of `perf.kernels`."""
 
     experts: Literal["no", "grouped_mm", "fused", "reference"] = "no"
     """The expert MLP: gather, two GEMMs with SwiGLU between them, sum. With `fused`, shared experts and dense layers
@@ -43,12 +43,12 @@ class KernelOverrides:
 
 DEFAULT_KERNELS = Kernels()
 PRESETS = {
-    "auto": DEFAULT_KERNELS,  # until plan.kernel_choice has read the tables of a device
+    "auto": DEFAULT_KERNELS,  # until plan.kernel_choice reads the tables of the device
     "grouped_mm": DEFAULT_KERNELS,
     "fused": Kernels("fused", "triton", "triton", "triton", "triton", "triton"),
     "reference": Kernels(experts="reference"),
 }
-"""`perf.kernels` -> what it stands for."""
+"""`perf.kernels` -> implementations."""
 
 
 def choose_kernels(preset: str, override: KernelOverrides) -> Kernels:

@@ -1,18 +1,15 @@
-"""What rules and reckonings must know of each optimizer, without torch; optim/build.py builds them."""
+"""Facts about optimizers for rules and plan, without torch; optim/build.py builds them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What an optimizer can do, and what it costs."""
+    """What an optimizer supports and costs."""
 
-    has_own_moments: bool
-    """Its moments may be in another dtype than the parameters."""
-    takes_fp64_on_gpus: bool
-    """It updates fp64 parameters there; on CPUs each kind does."""
-    clips_as_it_reads: bool
-    """Clipping needs no pass of its own over the gradients."""
+    has_own_moments: bool  # moments may be in another dtype than the parameters
+    takes_fp64_on_gpus: bool  # updates fp64 parameters there; on CPUs each kind does
+    clips_as_it_reads: bool  # clipping needs no pass of its own over the gradients
 
 
 OPTIMIZERS = {
@@ -23,5 +20,5 @@ OPTIMIZERS = {
 
 
 def kinds_with(fact: str) -> str:
-    """Name the kinds that have a fact, for a way out: `"adamw"`."""
+    """The kinds with a fact, for a way out: `"adamw"`."""
     return " or ".join(f'"{kind}"' for kind, facts in OPTIMIZERS.items() if getattr(facts, fact))

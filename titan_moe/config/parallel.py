@@ -1,4 +1,4 @@
-"""How a model is spread over ranks, as data: what `[parallel]` of a recipe may say, and the sizes that follow."""
+"""`[parallel]` of a recipe, and the sizes of the mesh axes that follow."""
 
 import math
 import os
@@ -35,26 +35,26 @@ class ParallelConfig:
     etp: int = 1
     """Tensor-parallel ranks inside an expert. Only 1 works today."""
     dispatcher: Annotated[str, OneOf(DISPATCHERS)] = "local"
-    """How rows reach their experts. Set `expert_rank_capacity_factor` with one that can be bounded: the rows and slots
-    of a large model's worst case fit no GPU. One of your own: titan_moe.register_dispatcher."""
+    """How rows are sent to their experts. Set `expert_rank_capacity_factor` with one that can be bounded: the rows and
+    slots of a large model's worst case fit no GPU. One of your own: titan_moe.register_dispatcher."""
     overlap: Literal["none", "tile", "microbatch"] = "none"
-    """What hides communication behind compute. `none`: nothing. `tile`, inside a node, with a dispatcher that shares
-    memory and fused experts: some thread blocks of the experts' GEMMs get rows from peers and put partial sums there,
-    tile by tile, in forward and backward (COMET, arXiv:2502.19811). `microbatch`, between nodes, with collectives: the
+    """What hides communication behind compute; the numbers are the same. `none`: nothing. `tile`, inside a node, with a
+    dispatcher that shares memory and fused experts: some thread blocks of the experts' GEMMs get rows from peers and
+    put partial sums there, tile by tile (COMET, arXiv:2502.19811). `microbatch`, between nodes, with collectives: the
     forward of a microbatch is interleaved with the backward of the one before, block by block (DualPipe without
-    pipeline stages, arXiv:2412.19437), and weight gradients of fused experts are delayed until the rows' gradients are
-    sent. It needs `accumulate_unsharded`, two or more microbatches a step and our own blocks in pieces, and keeps the
-    activations of little more than one microbatch. The numbers are the same in all three."""
+    pipeline stages, arXiv:2412.19437), and weight gradients of fused experts are delayed until the gradients of rows
+    are sent. It needs `accumulate_unsharded`, two or more microbatches a step and our own blocks in pieces, and keeps
+    the activations of little more than one microbatch."""
     expert_rank_capacity_factor: float = 0.0
     """Expert slots of a rank over its balanced load, for a dispatcher that can be bounded; where ranks share memory,
-    also the rows that a rank keeps for backward over those that random routing sends it. 0 lays out the worst case.
-    Nothing is dropped: a step that does not fit is taken again without the bound, and counted in the metrics."""
+    also the rows kept for backward over those of random routing. 0: sizes of the worst case. Nothing is dropped: a step
+    that overflows is taken again without the bound, and counted in the metrics."""
     expert_clones: int = 0
     """Replica slots of a rank: for every exchange, hot experts are cloned onto ranks with a lower load and share their
-    tokens with the clones, so that the most loaded rank delays the others less (Megatron's ECHO). Exact; 0 is off, 1 or
-    2 are enough where the most loaded rank has 1.2 times the mean. Clones cost communication: over shared memory a rank
-    gets expert_clones experts of a layer in forward and puts as many gradients in backward, over collectives (ep - 1)
-    times as many; and it copies its own experts for the GEMMs."""
+    tokens with the clones, so that the most loaded rank delays the others less (Megatron's ECHO). Exact. 0 is off; 1 or
+    2 are enough where the most loaded rank has 1.2 times the mean. A rank receives expert_clones experts of a layer in
+    forward and sends as many gradients in backward, over collectives (ep - 1) times as many, and copies its own experts
+    for the GEMMs."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
@@ -63,15 +63,15 @@ class ParallelConfig:
     experts are cast to precision.compute, and the copies of all layers stay until their backward, unless
     memory.recompute has them made again."""
     accumulate_unsharded: bool = False
-    """Gather parameters with the first microbatch of a step and reduce gradients with its last, instead of two gathers
-    and a reduction a microbatch; nothing is resharded after forward then. Costs unsharded parameters in the dtype of
-    compute and unsharded gradients in that of the reduction, on every rank; buys their traffic, on one rank too. With
-    precision.reduce = "bf16" the microbatches add up in bf16. Unsharded experts (edp = 1) are cast once a step then,
-    not once a use; their gradients add up in precision.master with and without it."""
+    """Gather parameters in the first microbatch of a step and reduce gradients in its last (no_sync), instead of two
+    gathers and a reduction a microbatch; nothing is resharded after forward then. Every rank holds unsharded parameters
+    in precision.compute and unsharded gradients in precision.reduce, in which microbatches are summed. Saves
+    communication, and copies on a single rank. Unsharded experts (edp = 1) are cast once a step instead of once a use;
+    their gradients are always summed in precision.master."""
 
     @property
     def facts(self) -> DispatcherFacts:
-        """What is known of the dispatcher.
+        """The facts of the dispatcher.
 
         Raises: ValueError if it is not in the table.
         """
@@ -80,26 +80,17 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Every axis of both views of the world, resolved: what `[parallel]` means on a given number of ranks."""
+    """The sizes of all axes of both views, on a given number of ranks."""
 
-    world: int
-    """All ranks of the run."""
+    world: int  # all ranks of the run
     pp: int
-    """Pipeline stages."""
-    dp_replicate: int
-    """Replicas of the sharded model; the expert view has as many (`edp_replicate`)."""
+    dp_replicate: int  # the expert view has as many (`edp_replicate`)
     dp_shard: int
-    """Ranks that each dense parameter is sharded over."""
     cp: int
-    """Context-parallel ranks."""
     tp: int
-    """Tensor-parallel ranks."""
-    edp: int
-    """Ranks inside a replica that hold the same experts; FSDP shards each expert over them."""
+    edp: int  # ranks inside a replica that hold the same experts; FSDP shards each expert over them
     ep: int
-    """Expert-parallel ranks."""
     etp: int
-    """Tensor-parallel ranks inside an expert."""
 
     @property
     def dp(self) -> int:
@@ -107,16 +98,16 @@ class ParallelSizes:
         return self.dp_replicate * self.dp_shard
 
     def experts_are_unsharded(self, precision: PrecisionConfig) -> bool:
-        """Whether FSDP leaves experts alone: no other rank holds the same ones, so there is nothing to gather, and
-        gradients add up in the optimizer's dtype, which is as fine as that of the reduction."""
+        """Whether experts bypass FSDP: no other rank holds the same ones, so there is nothing to gather, and gradients
+        are summed in the optimizer's dtype, which is as fine as that of the reduction."""
         sums_in_master = BYTES_OF_DTYPE[precision.reduce] <= BYTES_OF_DTYPE[precision.master]
         return self.edp * self.dp_replicate == 1 and sums_in_master
 
 
 def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:
-    """Give every axis its size on `world_size` ranks.
+    """Find the size of every axis on `world_size` ranks.
 
-    Raises: ValueError if an axis does not divide the world; `config.rules` says the same beforehand, with a way out.
+    Raises: ValueError if an axis does not divide the world; `config.rules` refuses this first, with a way out.
     """
     p = parallel
     fixed = p.pp * p.dp_replicate * p.cp * p.tp
@@ -131,16 +122,16 @@ def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:
 
 
 def ranks_of_a_node(world_size: int) -> int:
-    """How many ranks share a node, as torchrun says; without it, as in `check`, all of them.
+    """The number of ranks of a node, from torchrun's environment; all ranks without it, as in `check`.
 
-    The expert view puts the ranks of an ep group side by side, so a group is on one node if ep divides this number.
+    Ranks of an ep group are consecutive, so a group is on one node if ep divides this number.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local) if local.isdigit() and int(local) > 0 else world_size
 
 
 def smallest_world(parallel: ParallelConfig) -> int:
-    """Find the fewest ranks that both views fit: what `check` assumes without `--nproc`."""
+    """The fewest ranks that both views fit, the default of `check` without `--nproc`."""
     p = parallel
     dense_ranks = p.pp * p.dp_replicate * p.cp * p.tp
     if p.dp_shard != -1:

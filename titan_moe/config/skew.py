@@ -1,4 +1,4 @@
-"""How many tokens each expert gets in a routing that is uneven on purpose, so that runs under skew can be compared.
+"""The load of each expert in forced skewed routing, the same for all runs, so that they can be compared.
 
 E experts · K choices a token · P ep ranks, each with consecutive experts
 
@@ -18,23 +18,23 @@ WINDOW_TOKENS = 1024
 
 
 def skewed_counts(num_experts: int, top_k: int, num_ranks: int) -> list[int]:
-    """Distribute the assignments of a window's tokens over experts: all of them, and at most one a token to an expert.
+    """Distribute all assignments of a window's tokens over experts, at most one a token to an expert.
 
-    `obstacles_to_skew` says for which numbers this is possible.
+    `obstacles_to_skew` tells whether this is possible.
     """
     scale = WINDOW_TOKENS * top_k / num_experts
     counts, assigned, end = [], 0, 0.0
     for load in _skewed_loads(num_experts, num_ranks):
         end += load * scale
-        counts.append(round(end) - assigned)  # the next expert gets what is rounded away here
+        counts.append(round(end) - assigned)  # the next expert gets the remainder
         assigned = round(end)
     return counts
 
 
 def obstacles_to_skew(num_experts: int, top_k: int, num_ranks: int) -> Iterator[str]:
-    """What these loads cannot be had with, each with a way out."""
+    """Why these loads are impossible, with ways out."""
     if num_ranks < 1 or num_experts % num_ranks:
-        return  # the experts do not divide, which another rule says
+        return  # another rule refuses this
     if num_experts // num_ranks < 2:
         yield (
             f"parallel.ep = {num_ranks} leaves each rank one of the {num_experts} experts, so the hottest expert would "
@@ -51,16 +51,16 @@ def obstacles_to_skew(num_experts: int, top_k: int, num_ranks: int) -> Iterator[
 
 def _skewed_loads(num_experts: int, num_ranks: int) -> list[float]:
     """Each expert's load, rank by rank."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     hottest_rank = HOTTEST_RANK if num_ranks > 1 else 1.0
-    experts = _falling(HOTTEST_EXPERT / hottest_rank, num_experts // num_ranks)
+    experts = _linear_loads(HOTTEST_EXPERT / hottest_rank, num_experts // num_ranks)
     loads = []
-    for rank_load in chance.sample(_falling(hottest_rank, num_ranks), num_ranks):
-        loads += [rank_load * load for load in chance.sample(experts, len(experts))]
+    for rank_load in rng.sample(_linear_loads(hottest_rank, num_ranks), num_ranks):
+        loads += [rank_load * load for load in rng.sample(experts, len(experts))]
     return loads
 
 
-def _falling(hottest: float, number: int) -> list[float]:
-    """Loads that fall evenly, with a mean of one."""
+def _linear_loads(hottest: float, number: int) -> list[float]:
+    """Loads that fall linearly, with a mean of 1."""
     steps = max(number - 1, 1)
     return [hottest - 2 * (hottest - 1) * index / steps for index in range(number)]

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention (arXiv:2305.13245) and what every attention shares.
+"""Causal grouped-query attention (arXiv:2305.13245), and the parts shared with MLA.
 
 B batch · N sequence · H heads · D model width
 """
@@ -28,9 +28,9 @@ BACKENDS = {
 
 
 def attention_backend(name: str) -> AbstractContextManager[None]:
-    """Prefer one backend of scaled dot product attention, the rest behind it; "auto" leaves the choice to PyTorch.
+    """Prefer one backend of scaled dot product attention, with the rest as fallback; "auto": PyTorch's choice.
 
-    "flex" is for what needs a mask; plain causal attention then goes to cuDNN.
+    With "flex", attention with a mask uses FlexAttention and plain causal attention prefers cuDNN.
     """
     if name == "auto":
         return nullcontext()
@@ -39,18 +39,15 @@ def attention_backend(name: str) -> AbstractContextManager[None]:
 
 
 class Context(NamedTuple):
-    """What blocks of a forward pass share; those that window equally far get the same one."""
+    """RoPE tables and mask of a forward pass; blocks with equal windows share one."""
 
-    cos_NR: Tensor
-    """RoPE cosines, fp32."""
-    sin_NR: Tensor
-    """RoPE sines, fp32."""
-    mask: Mask
-    """Who may look at whom, where that is not simply everyone at the past."""
+    cos_NR: Tensor  # fp32
+    sin_NR: Tensor  # fp32
+    mask: Mask  # None: plain causal
 
 
 def causal_attention(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context, scale: float) -> Tensor:
-    """Scaled dot product attention in which a token sees its past, or the part of it that the context's mask leaves.
+    """Causal scaled dot product attention, restricted by the context's mask if it has one.
 
     Shapes: q [B, N, H, Dqk], k [B, N, Hkv, Dqk], v [B, N, Hkv, Dv], Hkv divides H -> [B, N, H, Dv].
     """
@@ -69,12 +66,12 @@ def causal_attention(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Co
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention where nothing around it is compiled: without the compiler it would hold all N x N scores."""
+    """FlexAttention for eager code: uncompiled, it would hold all N x N scores."""
     return torch.compile(flex_attention, fullgraph=True)
 
 
 class GroupedQueryAttention(nn.Module):
-    """Attention whose key/value heads serve several query heads each; optional per-head query and key norms (Qwen3)."""
+    """Attention whose query heads share key/value heads; optional per-head query and key norms (Qwen3)."""
 
     residual_ends = ("out.weight",)
 

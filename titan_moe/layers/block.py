@@ -16,9 +16,9 @@ ATTENTIONS: dict[str, type[nn.Module]] = {"gqa": GroupedQueryAttention, "mla": M
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward around a residual stream; the feed-forward is dense or a mixture of experts.
+    """Pre-norm attention and feed-forward with residuals; the feed-forward is dense or a mixture of experts.
 
-    `front` is everything that needs no other rank, up to the door of the feed-forward layer.
+    `front` is everything before the feed-forward layer.
     """
 
     def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels = DEFAULT_KERNELS) -> None:
@@ -30,7 +30,7 @@ class Block(nn.Module):
         self.feed_forward = MLP(config.hidden_size, mlp_width, kernels) if is_dense else MoE(config, kernels)
 
     def front(self, x_BND: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Attention and both norms: -> the residual stream and what the feed-forward layer reads, both [B, N, D]."""
+        """Attention and both norms: -> residual stream and input of the feed-forward layer, both [B, N, D]."""
         h_BND = x_BND + self.attention(self.attention_norm(x_BND), context)
         return h_BND, self.ffn_norm(h_BND)
 

@@ -1,4 +1,4 @@
-"""Routing that ignores the scores, so that benchmarks can be compared: every expert has a load that is known before.
+"""Forced routing for benchmarks: it ignores the scores, so that every expert has a known load.
 
 B batch · N sequence · T tokens (rows of the table) · E experts · K choices a token
 """
@@ -14,7 +14,7 @@ from titan_moe.layers.router import TopKRouter
 
 
 class ForcedTable:
-    """Take the experts of a table, row after row and round again."""
+    """Take the experts of a table, row after row, cyclically."""
 
     def __init__(self, table_TK: Tensor) -> None:
         self.table_TK = table_TK
@@ -27,32 +27,32 @@ class ForcedTable:
 
 
 class ForcedBalance(ForcedTable):
-    """Load all experts alike.
+    """Give all experts equal loads.
 
     A token takes K neighbours of a shuffled ring of experts, so E tokens give each expert K assignments, and a token's
-    experts are on as many ranks as random ones. With one ring some of 8 ranks would get a fifth more rows than others,
-    though as many assignments; with 64 rings the rows of all ranks are within a few percent.
+    experts are on as many ranks as random ones. With one ring some ranks would get more rows than others, though as
+    many assignments; with 64 rings the rows of all ranks are within a few percent.
     """
 
     NUM_RINGS = 64
 
     def __init__(self, config: MoEConfig, device: torch.device, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        num_rounds = math.lcm(config.num_experts, config.top_k) // config.num_experts  # until it ends with a token
+        num_rounds = math.lcm(config.num_experts, config.top_k) // config.num_experts  # until a token ends at its end
         rings = [torch.randperm(config.num_experts, generator=generator) for _ in range(self.NUM_RINGS)]
         super().__init__(torch.cat([ring_E.repeat(num_rounds) for ring_E in rings]).view(-1, config.top_k).to(device))
 
 
 class ForcedSkew(ForcedTable):
-    """Load experts and ranks unevenly, by the loads of config/skew.py.
+    """Give experts and ranks the uneven loads of config/skew.py.
 
-    A token takes K distinct experts, each as often as its load says (systematic sampling). Experts lie on a line, in
-    random order, each as long as its count of a window, and a token takes those at K points that are a window apart; no
-    expert is longer than that. Every window has exactly these loads. Sixteen orders of experts make the combinations of
-    experts in a token, and so the ranks that get its row, as varied as random routing does.
+    A token takes K distinct experts by systematic sampling: experts are intervals on a line, in random order, each as
+    long as its count in a window, and a token takes those at K points that are a window apart. No expert is longer than
+    a window. Every window has exactly these loads. Sixteen orders make a token's combinations of experts, and so the
+    ranks that get its row, as varied as in random routing.
 
-    All layers have the same table, so the same rank is the most loaded in all of them. Its activations are the most
-    that a rank can have, and no layer compensates for another.
+    All layers have the same table, so the same rank is the most loaded in all of them: its activations are the worst
+    case, and no layer compensates for another.
     """
 
     NUM_ORDERS = 16
@@ -71,7 +71,7 @@ class ForcedSkew(ForcedTable):
 
 
 def force_routing(model: nn.Module, kind: str, config: MoEConfig, num_ranks: int, device: torch.device) -> None:
-    """Force the routing of every layer; `kind` is `balanced` or `skewed`, `num_ranks` hold the experts of a layer."""
+    """Force the routing of every layer; `kind` is `balanced` or `skewed`, `num_ranks` is ep."""
     force = ForcedBalance(config, device) if kind == "balanced" else ForcedSkew(config, num_ranks, device)
     for module in model.modules():
         if isinstance(module, TopKRouter):

@@ -14,7 +14,7 @@ from titan_moe.parameters import ParameterKind
 class LanguageModelHead(nn.Linear):
     """Logits or, with labels, their summed cross entropy without ever holding all logits.
 
-    `cross_entropy` is the loss as `backend` makes it; the same with compiled parts may sit there.
+    Compile replaces `cross_entropy` by the same function with compiled parts.
     """
 
     parameter_kinds = {"weight": ParameterKind.HEAD}

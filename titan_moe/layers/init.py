@@ -1,8 +1,8 @@
 """Initial weights that do not depend on the layout.
 
-Each parameter is drawn in full from a generator of its own, seeded by (run seed, name), and each expert's part of a
-parameter by (run seed, name, expert); a rank keeps its slice. So one process and a thousand start from the same model.
-(Random operations on DTensors are not used: on a CPU they repeat themselves on every shard.)
+Each parameter is drawn in full from its own generator, seeded by (run seed, name), an expert's matrix by (run seed,
+name, expert), and a rank keeps its slice. Random operations on DTensors are not used: on CPUs every shard gets the same
+numbers.
 """
 
 import hashlib
@@ -17,27 +17,26 @@ from titan_moe.parameters import ParameterKind, named_kinds, residual_ends
 
 
 class Slice(NamedTuple):
-    """The part of a parameter that lies here."""
+    """A rank's part of a parameter."""
 
     values: Tensor
-    offsets: tuple[int, ...]
-    """Where it begins in the whole parameter, by dimension."""
+    offsets: tuple[int, ...]  # of its first element in the full parameter, by dimension
 
 
-def whole(parameter: Tensor) -> Slice:
-    """A parameter that is not spread over ranks."""
+def unsharded_slice(parameter: Tensor) -> Slice:
+    """All of a parameter that is not sharded."""
     return Slice(parameter.data, (0,) * parameter.ndim)
 
 
 @torch.no_grad()
 def init_weights(
-    model: nn.Module, seed: int, std: float, num_layers: int, slice_of: Callable[[Tensor], Slice] = whole
+    model: nn.Module, seed: int, std: float, num_layers: int, slice_of: Callable[[Tensor], Slice] = unsharded_slice
 ) -> None:
     """Fill every parameter and buffer of a materialised model.
 
-    Matrices are normal with deviation `std`, clamped at three deviations; norms start at one, biases at zero. The
-    deviation of matrices that end a residual branch is divided by sqrt(2 · layers) (GPT-2). `slice_of` finds what of a
-    parameter lies on this rank.
+    Matrices are normal with deviation `std`, clamped at three deviations; norms are 1, biases 0. The deviation of
+    matrices that end a residual branch is divided by sqrt(2 · layers) (GPT-2). `slice_of` finds this rank's part of a
+    parameter.
     """
     ends = residual_ends(model)
     for name, parameter, kind in named_kinds(model):
@@ -54,17 +53,15 @@ def init_weights(
             case _:
                 _draw(values, parameter.shape, offsets, f"{seed}/{name}", spread)
     for module in model.modules():
-        reset = getattr(module, "reset_buffers", None)
-        if reset is not None:
-            reset()
+        if hasattr(module, "reset_buffers"):
+            module.reset_buffers()
 
 
 def _draw(values: Tensor, shape: torch.Size, offsets: tuple[int, ...], key: str, spread: float) -> None:
-    """Draw a tensor in full from its own generator and keep the slice that begins at the offsets."""
+    """Draw a tensor in full from its own generator and keep the slice at the offsets."""
     generator = torch.Generator(values.device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
     full = torch.empty(shape, dtype=torch.promote_types(values.dtype, torch.float32), device=values.device)
     # not trunc_normal_: torch 2.13 draws other numbers from the same generator than 2.11, and waits for the device
     full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)
-    ends = (begin + size for begin, size in zip(offsets, values.shape, strict=True))
-    values.copy_(full[tuple(slice(begin, end) for begin, end in zip(offsets, ends, strict=True))])
+    values.copy_(full[tuple(slice(begin, begin + size) for begin, size in zip(offsets, values.shape, strict=True))])

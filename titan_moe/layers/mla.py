@@ -13,12 +13,10 @@ from titan_moe.layers.rope import rotation, yarn_scale
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """Attention with low-rank keys and values; one small rotated key part is shared by all heads.
+    """Attention with low-rank keys and values; all heads share one small rotated part of the key.
 
-    How many heads there are follows from the projections' width. A tensor-parallel rank has fewer.
-
-    The rotation is PyTorch whatever `Kernels.rotary` says: no norm stands beside it, only two copies that must be made
-    anyway, and a compiler can join all three.
+    The width of the projections gives the number of heads: a tensor-parallel rank has fewer. The rotation ignores
+    `Kernels.rotary`: without a norm there are only two necessary copies beside it, and a compiler fuses all three.
     """
 
     residual_ends = ("out.weight",)

@@ -13,7 +13,7 @@ from titan_moe.kernels.choose import SWIGLU_DOWN
 class MLP(nn.Module):
     """SwiGLU feed-forward (arXiv:2002.05202) with gate and up in one GEMM.
 
-    Where experts are fused, it keeps for backward what they keep: its input and the pre-activation.
+    With fused experts it saves for backward what they save: input and pre-activation.
     """
 
     residual_ends = ("down.weight",)
@@ -29,19 +29,19 @@ class MLP(nn.Module):
 
 
 class SwiGLUDown(nn.Linear):
-    """The activation and the projection behind it, as one operation."""
+    """Activation and down projection as one operation."""
 
     def __init__(self, ffn_hidden_size: int, hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__(ffn_hidden_size, hidden_size, bias=False)
         self.swiglu_down = SWIGLU_DOWN[kernels.experts]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The pre-activations of gate and up, [..., 2F] -> [..., D]."""
+        """Pre-activations of gate and up [..., 2F] -> [..., D]."""
         return self.swiglu_down(hidden, self.weight)
 
 
 class GatedMLP(nn.Module):
-    """Shared experts behind a learned sigmoid gate a token (Qwen2-MoE)."""
+    """Shared experts with a sigmoid gate a token (Qwen2-MoE)."""
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class GatedMLP(nn.Module):
 
 
 class NoMLP(nn.Module):
-    """No shared experts: there is nothing to add."""
+    """No shared experts."""
 
     def forward(self, x: Tensor) -> None:
         return None
 
 
 def add_shared(y_TD: Tensor, shared_TD: Tensor | None) -> Tensor:
-    """Add the result of the shared experts to the routed experts'; None (`NoMLP`) costs no pass over memory."""
+    """Add the results of shared experts to those of routed ones; None (`NoMLP`) costs no pass over memory."""
     return y_TD if shared_TD is None else y_TD + shared_TD

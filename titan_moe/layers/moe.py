@@ -16,11 +16,10 @@ from titan_moe.layers.router import TopKRouter
 
 
 class MoE(nn.Module):
-    """Send each token to its best experts and add their weighted results, and the shared experts'.
+    """Send each token to its top-k experts and add their weighted results, and those of shared experts.
 
-    What a layer does not have is an object that does nothing: no latent is `nn.Identity`, no shared expert is a
-    module that returns None, no expert parallelism is a `LocalDispatcher`. Where experts live on other ranks, another
-    dispatcher sits in `dispatcher`.
+    An absent part is an object without effect: `nn.Identity` for no latent, `NoMLP` for no shared experts,
+    `LocalDispatcher` for no expert parallelism. With experts on other ranks, `dispatcher` is another one.
 
     Example:
         >>> import torch
@@ -48,7 +47,7 @@ class MoE(nn.Module):
     def forward(self, x_BND: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
         x_TD = x_BND.flatten(0, 1)
-        topk_scores_TK, topk_ids_TK = self.router(x_BND)  # sees sequences: per-sequence balance needs them
+        topk_scores_TK, topk_ids_TK = self.router(x_BND)  # [B, N]: for balance per sequence
         routed = self.dispatcher.dispatch(self.latent_down(x_TD), topk_ids_TK, topk_scores_TK)
         y_TL = self.dispatcher.combine(self.experts(routed), routed)
         return add_shared(self.latent_up(y_TL), self.shared_experts(x_TD)).unflatten(0, x_BND.shape[:2])

@@ -1,4 +1,4 @@
-"""What stands between the fused projection of attention and its softmax.
+"""Query and key norm and RoPE, between the fused projection of attention and its softmax.
 
 B batch · N sequence · H query heads · Hkv key/value heads · D head width · X = (H + 2·Hkv)·D
 """
@@ -13,10 +13,10 @@ from titan_moe.parameters import ParameterKind
 
 
 class QKNormRope(nn.Module):
-    """Split a projection into queries, keys and values; norm queries and keys a head (Qwen3) and rotate them (RoPE).
+    """Split a projection into queries, keys and values; norm queries and keys per head (Qwen3) and rotate them (RoPE).
 
-    One module, because it is one operation: it owns the weights of both norms (none without `qk_norm`). How many heads
-    there are follows from the projection's width. A tensor-parallel rank has fewer.
+    One module because it is one operation; it owns the weights of both norms (none without `qk_norm`). The width of the
+    projection gives the number of heads: a tensor-parallel rank has fewer.
     """
 
     parameter_kinds = {"q_norm_weight": ParameterKind.SCALE, "k_norm_weight": ParameterKind.SCALE}
@@ -25,8 +25,7 @@ class QKNormRope(nn.Module):
         super().__init__()
         self.norm_and_rotate = NORM_AND_ROTATE[backend]
         self.eps, self.is_interleaved = eps, config.rope_is_interleaved
-        self.heads_per_group = config.num_heads // config.num_kv_heads + 2
-        """Query heads that share a key head, that head and its value head."""
+        self.heads_per_group = config.num_heads // config.num_kv_heads + 2  # query heads of a key head, key, value
         for name in ("q_norm_weight", "k_norm_weight"):
             self.register_parameter(name, nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None)
 

@@ -1,4 +1,4 @@
-"""Which experts a token visits, and with what weight.
+"""The router: the experts of each token and their weights.
 
 B batch · N sequence · D width · E experts · K choices a token
 """
@@ -17,11 +17,11 @@ from titan_moe.parameters import ParameterKind
 
 
 class TopKRouter(nn.Module):
-    """Scores every expert for every token in fp32 and keeps the best K.
+    """Score every expert for every token in fp32 and keep the top K.
 
-    The bias of auxiliary-loss-free balancing (arXiv:2408.15664) takes part in the choice only, never in the weight; it
-    is a buffer that the optimizer step moves, and stays zero where it is not used. `force` maps logits to experts that
-    replace the choice, int64 [B, N, K], or to None, which keeps it (forced_routing.py).
+    The bias of auxiliary-loss-free balancing (arXiv:2408.15664) affects the selection only, never the weights. It is a
+    buffer that the optimizer step updates, zero if unused. `force` maps logits to experts that replace the selection,
+    int64 [B, N, K], or to None (forced_routing.py).
     """
 
     parameter_kinds = {"weight": ParameterKind.ROUTER}
@@ -43,11 +43,11 @@ class TopKRouter(nn.Module):
         )
         self.logits = ROUTER_LOGITS[kernels.router]
         self.route = ROUTE_TOKENS[kernels.router]
-        self.force: Callable[[Tensor], Tensor | None] = _leave_free
+        self.force: Callable[[Tensor], Tensor | None] = _no_forced_routing
         self.balance = LoadBalance(moe)
 
     def reset_buffers(self) -> None:
-        """Start without a preference."""
+        """Zero the expert bias."""
         self.expert_bias_E.zero_()
 
     def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,5 +57,5 @@ class TopKRouter(nn.Module):
         return self.balance(routing).flatten(0, 1), routing.topk_ids_BNK.flatten(0, 1)
 
 
-def _leave_free(logits_BNE: Tensor) -> None:
-    """Force no choice."""
+def _no_forced_routing(logits_BNE: Tensor) -> None:
+    """The default of `TopKRouter.force`."""

@@ -1,4 +1,4 @@
-"""A part of a model: what one stage of a pipeline keeps of it."""
+"""Parts of a model, the stages of a pipeline."""
 
 from collections import defaultdict
 from collections.abc import Collection
@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 
 class PassThrough(nn.Module):
-    """Stands where another part has a module: returns its first input."""
+    """Replaces a module of another part: returns its first input."""
 
     def forward(self, x: Tensor, *_: Tensor | None) -> Tensor:
         return x
 
 
 def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
-    """Copy a model, which should be on the meta device, and delete what is not `kept`.
+    """Copy a model, which should be on the meta device, and delete all modules but `kept`.
 
-    Names are those of the model's children and of its blocks: "embed", "layers.0", "norm", "head". What stays has the
-    name that it had, so initial weights and checkpoints do not depend on where a model is cut. A part without the
-    embedding takes hidden states [B, N, D] for tokens; one without the head returns them.
+    Names are those of the model's children and of its blocks: "embed", "layers.0", "norm", "head". Kept modules keep
+    their names, so initial weights and checkpoints do not depend on the split. A part without the embedding takes
+    hidden states [B, N, D]; one without the head returns them.
 
-    Raises: ValueError for a name that the model lacks, and where a weight would be in two parts.
+    Raises: ValueError for an unknown name, and for a weight in two parts.
 
     Example:
         >>> import torch
@@ -36,7 +36,7 @@ def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
     for name in kept:
         if name not in _modules(model):
             raise ValueError(f"{name!r} is no module of the model; it has {', '.join(_modules(model))}")
-    _require_own_weights(model, kept)
+    _refuse_shared_weights(model, kept)
     part = deepcopy(model)
     for name in _modules(model):
         if name in kept:
@@ -50,14 +50,14 @@ def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
 
 
 def _modules(model: nn.Module) -> list[str]:
-    """What a model can be cut into."""
+    """The names that a model can be split into."""
     names = []
     for name, child in model.named_children():
         names += [f"{name}.{key}" for key in child] if isinstance(child, nn.ModuleDict) else [name]
     return names
 
 
-def _require_own_weights(model: nn.Module, kept: Collection[str]) -> None:
+def _refuse_shared_weights(model: nn.Module, kept: Collection[str]) -> None:
     uses = defaultdict(set)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses[parameter].add(name)

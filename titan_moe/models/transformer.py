@@ -18,8 +18,7 @@ from titan_moe.layers.rope import rope_tables
 class Transformer(nn.Module):
     """A language model whose blocks may be of any class with `Block`'s signature.
 
-    With labels, forward returns the summed loss and never holds all logits; without, it returns the logits. A part of a
-    model (part.py) is of the same class and lacks embedding, blocks or head.
+    A part of a model (part.py) is of the same class and lacks embedding, blocks or head.
     """
 
     block_class: type[nn.Module] = Block
@@ -31,12 +30,9 @@ class Transformer(nn.Module):
         self.config = config
         self.make_mask = MASKS[kernels.attention]
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict(
-            {
-                str(i): self.block_class(config, is_dense=_is_dense(config, i), kernels=kernels)
-                for i in range(config.num_layers)
-            }
-        )
+        num_dense = config.num_layers - config.num_moe_layers
+        blocks = [self.block_class(config, is_dense=i < num_dense, kernels=kernels) for i in range(config.num_layers)]
+        self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.head = LanguageModelHead(config.hidden_size, config.vocab_size, loss_chunk_tokens, kernels.head)
         if config.embeddings_are_tied:
@@ -47,7 +43,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Tokens int64 [B, N] -> logits [B, N, V], or with labels [B, N] their summed loss (fp32 or wider).
 
-        Without the embedding, hidden states [B, N, D] come for tokens; without the head, they are returned.
+        Without the embedding the input is hidden states [B, N, D]; without the head they are the output.
         """
         contexts = self.contexts(tokens_BN, document_ids_BN)
         x_BND = self.embed(tokens_BN)
@@ -56,8 +52,7 @@ class Transformer(nn.Module):
         return self.head(self.norm(x_BND), labels_BN)
 
     def contexts(self, x: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
-        """By layer, from tokens [B, N] or hidden states [B, N, D]. Layers with equal windows share a mask, so that it
-        is made once."""
+        """By layer, from tokens [B, N] or hidden states [B, N, D]; layers with equal windows share one."""
         attention, num_tokens, device = self.config.attention, x.shape[1], x.device
         tables = rope_tables(attention, num_tokens, device)
         windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
@@ -76,10 +71,10 @@ class Transformer(nn.Module):
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue each row: [B, N] -> [B, N + num_tokens]. Reads the whole sequence anew for every token.
+        """Continue each row: [B, N] -> [B, N + num_tokens], with a whole forward for every token (no KV cache).
 
-        Tokens are drawn from the logits divided by `temperature`, with a `generator` of the model's device; at 0 each
-        is the likeliest.
+        Tokens are sampled from the logits divided by `temperature`, with a `generator` on the model's device; at 0 the
+        likeliest is taken.
         """
         for _ in range(num_tokens):
             next_B1 = _choose(self(tokens_BN)[:, -1], temperature, generator)
@@ -92,7 +87,3 @@ def _choose(logits_BV: Tensor, temperature: float, generator: torch.Generator | 
         return logits_BV.argmax(-1, keepdim=True)
     wide = torch.promote_types(logits_BV.dtype, torch.float32)
     return torch.multinomial((logits_BV.to(wide) / temperature).softmax(-1), 1, generator=generator)
-
-
-def _is_dense(config: ModelConfig, layer: int) -> bool:
-    return config.moe.num_experts == 0 or layer < config.num_dense_layers

@@ -1,1 +1,1 @@
-"""What turns gradients into new weights: AdamW over all model parts, its parameter groups and its learning rate."""
+"""Optimizers over all model parts, their parameter groups and learning rate schedule."""

@@ -1,4 +1,4 @@
-"""torch's AdamW (arXiv:1711.05101), with the guard and the clipping of our steps."""
+"""torch's AdamW (arXiv:1711.05101) with a guard and clipping on the device."""
 
 from typing import Any
 
@@ -19,11 +19,11 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, *, found_inf: Tensor | None = None, grad_factor: Tensor | None = None) -> None:
-        """Update all parameters that have a gradient; `Optimizers.step` says what the guard means."""
+        """As `Optimizers.step`."""
         if grad_factor is not None:
             parameters = (parameter for group in self.param_groups for parameter in group["params"])
             grads = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-            # torch would divide by `grad_scale` instead, which rounds otherwise than clipping always did
+            # not torch's `grad_scale`: it divides, which rounds differently
             torch._foreach_mul_(grads, grad_factor)
-        self.found_inf = found_inf  # the kernels of torch look for it here
+        self.found_inf = found_inf  # torch's fused kernel reads it
         super().step()

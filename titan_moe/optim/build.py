@@ -1,4 +1,4 @@
-"""From `[optim]` of a recipe to the optimizers of a model's parts, in a container whose state reshards."""
+"""The optimizers of a model's parts from `[optim]` of a recipe, in a container whose state can be resharded."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,15 +14,13 @@ from titan_moe.titan import OptimizersContainer
 
 
 class RunOptions(NamedTuple):
-    """What a run asks of an optimizer beside `[optim]`; a kind takes what it knows."""
+    """Options beside `[optim]`, of which each kind uses some."""
 
-    moments: torch.dtype | None = None
-    """Dtype of the moments; None is the parameters'."""
-    seed: int = 0
-    """For rounding at random."""
+    moments: torch.dtype | None = None  # dtype of the moments; None: the parameters'
+    seed: int = 0  # of stochastic rounding
     capturable: bool = False
-    """Keep the learning rate on the device, so that a CUDA graph may hold the step. It is fp32 there and fp64 on the
-    host, so last digits of the weights differ between the two."""
+    """Keep the learning rate on the device, so that a CUDA graph can capture the step. It is fp32 there and fp64 on the
+    host, so last digits of the weights differ."""
 
 
 Builder = Callable[[nn.Module, OptimConfig, RunOptions], torch.optim.Optimizer]
@@ -38,7 +36,7 @@ def build_fused_adamw(part: nn.Module, config: OptimConfig, run: RunOptions) -> 
 
 
 BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "fused_adamw": build_fused_adamw}
-"""`optim.kind` -> how it is built; config/optimizers.py has the facts that rules ask."""
+"""`optim.kind` -> builder; config/optimizers.py has the facts for rules."""
 
 
 def _adam_options(config: OptimConfig) -> dict[str, Any]:
@@ -53,39 +51,39 @@ def build_optimizer(
     seed: int = 0,
     capturable: bool = False,
 ) -> "Optimizers":
-    """Build the optimizer of a recipe for the parameters of every part that want a gradient.
+    """Build the optimizer of a recipe for the trainable parameters of every part, which are on their device.
 
-    They must be on their device by now. `RunOptions` explains the rest.
+    `RunOptions` explains the other arguments.
     """
     return Optimizers(parts, BUILDERS[config.kind], config, RunOptions(moments, seed, capturable))
 
 
 class Optimizers(OptimizersContainer):
-    """One optimizer a model part, saved flat by parameter name, so that a checkpoint loads onto any layout.
+    """One optimizer a model part, with a state dict flat by parameter name, so that a checkpoint loads on any layout.
 
-    A checkpoint brings step counts and moments, into the tensors that are there and in their dtype; learning rate,
-    betas, epsilon and decay are not saved: a resumed run obeys its recipe.
+    Loading copies step counts and moments into the existing tensors, in their dtype. Learning rate, betas, epsilon and
+    weight decay are not saved: they come from the recipe.
     """
 
     def __init__(self, parts: list[nn.Module], build: Builder, config: OptimConfig, run: RunOptions) -> None:
-        # not the parent's: it gives an optimizer bare parameters, which do not say what they are
+        # not the parent's: it passes bare parameters, without their kinds
         self.model_parts = parts
         self.optimizers = [build(part, config, run) for part in parts]
         self._post_init([p for part in parts for p in part.parameters() if p.requires_grad], {})
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """All that are updated, in the order of the model."""
+        """All updated parameters, in the order of the model."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def step(self, *, found_inf: Tensor | None = None, grad_factor: Tensor | None = None) -> None:
-        """Update every parameter that has a gradient, without a word from the host to the device or back.
+        """Update every parameter that has a gradient, without a copy between host and device.
 
         Args:
-            found_inf: fp32 scalar on the device; where it is 1, weights, moments and step counts stay bit for bit what
-                they are, whatever the gradients hold; where it is 0, or without it, the step is taken.
-            grad_factor: scalar on the device that multiplies the gradients first: the clipping coefficient. Our kernel
-                does it as it reads them and leaves them as they are, torch's way changes them.
+            found_inf: fp32 scalar on the device. Where it is 1, weights, moments and step counts stay bit for bit as
+                they are, whatever the gradients are.
+            grad_factor: scalar on the device by which gradients are multiplied first, for clipping. Our kernel does
+                this as it reads them and leaves them unchanged; torch's AdamW changes them.
         """
         super().step(found_inf=found_inf, grad_factor=grad_factor)
 
@@ -94,6 +92,6 @@ class Optimizers(OptimizersContainer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # not torch's: it puts new tensors, in the parameter's dtype, where a captured step would not find them
+        # not torch's: it makes new tensors in the parameter's dtype, and a captured step keeps the old ones
         for name, value in self.state_dict().items():
             value.copy_(state_dict[name])

@@ -1,4 +1,4 @@
-"""AdamW with moments in a dtype of their own, clipping and guard inside, all of it on the device."""
+"""AdamW with moments in their own dtype and with fused clipping and guard, on the device."""
 
 import hashlib
 from typing import Any
@@ -13,12 +13,12 @@ from titan_moe.optim.state import local, make_state, put_lr_on_device
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """Our AdamW kernel; a CPU takes its plain reference.
+    """Our AdamW kernel; its reference on CPUs.
 
-    The state has the names and the layout of torch's AdamW, so that a checkpoint of one goes on in the other. The
-    learning rate is a tensor on the device, and a step reads nothing on the host: it can be captured in a CUDA graph.
-    What is stored in bf16 is rounded at random; a shard's random bits come from the run's seed, the parameter's number
-    and the shard's place in it, so that replicas of a shard draw alike. Another layout draws other bits.
+    The state has the names and the layout of torch's AdamW, so that each loads checkpoints of the other. The learning
+    rate is a tensor on the device and a step reads nothing on the host, so a CUDA graph can capture it. bf16 values are
+    rounded stochastically. A shard's random bits come from the run's seed, the parameter's number and the shard's
+    offsets: replicas of a shard get equal bits, another layout gets others.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, *, found_inf: Tensor | None = None, grad_factor: Tensor | None = None) -> None:
-        """Update all parameters that have a gradient; `Optimizers.step` says what the guard means."""
+        """As `Optimizers.step`."""
         found_inf = self.no if found_inf is None else found_inf
         grad_factor = self.one if grad_factor is None else grad_factor
         for group in self.param_groups:
@@ -50,7 +50,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 continue
             states = [self.state[parameter] for parameter in parameters]
             steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, [self.one - found_inf] * len(steps))  # of one tensor it would ask the host
+            torch._foreach_add_(steps, [self.one - found_inf] * len(steps))  # a single tensor would be read on the host
             adamw(
                 [local(parameter) for parameter in parameters],
                 [local(parameter.grad) for parameter in parameters],
@@ -68,7 +68,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 def shard_seed(parameter: Tensor, number: int, seed: int) -> int:
-    """63 bits that no other shard of a run has, and that the same shard has on every replica."""
+    """63 bits, unique to a shard of a run and equal on all of its replicas."""
     offsets: tuple[int, ...] = ()
     if isinstance(parameter, DTensor):
         layout = (parameter.shape, parameter.device_mesh, parameter.placements)

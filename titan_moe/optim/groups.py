@@ -1,4 +1,4 @@
-"""Sort parameters by what weight decay may touch."""
+"""Parameter groups by weight decay."""
 
 from typing import Any
 
@@ -8,14 +8,12 @@ from titan_moe.parameters import named_kinds
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the parameters that want a gradient into optimizer groups: matrices decay, scales and biases do not.
+    """Split trainable parameters into optimizer groups: matrices decay, scales of norms and biases do not.
 
-    A norm's scale and a bias set a level that decay would only pull away from. A group without members is left out.
+    Empty groups are left out.
     """
-    decayed: list[nn.Parameter] = []
-    spared: list[nn.Parameter] = []
-    for _, parameter, kind in named_kinds(model):
-        if parameter.requires_grad:
-            (decayed if kind.is_matrix else spared).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    trainable = [(parameter, kind) for _, parameter, kind in named_kinds(model) if parameter.requires_grad]
+    decayed = [parameter for parameter, kind in trainable if kind.is_matrix]
+    others = [parameter for parameter, kind in trainable if not kind.is_matrix]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -1,4 +1,4 @@
-"""The learning rate of each step: linear warm-up, constant, and a fall at the end (arXiv:2404.06395)."""
+"""Learning rate schedule: linear warm-up, constant, decay at the end (WSD, arXiv:2404.06395)."""
 
 import math
 from collections.abc import Callable
@@ -15,15 +15,14 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-"""How much of the fall is left after a share `progress` of it: from 1 at 0 to 0 at 1."""
+"""`progress` of the decay, from 0 to 1 -> factor, from 1 to 0."""
 
 
 class Schedules(LRSchedulersContainer):
-    """The schedule of every optimizer of a run, which all stand at the same step.
+    """The schedule of all optimizers of a run.
 
-    Its state is that step and nothing else: a resumed run takes the curve from its recipe, and a recipe with more
-    steps goes on along its own. Where an optimizer keeps its rate on the device, the tensor that a captured step reads
-    is filled; nothing is read back from it.
+    Its state is the step alone: a resumed run takes the curve from its recipe. Where an optimizer keeps its rate on the
+    device, the schedule fills that tensor, which a captured step reads, and never reads it.
     """
 
     def __init__(self, optimizers: OptimizersContainer, lr: float, factor: Callable[[int], float]) -> None:
@@ -33,7 +32,7 @@ class Schedules(LRSchedulersContainer):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the coming optimizer step."""
+        """The learning rate of the next optimizer step."""
         return self.base_lr * self.factor(self.schedulers[0].last_epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,17 +57,16 @@ class Schedules(LRSchedulersContainer):
 def build_schedule(optimizers: OptimizersContainer, config: OptimConfig, steps: int) -> Schedules:
     """Build the schedule of a run of `steps` optimizer steps; call its `step()` once after each.
 
-    Step s (the first is 1) of the warm-up runs at `lr * s / warmup_steps`; the last warm-up step is the first at the
-    full rate. The fall takes exactly the last `decay_steps` steps, and the run's last step is at `lr * min_lr_ratio`.
-    In a run too short for both, as when one tries a recipe for 50 steps, the warm-up goes first (without it training
-    may diverge) and the fall takes the steps that remain. torchtitan's own curve is not used: there the fall has one
-    step less and does not reach its end.
+    Step s (the first is 1) of the warm-up has the rate `lr * s / warmup_steps`, its last step the full rate. The decay
+    is exactly the last `decay_steps` steps; the run's last step has `lr * min_lr_ratio`. In a run too short for both,
+    the warm-up comes first (without it training may diverge) and the decay has the remaining steps. torchtitan's own
+    curve is not used: its decay is one step shorter and does not reach the end.
     """
     return Schedules(optimizers, config.lr, partial(lr_factor, config=config, steps=steps))
 
 
 def lr_factor(num_steps_done: int, config: OptimConfig, steps: int) -> float:
-    """What `optim.lr` is multiplied by in the step after `num_steps_done` others."""
+    """The factor of `optim.lr` in the step after `num_steps_done` others."""
     step = min(num_steps_done + 1, steps)
     decay_steps = min(config.decay_steps, max(steps - config.warmup_steps, 0))
     if step < config.warmup_steps:

@@ -1,4 +1,4 @@
-"""The state of AdamW, there from the start and updated in place ever after."""
+"""The state of AdamW, allocated at the start and updated in place."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,11 @@ from torch.distributed.tensor import DTensor
 
 
 def make_state(optimizer: torch.optim.Optimizer, moments: torch.dtype | None = None) -> None:
-    """Give every parameter its step count and moments, in its own dtype or in another.
+    """Allocate step count and moments of every parameter, in its dtype or in `moments`.
 
-    torch makes the state at a parameter's first gradient. A checkpoint could then lack parameters that have had none
-    yet, and asking for the state before the first step would take a step to make it, which counts in the bias
-    correction. A captured step needs it to stay where it is, too.
+    torch allocates them at a parameter's first gradient. A checkpoint could then lack parameters without gradients so
+    far, and reading the state before the first step would take a step, which counts in the bias correction. A captured
+    step also needs fixed addresses.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -23,12 +23,12 @@ def make_state(optimizer: torch.optim.Optimizer, moments: torch.dtype | None = N
 
 
 def put_lr_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Turn every group's learning rate into a tensor, which a schedule fills and a captured step reads."""
+    """Make every group's learning rate a tensor, which a schedule fills and a captured step reads."""
     for group in optimizer.param_groups:
         device = group["params"][0].device
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of a tensor lies on this rank."""
+    """The local shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,1 @@
-"""How a built model is spread over ranks: meshes, and one transform a file, each `apply(model, ...)`.
-
-`train/build.py` applies them in one visible order.
-"""
+"""Parallelism: meshes and the transforms of a built model, which train/build.py applies in order."""

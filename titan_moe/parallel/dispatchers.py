@@ -1,4 +1,4 @@
-"""Builders of dispatchers: from a name in the recipe to the object that sits in `moe.dispatcher`."""
+"""Builders of dispatchers: from a name in the recipe to the object in `moe.dispatcher`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,26 +15,19 @@ from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.permute.permutation import Permute
 
 COLLECTIVES = {"none": SYNC, "microbatch": ASYNC}
-"""`parallel.overlap` -> the collectives of a dispatcher that uses some."""
+"""`parallel.overlap` -> the collectives of a dispatcher."""
 
 
 class DispatcherInputs(NamedTuple):
-    """What the dispatcher of a layer may be built from."""
+    """What a layer's dispatcher is built from."""
 
-    num_experts: int
-    """Experts of the layer on all ranks, replica slots included; a rank holds an equal share, in rank order."""
-    num_routed_experts: int
-    """The same without replica slots: what the router chooses from."""
-    group: dist.ProcessGroup
-    """The ranks that share the experts."""
-    permute: Permute
-    """How the layer sorts arrived assignments into slots."""
-    capacity: ExpertCapacity
-    """The bound of all layers together, for a dispatcher that can be bounded."""
-    overlap: str = "none"
-    """`parallel.overlap`."""
-    memory: SymmMemory | None = None
-    """For a dispatcher that shares memory."""
+    num_experts: int  # on all ranks, replica slots included; a rank holds an equal share, in rank order
+    num_routed_experts: int  # without replica slots: what the router chooses from
+    group: dist.ProcessGroup  # the ep group
+    permute: Permute  # sorts received assignments by expert
+    capacity: ExpertCapacity  # of all layers together, for a dispatcher that can be bounded
+    overlap: str = "none"  # `parallel.overlap`
+    memory: SymmMemory | None = None  # for a dispatcher that shares memory
 
 
 Builder = Callable[[DispatcherInputs], TokenDispatcher]
@@ -65,7 +58,7 @@ BUILDERS: dict[str, Builder] = {
     ALLTOALL.name: _alltoall,
     SYMM_MEM.name: _symm_mem,
 }
-"""One for each row of config/dispatchers.py."""
+"""A builder for each row of config/dispatchers.py."""
 
 
 def build_dispatcher(name: str, inputs: DispatcherInputs) -> TokenDispatcher:
@@ -77,10 +70,10 @@ def build_dispatcher(name: str, inputs: DispatcherInputs) -> TokenDispatcher:
 
 
 def register_dispatcher(facts: DispatcherFacts, build: Builder) -> None:
-    """Add a dispatcher: from here on recipes may name it, and rules, plan and compile know its facts.
+    """Add a dispatcher that recipes may name, and its facts, which rules, plan and compile read.
 
-    Call it when the module of the dispatcher is imported, in every process, before the recipe is read. The class should
-    carry its row as `facts`, too.
+    Call it when the dispatcher's module is imported, in every process, before the recipe is read. The class should
+    have its row as `facts`, too.
 
     Raises: ValueError if the name is taken.
     """

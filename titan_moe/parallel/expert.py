@@ -1,4 +1,4 @@
-"""Expert parallelism: a rank holds its share of every layer's experts, and a dispatcher moves the rows."""
+"""Expert parallelism: a rank holds a share of every layer's experts; a dispatcher sends rows to them."""
 
 from collections.abc import Iterator
 
@@ -23,10 +23,10 @@ from titan_moe.parallel.mesh import Meshes
 def apply(
     model: nn.Module, config: ParallelConfig, meshes: Meshes, capacity: ExpertCapacity, memory: SymmMemory | None = None
 ) -> None:
-    """Spread the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
+    """Shard the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
 
-    The new dispatcher permutes as the one before it did. All layers share one `capacity`, and so one flag that says
-    whether any of them overflowed, and the `memory` of the ep group if the dispatcher shares some.
+    The new dispatcher keeps the permute of the one that it replaces. All layers share one `capacity`, with one flag for
+    overflow in any of them, and the `memory` of the ep group if the dispatcher shares memory.
     """
     for module in model.modules():
         if isinstance(module, MoE):
@@ -43,23 +43,23 @@ def apply_expert_parallel(
     capacity: ExpertCapacity | None = None,
     memory: SymmMemory | None = None,
 ) -> None:
-    """Spread the experts of every MoE layer in a model of your own over ranks, as `Shard(0)` DTensors.
+    """Shard the experts of every MoE layer in a model of your own over ranks, as `Shard(0)` DTensors.
 
-    Gradients of experts come from the tokens of all ranks, summed over their losses. Reduce those of all other
-    parameters as before, and keep experts out of it (`ignored_params` of FSDP2).
+    Expert gradients are sums over the tokens of all ranks. Reduce the gradients of all other parameters as before, and
+    leave experts out of it (`ignored_params` of FSDP2).
 
     Args:
-        model: a `MoE` layer, or a module that holds some. All ranks have the same weights, which are kept in part.
+        model: a `MoE` layer, or a module that contains some. All ranks have the same weights; each keeps its part.
         ranks: a mesh of one axis, or a process group. Each rank holds an equal share of the experts, in rank order.
         dispatcher: a value of `parallel.dispatcher`, registered ones too.
         capacity: a bound on slots, for a dispatcher that can be bounded; the worst case without it.
         memory: from `open_symm_memory`, for a dispatcher that shares memory.
 
-    Raises: ValueError with all that is wrong and its ways out.
+    Raises: ValueError with all problems and their ways out.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    mesh = _one_axis(ranks, layers)
-    problems = dict.fromkeys(_obstacles(layers, mesh, dispatcher, capacity, memory))
+    mesh = _mesh_of(ranks, layers)
+    problems = dict.fromkeys(_problems(layers, mesh, dispatcher, capacity, memory))
     if problems:
         raise ValueError("\n".join(problems))
     config, capacity = ParallelConfig(ep=mesh.size(), dispatcher=dispatcher), capacity or ExpertCapacity()
@@ -68,33 +68,32 @@ def apply_expert_parallel(
         _shard(moe.experts, mesh)
 
 
-def _one_axis(ranks: DeviceMesh | dist.ProcessGroup, layers: list[MoE]) -> DeviceMesh:
+def _mesh_of(ranks: DeviceMesh | dist.ProcessGroup, layers: list[MoE]) -> DeviceMesh:
     """The mesh of a group, on the device of the experts.
 
-    Raises: ValueError if they are on none.
+    Raises: ValueError if they are on the meta device, or on several.
     """
     if isinstance(ranks, DeviceMesh):
         return ranks
     devices = {weight.device.type for moe in layers for weight in moe.experts.parameters()} or {"cpu"}
     if len(devices) > 1 or "meta" in devices:
-        raise ValueError(
-            f"a process group does not tell the device of experts on {', '.join(sorted(devices))}; give a DeviceMesh"
-        )
+        found = ", ".join(sorted(devices))
+        raise ValueError(f"a process group has no device, and the experts are on {found}; give a DeviceMesh")
     return DeviceMesh.from_group(ranks, devices.pop(), mesh_dim_names=("ep",))
 
 
-def _obstacles(
+def _problems(
     layers: list[MoE], mesh: DeviceMesh, name: str, capacity: ExpertCapacity | None, memory: SymmMemory | None
 ) -> Iterator[str]:
-    """What keeps experts from being spread over a mesh, each with a way out."""
+    """Why these experts cannot be sharded over this mesh, with ways out."""
     if not layers:
-        yield "the model has no titan_moe.MoE layer, so it has no experts to spread; use MoE as its feed-forward layer"
+        yield "the model has no titan_moe.MoE layer, so it has no experts to shard; use MoE as its feed-forward layer"
     if mesh.ndim != 1:
-        yield f'the mesh has {mesh.ndim} axes, and experts are spread over one; take a slice of it, such as mesh["ep"]'
+        yield f'the mesh has {mesh.ndim} axes, and experts are sharded over one; take a slice of it, such as mesh["ep"]'
     facts, num_ranks = facts_of(name), mesh.size()
     if num_ranks > 1 and not facts.moves_rows:
         movers = dispatchers_that(lambda facts: facts.moves_rows)
-        yield f'dispatcher = "{name}" moves no rows, and there are {num_ranks} ranks; take {movers}'
+        yield f'dispatcher = "{name}" sends no rows, and there are {num_ranks} ranks; take {movers}'
     if facts.needs_cuda and mesh.device_type != "cuda":
         others = dispatchers_that(lambda facts: not facts.needs_cuda)
         yield f'dispatcher = "{name}" needs CUDA, and the experts are on {mesh.device_type}; take {others}'
@@ -102,7 +101,7 @@ def _obstacles(
         yield f'dispatcher = "{name}" shares memory; give it memory = open_symm_memory(symm_bytes(...), group, device)'
     if capacity is not None and not facts.can_be_bounded:
         bounded = dispatchers_that(lambda facts: facts.can_be_bounded)
-        yield f'dispatcher = "{name}" has exact slots, which no capacity bounds; leave it out, or take {bounded}'
+        yield f'dispatcher = "{name}" has exact sizes, which no capacity bounds; leave it out, or take {bounded}'
     for moe in layers:
         for weight in moe.experts.parameters(recurse=False):
             if isinstance(weight, DTensor):
@@ -114,7 +113,7 @@ def _obstacles(
 def _set_dispatcher(
     moe: MoE, config: ParallelConfig, group: dist.ProcessGroup, capacity: ExpertCapacity, memory: SymmMemory | None
 ) -> None:
-    """Build the dispatcher of a layer, around it that of clones if replica slots are to hold some."""
+    """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
     num_experts, num_replicas = moe.router.weight.shape[0], config.expert_clones
     num_slots = num_experts + config.ep * num_replicas
     inputs = DispatcherInputs(num_slots, num_experts, group, moe.dispatcher.permute, capacity, config.overlap, memory)

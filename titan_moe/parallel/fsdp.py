@@ -1,8 +1,7 @@
 """Fully sharded data parallelism (FSDP2): dense parameters over the dense mesh, experts over the expert mesh.
 
-Gradients are summed, never averaged: the loss is already divided by the tokens of the whole step, so experts, whose
-gradients come from fewer ranks, need no scale of their own. Experts that lie whole on a rank are none of FSDP's
-business (unsharded_experts.py).
+Gradients are summed, never averaged: the loss is already divided by the tokens of the whole step. So experts, whose
+gradients come from fewer ranks, need no scale of their own. Unsharded experts bypass FSDP (unsharded_experts.py).
 """
 
 from typing import Any
@@ -36,19 +35,19 @@ def apply(
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
-    Where a block is one graph, its experts are gathered at its door: no hook can run in the middle of a graph. So
-    they are where blocks run in pieces: hooks would fire in one of them, and parameters come and go `ManualFSDP`.
-    `gradients` is who adds up those of experts that FSDP leaves alone, and `delay_weight_grads_of_experts` says whether these
-    are computed while those of rows travel.
+    With `unshard_experts_with_block`, experts are gathered in their block's pre-forward hook: no hook of their own can
+    run inside a graph, nor where blocks run in pieces (`ManualFSDP`). `gradients` is the backend that accumulates those
+    of unsharded experts. `delay_weight_grads_of_experts` computes them while gradients of rows are sent.
     """
     policy = MixedPrecisionPolicy(
-        param_dtype=_unless_equal(precision.compute, precision.master),
-        reduce_dtype=_unless_equal(precision.reduce, precision.compute),
-        cast_forward_inputs=False,  # routing scores enter the experts in fp32 and must stay so
+        param_dtype=None if precision.compute == precision.master else DTYPES[precision.compute],
+        reduce_dtype=None if precision.reduce == precision.compute else DTYPES[precision.reduce],
+        cast_forward_inputs=False,  # routing scores must stay fp32
     )
     reshards = not config.accumulate_unsharded
     blocks = list(model.get_submodule("layers").children())
-    whole: set[nn.Parameter] = set()
+    unsharded: set[nn.Parameter] = set()
+    options: dict[str, Any] = {"mesh": meshes.dense_fsdp, "mp_policy": policy, "ignored_params": unsharded}
     for block in blocks:
         for experts in _all_experts_of(block):
             if meshes.sizes.experts_are_unsharded(precision):
@@ -60,21 +59,14 @@ def apply(
                     gradients=gradients,
                     delay_weight_grads_of_experts=delay_weight_grads_of_experts,
                 )
-                whole.update(experts.parameters())
+                unsharded.update(experts.parameters())
             else:
                 _shard_experts(experts, meshes.expert_fsdp, policy, reshards and config.reshard_experts_after_forward)
-        reshards_block = reshards and config.reshard_after_forward
-        fully_shard(
-            block,
-            mesh=meshes.dense_fsdp,
-            mp_policy=policy,
-            reshard_after_forward=reshards_block,
-            ignored_params=whole,
-        )
+        fully_shard(block, reshard_after_forward=reshards and config.reshard_after_forward, **options)
         if unshard_experts_with_block:
             for experts in _experts_of(block):
                 _unshard_in_pre_forward(experts, block)
-    fully_shard(model, mesh=meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=False, ignored_params=whole)
+    fully_shard(model, reshard_after_forward=False, **options)
     _prefetch(blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -82,61 +74,59 @@ def apply(
 
 
 def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """Never average; a mesh of one rank has nothing to average over, and would pay for a division by one."""
+    """Do not average. On a mesh of one rank there is nothing to average, and a factor would cost a division by one."""
     if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)
-        # gloo has no pre-multiplied sum
-        module.set_force_sum_reduction_for_comms(True)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
 def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:
-    """Let the coming backwards leave parameters gathered and gradients unreduced, or finish both."""
+    """Let the next backwards keep parameters unsharded and gradients unreduced, or reshard and reduce them."""
     _fsdp(model).set_requires_gradient_sync(not keeps)
     _fsdp(model).set_reshard_after_backward(not keeps)
 
 
 class ManualFSDP:
-    """Gathers parameters once a step and settles gradients for who runs pieces of blocks, which no hook sees.
+    """Gathers parameters once a step and reduces gradients where blocks run in pieces, past the hooks of FSDP.
 
-    Does what the hooks do with parameters that are kept gathered for a step (`set_unsharded_accumulation`), bit for bit. Layers are
-    those of plan/schedule.py.
+    Bit for bit what the hooks do under `set_unsharded_accumulation`. Layers are those of plan/schedule.py.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.root = _fsdp(fully_shard.state(model))
-        self.root._lazy_init()  # or groups would not know each other's streams
+        self.root._lazy_init()  # shares streams between the groups
         blocks = enumerate(model.get_submodule("layers").children())
         self.modules = {ROOT: [model], **{layer: [block, *_experts_of(block)] for layer, block in blocks}}
         self.handles: dict[int, list[Any]] = {}
 
     def gather(self, layer: int) -> None:
-        """Start to gather a layer's parameters."""
+        """Start the all-gather of a layer's parameters."""
         self.handles[layer] = [_fsdp(module).unshard(async_op=True) for module in self.modules[layer]]
 
     def wait(self, layer: int) -> None:
-        """Let what follows read them."""
+        """Wait for the all-gather."""
         for handle in self.handles.pop(layer):
             handle.wait()
 
     @torch.no_grad()
     def reduce_grads(self, layer: int, *, is_last: bool) -> None:
-        """Add what a microbatch's backward has left to the layer's gradients, in the dtype of the reduction; after the
-        last one, start to reduce them, and free the parameters."""
+        """Accumulate a microbatch's gradients of a layer, in the dtype of the reduction. After the last microbatch,
+        start the reduction and reshard the parameters."""
         for module in reversed(self.modules[layer]):
             _fsdp(module).set_requires_gradient_sync(is_last, recurse=False)
             _fsdp(module).set_reshard_after_backward(is_last, recurse=False)
             _fsdp(fully_shard.state(module))._fsdp_param_group.post_backward()
 
     def finish(self) -> None:
-        """Let what follows read the reduced gradients."""
+        """Wait for the reduced gradients."""
         self.root._root_post_backward_final_callback()
 
 
 def reshard_all(model: nn.Module) -> None:
-    """Free what is still gathered after a forward without backward: the root, and all where nothing is resharded.
+    """Reshard what is still unsharded after a forward without backward: the root, or all where nothing is resharded.
 
-    The next step would take it for fresh, also where the weights have changed since without a word from the host, as in
-    a replayed step; and until then the modules would show gathered parameters, which have no place for gradients.
+    The next step would reuse these copies, although a replayed step may have changed the weights since. Until then the
+    modules would have unsharded parameters, which take no gradients.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -144,7 +134,7 @@ def reshard_all(model: nn.Module) -> None:
 
 
 def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard: bool) -> None:
-    """Shard the row width, which expert and expert-tensor parallelism leave whole; without one, the hidden width.
+    """Shard the row width L, which ep and etp do not shard; without one, the hidden width F.
 
     Raises: ValueError for a parameter of unknown dimensions.
     """
@@ -167,8 +157,8 @@ def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPreci
 
 
 def _unshard_in_pre_forward(experts: GroupedExperts, block: nn.Module) -> None:
-    """Move the hooks of an experts' group to their block, before the block's own: it prefetches the following block,
-    which must not hold up what this one needs. The experts keep their group, on a mesh of their own."""
+    """Move the hooks of an experts' FSDP group to their block, before the block's own: those prefetch the next block,
+    and this block's gather must come first."""
     state = fully_shard.state(experts)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -177,7 +167,7 @@ def _unshard_in_pre_forward(experts: GroupedExperts, block: nn.Module) -> None:
 
 
 def _prefetch(blocks: list[nn.Module]) -> None:
-    """Gather the next block while this one computes; the dispatch's host read would hold the gather back otherwise."""
+    """Gather the next block while this one computes; a dispatcher's host read would delay it otherwise."""
     for block, following in zip(blocks, blocks[1:], strict=False):
         _fsdp(block).set_modules_to_forward_prefetch([_fsdp(following), *_experts_of(following)])
     for block, previous in zip(blocks[1:], blocks, strict=False):
@@ -189,13 +179,9 @@ def _all_experts_of(block: nn.Module) -> list[GroupedExperts]:
 
 
 def _experts_of(block: nn.Module) -> list[Any]:
-    """Those that are sharded."""
+    """The sharded ones."""
     return [experts for experts in _all_experts_of(block) if isinstance(experts, FSDPModule)]
 
 
 def _fsdp(module: Any) -> Any:
     return module
-
-
-def _unless_equal(dtype: str, stored: str) -> torch.dtype | None:
-    return None if dtype == stored else DTYPES[dtype]

@@ -16,14 +16,12 @@ from titan_moe.parallel.mesh import Meshes
 def grad_norm(parameters: Iterable[nn.Parameter], meshes: Meshes) -> Tensor:
     """The global 2-norm of all gradients, on the device, in at least fp32.
 
-    Gradients live on different meshes, dense and expert, and every shard must count exactly once: each rank sums the
-    squares of its shards, divided by the copies of them that the ranks of its pipeline stage hold, and one all-reduce
-    over all ranks adds them up.
+    Gradients are on two meshes, dense and expert, and every shard must count exactly once. A rank sums the squares of
+    its shards, each divided by its number of copies in the pipeline stage; one all-reduce over all ranks sums these.
     """
-    grads = _grads(parameters)
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [local(grad) for grad in grads]
-    wide = torch.promote_types(shards[0].dtype, torch.float32)  # a norm in bf16 would be half a percent wrong
-    norms = torch._foreach_norm(shards, 2, wide)
+    norms = torch._foreach_norm(shards, 2, torch.promote_types(shards[0].dtype, torch.float32))  # bf16 errs by 0.5 %
     torch._foreach_div_(norms, [math.sqrt(_num_copies(grad, meshes.stage_group.size())) for grad in grads])
     square = torch.stack(norms).square().sum()
     dist.all_reduce(square, group=meshes.world_group)
@@ -31,22 +29,17 @@ def grad_norm(parameters: Iterable[nn.Parameter], meshes: Meshes) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of a norm are multiplied by so that it does not exceed `max_norm` (0: nothing is clipped).
+    """The factor for gradients of this norm, so that it does not exceed `max_norm` (0: no clipping).
 
-    A norm that is not finite gives 1: what is broken stays visibly broken, what is not stays as it is, and it is for
-    the guard of the optimizer to skip the step.
+    A norm that is not finite gives 1: gradients stay as they are, and the optimizer's guard skips the step.
     """
     if max_norm == 0:
         return torch.ones_like(norm)
     return torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
 
 
-def _grads(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
-
-
 def _num_copies(grad: Tensor, num_ranks: int) -> int:
-    """On how many of a stage's ranks the same shard lies; its own mesh may lack axes that it is replicated over."""
+    """On how many ranks of a stage the shard is; its mesh may lack axes that it is replicated over."""
     if not isinstance(grad, DTensor):
         return num_ranks
     sizes = zip(grad.placements, grad.device_mesh.shape, strict=True)

@@ -1,7 +1,7 @@
 """Parallel folding (arXiv:2504.14960): two views of the same ranks.
 
 Dense `(pp, dp_replicate, dp_shard, cp, tp)` for attention and everything else, expert `(pp, edp_replicate, edp, ep,
-etp)` for the routed experts. Only `pp` must agree; moving from one view to the other is a reshape, no message.
+etp)` for the routed experts. Only `pp` must agree. From one view to the other is a reshape, no communication.
 """
 
 import math
@@ -19,25 +19,23 @@ class Meshes:
     """The meshes that transforms use."""
 
     sizes: ParallelSizes
-    dense: DeviceMesh
-    """All ranks, axes pp, dp_replicate, dp_shard, cp, tp."""
-    expert: DeviceMesh
-    """All ranks, axes pp, edp_replicate, edp, ep, etp."""
+    dense: DeviceMesh  # all ranks, axes pp, dp_replicate, dp_shard, cp, tp
+    expert: DeviceMesh  # all ranks, axes pp, edp_replicate, edp, ep, etp
     data_group: dist.ProcessGroup
-    """The ranks among which every token of a step lies once: dp_replicate, dp_shard and cp. Losses and label tokens are
-    summed over them."""
+    """dp_replicate, dp_shard and cp: its ranks have every token of a step once. Losses and label tokens are summed over
+    it."""
     stage_group: dist.ProcessGroup
-    """The ranks that compute the same layers, all that share a pp coordinate. Each brings other tokens to the MoE
-    layers, so expert counts are summed over them."""
+    """The ranks of a pp coordinate, which compute the same layers. Each has other tokens in the MoE layers, so expert
+    counts are summed over it."""
 
     @property
     def dense_fsdp(self) -> DeviceMesh:
-        """Where dense parameters are sharded, and replicated if there are replicas (HSDP)."""
+        """Shards dense parameters, and replicates them if there are replicas (HSDP)."""
         return self.dense["dp_shard"] if self.sizes.dp_replicate == 1 else self.dense["dp_replicate", "dp_shard"]
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
-        """Where expert parameters are sharded, and replicated if there are replicas."""
+        """Shards expert parameters, and replicates them if there are replicas."""
         return self.expert["edp"] if self.sizes.dp_replicate == 1 else self.expert["edp_replicate", "edp"]
 
     @property
@@ -47,20 +45,19 @@ class Meshes:
 
     @property
     def world_group(self) -> dist.ProcessGroup:
-        """All ranks. The gradient norm is summed over them, and they agree on whether a step counts."""
+        """All ranks: sums the gradient norm and the overflow flag of a step."""
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
     @property
     def data_rank(self) -> int:
-        """Which slice of every step's sequences this rank takes: ranks that differ in cp, tp or pp alone take the
-        same."""
+        """Which slice of a step's sequences this rank reads; ranks that differ only in cp, tp or pp read the same."""
         replicate, shard = (self.dense.get_local_rank(axis) for axis in ("dp_replicate", "dp_shard"))
         return replicate * self.sizes.dp_shard + shard
 
 
 def build_meshes(sizes: ParallelSizes, device: torch.device) -> Meshes:
-    """Fold the world into its two views; the process group must exist."""
+    """Build both views of the world; the process group must exist."""
     world = init_device_mesh(device.type, (sizes.world,), mesh_dim_names=("world",))
     dense_sizes = (sizes.pp, sizes.dp_replicate, sizes.dp_shard, sizes.cp, sizes.tp)
     expert_sizes = (sizes.pp, sizes.dp_replicate, sizes.edp, sizes.ep, sizes.etp)
@@ -71,10 +68,9 @@ def build_meshes(sizes: ParallelSizes, device: torch.device) -> Meshes:
 
 
 def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:
-    """The ranks that differ from this one in some of the axes and in no other.
+    """The ranks that differ from this one in these axes only.
 
-    A communicator costs memory on every GPU: where these ranks are the world, or those of a single axis, it is that
-    group.
+    A communicator costs memory on every GPU, so the groups of the world and of single axes are reused.
     """
     long = tuple(axis for axis in axes if mesh[axis].size() > 1)
     if math.prod(mesh[axis].size() for axis in long) == mesh.size():

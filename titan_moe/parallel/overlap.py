@@ -1,15 +1,13 @@
-"""Run a step by the schedule of plan/schedule.py: two microbatches at a time, each hiding the other's messages.
+"""Interleave two microbatches by the schedule of plan/schedule.py: each hides the other's communication.
 
-Blocks run in pieces, past the hooks of FSDP, so parameters are gathered and gradients reduced by hand. What is kept at
-once is little more than one microbatch's: a forward fills what the backward beside it frees.
+Blocks run in pieces, past the hooks of FSDP, so `ManualFSDP` gathers parameters and reduces gradients. Activations are
+little more than one microbatch's: a forward uses the memory that the backward beside it frees.
 
-It pays where messages are slow beside compute, between nodes; inside a node `overlap = "tile"` hides more
-(tools/RESULTS.md).
+It pays between nodes, where communication is slow; inside a node `overlap = "tile"` hides more (tools/RESULTS.md).
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from titan_moe.layers.block import Block
 from titan_moe.layers.mlp import add_shared
 from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
-from titan_moe.parallel.autograd_segment import Piece
+from titan_moe.parallel.autograd_segment import AutogradSegment
 from titan_moe.parallel.fsdp import ManualFSDP
 from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.schedule import interleaved
@@ -31,8 +29,8 @@ from titan_moe.profile.region import region
 def forward_backward_interleaved(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
     """Forward and backward of all microbatches of a step; returns this rank's loss, scaled.
 
-    Gradients are those of microbatch after microbatch, and so is their order of addition, but for one case: where the
-    embedding is the head too, its two gradients of a microbatch are added one after the other.
+    Gradients are those of one microbatch after the other, summed in the same order, except for a tied embedding: its
+    two gradients of a microbatch are added one after the other.
     """
     assert isinstance(model, Transformer)
     is_dense = [not isinstance(block.feed_forward, MoE) for block in model.layers.values()]
@@ -56,34 +54,30 @@ def forward_backward_interleaved(model: nn.Module, batch: Batch, scale: Tensor) 
 
 
 class MicrobatchRun:
-    """One microbatch on its way through the pieces of a model, and back."""
+    """Forward and backward of one microbatch, piece by piece."""
 
     def __init__(
         self, model: Transformer, tokens_BN: Tensor, labels_BN: Tensor, document_ids_BN: Tensor | None, scale: Tensor
     ) -> None:
         self.model, self.scale = model, scale
         self.tokens_BN, self.labels_BN, self.document_ids_BN = tokens_BN, labels_BN, document_ids_BN
-        self.contexts: dict[str, Context] = {}
-        """What attention sees, by layer; autograd keeps what it needs of it."""
-        self.flow: tuple[Any, ...] = ()
-        """What goes into the next piece; behind the last, nothing."""
-        self.behind: list[Piece] = []
-        """The pieces that backward still has to run."""
-        self.grads: list[Tensor | None] = []
-        """Those of what came out of the last of them."""
+        self.contexts: dict[str, Context] = {}  # by layer
+        self.activations: tuple[Any, ...] = ()  # inputs of the next piece
+        self.segments: list[AutogradSegment] = []  # backward still has to run these
+        self.grads: list[Tensor | None] = []  # of the outputs of the last segment
         self.loss: Tensor
 
     def forward(self, layer: int, piece: str) -> None:
         """Run the next piece."""
-        self.behind.append(Piece(partial(self.FUNCTIONS[piece], self, layer)))
-        self.flow = self.behind[-1](*self.flow)
+        self.segments.append(AutogradSegment(partial(getattr(self, f"_{piece}"), layer)))
+        self.activations = self.segments[-1](*self.activations)
         if piece == "head":
-            (loss,), self.flow, self.contexts = self.flow, (), {}
+            (loss,), self.activations, self.contexts = self.activations, (), {}
             self.loss, self.grads = loss.detach(), [torch.ones_like(loss)]
 
     def backward(self) -> None:
-        """Run the backward of the last piece that is left."""
-        self.grads = self.behind.pop().backward(self.grads)
+        """Run the backward of the last piece."""
+        self.grads = self.segments.pop().backward(self.grads)
 
     def _embed(self, layer: int) -> tuple[Tensor]:
         self.contexts = self.model.contexts(self.tokens_BN, self.document_ids_BN)
@@ -108,12 +102,12 @@ class MicrobatchRun:
     ) -> tuple[Any, ...]:
         moe = self._at(layer).feed_forward
         with region("block"):
-            # first, so that in backward the rows' gradients have been sent when the weights' are computed
+            # first, so that backward sends the gradients of rows before it computes those of weights
             ready = moe.experts.delayed_weights()
             routed = moe.dispatcher.finish_dispatch(pending, exchange)
             y_SL = moe.experts(routed, ready)
             pending_y = moe.dispatcher.start_combine(y_SL, routed.exchange)
-            return h_BND, moe.shared_experts(x_TD), pending_y, routed.exchange  # shared experts under the combine
+            return h_BND, moe.shared_experts(x_TD), pending_y, routed.exchange  # shared experts run during the combine
 
     def _back(
         self, layer: int, h_BND: Tensor, shared_TD: Tensor | None, pending_y: Pending, exchange: Exchange
@@ -130,13 +124,3 @@ class MicrobatchRun:
         block = self.model.layers[str(layer)]
         assert isinstance(block, Block)
         return block
-
-    FUNCTIONS: ClassVar[dict[str, Callable[..., tuple[Any, ...]]]] = {
-        "embed": _embed,
-        "block": _block,
-        "front": _front,
-        "experts": _experts,
-        "back": _back,
-        "head": _head,
-    }
-    """By name of the piece."""

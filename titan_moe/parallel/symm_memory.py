@@ -1,4 +1,4 @@
-"""The memory that the ranks of an expert-parallel group share, opened once for all layers and all of a run."""
+"""The symmetric memory of an expert-parallel group, opened once a run for all layers."""
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,11 @@ from titan_moe.parallel.mesh import Meshes
 def share_memory(
     model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity
 ) -> SymmMemory | None:
-    """Open what the model's exchanges need if the recipe's dispatcher shares memory; every rank must call it.
+    """Open the buffer of the model's exchanges if the recipe's dispatcher shares memory; a collective call.
 
-    A rank that does not come to an exchange voids the step through `capacity`, which says so.
-
-    One piece serves all layers, because their exchanges follow each other. It holds the worst case of the largest
-    batch that the run sends through the model, also where the recipe bounds rows: a step that does not fit is taken
-    again without the bound; and it holds a layer's cloned experts, in their turn.
+    All layers use one buffer, one after the other. It fits the worst case of the run's largest batch, also where the
+    recipe bounds rows, because a step that overflows is taken again without the bound. It also fits the cloned experts
+    of a layer, at another time. A rank that misses an exchange voids the step through `capacity`, which names it.
 
     Raises: RecipeError if these GPUs cannot reach each other's memory.
     """
@@ -52,10 +50,8 @@ def share_memory(
         memory = open_symm_memory(num_bytes, group, device)
     except (RuntimeError, ValueError) as error:
         others = dispatchers_that(lambda facts: facts.moves_rows and not facts.shares_memory)
-        problem = (
-            f'parallel.dispatcher = "{recipe.parallel.dispatcher}" cannot share memory here: {error}; take {others}'
-        )
-        raise RecipeError([problem]) from error
+        setting = f'parallel.dispatcher = "{recipe.parallel.dispatcher}"'
+        raise RecipeError([f"{setting} cannot share memory here: {error}; take {others}"]) from error
     missing = MissingRank(memory.local, dist.get_process_group_ranks(group))
     capacity.failed, capacity.check = missing.failed, missing.check
     return memory

@@ -1,1 +1,1 @@
-"""What a recipe will cost, from its numbers alone: parameters, FLOPs, memory. Standard library only, no torch."""
+"""The cost of a recipe from its numbers: parameters, FLOPs, memory, kernels. Standard library only, no torch."""

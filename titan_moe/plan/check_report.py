@@ -1,11 +1,11 @@
-"""The page that `titan-moe check` prints: a recipe's shape, its cost and its place on the ranks, at a glance."""
+"""The report of `titan-moe check`: shape, cost, meshes and kernels of a recipe."""
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules.capture import obstacles
 from titan_moe.config.schema import in_toml
-from titan_moe.plan.count import ParameterCount, count
-from titan_moe.plan.kernel_choice import choose_for, in_words
+from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
+from titan_moe.plan.kernel_choice import choose_for, describe_choices
 from titan_moe.plan.kernel_table import measured_devices
 from titan_moe.plan.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
 
@@ -15,13 +15,12 @@ LABEL_WIDTH = 12
 def describe(recipe: Recipe, world_size: int) -> str:
     """Describe a recipe that passed its rules."""
     seq_len_tokens = recipe.train.seq_len_tokens
-    counted = count(recipe.model, seq_len_tokens)
-    gflop = counted.flops_per_token / 1e9
+    gflop = training_flops_per_token(recipe.model, seq_len_tokens) / 1e9
     rows = [
         ("model", _shape(recipe)),
         ("attention", _attention(recipe)),
         ("experts", _experts(recipe)),
-        *_parameter_rows(counted.parameters),
+        *_parameter_rows(count_parameters(recipe.model)),
         ("FLOPs", f"{gflop:.4g} GFLOP a token to train on, sequences of {seq_len_tokens:,} tokens"),
         *_parallel_rows(recipe, world_size),
         ("step", _step(recipe, world_size)),
@@ -32,8 +31,8 @@ def describe(recipe: Recipe, world_size: int) -> str:
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
 
 
-def in_short(count: float) -> str:
-    """Write a count with its thousands, millions or billions: `30.53B`."""
+def abbreviate(count: float) -> str:
+    """Format a count with a unit: `30.53B`."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.2f}{unit}"
@@ -78,8 +77,11 @@ def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
         "latent": parameters.latent,
         "router and norms": parameters.router + parameters.norms,
     }
-    listed = ", ".join(f"{name} {in_short(size)}" for name, size in parts.items() if size)
-    return [("parameters", f"{in_short(parameters.total)}, {in_short(parameters.active)} active a token"), ("", listed)]
+    listed = ", ".join(f"{name} {abbreviate(size)}" for name, size in parts.items() if size)
+    return [
+        ("parameters", f"{abbreviate(parameters.total)}, {abbreviate(parameters.active)} active a token"),
+        ("", listed),
+    ]
 
 
 def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
@@ -96,7 +98,7 @@ def _step(recipe: Recipe, world_size: int) -> str:
     tokens = t.global_batch_sequences * t.seq_len_tokens
     return (
         f"{tokens:,} tokens = microbatches {num_microbatches(recipe, world_size)} · data-parallel ranks {dp} · "
-        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}; {in_short(tokens * t.steps)} in all"
+        f"sequences {t.micro_batch_sequences} · tokens {t.seq_len_tokens:,}; {abbreviate(tokens * t.steps)} in all"
     )
 
 
@@ -125,18 +127,15 @@ def _memory(recipe: Recipe, world_size: int) -> str:
 
 
 def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
-    """The kernels by measured device, for `auto`; a recipe that names them has them everywhere."""
+    """The kernels: with `auto` by measured device, else the same on all."""
     elsewhere = choose_for(recipe, world_size, None)
-    by_device = {name: choose_for(recipe, world_size, name) for name in _devices_that_matter(recipe)}
+    devices = measured_devices() if recipe.perf.kernels == "auto" and recipe.run.device != "cpu" else []
+    by_device = {name: choose_for(recipe, world_size, name) for name in devices}
     lines = [f"perf.kernels = {in_toml(recipe.perf.kernels)}"]
     for device, choices in by_device.items():
         if choices != elsewhere:
-            lines += [f"on {device}", *(f"  {line}" for line in in_words(choices))]
+            lines += [f"on {device}", *(f"  {line}" for line in describe_choices(choices))]
     if len(lines) > 1:
         lines.append("on other architectures")
-    lines += [f"  {line}" for line in in_words(elsewhere)]
+    lines += [f"  {line}" for line in describe_choices(elsewhere)]
     return [("kernels" if not index else "", line) for index, line in enumerate(lines)]
-
-
-def _devices_that_matter(recipe: Recipe) -> list[str]:
-    return measured_devices() if recipe.perf.kernels == "auto" and recipe.run.device != "cpu" else []

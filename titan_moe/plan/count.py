@@ -2,8 +2,7 @@
 
 FLOPs follow Megatron's convention, so that TFLOP/s and MFU compare with published ones: forward and backward (factor
 3), two FLOPs a multiply-add, causal attention counted half, no recompute; router, norms, softmax and permutation are
-not counted. A sliding window counts as what it leaves to see; borders of documents, which differ by batch, save
-nothing in the count.
+not counted. A sliding window counts the tokens inside it. Borders of documents differ by batch and are not counted.
 """
 
 from dataclasses import dataclass, fields
@@ -16,50 +15,25 @@ class ParameterCount:
     """Parameters of a model by component; buffers such as the balancing bias are not parameters."""
 
     embedding: int
-    """Rows of the embedding."""
-    head: int
-    """The output head; 0 if it is the embedding."""
-    attention: int
-    """Projections, their biases, and the norms inside attention."""
-    norms: int
-    """Two norms a block and the last one."""
+    head: int  # 0 if it is the embedding
+    attention: int  # projections, their biases, and the norms inside attention
+    norms: int  # two a block and the last one
     router: int
-    """Router projections."""
-    dense_ffn: int
-    """Feed-forward of the dense layers."""
-    routed_experts: int
-    """All routed experts of all layers."""
-    shared_experts: int
-    """Shared experts and their gates."""
-    latent: int
-    """Projections into and out of the latent width."""
-    active_experts: int
-    """The share of `routed_experts` that one token visits."""
+    dense_ffn: int  # feed-forward of the dense layers
+    routed_experts: int  # of all layers
+    shared_experts: int  # with their gates
+    latent: int  # projections into and out of the latent width
+    active_experts: int  # the part of `routed_experts` that one token uses
 
     @property
     def total(self) -> int:
-        """Everything that the optimizer updates."""
+        """All parameters."""
         return sum(getattr(self, field.name) for field in fields(self)) - self.active_experts
 
     @property
     def active(self) -> int:
-        """What one token passes through, embedding and head included."""
+        """The parameters that one token uses, embedding and head included."""
         return self.total - self.routed_experts + self.active_experts
-
-
-@dataclass(frozen=True)
-class Count:
-    """What a shape weighs and what a token of training costs."""
-
-    parameters: ParameterCount
-    """By component, with `total` and `active`."""
-    flops_per_token: int
-    """Model FLOPs of training on one token."""
-
-
-def count(model: ModelConfig, seq_len_tokens: int) -> Count:
-    """Count a shape, trained on sequences of a length."""
-    return Count(count_parameters(model), training_flops_per_token(model, seq_len_tokens))
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
@@ -83,7 +57,7 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 
 def training_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
-    """Count the FLOPs of training on one token of a sequence: what TFLOP/s and MFU are reckoned with."""
+    """Count the FLOPs of training on one token of a sequence: the numerator of TFLOP/s and MFU."""
     width, moe = model.hidden_size, model.moe
     moe_layer = (
         3 * expert_width(model) * moe.ffn_hidden_size * moe.top_k
@@ -100,7 +74,7 @@ def training_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
 
 
 def attention_projection_weights(model: ModelConfig) -> int:
-    """Count the weights of one attention layer that are matrices: each costs one multiply-add a token."""
+    """Count the matrix weights of one attention layer: each costs one multiply-add a token."""
     width, a = model.hidden_size, model.attention
     if a.kind == "gqa":
         return 2 * width * a.head_dim * (a.num_heads + a.num_kv_heads)
@@ -122,8 +96,7 @@ def _attention_biases_and_norms(model: ModelConfig) -> int:
 def attention_core_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
     """Count the FLOPs of QK^T and PV in all layers, training, on one token of a sequence.
 
-    Of N tokens a token sees N / 2 on average; through a window of W of them it sees W - W² / 2N, which is the same for
-    W = N.
+    A token attends to N / 2 of N tokens on average; with a window W to W - W² / 2N, the same for W = N.
     """
     windows = [model.attention.window(layer, seq_len_tokens) for layer in range(model.num_layers)]
     twice_the_pairs = sum(window * (2 * seq_len_tokens - window) for window in windows)
@@ -131,7 +104,7 @@ def attention_core_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> i
 
 
 def attention_core_width(model: ModelConfig) -> int:
-    """Widths of queries and values over all heads: what a pair of tokens costs in QK^T and again in PV."""
+    """Widths of queries and values over all heads: multiply-adds of a pair of tokens in QK^T and PV."""
     a = model.attention
     if a.kind == "gqa":
         return 2 * a.num_heads * a.head_dim

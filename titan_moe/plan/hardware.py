@@ -1,7 +1,4 @@
-"""What a device can do at most, by the name that its driver reports: MFU divides by it, memory ends there.
-
-Its architecture too: what is measured on one GPU is the best guess for its relatives.
-"""
+"""Peak rates, memory and architecture of devices, by the name that the driver reports."""
 
 from dataclasses import dataclass
 
@@ -10,19 +7,14 @@ from dataclasses import dataclass
 class Hardware:
     """One device model, from its vendor's data sheet."""
 
-    words: tuple[str, ...]
-    """Words that a device's name must contain, in lower case."""
-    bf16_flops: float
-    """Peak dense bf16 FLOP/s, without sparsity."""
-    memory_bytes_per_second: float
-    """Peak bandwidth of its memory."""
-    memory_gib: float
-    """Memory that a process can allocate, rounded down."""
-    link_bytes_per_second: float
-    """Peak bandwidth of NVLink in one direction; what leaves the host is slower."""
+    words: tuple[str, ...]  # that a device's name must contain, in lower case
+    bf16_flops: float  # peak dense FLOP/s, without sparsity
+    memory_bytes_per_second: float  # peak bandwidth of its memory
+    memory_gib: float  # that a process can allocate, rounded down
+    link_bytes_per_second: float  # peak bandwidth of NVLink in one direction; between nodes it is slower
 
 
-# The first entry whose words all occur wins, so special forms stand before their family.
+# The first entry whose words all occur is taken, so variants stand before their family.
 KNOWN_DEVICES = (
     Hardware(("h200", "nvl"), 835e12, 4.8e12, 139, 450e9),
     Hardware(("h200",), 989e12, 4.8e12, 139, 450e9),
@@ -43,11 +35,11 @@ CAPABILITIES: dict[Capability, set[str]] = {
     (9, 0): {"h20", "h100", "h200", "h800", "gh200"},
     (10, 0): {"b100", "b200", "gb200"},
 }
-"""A word of these must occur in a device's name, in lower case."""
+"""Compute capability -> words, one of which a device's name contains, in lower case."""
 
 
 def find_hardware(device_name: str) -> Hardware | None:
-    """Look up a device by its name (`NVIDIA H200`); None if it is unknown, and then there is no MFU to speak of."""
+    """Look up a device by its name (`NVIDIA H200`); None if it is unknown: then there is no MFU."""
     words = _words(device_name)
     return next((known for known in KNOWN_DEVICES if words.issuperset(known.words)), None)
 

@@ -1,6 +1,6 @@
-"""What each operation with several implementations works on in a run: the shape under which it is measured.
+"""The shape of each operation with several implementations in a run: the key of its measurements.
 
-Routing is taken to be even, so that a rank serves as many slots as its own tokens choose, in other ranks' rows too.
+Routing is assumed to be even: a rank has as many slots as its own tokens have assignments.
 """
 
 import math
@@ -13,27 +13,24 @@ from titan_moe.plan.count import expert_width
 from titan_moe.plan.roofline import copies_on_the_wire
 
 Shape = Mapping[str, int | str]
-"""Sizes by name, for one call on one rank, and in words what else its time depends on; enough to draw such a call."""
+"""Sizes by name, for one call on one rank, and words for what else its time depends on."""
 OTHER_WORD = 10.0
-"""A word that differs weighs as much as a size that is so many times as large."""
+"""A word that differs counts as a size ratio of this."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """How to find an operation's shape, and how far two of its shapes lie apart."""
+    """An operation's shape in a run, and the distance between two shapes."""
 
     shape: Callable[[Recipe], Shape]
-    """The shape in a run of the recipe."""
-    is_in: Callable[[Recipe, int], bool] = lambda recipe, world_size: True
-    """Whether a run of the recipe has it, on so many ranks."""
-    same: tuple[str, ...] = ()
-    """Words that must be equal, or a measurement at one shape says nothing about the other."""
+    is_in: Callable[[Recipe, int], bool] = lambda recipe, world_size: True  # whether a run on so many ranks has it
+    same: tuple[str, ...] = ()  # words that must be equal for shapes to be comparable
 
     def ratio(self, a: Shape, b: Shape) -> float:
-        """How far two shapes lie apart: the product of the ratios of their sizes, the larger over the smaller.
+        """The distance of two shapes: the product of the ratios of their sizes, the larger over the smaller.
 
-        A word that differs counts as `OTHER_WORD`. Infinite where a measurement at one says nothing about the other: a
-        size is 0 in one alone (`chunk`), or a word of `same` differs.
+        A word that differs counts as `OTHER_WORD`. Infinite if they are not comparable: a size is 0 in one alone
+        (`chunk`), or a word of `same` differs.
         """
         return math.prod(self._ratio(name, a[name], b[name]) for name in b)
 
@@ -55,12 +52,8 @@ def _has_experts(recipe: Recipe, world_size: int) -> bool:
     return recipe.model.num_moe_layers > 0
 
 
-def _has_rotated_heads(recipe: Recipe, world_size: int) -> bool:
-    return recipe.model.attention.kind == "gqa"  # mla rotates in PyTorch
-
-
 def _adds_gradients(recipe: Recipe, world_size: int) -> bool:
-    """Whether expert weights are cast for compute outside of graphs and of FSDP, so that their gradients come back."""
+    """Whether expert weights are cast outside of graphs and FSDP, so that their gradients are accumulated by us."""
     is_cast = recipe.precision.compute != recipe.precision.master
     is_unsharded = resolve(recipe.parallel, world_size).experts_are_unsharded(recipe.precision)
     return _has_experts(recipe, world_size) and is_cast and is_unsharded and not recipe.compile.compiles_blocks()
@@ -77,7 +70,7 @@ def _num_rows(recipe: Recipe) -> int:
 
 
 def _load(recipe: Recipe) -> Shape:
-    """What arrives at a rank's experts at once."""
+    """The input of a rank's experts in one call."""
     moe = recipe.model.moe
     return {
         "rows": _num_rows(recipe),
@@ -113,7 +106,7 @@ def _router(recipe: Recipe) -> Shape:
 
 
 def _balancing_losses(recipe: Recipe) -> str:
-    """What is differentiated beside the weights: `aux loss and z loss`."""
+    """Losses of the router with gradients: `aux loss and z loss`."""
     moe = recipe.model.moe
     losses = (("aux loss", moe.aux_loss_coef), ("z loss", moe.z_loss_coef))
     return " and ".join(name for name, weight in losses if weight) or "no loss"
@@ -136,18 +129,17 @@ def _head(recipe: Recipe) -> Shape:
     num_tokens = _num_tokens(recipe)
     return {
         "tokens": num_tokens,
-        "chunk": min(recipe.perf.loss_chunk_tokens, num_tokens),  # 0: all logits at once, which is another way to run
+        "chunk": min(recipe.perf.loss_chunk_tokens, num_tokens),  # 0: all logits at once, not comparable
         "width": recipe.model.hidden_size,
         "vocabulary": recipe.model.vocab_size,
     }
 
 
 def _gradients(recipe: Recipe) -> Shape:
-    """Of gate and up, the larger weight of a layer's experts."""
+    """The sum of gate and up, the larger weight of a layer's experts."""
     moe, precision = recipe.model.moe, recipe.precision
-    held = moe.num_experts // recipe.parallel.ep
     return {
-        "elements": held * 2 * moe.ffn_hidden_size * expert_width(recipe.model),
+        "elements": moe.num_experts // recipe.parallel.ep * 2 * moe.ffn_hidden_size * expert_width(recipe.model),
         "dtypes": f"{precision.compute} to {precision.master}",
     }
 
@@ -156,8 +148,8 @@ OPERATIONS = {
     "experts": Operation(_experts, _has_experts),
     "permute": Operation(_permute, _has_experts),
     "router": Operation(_router, _has_experts),
-    "rotary": Operation(_rotary, _has_rotated_heads),
+    "rotary": Operation(_rotary, lambda recipe, _: recipe.model.attention.kind == "gqa"),  # mla rotates in PyTorch
     "head": Operation(_head),
     "gradients": Operation(_gradients, _adds_gradients, same=("dtypes",)),
 }
-"""Every field of `KernelOverrides`."""
+"""One for each field of `KernelOverrides`."""

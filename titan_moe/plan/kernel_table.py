@@ -1,7 +1,7 @@
 """Tables of measured kernels: read by `auto`, written by `titan-moe tune`, one file a device.
 
-The nearest measured shape decides, of equally near ones that in a table of the user's own, in the cache folder, before
-that in one of the package. Tables of other GPUs of the same architecture count too, from further away.
+The nearest measured shape decides. Of equally near ones, the user's own table in the cache folder comes before the
+package's. Tables of other GPUs of the same architecture count too, at a larger distance.
 """
 
 import math
@@ -24,33 +24,25 @@ SHIPPED_TABLES = Path(__file__).with_name("tables")
 
 @dataclass(frozen=True)
 class Measured:
-    """One operation at one shape: what each implementation took."""
+    """The times of one operation's implementations at one shape."""
 
-    operation: str
-    """A field of `Kernels`."""
-    shape: Shape
-    """Sizes, as in `plan.kernel_shapes`."""
-    ms: Mapping[str, float]
-    """Implementation -> milliseconds of forward and backward, in bf16."""
-    torch: str
-    """Version."""
-    triton: str
-    """Version."""
-    date: str
-    """Day of the measurement, year first."""
+    operation: str  # a field of `Kernels`
+    shape: Shape  # as in `plan.kernel_shapes`
+    ms: Mapping[str, float]  # implementation -> milliseconds of forward and backward, in bf16
+    torch: str  # version
+    triton: str  # version
+    date: str  # year first
 
 
 @dataclass(frozen=True)
 class KernelTable:
-    """What was measured on one device."""
+    """The measurements on one device."""
 
-    device: str
-    """Its name, as the driver reports it."""
-    measured: tuple[Measured, ...] = ()
-    """One a shape."""
+    device: str  # its name, as the driver reports it
+    measured: tuple[Measured, ...] = ()  # one a shape
 
     def merged(self, news: Iterable[Measured]) -> "KernelTable":
-        """The table with new measurements, which replace those of the very same shapes."""
+        """The table with new measurements, which replace those of equal shapes."""
         measured = {_key(entry): entry for entry in (*self.measured, *news)}
         return KernelTable(self.device, tuple(measured[key] for key in sorted(measured)))
 
@@ -60,23 +52,21 @@ class Nearest:
     """The measurement that decides an operation at a shape."""
 
     measured: Measured
-    device: str
-    """Where it was taken."""
-    ratio: float
-    """How far its shape lies away (`Operation.ratio`): 1 at the very shape."""
+    device: str  # where it was measured
+    ratio: float  # distance of its shape (`Operation.ratio`): 1 for an equal shape
 
 
 def find_nearest(tables: Iterable[KernelTable], device: str, operation: str, shape: Shape) -> Nearest | None:
-    """The measurement of the nearest shape, of equally near ones the first; None if none says anything.
+    """The measurement at the nearest shape, of equally near ones the first; None if none is comparable.
 
-    Another device than the run's weighs as much as another word.
+    Another device than the run's counts as another word.
     """
-    found = [
+    found = (
         Nearest(entry, table.device, OPERATIONS[operation].ratio(entry.shape, shape))
         for table in tables
         for entry in table.measured
         if entry.operation == operation
-    ]
+    )
     comparable = (nearest for nearest in found if nearest.ratio < math.inf)
     return min(comparable, key=lambda it: it.ratio * (1 if it.device == device else OTHER_WORD), default=None)
 
@@ -97,9 +87,7 @@ def table_name(device: str) -> str:
 
 
 def tables_for(device: str, capability: Capability | None = None) -> list[KernelTable]:
-    """The tables of a device and of others of its compute capability, the user's own first.
-
-    The capability is looked up by name where it is not given.
+    """The tables of a device and of others of its compute capability (by default that of its name), own ones first.
 
     Raises: RecipeError if a table cannot be read.
     """
@@ -112,7 +100,7 @@ def tables_for(device: str, capability: Capability | None = None) -> list[Kernel
 
 
 def measured_devices() -> list[str]:
-    """All devices that there are tables of."""
+    """All devices with a table."""
     return sorted({table.device for table in _all_tables()})
 
 
@@ -123,7 +111,7 @@ def _all_tables() -> list[KernelTable]:
 def read_table(path: Path) -> KernelTable:
     """Read a table.
 
-    Raises: RecipeError naming the file, if it is none.
+    Raises: RecipeError that names the file, if it is not a valid table.
     """
     try:
         read = tomllib.loads(path.read_text(encoding="utf-8"))

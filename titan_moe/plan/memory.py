@@ -1,4 +1,4 @@
-"""What a GPU's memory holds before the first activation."""
+"""GPU memory of a run without its activations."""
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.perf import BYTES_OF_DTYPE
@@ -17,9 +17,9 @@ def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
 def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state.
 
-    With `accumulate_unsharded` that is the dense part and all experts of its ep share. Unsharded experts have only
-    copies in compute's dtype beside their state: for the step, or from a layer's forward to its backward, which is for
-    all layers at once where nothing is recomputed.
+    With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
+    only copies in compute's dtype: for the step, or from a layer's forward to its backward, which is of all layers at
+    once where nothing is recomputed.
     """
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
@@ -35,9 +35,8 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
 def shared_bytes_per_rank(recipe: Recipe) -> int:
     """Count the bytes of memory that the ranks of an ep group share.
 
-    It has room on each rank for the row of every token of the largest microbatch, for its scores' gradients, its
-    assignments and lists of tokens; or, in turn, for a layer's cloned experts. Counts that ranks exchange take a few
-    hundred bytes more.
+    On each rank it fits the row of every token of the largest microbatch, its score gradients, assignments and token
+    lists; or, at another time, a layer's cloned experts. Exchanged counts, a few hundred bytes, are left out.
     """
     if not recipe.parallel.facts.shares_memory:
         return 0
@@ -48,14 +47,14 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
 
 
 def _clone_bytes(recipe: Recipe) -> int:
-    """At most so many experts are cloned: all of a rank's, or as many as there are spare slots."""
+    """Bytes of the most experts that can be cloned: all of a rank's, or as many as there are replica slots."""
     num_ranks, num_replicas, moe = recipe.parallel.ep, recipe.parallel.expert_clones, recipe.model.moe
     num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_replicas), num_replicas)
     return num_cloned * parameters_of_an_expert(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:
-    """Count the parameters that lie on a rank; their gradients and moments are sharded alike.
+    """Count the parameters of a rank's shards; gradients and moments are sharded alike.
 
     Dense parameters are sharded over dp_shard; experts over ep, and inside it over edp. Replicas divide nothing.
     """

@@ -1,8 +1,7 @@
-"""What each part of a step must do at least, on one rank, and how fast a device could do it.
+"""Roofline: the least work of each part of a step on one rank, and the least time of a device for it.
 
-FLOPs follow `plan.count`: forward and backward, causal attention halved, nothing recomputed. Routing is taken to be
-random and even, so that a rank serves as many rows as it brings. Norms, softmax and other passes over activations are
-left out: a floor, not a forecast.
+FLOPs follow `plan.count`: forward and backward, causal attention halved, nothing recomputed. Routing is assumed to be
+random and even. Norms, softmax and other passes over activations are left out: a lower bound, not a prediction.
 """
 
 import math
@@ -22,21 +21,19 @@ from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.memory import parameters_per_rank
 
 FORWARD_AND_BACKWARD = 6
-"""FLOPs of a multiply-add with a weight: two forward, two for each of the gradients."""
+"""FLOPs of a multiply-add with a weight: two forward, two for each gradient."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a part must do in one optimizer step on one rank."""
+    """The work of a part in one optimizer step on one rank."""
 
     flops: float = 0.0
-    memory_bytes: float = 0.0
-    """Read and written."""
-    wire_bytes: float = 0.0
-    """Received from other ranks."""
+    memory_bytes: float = 0.0  # read and written
+    wire_bytes: float = 0.0  # received from other ranks
 
     def floor_ms(self, hardware: Hardware) -> float:
-        """The time that the device needs if nothing but its scarcest resource counts."""
+        """The time of the scarcest resource alone."""
         seconds = (
             self.flops / hardware.bf16_flops,
             self.memory_bytes / hardware.memory_bytes_per_second,
@@ -46,7 +43,7 @@ class Work:
 
 
 def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
-    """Reckon the parts whose work is known, by the names of the trace's regions."""
+    """The work of each part where it is known, by the names of the trace's regions."""
     m, t = recipe.model, recipe.train
     width, moe, num_moe_layers = m.hidden_size, m.moe, m.num_moe_layers
     num_tokens = t.global_batch_sequences * t.seq_len_tokens // resolve(recipe.parallel, world_size).dp
@@ -63,9 +60,9 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
     work = {part: Work(flops=count) for part, count in flops.items()}
     row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
-    # in backward, the gradient of a row takes the same links
+    # 2: the gradient of a row is sent too
     moved = 2 * num_moe_layers * num_tokens * row_bytes * copies_on_the_wire(recipe)
-    if recipe.parallel.overlap == "tile":  # the experts' GEMMs move rows, which is no part of its own
+    if recipe.parallel.overlap == "tile":  # the experts' GEMMs move the rows
         work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
     else:
         work["dispatch"] = work["combine"] = Work(wire_bytes=moved)
@@ -75,10 +72,10 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
 
 
 def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
-    """Reckon the norm with the clipping, and AdamW: all of it passes over memory.
+    """The work of norm and clipping, and of AdamW: passes over memory.
 
-    The norm reads the gradients; clipping reads and writes them again, unless the optimizer does it as it reads them.
-    AdamW reads parameter, gradient and two moments and writes all but the gradient.
+    The norm reads the gradients. Clipping reads and writes them, unless the optimizer's kernel clips. AdamW reads
+    parameter, gradient and two moments and writes all but the gradient.
     """
     held, precision = parameters_per_rank(recipe, world_size), recipe.precision
     master, moments = (BYTES_OF_DTYPE[dtype] for dtype in (precision.master, precision.moments_dtype))
@@ -88,7 +85,7 @@ def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
 
 
 def copies_on_the_wire(recipe: Recipe) -> float:
-    """How many other ranks a token's row is sent to on average."""
+    """The average number of other ranks that a token's row is sent to."""
     num_ranks, moe, sends = recipe.parallel.ep, recipe.model.moe, recipe.parallel.facts.sends
     if sends == "nothing" or num_ranks == 1:
         return 0.0
@@ -103,10 +100,10 @@ def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> f
 
 
 def sharding_bytes(recipe: Recipe, world_size: int) -> float:
-    """Count what FSDP brings a rank in a step: gathered parameters, summed gradients, and the sums over replicas.
+    """Count the bytes that FSDP sends a rank in a step: gathered parameters, reduced gradients, sums over replicas.
 
-    Every microbatch gathers what it needs for forward, again for backward where it was freed between, and sums its
-    gradients; or the first of a step gathers and the last sums for all.
+    Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
+    gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces.
     """
     sizes, p, counted = resolve(recipe.parallel, world_size), recipe.parallel, count_parameters(recipe.model)
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))

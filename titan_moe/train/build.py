@@ -1,4 +1,4 @@
-"""The assembly: transforms over a built model, in one visible order, and the parts of a run around it."""
+"""The assembly: the order of the transforms of a model, and the parts of a run around it."""
 
 import importlib
 import inspect
@@ -13,7 +13,6 @@ from titan_moe.compile import regional
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.forced_routing import force_routing
 from titan_moe.layers.init import init_weights
 from titan_moe.memory import recompute
@@ -30,11 +29,10 @@ from titan_moe.train.step_runner import StepRunner
 
 
 class Assembly(NamedTuple):
-    """What turns batches into weights on this rank."""
+    """The training state of this rank."""
 
     meshes: Meshes
-    parts: list[nn.Module]
-    """What of the model this rank computes: all of it, or some stages of a pipeline."""
+    parts: list[nn.Module]  # this rank's part of the model: all of it, or some stages of a pipeline
     optimizers: Optimizers
     schedule: Schedules
     step: StepRunner
@@ -45,82 +43,60 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
     capacity = ExpertCapacity(recipe.parallel.expert_rank_capacity_factor, device)
     parts = build_parts(recipe, meshes, device, capacity)
-    optimizers = build_optimizer(
-        parts,
-        recipe.optim,
-        moments=fsdp.DTYPES[recipe.precision.moments_dtype],
-        seed=recipe.run.seed,
-        capturable=recipe.compile.cudagraph == "step",
-    )
+    moments, is_captured = fsdp.DTYPES[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
+    optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(parts, recipe.model.moe.bias_update_speed, meshes.stage_group)
+    forward_backward = build_forward_backward(parts, recipe.parallel)
     num_skipped = torch.zeros((), dtype=torch.int64, device=device)
-    step = TrainStep(
-        build_forward_backward(parts, recipe.parallel),
-        optimizers,
-        balancer,
-        capacity,
-        recipe.optim.max_grad_norm,
-        meshes,
-        num_skipped,
-    )
+    step = TrainStep(forward_backward, optimizers, balancer, capacity, recipe.optim.max_grad_norm, meshes, num_skipped)
     return Assembly(meshes, parts, optimizers, schedule, StepRunner(step, schedule, recipe.compile.cudagraph))
 
 
 def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> list[nn.Module]:
-    """Build, spread, compile and initialise what this rank computes of the model of a recipe."""
+    """Build, shard, compile and initialise this rank's part of the model of a recipe."""
     model = build_on_meta(recipe)
     memory = symm_memory.share_memory(model, recipe, meshes, device, capacity)
-    parts = [model]  # pipelines cut here, before sharding: a rank shards only what it keeps
+    parts = [model]  # a pipeline splits here, before sharding: a rank shards only its own stages
     for part in parts:
-        _transform(part, recipe, meshes, device, capacity, memory)
+        expert.apply(part, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP
+        regional.apply(part, recipe.compile, device)  # blocks or pieces: the hooks of FSDP stay outside the graphs
+        if recipe.profile.start_step:
+            regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones
+        recompute.apply(part, recipe.memory)  # around compiled code; of experts also inside it
+        unshard_with_block = recipe.compile.compiles_blocks(device.type) or recipe.parallel.overlap == "microbatch"
+        fsdp.apply(  # outermost: gathers around compiled code
+            part,
+            recipe.parallel,
+            recipe.precision,
+            meshes,
+            unshard_experts_with_block=unshard_with_block,
+            gradients=recipe.perf.chosen_kernels.gradients,
+            delay_weight_grads_of_experts=delays_weight_grads(recipe, device),
+        )
+        part.to_empty(device=device)
+        init_weights(part, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
+        if recipe.train.forced_routing:
+            force_routing(part, recipe.train.forced_routing, recipe.model.moe, recipe.parallel.ep, device)
     return parts
 
 
-def _transform(
-    model: nn.Module,
-    recipe: Recipe,
-    meshes: Meshes,
-    device: torch.device,
-    capacity: ExpertCapacity,
-    memory: SymmMemory | None,
-) -> None:
-    """Apply every transform to a model, or a part of one, that is on the meta device."""
-    expert.apply(model, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP looks
-    regional.apply(model, recipe.compile, device)  # blocks or pieces, so that FSDP's hooks stay outside the graphs
-    if recipe.profile.start_step:
-        regions.apply(model)  # names for the trace, around compiled pieces and inside what is recomputed
-    recompute.apply(model, recipe.memory)  # around what is compiled, experts also inside it
-    no_hook_fires_inside = recipe.compile.compiles_blocks(device.type) or recipe.parallel.overlap == "microbatch"
-    # outermost: gathers around what is compiled
-    fsdp.apply(
-        model,
-        recipe.parallel,
-        recipe.precision,
-        meshes,
-        unshard_experts_with_block=no_hook_fires_inside,
-        gradients=recipe.perf.chosen_kernels.gradients,
-        delay_weight_grads_of_experts=delays_weight_grads(recipe, device),
-    )
-    model.to_empty(device=device)
-    init_weights(model, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
-    if recipe.train.forced_routing:
-        force_routing(model, recipe.train.forced_routing, recipe.model.moe, recipe.parallel.ep, device)
-
-
 def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
-    """Whether weight gradients of experts can be computed while gradients of rows travel: not of clones, which travel
-    themselves, nor in what is recomputed or one graph, whose order is its own."""
-    has_clones, recomputes = recipe.parallel.expert_clones > 0, recipe.memory.recompute != "none"
-    has_own_order = recomputes or recipe.compile.compiles_blocks(device.type)
+    """Whether weight gradients of experts are computed while gradients of rows are sent.
+
+    Not with clones, whose own gradients are sent, nor with recompute or block graphs, which fix another order.
+    """
+    fixes_order = recipe.memory.recompute != "none" or recipe.compile.compiles_blocks(device.type)
     is_fused = recipe.perf.chosen_kernels.experts == "fused"
-    return recipe.parallel.overlap == "microbatch" and is_fused and not has_clones and not has_own_order
+    return (
+        recipe.parallel.overlap == "microbatch" and is_fused and not recipe.parallel.expert_clones and not fixes_order
+    )
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:
-    """The plain model, without memory for its weights, in the dtype that the optimizer updates.
+    """Build the plain model on the meta device, in the dtype that the optimizer updates.
 
-    Raises: RecipeError if the class cannot be imported or called, or lacks what the transforms build on.
+    Raises: RecipeError if the class cannot be imported or called, or lacks what the transforms need.
     """
     model_class = _model_class(recipe.model.class_)
     previous = torch.get_default_dtype()
@@ -132,14 +108,14 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
             )
     finally:
         torch.set_default_dtype(previous)
-    problems = [f'model.class = "{recipe.model.class_}": {misfit}' for misfit in _misfits(model)]
+    problems = [f'model.class = "{recipe.model.class_}": {problem}' for problem in _interface_problems(model)]
     if problems:
         raise RecipeError(problems)
     return model
 
 
-def _misfits(model: object) -> Iterator[str]:
-    """What would fail late, or train on memory that nobody has written, each with a way out."""
+def _interface_problems(model: object) -> Iterator[str]:
+    """What would fail late, or train on uninitialised memory, each with a way out."""
     if not isinstance(model, nn.Module):
         yield "makes no nn.Module; name a class of models"
         return
@@ -163,8 +139,7 @@ def _misfits(model: object) -> Iterator[str]:
 def _model_class(path: str) -> type[nn.Module]:
     """Import `package.module:Class`.
 
-    Raises: RecipeError if the path cannot be imported, or what it names not be called as a model is, naming the key
-    and the reason.
+    Raises: RecipeError with key and reason if it cannot be imported, or not be called as a model is.
     """
     module_name, _, class_name = path.partition(":")
     try:

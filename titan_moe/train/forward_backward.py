@@ -1,4 +1,4 @@
-"""Forward and backward of a step: the one thing in it that holds the model.
+"""Forward and backward of a step, the only part of it that sees the model.
 
 M microbatches · B sequences of a microbatch · N tokens of a sequence
 """
@@ -15,21 +15,21 @@ from titan_moe.parallel import fsdp, unsharded_experts
 from titan_moe.parallel.overlap import forward_backward_interleaved
 
 Microbatch = tuple[Tensor, Tensor, Tensor | None]
-"""Tokens, labels and, where documents are packed, their numbers."""
+"""Tokens, labels, and document ids where documents are packed."""
 ForwardBackward = Callable[[Batch, Tensor], Tensor]
-"""Batch, scale of the loss -> this rank's loss, scaled; gradients are added to those of the parameters."""
+"""Batch, scale of the loss -> this rank's loss, scaled; accumulates gradients."""
 
 
 def build_forward_backward(parts: list[nn.Module], parallel: ParallelConfig) -> ForwardBackward:
-    """Choose how the microbatches of a step follow each other, and give it the model."""
-    (model,) = parts  # several are a pipeline's, whose schedule runs them
+    """Choose the order of a step's microbatches, and bind the model."""
+    (model,) = parts  # several parts need a pipeline schedule
     if parallel.overlap == "microbatch":
         return partial(forward_backward_interleaved, model)
     return partial(forward_backward_gathered if parallel.accumulate_unsharded else forward_backward, model)
 
 
 def forward_backward(model: nn.Module, batch: Batch, scale: Tensor) -> Tensor:
-    """Run microbatch after microbatch, gradients adding up; returns this rank's loss, scaled."""
+    """Run one microbatch after the other, accumulating gradients; returns this rank's loss, scaled."""
     return torch.stack([run_microbatch(model, microbatch, scale) for microbatch in batch.microbatches()]).sum()
 
 
@@ -45,7 +45,7 @@ def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> 
 
 
 def run_microbatch(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
-    """Forward and backward of a microbatch alone; returns the loss, scaled."""
+    """Forward and backward of one microbatch; returns the loss, scaled."""
     with unsharded_experts.caching_casts(model):
         return _run(model, microbatch, scale)
 

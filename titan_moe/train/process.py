@@ -65,7 +65,7 @@ def _leave_together(device: torch.device) -> None:
 
 @contextmanager
 def _determinism(is_on: bool) -> Iterator[None]:
-    """Allow deterministic algorithms only, or any; the first use of cuBLAS must find its workspace as_overrides."""
+    """Allow deterministic algorithms only, or any; the first use of cuBLAS must find its workspace configured."""
     if is_on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was_on = torch.are_deterministic_algorithms_enabled()

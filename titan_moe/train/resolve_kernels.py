@@ -1,4 +1,4 @@
-"""What a recipe leaves to the machine, as_overrides: from here on it says what runs."""
+"""Resolve what a recipe leaves open, `perf.kernels = "auto"`, into overrides."""
 
 import logging
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe
 from titan_moe.config.perf import PerfConfig
-from titan_moe.plan.kernel_choice import as_overrides, choose_for, in_words
+from titan_moe.plan.kernel_choice import as_overrides, choose_for, describe_choices
 
 logger = logging.getLogger("titan_moe")
 
@@ -27,7 +27,7 @@ def resolve_kernels(recipe: Recipe, device: torch.device) -> Recipe:
         name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
         capability = torch.cuda.get_device_capability(device) if is_cuda else None
         choices = choose_for(recipe, dist.get_world_size(), name, capability)
-        logger.info('perf.kernels = "auto" on %s: %s', name, "; ".join(in_words(choices)))
+        logger.info('perf.kernels = "auto" on %s: %s', name, "; ".join(describe_choices(choices)))
         return as_overrides(recipe.perf, choices)
 
     return replace(recipe, perf=run_on_rank_zero(choose))

@@ -21,22 +21,22 @@ from titan_moe.train.forward_backward import ForwardBackward
 
 
 class StepResult(NamedTuple):
-    """What a step leaves on the device; reading it is the reader's wait."""
+    """Results on the device; reading one waits for the step."""
 
     loss: Tensor  # mean cross entropy over the label tokens of all ranks
     aux_loss: Tensor  # balancing losses, on the same scale
     grad_norm: Tensor  # global norm before clipping
-    tokens_per_expert: dict[str, Tensor]  # router name -> tokens that each expert was given by all ranks [E]
-    has_overflowed: Tensor  # bool: some rank's rows did not fit their slots, or did not come: nothing was changed
-    num_skipped: Tensor  # int64: steps so far that changed nothing, because their gradients were not finite
+    tokens_per_expert: dict[str, Tensor]  # router name -> tokens of each expert over all ranks [E]
+    has_overflowed: Tensor  # bool: rows of some rank overflowed their slots or did not arrive: nothing was changed
+    num_skipped: Tensor  # int64: steps so far that were skipped because gradients were not finite
 
 
 @dataclass
 class TrainStep:
-    """All between a batch and the next weights, on the device: the host reads nothing.
+    """One optimizer step, without a host read.
 
-    A step whose gradients are not finite, or whose rows did not fit their slots, changes neither weights nor moments,
-    step counts or biases, on any rank.
+    A step with gradients that are not finite, or rows that overflowed their slots, changes no weights, moments, step
+    counts or biases on any rank.
     """
 
     forward_backward: ForwardBackward
@@ -69,7 +69,7 @@ class TrainStep:
         return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, self.num_skipped)
 
     def count_labels(self, batch: Batch) -> Tensor:
-        """Label tokens of all ranks' batches, at least one, on the device."""
+        """Label tokens of the batches of all ranks, at least 1, on the device."""
         count = (batch.labels_MBN != IGNORE_LABEL).sum().double()
         dist.all_reduce(count, group=self.meshes.data_group)
         return count.clamp(min=1)

@@ -1,4 +1,4 @@
-"""The optimizer steps of a run: launched or replayed, and taken again where rows did not fit."""
+"""The optimizer steps of a run: launched or replayed, and taken again after an overflow."""
 
 import logging
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from titan_moe.train.step import StepResult, TrainStep
 logger = logging.getLogger("titan_moe")
 
 MANY_RERUNS, MANY_RERUNS_SHARE = 10, 0.03
-"""When the tenth step is taken again, and they were more than this share of all, the bound costs more than it saves."""
+"""At the tenth rerun, if reruns are more than this share of all steps, the bound costs more than it saves."""
 
 
 class StepRunner:
-    """Takes one step after the other, from a CUDA graph where the recipe says so.
+    """Takes the steps of a run, from a CUDA graph where the recipe says so.
 
-    Where slots are bounded, the host reads one flag after each step. A step that did not fit has changed nothing: it is
-    taken again without the bound, launched kernel by kernel, from the same random state. Nothing is lost but time.
+    Where slots are bounded, the host reads one flag after each step. A step that overflowed has changed nothing: it is
+    taken again without the bound, launched kernel by kernel, from the same random state.
     """
 
     def __init__(
@@ -36,11 +36,10 @@ class StepRunner:
     ) -> None:
         """`extent` is the recipe's `compile.cudagraph`."""
         self.step, self.schedule = step, schedule
-        self.num_steps, self.num_reruns = 0, 0
-        """Steps so far, and those of them that were taken again."""
+        self.num_steps, self.num_reruns = 0, 0  # so far
         self.num_warm_ups = 0
         self.replay: Callable[[Batch], StepResult] = step
-        self.release: Callable[[], None] = _nothing
+        self.release: Callable[[], None] = lambda: None
         if extent != "off":
             self._capture(extent, make_recorder())
 
@@ -56,7 +55,7 @@ class StepRunner:
             self.release = microbatches.release
 
     def __call__(self, batch: Batch) -> StepResult:
-        """Take a step; what it returns is valid until the next."""
+        """Take a step; its result is valid until the next one."""
         self.num_steps += 1
         is_bounded = self.step.capacity.is_bounded
         random_states = _random_states(batch.tokens_MBN.device) if is_bounded else []
@@ -75,29 +74,26 @@ class StepRunner:
         return self.warm_up(lambda: self.step(batch))
 
     def _take_again(self, batch: Batch, random_states: list[Tensor]) -> StepResult:
-        self._count_rerun()
-        self.release()  # the launched step needs the memory; the next one is recorded anew
-        _restore(random_states, batch.tokens_MBN.device)
-        with self.step.capacity.unbounded():
-            return self.step(batch)
-
-    def _count_rerun(self) -> None:
         self.num_reruns += 1
         if self.num_reruns == MANY_RERUNS and self.num_reruns > self.num_steps * MANY_RERUNS_SHARE:
             logger.warning(
-                "%d of %d steps were taken again, because rows did not fit: with a larger "
-                "parallel.expert_rank_capacity_factor than %g fewer would be",
+                "%d of %d steps were taken again, because rows overflowed their slots; a "
+                "parallel.expert_rank_capacity_factor above %g lowers the number",
                 self.num_reruns,
                 self.num_steps,
                 self.step.capacity.capacity_factor,
             )
+        self.release()  # the launched step needs the memory; the next step is captured again
+        _restore(random_states, batch.tokens_MBN.device)
+        with self.step.capacity.unbounded():
+            return self.step(batch)
 
 
 class CapturedMicrobatches:
-    """Forward and backward of a step, each microbatch replayed from one graph.
+    """Forward and backward of a step, each microbatch replayed from one CUDA graph.
 
-    A graph adds to the gradients where they lay when it was recorded. So they stay there, and are emptied before each
-    step; a parameter that the loss does not reach has a gradient of zero, not none.
+    A graph adds gradients at the addresses of its capture. So gradients keep their memory and are zeroed before each
+    step; a parameter that the loss does not reach has a gradient of zero, not None.
     """
 
     def __init__(self, forward_backward: ForwardBackward, parameters: list[nn.Parameter], recorder: Recorder) -> None:
@@ -106,28 +102,21 @@ class CapturedMicrobatches:
         self.captured = Captured(forward_backward, recorder)
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
-        self._allocate_gradients()
-        losses = [self.captured(microbatch, scale).clone() for microbatch in batch.split()]
-        return torch.stack(losses).sum()
-
-    def release(self) -> None:
-        """Give the graph's memory and the gradients back."""
-        self.gradients = []
-        self.captured.release()
-
-    def _allocate_gradients(self) -> None:
         self.gradients = self.gradients or [torch.zeros_like(parameter) for parameter in self.parameters]
         torch._foreach_zero_([local(gradient) for gradient in self.gradients])
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
+        losses = [self.captured(microbatch, scale).clone() for microbatch in batch.split()]
+        return torch.stack(losses).sum()
 
-
-def _nothing() -> None:
-    """There is no recording to release."""
+    def release(self) -> None:
+        """Free the memory of the graph and the gradients."""
+        self.gradients = []
+        self.captured.release()
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Of the host's generator, and of the device's if that is another."""
+    """The state of the host's generator, and of a GPU's."""
     states = [torch.get_rng_state()]
     return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
 

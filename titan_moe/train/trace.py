@@ -10,7 +10,7 @@ import torch
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import resolve
-from titan_moe.plan.count import count
+from titan_moe.plan.count import training_flops_per_token
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.roofline import Work, step_work
 from titan_moe.profile.compile_trace import compile_report, start_records
@@ -87,7 +87,7 @@ def _traced_run(recipe: Recipe) -> TracedRun:
     return TracedRun(
         title=f"{recipe.model.name} on {world_size} x {device}",
         work=_in_blocks(work) if recipe.compile.compiles_blocks(_device(recipe).type) else work,
-        model_flops=count(recipe.model, recipe.train.seq_len_tokens).flops_per_token * num_tokens,
+        model_flops=training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens,
         num_tokens=num_tokens,
         hardware=find_hardware(device),
     )

@@ -23,8 +23,8 @@ from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
-from titan_moe.plan.check_report import in_short
-from titan_moe.plan.count import count
+from titan_moe.plan.check_report import abbreviate
+from titan_moe.plan.count import count_parameters, training_flops_per_token
 from titan_moe.profile.trace import StepTracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.train.build import assemble
@@ -42,24 +42,23 @@ STEPS_BETWEEN_GARBAGE_COLLECTIONS = 100
 def run(recipe: Recipe) -> None:
     """Train a recipe to its last step, resuming if its run folder has a checkpoint.
 
-    Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, data that is not there, a
-    checkpoint that does not fit, a run folder in use. SystemExit, once the run is saved, after Ctrl-C; a run that
-    SIGTERM stops has done as it was told and returns.
+    Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, missing data, a checkpoint
+    that does not fit, a run folder in use. SystemExit after Ctrl-C, once the run is saved; after SIGTERM it returns.
     """
     with process_group(recipe.run) as device:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
         problems = check_rules(recipe, dist.get_world_size())
         if problems:
             raise RecipeError(problems)
-        with ExitStack() as claim, attention_backend(recipe.perf.attention):
-            run_on_rank_zero(lambda: claim.enter_context(run_lock(Path(recipe.run.folder))))
+        with ExitStack() as lock, attention_backend(recipe.perf.attention):
+            run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))
             stopped_by = Trainer(recipe, device).train()
     if stopped_by == SIGINT:
         raise SystemExit(EXIT_BY_SIGNAL + stopped_by)
 
 
 class Progress:
-    """How far a run has come; travels with its checkpoints."""
+    """Steps and tokens of a run so far; saved in its checkpoints."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -80,17 +79,17 @@ class Trainer:
         self.run_folder = Path(recipe.run.folder)
         self.is_main = dist.get_rank() == 0
         if self.is_main:
-            self._announce()
+            self._log_start()
         self.recipe = recipe = resolve_kernels(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
-        torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # a model's dropout: other data, other draws
+        torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout: ranks with other data draw other numbers
         if recipe.metrics.sample_tokens and not all(hasattr(part, "generate") for part in self.parts):
-            way_out = "add it, or set metrics.sample_tokens = 0"
-            raise RecipeError([f'model.class = "{recipe.model.class_}" has no `generate`; {way_out}'])
+            problem = f'model.class = "{recipe.model.class_}" has no `generate`'
+            raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
             self.loader = build_loader(
-                recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=_patient_barrier()
+                recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=_long_barrier()
             )
         self.progress = Progress()
         self.checkpointer = Checkpointer(
@@ -99,7 +98,7 @@ class Trainer:
         self.meter = Meter(
             recipe,
             self.run_folder,
-            flops_per_token=count(recipe.model, recipe.train.seq_len_tokens).flops_per_token,
+            flops_per_token=training_flops_per_token(recipe.model, recipe.train.seq_len_tokens),
             device=device,
             num_ranks=dist.get_world_size(),
             is_main=self.is_main,
@@ -108,11 +107,11 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps of the recipe are done; more, if it was made shorter since."""
+        """Whether all steps of the recipe are done (or more, if the recipe was shortened since)."""
         return self.progress.step >= self.recipe.train.steps
 
     def train(self) -> int:
-        """Run the remaining steps, save, and let the model write a few lines.
+        """Run the remaining steps, save, and print a sample.
 
         Returns: the number of the signal that stopped it early, or 0.
         """
@@ -124,15 +123,15 @@ class Trainer:
             stopped_by = 0
         else:
             try:
-                stopped_by = self._go_on()
+                stopped_by = self._train_remaining_steps()
             except Exception:
                 self.checkpointer.finish_save_after_failure()
                 raise
         self.checkpointer.close()
         return stopped_by
 
-    def _go_on(self) -> int:
-        if self.is_main:  # only now: a refused recipe leaves the run folder's as it was
+    def _train_remaining_steps(self) -> int:
+        if self.is_main:  # only now: a refused recipe leaves the one in the run folder as it was
             (self.run_folder / "recipe.toml").write_text(dump_recipe(self.recipe))
             write_environment(self.run_folder)
         if self.progress.step > 0:
@@ -164,14 +163,14 @@ class Trainer:
                 tracer.step()
                 garbage.run(self.progress.step)
         finally:
-            self.step.release()  # NCCL does not shut down while a recording holds messages; nor after an error
+            self.step.release()  # NCCL does not shut down while a CUDA graph holds collectives, after an error too
             gc.enable()
         tracer.close()
 
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
         lr = self.schedule.lr
-        with _as_recipe_errors(ValueError):  # of a stream, columns and texts are met as it goes
+        with _as_recipe_errors(ValueError):  # a stream is checked as it is read
             batch = self.loader.next_step()
         result: StepResult = self.step(batch.to(self.device))
         progress.step += 1
@@ -205,7 +204,7 @@ class Trainer:
             return validation_loss(self.parts, batches, self.device, self.meshes.data_group)
 
     def _write_sample(self) -> None:
-        """Let the model continue a held-out prompt. Every rank takes part, the main one prints."""
+        """Continue a held-out prompt, on all ranks; rank 0 prints it."""
         metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
         tokens_MBN = next(iter(self.loader.validation_batches())).tokens_MBN
         prompt_BN = tokens_MBN[0, :1, :SAMPLE_PROMPT_TOKENS].to(self.device)
@@ -220,14 +219,14 @@ class Trainer:
             print(f"--- held-out prompt ---\n{tokenizer.decode(prompt.tolist())}")
             print(f"--- the model continues ---\n{tokenizer.decode(text.tolist())}", flush=True)
 
-    def _announce(self) -> None:
-        """Say what is about to run, on what, and whether it is honest training."""
-        parameters = count(self.recipe.model, self.recipe.train.seq_len_tokens).parameters
+    def _log_start(self) -> None:
+        """Log model, ranks and folder, and warn of ignored data and forced routing."""
+        parameters = count_parameters(self.recipe.model)
         logger.info(
             "%s: %s parameters, %s active a token; %d x %s; writing to %s",
             self.recipe.model.name,
-            in_short(parameters.total),
-            in_short(parameters.active),
+            abbreviate(parameters.total),
+            abbreviate(parameters.active),
             dist.get_world_size(),
             self.device.type,
             self.run_folder,
@@ -237,19 +236,20 @@ class Trainer:
             logger.warning('data.path = "%s" is not read: data.source = "synthetic"', data.path)
         forced = self.recipe.train.forced_routing
         if forced:
-            key = f"train.force_{forced}_routing"
-            logger.warning("%s = true: the router's choice is replaced, for benchmarks only", key)
+            logger.warning(
+                "train.force_%s_routing = true: the router's choice is replaced, for benchmarks only", forced
+            )
 
 
-def _patient_barrier() -> Callable[[], None]:
-    """A barrier that outlasts the tokenising of a large corpus, which the default time limit would not."""
+def _long_barrier() -> Callable[[], None]:
+    """A barrier with a timeout of days: tokenising a large corpus takes longer than the default one."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=2))
     return lambda: dist.barrier(group)
 
 
 @contextmanager
 def _as_recipe_errors(*errors: type[Exception]) -> Iterator[None]:
-    """Turn what a part says about its fields of the recipe into a refusal, which the door tells without a traceback."""
+    """Raise errors about fields of the recipe as RecipeErrors, which the command line prints without a traceback."""
     try:
         yield
     except errors as error:

@@ -16,7 +16,7 @@ import triton
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.kernels.registry import Tunable, load_all
 from titan_moe.kernels.timing import Stopwatch, forward_and_total_ms, replayed_ms
-from titan_moe.plan.kernel_choice import backends_that_can_run, choose_for, in_words
+from titan_moe.plan.kernel_choice import backends_that_can_run, choose_for, describe_choices
 from titan_moe.plan.kernel_shapes import Shape, shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, cached_tables, read_table, table_name, write_table
 
@@ -40,7 +40,7 @@ def run(recipe: Recipe, world_size: int, out: Path | None = None) -> None:
         write_table(path, table)  # at once: what comes next may take the process down
         logger.info("%s has %s", path, entry.operation)
     logger.info('perf.kernels = "auto" on %s, by the tables in %s and in the package:', name, cached_tables())
-    for line in in_words(choose_for(recipe, world_size, name, torch.cuda.get_device_capability(device))):
+    for line in describe_choices(choose_for(recipe, world_size, name, torch.cuda.get_device_capability(device))):
         logger.info("  %s", line)
 
 

@@ -1,6 +1,6 @@
-"""What the fields of a recipe must keep together, as data with reasons.
+"""Constraints between the fields of a recipe, as data with reasons.
 
-A rule refuses here, in a millisecond and without torch, what would crash or mislead later on every rank at once.
+A rule refuses in a millisecond, without torch, what would crash or mislead later on every rank.
 """
 
 from titan_moe.config.parallel import smallest_world
@@ -18,9 +18,9 @@ RULES: list[Rule] = [*RANGE_RULES, *MODEL_RULES, *PARALLEL_RULES, *PERF_RULES, *
 
 
 def check_rules(recipe: Recipe, world_size: int | None = None) -> list[str]:
-    """Collect every breach of every rule, each with its reason; an empty list means that the recipe may run.
+    """Collect every breach of every rule, with its reason; an empty list if the recipe may run.
 
-    Without a `world_size` the fewest ranks that the recipe fits are assumed.
+    The default `world_size` is the fewest ranks that the recipe fits.
     """
     ranks = smallest_world(recipe.parallel) if world_size is None else world_size
     return [f"{message} ({rule.why})" for rule in RULES for message in rule.check(recipe, max(ranks, 1))]

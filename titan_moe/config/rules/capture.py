@@ -1,4 +1,4 @@
-"""What of a recipe cannot be recorded as a CUDA graph, and why."""
+"""What in a recipe CUDA graphs cannot capture, and why."""
 
 from collections.abc import Iterator
 
@@ -8,29 +8,24 @@ from titan_moe.config.recipe import Recipe
 
 
 def obstacles(recipe: Recipe) -> Iterator[str]:
-    """Name each field that stands in the way, with the reason and a way out; nothing where all can be recorded.
+    """Each field that prevents capture, with the reason and a way out.
 
-    They lie in forward and backward, so they are the same for a microbatch and for a whole step.
+    All concern forward and backward, so they are the same for a microbatch and for a whole step.
     """
     if recipe.run.device == "cpu":
         yield 'run.device = "cpu" has no CUDA graphs; take "cuda"'
-    if recipe.model.num_moe_layers > 0:
-        yield from _obstacles_of_experts(recipe)
-    if recipe.memory.recompute == "block" and recipe.model.class_ != ModelConfig.class_:
-        yield (
-            f'memory.recompute = "block" asks the host for the random state around blocks of model.class = '
-            f'"{recipe.model.class_}", which may draw from it; take "experts" or "none"'
-        )
-
-
-def _obstacles_of_experts(recipe: Recipe) -> Iterator[str]:
-    if recipe.parallel.facts.reads_host:
+    if recipe.model.num_moe_layers > 0 and recipe.parallel.facts.reads_host:
         yield (
             f'parallel.dispatcher = "{recipe.parallel.dispatcher}" reads the counts of every layer on the host; take '
             f"{without_host_reads()}"
         )
-    if recipe.perf.chosen_kernels.experts == "reference":
-        yield 'the "reference" experts read their borders on the host; take perf.kernels = "grouped_mm" or "fused"'
+    if recipe.model.num_moe_layers > 0 and recipe.perf.chosen_kernels.experts == "reference":
+        yield 'the "reference" experts read their offsets on the host; take perf.kernels = "grouped_mm" or "fused"'
+    if recipe.memory.recompute == "block" and recipe.model.class_ != ModelConfig.class_:
+        yield (
+            f'memory.recompute = "block" saves the random state on the host around blocks of model.class = '
+            f'"{recipe.model.class_}", which may draw random numbers; take "experts" or "none"'
+        )
 
 
 def without_host_reads() -> str:

@@ -1,29 +1,29 @@
-"""Rules of the model's own shape: what cannot be built, whatever it runs on."""
+"""Rules of the model's shape, on any device."""
 
 from collections.abc import Iterator
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import divisors, leaves_a_rest, rule, rules_in
+from titan_moe.config.rules.rule import divisors, is_no_divisor, rule, rules_in
 
 
-@rule("the model class is addressable", "the model is imported by this name")
+@rule("the model is imported by this name")
 def class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
     module, _, name = recipe.model.class_.partition(":")
     if not (all(part.isidentifier() for part in module.split(".")) and name.isidentifier()):
         yield f'model.class = "{recipe.model.class_}" must read "package.module:Class"'
 
 
-@rule("kv heads divide query heads", "each key/value head serves the same number of query heads")
+@rule("each key/value head serves the same number of query heads")
 def kv_heads_divide_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
-    if a.kind == "gqa" and leaves_a_rest(a.num_kv_heads, a.num_heads):
+    if a.kind == "gqa" and is_no_divisor(a.num_kv_heads, a.num_heads):
         yield (
             f"model.attention.num_kv_heads = {a.num_kv_heads} does not divide "
             f"model.attention.num_heads = {a.num_heads}; the divisors are {divisors(a.num_heads)}"
         )
 
 
-@rule("the rotated width is even", "RoPE rotates pairs")
+@rule("RoPE rotates pairs")
 def rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
     key = "head_dim" if recipe.model.attention.kind == "gqa" else "qk_rope_head_dim"
     width = getattr(recipe.model.attention, key)
@@ -31,14 +31,14 @@ def rotated_width_is_even(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f"model.attention.{key} = {width} is odd; take {width + 1}"
 
 
-@rule("gqa's options need gqa", "mla normalises its compressed latents and has no biases")
+@rule("mla normalises its compressed latents and has no biases")
 def gqa_options_need_gqa(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key in ("qk_norm", "qkv_bias"):
         if recipe.model.attention.kind == "mla" and getattr(recipe.model.attention, key):
             yield f'model.attention.{key} = true needs model.attention.kind = "gqa", not "mla"; set it to false'
 
 
-@rule("full layers are some of the layers", "a pattern of windowed and full layers has both")
+@rule("a pattern of windowed and full layers has both")
 def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
     a, num_layers = recipe.model.attention, recipe.model.num_layers
     if a.full_attention_every > 0 and a.sliding_window == 0:
@@ -58,7 +58,7 @@ def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Itera
         )
 
 
-@rule("YaRN's betas are ordered", "between them the frequencies are blended")
+@rule("between them the frequencies are blended")
 def yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
     if a.yarn_factor > 1 and a.yarn_beta_fast <= a.yarn_beta_slow:
@@ -68,14 +68,14 @@ def yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("dense layers are some of the layers", "they are the leading blocks of the model")
+@rule("they are the first blocks of the model")
 def dense_layers_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     if m.num_dense_layers > m.num_layers:
         yield f"model.num_dense_layers = {m.num_dense_layers} exceeds model.num_layers = {m.num_layers}; take fewer"
 
 
-@rule("dense layers have a width", "a feed-forward layer of width 0 computes nothing")
+@rule("a feed-forward layer of width 0 computes nothing")
 def dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     num_dense_layers = m.num_layers - m.num_moe_layers
@@ -87,7 +87,7 @@ def dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("experts have a width", "an expert of width 0 computes nothing")
+@rule("an expert of width 0 computes nothing")
 def experts_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     if m.num_moe_layers > 0 and m.moe.ffn_hidden_size == 0:
@@ -97,7 +97,7 @@ def experts_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("top_k fits the experts", "a token chooses an expert once")
+@rule("a token chooses an expert once")
 def top_k_fits_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if 0 < moe.num_experts < moe.top_k:
@@ -107,17 +107,17 @@ def top_k_fits_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("groups divide the experts", "every group holds the same number of experts")
+@rule("every group holds the same number of experts")
 def groups_divide_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
-    if moe.num_experts > 0 and leaves_a_rest(moe.num_groups, moe.num_experts):
+    if moe.num_experts > 0 and is_no_divisor(moe.num_groups, moe.num_experts):
         yield (
             f"model.moe.num_groups = {moe.num_groups} does not divide model.moe.num_experts = {moe.num_experts}; "
             f"the divisors are {divisors(moe.num_experts)}"
         )
 
 
-@rule("top_k_groups fits the groups", "a token chooses a group once")
+@rule("a token chooses a group once")
 def top_k_groups_fit_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.top_k_groups > moe.num_groups:
@@ -127,18 +127,18 @@ def top_k_groups_fit_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("top_k fits the chosen groups", "other groups are closed to the token")
+@rule("a token's experts are in its chosen groups")
 def top_k_fits_chosen_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
-    experts_in_reach = moe.top_k_groups * (moe.num_experts // max(moe.num_groups, 1))
-    if moe.num_groups > 1 and 0 < experts_in_reach < moe.top_k <= moe.num_experts:
+    num_candidates = moe.top_k_groups * (moe.num_experts // max(moe.num_groups, 1))
+    if moe.num_groups > 1 and 0 < num_candidates < moe.top_k <= moe.num_experts:
         yield (
-            f"model.moe.top_k = {moe.top_k} exceeds the {experts_in_reach} experts of "
+            f"model.moe.top_k = {moe.top_k} exceeds the {num_candidates} experts of "
             f"model.moe.top_k_groups = {moe.top_k_groups} groups; lower top_k or raise top_k_groups"
         )
 
 
-@rule("groups ranked by two experts hold two", "a group is ranked by its two best scores")
+@rule("a group is ranked by its two best scores")
 def top2_groups_hold_two(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.group_score == "top2_sum" and 1 < moe.num_groups <= moe.num_experts < 2 * moe.num_groups:
@@ -148,7 +148,7 @@ def top2_groups_hold_two(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("the balancing bias needs sigmoid scores", "the bias is on the scale of sigmoid scores")
+@rule("the bias is on the scale of sigmoid scores")
 def bias_needs_sigmoid(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.bias_update_speed > 0 and moe.score_fn != "sigmoid":
@@ -158,7 +158,7 @@ def bias_needs_sigmoid(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("a shared gate needs shared experts", "there is nothing else to gate")
+@rule("there is nothing else to gate")
 def shared_gate_needs_shared_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.shared_expert_gate and moe.shared_ffn_hidden_size == 0:

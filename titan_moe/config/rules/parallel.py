@@ -1,15 +1,16 @@
-"""Rules of the two meshes: which sizes can be laid over the ranks of a run."""
+"""Rules of the two meshes, the dispatcher and the overlap."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import divisors, leaves_a_rest, nearest_multiples, rule, rules_in
+from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
 
 
-@rule("only working axes are used", "a silent 1 would be another run than the one asked for")
+@rule("another size would silently be 1")
 def axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
     for axis in ("pp", "cp", "tp", "etp"):
         size = getattr(recipe.parallel, axis)
@@ -17,17 +18,17 @@ def axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f"parallel.{axis} = {size} does not work yet; set it to 1 and spread with dp_shard and ep"
 
 
-@rule("dp_shard is a size or -1", "dense parameters live on at least one rank")
+@rule("dense parameters are on at least one rank")
 def dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.dp_shard == 0:
         yield "parallel.dp_shard = 0 is no number of ranks; take 1 to shard nothing, or -1 for all ranks that are left"
 
 
-@rule("the dense view fills the world", "every rank has one place in the dense mesh")
+@rule("every rank has one place in the dense mesh")
 def dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     others = p.pp * p.dp_replicate * p.cp * p.tp
-    if p.dp_shard == -1 and leaves_a_rest(others, world_size):
+    if p.dp_shard == -1 and is_no_divisor(others, world_size):
         yield (
             f"parallel.pp * dp_replicate * cp * tp = {p.pp} * {p.dp_replicate} * {p.cp} * {p.tp} = {others} does not "
             f"divide the {world_size} ranks; the divisors are {divisors(world_size)}"
@@ -39,26 +40,26 @@ def dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]
         )
 
 
-@rule("the expert view divides the world", "edp is what ep, etp, pp and dp_replicate leave of the ranks")
+@rule("edp is what ep, etp, pp and dp_replicate leave of the ranks")
 def expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
-    if leaves_a_rest(expert_ranks, world_size) and world_size == 1:
+    if is_no_divisor(expert_ranks, world_size) and world_size == 1:
         yield (
             f"parallel.pp * dp_replicate * ep * etp = {expert_ranks}, and this is 1 rank alone; start as many with "
             f"--nproc {smallest_world(p)}, or a multiple"
         )
-    elif leaves_a_rest(expert_ranks, world_size):
+    elif is_no_divisor(expert_ranks, world_size):
         yield (
             f"parallel.pp * dp_replicate * ep * etp = {p.pp} * {p.dp_replicate} * {p.ep} * {p.etp} = {expert_ranks} "
             f"does not divide the {world_size} ranks; the divisors are {divisors(world_size)}"
         )
 
 
-@rule("ep divides num_experts", "each rank of an ep group holds the same number of experts")
+@rule("each rank of an ep group holds the same number of experts")
 def ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_experts = recipe.parallel, recipe.model.moe.num_experts
-    if num_experts > 0 and leaves_a_rest(p.ep, num_experts):
+    if num_experts > 0 and is_no_divisor(p.ep, num_experts):
         ranks_of_a_replica = max(world_size // max(p.pp * p.dp_replicate * p.etp, 1), 1)
         yield (
             f"parallel.ep = {p.ep} does not divide model.moe.num_experts = {num_experts}; "
@@ -66,14 +67,14 @@ def ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("ep needs experts", "there is nothing to spread")
+@rule("there are no experts to shard")
 def ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.ep > 1 and recipe.model.num_moe_layers <= 0:
         yield f"parallel.ep = {recipe.parallel.ep} needs layers with experts, and this model has none; set ep = 1"
 
 
-@rule("ep needs a dispatcher that moves rows", "rows must reach experts on other ranks")
-def ep_needs_rows_to_move(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("rows must reach experts on other ranks")
+def ep_needs_a_dispatcher_that_moves_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.ep > 1 and not p.facts.moves_rows:
         yield (
@@ -82,7 +83,7 @@ def ep_needs_rows_to_move(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("overlap has communication to hide", "a switch that does nothing hides a mistake")
+@rule("an option without effect hides a mistake")
 def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and not p.facts.moves_rows:
@@ -92,10 +93,7 @@ def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule(
-    "the dispatcher supports the overlap",
-    "tiles read rows out of shared memory, microbatches are hidden under collectives in two halves",
-)
+@rule("tile needs shared memory, microbatch needs asynchronous collectives")
 def dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and p.facts.moves_rows and p.overlap not in p.facts.overlaps:
@@ -106,8 +104,8 @@ def dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str
         )
 
 
-@rule("tiles move rows", "the thread blocks that move rows belong to a GEMM, which must be ours")
-def tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the thread blocks that move rows belong to our own GEMMs")
+def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "tile":
         return
@@ -115,7 +113,7 @@ def tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
     is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
     if recipe.perf.chosen_kernels.experts != "fused" and not is_left_to_auto:
         yield (
-            f"{setting} lets the GEMMs of fused experts move rows, and perf.kernels chose "
+            f"{setting} moves rows in the GEMMs of fused experts, and perf.kernels chose "
             f'"{recipe.perf.chosen_kernels.experts}" for experts; take "fused", or overlap = "none"'
         )
     for need in recipe.model.moe.unmet_needs_of_fused:
@@ -123,11 +121,11 @@ def tiles_move_rows(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.expert_clones and recipe.compile.compiles_blocks():
         yield (
             f'{setting} with parallel.expert_clones needs compile.extent = "pieces": the graph of a block does not '
-            "order the clones' weights after the plan of their rows"
+            "order the exchange of clones' weights after the plan of their rows"
         )
 
 
-@rule("the dispatcher has its device", "it consists of kernels for GPUs")
+@rule("its kernels are for GPUs")
 def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.facts.needs_cuda and recipe.run.device == "cpu":
@@ -137,7 +135,7 @@ def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("shared memory has peers", "a rank alone has no peer to share memory with")
+@rule("a single rank has no peers")
 def shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.facts.shares_memory and p.ep <= 1:
@@ -148,10 +146,10 @@ def shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("an ep group stays on a node", "a GPU reaches the memory of another in its own node only")
+@rule("GPUs share memory inside a node only")
 def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
-    if p.facts.is_one_node and world_size > 1 and leaves_a_rest(p.ep, num_local):
+    if p.facts.is_one_node and world_size > 1 and is_no_divisor(p.ep, num_local):
         yield (
             f"parallel.ep = {p.ep} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
             f'"{p.dispatcher}" needs; take a divisor of it ({divisors(num_local)}), or '
@@ -159,11 +157,8 @@ def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule(
-    "microbatches that interleave can be cut",
-    "the forward of one runs between the pieces of the other's backward, past the hooks of FSDP",
-)
-def interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("the forward of one runs between the pieces of the other's backward, past the hooks of FSDP")
+def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, train = recipe.parallel, recipe.train
     if p.overlap != "microbatch":
         return
@@ -192,13 +187,9 @@ def interleaved_microbatches_can_be_cut(recipe: Recipe, world_size: int) -> Iter
         )
 
 
-@rule(
-    "a slot bound has a dispatcher to bound",
-    "it stands in for sizes that depend on the routing and that the host must not read",
-)
-def bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    factor = p.expert_rank_capacity_factor
+@rule("it bounds sizes that depend on the routing and that the host does not read")
+def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, factor = recipe.parallel, recipe.parallel.expert_rank_capacity_factor
     if factor != 0 and not p.facts.can_be_bounded:
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} bounds nothing with parallel.dispatcher = "
@@ -212,61 +203,54 @@ def bound_has_a_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule(
-    "clones have ranks to go to",
-    "a replica slot holds an expert of another rank, and every exchange pays for it, used or not",
-)
-def clones_have_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("a replica slot is for an expert of another rank, and costs communication even if unused")
+def clones_need_other_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_experts = recipe.parallel, recipe.model.moe.num_experts
-    if p.expert_clones <= 0:
-        return
-    if p.ep <= 1 or not p.facts.moves_rows:
+    if p.expert_clones > 0 and (p.ep <= 1 or not p.facts.moves_rows):
         yield (
             f"parallel.expert_clones = {p.expert_clones} clones experts onto other ranks, but parallel.ep = {p.ep} and "
             f'parallel.dispatcher = "{p.dispatcher}" leave them all on one; set it to 0, or spread the experts with '
             f"{dispatchers_that(lambda facts: facts.moves_rows)}"
         )
-    elif p.expert_clones > num_experts // p.ep:
+    elif p.expert_clones > 0 and p.expert_clones > num_experts // p.ep:
         yield (
             f"parallel.expert_clones = {p.expert_clones} exceeds the {num_experts // p.ep} experts that a rank has of "
             f"its own (model.moe.num_experts / parallel.ep = {num_experts} / {p.ep}); take 1 or 2"
         )
 
 
-@rule("edp divides the experts' width", "FSDP shards each expert over edp along this width, and only in equal parts")
+@rule("FSDP shards each expert over edp along this width, in equal parts")
 def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, model = recipe.parallel, recipe.model
     edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
-    key, width = (
-        ("moe.latent_size", model.moe.latent_size) if model.moe.latent_size else ("hidden_size", model.hidden_size)
-    )
-    widths = {key: width, **({"moe.ffn_hidden_size": model.moe.ffn_hidden_size} if model.moe.expert_mlp_bias else {})}
+    key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
+    widths = {key: model.moe.latent_size or model.hidden_size}
+    if model.moe.expert_mlp_bias:
+        widths["moe.ffn_hidden_size"] = model.moe.ffn_hidden_size
     for key, width in widths.items():
-        if model.num_moe_layers > 0 and leaves_a_rest(edp, width):
+        if model.num_moe_layers > 0 and is_no_divisor(edp, width):
             yield (
                 f"edp = {edp} (the {world_size} ranks over parallel.pp * dp_replicate * ep * etp) does not divide "
                 f"model.{key} = {width}; raise parallel.ep or parallel.dp_replicate until it does"
             )
 
 
-@rule("microbatches divide the global batch", "every rank makes the same number of equal passes")
+@rule("every rank runs the same number of equal microbatches")
 def batch_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
-    number = recipe.train.global_batch_sequences
-    yield from _sequences_split_evenly(recipe, world_size, "train.global_batch_sequences", number)
+    yield from _sequences_divide(recipe, world_size, "train.global_batch_sequences")
 
 
-@rule("microbatches divide the validation", "a rank with fewer passes would leave the others waiting")
+@rule("a rank with fewer batches would leave the others waiting in a collective")
 def validation_divides(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.validation.every_steps > 0:
-        number = recipe.validation.num_sequences
-        yield from _sequences_split_evenly(recipe, world_size, "validation.num_sequences", number)
+        yield from _sequences_divide(recipe, world_size, "validation.num_sequences")
 
 
-def _sequences_split_evenly(recipe: Recipe, world_size: int, key: str, number: int) -> Iterator[str]:
-    p, micro_batch = recipe.parallel, recipe.train.micro_batch_sequences
+def _sequences_divide(recipe: Recipe, world_size: int, key: str) -> Iterator[str]:
+    p, micro_batch, number = recipe.parallel, recipe.train.micro_batch_sequences, attrgetter(key)(recipe)
     dp = world_size // max(p.pp * p.cp * p.tp, 1)
     step = micro_batch * dp
-    if leaves_a_rest(step, number):
+    if is_no_divisor(step, number):
         yield (
             f"{key} = {number} is not a multiple of train.micro_batch_sequences * data-parallel ranks = {micro_batch} "
             f"* {dp} = {step}; take {nearest_multiples(number, step)}, or change micro_batch_sequences"

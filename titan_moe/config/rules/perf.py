@@ -1,4 +1,4 @@
-"""Rules of kernels, dtypes and memory: which combinations exist on the device that the recipe names."""
+"""Rules of kernels, dtypes and memory: which combinations exist on the recipe's device."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,8 +13,8 @@ from titan_moe.config.skew import obstacles_to_skew
 GROUPED_MM_STRIDE_BYTES = 16
 
 
-@rule("grouped_mm knows the dtype", "torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only")
-def grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only")
+def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     experts, compute, device = recipe.perf.chosen_kernels.experts, recipe.precision.compute, recipe.run.device
     allowed = ["bf16"] if device == "cuda" or experts == "fused" else ["bf16", "fp32"]
     if experts != "reference" and compute not in allowed:
@@ -25,11 +25,7 @@ def grouped_mm_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]
         )
 
 
-@rule(
-    "Triton kernels can run",
-    "they compute in fp32 on GPUs, the experts' gather rows inside a GEMM, where no score can reach them, and what "
-    "adds gradients knows bf16 and fp32 alone",
-)
+@rule("they are for GPUs and compute in fp32; fused experts gather rows inside a GEMM and cannot scale them there")
 def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels
     triton = [name for name, backend in asdict(kernels).items() if backend in ("fused", "triton")]
@@ -62,7 +58,7 @@ def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("expert rows are aligned", "grouped_mm wants row strides that are multiples of 16 bytes")
+@rule("grouped_mm needs row strides that are multiples of 16 bytes")
 def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     if recipe.perf.chosen_kernels.experts == "reference" or model.num_moe_layers <= 0:
@@ -78,10 +74,8 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-@rule(
-    "master and reduce are no coarser than compute", "digits that were computed would be thrown away before the update"
-)
-def precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("computed digits would be lost before the update")
+def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     for key in ("master", "reduce"):
         if BYTES_OF_DTYPE[getattr(p, key)] < BYTES_OF_DTYPE[p.compute]:
@@ -91,11 +85,8 @@ def precision_does_not_sink(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-@rule(
-    "the optimizer knows its dtypes",
-    "torch's AdamW has one dtype for parameter and moments, ours computes in fp32 on GPUs",
-)
-def the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("torch's AdamW has one dtype for parameter and moments, ours computes in fp32 on GPUs")
+def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, kind = recipe.precision, recipe.optim.kind
     if p.master == "fp64" and p.moments_dtype != "fp64":
         yield f'precision.moments = "{p.moments}" is coarser than precision.master = "fp64"; take "master"'
@@ -111,36 +102,33 @@ def the_optimizer_knows_its_dtypes(recipe: Recipe, world_size: int) -> Iterator[
         )
 
 
-@rule("the attention backend exists", "these kernels run, or train, on GPUs only")
+@rule("these kernels run, or train, on GPUs only")
 def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
     if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
 
 
-@rule(
-    "what is captured asks the host nothing",
-    "a CUDA graph repeats what was recorded, whatever the host would have answered",
-)
+@rule("a CUDA graph replays its capture without the host")
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.compile.cudagraph == "microbatch" and recipe.parallel.accumulate_unsharded:
         yield (
-            'compile.cudagraph = "microbatch" records one microbatch for all, but parallel.accumulate_unsharded = true '
-            'makes the first and the last of a step differ; take "step", or accumulate_unsharded = false'
+            'compile.cudagraph = "microbatch" captures one microbatch for all, but parallel.accumulate_unsharded = '
+            'true makes the first and the last of a step differ; take "step", or accumulate_unsharded = false'
         )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'
 
 
-@rule("FlexAttention knows the dtype", "its kernels sum in fp32")
-def flex_knows_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("its kernels sum in fp32")
+def flex_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
         yield 'precision.compute = "fp64" has no perf.attention = "flex"; take bf16 or fp32, or perf.attention = "math"'
 
 
-@rule("blocks that compile whole read nothing on the host", "a graph cannot wait for a size in its middle")
-def whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("a graph cannot contain a host read")
+def block_graphs_have_no_host_reads(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
@@ -149,30 +137,27 @@ def whole_blocks_read_nothing(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("recomputed experts exist", "nothing would be recomputed")
+@rule("nothing would be recomputed")
 def recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.memory.recompute == "experts" and recipe.model.num_moe_layers <= 0:
         yield 'memory.recompute = "experts" needs layers with experts, and this model has none; take "block" or "none"'
 
 
-@rule("forced routing needs a router", "there is no choice to replace")
+@rule("there is no choice to replace")
 def forced_routing_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
     forced = recipe.train.forced_routing
     if forced and recipe.model.num_moe_layers <= 0:
         yield f"train.force_{forced}_routing = true needs layers with experts, and this model has none; set it to false"
 
 
-@rule("one routing is forced", "a token's experts cannot be chosen twice")
+@rule("a token's experts cannot be chosen twice")
 def one_routing_is_forced(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.train.force_balanced_routing and recipe.train.force_skewed_routing:
         yield "train.force_balanced_routing and train.force_skewed_routing are both true; set one of them to false"
 
 
-@rule(
-    "a skewed routing can be dealt",
-    "what is called skewed has the same loads everywhere, so that figures can be compared",
-)
-def skew_can_be_dealt(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("what is called skewed has the same loads everywhere, so that figures can be compared")
+def skewed_loads_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     if recipe.train.force_skewed_routing and model.num_moe_layers > 0:
         for obstacle in obstacles_to_skew(model.moe.num_experts, model.moe.top_k, recipe.parallel.ep):

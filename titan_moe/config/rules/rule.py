@@ -1,4 +1,4 @@
-"""The shape of a rule, and the small arithmetic that rules share."""
+"""What a rule is, and the arithmetic that rules share."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,38 +11,34 @@ Check = Callable[[Recipe, int], Iterator[str]]
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that the fields of a recipe must keep together, with the reason."""
+    """A constraint between fields of a recipe, with its reason."""
 
     name: str
-    """The rule as a sentence."""
-    check: Check
-    """Finds the breaches. It must survive any recipe whatsoever: other rules tell what else is broken."""
-    why: str
-    """What would go wrong; printed after each message."""
+    check: Check  # finds the breaches; must not raise for any recipe, also one that breaks other rules
+    why: str  # printed after each message
 
 
-def rule(name: str, why: str) -> Callable[[Check], Rule]:
-    """Make a rule of the check below."""
-    return lambda check: Rule(name, check, why)
+def rule(why: str) -> Callable[[Check], Rule]:
+    """Make a rule of a check, with its name."""
+    return lambda check: Rule(check.__name__, check, why)
 
 
 def rules_in(names: Mapping[str, object]) -> list[Rule]:
-    """The rules of a file, in the order in which they are written."""
+    """The rules of a module, in order."""
     return [value for value in names.values() if isinstance(value, Rule)]
 
 
-def leaves_a_rest(part: int, whole: int) -> bool:
-    """Whether `part` fails to divide `whole`; a part below 1 is another rule's business."""
-    return part > 0 and whole % part != 0
+def is_no_divisor(divisor: int, number: int) -> bool:
+    """Whether `divisor` does not divide `number`; one below 1 breaks another rule."""
+    return divisor > 0 and number % divisor != 0
 
 
-def divisors(*wholes: int) -> str:
-    """List the numbers that divide every one of `wholes`, for a way out: `1, 2, 4, 8`."""
-    smallest = min(wholes)
-    return ", ".join(str(n) for n in range(1, smallest + 1) if all(whole % n == 0 for whole in wholes))
+def divisors(*numbers: int) -> str:
+    """List the common divisors, for a way out: `1, 2, 4, 8`."""
+    return ", ".join(str(n) for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers))
 
 
 def nearest_multiples(number: int, step: int) -> str:
-    """Name the multiples of `step` around `number`, for a way out: `24 or 32`."""
+    """The multiples of `step` around `number`, for a way out: `24 or 32`."""
     below = number // step * step
     return f"{below} or {below + step}" if below > 0 else str(step)

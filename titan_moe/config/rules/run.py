@@ -8,13 +8,13 @@ from titan_moe.config.rules.rule import rule, rules_in
 BYTES_VOCABULARY = 256
 
 
-@rule("the run has a folder", "everything that a run writes goes there")
+@rule("everything that a run writes goes there")
 def folder_is_named(recipe: Recipe, world_size: int) -> Iterator[str]:
     if not recipe.run.folder.strip():
         yield 'run.folder = "" names no folder; take one such as "runs/my_run"'
 
 
-@rule("the source has a path", "only synthetic data comes from nowhere")
+@rule("only synthetic data needs no files")
 def source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     ways_out = {"text": 'a glob of files, or "python-stdlib"', "tokens": "a glob of binary files"}
@@ -23,7 +23,7 @@ def source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'data.path = "" leaves data.source = "{d.source}" nothing to read; give it {way_out}'
 
 
-@rule("datasets' options need datasets", "another source would ignore it")
+@rule("another source would ignore it")
 def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     for key in ("files", "subset"):
@@ -33,7 +33,7 @@ def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[
         yield f'data.is_streamed = true belongs to data.source = "datasets", not to "{d.source}"; set it to false'
 
 
-@rule("bytes fit the vocabulary", "a larger id has no row in the embedding")
+@rule("a larger id has no row in the embedding")
 def bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, vocab_size = recipe.data, recipe.model.vocab_size
     if d.source in ("text", "datasets") and d.tokenizer == "bytes" and vocab_size < BYTES_VOCABULARY:
@@ -43,13 +43,13 @@ def bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("text has a tokenizer", "text becomes ids through it")
+@rule("text becomes ids through it")
 def text_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.data.source in ("text", "datasets") and not recipe.data.tokenizer:
         yield 'data.tokenizer = "" names none; take "bytes" or a folder with a tokenizer.json'
 
 
-@rule("streams hold out no share", "a stream has no known end to take a share of")
+@rule("a stream has no known end to take a share of")
 def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     if d.source == "datasets" and d.is_streamed and d.holdout_fraction > 0:
@@ -59,7 +59,7 @@ def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("validation has data", "a loss on the training text says nothing about other text")
+@rule("a loss on the training text says nothing about other text")
 def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction > 0
@@ -70,8 +70,8 @@ def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("the sample can be read", "ids become text through the tokenizer")
-def sample_can_be_read(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("ids become text through the tokenizer")
+def sample_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.metrics.sample_tokens > 0 and not recipe.data.tokenizer:
         yield (
             f'metrics.sample_tokens = {recipe.metrics.sample_tokens} cannot be read with data.tokenizer = ""; '
@@ -79,7 +79,7 @@ def sample_can_be_read(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("the sample has a prompt", "the model continues a held-out prompt")
+@rule("the model continues a held-out prompt")
 def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, num_tokens = recipe.data, recipe.metrics.sample_tokens
     if num_tokens > 0 and (d.source == "synthetic" or (d.holdout_fraction == 0 and not d.is_streamed)):
@@ -89,13 +89,13 @@ def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("two checkpoints are kept", "one must be whole while the next is written")
+@rule("one must be complete while the next is written")
 def two_checkpoints_are_kept(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.checkpoint.keep_latest == 1:
         yield "checkpoint.keep_latest = 1 keeps too few; take 2 or more, or 0 for all"
 
 
-@rule("the trace ends in the run", "a trace is written when its last step ends")
+@rule("a trace is written when its last step ends")
 def trace_ends_in_the_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, steps = recipe.profile, recipe.train.steps
     last_step = p.start_step + p.num_steps - 1
