@@ -88,7 +88,7 @@ def test_check_answers_in_half_a_second() -> None:
 
 def test_check_explains_a_key() -> None:
     done = run_cli("check", "--explain", "model.moe.top_k")
-    assert done.returncode == 0 and "Experts that each token is sent to" in done.stdout
+    assert done.returncode == 0 and "Number of experts per token" in done.stdout
     done = run_cli("check", "--explain", "model.moe.topk")
     assert done.returncode == 2 and "did you mean model.moe.top_k?" in done.stderr
 
