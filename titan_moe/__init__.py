@@ -1,12 +1,12 @@
 """Train Mixture-of-Experts models with PyTorch, from one readable recipe.
 
-The names below are the public face. They load on first use: `import titan_moe` alone imports no torch.
+The names below are the public API. They load on first use: `import titan_moe` does not import torch.
 """
 
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
+_MODULES = {
     "AllGatherDispatcher": "titan_moe.dispatch",
     "AllToAllDispatcher": "titan_moe.dispatch",
     "AttentionConfig": "titan_moe.config.model",
@@ -35,14 +35,14 @@ _HOMES = {
     "symm_bytes": "titan_moe.kernels.symm_mem.arrays",
 }
 
-__all__ = [*_HOMES]  # noqa: PLE0604
+__all__ = [*_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"titan_moe has no {name!r}; it has {', '.join(_HOMES)}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name not in _MODULES:
+        raise AttributeError(f"titan_moe has no {name!r}; it has {', '.join(_MODULES)}")
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES)
+    return sorted(_MODULES)

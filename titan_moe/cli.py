@@ -1,4 +1,4 @@
-"""The door: `titan-moe train`, `trace`, `tune`, `check`. A broken recipe is refused here, before torch is imported."""
+"""The command line: `titan-moe train`, `trace`, `tune`, `check`. Refuses invalid recipes before it imports torch."""
 
 import argparse
 import gc
@@ -19,8 +19,8 @@ from titan_moe.plan.check_report import describe
 
 EXIT_BAD_RECIPE = 2
 EXIT_INTERRUPTED = 130
-SECONDS_FOR_THE_SPEAKER = 3.0
-"""Time that a node's first rank has to speak, whereupon torchrun stops the others, before they speak for themselves."""
+OTHER_RANKS_DELAY_S = 3.0
+"""Delay of error messages on all ranks but the first of a node. Torchrun ends them earlier if the first one fails."""
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -29,20 +29,19 @@ several nodes, on each of them:             torchrun --nnodes 2 --nproc-per-node
 """
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code: 2 for a recipe that cannot run, as for a wrong command line."""
-    words = sys.argv[1:] if words is None else list(words)
-    overrides, others = split_overrides(words)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code: 2 for an invalid recipe, as for an invalid command line."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    overrides, others = split_overrides(argv)
     parser = _parser()
     args, unknown = parser.parse_known_args(others)
     if unknown:
-        rest = " ".join(unknown)
-        parser.error(f"what is {rest}? a field of the recipe is written --section.key=value{_hint(unknown)}")
+        parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{_hint(unknown)}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
     try:
         if args.verb == "check":
-            with _reader_may_leave():
+            with _closed_pipe_ignored():
                 _check(args.recipe, overrides, args.nproc, args.explain)
             return 0
         if args.verb == "tune":
@@ -50,7 +49,7 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
-        _tell(error.problems)
+        _print_problems(error.problems)
         return EXIT_BAD_RECIPE
     except KeyboardInterrupt:
         print("titan-moe: interrupted", file=sys.stderr)
@@ -69,31 +68,31 @@ def _check(path: str | None, overrides: list[str], nproc: int | None, key: str |
 
 
 @contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """Let `titan-moe check ... | head` end in silence."""
+def _closed_pipe_ignored() -> Iterator[None]:
+    """End `titan-moe check ... | head` without an error."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
 
 
 def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
-    """Train or trace, here or on ranks that torchrun starts."""
+    """Train or trace, in this process or on ranks started by torchrun."""
     world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
     if nproc not in (None, world_size):
-        problem = f"--nproc {nproc}, but WORLD_SIZE = {world_size} is set, as for a rank that a launcher has started"
-        raise RecipeError([f"{problem}; leave --nproc out, or unset WORLD_SIZE and RANK"])
+        problem = f"--nproc {nproc}, but WORLD_SIZE = {world_size} is set, as for a rank of a launcher"
+        raise RecipeError([f"{problem}; omit --nproc, or unset WORLD_SIZE and RANK"])
     recipe = _load(path, overrides, world_size)
-    if world_size > 1 and "WORLD_SIZE" not in os.environ:  # the ranks come back here, with it
-        with _imports_stay():
+    if world_size > 1 and "WORLD_SIZE" not in os.environ:  # every rank runs this function again, with WORLD_SIZE
+        with _imports_frozen():
             from titan_moe.train.launch import launch
         return launch(world_size, [verb, path, *overrides])
-    # before torch is imported: threads that spin while they wait make runs on shared cores 20 times slower
+    # before torch is imported: OpenMP threads that spin while waiting slow down other processes on the same cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    _show_log()
+    _set_up_logging()
     sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
-    with _imports_stay():
+    with _imports_frozen():
         if verb == "trace":
             from titan_moe.train.trace import run
         else:
@@ -104,17 +103,19 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
 
 def _tune(path: str, overrides: list[str], nproc: int | None, out: Path | None) -> None:
     recipe = _load(path, overrides, nproc)
-    _show_log()
-    with _imports_stay():
+    _set_up_logging()
+    with _imports_frozen():
         from titan_moe.train.tune import run
     run(recipe, nproc or smallest_world(recipe.parallel), out)
 
 
 @contextmanager
-def _imports_stay() -> Iterator[None]:
-    """Keep the garbage collector from what is imported here: 670,000 objects, none of them garbage, which it would
-    look through time and again, and once more as Python ends. That was half of what a start and an end take."""
-    if "torch" in sys.modules or not gc.isenabled():  # somebody else's process, whose garbage must not be kept too
+def _imports_frozen() -> Iterator[None]:
+    """Exclude the objects of the enclosed imports from garbage collection, which makes start and exit faster.
+
+    None of them is garbage, but the collector would scan all of them, repeatedly and again at exit.
+    """
+    if "torch" in sys.modules or not gc.isenabled():  # called from another program: its garbage must not be frozen
         yield
         return
     gc.disable()
@@ -126,7 +127,7 @@ def _imports_stay() -> Iterator[None]:
 
 
 def _hint(unknown: list[str]) -> str:
-    """Complete a key that was written without its section: `--steps` is meant to be `--train.steps`."""
+    """Suggest the full key for one without its section: `--train.steps` for `--steps`."""
     names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
     return f"; {nearest_key(names[0])}" if names else ""
 
@@ -139,17 +140,17 @@ def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
     return recipe
 
 
-def _show_log() -> None:
-    """Let the main rank say what it does; of the others, and of other packages, warnings are shown."""
+def _set_up_logging() -> None:
+    """Show messages of rank 0, and warnings of other ranks and packages."""
     logging.basicConfig(format="%(message)s")
     is_main = os.environ.get("RANK", "0") == "0"
     logging.getLogger("titan_moe").setLevel(logging.INFO if is_main else logging.WARNING)
 
 
-def _tell(problems: list[str]) -> None:
-    """Print the problems once a node, however many ranks found them, but also if its first rank found none."""
+def _print_problems(problems: list[str]) -> None:
+    """Print the problems once per node, also if only ranks other than its first one found them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(SECONDS_FOR_THE_SPEAKER)
+        time.sleep(OTHER_RANKS_DELAY_S)
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     print("\n".join([f"titan-moe: {count}", *(f"  {problem}" for problem in problems)]), file=sys.stderr)
 
@@ -162,23 +163,23 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    train = _add_verb(verbs, "train", "RECIPE.toml [--nproc N]", "train a recipe, on N processes if --nproc says so")
-    train.add_argument("recipe", metavar="RECIPE.toml", help="the recipe, or RUN/recipe.toml to go on with a run")
-    train.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; 1 if not given")
+    train = _add_verb(verbs, "train", "RECIPE.toml [--nproc N]", "train a recipe, on N processes with --nproc")
+    train.add_argument("recipe", metavar="RECIPE.toml", help="the recipe, or RUN/recipe.toml to resume a run")
+    train.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; default 1")
     trace = _add_verb(
-        verbs, "trace", "RECIPE.toml [--nproc N]", "profile a few steps of a recipe and write a report of one page"
+        verbs, "trace", "RECIPE.toml [--nproc N]", "profile a few steps of a recipe and write an HTML report"
     )
     trace.add_argument("recipe", metavar="RECIPE.toml", help="the recipe; the report goes into RUN/trace")
-    trace.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; 1 if not given")
+    trace.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; default 1")
     tune = _add_verb(
         verbs,
         "tune",
         "RECIPE.toml [--nproc N] [--out FILE]",
-        'measure the kernels that perf.kernels = "auto" chooses from, on this GPU at the shapes of a recipe',
+        'time the kernels that perf.kernels = "auto" chooses from, on this GPU at the shapes of a recipe',
     )
     tune.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
-    tune.add_argument("--nproc", type=_ranks, metavar="N", help="ranks that a run will have; the fewest if not given")
-    tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; this user's own if not given")
+    tune.add_argument("--nproc", type=_ranks, metavar="N", help="ranks of the run; default: the fewest possible")
+    tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: the user's table of this GPU")
     check = _add_verb(
         verbs,
         "check",
@@ -186,10 +187,8 @@ def _parser() -> argparse.ArgumentParser:
         "check a recipe and show its shape and cost, without importing torch",
     )
     check.add_argument("recipe", nargs="?", metavar="RECIPE.toml", help="the recipe")
-    check.add_argument(
-        "--nproc", type=_ranks, metavar="N", help="ranks to check it for; the fewest possible if not given"
-    )
-    check.add_argument("--explain", metavar="KEY", help="say what a field or a section of recipes means")
+    check.add_argument("--nproc", type=_ranks, metavar="N", help="ranks of the run; default: the fewest possible")
+    check.add_argument("--explain", metavar="KEY", help="explain a field or a section of recipes")
     return parser
 
 
@@ -207,5 +206,5 @@ def _add_verb(verbs: Any, name: str, usage: str, purpose: str) -> argparse.Argum
 
 def _ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks; it must be at least 1")
     return int(text)

@@ -1,32 +1,55 @@
-"""Every key of a recipe can explain itself."""
+"""`check --explain`: every key of a recipe has an explanation."""
 
 import pytest
 
 from titan_moe.config import Recipe, RecipeError
-from titan_moe.config.explain import explain
+from titan_moe.config.explain import explain, split_values
 from titan_moe.config.schema import all_keys, docstring_of
 
 
-def test_a_field_shows_type_default_and_purpose() -> None:
-    page = explain("model.moe.score_fn")
-    assert 'one of "softmax", "sigmoid", "softmax" by default' in page
-    assert "How router logits become scores" in page
+def test_explain_field_shows_type_default_purpose_and_values() -> None:
+    assert explain("model.moe.score_fn").splitlines() == [
+        'model.moe.score_fn: one of "softmax", "sigmoid", "softmax" by default',
+        "    The function of router logits that gives scores.",
+        '    "softmax" Softmax over all experts.',
+        '    "sigmoid" Sigmoid of each logit (arXiv:2408.15664).',
+    ]
 
 
-def test_a_field_with_an_underscore_goes_by_its_written_name() -> None:
+def test_explain_values_of_a_docstring() -> None:
+    docstring = """The purpose,
+    in two lines with `code`: here.
+
+    `a`: One.
+    `b`: Two,
+    continued.
+    """
+    assert split_values(docstring) == (
+        "The purpose, in two lines with `code`: here.",
+        {"a": "One.", "b": "Two, continued."},
+    )
+
+
+def test_explain_covers_all_values_of_a_field_or_none() -> None:
+    for key in all_keys(Recipe).values():
+        values = split_values(docstring_of(key))[1]
+        assert not values or values.keys() == key.choices.keys(), key.dotted
+
+
+def test_explain_field_with_an_underscore_has_its_name_in_recipes() -> None:
     assert explain("model.class").startswith("model.class: a string")
 
 
-def test_a_section_lists_its_fields_and_inner_sections() -> None:
-    page = explain("model")
-    assert "hidden_size = 128" in page and "[model.moe]" in page and "decoder-only" in page
+def test_explain_section_lists_fields_and_inner_sections() -> None:
+    text = explain("model")
+    assert "hidden_size = 128" in text and "[model.moe]" in text and "decoder-only" in text
 
 
-def test_an_unknown_key_is_refused_with_the_nearest() -> None:
+def test_explain_unknown_key_suggests_the_nearest() -> None:
     with pytest.raises(RecipeError, match="did you mean model.moe.top_k?"):
         explain("moe.top_k")
 
 
-def test_every_field_has_a_docstring() -> None:
-    silent = [key.dotted for key in all_keys(Recipe).values() if "." in key.dotted and not docstring_of(key)]
-    assert silent == []
+def test_explain_every_field_has_a_docstring() -> None:
+    missing = [key.dotted for key in all_keys(Recipe).values() if "." in key.dotted and not docstring_of(key)]
+    assert missing == []

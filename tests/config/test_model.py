@@ -1,4 +1,4 @@
-"""What a shape says of its layers."""
+"""Properties of a model's layers that follow from its shape."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from titan_moe.config.model import AttentionConfig
         (1000, 2, [100] * 7),
     ],
 )
-def test_how_far_each_layer_reaches(window: int, full_every: int, expected: list[int]) -> None:
+def test_window_of_each_layer(window: int, full_every: int, expected: list[int]) -> None:
     attention = AttentionConfig(sliding_window=window, full_attention_every=full_every)
     assert [attention.window(layer, 100) for layer in range(7)] == expected
 

@@ -15,7 +15,7 @@ from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.layers.attention import Context, causal_attention
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.mask import MaskSpec, dense_mask, visited_blocks
+from titan_moe.layers.mask import MaskSpec, block_mask, dense_mask
 from titan_moe.models.transformer import Transformer
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,7 @@ def test_flex_is_the_truth_table(shape: tuple[int, int, int, int], hidden: tuple
     window, has_documents = hidden
     empty = torch.empty(0, device=CUDA)
     spec = MaskSpec(NUM_TOKENS, window, document_ids(NUM_TOKENS) if has_documents else None, CUDA)
-    blocks, table = (Context(empty, empty, make(spec)) for make in (visited_blocks, dense_mask))
+    blocks, table = (Context(empty, empty, make(spec)) for make in (block_mask, dense_mask))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return causal_attention(q, k, v, blocks, 0.1)
@@ -93,10 +93,10 @@ def test_flex_never_holds_the_table() -> None:
     num_tokens = 16384
     q, k, v = (x.detach() for x in heads((2, 2, 64, 64), num_tokens))
     empty, spec = torch.empty(0, device=CUDA), MaskSpec(num_tokens, 512, document_ids(num_tokens), CUDA)
-    causal_attention(q, k, v, Context(empty, empty, visited_blocks(spec)), 0.1)  # compiles
+    causal_attention(q, k, v, Context(empty, empty, block_mask(spec)), 0.1)  # compiles
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    causal_attention(q, k, v, Context(empty, empty, visited_blocks(spec)), 0.1)
+    causal_attention(q, k, v, Context(empty, empty, block_mask(spec)), 0.1)
     assert torch.cuda.max_memory_allocated() - before < num_tokens**2 // 4, "a truth table takes twice N x N bytes"
 
 

@@ -1,4 +1,4 @@
-"""The balancing losses against their published formulas; the books are kept exactly once a microbatch."""
+"""Balancing losses equal their published formulas, and counts accumulate exactly once per microbatch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ WIDTH, SEQUENCES, TOKENS = 16, 3, 7
 LOSSES = {"aux": replace(MOE, z_loss_coef=0.0), "z": replace(MOE, aux_loss_coef=0.0), "both": MOE}
 
 
-def built(moe: MoEConfig = MOE, dtype: torch.dtype = torch.float64) -> TopKRouter:
+def build(moe: MoEConfig = MOE, dtype: torch.dtype = torch.float64) -> TopKRouter:
     torch.manual_seed(0)
     router = TopKRouter(ModelConfig(hidden_size=WIDTH, moe=moe)).to(dtype)
     torch.nn.init.normal_(router.weight, std=0.5)
@@ -29,14 +29,14 @@ def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def published_losses(logits_BNE: Tensor, ids_BNK: Tensor, moe: MoEConfig) -> Tensor:
-    """Summed over tokens: arXiv:2412.19437 equations 17 to 20 a sequence, and arXiv:2202.08906 equation 5 a token."""
+    """The sum over tokens of arXiv:2412.19437 eq. 17-20 (per sequence) and arXiv:2202.08906 eq. 5 (per token)."""
     total = logits_BNE.new_zeros(())
     for logits_NE, ids_NK in zip(logits_BNE, ids_BNK, strict=True):
         scores_NE = logits_NE.softmax(-1) if moe.score_fn == "softmax" else logits_NE.sigmoid()
         for i in range(moe.num_experts):
             f_i = moe.num_experts / (moe.top_k * TOKENS) * sum(int(i in ids.tolist()) for ids in ids_NK)
             p_i = sum(scores[i] / scores.sum() for scores in scores_NE) / TOKENS
-            total = total + moe.aux_loss_coef * f_i * p_i * TOKENS  # a sequence weighs as many tokens as it has
+            total = total + moe.aux_loss_coef * f_i * p_i * TOKENS  # weighted by the sequence's number of tokens
         for logits_E in logits_NE:
             total = total + moe.z_loss_coef * logits_E.exp().sum().log() ** 2
     return total
@@ -44,17 +44,17 @@ def published_losses(logits_BNE: Tensor, ids_BNK: Tensor, moe: MoEConfig) -> Ten
 
 @pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("which", LOSSES)
-def test_losses_and_gradients_are_the_published_ones(which: str, score_fn: str) -> None:
+def test_balance_losses_and_gradients_equal_the_published_formulas(which: str, score_fn: str) -> None:
     moe = replace(LOSSES[which], score_fn=score_fn)
-    router, x_BND, scale = built(moe), tokens(), 0.25
+    router, x_BND, scale = build(moe), tokens(), 0.25
     router.balance.scale.fill_(scale)
     scores_TK, ids_TK = router(x_BND)
     direction_TK = torch.randn_like(scores_TK)
     inputs = (x_BND, router.weight)
     actual = torch.autograd.grad((scores_TK * direction_TK).sum(), inputs)
 
-    silent = built(replace(moe, aux_loss_coef=0.0, z_loss_coef=0.0))
-    plain = torch.autograd.grad((silent(x_BND)[0] * direction_TK).sum(), (x_BND, silent.weight))
+    unbalanced = build(replace(moe, aux_loss_coef=0.0, z_loss_coef=0.0))
+    plain = torch.autograd.grad((unbalanced(x_BND)[0] * direction_TK).sum(), (x_BND, unbalanced.weight))
     loss = published_losses(x_BND @ router.weight.T, ids_TK.view(SEQUENCES, TOKENS, -1), moe)
     added = torch.autograd.grad(scale * loss, inputs)
     for got, main, balance in zip(actual, plain, added, strict=True):
@@ -63,14 +63,14 @@ def test_losses_and_gradients_are_the_published_ones(which: str, score_fn: str) 
     torch.testing.assert_close(router.balance.aux_loss, scale * loss.detach(), atol=1e-10, rtol=0)
 
 
-def test_perfect_balance_costs_exactly_the_coefficient() -> None:
-    router = built(replace(MOE, z_loss_coef=0.0, top_k=8))  # every expert is chosen: f is one, and P sums to one
+def test_balance_loss_of_perfect_balance_is_the_coefficient() -> None:
+    router = build(replace(MOE, z_loss_coef=0.0, top_k=8))  # all experts are selected: f is 1, and P sums to 1
     router(tokens())[0].sum().backward()
     assert router.balance.aux_loss.item() == pytest.approx(0.3 * SEQUENCES * TOKENS)
 
 
-def test_microbatches_add_up_to_the_batch() -> None:
-    whole, parts, x_BND = built(), built(), tokens()
+def test_balance_microbatches_add_up_to_the_batch() -> None:
+    whole, parts, x_BND = build(), build(), tokens()
     direction_BNK = torch.randn(SEQUENCES, TOKENS, MOE.top_k, dtype=torch.float64)
     (whole(x_BND)[0] * direction_BNK.flatten(0, 1)).sum().backward()
     for x_ND, direction_NK in zip(x_BND, direction_BNK, strict=True):
@@ -94,7 +94,7 @@ def compiled(router: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Callable[[Ten
     return torch.compile(router, backend="aot_eager", fullgraph=True)
 
 
-WAYS = {
+MODES = {
     "eager": lambda router: router,
     "recomputed": recomputed,
     "compiled": compiled,
@@ -103,34 +103,34 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_counts_are_booked_once_a_backward(way: str) -> None:
-    plain, router = built(dtype=torch.float32), built(dtype=torch.float32)
-    counts_E, run = expected_counts(plain), WAYS[way](router)
+@pytest.mark.parametrize("mode", MODES)
+def test_balance_counts_accumulate_once_per_backward(mode: str) -> None:
+    plain, router = build(dtype=torch.float32), build(dtype=torch.float32)
+    counts_E, run = expected_counts(plain), MODES[mode](router)
     plain(tokens(torch.float32))[0].square().sum().backward()
     for passes in (1, 2, 3):
         scores_TK, _ = run(tokens(torch.float32))
-        assert torch.equal(router.balance.tokens_per_expert_E, (passes - 1) * counts_E), "forward books nothing"
+        assert torch.equal(router.balance.tokens_per_expert_E, (passes - 1) * counts_E), "forward does not count"
         scores_TK.square().sum().backward()
         assert torch.equal(router.balance.tokens_per_expert_E, passes * counts_E)
     torch.testing.assert_close(router.balance.aux_loss, 3 * plain.balance.aux_loss)
     torch.testing.assert_close(router.weight.grad, 3 * plain.weight.grad)
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-def test_several_microbatches_may_be_in_flight(way: str) -> None:
-    router = built(dtype=torch.float32)
-    counts_E, run = expected_counts(router), WAYS[way](router)
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_balance_counts_with_several_microbatches_in_flight(mode: str) -> None:
+    router = build(dtype=torch.float32)
+    counts_E, run = expected_counts(router), MODES[mode](router)
     in_flight = [run(tokens(torch.float32))[0].sum() for _ in range(3)]
     for loss in in_flight:
         loss.backward()
     assert torch.equal(router.balance.tokens_per_expert_E, 3 * counts_E)
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
-def test_validation_books_nothing(way: str) -> None:
-    router = built(dtype=torch.float32)
-    run = WAYS[way](router)
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_balance_counts_nothing_in_validation(mode: str) -> None:
+    router = build(dtype=torch.float32)
+    run = MODES[mode](router)
     with torch.no_grad():
         run(tokens(torch.float32))
     with torch.inference_mode():
@@ -138,8 +138,8 @@ def test_validation_books_nothing(way: str) -> None:
     assert not router.balance.tokens_per_expert_E.any() and router.balance.aux_loss == 0
 
 
-def test_books_are_not_saved_and_can_be_emptied() -> None:
-    router = built()
+def test_balance_buffers_are_not_persistent_and_can_be_reset() -> None:
+    router = build()
     router(tokens())[0].sum().backward()
     assert not any("balance" in name for name in router.state_dict())
     router.balance.scale.fill_(3.0)

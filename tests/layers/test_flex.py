@@ -1,4 +1,4 @@
-"""FlexAttention, which PyTorch lets train on GPUs only, computes what the mask's truth table does."""
+"""FlexAttention with block masks equals SDPA with dense masks. PyTorch allows its training only on GPUs."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.layers.attention import Context, causal_attention
 from titan_moe.layers.init import init_weights
-from titan_moe.layers.mask import MaskSpec, dense_mask, visited_blocks
+from titan_moe.layers.mask import MaskSpec, block_mask, dense_mask
 from titan_moe.models.transformer import Transformer
 
 EMPTY = torch.empty(0)
@@ -25,12 +25,12 @@ CONFIG = ModelConfig(vocab_size=32, num_layers=4, hidden_size=16, attention=GQA,
 
 @pytest.fixture
 def trains_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the plain path that PyTorch keeps behind its refusal run; it has gradients."""
+    """Remove PyTorch's device check, so that its eager fallback, which has gradients, runs on the CPU."""
     monkeypatch.setattr(flex, "_validate_device", lambda query, key, value: None)
 
 
 @pytest.fixture(autouse=True)
-def forget_graphs() -> None:
+def reset_dynamo() -> None:
     torch._dynamo.reset()
 
 
@@ -38,7 +38,7 @@ def documents(*lengths: int) -> Tensor:
     return torch.repeat_interleave(torch.tensor(lengths))[None]
 
 
-SIGHTS = {
+SPECS = {
     "causal": MaskSpec(150, 150, None, EMPTY.device),
     "window": MaskSpec(150, 20, None, EMPTY.device),
     "documents": MaskSpec(150, 150, documents(3, 130, 17), EMPTY.device),
@@ -47,15 +47,15 @@ SIGHTS = {
 
 
 @pytest.mark.usefixtures("trains_on_cpu")
-@pytest.mark.parametrize("seen", SIGHTS.values(), ids=SIGHTS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_values_and_gradients_equal_the_truth_table(shape: tuple[int, int, int, int], seen: MaskSpec) -> None:
+def test_flex_values_and_gradients_equal_the_dense_mask(shape: tuple[int, int, int, int], spec: MaskSpec) -> None:
     torch.manual_seed(0)
     heads, kv_heads, width, value_width = shape
     sizes = ((heads, width), (kv_heads, width), (kv_heads, value_width))
     qkv = [torch.randn(1, 150, *size, dtype=torch.float64, requires_grad=True) for size in sizes]
     actual, expected = (
-        causal_attention(*qkv, Context(EMPTY, EMPTY, make(seen)), 0.1) for make in (visited_blocks, dense_mask)
+        causal_attention(*qkv, Context(EMPTY, EMPTY, make(spec)), 0.1) for make in (block_mask, dense_mask)
     )
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
     direction = torch.randn_like(expected)
@@ -63,7 +63,7 @@ def test_values_and_gradients_equal_the_truth_table(shape: tuple[int, int, int, 
     torch.testing.assert_close(gradients, expected_gradients, atol=1e-12, rtol=0)
 
 
-def built(config: ModelConfig, attention: str) -> Transformer:
+def build(config: ModelConfig, attention: str) -> Transformer:
     model = Transformer(config, kernels=Kernels(attention=attention))
     init_weights(model, seed=0, std=0.2, num_layers=config.num_layers)
     return model
@@ -71,8 +71,8 @@ def built(config: ModelConfig, attention: str) -> Transformer:
 
 @pytest.mark.usefixtures("trains_on_cpu")
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
-def test_a_model_trains_alike(attention: AttentionConfig) -> None:
-    models = [built(replace(CONFIG, attention=attention), kind) for kind in ("sdpa", "flex")]
+def test_flex_model_equals_sdpa_model(attention: AttentionConfig) -> None:
+    models = [build(replace(CONFIG, attention=attention), kind) for kind in ("sdpa", "flex")]
     tokens, labels = torch.randint(32, (2, 1, 40)).unbind()
     losses = [model(tokens, labels, documents(9, 20, 11)) for model in models]
     torch.testing.assert_close(losses[1], losses[0])
@@ -83,17 +83,17 @@ def test_a_model_trains_alike(attention: AttentionConfig) -> None:
         assert error < 1e-4, f"{name} differs by {error:.1e}"
 
 
-def test_generation_grows_over_windows_and_blocks() -> None:
-    prompt, models = torch.randint(32, (1, 1)), [built(CONFIG, kind) for kind in ("sdpa", "flex")]
+def test_flex_generation_across_windows_and_blocks() -> None:
+    prompt, models = torch.randint(32, (1, 1)), [build(CONFIG, kind) for kind in ("sdpa", "flex")]
     tokens, expected = (model.generate(prompt, 140) for model in reversed(models))
     assert torch.equal(tokens, expected)
-    assert len(tokens.unique()) > 2, "a model that repeats itself would agree with any other"
+    assert len(tokens.unique()) > 2, "a repeated token would make the comparison trivial"
 
 
 @pytest.mark.usefixtures("trains_on_cpu")
-def test_new_documents_make_no_new_graph() -> None:
-    """Masks are inputs of a compiled block: their values, and the function that reads them, are new every step."""
-    counter, model = CompileCounterWithBackend("aot_eager"), built(replace(CONFIG, num_layers=12), "flex")
+def test_flex_new_documents_do_not_recompile() -> None:
+    """Masks are inputs of a compiled block. Their values and their mask_mod are new in every step."""
+    counter, model = CompileCounterWithBackend("aot_eager"), build(replace(CONFIG, num_layers=12), "flex")
     for block in model.layers.values():
         block.front = torch.compile(block.front, backend=counter, fullgraph=True)
     tokens, labels = torch.randint(32, (2, 1, 40)).unbind()

@@ -1,4 +1,4 @@
-"""Rotary positions against complex numbers, one position and one pair at a time."""
+"""Rotary position embedding, compared with complex numbers for one position and one pair at a time."""
 
 import cmath
 import math
@@ -19,29 +19,29 @@ def config(**changes: object) -> AttentionConfig:
     return AttentionConfig(head_dim=WIDTH, rope_theta=100.0, **changes)
 
 
-def turned(x_BNHR: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
+def rotate_by_loops(x_BNHR: Tensor, pairs: list[tuple[int, int]]) -> Tensor:
     """Multiply pair i at position n by exp(1j · n · theta^(-i / number of pairs)), in Python."""
     out = x_BNHR.clone()
     for n in range(x_BNHR.shape[1]):
         for i, (a, b) in enumerate(pairs):
-            turn = cmath.exp(1j * n * 100.0 ** (-i / len(pairs)))
-            out[:, n, :, a] = x_BNHR[:, n, :, a] * turn.real - x_BNHR[:, n, :, b] * turn.imag
-            out[:, n, :, b] = x_BNHR[:, n, :, a] * turn.imag + x_BNHR[:, n, :, b] * turn.real
+            factor = cmath.exp(1j * n * 100.0 ** (-i / len(pairs)))
+            out[:, n, :, a] = x_BNHR[:, n, :, a] * factor.real - x_BNHR[:, n, :, b] * factor.imag
+            out[:, n, :, b] = x_BNHR[:, n, :, a] * factor.imag + x_BNHR[:, n, :, b] * factor.real
     return out
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
-def test_pairs_turn_with_position(is_interleaved: bool) -> None:
+def test_rope_equals_complex_rotation(is_interleaved: bool) -> None:
     half = WIDTH // 2
     pairs = [(2 * i, 2 * i + 1) if is_interleaved else (i, i + half) for i in range(half)]
     attention = config(rope_is_interleaved=is_interleaved)
     x_BNHR = torch.randn(2, TOKENS, 3, WIDTH, dtype=torch.float64)
     actual = rotation(attention)(x_BNHR, *rope_tables(attention, TOKENS, CPU))
-    torch.testing.assert_close(actual, turned(x_BNHR, pairs), atol=1e-6, rtol=0)
+    torch.testing.assert_close(actual, rotate_by_loops(x_BNHR, pairs), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("rotate", [rotate_halves, rotate_pairs])
-def test_scores_depend_on_distance_only(rotate: object) -> None:
+def test_rope_scores_depend_only_on_distance(rotate: object) -> None:
     cos, sin = rope_tables(config(), 40, CPU)
     q, k = torch.randn(2, WIDTH).expand(40, 2, WIDTH).unbind(1)
     q, k = (rotate(x[None, :, None], cos, sin)[0, :, 0] for x in (q, k))
@@ -53,33 +53,33 @@ def test_scores_depend_on_distance_only(rotate: object) -> None:
 
 
 @pytest.mark.parametrize("rotate", [rotate_halves, rotate_pairs])
-def test_rotates_in_fp32_and_returns_the_inputs_dtype(rotate: object) -> None:
+def test_rope_rotates_in_fp32_and_returns_the_input_dtype(rotate: object) -> None:
     cos, sin = rope_tables(config(), TOKENS, CPU)
     x_BNHR = torch.randn(1, TOKENS, 2, WIDTH).bfloat16()
     assert torch.equal(rotate(x_BNHR, cos, sin), rotate(x_BNHR.float(), cos, sin).bfloat16())
 
 
-def test_width_is_the_rotated_part_of_a_latent_head() -> None:
+def test_rope_width_of_mla_is_the_rotated_part() -> None:
     mla = AttentionConfig(kind="mla", head_dim=64, qk_rope_head_dim=16)
     assert rope_tables(mla, TOKENS, CPU)[0].shape == (TOKENS, 8)
 
 
-def test_yarn_keeps_fast_frequencies_and_stretches_slow_ones() -> None:
-    """Turns of each pair in the original context decide; DeepSeek rounds the borders outward to whole pairs."""
+def test_yarn_keeps_high_frequencies_and_divides_low_ones() -> None:
+    """The rotations of a pair over the original context decide. DeepSeek rounds the limits outward to whole pairs."""
     width, theta, factor, original, fast, slow = 64, 10_000.0, 40.0, 4096, 32.0, 1.0
     yarn = AttentionConfig(
         head_dim=width, rope_theta=theta, yarn_factor=factor, yarn_original_tokens=original, yarn_mscale_all_dim=1.0
     )
     cos, sin = rope_tables(yarn, 2, CPU)
-    frequencies = torch.atan2(sin[1], cos[1]).tolist()  # one position's angle is the frequency
+    frequencies = torch.atan2(sin[1], cos[1]).tolist()  # the angle at position 1 is the frequency
     plain = [theta ** (-2 * i / width) for i in range(width // 2)]
-    turns = [original * frequency / (2 * math.pi) for frequency in plain]
-    low = max(i for i in range(width // 2) if turns[i] >= fast)
-    high = min(i for i in range(width // 2) if turns[i] <= slow)
+    rotations = [original * frequency / (2 * math.pi) for frequency in plain]
+    low = max(i for i in range(width // 2) if rotations[i] >= fast)
+    high = min(i for i in range(width // 2) if rotations[i] <= slow)
     for i, (frequency, before) in enumerate(zip(frequencies, plain, strict=True)):
-        kept = 1 - min(max((i - low) / (high - low), 0), 1)
-        assert frequency == pytest.approx(before * kept + before / factor * (1 - kept), rel=1e-4), i
-    assert 0 < low < high < width // 2 - 1, "all three kinds were there"
+        unchanged = 1 - min(max((i - low) / (high - low), 0), 1)
+        assert frequency == pytest.approx(before * unchanged + before / factor * (1 - unchanged), rel=1e-4), i
+    assert 0 < low < high < width // 2 - 1, "the test covers unchanged, interpolated and divided frequencies"
 
 
 def test_yarn_scales_the_tables() -> None:
@@ -87,7 +87,7 @@ def test_yarn_scales_the_tables() -> None:
         cos, sin = rope_tables(config(yarn_factor=40.0, yarn_original_tokens=64, **changes), TOKENS, CPU)
         return (cos.square() + sin.square()).sqrt().mean().item()
 
-    assert length() == pytest.approx(0.1 * math.log(40) + 1), "the paper's temperature where nothing else is said"
+    assert length() == pytest.approx(0.1 * math.log(40) + 1), "the paper's temperature by default"
     assert length(yarn_mscale=0.7, yarn_mscale_all_dim=0.7) == pytest.approx(1)
     ratio = (0.07 * math.log(40) + 1) / (0.09 * math.log(40) + 1)
     assert length(yarn_mscale=0.7, yarn_mscale_all_dim=0.9) == pytest.approx(ratio)

@@ -10,7 +10,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig, PrecisionConfig
-from titan_moe.config.recipe import most_tokens_at_once
+from titan_moe.config.recipe import max_batch_tokens
 from titan_moe.config.train import MetricsConfig
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.kernels.symm_mem.clones import clone_bytes
@@ -108,7 +108,7 @@ def test_symmetric_memory_holds_the_weights_of_clones() -> None:
 
 def test_the_largest_batch_may_be_the_sample() -> None:
     recipe = Recipe(model=MODEL)
-    assert most_tokens_at_once(recipe) == 8 * 256
-    assert most_tokens_at_once(replace(recipe, metrics=MetricsConfig(sample_tokens=5000))) == 64 + 5000
+    assert max_batch_tokens(recipe) == 8 * 256
+    assert max_batch_tokens(replace(recipe, metrics=MetricsConfig(sample_tokens=5000))) == 64 + 5000
     short = replace(recipe.train, seq_len_tokens=16, micro_batch_sequences=1)
-    assert most_tokens_at_once(replace(recipe, train=short, metrics=MetricsConfig(sample_tokens=10))) == 16 + 10
+    assert max_batch_tokens(replace(recipe, train=short, metrics=MetricsConfig(sample_tokens=10))) == 16 + 10

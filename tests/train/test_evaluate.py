@@ -1,4 +1,4 @@
-"""An evaluation sees the weights of its moment and leaves the model as it was."""
+"""Validation uses the current weights and leaves the model unchanged."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,14 +46,14 @@ def loss(run: Assembly) -> float:
 
 
 def change(parameters: list[nn.Parameter]) -> None:
-    """Behind the model's back, as a replayed step does."""
+    """Change the local shards directly, as a replayed step does."""
     with torch.no_grad():
         for parameter in parameters:
             parameter.to_local().mul_(1.5)
 
 
 def evaluate_twice(recipe: Recipe) -> dict[str, Any]:
-    """Losses before and after a change of the weights, and one of a model that was evaluated after it only."""
+    """Losses before and after a change of the weights, and that of a model evaluated only after the change."""
     run, fresh = assemble(recipe, CPU), assemble(recipe, CPU)
     parameters = run.optimizers.parameters
     before = loss(run)
@@ -63,10 +63,10 @@ def evaluate_twice(recipe: Recipe) -> dict[str, Any]:
     return {"before": before, "after": loss(run), "fresh": loss(fresh), "is_sharded": is_sharded}
 
 
-@pytest.mark.parametrize("gathers_once", [False, True])
+@pytest.mark.parametrize("accumulate_unsharded", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_evaluation_gathers_the_weights_anew(ranks: Any, num_ranks: int, gathers_once: bool) -> None:
-    parallel = ParallelConfig(ep=num_ranks, dispatcher="allgather", accumulate_unsharded=gathers_once)
-    for seen in ranks(num_ranks, evaluate_twice, replace(RECIPE, parallel=parallel)):
-        assert seen["after"] == seen["fresh"] != seen["before"]
-        assert seen["is_sharded"]
+def test_validation_gathers_the_current_weights(ranks: Any, num_ranks: int, accumulate_unsharded: bool) -> None:
+    parallel = ParallelConfig(ep=num_ranks, dispatcher="allgather", accumulate_unsharded=accumulate_unsharded)
+    for result in ranks(num_ranks, evaluate_twice, replace(RECIPE, parallel=parallel)):
+        assert result["after"] == result["fresh"] != result["before"]
+        assert result["is_sharded"]

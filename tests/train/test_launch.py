@@ -1,16 +1,16 @@
-"""The ranks' words and exit codes are those of the command that started them."""
+"""Ranks started by `--nproc`: their messages and exit codes are those of the command."""
 
 
-def test_what_a_rank_refuses_is_told_once_and_plainly(tiny) -> None:
+def test_launch_prints_a_recipe_error_once(tiny) -> None:
     missing = ("--data.source=text", "--data.path=nowhere/*", "--model.vocab_size=256")
     process = tiny().start("--nproc", "2", *missing)
-    said = process.communicate(timeout=120)[1]
+    stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 2
-    assert said.count("titan-moe: 1 problem\n  data.path = 'nowhere/*' matches no file") == 1
-    assert "Traceback" not in said and "torch/distributed" not in said
+    assert stderr.count("titan-moe: 1 problem\n  data.path = 'nowhere/*' matches no file") == 1
+    assert "Traceback" not in stderr and "torch/distributed" not in stderr
 
 
-def test_ranks_with_other_data_draw_other_numbers(tiny, tmp_path) -> None:
+def test_launch_ranks_have_different_random_numbers(tiny, tmp_path) -> None:
     (tmp_path / "drawing.py").write_text(
         "import os, pathlib, torch\n"
         "from titan_moe.models.transformer import Transformer\n"
@@ -20,13 +20,13 @@ def test_ranks_with_other_data_draw_other_numbers(tiny, tmp_path) -> None:
         "        return super().forward(*args, **kwargs)\n"
     )
     process = tiny("--train.steps=1").start("--nproc", "2", "--model.class=drawing:Model", folder=tmp_path)
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, said
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, stderr
     assert (tmp_path / "0").read_text() != (tmp_path / "1").read_text()
 
 
-def test_a_killed_rank_fails_the_run(tiny, tmp_path) -> None:
-    (tmp_path / "suicidal.py").write_text(
+def test_launch_returns_the_signal_of_a_killed_rank(tiny, tmp_path) -> None:
+    (tmp_path / "killed.py").write_text(
         "import os, signal\n"
         "from titan_moe.models.transformer import Transformer\n"
         "class Model(Transformer):\n"
@@ -34,7 +34,7 @@ def test_a_killed_rank_fails_the_run(tiny, tmp_path) -> None:
         "        os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)\n"
         "        super().__init__(*args, **kwargs)\n"
     )
-    process = tiny().start("--nproc", "2", "--model.class=suicidal:Model", folder=tmp_path)
-    said = process.communicate(timeout=120)[1]
+    process = tiny().start("--nproc", "2", "--model.class=killed:Model", folder=tmp_path)
+    stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + 9
-    assert "titan-moe: rank 1 was ended by SIGKILL" in said
+    assert "titan-moe: rank 1 was ended by SIGKILL" in stderr

@@ -1,4 +1,4 @@
-"""What a run changes in its process, it changes back; ranks stop together."""
+"""The process group restores the state of the process, and stop signals end all ranks at the same step."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ from titan_moe.config.train import RunConfig
 from titan_moe.train.process import StopSignal, process_group
 
 
-def test_a_process_alone_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_without_torchrun_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with process_group(RunConfig(device="cpu")) as device:
         assert device == torch.device("cpu") and dist.get_world_size() == 1
     assert not dist.is_initialized()
 
 
-def test_determinism_is_settled_before_the_first_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_sets_determinism_before_the_first_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "of an earlier run")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
@@ -31,17 +31,17 @@ def test_determinism_is_settled_before_the_first_gemm(monkeypatch: pytest.Monkey
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_run_does_not_meet_the_meshes_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_clears_cached_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     for _ in range(2):
         with process_group(RunConfig(device="cpu")):
             mesh = init_device_mesh("cpu", (1,))
-            spread = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-            assert (spread * 2).device_mesh is mesh
+            x = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+            assert (x * 2).device_mesh is mesh
 
 
 def stop_step() -> int:
-    """Poll every step; the second rank alone has the signal, before its third one."""
+    """Poll in every step. Only rank 1 receives the signal, in its third step."""
     before = signal.getsignal(signal.SIGTERM)
     with StopSignal() as stop:
         step = 0
@@ -54,11 +54,11 @@ def stop_step() -> int:
     return step
 
 
-def test_ranks_stop_after_the_same_step(ranks) -> None:
+def test_stop_signal_stops_ranks_after_the_same_step(ranks) -> None:
     assert ranks(2, stop_step) == [4, 4]
 
 
-def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_signal_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with process_group(RunConfig(device="cpu")), StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The kernels of a run are chosen once, said once, and written into its recipe."""
+"""The kernels of `auto` are chosen once, logged once, and written into the recipe of the run."""
 
 import logging
 import re
@@ -19,23 +19,23 @@ TINY = Path(__file__).with_name("tiny.toml")
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def test_a_cpu_run_says_that_it_has_no_triton_and_records_the_default(tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_kernels_on_a_cpu_are_logged_and_recorded(tiny, caplog: pytest.LogCaptureFixture) -> None:
     run = tiny("--train.steps=1")
     with caplog.at_level(logging.INFO, "titan_moe"):
         assert run.train() == 0
-    said = 'perf.kernels = "auto" on CPU: experts grouped_mm, permute torch, router torch, rotary torch, head'
-    assert said in caplog.text and "(a CPU has no Triton)" in caplog.text
+    message = 'perf.kernels = "auto" on CPU: experts grouped_mm, permute torch, router torch, rotary torch, head'
+    assert message in caplog.text and "(a CPU has no Triton)" in caplog.text
     assert load_recipe(run.folder / "recipe.toml").perf.kernels == "grouped_mm"
 
 
-def test_a_named_preset_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_kernels_keep_a_named_preset(caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(TINY, ["--perf.kernels=reference"])
     with caplog.at_level(logging.INFO, "titan_moe"):
         assert resolve_kernels.resolve_kernels(recipe, torch.device("cpu")) is recipe
     assert caplog.text == ""
 
 
-def test_a_gpu_of_an_unknown_name_is_known_by_its_compute_capability(
+def test_auto_kernels_of_an_unknown_gpu_use_its_compute_capability(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -53,7 +53,7 @@ def test_a_gpu_of_an_unknown_name_is_known_by_its_compute_capability(
 
 def resolved_on_a_rank() -> PerfConfig:
     def choose_for(*_: object) -> list[KernelChoice]:
-        """Only the main rank may ask its tables: others' may differ."""
+        """Only rank 0 reads its tables; those of other ranks may differ."""
         assert dist.get_rank() == 0
         return [KernelChoice("experts", "reference", "measured")]
 
@@ -61,7 +61,7 @@ def resolved_on_a_rank() -> PerfConfig:
     return resolve_kernels.resolve_kernels(load_recipe(TINY), torch.device("cpu")).perf
 
 
-def test_all_ranks_take_the_choice_of_the_main_one(ranks) -> None:
+def test_auto_kernels_of_all_ranks_are_those_of_rank_0(ranks) -> None:
     expected = replace(load_recipe(TINY).perf, kernels="grouped_mm")
     for perf in ranks(2, resolved_on_a_rank):
         assert (
@@ -81,5 +81,5 @@ def refused_on_a_rank() -> list[str]:
     return refused.value.problems
 
 
-def test_a_table_that_only_the_main_rank_sees_is_refused_by_all(ranks) -> None:
+def test_auto_kernels_invalid_table_of_rank_0_is_refused_by_all(ranks) -> None:
     assert ranks(2, refused_on_a_rank) == [["a table that", "cannot be read"]] * 2

@@ -1,4 +1,4 @@
-"""A run folder takes one run at a time, and a refused one leaves no trace."""
+"""The run lock: one run at a time in a folder, and no folder after a refusal."""
 
 import signal
 import time
@@ -10,7 +10,7 @@ from titan_moe.config import RecipeError
 from titan_moe.train.run_lock import run_lock
 
 
-def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+def test_run_lock_refuses_a_second_run(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     with run_lock(folder):
         with pytest.raises(RecipeError, match="is in use by another run"), run_lock(folder):
@@ -20,28 +20,28 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
         assert (folder / "recipe.toml").exists()
 
 
-def test_a_killed_run_gives_its_folder_up(tiny) -> None:
+def test_run_lock_is_released_by_a_killed_run(tiny) -> None:
     run = tiny("--train.steps=100000", "--metrics.every_steps=1")
     process = run.start()
     while process.poll() is None and not run.column("loss"):
         time.sleep(0.01)
-    assert run.train() == 2, "the other process is still in there"
+    assert run.train() == 2, "the other process has the lock"
     refused = run.start("--nproc", "2")
-    said = refused.communicate(timeout=120)[1]
-    assert refused.returncode == 2 and "is in use by another run" in said
-    assert "Traceback" not in said, "its other rank refuses too"
+    stderr = refused.communicate(timeout=120)[1]
+    assert refused.returncode == 2 and "is in use by another run" in stderr
+    assert "Traceback" not in stderr, "all its ranks raise the recipe error"
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert run.train("--train.steps=2") == 0
 
 
-def test_a_folder_that_cannot_be_written_is_told_by_its_key(tmp_path: Path) -> None:
+def test_run_lock_unwritable_folder_is_named_by_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match=r'run.folder = ".*/file/run" cannot be written: Not a directory'):
         run_lock(tmp_path / "file" / "run").__enter__()
 
 
-def test_an_empty_claim_leaves_nothing(tmp_path: Path) -> None:
+def test_run_lock_removes_an_empty_folder(tmp_path: Path) -> None:
     with run_lock(tmp_path / "run"):
         pass
     assert not (tmp_path / "run").exists()

@@ -69,7 +69,7 @@ def test_trace_of_block_graphs_has_blocks_as_one_part(
     run = tiny("--compile.regional=on", "--compile.extent=block")
     with caplog.at_level("INFO", "titan_moe"):
         assert trace(run, "--profile.num_steps=2") == 0
-    assert 'compile.extent = "pieces" splits them' in caplog.text
+    assert 'compile.extent = "pieces" breaks them down' in caplog.text
     timeline = read_trace(next((run.folder / "trace" / "traces").iterdir()))
     result = break_down(timeline)
     assert result.parts.keys() >= {"embedding", "block", "head", "clip", "optimizer"}
@@ -99,7 +99,7 @@ def test_trace_refuses_to_resume_a_stopped_trace(tiny, capsys: pytest.CaptureFix
     run = tiny()
     (run.folder / "trace" / "checkpoints" / "step-3").mkdir(parents=True)
     assert trace(run) == 2
-    assert "the checkpoint of a trace that was stopped" in capsys.readouterr().err
+    assert "the checkpoint of an interrupted trace" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -283,7 +283,7 @@ def test_all_problems_are_told_at_once(tiny, capsys: pytest.CaptureFixture[str])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
 def test_a_missing_gpu_is_told_plainly(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     assert tiny("--run.device=cuda", "--precision.compute=bf16").train() == 2
-    assert 'run.device = "cuda", but PyTorch sees no GPU' in capsys.readouterr().err
+    assert 'run.device = "cuda", but PyTorch finds no GPU' in capsys.readouterr().err
 
 
 def test_the_first_line_says_what_runs(tiny, caplog: pytest.LogCaptureFixture) -> None:

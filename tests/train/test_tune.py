@@ -1,4 +1,4 @@
-"""`titan-moe tune` with candidates and a stopwatch of the test's own; real ones need a GPU."""
+"""`titan-moe tune`, with backends and a stopwatch of the test. Real measurements need a GPU."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -41,8 +41,8 @@ def broken(*args: Any) -> Tensor:
     raise RuntimeError("not on this device")
 
 
-def offer(monkeypatch: pytest.MonkeyPatch, **candidates: Callable[..., Any]) -> None:
-    """Let these be the implementations of the experts."""
+def set_backends(monkeypatch: pytest.MonkeyPatch, **candidates: Callable[..., Any]) -> None:
+    """Replace the backends of the experts, and remove all other operations."""
 
     def draw(shape: Any, device: torch.device) -> Sample:
         return Sample("", (torch.randn(shape["rows"], shape["width"], device=device),), 1)
@@ -52,7 +52,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, **candidates: Callable[..., Any]) -> 
 
 
 def stopwatch() -> Callable[[Callable[[], Any]], float]:
-    """Calls, and says 1, 2, 3, ..."""
+    """Calls the function and returns 1, 2, 3, ..."""
     ticks: Iterator[int] = count(1)
 
     def time(call: Callable[[], Any]) -> float:
@@ -62,39 +62,39 @@ def stopwatch() -> Callable[[Callable[[], Any]], float]:
     return time
 
 
-def test_forward_and_backward_are_timed_and_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, grouped_mm=plain, fused=plain)
+def test_tune_times_forward_and_backward(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_backends(monkeypatch, grouped_mm=plain, fused=plain)
     (entry,) = tune.measure(recipe, 1, CPU, stopwatch())
-    assert entry.ms == {"grouped_mm": 2.0, "fused": 4.0}, "every second time is of forward alone"
+    assert entry.ms == {"grouped_mm": 2.0, "fused": 4.0}, "the first time of each is forward alone"
     assert (entry.operation, entry.shape) == ("experts", shapes_of(recipe, 1)["experts"])
     assert torch.__version__.startswith(entry.torch)
 
 
-def test_what_is_not_differentiable_has_one_time() -> None:
+def test_tune_non_differentiable_operation_has_one_time() -> None:
     sample = Sample("", (torch.ones(3),), 0)
     assert forward_and_total_ms(lambda x: x + 1, sample, stopwatch()) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         ("--model.moe.score_on=input", "experts: nothing to choose"),
         ("--precision.compute=fp32", "experts: nothing to choose"),
-        ("", "experts fused cannot run here, so nothing is written: RuntimeError: not on this device"),
+        ("", "experts fused fails, so nothing is written: RuntimeError: not on this device"),
     ],
 )
-def test_half_a_comparison_is_not_written(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overrides: str, said: str
+def test_tune_does_not_write_an_incomplete_comparison(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overrides: str, message: str
 ) -> None:
-    offer(monkeypatch, grouped_mm=plain, fused=broken)
-    words = ["--run.device=auto", "--precision.compute=bf16", "--train.seq_len_tokens=16", *overrides.split()]
+    set_backends(monkeypatch, grouped_mm=plain, fused=broken)
+    argv = ["--run.device=auto", "--precision.compute=bf16", "--train.seq_len_tokens=16", *overrides.split()]
     with caplog.at_level(logging.INFO, "titan_moe"):
-        assert list(tune.measure(load_recipe(RECIPES / "quickstart.toml", words), 1, CPU, stopwatch())) == []
-    assert said in caplog.text
+        assert list(tune.measure(load_recipe(RECIPES / "quickstart.toml", argv), 1, CPU, stopwatch())) == []
+    assert message in caplog.text
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device = CPU, watch: Stopwatch | None = None) -> None:
-    """Let another device stand in for a GPU."""
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device = CPU, watch: Stopwatch | None = None) -> None:
+    """Use another device as a GPU."""
     real = tune.measure
     monkeypatch.setattr(tune.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(tune.torch.cuda, "get_device_name", lambda *_: GPU)
@@ -102,11 +102,11 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device = CPU, watch:
     monkeypatch.setattr(tune, "measure", lambda recipe, ranks, _: real(recipe, ranks, device, watch or stopwatch()))
 
 
-def test_what_is_tuned_is_what_auto_takes(
+def test_tune_result_is_used_by_auto(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_a_gpu(monkeypatch)
-    offer(monkeypatch, fused=plain, grouped_mm=plain)
+    pretend_gpu(monkeypatch)
+    set_backends(monkeypatch, fused=plain, grouped_mm=plain)
     assert choose_for(recipe, 1, GPU)[0].backend == "grouped_mm"
     with caplog.at_level(logging.INFO, "titan_moe"):
         tune.run(recipe, 1)
@@ -115,30 +115,30 @@ def test_what_is_tuned_is_what_auto_takes(
     path = cached_tables() / "fast_gpu.toml"
     before = read_table(path)
     tune.run(recipe, 1)
-    assert len(read_table(path).measured) == len(before.measured) == 1, "the same shape is measured anew"
+    assert len(read_table(path).measured) == len(before.measured) == 1, (
+        "a new measurement replaces that of the same shape"
+    )
 
 
-def test_a_table_elsewhere_is_merged_and_must_be_of_this_device(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    on_a_gpu(monkeypatch)
-    offer(monkeypatch, fused=plain, grouped_mm=plain)
+def test_tune_table_must_be_of_this_device(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend_gpu(monkeypatch)
+    set_backends(monkeypatch, fused=plain, grouped_mm=plain)
     tune.run(recipe, 1, tmp_path / "mine.toml")
     assert read_table(tmp_path / "mine.toml").device == GPU and not cached_tables().exists()
     write_table(tmp_path / "other.toml", KernelTable("Slow GPU"))
-    with pytest.raises(RecipeError, match="is a table of Slow GPU, and this is Fast GPU; name another file with --out"):
+    with pytest.raises(RecipeError, match="is a table of Slow GPU, but this is Fast GPU; give another file with --out"):
         tune.run(recipe, 1, tmp_path / "other.toml")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(("device", "said"), [("cpu", 'run.device = "cpu"'), ("auto", "PyTorch sees no GPU")])
-def test_a_cpu_is_refused_at_the_door(device: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("device", "cause"), [("cpu", 'run.device = "cpu"'), ("auto", "PyTorch finds no GPU")])
+def test_tune_refuses_a_cpu(device: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", str(RECIPES / "quickstart.toml"), f"--run.device={device}"]) == 2
-    assert f"{said}, and there is nothing to measure on a CPU" in capsys.readouterr().err
+    assert f"{cause}, and there is nothing to measure on a CPU" in capsys.readouterr().err
 
 
 def countdown() -> Callable[[Callable[[], Any]], float]:
-    """Calls, and says less every time: whoever comes later is faster."""
+    """Calls the function and returns a shorter time at every call, so later backends are faster."""
     ticks: Iterator[int] = count(1)
 
     def time(call: Callable[[], Any]) -> float:
@@ -148,11 +148,11 @@ def countdown() -> Callable[[Callable[[], Any]], float]:
     return time
 
 
-def test_all_operations_go_into_a_table_and_come_out(
+def test_tune_measures_all_operations(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The real candidates, on tensors that have sizes and no memory."""
-    on_a_gpu(monkeypatch, torch.device("meta"), countdown())
+    """The real backends, on meta tensors."""
+    pretend_gpu(monkeypatch, torch.device("meta"), countdown())
     with caplog.at_level(logging.INFO, "titan_moe"):
         tune.run(recipe, 1)
     table = read_table(cached_tables() / "fast_gpu.toml")
@@ -161,10 +161,10 @@ def test_all_operations_go_into_a_table_and_come_out(
         PRESETS["fused"], gradients="triton"
     )
     timed = [line for line in caplog.messages if line.endswith("ms forward and backward")]
-    assert len(timed) == 12 and all(len(line) < 80 for line in timed), "one short line a candidate"
+    assert len(timed) == 12 and all(len(line) < 80 for line in timed), "one short line per backend"
 
 
-def test_a_broken_operation_does_not_stop_the_others(
+def test_tune_failing_operation_does_not_stop_the_others(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def draw(shape: Any, device: torch.device) -> Sample:
@@ -178,15 +178,13 @@ def test_a_broken_operation_does_not_stop_the_others(
         measured = list(tune.measure(recipe, 1, torch.device("meta"), countdown()))
     assert [entry.operation for entry in measured] == ["experts", "router", "rotary", "head", "gradients"]
     (line, _) = [line for line in caplog.messages if "permute" in line]
-    assert line.startswith(
-        "permute torch cannot run here, so nothing is written: RuntimeError: no memory for that much"
-    )
+    assert line.startswith("permute torch fails, so nothing is written: RuntimeError: no memory for that much")
     assert len(line) < 320 and line.endswith(" ...")
 
 
-def test_what_was_measured_outlives_a_crash(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a_gpu(monkeypatch)
-    offer(monkeypatch, fused=plain, grouped_mm=plain)
+def test_tune_results_survive_a_crash(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+    set_backends(monkeypatch, fused=plain, grouped_mm=plain)
     real = tune.measure
 
     def measure(*args: Any) -> Iterator[Any]:
@@ -200,7 +198,7 @@ def test_what_was_measured_outlives_a_crash(recipe: Recipe, monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-def test_a_small_model_is_tuned(recipe: Recipe) -> None:
+def test_tune_small_model(recipe: Recipe) -> None:
     tune.run(recipe, 1)
     (path,) = cached_tables().iterdir()
     assert {entry.operation for entry in read_table(path).measured} == shapes_of(recipe, 1).keys()

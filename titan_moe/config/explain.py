@@ -1,19 +1,22 @@
-"""Answer "what does this key mean": `titan-moe check --explain model.moe.top_k`."""
+"""Explain a key of recipes: `titan-moe check --explain model.moe.top_k`."""
 
 import inspect
+import re
 import textwrap
 
 from titan_moe.config.parse import RecipeError, unknown_key
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import Key, all_keys, docstring_of, in_toml, keys_of, type_in_words
 
-PAGE_WIDTH = 100
+LINE_WIDTH = 100
+VALUE = re.compile(r"^`([^`]+)`: ", re.MULTILINE)
+"""The start of a value's explanation in a docstring: a line "`value`: ..."."""
 
 
 def explain(dotted_key: str) -> str:
-    """Describe a field (type, default, purpose) or a section (its purpose and its fields).
+    """Describe a field (type, default, purpose, values) or a section (its purpose and its fields).
 
-    Raises: RecipeError, with the nearest known key, if there is no such key.
+    Raises: RecipeError for an unknown key, with the nearest known one.
     """
     key = all_keys(Recipe).get(dotted_key)
     if key is None:
@@ -35,15 +38,22 @@ def _explain_section(key: Key) -> str:
 
 
 def _purpose(key: Key) -> str:
-    """The docstring of a field, and a line for each value whose table explains it."""
-    explained = {in_toml(value): purpose for value, purpose in key.choices.items() if purpose}
-    width = max(map(len, explained), default=0) + 1
-    values = [_wrapped(f"{value:<{width}}{purpose}", hanging=width) for value, purpose in explained.items()]
-    return "\n".join([_wrapped(" ".join(docstring_of(key).split())), *values])
+    """The purpose of a field, and one line for each value that its docstring or its table explains."""
+    purpose, values = split_values(docstring_of(key))
+    values = {in_toml(value): text for value, text in (key.choices | values).items() if text}
+    width = max(map(len, values), default=0) + 1
+    return "\n".join([_wrap(purpose), *(_wrap(f"{v:<{width}}{text}", hanging=width) for v, text in values.items())])
 
 
-def _wrapped(text: str, hanging: int = 0) -> str:
+def split_values(docstring: str) -> tuple[str, dict[str, str]]:
+    """Split a docstring into the purpose of the field and value -> explanation."""
+    purpose, *parts = VALUE.split(inspect.cleandoc(docstring))
+    texts = [" ".join(text.split()) for text in (purpose, *parts[1::2])]
+    return texts[0], dict(zip(parts[0::2], texts[1:], strict=True))
+
+
+def _wrap(text: str, hanging: int = 0) -> str:
     indent = " " * 4
     return textwrap.fill(
-        text, PAGE_WIDTH, initial_indent=indent, subsequent_indent=indent + " " * hanging, break_long_words=False
+        text, LINE_WIDTH, initial_indent=indent, subsequent_indent=indent + " " * hanging, break_long_words=False
     )

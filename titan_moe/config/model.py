@@ -1,4 +1,4 @@
-"""The shape of a model, as data: what `[model]`, `[model.attention]` and `[model.moe]` of a recipe may say."""
+"""The shape of a model: `[model]`, `[model.attention]` and `[model.moe]` of a recipe."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,43 +9,47 @@ class AttentionConfig:
     """Grouped-query attention (arXiv:2305.13245) or multi-head latent attention (arXiv:2405.04434)."""
 
     kind: Literal["gqa", "mla"] = "gqa"
-    """Which attention the blocks use: grouped-query (`gqa`) or multi-head latent (`mla`)."""
+    """The attention of all blocks.
+
+    `gqa`: Grouped-query attention.
+    `mla`: Multi-head latent attention.
+    """
     num_heads: int = 8
     """Query heads."""
     num_kv_heads: int = 8
     """Key/value heads of `gqa`; divides `num_heads`. `mla` ignores it."""
     head_dim: int = 64
-    """Width of one `gqa` head; even, because RoPE rotates pairs. `mla` has its own three widths."""
+    """Width of a `gqa` head; even, because RoPE rotates pairs. `mla` has its own three widths."""
     qk_norm: bool = False
-    """RMSNorm over each head's query and key before RoPE (`gqa`; Qwen3 does this)."""
+    """RMSNorm over each head's query and key before RoPE (`gqa`; used by Qwen3)."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (`gqa`)."""
     sliding_window: int = 0
-    """Tokens that a token sees at most, itself included: its nearest past; 0 means all of its past."""
+    """Number of latest tokens that a token attends to, itself included; 0 means all earlier tokens."""
     full_attention_every: int = 0
-    """Each so-many-th layer sees the whole past in spite of `sliding_window` (2 in gpt-oss, 6 in Gemma 3: windows come
-    first); 0 means none (Mistral)."""
+    """Every n-th layer ignores `sliding_window` (n = 2 in gpt-oss, 6 in Gemma 3; windowed layers come first); 0 means
+    no layer does (Mistral)."""
     rope_theta: float = 10_000.0
     """RoPE base frequency (arXiv:2104.09864)."""
     rope_is_interleaved: bool = False
     """Rotate neighbouring pairs (DeepSeek) instead of halves (Llama, Qwen)."""
     yarn_factor: float = 1.0
-    """YaRN context extension factor (arXiv:2309.00071); 1 switches YaRN off."""
+    """YaRN context extension factor (arXiv:2309.00071); 1 disables YaRN."""
     yarn_original_tokens: int = 4096
-    """Context length that the model was first trained at, before YaRN stretches it."""
+    """Context length before YaRN's extension."""
     yarn_beta_fast: float = 32.0
-    """Rotations in the original context above which YaRN leaves a frequency alone."""
+    """YaRN keeps frequencies with more rotations than this over the original context."""
     yarn_beta_slow: float = 1.0
-    """Rotations in the original context below which YaRN divides a frequency by the factor."""
+    """YaRN divides frequencies with fewer rotations than this over the original context by the factor."""
     yarn_mscale: float = 1.0
     """DeepSeek's YaRN attention scale for the rotary tables; its ratio to `yarn_mscale_all_dim` multiplies cos and
     sin."""
     yarn_mscale_all_dim: float = 0.0
     """DeepSeek's YaRN scale for all head dimensions; its square multiplies the softmax scale of `mla`. 0 means none."""
     q_lora_rank: int = 0
-    """Rank of `mla`'s query compression; 0 projects queries directly (DeepSeek-V2-Lite)."""
+    """Rank of the query compression of `mla`; 0 projects queries directly (DeepSeek-V2-Lite)."""
     kv_lora_rank: int = 512
-    """Rank of `mla`'s joint key/value compression."""
+    """Rank of the joint key/value compression of `mla`."""
     qk_nope_head_dim: int = 128
     """Width of the part of an `mla` query/key head that is not rotated."""
     qk_rope_head_dim: int = 64
@@ -54,7 +58,7 @@ class AttentionConfig:
     """Width of an `mla` value head."""
 
     def window(self, layer: int, seq_len_tokens: int) -> int:
-        """How many tokens a token of a layer sees at most, itself included; layers count from 0."""
+        """Number of latest tokens that a token attends to in a layer, itself included. The first layer is 0."""
         is_full = self.full_attention_every > 0 and (layer + 1) % self.full_attention_every == 0
         return seq_len_tokens if is_full or not self.sliding_window else min(self.sliding_window, seq_len_tokens)
 
@@ -64,44 +68,55 @@ class MoEConfig:
     """The mixture-of-experts layer: router, routed experts, shared experts, load balance."""
 
     num_experts: int = 0
-    """Routed experts a layer (E); 0 makes every layer dense."""
+    """Routed experts per layer (E); 0 makes every layer dense."""
     top_k: int = 2
-    """Experts that each token is sent to (K)."""
+    """Number of experts per token (K)."""
     ffn_hidden_size: int = 0
-    """Hidden width of one routed expert (F)."""
+    """Hidden width of a routed expert (F)."""
     shared_ffn_hidden_size: int = 0
-    """Total hidden width of the shared experts, which every token visits; 0 means none."""
+    """Total hidden width of the shared experts, which process every token; 0 means none."""
     shared_expert_gate: bool = False
-    """Multiply the shared experts' output by a learned sigmoid gate a token (Qwen2-MoE)."""
+    """Multiply the output of the shared experts by a learned sigmoid gate per token (Qwen2-MoE)."""
     latent_size: int = 0
-    """Width that tokens are projected to before dispatch and back from after combine (latent MoE); 0 means the
-    model's own width."""
+    """Width of tokens between dispatch and combine, with a projection before and after (latent MoE); 0 means
+    `hidden_size`, without projections."""
     score_fn: Literal["softmax", "sigmoid"] = "softmax"
-    """How router logits become scores: softmax over all experts, or sigmoid of each (arXiv:2408.15664)."""
+    """The function of router logits that gives scores.
+
+    `softmax`: Softmax over all experts.
+    `sigmoid`: Sigmoid of each logit (arXiv:2408.15664).
+    """
     normalize_topk: bool = True
-    """Divide the K chosen scores of a token by their sum."""
+    """Divide the K selected scores of a token by their sum."""
     route_scale: float = 1.0
-    """Factor on the chosen scores, after normalising (2.5 in DeepSeek-V3)."""
+    """Factor on the selected scores, after normalisation (2.5 in DeepSeek-V3)."""
     num_groups: int = 1
-    """Groups that the experts are divided into for group-limited routing; 1 means no groups."""
+    """Number of groups of experts in group-limited routing; 1 means no groups."""
     top_k_groups: int = 1
-    """Groups that a token may choose its experts from; at most `num_groups`."""
+    """Number of groups from which the experts of a token are selected; at most `num_groups`."""
     group_score: Literal["max", "top2_sum"] = "top2_sum"
-    """What a group is ranked by: its best score (DeepSeek-V2) or the sum of its two best (DeepSeek-V3)."""
+    """The score by which groups are selected.
+
+    `max`: The highest score in the group (DeepSeek-V2).
+    `top2_sum`: The sum of the two highest (DeepSeek-V3).
+    """
     score_on: Literal["activation", "input"] = "activation"
-    """Where the routing score multiplies: the activation before the down projection (exact, saves memory), or the
-    expert's input (Llama 4)."""
+    """The tensor that is multiplied by the routing score.
+
+    `activation`: The activation before the down projection. Equal to multiplying the output, with less memory.
+    `input`: The input of the expert (Llama 4).
+    """
     expert_mlp_bias: bool = False
     """Biases on the gate, up and down projections of the routed experts (gpt-oss)."""
     aux_loss_coef: float = 0.0
-    """Weight of the per-sequence load-balancing loss (arXiv:2101.03961, arXiv:2412.19437 section 2.1.2); 0 switches
-    it off. Start with 1e-2 to 1e-4."""
+    """Coefficient of the per-sequence load-balancing loss (arXiv:2101.03961, arXiv:2412.19437 section 2.1.2); 0
+    disables it. Typical values are 1e-2 to 1e-4."""
     z_loss_coef: float = 0.0
-    """Weight of the router z-loss, the mean squared logsumexp of the logits (arXiv:2202.08906); 0 switches it off.
-    Start with 1e-3."""
+    """Coefficient of the router z-loss, the mean squared logsumexp of the logits (arXiv:2202.08906); 0 disables it. A
+    typical value is 1e-3."""
     bias_update_speed: float = 0.0
-    """Step of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once an optimizer step; 0 switches
-    it off. Start with 1e-3; needs `score_fn = "sigmoid"`."""
+    """Step size of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once per optimizer step; 0
+    disables it. A typical value is 1e-3. Needs `score_fn = "sigmoid"`."""
 
     @property
     def unmet_needs_of_fused(self) -> list[str]:
@@ -116,21 +131,21 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer whose feed-forward layers are mixtures of experts."""
+    """A decoder-only transformer with MoE feed-forward layers."""
 
     class_: str = "titan_moe.models.transformer:Transformer"
-    """`package.module:Class` of the model, `class` in a recipe. It is called as `Class(model_config, kernels=...,
-    loss_chunk_tokens=...)` and is most easily a subclass of the default; the module may lie in the working folder. Its
-    matrices start normal with `init_std`, its vectors at one, what is named `bias` at zero, unless the class that owns
-    them says in `parameter_kinds` what they are."""
+    """The class of the model as `package.module:Class`; a module in the working folder is found too. It is called as
+    `Class(model_config, kernels=..., loss_chunk_tokens=...)`; the easiest way is a subclass of the default. Matrices
+    are initialised from a normal distribution with `init_std`, vectors with one, parameters named `bias` with zero,
+    unless the module that owns them defines `parameter_kinds`."""
     name: str = "custom"
-    """What the logs call this shape."""
+    """The name of the model in logs and reports."""
     vocab_size: int = 256
     """Rows of the embedding and of the output head; at least the tokenizer's vocabulary."""
     num_layers: int = 2
     """Transformer blocks."""
     num_dense_layers: int = 0
-    """Leading blocks with a dense feed-forward instead of experts (1 in DeepSeek-V2-Lite, 3 in DeepSeek-V3)."""
+    """Leading blocks with a dense feed-forward layer instead of experts (1 in DeepSeek-V2-Lite, 3 in DeepSeek-V3)."""
     hidden_size: int = 128
     """Width of the residual stream (D)."""
     ffn_hidden_size: int = 0
@@ -138,10 +153,10 @@ class ModelConfig:
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
     embeddings_are_tied: bool = False
-    """Use the embedding matrix as the output head too."""
+    """Share the weight of embedding and output head."""
     init_std: float = 0.02
-    """Standard deviation of the initial weights; projections that end a residual branch are divided by sqrt(2 *
-    num_layers)."""
+    """Standard deviation of the initial weights; divided by sqrt(2 * num_layers) for the output projections of residual
+    branches."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """The attention layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -149,5 +164,5 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """Blocks whose feed-forward is a mixture of experts; they come last."""
+        """The number of MoE blocks. They come after the dense ones."""
         return self.num_layers - self.num_dense_layers if self.moe.num_experts else 0

@@ -1,4 +1,4 @@
-"""How fast and how precisely, as data: what `[perf]`, `[precision]`, `[compile]`, `[memory]` of a recipe may say."""
+"""Kernels, dtypes, compilation and memory: `[perf]`, `[precision]`, `[compile]`, `[memory]` of a recipe."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -11,80 +11,114 @@ BYTES_OF_DTYPE: dict[Dtype, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 @dataclass(frozen=True)
 class PerfConfig:
-    """Which kernels run."""
+    """Kernels."""
 
     kernels: Literal["auto", "grouped_mm", "fused", "reference"] = "auto"
-    """`auto` takes for each operation what was fastest at the nearest measured shape, on this GPU or another of its
-    architecture, by tables that come with the package or that `titan-moe tune` has written. It takes `grouped_mm` where
-    Triton cannot run, is not 2 % faster, or nothing was measured. A run logs its choice with the distance to the
-    measured shape and writes it into its own recipe; `titan-moe check` shows it.
-    `grouped_mm` is PyTorch throughout: experts are gather, torch.nn.functional.grouped_mm (bf16, and fp32 on CPU),
-    SwiGLU and sum. `fused` takes our Triton kernels: rows are gathered inside the experts' GEMMs, and less is kept for
-    backward (bf16 on GPUs). `reference` computes experts in a plain loop, slow and right, in fp64 too."""
+    """The implementations of the operations. `perf.override` sets single ones.
+
+    `auto`: For each operation, the fastest at the nearest measured shape, from the tables of this GPU or its
+    architecture, in the package or written by `titan-moe tune`. PyTorch if Triton cannot run, is less than 2 % faster,
+    or nothing was measured. The log and `titan-moe check` show the choice and the distance to the measured shape; the
+    saved recipe of the run contains the choice.
+    `grouped_mm`: PyTorch. Experts are gather, torch.nn.functional.grouped_mm (bf16, on CPUs also fp32), SwiGLU and sum.
+    `fused`: Triton (bf16 on GPUs). The GEMMs of the experts gather their rows, and less is kept for backward.
+    `reference`: The experts are a loop in PyTorch: slow, for comparison, also in fp64.
+    """
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
-    """Backend of scaled dot product attention; `auto` lets PyTorch choose, any other name is preferred over the rest.
-    Document attention and sliding windows then take a mask of N x N truth values a sequence, and what it hides is
-    computed too. `flex` gives these layers to FlexAttention, which skips hidden blocks (GPUs only), and plain causal
-    layers to cuDNN. It is not `auto`'s choice: it was not measured yet."""
+    """Backend of scaled dot product attention (SDPA). With document attention or sliding windows, SDPA gets an N x N
+    mask per sequence and computes masked pairs too.
+
+    `auto`: PyTorch chooses.
+    `cudnn`: Prefer cuDNN.
+    `flash`: Prefer FlashAttention.
+    `efficient`: Prefer memory-efficient attention.
+    `math`: Prefer plain PyTorch.
+    `flex`: FlexAttention (arXiv:2412.05496) for layers with masks, which skips masked blocks (GPUs only); cuDNN for
+    plain causal layers.
+    """
     loss_chunk_tokens: int = 4096
-    """Tokens whose logits exist at one time in the fused head and cross entropy; 0 makes all logits at once. Triton's
-    head keeps one buffer of them: with 2048, a head of width 2048 and 152k words takes 1.2 GiB beyond its gradients."""
+    """Tokens per chunk of the output head and cross entropy: only one chunk's logits exist at a time. 0 computes all
+    logits at once."""
     override: KernelOverrides = field(default_factory=KernelOverrides)
-    """Single operations that differ from what `kernels` stands for."""
+    """Implementations of single operations, instead of those of `kernels`."""
 
     @property
     def chosen_kernels(self) -> Kernels:
-        """The implementation of each operation; what measured tables say about `auto` is not in it yet."""
+        """The implementation of each operation. `auto` must be resolved first; here it stands for the default."""
         chosen = choose_kernels(self.kernels, self.override)
         return replace(chosen, attention="flex" if self.attention == "flex" else "sdpa")
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The dtypes of training; math that needs fp32 (norms, router, scores, softmax, loss) never goes below it."""
+    """The dtypes of training. Norms, router, scores, softmax and loss are computed in fp32 or higher."""
 
     compute: Dtype = "bf16"
     """Parameters and activations in forward and backward."""
     master: Dtype = "fp32"
-    """Parameters that the optimizer updates, and the gradients that it reads."""
+    """Parameters in the optimizer, and the gradients that it reads."""
     reduce: Dtype = "fp32"
-    """Gradients while they are summed over ranks."""
+    """Gradients in reductions over ranks."""
     moments: Literal["master", "bf16", "fp32"] = "master"
-    """AdamW's two moments: as `master`, or in a dtype of their own, which needs optim.kind = "fused_adamw"."""
+    """AdamW's two moments. A dtype other than that of `master` needs optim.kind = "fused_adamw".
+
+    `master`: The dtype of `master`.
+    `bf16`: bf16, with stochastic rounding.
+    `fp32`: fp32.
+    """
 
     @property
     def moments_dtype(self) -> Dtype:
-        """What `moments` comes to."""
+        """The dtype of the moments."""
         return self.master if self.moments == "master" else self.moments
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """What torch.compile sees."""
+    """torch.compile and CUDA graphs."""
 
     regional: Literal["on_cuda", "on", "off"] = "on_cuda"
-    """Compile the dense part and the experts of every block, each as one full graph: on GPUs only, always, or never."""
+    """Compile every block with `fullgraph=True`.
+
+    `on_cuda`: On GPUs.
+    `on`: On all devices.
+    `off`: Never.
+    """
     extent: Literal["pieces", "block"] = "pieces"
-    """How much one graph spans: `pieces` leaves the dispatch between them eager; `block` takes a whole block, dispatch
-    and all, which needs a dispatcher without host reads, and a trace has one part a block then. Where slots are
-    bounded, such a block runs uncompiled while the bound is off (a step that is taken again, validation)."""
+    """The extent of a graph.
+
+    `pieces`: The dense part, the router, the experts and the shared experts are one graph each; dispatch and combine
+    stay eager.
+    `block`: A whole block. Needs a dispatcher without host reads. A trace has one part per block. With a capacity
+    bound, blocks run eagerly while the bound is suspended (rerun steps, validation).
+    """
     cudagraph: Literal["off", "microbatch", "step"] = "off"
-    """Record on the GPU and replay: forward and backward of a `microbatch`, or the whole optimizer `step`; the host
-    then launches one graph instead of every kernel. `check` says what of a recipe stands in the way."""
+    """Capture GPU work as a CUDA graph and replay it, so that the host launches one graph instead of every kernel.
+    `titan-moe check` names what in a recipe prevents it.
+
+    `off`: No graph.
+    `microbatch`: Forward and backward of a microbatch.
+    `step`: The whole optimizer step.
+    """
 
     def compiles(self, device: str = "cuda") -> bool:
         """Whether a run compiles on a type of device."""
         return self.regional == "on" or (self.regional == "on_cuda" and device == "cuda")
 
     def compiles_blocks(self, device: str = "cuda") -> bool:
-        """Whether a block is one graph there, dispatch and all, and no hook can run inside it."""
+        """Whether a block with dispatch and combine is one graph on a type of device. Hooks cannot run inside it."""
         return self.compiles(device) and self.extent == "block"
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is recomputed in backward instead of kept."""
+    """Activation memory."""
 
     recompute: Literal["none", "experts", "block"] = "none"
-    """`experts` recomputes the expert MLPs (no message is repeated, unless they fetch their rows themselves, with
-    `parallel.overlap = "tile"`); `block` recomputes whole blocks, dispatch included."""
+    """Recompute activations in backward instead of keeping them (arXiv:1604.06174).
+
+    `none`: Keep all activations.
+    `experts`: Recompute the expert MLPs. No communication is repeated, except the experts' reads of rows with
+    `parallel.overlap = "tile"`.
+    `block`: Recompute whole blocks, dispatch and combine included.
+    """

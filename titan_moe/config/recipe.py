@@ -1,4 +1,4 @@
-"""A run as frozen data; `config.rules` holds what its fields must keep together."""
+"""The recipe of a run as frozen data. `config.rules` checks combinations of its fields."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from titan_moe.config.train import (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that a run depends on; the resolved recipe is saved in the run folder and reruns it."""
+    """The full configuration of a run. The resolved recipe is saved in the run folder and repeats the run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -39,14 +39,13 @@ class Recipe:
 
 
 def num_microbatches(recipe: Recipe, world_size: int) -> int:
-    """Count the forward and backward passes that a rank makes in one optimizer step."""
-    sequences_at_once = recipe.train.micro_batch_sequences * resolve(recipe.parallel, world_size).dp
-    return recipe.train.global_batch_sequences // sequences_at_once
+    """Microbatches of a rank in one optimizer step."""
+    sequences_per_pass = recipe.train.micro_batch_sequences * resolve(recipe.parallel, world_size).dp
+    return recipe.train.global_batch_sequences // sequences_per_pass
 
 
-def most_tokens_at_once(recipe: Recipe) -> int:
-    """Count the tokens of the largest batch that a rank sends through the model: a microbatch, in training as in
-    validation, or the sample's prompt with all that was written behind it."""
+def max_batch_tokens(recipe: Recipe) -> int:
+    """Tokens of the largest batch in one forward on a rank: a microbatch, or the prompt with all generated text."""
     train, sample_tokens = recipe.train, recipe.metrics.sample_tokens
     sample = min(train.seq_len_tokens, SAMPLE_PROMPT_TOKENS) + sample_tokens if sample_tokens else 0
     return max(train.micro_batch_sequences * train.seq_len_tokens, sample)

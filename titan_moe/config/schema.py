@@ -1,6 +1,6 @@
-"""Read a recipe's own definition: which dotted keys exist, of which type, with which default and docstring.
+"""The schema of recipes: all dotted keys with type, default and docstring, read from the config dataclasses.
 
-Parsing, writing and explaining recipes all walk the same dataclasses through this file: a new field is known to all.
+Parsing, writing and explaining recipes use this schema, so a new field needs nothing else.
 """
 
 import ast
@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 
 class OneOf(NamedTuple):
-    """Marks a string that names a row of a table, which may grow: `Annotated[str, OneOf(TABLE)]`.
+    """Marks a string as a key of an extensible table: `Annotated[str, OneOf(TABLE)]`.
 
-    Every row has a `purpose`, the line that explains the value.
+    Every row of the table has a `purpose`, the explanation of the value.
     """
 
     table: Mapping[str, Any]
@@ -23,18 +23,18 @@ class OneOf(NamedTuple):
 
 @dataclass(frozen=True)
 class Key:
-    """One field of a recipe, or one section of it, under the dotted name that a user writes."""
+    """A field or a section of recipes, with its dotted name."""
 
     dotted: str
     """`model.moe.top_k`."""
     attribute: str
-    """Name of the field in Python: `class_` where the recipe says `class`."""
+    """Name of the field in Python: `class_` for the key `class`."""
     type: Any
-    """`int`, `float`, `bool`, `str`, a `Literal`, a string that is `OneOf` a table or, for a section, its dataclass."""
+    """`int`, `float`, `bool`, `str`, a `Literal`, a string annotated with `OneOf`, or the dataclass of a section."""
     default: Any
-    """Value of a field that the recipe does not mention; None for a section."""
+    """Default of a field; None for a section."""
     owner: type
-    """The dataclass that declares the field."""
+    """The dataclass that defines the field."""
 
     @property
     def name(self) -> str:
@@ -43,12 +43,12 @@ class Key:
 
     @property
     def is_section(self) -> bool:
-        """Whether this is a table of further keys."""
+        """Whether this is a section and not a field."""
         return is_dataclass(self.type)
 
     @property
     def choices(self) -> dict[str, str]:
-        """The values that a string may have, each with its purpose where its table tells one; empty for any other."""
+        """The allowed values of a string, with their purpose if a table has it; empty for other types."""
         if get_origin(self.type) is Literal:
             return dict.fromkeys(get_args(self.type), "")
         if get_origin(self.type) is Annotated:
@@ -57,7 +57,7 @@ class Key:
 
 
 def keys_of(section: type, prefix: str = "") -> list[Key]:
-    """List the keys directly inside a section, in the order of its definition."""
+    """List the keys directly in a section, in the order of definition."""
     types = get_type_hints(section, include_extras=True)
     return [
         Key(
@@ -76,7 +76,7 @@ def _default_of(field: Field[Any]) -> Any:
 
 
 def walk(section: type, prefix: str = "") -> Iterator[Key]:
-    """Yield every key below a section, sections before what they hold."""
+    """Yield all keys below a section, each section before its keys."""
     for key in keys_of(section, prefix):
         yield key
         if key.is_section:
@@ -85,40 +85,40 @@ def walk(section: type, prefix: str = "") -> Iterator[Key]:
 
 @cache
 def all_keys(root: type) -> dict[str, Key]:
-    """Index every key of a recipe by its dotted name."""
+    """Dotted name -> key, for all keys of a recipe."""
     return {key.dotted: key for key in walk(root)}
 
 
 def type_in_words(key: Key) -> str:
-    """Say what a value must be: `an integer`, `one of "bf16", "fp32"`."""
+    """Describe the type of a value: `an integer`, `one of "bf16", "fp32"`."""
     if key.choices:
         return "one of " + ", ".join(in_toml(choice) for choice in key.choices)
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.type]
 
 
 def in_toml(value: Any) -> str:
-    """Write a value as a recipe would."""
+    """Format a value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + "".join(_escaped(letter) for letter in value) + '"'
+        return '"' + "".join(_escape(character) for character in value) + '"'
     return str(value)
 
 
-def _escaped(letter: str) -> str:
-    if letter in '"\\':
-        return "\\" + letter
+def _escape(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
     named = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
-    is_control = ord(letter) < 0x20 or letter == "\x7f"
-    return named.get(letter, f"\\u{ord(letter):04x}") if is_control else letter
+    is_control = ord(character) < 0x20 or character == "\x7f"
+    return named.get(character, f"\\u{ord(character):04x}") if is_control else character
 
 
 def docstring_of(key: Key) -> str:
-    """Find the docstring that follows a field's definition; Python itself forgets it, so this reads the source."""
+    """Return the docstring after a field's definition, from the source: Python does not keep it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(key.owner))).body[0]
     assert isinstance(body, ast.ClassDef)
     for statement, following in zip(body.body, body.body[1:], strict=False):
-        declares_it = isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == key.attribute
-        if declares_it and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+        is_definition = isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == key.attribute
+        if is_definition and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
             return str(following.value.value)
     return ""

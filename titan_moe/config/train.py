@@ -1,51 +1,55 @@
-"""What a run does, as data: from `[run]` and `[train]` to `[metrics]` and `[profile]` of a recipe."""
+"""The run itself: `[run]`, `[train]`, `[optim]`, `[data]`, `[validation]`, `[checkpoint]`, `[metrics]`, `[profile]`."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 SAMPLE_PROMPT_TOKENS = 64
-"""How much of a held-out document the model reads before it writes `metrics.sample_tokens` of its own."""
+"""Length of the held-out prompt for `metrics.sample_tokens`."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run lives and on what it runs."""
+    """Folder, seed and device of a run."""
 
     folder: str = "runs/default"
-    """Folder for recipe, environment, metrics, logs and checkpoints; a run that finds checkpoints there resumes from
-    the last one."""
+    """Folder for recipe, environment, metrics, logs and checkpoints. If it has checkpoints, the run resumes from the
+    newest one."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the run computes; `auto` takes CUDA where there is a GPU, and says so in the log."""
+    """The device of the run.
+
+    `auto`: CUDA if there is a GPU, else the CPU. The log names the choice.
+    `cpu`: The CPU.
+    `cuda`: GPUs; an error without one.
+    """
     is_deterministic: bool = False
-    """Use deterministic algorithms only; slower on GPUs. CPU runs are deterministic without it."""
+    """Allow only deterministic algorithms, which are slower on GPUs. CPU runs are deterministic without it."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The step."""
+    """Steps and batch sizes."""
 
     steps: int = 100
-    """Optimizer steps of the whole run, resumed parts included."""
+    """Optimizer steps of the run, including those before a resume."""
     seq_len_tokens: int = 256
-    """Tokens in one sequence (N)."""
+    """Tokens per sequence (N)."""
     global_batch_sequences: int = 8
-    """Sequences in one optimizer step over all ranks; micro_batch_sequences times the data-parallel ranks divides
-    it, the quotient is the number of microbatches."""
+    """Sequences per optimizer step on all ranks; a multiple of `micro_batch_sequences` times the data-parallel ranks.
+    The quotient is the number of microbatches."""
     micro_batch_sequences: int = 8
-    """Sequences that one rank sends through the model at a time (B)."""
+    """Sequences per forward pass on one rank (B)."""
     force_balanced_routing: bool = False
-    """Benchmarks only: replace the router's choice by an even one, so that runs can be compared; the log and the
-    metrics say so."""
+    """Benchmarks only: replace the router's selection by a balanced one, so that runs are comparable. The log and the
+    metrics mention it."""
     force_skewed_routing: bool = False
-    """Benchmarks only: replace the router's choice by an uneven one, fixed and the same in every layer, in which the
-    hottest expert has 1.8 times the mean load and the hottest of the ep ranks 1.2 times; the log and the metrics say
-    so."""
+    """Benchmarks only: replace the router's selection by a fixed skewed one, equal in all layers. The most loaded
+    expert has 1.8 times the mean load, the most loaded ep rank 1.2 times. The log and the metrics mention it."""
 
     @property
     def forced_routing(self) -> str:
-        """What replaces the router's choice: `balanced` or `skewed` routing; empty where nothing does."""
+        """The forced routing, `balanced` or `skewed`; empty without one."""
         if self.force_balanced_routing:
             return "balanced"
         return "skewed" if self.force_skewed_routing else ""
@@ -53,69 +57,77 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (arXiv:1711.05101) and its schedule: linear warm-up, constant, decay."""
+    """AdamW (arXiv:1711.05101) and its schedule: linear warmup, constant, decay."""
 
     kind: Literal["adamw", "fused_adamw"] = "adamw"
-    """`adamw` is torch's fused AdamW, one dtype for parameter, gradient and moments; `fused_adamw` is ours, which knows
-    `precision.moments`, clips as it reads the gradients and rounds at random into bf16 (on a CPU its plain
-    reference)."""
+    """The implementation of the optimizer.
+
+    `adamw`: torch's fused AdamW, with one dtype for parameters, gradients and moments.
+    `fused_adamw`: One Triton kernel for AdamW and clipping, with `precision.moments` and stochastic rounding to bf16
+    (a reference in PyTorch on CPUs).
+    """
     lr: float = 3e-4
-    """Highest learning rate."""
+    """Peak learning rate."""
     beta1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay of matrices and embeddings; scales of norms and biases have none."""
+    """Decoupled weight decay of matrices and embeddings. Norm scales and biases have none."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0 switches clipping off."""
+    """Gradients are clipped to this global norm; 0 disables clipping."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly; in a shorter run the rise ends unfinished with it."""
+    """Steps of the linear warmup of the learning rate. A shorter run ends during the warmup."""
     decay_steps: int = 0
-    """Steps at the end of the run over which it falls; at most those that the warm-up leaves, so that any
-    `train.steps` runs."""
+    """Steps of the decay at the end of the run; at most those after the warmup, so that any `train.steps` is valid."""
     decay: Literal["cosine", "linear", "sqrt"] = "cosine"
-    """Shape of the fall."""
+    """Shape of the decay."""
     min_lr_ratio: float = 0.1
-    """Where the fall ends, as a fraction of `lr`."""
+    """Final learning rate as a fraction of `lr`."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from and how they become sequences."""
+    """The source of tokens, and how they are packed into sequences."""
 
     source: Literal["synthetic", "text", "datasets", "tokens"] = "synthetic"
-    """`synthetic` makes learnable random tokens, `text` reads local files, `datasets` reads through Hugging Face
-    datasets, `tokens` reads a flat binary file of token ids."""
+    """The source of the data.
+
+    `synthetic`: Learnable random tokens.
+    `text`: Local text files.
+    `datasets`: Hugging Face `datasets`, from the hub or from local files.
+    `tokens`: Flat binary files of token ids.
+    """
     path: str = ""
-    """`text`: glob of files (`**` allowed; `python-stdlib` means the running Python's own library sources).
-    `datasets`: hub name, local folder, or a file type such as `json`. `tokens`: glob of binary files."""
+    """For the source `text` a glob of files (`**` allowed; `python-stdlib` stands for the standard library sources of
+    the running Python), for `datasets` a hub name, a local folder or a file type such as `json`, for `tokens` a glob of
+    binary files."""
     files: str = ""
-    """`datasets`: glob of local data files, for when `path` is a file type."""
+    """Source `datasets`: glob of local data files, if `path` is a file type."""
     subset: str = ""
-    """`datasets`: configuration name."""
+    """Source `datasets`: configuration name."""
     split: str = "train"
-    """`datasets`: split."""
+    """Source `datasets`: split."""
     text_column: str = "text"
-    """`datasets`: column with the text."""
+    """Source `datasets`: column with the text."""
     is_streamed: bool = False
-    """`datasets`: read as a stream instead of downloading first."""
+    """Source `datasets`: stream instead of downloading first."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """`tokens`: how the ids are stored, little-endian."""
+    """Source `tokens`: dtype of the stored ids, little-endian."""
     tokenizer: str = "bytes"
-    """`bytes` (vocabulary 256, plus document ends as byte 0) or the path of a folder with a Hugging Face
-    `tokenizer.json`; `tokens` may leave it empty where it is unknown: a document is then a file."""
+    """`bytes` (UTF-8 bytes with byte 0 as end of a document, vocabulary 256), or the path of a folder with a Hugging
+    Face `tokenizer.json`. Empty for the source `tokens` if it is unknown: each file is then one document."""
     document_attention: bool = False
-    """Tokens attend to their own document only; without it a packed sequence is one causal context."""
+    """Restrict attention to the token's own document. Without it a packed sequence is one causal context."""
     is_shuffled: bool = True
-    """Draw the sequences of an epoch in a seeded random order; streams keep their own."""
+    """Read the sequences of an epoch in a seeded random order. Streams keep their own order."""
     holdout_fraction: float = 0.0
-    """Share of the documents kept from training for validation, the last ones (`text`, `datasets`, `tokens`). A stream
-    has no known end: it keeps as many of its first documents as a validation reads, and wants 0 here."""
+    """Fraction of the documents held out for validation, the last ones (sources `text`, `datasets`, `tokens`). Must be
+    0 for a stream, whose length is unknown: its first documents are held out, as many as validation needs."""
     cache_folder: str = ""
-    """Where tokenised corpora are kept between runs; empty means inside the run folder."""
+    """Folder for tokenised data, shared by runs; empty means inside the run folder."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +135,9 @@ class ValidationConfig:
     """Loss on held-out sequences."""
 
     every_steps: int = 0
-    """Steps between validations, one after the last step included; 0 switches it off."""
+    """Steps between validations. There is one after the last step too. 0 disables validation."""
     num_sequences: int = 64
-    """Sequences a validation reads, the same ones every time."""
+    """Sequences per validation, the same ones every time."""
 
 
 @dataclass(frozen=True)
@@ -133,30 +145,30 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every_steps: int = 0
-    """Steps between saves; 0 saves at SIGTERM and Ctrl-C only."""
+    """Steps between saves; 0 saves only at SIGTERM and Ctrl-C."""
     keep_latest: int = 2
-    """Newest checkpoints that are kept, at least 2; 0 keeps all."""
+    """Number of newest checkpoints to keep, at least 2; 0 keeps all."""
     is_async: bool = False
     """Write to disk in the background, from a copy in host memory."""
     load_from: str = ""
-    """Checkpoint folder (`.../step-100`) to start the weights from when the run folder has no checkpoint; the step
+    """Checkpoint folder (`.../step-100`) with the initial weights of a run whose folder has no checkpoint. The step
     count starts at 0."""
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """What a run reports."""
+    """Logs and metrics."""
 
     every_steps: int = 10
-    """Steps between log lines; only a logged step reads anything from the device."""
+    """Steps between log lines. Other steps do not synchronise with the device."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     progress_bar: bool = True
-    """Show a bar on rank 0 when standard error is a terminal."""
+    """Show a progress bar on rank 0 if standard error is a terminal."""
     sample_tokens: int = 0
-    """Tokens that the trained model writes at the end of the run, from a held-out prompt; 0 writes nothing."""
+    """Tokens to generate from a held-out prompt at the end of the run; 0 generates nothing."""
     sample_temperature: float = 0.8
-    """How freely it chooses them: logits are divided by this before a token is drawn; 0 always takes the likeliest."""
+    """Sampling temperature of the generated text: logits are divided by it. 0 takes the most likely token."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +176,6 @@ class ProfileConfig:
     """A Chrome trace of a few steps."""
 
     start_step: int = 0
-    """First step to trace; 0 switches tracing off."""
+    """First step to trace; 0 disables tracing."""
     num_steps: int = 3
-    """Steps to trace."""
+    """Number of steps to trace."""

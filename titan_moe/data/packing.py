@@ -32,9 +32,9 @@ class Batch(NamedTuple):
         return Batch(*(None if x is None else _to(x, device) for x in self))
 
     def split(self) -> "list[Batch]":
-        """A batch of one microbatch after the other."""
-        pieces = ([None] * len(self.tokens_MBN) if x is None else x.split(1) for x in self)
-        return [Batch(*one) for one in zip(*pieces, strict=True)]
+        """Split into batches of one microbatch each."""
+        fields = ([None] * len(self.tokens_MBN) if x is None else x.split(1) for x in self)
+        return [Batch(*one) for one in zip(*fields, strict=True)]
 
     def microbatches(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Iterate over microbatches: tokens, labels and document ids, each [B, N]."""

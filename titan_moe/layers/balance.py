@@ -1,10 +1,10 @@
-"""Keeping experts evenly loaded: counts, the per-sequence auxiliary loss, the router z-loss.
+"""Load balancing of experts: token counts, the per-sequence auxiliary loss, the router z-loss.
 
 B batch · N sequence · E experts · K choices a token
 
 Per sequence: `L = coef · E / (K·N) · Σ_i count_i · P_i` with P_i the mean normalised score of expert i
-(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). A sequence lives on one rank, so the loss does
-not depend on the layout.
+(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). A sequence is on one rank, so the loss does not
+depend on the layout.
 """
 
 from collections.abc import Callable
@@ -17,35 +17,42 @@ from titan_moe.config.model import MoEConfig
 from titan_moe.kernels.router.routing import Routing
 
 
-class _Account(torch.autograd.Function):
-    """Identity on the scores whose backward books the counts and the auxiliary loss, and sends its gradient.
+class _AttachAuxLoss(torch.autograd.Function):
+    """Identity on the scores. Its backward accumulates counts and auxiliary loss, and starts the loss's gradient.
 
-    Backward runs once a microbatch, however often forward does, and not at all in validation.
+    Backward runs exactly once per microbatch, also if forward is recomputed, and never in validation.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, aux_loss: Tensor, counts_E: Tensor, booked_E: Tensor, booked: Tensor, scale: Tensor
+        ctx: Any,
+        scores: Tensor,
+        aux_loss: Tensor,
+        counts_E: Tensor,
+        total_counts_E: Tensor,
+        total_aux_loss: Tensor,
+        scale: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(aux_loss.detach(), counts_E, scale)
-        ctx.books = booked_E, booked  # not saved tensors: microbatches in flight book into them one after the other
+        # not saved tensors: several microbatches may be in flight, and each backward changes the totals in place
+        ctx.totals = total_counts_E, total_aux_loss
         return scores.view_as(scores)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         aux_loss, counts_E, scale = ctx.saved_tensors
-        booked_E, booked = ctx.books
-        booked_E.add_(counts_E)
-        booked.add_(aux_loss * scale)
+        total_counts_E, total_aux_loss = ctx.totals
+        total_counts_E.add_(counts_E)
+        total_aux_loss.add_(aux_loss * scale)
         return grad, scale.to(aux_loss.dtype, copy=True), None, None, None, None
 
 
 class LoadBalance(nn.Module):
-    """Books what each expert was given and attaches the balancing losses to the scores.
+    """Count the tokens of each expert and attach the balancing losses to the scores.
 
-    `scale` is the scale of the main loss (one over the tokens of the optimizer step, set by the step), so that the
-    gradients of both have the same meaning under every layout and accumulation. `sum_over_tokens` makes per-rank sums
-    whole where a layout splits a sequence; the default, identity, is right where it does not.
+    `scale` is the scale of the main loss (one over the tokens of the optimizer step, set by the step), so the gradients
+    of both losses have equal weight for every layout and gradient accumulation. `sum_over_tokens` reduces per-rank sums
+    if a layout splits sequences; the default is the identity.
     """
 
     tokens_per_expert_E: Tensor
@@ -64,23 +71,23 @@ class LoadBalance(nn.Module):
         self.register_buffer("scale", torch.ones((), dtype=torch.float32), persistent=False)
 
     def reset_buffers(self) -> None:
-        """Forget what was booked."""
+        """Zero the counts and the auxiliary loss, and reset the scale."""
         self.tokens_per_expert_E.zero_()
         self.aux_loss.zero_()
         self.scale.fill_(1.0)
 
     def forward(self, routing: Routing) -> Tensor:
-        """The chosen scores, unchanged, with losses attached and counts to be booked."""
+        """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward."""
         num_tokens = routing.topk_ids_BNK.shape[1]
-        # a loss without weight is not differentiated: its backward would add zeros, at the price of a pass
+        # a loss with coefficient 0 is detached: its backward would only add zeros
         share_sums_BE = routing.share_sums_BE if self.aux_loss_coef else routing.share_sums_BE.detach()
         z_sum = routing.z_sum if self.z_loss_coef else routing.z_sum.detach()
         share_sums_BE = self.sum_over_tokens(share_sums_BE)
         load_BE = self.sum_over_tokens(routing.counts_BE).to(share_sums_BE.dtype)
-        # each sequence weighs as many tokens as it has, like the main loss
+        # each sequence is weighted by its number of tokens, like the main loss
         aux_loss = (load_BE * share_sums_BE).sum() * (self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens))
         counts_E = routing.counts_BE.sum(0)
-        return _Account.apply(
+        return _AttachAuxLoss.apply(
             routing.topk_scores_BNK,
             aux_loss + self.z_loss_coef * z_sum,
             counts_E,

@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) with DeepSeek's form of YaRN (arXiv:2309.00071).
+"""Rotary position embedding (arXiv:2104.09864) with DeepSeek's variant of YaRN (arXiv:2309.00071).
 
 N sequence · R rotated width of a head
 """
@@ -16,16 +16,16 @@ Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def rotated_width(config: AttentionConfig) -> int:
-    """Width of the part of a head that is rotated."""
+    """The number of rotated dimensions of a head."""
     return config.head_dim if config.kind == "gqa" else config.qk_rope_head_dim
 
 
 def rope_tables(config: AttentionConfig, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position: two fp32 tensors [N, R/2], scaled as YaRN asks."""
+    """Cosines and sines of every position: two fp32 tensors [N, R/2], with YaRN's scale."""
     width = rotated_width(config)
     frequencies = config.rope_theta ** (-torch.arange(0, width, 2, dtype=torch.float32, device=device) / width)
     if config.yarn_factor > 1:
-        frequencies = _stretch(frequencies, config, width)
+        frequencies = _yarn_frequencies(frequencies, config, width)
     angles_NR = torch.arange(num_tokens, dtype=torch.float32, device=device)[:, None] * frequencies
     mscale, mscale_all_dim = config.yarn_mscale, config.yarn_mscale_all_dim
     scale = yarn_scale(config.yarn_factor, mscale) / yarn_scale(config.yarn_factor, mscale_all_dim)
@@ -33,24 +33,25 @@ def rope_tables(config: AttentionConfig, num_tokens: int, device: torch.device) 
 
 
 def yarn_scale(factor: float, mscale: float) -> float:
-    """YaRN's attention temperature for a context stretched by `factor`."""
+    """YaRN's attention temperature for a context extended by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _stretch(frequencies: Tensor, config: AttentionConfig, width: int) -> Tensor:
-    """Divide slow frequencies by the factor, keep fast ones, blend linearly between."""
+def _yarn_frequencies(frequencies: Tensor, config: AttentionConfig, width: int) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, interpolate linearly between."""
 
     def pair_with(rotations: float) -> float:
-        turns = config.yarn_original_tokens / (rotations * 2 * math.pi)
-        return width * math.log(turns) / (2 * math.log(config.rope_theta))
+        """The index of the pair that makes so many rotations over the original context."""
+        inverse_frequency = config.yarn_original_tokens / (rotations * 2 * math.pi)
+        return width * math.log(inverse_frequency) / (2 * math.log(config.rope_theta))
 
     low = max(math.floor(pair_with(config.yarn_beta_fast)), 0)
     high = min(math.ceil(pair_with(config.yarn_beta_slow)), width - 1)
     ramp = (torch.arange(width // 2, dtype=torch.float32, device=frequencies.device) - low) / max(high - low, 1e-3)
-    stretched = ramp.clamp(0, 1)
-    return frequencies / config.yarn_factor * stretched + frequencies * (1 - stretched)
+    interpolated = ramp.clamp(0, 1)
+    return frequencies / config.yarn_factor * interpolated + frequencies * (1 - interpolated)
 
 
 def rotation(config: AttentionConfig) -> Rotate:
-    """The rotation that a recipe asks for."""
+    """The rotation of `rope_is_interleaved`: of neighbouring elements, or of the two halves of a head."""
     return rotate_pairs if config.rope_is_interleaved else rotate_halves

@@ -6,7 +6,7 @@ from torch import nn
 
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.dispatchers import dispatchers_that
-from titan_moe.config.recipe import most_tokens_at_once
+from titan_moe.config.recipe import max_batch_tokens
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.missing_rank import MissingRank
 from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
@@ -35,7 +35,7 @@ def share_memory(
     num_ranks = group.size()
     num_bytes = symm_bytes(
         num_ranks,
-        most_tokens_at_once(recipe),
+        max_batch_tokens(recipe),
         width=max(moe.experts.down.shape[1] for moe in layers),
         top_k=max(moe.router.rule.top_k for moe in layers),
         row_dtype=rows,

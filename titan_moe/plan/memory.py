@@ -2,7 +2,7 @@
 
 from titan_moe.config.parallel import resolve
 from titan_moe.config.perf import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe, most_tokens_at_once
+from titan_moe.config.recipe import Recipe, max_batch_tokens
 from titan_moe.plan.count import count_parameters, expert_width, parameters_of_an_expert
 
 
@@ -42,7 +42,7 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
         return 0
     element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
     place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4
-    rows = most_tokens_at_once(recipe) * (recipe.parallel.ep * place + 4 * top_k)
+    rows = max_batch_tokens(recipe) * (recipe.parallel.ep * place + 4 * top_k)
     return max(rows, _clone_bytes(recipe))
 
 

@@ -1,4 +1,4 @@
-"""Loss on held-out sequences."""
+"""The validation loss on held-out sequences."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from titan_moe.parallel import fsdp
 
 @contextmanager
 def evaluating(parts: list[nn.Module]) -> Iterator[None]:
-    """Put a model's dropout and the like to rest for a while; nothing of it stays gathered afterwards."""
+    """Set the parts of a model to evaluation mode. On exit, back to training mode with all parameters resharded."""
     for part in parts:
         part.eval()
     try:
@@ -29,9 +29,9 @@ def evaluating(parts: list[nn.Module]) -> Iterator[None]:
 def validation_loss(
     parts: list[nn.Module], batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup
 ) -> Tensor:
-    """Mean cross entropy over the label tokens of all ranks' batches; every rank must bring equally many batches."""
+    """Mean cross entropy over the label tokens of all ranks. Every rank must have the same number of batches."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    (model,) = parts  # several are a pipeline's, whose schedule runs them
+    (model,) = parts  # several parts belong to a pipeline and are run by its schedule
     with evaluating(parts):
         for batch in batches:
             for tokens_BN, labels_BN, document_ids_BN in batch.to(device).microbatches():

@@ -1,4 +1,4 @@
-"""Start the ranks of one machine through torchrun, and pass on how they ended."""
+"""Start the ranks of one host through torchrun, and return their exit code."""
 
 import logging
 import os
@@ -14,19 +14,19 @@ from torch.distributed.run import main as torchrun
 from titan_moe.train.process import EXIT_BY_SIGNAL
 
 
-def launch(num_ranks: int, words: Sequence[str]) -> int:
-    """Run `titan-moe` with these words on every rank and return the exit code: of the first rank that failed, or 0.
+def launch(num_ranks: int, argv: Sequence[str]) -> int:
+    """Run `titan-moe` with these arguments on every rank. Returns the exit code of the first rank that failed, or 0.
 
-    torchrun answers both a failed rank and a signal with a traceback of its own and the code 1, whatever the ranks
-    have said; here their words and their code stand. At SIGTERM the ranks save, and torchrun gives them 30 seconds for
-    it; TORCH_ELASTIC_SHUTDOWN_TIMEOUT gives more (torch 2.13), also to ranks that hang after another's failure.
+    For a failed rank or a signal, torchrun prints a traceback of its own and exits with 1. Here the ranks' own messages
+    and exit code remain. After SIGTERM the ranks save, for which torchrun waits 30 seconds;
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.13) sets another limit, also for ranks that hang after another one failed.
     """
     sys.stdout.flush()
-    # the cores, shared out: torchrun would give each rank one thread, and say so at length
+    # divide the cores between ranks: torchrun would set one thread per rank, with a long warning
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
-        torchrun(["--standalone", "--nproc-per-node", str(num_ranks), "-m", "titan_moe", *words])
+        torchrun(["--standalone", "--nproc-per-node", str(num_ranks), "-m", "titan_moe", *argv])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

@@ -1,4 +1,4 @@
-"""The process group of a run, under torchrun or alone, and the signal that ends it early."""
+"""The process group of a run, with or without torchrun, and the signals that stop it early."""
 
 import os
 import signal
@@ -15,17 +15,17 @@ from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
 
 EXIT_BY_SIGNAL = 128
-"""What shells add to the number of a signal that ended a process."""
+"""The exit code of a process ended by a signal is this plus the signal's number."""
 
 
 @contextmanager
 def process_group(config: RunConfig) -> Iterator[torch.device]:
-    """Join the other ranks that torchrun started, or be the only one; yields this rank's device.
+    """Initialise the process group, of torchrun's ranks or of this process alone. Yields this rank's device.
 
-    Raises: RecipeError if the recipe asks for CUDA and there is none, or none for this rank.
+    Raises: RecipeError if the recipe needs CUDA and this rank has no GPU.
     """
     device = _device(config)
-    # gloo stands beside NCCL: stop signals and checkpoint plans are agreed on the host
+    # gloo beside NCCL: stop signals and checkpoint plans are exchanged on the host
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with _determinism(config.is_deterministic):
         if device.type == "cuda":
@@ -36,10 +36,10 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield device
-            _leave_together(device)
+            _wait_for_all_ranks(device)
         finally:
             dist.destroy_process_group()
-            # DTensor remembers layouts with their meshes, and meshes keep their groups: none shall outlive the run
+            # DTensor's caches keep meshes, and with them process groups, alive
             _clear_sharding_prop_cache()
 
 
@@ -47,17 +47,17 @@ def _device(config: RunConfig) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        problem = 'run.device = "cuda", but PyTorch sees no GPU; use run.device = "cpu" or a CUDA build of torch'
+        problem = 'run.device = "cuda", but PyTorch finds no GPU; use run.device = "cpu" or a CUDA build of torch'
         raise RecipeError([problem])
     index, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= num_gpus:
-        problem = f"rank {index} of this host has no GPU, PyTorch sees {num_gpus}; start at most {num_gpus} ranks on it"
+        problem = f"local rank {index} has no GPU, PyTorch finds {num_gpus}; start at most {num_gpus} ranks per host"
         raise RecipeError([problem])
     return torch.device("cuda", index)
 
 
-def _leave_together(device: torch.device) -> None:
-    """Let no rank's memory go while a peer may still read it: what ranks of a node share does not ask its owner."""
+def _wait_for_all_ranks(device: torch.device) -> None:
+    """Synchronise all ranks: symmetric memory must not be freed while a peer still reads it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         dist.all_reduce(torch.zeros(1))
@@ -65,7 +65,7 @@ def _leave_together(device: torch.device) -> None:
 
 @contextmanager
 def _determinism(is_on: bool) -> Iterator[None]:
-    """Allow deterministic algorithms only, or any; the first use of cuBLAS must find its workspace configured."""
+    """Set PyTorch's deterministic mode. cuBLAS reads its workspace setting at its first use."""
     if is_on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     was_on = torch.are_deterministic_algorithms_enabled()
@@ -77,15 +77,15 @@ def _determinism(is_on: bool) -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C, agreed by all ranks: they stop after the same step even if it reaches them at different ones.
+    """SIGTERM or Ctrl-C, reduced over ranks: all stop after the same step, also if they receive it at different ones.
 
-    Used as a context: outside of it the signals mean what they meant before. A second Ctrl-C ends the run at once; a
-    second SIGTERM does not, because under SLURM the ranks have it twice, from SLURM and from torchrun.
+    A context manager; on exit it restores the previous handlers. A second Ctrl-C ends the run at once. A second SIGTERM
+    does not, because under SLURM the ranks receive it twice, from SLURM and from torchrun.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        """The signal that all ranks agreed on; 0 while there is none."""
+        """The signal received by any rank; 0 if none."""
         self._received = 0
         self._agreed = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
@@ -104,9 +104,9 @@ class StopSignal:
         self._received = number
 
     def poll(self) -> bool:
-        """Call once a step: True on every rank at the step after the first rank had its signal.
+        """Call once per step. Returns True on all ranks at the step after the first rank received its signal.
 
-        Never waits for the device.
+        Does not synchronise with the device.
         """
         if self._work is not None:
             self._work.wait()

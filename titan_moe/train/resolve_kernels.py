@@ -1,4 +1,4 @@
-"""Resolve what a recipe leaves open, `perf.kernels = "auto"`, into overrides."""
+"""Replace `perf.kernels = "auto"` by the chosen kernels, so that the saved recipe contains what runs."""
 
 import logging
 from dataclasses import replace
@@ -15,7 +15,7 @@ logger = logging.getLogger("titan_moe")
 
 
 def resolve_kernels(recipe: Recipe, device: torch.device) -> Recipe:
-    """Choose the kernels of `auto` by the tables of the main rank's device, for all ranks alike, and say so.
+    """Choose the kernels of `auto` with the tables of rank 0's device, equally for all ranks, and log them.
 
     Raises: RecipeError if a table cannot be read.
     """

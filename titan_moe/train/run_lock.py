@@ -1,4 +1,4 @@
-"""One run at a time in a run folder."""
+"""A lock on the run folder: one run at a time."""
 
 import fcntl
 import os
@@ -11,21 +11,21 @@ from titan_moe.config import RecipeError
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Keep a run folder for this run alone; a process that dies gives it up, however it dies.
+    """Lock a run folder. The operating system releases the lock when the process ends, also after a crash.
 
-    Two runs in one folder would write into each other's metrics and remove each other's unfinished checkpoints. On
-    storage without locks of its own (some network file systems) nobody is kept out. A folder that was made for the
-    claim and stays empty goes again: a refused recipe leaves nothing.
+    Two runs in one folder would mix their metrics and remove each other's unfinished checkpoints. On storage without
+    locks (some network file systems) the lock has no effect. A folder that is created for the lock and stays empty is
+    removed, so a refused recipe leaves no folder.
 
-    Raises: RecipeError if the folder cannot be written or another run is in it.
+    Raises: RecipeError if the folder is not writable or another run uses it.
     """
-    was_there = folder.exists()
+    existed = folder.exists()
     with _open(folder) as handle:
         _lock(folder, handle)
         try:
             yield
         finally:
-            if not was_there:
+            if not existed:
                 with suppress(OSError):  # it is not empty
                     folder.rmdir()
 
@@ -38,19 +38,19 @@ def _open(folder: Path) -> Iterator[int]:
             raise PermissionError(0, "no permission to write")
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        problem = f'run.folder = "{folder}" cannot be written: {error.strerror}; take a folder where you may write'
+        problem = f'run.folder = "{folder}" cannot be written: {error.strerror}; set a writable folder'
         raise RecipeError([problem]) from error
     try:
         yield handle
     finally:
-        os.close(handle)  # the lock goes with it
+        os.close(handle)  # releases the lock
 
 
 def _lock(folder: Path, handle: int) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        problem = f'run.folder = "{folder}" is in use by another run; wait for its end, or take another run.folder'
+        problem = f'run.folder = "{folder}" is in use by another run; wait for its end, or set another run.folder'
         raise RecipeError([problem]) from error
     except OSError:
-        pass  # this storage has no locks
+        pass  # the storage does not support locks

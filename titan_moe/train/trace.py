@@ -1,4 +1,4 @@
-"""A look at a few steps of a recipe: a short run under the profiler, and its page."""
+"""`titan-moe trace`: a short run under the profiler, and its report."""
 
 import logging
 import os
@@ -22,44 +22,43 @@ from titan_moe.train import trainer
 logger = logging.getLogger("titan_moe")
 
 FIRST_TRACED_STEP = 5
-"""By then all is compiled, tuned and allocated."""
+"""The steps before it compile, autotune and allocate."""
 INSIDE_A_BLOCK = ("attention", "dense", "router", "latent", "dispatch", "experts", "combine", "shared")
-"""Parts that have no name of their own where blocks are compiled whole."""
+"""Parts without a region of their own if a block is one graph."""
 
 
 def run(recipe: Recipe) -> None:
-    """Take a few steps of a recipe under the profiler, in a folder of its own beside the run's checkpoints.
+    """Run a few steps of a recipe under the profiler, in the folder `trace` of the run folder.
 
-    Every rank leaves a Chrome trace, rank 0 a `report.html` of its own. Weights are thrown away.
+    Every rank writes a Chrome trace, rank 0 also the `report.html` of its own one. The weights are discarded.
 
-    Raises: what training raises; RecipeError if the folder holds the checkpoint of a trace that was stopped.
+    Raises: the errors of training; RecipeError if the folder contains the checkpoint of an interrupted trace.
     """
     short = shortened(recipe)
     folder = Path(short.run.folder)
     if any((folder / "checkpoints").glob("step-*")):
-        raise RecipeError([f"{folder} has the checkpoint of a trace that was stopped; remove the folder"])
+        raise RecipeError([f"{folder} has the checkpoint of an interrupted trace; remove the folder"])
     rank = int(os.environ.get("RANK", "0"))
     path = trace_path(short.profile, folder, rank)
     path.unlink(missing_ok=True)
     start_records()
     trainer.run(short)
-    if rank > 0 or not path.exists():  # stopped before the traced steps, and said so
+    if rank > 0 or not path.exists():  # no trace: the run was stopped before the traced steps
         return
     report = folder / "report.html"
-    page = render(read_trace(path, recipe.profile.num_steps), _traced_run(short), compile_report())
-    report.write_text(page, encoding="utf-8")
+    html = render(read_trace(path, recipe.profile.num_steps), _traced_run(short), compile_report())
+    report.write_text(html, encoding="utf-8")
     logger.info("traces are in %s; the report is %s", path.parent, report)
     if short.compile.compiles_blocks(_device(short).type):
-        way_out = 'compile.extent = "pieces" splits them'
+        way_out = 'compile.extent = "pieces" breaks them down'
         logger.info('compile.extent = "block": the report has blocks as one part; %s', way_out)
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """The same steps, but few, and nothing between them: no log line, validation or checkpoint.
+    """The same recipe with few steps, and without log lines, validation and checkpoints between them.
 
-    One step follows the traced ones: the run's last is logged, and reading its loss would hold the device up. Where
-    steps are replayed from a CUDA graph, two go before them: one that is launched kernel by kernel, which tells the
-    kernels' parts, and the one that is recorded.
+    One step follows the traced ones: the last step of a run is logged, and reading its loss stalls the device. With
+    CUDA graphs, two more steps are traced first: an eager one, which attributes kernels to parts, and the capture.
     """
     is_captured = recipe.compile.cudagraph != "off"
     first_step = NUM_WARM_UPS if is_captured else recipe.profile.start_step or FIRST_TRACED_STEP
@@ -94,14 +93,14 @@ def _traced_run(recipe: Recipe) -> TracedRun:
 
 
 def _in_blocks(work: dict[str, Work]) -> dict[str, Work]:
-    """The same work, with all that lies inside blocks as theirs."""
+    """The same work, with the parts inside a block summed up as "block"."""
     inside = [work[part] for part in INSIDE_A_BLOCK if part in work]
-    whole = Work(
+    block = Work(
         flops=sum(part.flops for part in inside),
         memory_bytes=sum(part.memory_bytes for part in inside),
         wire_bytes=sum(part.wire_bytes for part in inside),
     )
-    return {part: done for part, done in work.items() if part not in INSIDE_A_BLOCK} | {"block": whole}
+    return {part: amount for part, amount in work.items() if part not in INSIDE_A_BLOCK} | {"block": block}
 
 
 def _device(recipe: Recipe) -> torch.device:

@@ -1,7 +1,7 @@
-"""Measure, for the shapes of a recipe, every implementation that its kernels could be chosen from, and write it down.
+"""`titan-moe tune`: time all backends of a recipe's kernels at its shapes, and write the results to a table.
 
-One GPU measures what one rank does, whatever the number of ranks: routing is random and even, and no message travels.
-What is compiled in a run is compiled here.
+One GPU measures the work of one rank for any number of ranks: routing is random and balanced, and there is no
+communication. Operations that a run compiles are compiled here too.
 """
 
 import logging
@@ -24,41 +24,41 @@ logger = logging.getLogger("titan_moe")
 
 
 def run(recipe: Recipe, world_size: int, out: Path | None = None) -> None:
-    """Measure on this GPU and merge the result into a table: `out`, or the user's own of this device.
+    """Measure on this GPU and merge the results into a table: `out`, or the user's table of this device.
 
-    Raises: RecipeError if there is no GPU, or if the table there is none, or another device's.
+    Raises: RecipeError without a GPU, or if the table is invalid or of another device.
     """
     if recipe.run.device == "cpu" or not torch.cuda.is_available():
-        cause = 'run.device = "cpu"' if recipe.run.device == "cpu" else "PyTorch sees no GPU"
-        raise RecipeError([f"{cause}, and there is nothing to measure on a CPU; run titan-moe tune where a GPU is"])
+        cause = 'run.device = "cpu"' if recipe.run.device == "cpu" else "PyTorch finds no GPU"
+        raise RecipeError([f"{cause}, and there is nothing to measure on a CPU; run titan-moe tune on a GPU host"])
     device = torch.device("cuda")
     name = torch.cuda.get_device_name(device)
     path = out or cached_tables() / table_name(name)
-    table = table_at(path, name)
+    table = open_table(path, name)
     for entry in measure(recipe, world_size, device):
         table = table.merged([entry])
-        write_table(path, table)  # at once: what comes next may take the process down
-        logger.info("%s has %s", path, entry.operation)
-    logger.info('perf.kernels = "auto" on %s, by the tables in %s and in the package:', name, cached_tables())
+        write_table(path, table)  # at once: a later kernel may crash the process
+        logger.info("wrote %s to %s", entry.operation, path)
+    logger.info('perf.kernels = "auto" on %s, with the tables in %s and in the package:', name, cached_tables())
     for line in describe_choices(choose_for(recipe, world_size, name, torch.cuda.get_device_capability(device))):
         logger.info("  %s", line)
 
 
-def table_at(path: Path, device: str) -> KernelTable:
-    """The table to go on with; an empty one if there is no file yet.
+def open_table(path: Path, device: str) -> KernelTable:
+    """Read the table to extend, or make an empty one if there is no file yet.
 
-    Raises: RecipeError if the file is no table, or another device's.
+    Raises: RecipeError if the file is not a table, or a table of another device.
     """
     table = read_table(path) if path.exists() else KernelTable(device)
     if table.device != device:
-        raise RecipeError([f"{path} is a table of {table.device}, and this is {device}; name another file with --out"])
+        raise RecipeError([f"{path} is a table of {table.device}, but this is {device}; give another file with --out"])
     return table
 
 
 def measure(
     recipe: Recipe, world_size: int, device: torch.device, stopwatch: Stopwatch = replayed_ms
 ) -> Iterator[Measured]:
-    """Time each tunable operation of the recipe; one with fewer than two candidates, or a broken one, is left out."""
+    """Time each tunable operation of the recipe. One with fewer than two backends, or a failing one, is skipped."""
     tunables = {kernel.tunable.operation: kernel.tunable for kernel in load_all().values() if kernel.tunable}
     is_compiled = recipe.compile.compiles(device.type)
     for operation, shape in shapes_of(recipe, world_size).items():
@@ -73,8 +73,8 @@ def measure(
         for backend in backends:
             try:
                 ms[backend] = _time(tunable, backend, shape, device, is_compiled, stopwatch)
-            except Exception as error:  # one that does not run must not keep the others from being measured
-                logger.warning("%s %s cannot run here, so nothing is written: %s", operation, backend, _in_short(error))
+            except Exception as error:  # a failing backend must not prevent the measurement of other operations
+                logger.warning("%s %s fails, so nothing is written: %s", operation, backend, _shorten(error))
             else:
                 logger.info("%s %s: %.4g ms forward and backward", operation, backend, ms[backend])
         if len(ms) == len(backends):
@@ -85,7 +85,7 @@ def measure(
 def _time(
     tunable: Tunable, backend: str, shape: Shape, device: torch.device, is_compiled: bool, stopwatch: Stopwatch
 ) -> float:
-    """Milliseconds of a candidate's forward and backward; all candidates get the same arguments."""
+    """Milliseconds of a backend's forward and backward. All backends get the same arguments."""
     torch.manual_seed(0)
     sample = tunable.draw(shape, device)
     torch._dynamo.reset()  # a graph for this shape alone
@@ -94,6 +94,6 @@ def _time(
     return round(forward_and_total_ms(timed, sample, stopwatch)[1], 4)
 
 
-def _in_short(error: Exception) -> str:
-    """The error on one line; compilers write pages."""
+def _shorten(error: Exception) -> str:
+    """The error on one line; compiler errors are long."""
     return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
