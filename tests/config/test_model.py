@@ -15,6 +15,6 @@ from titan_moe.config.model import AttentionConfig
         (1000, 2, [100] * 7),
     ],
 )
-def test_how_far_each_layer_reaches(window: int, full_every: int, expected: list[int]) -> None:
+def test_attention_window_of_each_layer(window: int, full_every: int, expected: list[int]) -> None:
     attention = AttentionConfig(sliding_window=window, full_attention_every=full_every)
     assert [attention.window(layer, 100) for layer in range(7)] == expected

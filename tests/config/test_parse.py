@@ -24,11 +24,11 @@ def problems_of(file: Path, *overrides: str) -> list[str]:
     return raised.value.problems
 
 
-def test_an_empty_file_is_the_default_recipe(tmp_path: Path) -> None:
+def test_parse_empty_file_is_the_default_recipe(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path, "r.toml", "")) == Recipe()
 
 
-def test_values_reach_their_fields(tmp_path: Path) -> None:
+def test_parse_values_into_fields(tmp_path: Path) -> None:
     file = write(
         tmp_path,
         "r.toml",
@@ -52,7 +52,7 @@ def test_values_reach_their_fields(tmp_path: Path) -> None:
     assert recipe.optim == Recipe().optim
 
 
-def test_bases_merge_deeply_and_the_recipe_wins(tmp_path: Path) -> None:
+def test_parse_merges_bases_deeply_and_the_recipe_wins(tmp_path: Path) -> None:
     write(tmp_path, "models/root.toml", "[model]\nhidden_size = 1\nnum_layers = 1\n[model.moe]\ntop_k = 1")
     write(tmp_path, "models/mid.toml", 'base = "root.toml"\n[model]\nnum_layers = 2\n[model.moe]\nnum_experts = 2')
     file = write(tmp_path, "r.toml", 'base = "models/mid.toml"\n[model.moe]\nnum_experts = 3')
@@ -61,13 +61,13 @@ def test_bases_merge_deeply_and_the_recipe_wins(tmp_path: Path) -> None:
     assert (recipe.model.moe.top_k, recipe.model.moe.num_experts, recipe.model.moe.latent_size) == (1, 3, 4)
 
 
-def test_a_base_cycle_is_refused_with_its_chain(tmp_path: Path) -> None:
+def test_parse_refuses_a_base_cycle_with_its_chain(tmp_path: Path) -> None:
     write(tmp_path, "b.toml", 'base = "a.toml"')
     (problem,) = problems_of(write(tmp_path, "a.toml", 'base = "b.toml"'))
     assert "closes a cycle" in problem and "a.toml -> " in problem and "b.toml" in problem
 
 
-def test_a_missing_base_names_who_asked_and_what_is_there(tmp_path: Path) -> None:
+def test_parse_missing_base_error_names_recipe_and_alternatives(tmp_path: Path) -> None:
     write(tmp_path, "models/real.toml", "")
     file = write(tmp_path, "r.toml", 'base = "models/reel.toml"')
     (problem,) = problems_of(file)
@@ -75,23 +75,23 @@ def test_a_missing_base_names_who_asked_and_what_is_there(tmp_path: Path) -> Non
     assert "real.toml" in problem
 
 
-def test_a_base_that_is_no_string_is_refused(tmp_path: Path) -> None:
+def test_parse_refuses_a_base_that_is_no_string(tmp_path: Path) -> None:
     (problem,) = problems_of(write(tmp_path, "r.toml", "base = 3"))
     assert "base = 3 must be a string" in problem
 
 
-def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+def test_parse_errors_name_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     assert "does not exist" in problems_of(tmp_path / "r.toml")[0]
     assert "cannot be read" in problems_of(tmp_path)[0]
 
 
-def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
+def test_parse_syntax_error_names_file_and_line(tmp_path: Path) -> None:
     file = write(tmp_path, "r.toml", "[run]\nseed = = 3")
     (problem,) = problems_of(file)
     assert str(file) in problem and "line 2" in problem
 
 
-def test_all_problems_come_at_once_with_file_and_key(tmp_path: Path) -> None:
+def test_parse_reports_all_problems_with_file_and_key(tmp_path: Path) -> None:
     base = write(tmp_path, "base.toml", "[model]\nhidden_sise = 3")
     file = write(
         tmp_path,
@@ -149,7 +149,9 @@ def test_all_problems_come_at_once_with_file_and_key(tmp_path: Path) -> None:
         (["--train.steps=1", "--train.steps=2"], "train.steps", 2),
     ],
 )
-def test_overrides_are_read_by_the_fields_type(tmp_path: Path, words: list[str], dotted: str, expected: object) -> None:
+def test_parse_overrides_by_the_type_of_the_field(
+    tmp_path: Path, words: list[str], dotted: str, expected: object
+) -> None:
     value: object = load_recipe(write(tmp_path, "r.toml", "[train]\nsteps = 7"), words)
     for name in dotted.split("."):
         value = getattr(value, name)
@@ -167,12 +169,12 @@ def test_overrides_are_read_by_the_fields_type(tmp_path: Path, words: list[str],
         ("steps=3", "is not of the form --section.key=value"),
     ],
 )
-def test_bad_overrides_are_refused(tmp_path: Path, word: str, message: str) -> None:
+def test_parse_refuses_bad_overrides(tmp_path: Path, word: str, message: str) -> None:
     (problem,) = problems_of(write(tmp_path, "r.toml", ""), word)
     assert problem.startswith("command line: ") and message in problem
 
 
-def test_a_dumped_recipe_reads_back_equal(tmp_path: Path) -> None:
+def test_parse_of_a_dumped_recipe_is_equal(tmp_path: Path) -> None:
     recipe = Recipe()
     recipe = dataclasses.replace(
         recipe,
@@ -187,7 +189,7 @@ def test_a_dumped_recipe_reads_back_equal(tmp_path: Path) -> None:
     assert text.index("[run]") < text.index("[model.moe]") < text.index("[parallel]") < text.index("[profile]")
 
 
-def test_an_integer_too_large_for_a_float_is_infinite(tmp_path: Path) -> None:
+def test_parse_integer_too_large_for_a_float_is_infinite(tmp_path: Path) -> None:
     for sign in (1, -1):
         recipe = load_recipe(write(tmp_path, "r.toml", f"[optim]\nlr = {sign * 10**400}"))
         assert recipe.optim.lr == sign * math.inf

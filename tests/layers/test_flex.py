@@ -49,7 +49,7 @@ SIGHTS = {
 @pytest.mark.usefixtures("trains_on_cpu")
 @pytest.mark.parametrize("seen", SIGHTS.values(), ids=SIGHTS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_values_and_gradients_equal_the_truth_table(shape: tuple[int, int, int, int], seen: MaskSpec) -> None:
+def test_flex_values_and_gradients_equal_the_dense_mask(shape: tuple[int, int, int, int], seen: MaskSpec) -> None:
     torch.manual_seed(0)
     heads, kv_heads, width, value_width = shape
     sizes = ((heads, width), (kv_heads, width), (kv_heads, value_width))
@@ -71,7 +71,7 @@ def built(config: ModelConfig, attention: str) -> Transformer:
 
 @pytest.mark.usefixtures("trains_on_cpu")
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
-def test_a_model_trains_alike(attention: AttentionConfig) -> None:
+def test_flex_and_sdpa_train_alike(attention: AttentionConfig) -> None:
     models = [built(replace(CONFIG, attention=attention), kind) for kind in ("sdpa", "flex")]
     tokens, labels = torch.randint(32, (2, 1, 40)).unbind()
     losses = [model(tokens, labels, documents(9, 20, 11)) for model in models]
@@ -83,7 +83,7 @@ def test_a_model_trains_alike(attention: AttentionConfig) -> None:
         assert error < 1e-4, f"{name} differs by {error:.1e}"
 
 
-def test_generation_grows_over_windows_and_blocks() -> None:
+def test_flex_generation_grows_over_windows_and_blocks() -> None:
     prompt, models = torch.randint(32, (1, 1)), [built(CONFIG, kind) for kind in ("sdpa", "flex")]
     tokens, expected = (model.generate(prompt, 140) for model in reversed(models))
     assert torch.equal(tokens, expected)
@@ -91,7 +91,7 @@ def test_generation_grows_over_windows_and_blocks() -> None:
 
 
 @pytest.mark.usefixtures("trains_on_cpu")
-def test_new_documents_make_no_new_graph() -> None:
+def test_flex_does_not_recompile_for_new_documents() -> None:
     """Masks are inputs of a compiled block: their values, and the function that reads them, are new every step."""
     counter, model = CompileCounterWithBackend("aot_eager"), built(replace(CONFIG, num_layers=12), "flex")
     for block in model.layers.values():

@@ -65,7 +65,7 @@ def evaluate_twice(recipe: Recipe) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gathers_once", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_evaluation_gathers_the_weights_anew(ranks: Any, num_ranks: int, gathers_once: bool) -> None:
+def test_evaluation_gathers_the_weights_again(ranks: Any, num_ranks: int, gathers_once: bool) -> None:
     parallel = ParallelConfig(ep=num_ranks, dispatcher="allgather", accumulate_unsharded=gathers_once)
     for seen in ranks(num_ranks, evaluate_twice, replace(RECIPE, parallel=parallel)):
         assert seen["after"] == seen["fresh"] != seen["before"]

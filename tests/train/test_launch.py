@@ -1,7 +1,7 @@
 """The ranks' words and exit codes are those of the command that started them."""
 
 
-def test_what_a_rank_refuses_is_told_once_and_plainly(tiny) -> None:
+def test_launch_reports_a_refusal_once(tiny) -> None:
     missing = ("--data.source=text", "--data.path=nowhere/*", "--model.vocab_size=256")
     process = tiny().start("--nproc", "2", *missing)
     said = process.communicate(timeout=120)[1]
@@ -10,7 +10,7 @@ def test_what_a_rank_refuses_is_told_once_and_plainly(tiny) -> None:
     assert "Traceback" not in said and "torch/distributed" not in said
 
 
-def test_ranks_with_other_data_draw_other_numbers(tiny, tmp_path) -> None:
+def test_launch_ranks_with_other_data_draw_other_numbers(tiny, tmp_path) -> None:
     (tmp_path / "drawing.py").write_text(
         "import os, pathlib, torch\n"
         "from titan_moe.models.transformer import Transformer\n"
@@ -25,7 +25,7 @@ def test_ranks_with_other_data_draw_other_numbers(tiny, tmp_path) -> None:
     assert (tmp_path / "0").read_text() != (tmp_path / "1").read_text()
 
 
-def test_a_killed_rank_fails_the_run(tiny, tmp_path) -> None:
+def test_launch_fails_with_a_killed_rank(tiny, tmp_path) -> None:
     (tmp_path / "suicidal.py").write_text(
         "import os, signal\n"
         "from titan_moe.models.transformer import Transformer\n"

@@ -14,14 +14,14 @@ from titan_moe.config.train import RunConfig
 from titan_moe.train.process import StopSignal, process_group
 
 
-def test_a_process_alone_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_of_a_process_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with process_group(RunConfig(device="cpu")) as device:
         assert device == torch.device("cpu") and dist.get_world_size() == 1
     assert not dist.is_initialized()
 
 
-def test_determinism_is_settled_before_the_first_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_determinism_is_set_before_the_first_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "of an earlier run")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
@@ -31,7 +31,7 @@ def test_determinism_is_settled_before_the_first_gemm(monkeypatch: pytest.Monkey
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_run_does_not_meet_the_meshes_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_group_frees_the_meshes_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     for _ in range(2):
         with process_group(RunConfig(device="cpu")):
@@ -54,11 +54,11 @@ def stop_step() -> int:
     return step
 
 
-def test_ranks_stop_after_the_same_step(ranks) -> None:
+def test_stop_signal_stops_ranks_after_the_same_step(ranks) -> None:
     assert ranks(2, stop_step) == [4, 4]
 
 
-def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_signal_ends_at_once_at_a_second_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with process_group(RunConfig(device="cpu")), StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGTERM)

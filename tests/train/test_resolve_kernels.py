@@ -19,7 +19,7 @@ TINY = Path(__file__).with_name("tiny.toml")
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def test_a_cpu_run_says_that_it_has_no_triton_and_records_the_default(tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_resolve_kernels_on_a_cpu_records_the_default(tiny, caplog: pytest.LogCaptureFixture) -> None:
     run = tiny("--train.steps=1")
     with caplog.at_level(logging.INFO, "titan_moe"):
         assert run.train() == 0
@@ -28,14 +28,14 @@ def test_a_cpu_run_says_that_it_has_no_triton_and_records_the_default(tiny, capl
     assert load_recipe(run.folder / "recipe.toml").perf.kernels == "grouped_mm"
 
 
-def test_a_named_preset_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_resolve_kernels_keeps_a_named_preset(caplog: pytest.LogCaptureFixture) -> None:
     recipe = load_recipe(TINY, ["--perf.kernels=reference"])
     with caplog.at_level(logging.INFO, "titan_moe"):
         assert resolve_kernels.resolve_kernels(recipe, torch.device("cpu")) is recipe
     assert caplog.text == ""
 
 
-def test_a_gpu_of_an_unknown_name_is_known_by_its_compute_capability(
+def test_resolve_kernels_of_an_unknown_gpu_by_capability(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -61,7 +61,7 @@ def resolved_on_a_rank() -> PerfConfig:
     return resolve_kernels.resolve_kernels(load_recipe(TINY), torch.device("cpu")).perf
 
 
-def test_all_ranks_take_the_choice_of_the_main_one(ranks) -> None:
+def test_resolve_kernels_takes_the_choice_of_rank_0(ranks) -> None:
     expected = replace(load_recipe(TINY).perf, kernels="grouped_mm")
     for perf in ranks(2, resolved_on_a_rank):
         assert (
@@ -81,5 +81,5 @@ def refused_on_a_rank() -> list[str]:
     return refused.value.problems
 
 
-def test_a_table_that_only_the_main_rank_sees_is_refused_by_all(ranks) -> None:
+def test_resolve_kernels_error_of_rank_0_reaches_all_ranks(ranks) -> None:
     assert ranks(2, refused_on_a_rank) == [["a table that", "cannot be read"]] * 2

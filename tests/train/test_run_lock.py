@@ -10,7 +10,7 @@ from titan_moe.config import RecipeError
 from titan_moe.train.run_lock import run_lock
 
 
-def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+def test_run_lock_refuses_a_second_run_until_the_first_ends(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     with run_lock(folder):
         with pytest.raises(RecipeError, match="is in use by another run"), run_lock(folder):
@@ -20,7 +20,7 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
         assert (folder / "recipe.toml").exists()
 
 
-def test_a_killed_run_gives_its_folder_up(tiny) -> None:
+def test_run_lock_is_released_by_a_killed_run(tiny) -> None:
     run = tiny("--train.steps=100000", "--metrics.every_steps=1")
     process = run.start()
     while process.poll() is None and not run.column("loss"):
@@ -35,13 +35,13 @@ def test_a_killed_run_gives_its_folder_up(tiny) -> None:
     assert run.train("--train.steps=2") == 0
 
 
-def test_a_folder_that_cannot_be_written_is_told_by_its_key(tmp_path: Path) -> None:
+def test_run_lock_error_names_the_key_of_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RecipeError, match=r'run.folder = ".*/file/run" cannot be written: Not a directory'):
         run_lock(tmp_path / "file" / "run").__enter__()
 
 
-def test_an_empty_claim_leaves_nothing(tmp_path: Path) -> None:
+def test_run_lock_without_a_run_leaves_nothing(tmp_path: Path) -> None:
     with run_lock(tmp_path / "run"):
         pass
     assert not (tmp_path / "run").exists()

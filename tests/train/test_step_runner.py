@@ -110,7 +110,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float = 
 
 @pytest.mark.parametrize("extent", ["microbatch", "step"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_replayed_steps_are_the_steps(ranks: Any, num_ranks: int, extent: str) -> None:
+def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, num_ranks: int, extent: str) -> None:
     recipe = replace(RECIPE, parallel=SPREAD if num_ranks == 4 else ParallelConfig())
     plain, replayed = ranks(num_ranks, train, recipe), ranks(num_ranks, train, recipe, extent)
     for one, other in zip(plain, replayed, strict=True):
@@ -119,7 +119,7 @@ def test_replayed_steps_are_the_steps(ranks: Any, num_ranks: int, extent: str) -
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])
-def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, extent: str) -> None:
+def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, extent: str) -> None:
     bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
     exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
     runs = ranks(4, train, replace(RECIPE, parallel=bounded), extent)
@@ -130,7 +130,7 @@ def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, exten
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])
-def test_a_step_without_finite_gradients_changes_nothing(ranks: Any, extent: str) -> None:
+def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
     sick = ranks(2, train, RECIPE, extent, 3)[0]
     assert sick["skipped"] == 1 and not math.isfinite(sick["norms"][3])
     assert all(torch.isfinite(weight).all() for weight in sick["weights"].values())
@@ -139,7 +139,7 @@ def test_a_step_without_finite_gradients_changes_nothing(ranks: Any, extent: str
     assert sick["losses"][:4] == well["losses"][:4] and sick["losses"][4] != well["losses"][4]
 
 
-def test_a_bound_that_is_mostly_too_tight_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture) -> None:
     class Void(SimpleNamespace):
         def __call__(self, batch: Batch) -> Any:
             return SimpleNamespace(has_overflowed=torch.tensor(True))

@@ -62,7 +62,7 @@ def stopwatch() -> Callable[[Callable[[], Any]], float]:
     return time
 
 
-def test_forward_and_backward_are_timed_and_named(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_times_forward_and_backward(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, grouped_mm=plain, fused=plain)
     (entry,) = tune.measure(recipe, 1, CPU, stopwatch())
     assert entry.ms == {"grouped_mm": 2.0, "fused": 4.0}, "every second time is of forward alone"
@@ -70,7 +70,7 @@ def test_forward_and_backward_are_timed_and_named(recipe: Recipe, monkeypatch: p
     assert torch.__version__.startswith(entry.torch)
 
 
-def test_what_is_not_differentiable_has_one_time() -> None:
+def test_tune_times_what_is_not_differentiable() -> None:
     sample = Sample("", (torch.ones(3),), 0)
     assert forward_and_total_ms(lambda x: x + 1, sample, stopwatch()) == (1.0, 1.0)
 
@@ -83,7 +83,7 @@ def test_what_is_not_differentiable_has_one_time() -> None:
         ("", "experts fused cannot run here, so nothing is written: RuntimeError: not on this device"),
     ],
 )
-def test_half_a_comparison_is_not_written(
+def test_tune_writes_complete_comparisons_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, overrides: str, said: str
 ) -> None:
     offer(monkeypatch, grouped_mm=plain, fused=broken)
@@ -102,9 +102,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, device: torch.device = CPU, watch:
     monkeypatch.setattr(tune, "measure", lambda recipe, ranks, _: real(recipe, ranks, device, watch or stopwatch()))
 
 
-def test_what_is_tuned_is_what_auto_takes(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tune_decides_auto(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     on_a_gpu(monkeypatch)
     offer(monkeypatch, fused=plain, grouped_mm=plain)
     assert choose_for(recipe, 1, GPU)[0].backend == "grouped_mm"
@@ -118,9 +116,7 @@ def test_what_is_tuned_is_what_auto_takes(
     assert len(read_table(path).measured) == len(before.measured) == 1, "the same shape is measured anew"
 
 
-def test_a_table_elsewhere_is_merged_and_must_be_of_this_device(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_tune_merges_a_table_of_this_device(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     on_a_gpu(monkeypatch)
     offer(monkeypatch, fused=plain, grouped_mm=plain)
     tune.run(recipe, 1, tmp_path / "mine.toml")
@@ -132,7 +128,7 @@ def test_a_table_elsewhere_is_merged_and_must_be_of_this_device(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(("device", "said"), [("cpu", 'run.device = "cpu"'), ("auto", "PyTorch sees no GPU")])
-def test_a_cpu_is_refused_at_the_door(device: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_refuses_a_cpu(device: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", str(RECIPES / "quickstart.toml"), f"--run.device={device}"]) == 2
     assert f"{said}, and there is nothing to measure on a CPU" in capsys.readouterr().err
 
@@ -148,7 +144,7 @@ def countdown() -> Callable[[Callable[[], Any]], float]:
     return time
 
 
-def test_all_operations_go_into_a_table_and_come_out(
+def test_tune_writes_and_reads_all_operations(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The real candidates, on tensors that have sizes and no memory."""
@@ -164,7 +160,7 @@ def test_all_operations_go_into_a_table_and_come_out(
     assert len(timed) == 12 and all(len(line) < 80 for line in timed), "one short line a candidate"
 
 
-def test_a_broken_operation_does_not_stop_the_others(
+def test_tune_continues_after_a_broken_operation(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def draw(shape: Any, device: torch.device) -> Sample:
@@ -184,7 +180,7 @@ def test_a_broken_operation_does_not_stop_the_others(
     assert len(line) < 320 and line.endswith(" ...")
 
 
-def test_what_was_measured_outlives_a_crash(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_keeps_measurements_after_a_crash(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch)
     offer(monkeypatch, fused=plain, grouped_mm=plain)
     real = tune.measure
@@ -200,7 +196,7 @@ def test_what_was_measured_outlives_a_crash(recipe: Recipe, monkeypatch: pytest.
 
 
 @pytest.mark.gpu
-def test_a_small_model_is_tuned(recipe: Recipe) -> None:
+def test_tune_of_a_small_model(recipe: Recipe) -> None:
     tune.run(recipe, 1)
     (path,) = cached_tables().iterdir()
     assert {entry.operation for entry in read_table(path).measured} == shapes_of(recipe, 1).keys()
