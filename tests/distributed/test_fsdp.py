@@ -93,7 +93,7 @@ def experts_have_gradients(block: torch.nn.Module) -> bool:
     return all(parameter.grad is not None for parameter in block.feed_forward.experts.parameters())
 
 
-def test_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks) -> None:
+def test_fsdp_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks) -> None:
     for parallel, num_ranks in ((ParallelConfig(), 2), (ParallelConfig(ep=2, dispatcher="alltoall"), 4)):
         for seen in ranks(num_ranks, watch, parallel):
             assert seen["reduced"] == {1: True, 2: True}
@@ -101,7 +101,7 @@ def test_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks) -> N
 
 
 @pytest.mark.parametrize("reshards", [True, False])
-def test_experts_of_whole_blocks_come_and_go_with_their_block(ranks, reshards: bool) -> None:
+def test_fsdp_experts_of_block_graphs_unshard_with_their_block(ranks, reshards: bool) -> None:
     parallel = ParallelConfig(ep=2, dispatcher="allgather", reshard_experts_after_forward=reshards)
     for seen in ranks(4, watch_whole_blocks, parallel):
         assert seen["reduced"] == {1: True, 2: True}

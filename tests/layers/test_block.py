@@ -47,7 +47,7 @@ def test_blocks_compile_once(attention: AttentionConfig, moe: MoEConfig, has_doc
         )
 
 
-def test_front_ends_at_the_door_of_the_feed_forward() -> None:
+def test_block_front_ends_before_the_feed_forward() -> None:
     block = built(GQA, SPARSE, num_layers=1).layers["0"]
     x_BND = torch.randn(2, 6, 16)
     context = Context(*rope_tables(GQA, 6, x_BND.device), None)

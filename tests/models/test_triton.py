@@ -58,7 +58,9 @@ def trained(config: ModelConfig, kernels: Kernels, device: str, dtype: torch.dty
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("attention", [CONFIG.attention, MLA], ids=["gqa", "mla"])
-def test_triton_throughout(attention: AttentionConfig, device: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_triton_kernels_train_a_model(
+    attention: AttentionConfig, device: str, dtype: torch.dtype, tolerance: float
+) -> None:
     """As far from the exact gradients as PyTorch's own kernels are, or nearer."""
     config, is_forced = replace(CONFIG, attention=attention), dtype == torch.bfloat16
     exact, plain, fused = (

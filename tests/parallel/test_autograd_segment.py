@@ -42,7 +42,7 @@ def whole(grad: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, weight.grad, other.grad]
 
 
-def test_two_pieces_give_what_the_whole_gives() -> None:
+def test_autograd_segments_equal_the_unsplit_function() -> None:
     grad = torch.randn(4, 4, dtype=torch.float64)
     x, weight, other = leaves()
     one, two = AutogradSegment(lambda x: first(x, weight)), AutogradSegment(lambda *flow: second(*flow, other))
@@ -57,7 +57,7 @@ def test_two_pieces_give_what_the_whole_gives() -> None:
         assert torch.equal(actual, expected)
 
 
-def test_what_passes_through_takes_its_gradient_along() -> None:
+def test_autograd_segment_returns_gradients_of_inputs_passed_through() -> None:
     x, weight, _ = leaves()
     piece = AutogradSegment(lambda x, y: (x, y * 2))
     piece(x, weight)
@@ -93,7 +93,7 @@ class Carry(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_what_is_in_flight_crosses_untouched(is_strided: bool) -> None:
+def test_autograd_segment_does_not_read_pending_tensors(is_strided: bool) -> None:
     x, *_ = leaves()
     one, two = AutogradSegment(lambda x: (Carry.apply(x), 1)), AutogradSegment(lambda x, one: (Carry.apply(x),))
     flow = one(x)
@@ -107,7 +107,7 @@ def test_what_is_in_flight_crosses_untouched(is_strided: bool) -> None:
     assert of_x.data_ptr() == grad.data_ptr() and of_x.stride() == grad.stride()
 
 
-def test_a_piece_keeps_no_output() -> None:
+def test_autograd_segment_keeps_no_output() -> None:
     x, weight, _ = leaves()
     piece = AutogradSegment(lambda x: (x @ weight,))
     (output,) = piece(x)

@@ -34,7 +34,7 @@ def clip(dtype: torch.dtype, max_norm: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_gradient_counts_once_and_exactly(ranks, num_ranks: int, dtype: torch.dtype) -> None:
+def test_grad_norm_counts_every_gradient_once(ranks, num_ranks: int, dtype: torch.dtype) -> None:
     for seen in ranks(num_ranks, clip, dtype, 1.0):
         assert seen["norm"] == pytest.approx(seen["exact"], rel=1e-6)
         assert seen["after"] == pytest.approx(1.0, rel=5e-3 if dtype == torch.bfloat16 else 1e-5)
@@ -82,18 +82,18 @@ def norm_on_meshes(parallel: ParallelConfig) -> tuple[float, float]:
         pytest.param(ParallelConfig(pp=2, ep=2), id="pp2-dp2-ep2"),
     ],
 )
-def test_a_shard_counts_once_on_every_layout(ranks: Any, parallel: ParallelConfig) -> None:
+def test_grad_norm_counts_shards_once_on_every_layout(ranks: Any, parallel: ParallelConfig) -> None:
     seen = ranks(4, norm_on_meshes, parallel)
     assert seen == [(pytest.approx(seen[0][1], rel=1e-12),) * 2] * 4
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1e6])
-def test_small_gradients_stay_as_they_are(ranks, max_norm: float) -> None:
+def test_clip_factor_leaves_small_gradients(ranks, max_norm: float) -> None:
     (seen,) = ranks(1, clip, torch.float32, max_norm)
     assert seen["after"] == seen["exact"]
 
 
-def test_the_factor_is_a_number_whatever_the_norm_is() -> None:
+def test_clip_factor_is_finite_for_any_norm() -> None:
     norms = torch.tensor([0.0, 0.5, 2.0, torch.inf, torch.nan])
     torch.testing.assert_close(clip_factor(norms, 1.0), torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0]))
     assert torch.equal(clip_factor(norms, 0.0), torch.ones(5))

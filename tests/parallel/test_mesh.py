@@ -54,7 +54,7 @@ def look(parallel: ParallelConfig) -> dict[str, Any]:
         ),
     ],
 )
-def test_groups_are_those_of_the_axes(
+def test_mesh_groups_are_those_of_the_axes(
     ranks: Any,
     num_ranks: int,
     parallel: ParallelConfig,

@@ -92,7 +92,7 @@ def watch(dispatcher: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-def test_every_message_of_a_pair_travels_under_compute(ranks, dispatcher: str) -> None:
+def test_overlap_hides_every_exchange_of_a_pair(ranks, dispatcher: str) -> None:
     num_layers, num_pairs = 2, MICROBATCHES - 1
     there, home = 4 * num_layers, 3 * num_layers  # ids, scores, rows and results; gradients of all but ids
     for is_hidden in ranks(2, watch, dispatcher):
@@ -116,7 +116,7 @@ def learn_both_ways(*args: Any, **kwargs: Any) -> list[tuple[list[float], list[T
     return [learn(recipe(overlap, *args, **kwargs)) for overlap in WAYS]
 
 
-def test_rounded_gradients_add_up_alike_and_validation_sees_the_new_weights(ranks) -> None:
+def test_overlap_sums_rounded_gradients_alike_and_validates_new_weights(ranks) -> None:
     for plain, interleaved in ranks(2, learn_both_ways, "alltoall", PrecisionConfig("bf16", "fp32", "fp32")):
         assert interleaved[0] == plain[0] and len(set(plain[0])) == 2 * RECIPE.train.steps
         assert all(torch.equal(a, b) for a, b in zip(interleaved[1], plain[1], strict=True))
@@ -126,7 +126,7 @@ def learn_tied(dispatcher: str) -> list[tuple[list[float], list[Tensor]]]:
     return learn_both_ways(dispatcher, PrecisionConfig("fp64", "fp64", "fp64"), is_tied=True)
 
 
-def test_a_tied_embedding_learns_from_both_its_ends(ranks) -> None:
+def test_overlap_trains_a_tied_embedding(ranks) -> None:
     for plain, interleaved in ranks(4, learn_tied, "allgather"):
         torch.testing.assert_close(interleaved, plain, rtol=1e-11, atol=1e-11)
 
@@ -140,7 +140,7 @@ def trace() -> set[str]:
     return {event.name.removeprefix(PREFIX) for event in run.events() if event.name.startswith(PREFIX)}
 
 
-def test_a_trace_names_the_parts_of_pieces(ranks) -> None:
+def test_overlap_trace_names_the_parts_of_pieces(ranks) -> None:
     inside = {"attention", "dense", "router", "latent", "dispatch", "experts", "combine", "shared"}
     for names in ranks(2, trace):
         assert names == inside | {"embedding", "block", "head", "clip", "optimizer"}
@@ -163,6 +163,6 @@ def peaks() -> dict[str, int]:
     return held
 
 
-def test_little_more_than_one_microbatch_is_kept(ranks) -> None:
+def test_overlap_keeps_little_more_than_one_microbatch(ranks) -> None:
     (held,) = ranks(1, peaks)
     assert held["microbatch"] < 1.15 * held["none"]
