@@ -1,9 +1,10 @@
-"""Time operations at full size, beside other implementations and their floor.
+"""Time operations at full size, beside other implementations and their roofline.
 
     python tools/bench_kernels.py [fused_expert_mlp ...] [--shape qwen3_ep8]
 
-Medians over fresh random bf16 data, each call replayed as a CUDA graph. The floor of a call is the larger of its FLOPs
-over the device's peak and its bytes over the peak bandwidth, both from data sheets; share is floor over time.
+Medians over random bf16 data, with each call replayed as a CUDA graph. The roofline of a call is the larger of its
+FLOPs over the device's peak and its bytes over the peak bandwidth, both from data sheets. The percentage is roofline
+over time.
 """
 
 import argparse
@@ -18,14 +19,14 @@ from titan_moe.plan.hardware import Hardware, find_hardware
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none is named")
+    parser.add_argument("kernels", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default all")
     parser.add_argument("--shape", help="only the cases of this name")
     args = parser.parse_args()
     unknown = set(args.kernels) - set(BENCHMARKS)
     if unknown:
         parser.error(f"no benchmarks for {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     if not torch.cuda.is_available():
-        parser.error("there is no GPU to measure")
+        parser.error("needs a GPU")
     hardware = find_hardware(torch.cuda.get_device_name())
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for name in args.kernels or BENCHMARKS:
@@ -51,12 +52,12 @@ def compare(title: str, benchmark: Benchmark, shape: str, hardware: Hardware | N
 
 
 def describe(ms: float, flops: float, num_bytes: float, hardware: Hardware | None) -> str:
-    """Time, rate and share of the floor."""
+    """Time, rate and share of the roofline."""
     rate = f"{flops / ms / 1e9:5.0f} TFLOP/s" if flops else f"{num_bytes / ms / 1e6:5.0f} GB/s   "
     if hardware is None:
         return f"{ms:8.3f} ms {rate}"
-    floor_ms = 1e3 * max(flops / hardware.bf16_flops, num_bytes / hardware.memory_bytes_per_second)
-    return f"{ms:8.3f} ms {rate} {floor_ms / ms:4.0%}"
+    roofline_ms = 1e3 * max(flops / hardware.bf16_flops, num_bytes / hardware.memory_bytes_per_second)
+    return f"{ms:8.3f} ms {rate} {roofline_ms / ms:4.0%}"
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python tools/bench_layer.py [--shapes qwen3 mixtral] [--candidates fused torchtitan] [--skew 3] [--rest 1]
 
-TFLOP/s are model FLOPs of the experts, routed and shared: 6 * slots * width * hidden forward, three times that with
-backward; the router is timed but not counted. Inputs are random, so is the routing, which is the router's own; skewed,
-a bias on its choice loads the busiest expert with `--skew` times the mean, as far as the choices allow. Gradients are
-those of the input and of all weights. `composite` is the same layer under one plain torch.compile, with its routing
-given, as the figures "before" were measured. Every layer has the same weights; how far its output is from the first
-one's is printed (torchtitan scores in bf16, so some near ties go to other experts).
+TFLOP/s are model FLOPs of the experts, routed and shared: 6 * slots * width * hidden in forward, three times that with
+backward. The router is timed but not counted. Inputs are random, and so is the router's selection. For skewed routing a
+bias gives the most loaded expert `--skew` times the mean load, if possible. Gradients are those of the input and of all
+weights. `composite` is the same layer as one graph of torch.compile with fixed routing; the column "before" was
+measured with it. All layers have the same weights. The relative error of the output against that of the first candidate
+is printed (torchtitan computes scores in bf16, so near ties may select other experts).
 """
 
 import argparse
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from titan_moe.kernels.timing import Stopwatch, median_ms
 
 SEQUENCE_TOKENS = 4096
-SAVED_BAR = 1.1
+SAVED_TARGET = 1.1
 
 
 SHAPES = {
@@ -41,7 +41,7 @@ SMOKE = {"smoke": LayerShape(64, 32, 16, 8, 2, Pair(1, 1), Pair(1, 1), 2 * 16)}
 
 
 def draw_weights(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights under which every width keeps its scale."""
+    """Random weights, scaled so that activations keep their scale."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*sizes: int) -> Tensor:
@@ -67,38 +67,38 @@ def draw_input(shape: LayerShape, device: torch.device, dtype: torch.dtype) -> T
 
 
 def loads_of(scores_TE: Tensor, bias_E: Tensor, choices: int) -> Tensor:
-    """Slots of each expert over their mean."""
+    """Slots of each expert over the mean."""
     ids = (scores_TE + bias_E).topk(choices).indices
     counts_E = torch.bincount(ids.flatten(), minlength=scores_TE.shape[1]).double()
     return counts_E / counts_E.mean()
 
 
-def bias_for(scores_TE: Tensor, choices: int, wanted_load: float) -> Tensor:
-    """A bias that falls from expert to expert, in random order, until the busiest has so many times the mean.
+def bias_for_load(scores_TE: Tensor, choices: int, wanted_load: float) -> Tensor:
+    """A bias that decreases linearly over experts in random order, so that the most loaded one has the wanted load.
 
-    Nobody can have more than every token: E / K times the mean.
+    The load is relative to the mean. It is at most E / K, which is all tokens.
     """
     num_experts = scores_TE.shape[1]
     wanted_load = min(wanted_load, 0.95 * num_experts / choices)
     order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(2)).to(scores_TE.device)
-    falling_E = torch.linspace(1, 0, num_experts, device=scores_TE.device)[order]
+    decreasing_E = torch.linspace(1, 0, num_experts, device=scores_TE.device)[order]
     low, high = 0.0, 2.0
     for _ in range(30):
         middle = (low + high) / 2
-        if loads_of(scores_TE, middle * falling_E, choices).max() < wanted_load:
+        if loads_of(scores_TE, middle * decreasing_E, choices).max() < wanted_load:
             low = middle
         else:
             high = middle
-    return high * falling_E
+    return high * decreasing_E
 
 
 def scores_of(weights: dict[str, Tensor], x_BND: Tensor) -> Tensor:
-    """The scores of our router, by which all layers choose."""
+    """The scores of the router, equal for all layers."""
     return F.linear(x_BND.flatten(0, 1).float(), weights["router.weight"].float()).softmax(-1)
 
 
 def measure(layer: nn.Module, x_BND: Tensor, stopwatch: Stopwatch) -> Pair:
-    """Milliseconds of both directions."""
+    """Milliseconds of forward, and of forward and backward."""
     x_BND = x_BND.detach().requires_grad_()
     inputs = [x_BND, *layer.parameters()]
     grad_BND = torch.randn_like(x_BND)
@@ -110,39 +110,39 @@ def measure(layer: nn.Module, x_BND: Tensor, stopwatch: Stopwatch) -> Pair:
     return Pair(stopwatch(lambda: layer(x_BND)), stopwatch(both))
 
 
-def run_and_weigh(layer: nn.Module, x_BND: Tensor) -> tuple[Tensor, int]:
-    """The output, and the bytes that autograd keeps for it: distinct storages, without weights and buffers."""
+def measure_saved_bytes(layer: nn.Module, x_BND: Tensor) -> tuple[Tensor, int]:
+    """The output, and the bytes that autograd saves for it: distinct storages, without weights and buffers."""
     state = [*layer.parameters(), *layer.buffers()]
-    known = {tensor.untyped_storage().data_ptr() for tensor in state}
-    kept: dict[int, int] = {}
+    state_ptrs = {tensor.untyped_storage().data_ptr() for tensor in state}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in state_ptrs:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y_BND = layer(x_BND.detach().requires_grad_())  # keeps them alive: no two storages have one address
-    return y_BND.detach(), sum(kept.values())
+        y_BND = layer(x_BND.detach().requires_grad_())  # keeps all saved storages alive, so addresses are unique
+    return y_BND.detach(), sum(saved.values())
 
 
 @dataclass
 class Result:
-    """One candidate at one shape under one routing."""
+    """A candidate at one shape with one routing."""
 
     shape: str
     routing: str
     candidate: str
     tflops: Pair
     saved_ratio: float
-    """Bytes kept for backward over those that it cannot do without."""
-    off: float
-    """Relative distance of the output from the first candidate's."""
+    """Bytes saved for backward over the minimum."""
+    error: float
+    """Relative error of the output against the first candidate's."""
 
 
 class Bench:
-    """Walks the parts; one that fails prints a line, and one that would begin too late is named."""
+    """Run all measurements. Failures and measurements skipped for lack of time are printed."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, stopwatch: Stopwatch, seconds: float) -> None:
         self.device, self.dtype, self.stopwatch = device, dtype, stopwatch
@@ -151,17 +151,17 @@ class Bench:
         self.results: list[Result] = []
 
     def run(self, shapes: dict[str, LayerShape], candidates: list[str], skew: float) -> None:
-        """Measure and print, a line a part."""
+        """Measure all shapes and print one line per measurement."""
         for name, shape in shapes.items():
-            with guarded(name):
-                self.run_shape(name, shape, candidates, skew)
-            torch._dynamo.reset()  # the next shape gets graphs of its own, not one with symbolic sizes
+            with errors_printed(name):
+                self.measure_shape(name, shape, candidates, skew)
+            torch._dynamo.reset()  # otherwise the next shape would get graphs with symbolic sizes
 
-    def run_shape(self, name: str, shape: LayerShape, candidates: list[str], skew: float) -> None:
-        """All candidates at one shape: built once, timed under both routings."""
+    def measure_shape(self, name: str, shape: LayerShape, candidates: list[str], skew: float) -> None:
+        """Measure all candidates at one shape. Each is built once and timed with both routings."""
         weights, x_BND = draw_weights(shape, self.device, self.dtype), draw_input(shape, self.device, self.dtype)
         scores_TE = scores_of(weights, x_BND)
-        biases = {"even": torch.zeros_like(scores_TE[0]), "skewed": bias_for(scores_TE, shape.choices, skew)}
+        biases = {"even": torch.zeros_like(scores_TE[0]), "skewed": bias_for_load(scores_TE, shape.choices, skew)}
         for routing, bias_E in biases.items():
             loads_E = loads_of(scores_TE, bias_E, shape.choices)
             print(f"{name} {routing}: max/mean load {loads_E.max():.2f}, min/mean {loads_E.min():.2f}", flush=True)
@@ -169,16 +169,16 @@ class Bench:
         expected: dict[str, Tensor] = {}
         for candidate in candidates:
             if time.monotonic() > self.deadline:
-                print(f"{name} {candidate}: left out, the time is up", flush=True)
+                print(f"{name} {candidate}: skipped, no time left", flush=True)
                 continue
-            # torchtitan switches this on for good
-            with guarded(f"{name} {candidate}"), torch._dynamo.config.patch(capture_scalar_outputs=False):
-                layer, choose_by = CANDIDATES[candidate](weights, shape, x_BND, self.compiled)
+            # torchtitan enables this setting permanently
+            with errors_printed(f"{name} {candidate}"), torch._dynamo.config.patch(capture_scalar_outputs=False):
+                layer, set_bias = CANDIDATES[candidate](weights, shape, x_BND, self.compiled)
                 for routing, bias_E in biases.items():
-                    choose_by(bias_E)
-                    self.run_part(name, routing, candidate, shape, layer, x_BND, expected)
+                    set_bias(bias_E)
+                    self.measure_candidate(name, routing, candidate, shape, layer, x_BND, expected)
 
-    def run_part(
+    def measure_candidate(
         self,
         name: str,
         routing: str,
@@ -188,26 +188,26 @@ class Bench:
         x_BND: Tensor,
         expected: dict[str, Tensor],
     ) -> None:
-        """One candidate under one routing."""
-        y_BND, saved = run_and_weigh(layer, x_BND)
-        wanted = expected.setdefault(routing, y_BND)
-        off = ((y_BND - wanted).norm() / wanted.norm()).item()
+        """Measure one candidate with one routing."""
+        y_BND, saved_bytes = measure_saved_bytes(layer, x_BND)
+        reference_BND = expected.setdefault(routing, y_BND)
+        error = ((y_BND - reference_BND).norm() / reference_BND.norm()).item()
         del y_BND
         ms = measure(layer, x_BND, self.stopwatch)
         flops = shape.forward_flops
         tflops = Pair(flops / ms.forward / 1e9, 3 * flops / ms.total / 1e9)
-        saved_ratio = saved / (shape.saved_elements * self.dtype.itemsize)
-        self.results.append(Result(name, routing, candidate, tflops, saved_ratio, off))
+        saved_ratio = saved_bytes / (shape.saved_elements * self.dtype.itemsize)
+        self.results.append(Result(name, routing, candidate, tflops, saved_ratio, error))
         print(
             f"{name} {routing} {candidate}: {ms.forward:.3f} ms, {ms.total:.3f} ms with backward, {tflops} TFLOP/s; "
-            f"keeps {saved / 2**30:.3f} GiB; output off by {off:.1e}",
+            f"saves {saved_bytes / 2**30:.3f} GiB; error of the output {error:.1e}",
             flush=True,
         )
 
 
 @contextmanager
-def guarded(part: str) -> Iterator[None]:
-    """Let one part fail without the others: its error becomes a line, and its memory is given back."""
+def errors_printed(part: str) -> Iterator[None]:
+    """Print an error instead of raising it, and free the memory of the failed part."""
     try:
         yield
     except Exception as error:
@@ -220,16 +220,18 @@ def guarded(part: str) -> Iterator[None]:
 
 
 def table(results: list[Result], shapes: dict[str, LayerShape]) -> Iterator[str]:
-    """A row for each shape and routing; under skew the share of the even figure."""
+    """A row for each shape and routing. Skewed rows also have the percentage of the even one."""
     by_key = {(result.shape, result.routing, result.candidate): result for result in results}
     candidates = list(dict.fromkeys(result.candidate for result in results))
-    yield f"{'TFLOP/s, fwd/fwd+bwd':26}" + "".join(f"{name:>18}" for name in candidates) + f"{'bar':>12}{'before':>12}"
+    yield (
+        f"{'TFLOP/s, fwd/fwd+bwd':26}" + "".join(f"{name:>18}" for name in candidates) + f"{'target':>12}{'before':>12}"
+    )
     for name, shape in shapes.items():
         for routing in ("even", "skewed"):
             cells = [_cell(by_key, name, routing, candidate) for candidate in candidates]
-            tail = f"{shape.bar!s:>12}{shape.before!s:>12}" if routing == "even" else ""
+            tail = f"{shape.target!s:>12}{shape.before!s:>12}" if routing == "even" else ""
             yield f"{name + ' ' + routing:26}" + "".join(f"{cell:>18}" for cell in cells) + tail
-    yield f"{'saved / (2TD + 4TKF)':26}" + f"the bar is {SAVED_BAR}"
+    yield f"{'saved / (2TD + 4TKF)':26}" + f"target {SAVED_TARGET}"
     for name in shapes:
         ratios = [by_key.get((name, "even", candidate)) for candidate in candidates]
         cells = [f"{result.saved_ratio:.2f}" if result else "-" for result in ratios]
@@ -246,38 +248,38 @@ def _cell(by_key: dict[tuple[str, str, str], Result], name: str, routing: str, c
     return f"{result.tflops} {'/'.join(f'{share:.0f}' for share in shares)}%"
 
 
-def rested_ms(seconds: float, call: Callable[[], Any]) -> float:
-    """The median after a rest. Under GEMMs an H200 reaches its power limit in a tenth of a second, and slows down."""
+def median_after_rest_ms(seconds: float, call: Callable[[], Any]) -> float:
+    """The median after a pause. GEMMs bring a GPU to its power limit within 0.1 s, which reduces its clock."""
     torch.cuda.synchronize()
     time.sleep(seconds)
     return median_ms(call)
 
 
 def wall_clock_ms(call: Callable[[], Any]) -> float:
-    """One call by the host's clock: enough to see that everything runs."""
-    begin = time.perf_counter()
+    """One call by the host's clock, for the smoke test."""
+    start = time.perf_counter()
     call()
-    return 1e3 * (time.perf_counter() - begin)
+    return 1e3 * (time.perf_counter() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
-    parser.add_argument("--skew", type=float, default=3.0, help="load of the busiest expert over the mean")
-    parser.add_argument("--seconds", type=float, default=225, help="no part begins later")
-    parser.add_argument("--rest", type=float, default=0.0, help="seconds that a hot GPU rests before each measurement")
-    parser.add_argument("--smoke", action="store_true", help="a tiny layer in fp32 on the CPU, to see that all runs")
+    parser.add_argument("--skew", type=float, default=3.0, help="load of the most loaded expert over the mean")
+    parser.add_argument("--seconds", type=float, default=225, help="no measurement starts later")
+    parser.add_argument("--rest", type=float, default=0.0, help="idle seconds before each measurement")
+    parser.add_argument("--smoke", action="store_true", help="a tiny layer in fp32 on the CPU, to test the script")
     args = parser.parse_args()
     if args.smoke:
         bench = Bench(torch.device("cpu"), torch.float32, wall_clock_ms, args.seconds)
         shapes = SMOKE
     elif torch.cuda.is_available():
-        bench = Bench(torch.device("cuda"), torch.bfloat16, partial(rested_ms, args.rest), args.seconds)
+        bench = Bench(torch.device("cuda"), torch.bfloat16, partial(median_after_rest_ms, args.rest), args.seconds)
         shapes = {name: SHAPES[name] for name in args.shapes}
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     else:
-        parser.error("there is no GPU to measure; --smoke runs a tiny layer on the CPU")
+        parser.error("needs a GPU; --smoke runs a tiny layer on the CPU")
     bench.run(shapes, args.candidates, args.skew)
     for line in table(bench.results, shapes):
         print(line)

@@ -4,15 +4,15 @@
         --train.force_balanced_routing=true --vary "--compile.cudagraph=step --parallel.dispatcher=allgather" \\
         --append tools/RESULTS.md
 
-Every recipe runs as given, then once for each `--vary` (or line of `--variants`) with those overrides on top, then,
-with `--peer`, as torchtitan's model on as many tokens; the table has them in this order. What cannot run is told before
-anything starts. Then all that is ours follows each other in the same processes (tools/time_steps.py), and each peer in
-processes of its own. A candidate that fails or takes too long is a row too: it ends its processes, and new ones go on
-after it. The figure is the median of the steps after warm-up.
+Every recipe runs as given, then once for each `--vary` (or line of `--variants`) with those overrides too, then, with
+`--peer`, as torchtitan's model with the same number of tokens. The table has them in this order. Invalid recipes are
+reported before anything starts. All candidates of this package run in the same processes (tools/time_steps.py), each
+peer in its own. A candidate that fails or takes too long is reported in its row; the next ones run in new processes.
+The figure is the median of the steps after the warmup.
 
-With `--profile FOLDER` each candidate of ours takes a further step under the profiler, and a text file there has its
-longest kernels, numbered in the order of the rows, from 0. The profiler stays loaded: figures to be published are
-taken without it.
+With `--profile FOLDER` each candidate of this package takes one more step under the profiler, and a text file in the
+folder lists its longest kernels. Files are numbered like the rows, from 0. The profiler slows later candidates down, so
+do not publish figures measured with this option.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from titan_moe.config.parse import split_overrides
 WORKER = Path(__file__).with_name("time_steps.py")
 PEER = Path(__file__).with_name("peer_torchtitan.py")
 PEER_MODELS = {"qwen3_30b_a3b": "qwen3_30b_a3b", "deepseek_v2_lite": "deepseek_v2_lite"}
-HOLDS_WORDS = ("--vary", "--peer-args")
-"""Options whose value is words of another command line, which begin with dashes too."""
+TAKES_ARGUMENTS = ("--vary", "--peer-args")
+"""Options whose values are command-line arguments themselves, which start with dashes."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to be timed."""
+    """A recipe with overrides, of this package or as torchtitan's peer."""
 
     recipe: Path
     overrides: tuple[str, ...]
@@ -50,12 +50,12 @@ class Candidate:
 
 def main(argv: Sequence[str]) -> list[Row]:
     args, overrides = parse(argv)
-    wanted = [*candidates(args, overrides)]
-    told: dict[int, Row] = {}
-    for number, row in run(wanted, args):
-        told[number] = row
+    all_candidates = [*candidates(args, overrides)]
+    row_of: dict[int, Row] = {}
+    for number, row in run(all_candidates, args):
+        row_of[number] = row
         print("\n".join([*table([row])][2:]), flush=True)
-    rows = [told[number] for number in range(len(wanted))]
+    rows = [row_of[number] for number in range(len(all_candidates))]
     print("\n".join(["", *table(rows)]))
     if args.out:
         args.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
@@ -67,48 +67,49 @@ def main(argv: Sequence[str]) -> list[Row]:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the overrides that all candidates share."""
+    """Parse the command line: options, and the overrides of all candidates."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--nproc", type=int, default=1, help="GPUs")
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before them")
-    parser.add_argument("--vary", action="append", default=[], metavar="WORDS", help="overrides of one more candidate")
-    parser.add_argument("--variants", type=Path, help="file with such words, a candidate a line; # begins a comment")
-    parser.add_argument("--timeout", type=float, default=1200, help="seconds that a candidate, or its start, may take")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="gets the kernel times of our candidates (GPU)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
+    parser.add_argument("--vary", action="append", default=[], metavar="ARGS", help="overrides of one more candidate")
+    parser.add_argument("--variants", type=Path, help="file with such overrides, one candidate a line; # for comments")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds per candidate, and per launch")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="folder for kernel times (GPU)")
     parser.add_argument("--peer", action="store_true", help="run torchtitan's Trainer too")
     parser.add_argument("--peer-args", default="", help="further arguments of peer_torchtitan.py, in one string")
-    parser.add_argument("--append", type=Path, help="Markdown file that gets the table at its end")
+    parser.add_argument("--append", type=Path, help="Markdown file to append the table to")
     parser.add_argument("--out", type=Path, help="JSON file for all results")
-    overrides, others = split_overrides(_joined(argv))
+    overrides, others = split_overrides(_join_values(argv))
     return parser.parse_args(others), overrides
 
 
 def candidates(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Candidate]:
-    """Recipe by recipe: as given, varied, the peer."""
+    """The candidates of each recipe: as given, the variants, the peer."""
     variants = [*args.vary, *(_lines(args.variants) if args.variants else [])]
     for recipe in args.recipes:
         yield Candidate(recipe, tuple(overrides), recipe.stem)
-        for words in variants:
-            yield Candidate(recipe, (*overrides, *shlex.split(words)), f"{recipe.stem}, {words.replace('--', '')}")
+        for text in variants:
+            yield Candidate(recipe, (*overrides, *shlex.split(text)), f"{recipe.stem}, {text.replace('--', '')}")
         if args.peer:
             yield Candidate(recipe, tuple(overrides), f"{recipe.stem}, torchtitan", is_peer=True)
 
 
-def run(wanted: Sequence[Candidate], args: argparse.Namespace) -> Iterator[tuple[int, Row]]:
-    """The number and the row of each candidate, as they come: what cannot run, ours, the peer."""
+def run(candidates: Sequence[Candidate], args: argparse.Namespace) -> Iterator[tuple[int, Row]]:
+    """Run all candidates. Yields (number, row): first invalid ones, then those of this package, then peers."""
     recipes: dict[int, Recipe] = {}
-    for number, candidate in enumerate(wanted):
+    for number, candidate in enumerate(candidates):
         try:
             recipes[number] = _checked(candidate, args)
         except RecipeError as error:
             yield number, Row(candidate.name, candidate.recipe.stem, {"error": "; ".join(error.problems)})
-    for number, result in _time_ours({n: r for n, r in recipes.items() if not wanted[n].is_peer}, wanted, args):
-        yield number, _row(wanted[number], recipes[number], result, facts_of(recipes[number], args.nproc))
+    own = {number: recipe for number, recipe in recipes.items() if not candidates[number].is_peer}
+    for number, result in _time_own(own, candidates, args):
+        yield number, _row(candidates[number], recipes[number], result, facts_of(recipes[number], args.nproc))
     for number, recipe in recipes.items():
-        if wanted[number].is_peer:
-            yield number, _row(wanted[number], recipe, *_time_peer(wanted[number], recipe, args))
+        if candidates[number].is_peer:
+            yield number, _row(candidates[number], recipe, *_time_peer(candidates[number], recipe, args))
 
 
 def _row(candidate: Candidate, recipe: Recipe, result: Result, facts: dict[str, str]) -> Row:
@@ -116,45 +117,46 @@ def _row(candidate: Candidate, recipe: Recipe, result: Result, facts: dict[str, 
 
 
 def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
-    """The candidate's recipe.
+    """Load the candidate's recipe.
 
-    Raises: RecipeError if it cannot run.
+    Raises: RecipeError for a recipe that cannot run.
     """
     recipe = load_recipe(candidate.recipe, candidate.overrides)
     problems = []
     if not candidate.is_peer:
         problems = check_rules(recipe, args.nproc)
         if args.profile and recipe.run.device == "cpu":
-            problems.append('--profile records a GPU\'s kernels, and run.device = "cpu"; leave it out')
+            problems.append('--profile needs a GPU, but run.device = "cpu"; omit it')
     elif candidate.recipe.stem not in PEER_MODELS:
         problems = [f"torchtitan has no {candidate.recipe.stem}"]
     elif recipe.train.forced_routing == "skewed":
-        problems = ["torchtitan cannot be skewed"]
+        problems = ["torchtitan does not support forced skewed routing"]
     if problems:
         raise RecipeError(problems)
     return recipe
 
 
-def _time_ours(
-    recipes: dict[int, Recipe], wanted: Sequence[Candidate], args: argparse.Namespace
+def _time_own(
+    recipes: dict[int, Recipe], candidates: Sequence[Candidate], args: argparse.Namespace
 ) -> Iterator[tuple[int, Result]]:
-    """One start for all that agree on what holds for a whole process."""
-    words = [str(WORKER), f"--steps={args.steps}", f"--warmup={args.warmup}"]
+    """Time the candidates of this package, with one launch for all with equal process-wide settings."""
+    command = [str(WORKER), f"--steps={args.steps}", f"--warmup={args.warmup}"]
     if args.profile:
-        words.append(f"--profile={args.profile}")
-    starts: dict[tuple[str, bool], dict[str, int]] = defaultdict(dict)
+        command.append(f"--profile={args.profile}")
+    launches: dict[tuple[str, bool], dict[str, int]] = defaultdict(dict)
     for number, recipe in recipes.items():
-        told = {"number": number, "recipe": str(wanted[number].recipe), "overrides": wanted[number].overrides}
-        starts[recipe.run.device, recipe.run.is_deterministic][json.dumps(told)] = number
-    for jobs in starts.values():
-        for job, result in run_jobs(words, [*jobs], args.nproc, args.timeout):
+        candidate = candidates[number]
+        job = {"number": number, "recipe": str(candidate.recipe), "overrides": candidate.overrides}
+        launches[recipe.run.device, recipe.run.is_deterministic][json.dumps(job)] = number
+    for jobs in launches.values():
+        for job, result in run_jobs(command, [*jobs], args.nproc, args.timeout):
             yield jobs[job], result
 
 
 def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -> tuple[Result, dict[str, str]]:
-    """The same model, depth, tokens and expert parallelism for torchtitan."""
+    """Time torchtitan with the same model, depth, tokens and expert parallelism."""
     train = recipe.train
-    words = [
+    options = [
         f"--model={PEER_MODELS[candidate.recipe.stem]}",
         f"--steps={args.steps}",
         f"--warmup={args.warmup}",
@@ -164,19 +166,19 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
         f"--ep={recipe.parallel.ep}",
         "--forced-balance" if train.forced_routing else "--natural",
     ]
-    result = run_ranks([str(PEER), *words, *shlex.split(args.peer_args)], args.nproc, args.timeout)
+    result = run_ranks([str(PEER), *options, *shlex.split(args.peer_args)], args.nproc, args.timeout)
     if "versions" in result:
         result["torch"] = result["versions"]["torch"]
     recompute = result.get("settings", {}).get("recompute", "unknown")
     return result, peer_facts(recipe, args.nproc, recompute)
 
 
-def _joined(argv: Sequence[str]) -> list[str]:
-    """`--vary WORDS` as one word, or its value would be taken for an option."""
-    words, joined = list(argv), []
-    while words:
-        word = words.pop(0)
-        joined.append(f"{word}={words.pop(0)}" if word in HOLDS_WORDS and words else word)
+def _join_values(argv: Sequence[str]) -> list[str]:
+    """Write `--vary ARGS` as `--vary=ARGS`. Otherwise argparse would parse the value as an option."""
+    remaining, joined = list(argv), []
+    while remaining:
+        argument = remaining.pop(0)
+        joined.append(f"{argument}={remaining.pop(0)}" if argument in TAKES_ARGUMENTS and remaining else argument)
     return joined
 
 

@@ -1,7 +1,7 @@
-"""What a measurement leaves in the processes of its ranks, and the way to be rid of it before the next one.
+"""Clean up after a measurement, before the next one in the same processes.
 
-To start ranks costs far more than most measurements, so they follow each other in the same processes; each must find
-memory, compiler and process groups as a fresh process has them.
+Launching ranks takes far longer than most measurements, so several run in the same processes. Each must start with the
+memory, compiler state and process groups of a new process.
 """
 
 import gc
@@ -11,41 +11,43 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 GIB = 2**30
-MOST_LEFT_GIB = 0.25
-"""Libraries keep a little for ever; more than this is something that a measurement should have given back."""
+MAX_HELD_GIB = 0.25
+"""Libraries keep a small amount. More than this belongs to a measurement."""
 
 
-def forget(device: torch.device) -> None:
-    """Give back what a job held, memory that ranks share too: all have seen its last all-reduce, so no peer reads there
-    any more. No rank goes on before all are here: a job's line is written before a later job can fail."""
-    torch.compiler.reset()  # sizes that differed for one candidate would be dynamic for the next
+def free_memory(device: torch.device) -> None:
+    """Free the memory of a job, symmetric memory included: no peer reads it after the job's last all-reduce.
+
+    Synchronises all ranks, so a job's result is written before a later job can fail.
+    """
+    torch.compiler.reset()  # otherwise sizes that differ between candidates would become dynamic
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-    arrived = torch.zeros((), device=device)
-    dist.all_reduce(arrived)
-    arrived.item()  # waits for it
+    zero = torch.zeros((), device=device)
+    dist.all_reduce(zero)
+    zero.item()  # waits for the all-reduce
 
 
-def leave_groups() -> None:
-    """Leave every process group but the world, on all ranks after `forget`: each holds buffers nobody counts.
+def destroy_subgroups() -> None:
+    """Destroy every process group but the world, on all ranks after `free_memory`. Groups hold buffers.
 
-    DTensor remembers what it worked out for a mesh by the mesh's shape, and would hand a later mesh of that shape the
-    groups that are left here.
+    Also clears DTensor's cache, which is keyed by the shape of a mesh: a later mesh of equal shape would get the
+    destroyed groups.
     """
     _clear_sharding_prop_cache()
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
 
-def refuse_leftovers(device: torch.device) -> None:
-    """After `forget`. On the CPU nothing is known of single tensors.
+def check_memory(device: torch.device) -> None:
+    """Check after `free_memory` that the next measurement starts without allocated memory. Does nothing on a CPU.
 
-    Raises: RuntimeError if so much memory is still held that the next measurement would count it as its own.
+    Raises: RuntimeError if more than MAX_HELD_GIB are allocated.
     """
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # one for each stream that ever computed
+        torch._C._cuda_clearCublasWorkspaces()  # one per stream
         held_gib = torch.cuda.memory_allocated(device) / GIB
-        if held_gib > MOST_LEFT_GIB:
-            raise RuntimeError(f"{held_gib:.1f} GiB were not given back; what follows needs new processes")
+        if held_gib > MAX_HELD_GIB:
+            raise RuntimeError(f"{held_gib:.1f} GiB were not freed; the next measurement needs new processes")

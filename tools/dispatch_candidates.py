@@ -1,6 +1,6 @@
-"""What bench_dispatch.py compares: every dispatcher of ours, and torchtitan's expert parallelism in its own MoE layer.
+"""The candidates of bench_dispatch.py: all dispatchers, and torchtitan's expert parallelism in its own MoE layer.
 
-T tokens on this rank · D width · K choices · E experts, as many on every rank · P ranks · S rows received · R slots
+T tokens on this rank · D width · K choices · E experts, equally many per rank · P ranks · S rows received · R slots
 """
 
 from collections.abc import Callable
@@ -25,18 +25,18 @@ from titan_moe.titan import import_torchtitan
 PEER = "torchtitan"
 DISPATCHERS = ("alltoall", "allgather", "symm_mem")
 TILED = "symm_mem_tiles"
-"""A layer whose experts fetch rows and deliver results themselves."""
+"""Fused communication: the experts' GEMMs get rows from peers and put results."""
 LAYERS = (*DISPATCHERS, TILED)
 CANDIDATES = (*LAYERS, PEER)
 ROUTINGS = ("random", "balanced", "skewed", "one_rank_empty", "all_to_one_rank")
 
-Serve = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-"""Rows, choices and scores of this rank -> results, the differentiable ones of them."""
+DispatchFn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+"""(rows, expert ids, scores) of this rank -> its differentiable results."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is sent, and with which kernels."""
+    """The shape, routing and kernels of a measurement."""
 
     tokens: int
     width: int
@@ -45,23 +45,22 @@ class Case:
     choices: int
     routing: str = "random"
     kernels: str = "fused"
-    """A preset of the recipe's `perf.kernels`: who sorts slots, and serves experts in a layer."""
+    """A preset of `perf.kernels`, for the permute and for the experts of a layer."""
 
     @property
     def config(self) -> ModelConfig:
-        """The layer."""
+        """The configuration of the layer."""
         moe = MoEConfig(num_experts=self.experts, top_k=self.choices, ffn_hidden_size=self.hidden)
         return ModelConfig(hidden_size=self.width, moe=moe)
 
     @property
     def forward_flops(self) -> float:
-        """Of a rank's experts, where all ranks have equally many slots."""
+        """FLOPs of a rank's experts with balanced ranks."""
         return 6.0 * self.tokens * self.choices * self.width * self.hidden
 
 
 def draw_choices(case: Case, device: torch.device) -> Tensor:
-    """Expert ids [T, K] of this rank; those of `random` differ by rank, and those that are empty or full are whole
-    ranks."""
+    """Expert ids [T, K] of this rank. `random` ids differ between ranks; one-sided routings are in units of ranks."""
     num_ranks, moe = dist.get_world_size(), case.config.moe
     if case.routing in ("balanced", "skewed"):
         force = ForcedBalance(moe, device) if case.routing == "balanced" else ForcedSkew(moe, num_ranks, device)
@@ -77,7 +76,7 @@ def draw_choices(case: Case, device: torch.device) -> Tensor:
 
 
 def draw_rows(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows and scores of this rank, to be differentiated."""
+    """Rows and scores of this rank, with requires_grad."""
     generator = torch.Generator(device).manual_seed(100 + dist.get_rank())
     x_TD = torch.randn(case.tokens, case.width, device=device, generator=generator).to(dtype)
     scores_TK = torch.rand(case.tokens, case.choices, device=device, generator=generator)
@@ -85,16 +84,16 @@ def draw_rows(case: Case, device: torch.device, dtype: torch.dtype) -> tuple[Ten
 
 
 def count_remote_rows(case: Case, ids_TK: Tensor) -> int:
-    """Rows of this rank that other ranks want, each once a rank."""
+    """The number of rows of this rank for other ranks, once per rank."""
     num_ranks = dist.get_world_size()
-    wanted_TP = torch.zeros(len(ids_TK), num_ranks, dtype=torch.bool, device=ids_TK.device)
-    wanted_TP.scatter_(1, ids_TK // (case.experts // num_ranks), True)
-    wanted_TP[:, dist.get_rank()] = False
-    return int(wanted_TP.sum())
+    remote_TP = torch.zeros(len(ids_TK), num_ranks, dtype=torch.bool, device=ids_TK.device)
+    remote_TP.scatter_(1, ids_TK // (case.experts // num_ranks), True)
+    remote_TP[:, dist.get_rank()] = False
+    return int(remote_TP.sum())
 
 
 def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> TokenDispatcher:
-    """One of ours over all ranks."""
+    """A dispatcher of this package, over all ranks."""
     group, permute = dist.group.WORLD, PERMUTE[PRESETS[case.kernels].permute]
     assert group is not None
     if name == "alltoall":
@@ -110,34 +109,34 @@ def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.d
     return kind(case.experts, open_symm_memory(num_bytes, group, device), permute)
 
 
-def build_mover(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Serve:
-    """Send rows and bring them back as they came: nothing but dispatch and combine."""
+def build_dispatch_only(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> DispatchFn:
+    """Dispatch and combine, with experts that return their input."""
     if name == PEER:
-        return _torchtitan_layer(case, device, standing_in=False)
+        return _torchtitan_layer(case, device, scales_rows=False)
     dispatcher = build_dispatcher(name, case, device, dtype)
 
-    def move(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, ...]:
+    def dispatch_and_combine(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, ...]:
         routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
-        return dispatcher.combine(routed.x_SD, routed), routed.scores_R  # so that their gradients go home too
+        return dispatcher.combine(routed.x_SD, routed), routed.scores_R  # so that score gradients are sent too
 
-    return move
+    return dispatch_and_combine
 
 
-def build_server(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> Serve:
-    """Send rows to stand-ins of experts, each of which multiplies by a number of its own: results can be compared."""
+def build_with_stub_experts(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> DispatchFn:
+    """Dispatch and combine with stub experts, which scale rows by a factor per expert to make results comparable."""
     if name == PEER:
-        return _torchtitan_layer(case, device, standing_in=True)
+        return _torchtitan_layer(case, device, scales_rows=True)
     dispatcher = build_dispatcher(name, case, device, dtype)
 
-    def serve(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, ...]:
+    def run(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, ...]:
         routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
-        return (dispatcher.combine(_stand_in(routed, case), routed),)
+        return (dispatcher.combine(_stub_experts(routed, case), routed),)
 
-    return serve
+    return run
 
 
 def build_layer(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> MoE:
-    """Our MoE layer with this rank's experts, compiled in the pieces that a run compiles."""
+    """Our MoE layer with this rank's experts, compiled as in a run."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     with torch.device("meta"):
         layer = MoE(case.config, PRESETS[case.kernels]).to(dtype)
@@ -151,14 +150,14 @@ def build_layer(name: str, case: Case, device: torch.device, dtype: torch.dtype)
     layer.router.reset_buffers()
     layer.router.balance.reset_buffers()
     if case.routing != "random":
-        layer.router.force = Given(draw_choices(case, device)[None])
+        layer.router.force = FixedChoice(draw_choices(case, device)[None])
     layer.dispatcher = build_dispatcher(name, case, device, dtype)
     regional.apply(layer, CompileConfig(), device)
     return layer
 
 
-class Given:
-    """A choice that was made before, whatever the scores say."""
+class FixedChoice:
+    """Forced routing with fixed expert ids."""
 
     def __init__(self, ids_BNK: Tensor) -> None:
         self.ids_BNK = ids_BNK
@@ -167,8 +166,8 @@ class Given:
         return self.ids_BNK
 
 
-class GivenRouter(nn.Module):
-    """torchtitan's router, which has made its choice."""
+class FixedRouter(nn.Module):
+    """A router for torchtitan's layer that returns fixed scores and expert ids."""
 
     def __init__(self, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -177,52 +176,51 @@ class GivenRouter(nn.Module):
 
     def forward(self, x_TD: Tensor, bias_E: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         counts_E = torch.zeros(self.num_experts, device=x_TD.device)
-        return self.scores_TK, self.ids_TK, counts_E  # the counts are for its statistics
+        return self.scores_TK, self.ids_TK, counts_E  # torchtitan uses the counts only for statistics
 
 
-class StandIns(nn.Module):
-    """torchtitan's experts of a rank, without weights: they return their rows, or these times their numbers."""
+class StubExperts(nn.Module):
+    """Experts for torchtitan's layer, without weights. They return their rows, scaled by the factors if given."""
 
-    def __init__(self, numbers_e: Tensor | None) -> None:
+    def __init__(self, factors_e: Tensor | None) -> None:
         super().__init__()
-        self.numbers_e = numbers_e
+        self.factors_e = factors_e
 
     def forward(self, x_RD: Tensor, counts_e: Tensor) -> Tensor:
-        if self.numbers_e is None:
+        if self.factors_e is None:
             return x_RD
         expert_R = torch.searchsorted(counts_e.cumsum(0), torch.arange(len(x_RD), device=x_RD.device), right=True)
-        return x_RD * self.numbers_e[expert_R.clamp(max=len(counts_e) - 1), None].to(x_RD.dtype)
+        return x_RD * self.factors_e[expert_R.clamp(max=len(counts_e) - 1), None].to(x_RD.dtype)
 
 
-def _torchtitan_layer(case: Case, device: torch.device, *, standing_in: bool) -> Serve:
-    """Its MoE layer as it runs, eager around its experts also where it compiles: sort, gather, exchange, permute, and
-    all of it back."""
+def _torchtitan_layer(case: Case, device: torch.device, *, scales_rows: bool) -> DispatchFn:
+    """torchtitan's MoE layer: sort, gather, all-to-all, permute, and back. Eager, as in its compiled runs too."""
     titan = import_torchtitan("models.moe.moe")
     args = titan.MoEArgs(num_experts=case.experts, num_shared_experts=0, top_k=case.choices, score_before_experts=False)
     with torch.device("meta"):
         layer = titan.MoE(args, case.width, case.hidden)
-    layer.router = router = GivenRouter(case.experts, case.choices)
-    layer.experts = StandIns(_numbers(case, device) if standing_in else None)
+    layer.router = router = FixedRouter(case.experts, case.choices)
+    layer.experts = StubExperts(_expert_factors(case, device) if scales_rows else None)
     layer.tokens_per_expert, layer.expert_bias = torch.zeros(case.experts, device=device), None
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     import_torchtitan("distributed.expert_parallel").ExpertParallel()._apply(layer.experts, mesh)
 
-    def serve(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, ...]:
+    def run(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, ...]:
         router.scores_TK, router.ids_TK = scores_TK, ids_TK
         return (layer(x_TD[None])[0],)
 
-    return serve
+    return run
 
 
-def _numbers(case: Case, device: torch.device) -> Tensor:
-    """What this rank's stand-ins multiply by."""
+def _expert_factors(case: Case, device: torch.device) -> Tensor:
+    """The factors of this rank's stub experts."""
     return (1 + torch.arange(case.experts, device=device) / case.experts).chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def _stand_in(routed: Routed, case: Case) -> Tensor:
-    """Every row times the scores and numbers of those who want it, in plain operations."""
-    numbers_e: Any = _numbers(case, routed.x_SD.device)
+def _stub_experts(routed: Routed, case: Case) -> Tensor:
+    """Every row times the sum over its slots of score and factor, in plain PyTorch."""
+    factors_e: Any = _expert_factors(case, routed.x_SD.device)
     slots_SK = routed.slots_SK.long().clamp(min=0)
-    expert_SK = torch.searchsorted(routed.offsets_e.long(), slots_SK, right=True).clamp(max=len(numbers_e) - 1)
-    weights_SK = torch.where(routed.slots_SK >= 0, routed.scores_R[slots_SK] * numbers_e[expert_SK], 0.0)
+    expert_SK = torch.searchsorted(routed.offsets_e.long(), slots_SK, right=True).clamp(max=len(factors_e) - 1)
+    weights_SK = torch.where(routed.slots_SK >= 0, routed.scores_R[slots_SK] * factors_e[expert_SK], 0.0)
     return routed.x_SD * weights_SK.sum(1, keepdim=True).to(routed.x_SD.dtype)

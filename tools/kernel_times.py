@@ -1,6 +1,6 @@
-"""One step under the profiler: which kernels took how long on the main rank's GPU, as text.
+"""Profile one step: a text table of kernel times on the GPU of rank 0.
 
-Only the device is recorded, because to record the host too would slow the launches down, and with them the step.
+Only the device is profiled. Profiling the host would slow launches down, and with them the step.
 """
 
 import json
@@ -17,13 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_moe.profile.trace_parsing import DEVICE_CATEGORIES
 
-NUM_LONGEST = 50
+NUM_KERNELS = 50
 NAME_WIDTH = 160
-"""Names of templates go on for thousands of characters; kernels are told apart by all of them, and shown by these."""
+"""Template names have thousands of characters. Kernels are grouped by the full name and shown with this many."""
 
 
-class Work(NamedTuple):
-    """A kernel, a copy or a set, as the device ran it."""
+class DeviceEvent(NamedTuple):
+    """A kernel, a copy or a memset on the device."""
 
     name: str
     start_us: float
@@ -31,58 +31,57 @@ class Work(NamedTuple):
 
 
 def profile_step(take_step: Callable[[], Any], file: Path, heading: str) -> None:
-    """Take a step, on every rank; the main rank records its GPU meanwhile and writes the file."""
-    is_main = dist.get_rank() == 0
-    recorded = profile(activities=[ProfilerActivity.CUDA]) if is_main else None
-    with recorded or nullcontext():
-        dist.all_reduce(torch.zeros(1))  # on the host: nobody begins before the profiler has
+    """Take a step on every rank. Rank 0 profiles its GPU and writes the file."""
+    profiler = profile(activities=[ProfilerActivity.CUDA]) if dist.get_rank() == 0 else None
+    with profiler or nullcontext():
+        dist.all_reduce(torch.zeros(1))  # on the host: no rank starts before the profiler
         take_step()
         torch.cuda.synchronize()
-    if recorded is not None:
+    if profiler is not None:
         with tempfile.TemporaryDirectory() as folder:
             trace = Path(folder) / "trace.json"
-            recorded.export_chrome_trace(str(trace))
-            works = read_works(trace)
+            profiler.export_chrome_trace(str(trace))
+            events = read_events(trace)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("\n".join([heading, *describe(works), ""]), encoding="utf-8")
+        file.write_text("\n".join([heading, *describe(events), ""]), encoding="utf-8")
 
 
-def read_works(trace: Path) -> list[Work]:
-    """What ran on the device, by its beginning."""
+def read_events(trace: Path) -> list[DeviceEvent]:
+    """The events of the device, by start time."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    ran = (event for event in events if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES)
-    works = (Work(event["name"], event["ts"], event["ts"] + event.get("dur", 0.0)) for event in ran)
-    return sorted(works, key=lambda work: work.start_us)
+    device = (event for event in events if event.get("ph") == "X" and event.get("cat") in DEVICE_CATEGORIES)
+    parsed = (DeviceEvent(event["name"], event["ts"], event["ts"] + event.get("dur", 0.0)) for event in device)
+    return sorted(parsed, key=lambda event: event.start_us)
 
 
-def describe(works: Sequence[Work]) -> Iterator[str]:
-    """The step, how much of it anything ran, and the kernels that took longest, with the number of their runs.
+def describe(events: Sequence[DeviceEvent]) -> Iterator[str]:
+    """The duration of the step, its busy time, and the kernels with the longest total time.
 
-    Kernels of several streams run at one time: their times may add up to more than the step.
+    Kernels of several streams overlap, so their times may add up to more than the step.
     """
-    if not works:
-        yield "the profiler saw nothing run on the device"
+    if not events:
+        yield "the profiler recorded no work on the device"
         return
-    span_us = max(work.stop_us for work in works) - works[0].start_us
-    busy_us = busy_time_us(works)
-    yield f"the step took {span_us / 1e3:.3f} ms on the device, from its first kernel's beginning to its last one's end"
+    span_us = max(event.stop_us for event in events) - events[0].start_us
+    busy_us = busy_us_of(events)
+    yield f"the step took {span_us / 1e3:.3f} ms on the device (start of the first to end of the last kernel)"
     yield f"any kernel or copy ran in {busy_us / 1e3:.3f} ms of it ({busy_us / span_us:.1%})"
     times_us: dict[str, list[float]] = defaultdict(list)
-    for work in works:
-        times_us[work.name].append(work.stop_us - work.start_us)
+    for event in events:
+        times_us[event.name].append(event.stop_us - event.start_us)
     yield f"the longest of {len(times_us)} kernels by total time, with their share of the step:"
-    longest = sorted(times_us.items(), key=lambda item: -sum(item[1]))[:NUM_LONGEST]
+    longest = sorted(times_us.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS]
     yield f"{'total ms':>10} {'share':>6} {'count':>7} {'mean us':>10}  kernel"
-    for name, of_kernel_us in longest:
-        total_us, count = sum(of_kernel_us), len(of_kernel_us)
+    for name, kernel_us in longest:
+        total_us, count = sum(kernel_us), len(kernel_us)
         share, mean_us = total_us / span_us, total_us / count
         yield f"{total_us / 1e3:10.3f} {share:6.1%} {count:7} {mean_us:10.1f}  {name[:NAME_WIDTH]}"
 
 
-def busy_time_us(works: Sequence[Work]) -> float:
-    """How long at least one ran; they come by their beginning."""
-    busy_us, until_us = 0.0, works[0].start_us
-    for work in works:
-        busy_us += max(work.stop_us - max(work.start_us, until_us), 0.0)
-        until_us = max(until_us, work.stop_us)
+def busy_us_of(events: Sequence[DeviceEvent]) -> float:
+    """The time in which at least one event ran. Events are sorted by start time."""
+    busy_us, until_us = 0.0, events[0].start_us
+    for event in events:
+        busy_us += max(event.stop_us - max(event.start_us, until_us), 0.0)
+        until_us = max(until_us, event.stop_us)
     return busy_us

@@ -20,7 +20,7 @@ from titan_moe.titan import import_torchtitan
 
 
 class Pair(NamedTuple):
-    """Forward, and forward and backward."""
+    """A figure of forward, and of forward and backward."""
 
     forward: float
     total: float
@@ -31,14 +31,14 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer, what it must reach, and what the plain composite reached before."""
+    """The shape of a layer, its target TFLOP/s, and the TFLOP/s of the plain composite before the kernels existed."""
 
     tokens: int
     width: int
     hidden: int
     experts: int
     choices: int
-    bar: Pair
+    target: Pair
     before: Pair
     shared_hidden: int = 0
 
@@ -58,19 +58,19 @@ class LayerShape:
 
     @property
     def saved_elements(self) -> int:
-        """What backward cannot do without: the input, gate and up of every slot."""
+        """The minimum to save for backward: the input, and gate and up of every slot."""
         return self.tokens * self.width + 2 * self.tokens * self.choices * self.hidden
 
 
 class Candidate(NamedTuple):
-    """A layer, and how to make it choose by another bias."""
+    """A layer, and a function that sets the bias of its router."""
 
     layer: nn.Module
-    choose_by: Callable[[Tensor], None]
+    set_bias: Callable[[Tensor], None]
 
 
-class GivenRouting(nn.Module):
-    """A router that has made its choice: scores to be differentiated, and experts."""
+class FixedRouting(nn.Module):
+    """A router that returns fixed expert ids, and differentiable scores."""
 
     def __init__(self, scores_TK: Tensor, ids_TK: Tensor) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def build_own(
     x_BND: Tensor,
     compiled: str,
 ) -> Candidate:
-    """Our layer with the kernels of a preset, compiled as a run compiles it."""
+    """Our layer with the kernels of a preset, compiled as in a run."""
     layer = _layer(shape, x_BND, weights, PRESETS[preset])
     regional.apply(layer, CompileConfig(compiled, extent), x_BND.device)
     return Candidate(layer, layer.router.expert_bias_E.copy_)
@@ -99,17 +99,17 @@ def build_composite(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tensor
     """Our layer in plain PyTorch as one graph, after the router."""
     layer = _layer(shape, x_BND, weights, DEFAULT_KERNELS)
     router = layer.router
-    layer.router = GivenRouting(*_routing(router, x_BND))
+    layer.router = FixedRouting(*_routing(router, x_BND))
     if CompileConfig(compiled).compiles(x_BND.device.type):
         layer.forward = torch.compile(layer.forward, fullgraph=True)
 
-    def choose_by(bias_E: Tensor) -> None:
+    def set_bias(bias_E: Tensor) -> None:
         router.expert_bias_E.copy_(bias_E)
         scores_TK, ids_TK = _routing(router, x_BND)
         layer.router.scores_TK.data.copy_(scores_TK)
         layer.router.ids_TK.copy_(ids_TK)
 
-    return Candidate(layer, choose_by)
+    return Candidate(layer, set_bias)
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def _routing(router: nn.Module, x_BND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def build_torchtitan(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tensor, compiled: str) -> Candidate:
-    """torchtitan's layer with the settings of its own Qwen3 and DeepSeek recipes, compiled by its own function."""
+    """torchtitan's layer with the settings of its Qwen3 and DeepSeek recipes, compiled by its own function."""
     titan = import_torchtitan("models.moe.moe")
     args = titan.MoEArgs(
         num_experts=shape.experts,
@@ -131,22 +131,22 @@ def build_torchtitan(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tenso
     )
     with torch.device(x_BND.device):
         layer = titan.MoE(args, shape.width, shape.hidden).to(x_BND.dtype)
-    missing, _ = layer.load_state_dict(_in_titans_words(weights), strict=False)
+    missing, _ = layer.load_state_dict(_torchtitan_state_dict(weights), strict=False)
     assert missing == ["expert_bias"], missing
-    layer.expert_bias = torch.zeros(shape.experts, device=x_BND.device)  # .to() has made bf16 of both
+    layer.expert_bias = torch.zeros(shape.experts, device=x_BND.device)  # .to() has cast both to bf16
     layer.tokens_per_expert = torch.zeros(shape.experts, device=x_BND.device)
     if CompileConfig(compiled).compiles(x_BND.device.type):
         block, model = nn.Module(), nn.Module()
         block.moe, block.moe_enabled = layer, True
         model.layers = nn.ModuleDict({"0": block})
-        # the last shape's graph, which it would wrap once more
+        # torchtitan would wrap the compiled function of the last shape again
         titan._run_experts_grouped_mm = inspect.unwrap(titan._run_experts_grouped_mm)
         titan_compile = import_torchtitan("config.job_config").Compile(enable=True)
         import_torchtitan("models.llama4.infra.parallelize").apply_compile(model, titan_compile, ep_enabled=False)
     return Candidate(layer, layer.expert_bias.copy_)
 
 
-def _in_titans_words(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _torchtitan_state_dict(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     gate_up, down = weights["experts.gate_up"], weights["experts.down"]
     named = {
         "router.gate.weight": weights["router.weight"],

@@ -1,10 +1,10 @@
-"""Measure torchtitan's own Trainer on its own models: the peer that our tokens/s/GPU are held against.
+"""Time torchtitan's own Trainer on its own models, for comparison.
 
     torchrun --nproc-per-node 8 tools/peer_torchtitan.py --model qwen3_30b_a3b --ep 8 --batch 4 --out peer.json
 
-Written for torchtitan 0.2.2 on NVIDIA GPUs. The peer gets what its own launcher and recipes give it: expandable memory
-segments, compiled model and loss, fused AdamW, FSDP2 over all ranks, fp32 masters, bf16 compute. Only the data is ours:
-random tokens, so that nothing is downloaded and no loader is on trial.
+Written for torchtitan 0.2.2 on NVIDIA GPUs. The settings are those of torchtitan's launcher and recipes: expandable
+memory segments, compiled model and loss, fused AdamW, FSDP2 over all ranks, fp32 masters, bf16 compute. Only the data
+differs: random tokens, so that nothing is downloaded and no data loader is measured.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # torch reads it once, so before the import
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before the import: torch reads it once
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,14 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
 FLAVORS = {"qwen3_30b_a3b": ("qwen3", "30B-A3B"), "deepseek_v2_lite": ("deepseek_v3", "16B")}
-"""Our name of a shape -> torchtitan's model and flavor; its DeepSeek-V3 "16B" is DeepSeek-V2-Lite's shape."""
+"""Name of the shape here -> torchtitan's model and flavor. Its DeepSeek-V3 "16B" has the shape of DeepSeek-V2-Lite."""
 
 PEER = "peer"
-"""Name under which the changed train spec is registered: torchtitan's Trainer finds specs by name."""
+"""The name under which the changed train spec is registered, for torchtitan's Trainer."""
 
 
 class RandomTokens(BaseDataLoader):
-    """Feed every rank its own endless stream of uniform random tokens, labelled with their successors."""
+    """An endless stream of uniform random tokens per rank. Labels are the next tokens."""
 
     def __init__(
         self, vocab_size: int, *, dp_rank: int, job_config: titan.JobConfig, dp_world_size: int, tokenizer: object
@@ -64,15 +64,15 @@ class RandomTokens(BaseDataLoader):
 
 
 def parse_args() -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=FLAVORS, required=True)
-    parser.add_argument("--num-layers", type=int, help="cut the model to its first layers, where it would not fit")
-    parser.add_argument("--seq", type=int, default=4096, help="tokens of a sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences a GPU and step")
+    parser.add_argument("--num-layers", type=int, help="number of layers; default all")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per GPU and step")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel degree; divides the number of ranks")
-    parser.add_argument("--steps", type=int, default=15, help="optimizer steps to measure")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the clock starts; they compile")
+    parser.add_argument("--steps", type=int, default=15, help="timed optimizer steps")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--recompute", choices=("selective", "none", "full"), default="selective")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--attention", choices=("sdpa", "flex"), default="sdpa", help="sdpa is plain causal attention")
@@ -84,10 +84,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def peer_spec(args: argparse.Namespace) -> TrainSpec:
-    """Change only what a measurement must: layer count, plain causal attention, data; the rest stays torchtitan's.
+    """torchtitan's train spec with another layer count, plain causal attention and random data.
 
-    The DeepSeek flavor asks for document masks, which our side does not compute here: both sides get the causal mask.
-    Flex attention insists on a tokenizer that it does not read under that mask, so an empty object stands in for one.
+    The DeepSeek flavor uses document masks, which the comparison does not, so both sides get the causal mask. Flex
+    attention requires a tokenizer that it does not use with this mask, so it gets an empty object.
     """
     name, flavor = FLAVORS[args.model]
     spec = get_train_spec(name)
@@ -109,7 +109,7 @@ def peer_spec(args: argparse.Namespace) -> TrainSpec:
 
 
 def peer_config(args: argparse.Namespace) -> titan.JobConfig:
-    """Write the run as torchtitan's own configuration; what is not named keeps its default there."""
+    """torchtitan's configuration of the run. Other settings keep their defaults."""
     num_steps = args.warmup + args.steps
     return titan.JobConfig(
         model=titan.Model(name=PEER, flavor=FLAVORS[args.model][1]),
@@ -125,14 +125,14 @@ def peer_config(args: argparse.Namespace) -> titan.JobConfig:
         parallelism=titan.Parallelism(data_parallel_shard_degree=-1, expert_parallel_degree=args.ep),
         activation_checkpoint=titan.ActivationCheckpoint(mode=args.recompute, selective_ac_option="op"),
         compile=titan.Compile(enable=args.compile, components=["model", "loss"]),
-        metrics=titan.Metrics(log_freq=num_steps + 1, disable_color_printing=True),  # logs step 1, then no more
+        metrics=titan.Metrics(log_freq=num_steps + 1, disable_color_printing=True),  # only step 1 is logged
         comm=titan.Comm(init_timeout_seconds=900, trace_buf_size=0),  # autotuning is slow; no flight recorder files
         debug=titan.Debug(seed=0, moe_force_load_balance=args.balance_is_forced),
     )
 
 
 def step_times_ms(trainer: Trainer, batches: Iterator[Any], num_steps: int) -> list[float]:
-    """Run whole optimizer steps as `Trainer.train` does; time each on this rank, the device idle at both ends."""
+    """Run optimizer steps as `Trainer.train` does, and time each on this rank between device synchronisations."""
     times_ms = []
     for _ in range(num_steps):
         torch.cuda.synchronize()
@@ -146,14 +146,14 @@ def step_times_ms(trainer: Trainer, batches: Iterator[Any], num_steps: int) -> l
 
 
 def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Replace each value by the largest that any rank has: a step is as slow as its slowest rank."""
+    """The maximum of each value over ranks: the slowest rank determines the time of a step."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.tolist()
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Build the peer, warm it up, time it, and return what it reached, agreed on by all ranks."""
+    """Build the peer, warm it up and time it. Returns the figures, reduced over ranks."""
     register_train_spec(PEER, peer_spec(args))
     trainer = Trainer(peer_config(args))
     batches = trainer.batch_generator(trainer.dataloader)
@@ -176,7 +176,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def circumstances(args: argparse.Namespace) -> dict[str, Any]:
-    """Say under which settings, on which machine and with which versions a figure was measured."""
+    """The settings, device and versions of a measurement."""
     return {
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "num_gpus": int(os.environ["WORLD_SIZE"]),
@@ -194,7 +194,7 @@ def circumstances(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure; write the figures, or the error in their place."""
+    """Measure, and write the figures or the error."""
     args = parse_args()
     is_first_rank = int(os.environ["RANK"]) == 0
     if is_first_rank:

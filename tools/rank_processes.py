@@ -1,9 +1,8 @@
-"""Run a script on ranks of this host, bring its figures home, and keep its failures away from what runs next.
+"""Run a script on ranks of this host and read its results. A failure does not affect later runs.
 
-The script is given `--out FILE`. Alone (`run_ranks`) it writes its figures there, as JSON, once. With jobs (`run_jobs`)
-it does one after the other in the same processes, because to start ranks costs far more than a measurement, and adds
-a line for each. What goes wrong is a result too: its error stands in the figures' place, or how the processes ended if
-they could not say.
+The script gets `--out FILE`. With `run_ranks` it writes one JSON result into the file. With `run_jobs` it runs several
+jobs in the same processes, because launching ranks takes far longer than a measurement, and appends one line per job.
+The result of a failure is its error, or the exit code of the processes if they did not write one.
 """
 
 import json
@@ -19,59 +18,57 @@ from pathlib import Path
 from typing import Any
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-SECONDS_TO_END = 60
-"""torchrun ends its ranks when it is told to end, and kills them after 30 s."""
-SECONDS_BETWEEN_LOOKS = 0.1
+SHUTDOWN_TIMEOUT_S = 60
+"""After SIGTERM torchrun terminates its ranks, and kills them after 30 s."""
+POLL_INTERVAL_S = 0.1
 
 Result = dict[str, Any]
 
 
-def run_ranks(words: Sequence[str], num_ranks: int, timeout_s: float, launcher: Sequence[str] = TORCHRUN) -> Result:
-    """Run a script with its arguments on each rank; its figures, or `{"error": ...}`."""
-    with _started(words, num_ranks, launcher) as (process, out):
+def run_ranks(command: Sequence[str], num_ranks: int, timeout_s: float, launcher: Sequence[str] = TORCHRUN) -> Result:
+    """Run a script with its arguments on each rank. Returns its result, or `{"error": ...}`."""
+    with _launch(command, num_ranks, launcher) as (process, out):
         outcome = _wait(process, timeout_s)
         return json.loads(out.read_text()) if out.exists() else {"error": outcome}
 
 
 def run_jobs(
-    words: Sequence[str], jobs: Sequence[str], num_ranks: int, timeout_s: float, launcher: Sequence[str] = TORCHRUN
+    command: Sequence[str], jobs: Sequence[str], num_ranks: int, timeout_s: float, launcher: Sequence[str] = TORCHRUN
 ) -> Iterator[tuple[str, Result]]:
-    """Run a script that does the jobs that follow its arguments; each job with its figures or `{"error": ...}`, in
-    order, as soon as they are known.
+    """Run a script with its arguments and jobs. Yields (job, result or `{"error": ...}`) in order, when available.
 
-    A job that fails, or takes longer than `timeout_s`, ends its processes; new ones go on with the jobs after it.
+    A job that fails, or takes longer than `timeout_s`, ends its processes. The remaining jobs run in new ones.
     """
-    left = list(jobs)
-    while left:
-        with _started([*words, *left], num_ranks, launcher) as (process, out):
-            for told in _told(process, out, timeout_s):
-                for job in told.get("jobs", left[:1]):
-                    if job in left:  # else another rank failed because the first one had
-                        left.remove(job)
-                        yield job, told["result"]
-                if not left or "error" in told["result"]:
+    remaining = list(jobs)
+    while remaining:
+        with _launch([*command, *remaining], num_ranks, launcher) as (process, out):
+            for line in _read_results(process, out, timeout_s):
+                for job in line.get("jobs", remaining[:1]):
+                    if job in remaining:  # otherwise another rank fails as a consequence of the first failure
+                        remaining.remove(job)
+                        yield job, line["result"]
+                if not remaining or "error" in line["result"]:
                     break
-            if "jobs" in told:  # the ranks' last word: they end by themselves
-                _wait(process, SECONDS_TO_END)
+            if "jobs" in line:  # written by the ranks, which end by themselves
+                _wait(process, SHUTDOWN_TIMEOUT_S)
 
 
 @contextmanager
-def telling(out: Path, jobs: Sequence[str] = ()) -> Iterator[None]:
-    """Around what a rank does: its error goes where the figures (of these jobs) would have gone, and ends the rank at
-    once."""
+def reporting_errors(out: Path, jobs: Sequence[str] = ()) -> Iterator[None]:
+    """Write an error of the enclosed code as the result (of these jobs), and end the rank at once."""
     try:
         yield
     except Exception as error:
         traceback.print_exc()
         first_line = str(error).strip().partition("\n")[0]
         result = {"error": f"{type(error).__name__}: {first_line[:200]}"}
-        add_line(out, jobs, result) if jobs else write_once(out, result)
+        append_result(out, jobs, result) if jobs else write_once(out, result)
         sys.stdout.flush()
         os._exit(1)  # the other ranks may wait in a collective, and a clean shutdown would wait for them
 
 
 def write_once(path: Path, result: Result) -> None:
-    """Write the result unless another rank has: of several failing ranks the first one knows the cause."""
+    """Write the result unless another rank has written one. Of several failing ranks the first has the cause."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with path.open("x") as file:
@@ -80,21 +77,21 @@ def write_once(path: Path, result: Result) -> None:
         pass
 
 
-def add_line(path: Path, jobs: Sequence[str], result: Result) -> None:
-    """Tell the result of these jobs; of several failing ranks the first one is heard."""
+def append_result(path: Path, jobs: Sequence[str], result: Result) -> None:
+    """Append the result of these jobs. If several ranks fail, the first line counts."""
     with path.open("a") as file:
         file.write(json.dumps({"jobs": jobs, "result": result}) + "\n")
 
 
 @contextmanager
-def _started(
-    words: Sequence[str], num_ranks: int, launcher: Sequence[str]
+def _launch(
+    script: Sequence[str], num_ranks: int, launcher: Sequence[str]
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A script on its ranks, and where it writes; what still runs in the end is ended."""
+    """Launch a script on ranks. Yields the process and its output file. Terminates the process on exit."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ
-        command = [*launcher, f"--nproc-per-node={num_ranks}", *words, f"--out={out}"]
+        command = [*launcher, f"--nproc-per-node={num_ranks}", *script, f"--out={out}"]
         process = subprocess.Popen(command, env=environment)
         try:
             yield process, out
@@ -102,27 +99,27 @@ def _started(
             _end(process)
 
 
-def _told(process: subprocess.Popen[bytes], out: Path, timeout_s: float) -> Iterator[Result]:
-    """The lines that ranks add, as they come; after them, how the ranks ended, or that they were silent too long."""
+def _read_results(process: subprocess.Popen[bytes], out: Path, timeout_s: float) -> Iterator[Result]:
+    """Yield the lines of the ranks when they are written, then the exit code, or an error after a timeout."""
     out.touch()
-    since, line = time.monotonic(), ""
+    last_s, line = time.monotonic(), ""
     with out.open() as file:
         while True:
-            code = process.poll()  # before the look: what was written before the end is seen
+            code = process.poll()  # before the read, so that lines written before the exit are read
             line += file.readline()
             if line.endswith("\n"):
                 yield json.loads(line)
-                since, line = time.monotonic(), ""
+                last_s, line = time.monotonic(), ""
             elif code is not None:
                 yield {"result": {"error": f"exit code {code}"}}
-            elif time.monotonic() - since > timeout_s:
+            elif time.monotonic() - last_s > timeout_s:
                 yield {"result": {"error": f"stopped after {timeout_s:g} s"}}
             else:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_INTERVAL_S)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> str:
-    """How a process ended, by itself or because it was told to."""
+    """Wait for a process, and terminate it after a timeout. Returns how it ended."""
     try:
         return f"exit code {process.wait(timeout_s)}"
     except subprocess.TimeoutExpired:
@@ -131,11 +128,11 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let a process that still runs end, with what it has started, or kill it."""
+    """Terminate a running process with its ranks, or kill it after a timeout."""
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(SECONDS_TO_END)
+            process.wait(SHUTDOWN_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""What bench_train.py measured, as rows of a table that stays in tools/RESULTS.md."""
+"""The results of bench_train.py as rows of a Markdown table for tools/RESULTS.md."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,29 +31,29 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate: what it is, and what came of it."""
+    """A candidate and its result."""
 
     name: str
     group: str
-    """Rows of one group are compared with the first of them that has figures."""
+    """Rows of one group are compared with its first row that has figures."""
     result: dict[str, Any]
     facts: dict[str, str] = field(default_factory=dict)
-    """Of `FACTS`; empty where the recipe could not be read."""
+    """The columns of `FACTS`; empty if the recipe is invalid."""
     flops_per_token: float = 0.0
 
     @property
     def speed(self) -> float:
-        """tokens/s/GPU; 0 where it failed."""
+        """tokens/s/GPU; 0 after a failure."""
         return self.result.get("tokens_per_second_per_gpu", 0.0)
 
 
 def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
-    """What a figure of ours depends on."""
+    """The settings that a figure of this package depends on."""
     p, train = recipe.precision, recipe.train
     graph = recipe.compile.cudagraph
     compiled = recipe.compile.extent if recipe.compile.regional != "off" else "not compiled"
     override = recipe.perf.override
-    differs = "" if override == type(override)() else ", some overridden"
+    overridden = "" if override == type(override)() else ", some overridden"
     return {
         "layers": str(recipe.model.num_layers),
         "tokens a microbatch": f"{train.micro_batch_sequences * train.seq_len_tokens:,}",
@@ -61,7 +61,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
         "recompute": recipe.memory.recompute,
         "optimizer": f"{recipe.optim.kind}; master {p.master}, reduce {p.reduce}, moments {p.moments_dtype}",
         "routing": train.forced_routing or f"natural ({recipe.data.source})",
-        "kernels": f"{recipe.perf.kernels}{differs}",
+        "kernels": f"{recipe.perf.kernels}{overridden}",
         "dispatcher": f"{recipe.parallel.dispatcher}, ep {recipe.parallel.ep}",
         "overlap": recipe.parallel.overlap,
         "CUDA graph": f"{graph} ({compiled})",
@@ -69,7 +69,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
 
 
 def peer_facts(recipe: Recipe, num_ranks: int, recompute: str) -> dict[str, str]:
-    """The same of torchtitan's Trainer on as many tokens, which it takes in one microbatch."""
+    """The same for torchtitan's Trainer with the same number of tokens, in one microbatch."""
     train = recipe.train
     return {
         "layers": str(recipe.model.num_layers),
@@ -86,12 +86,12 @@ def peer_facts(recipe: Recipe, num_ranks: int, recompute: str) -> dict[str, str]
 
 
 def flops_per_token(recipe: Recipe) -> float:
-    """Model FLOPs of training on a token, causal attention halved, recompute not counted."""
+    """Model FLOPs of training per token. Causal attention is halved, recompute is not counted."""
     return float(training_flops_per_token(recipe.model, recipe.train.seq_len_tokens))
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines of Markdown; a candidate that failed has a row without figures, and its error in the notes."""
+    """Lines of Markdown. A failed candidate has a row without figures, and its error in the notes."""
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|" + "---|" * len(COLUMNS)
     for row in rows:
@@ -101,9 +101,9 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def section(rows: Sequence[Row], command: str, date: str, num_ranks: int, timing: str) -> str:
-    """All of one call, as a part of the last section of RESULTS: when, on what, by which command."""
-    told = [row.result for row in rows if "device" in row.result]
-    device, torch = (told[0]["device"], told[0]["torch"]) if told else ("an unknown device", "of an unknown version")
+    """A section of RESULTS for one call, with date, device, command and table."""
+    results = [row.result for row in rows if "device" in row.result]
+    device, torch = (results[0]["device"], results[0]["torch"]) if results else ("an unknown device", "unknown")
     lines = [
         f"### {date}: whole steps, {num_ranks} × {device}",
         "",
@@ -117,7 +117,7 @@ def section(rows: Sequence[Row], command: str, date: str, num_ranks: int, timing
 
 
 def append(path: Path, text: str) -> None:
-    """Add a part at the end of a file, with an empty line before it."""
+    """Append a section to a file, after an empty line."""
     before = path.read_text(encoding="utf-8").rstrip("\n") if path.exists() else ""
     path.write_text(f"{before}\n\n{text}" if before else text, encoding="utf-8")
 
@@ -138,7 +138,7 @@ def _figures(row: Row, first: Row) -> dict[str, str]:
 
 
 def _loads(row: Row) -> str:
-    """Busiest over mean, of experts and of ranks: the mean over layers and steps, and the worst."""
+    """Maximum over mean of experts and of ranks: mean and worst over layers and steps."""
     expert, rank = row.result.get("expert_load"), row.result.get("rank_load")
     if not expert or not rank:
         return NOTHING
@@ -150,7 +150,7 @@ def _notes(row: Row) -> str:
     if "error" in result:
         notes.append(f"failed: {result['error']}")
     if result.get("num_reruns"):
-        notes.append(f"{result['num_reruns']} of the timed steps taken again")
+        notes.append(f"{result['num_reruns']} of the timed steps rerun")
     if result.get("num_skipped"):
         notes.append(f"{result['num_skipped']} steps skipped")
     if not result.get("is_finite", True):

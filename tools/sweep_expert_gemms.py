@@ -1,10 +1,10 @@
-"""Time the Triton GEMMs of the fused expert MLP, cut in every way that fits an H200, at the shapes of its benchmarks.
+"""Time the Triton GEMMs of the fused expert MLP with various tile sizes, at the shapes of its benchmarks.
 
     python tools/sweep_expert_gemms.py [--shapes qwen3_ep8 ...] [--kernels up down_grad ...] [--only group=8,]
 
-Each candidate is compared with the first, which is what runs today; one that differs or fails says so and is left
-behind. Medians on random bf16 data and routing, the fastest first; each table ends with grouped_mm on rows that were
-gathered before, gather not counted: what the matrix units give.
+The result of each candidate is compared with that of the first one, which is the current default; candidates that
+differ or fail are reported and not timed. Medians on random bf16 data and routing, fastest first. The last line of a
+table is grouped_mm on rows gathered before, without the time of the gather.
 """
 
 import argparse
@@ -46,12 +46,12 @@ KERNELS = ["up", "down_grad", "weight_grad"]
 
 
 class Problem(NamedTuple):
-    """A GEMM with its inputs: what to call with a cut, what grouped_mm needs, and its work."""
+    """A GEMM with its inputs: the kernel as a function of tile sizes, candidates for these, and the baseline."""
 
     name: str
     run: Callable[[Any], Tensor]
-    cuts: list[Any]
-    rival: Callable[[], Tensor]
+    candidates: list[Any]
+    baseline: Callable[[], Tensor]
     flops: float
 
 
@@ -59,21 +59,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=EXPERT_SHAPES, default=list(EXPERT_SHAPES))
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=KERNELS)
-    parser.add_argument("--seconds", type=float, default=240.0, help="no candidate begins later")
-    parser.add_argument("--only", nargs="+", default=[""], help="time the first cut and those that have one of these")
+    parser.add_argument("--seconds", type=float, default=240.0, help="no candidate starts later")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="time the default and candidates whose text contains one"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("there is no GPU to measure")
-    stop_at = time.monotonic() + args.seconds
+        parser.error("needs a GPU")
+    deadline = time.monotonic() + args.seconds
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for shape in args.shapes:
         for problem in problems(shape, torch.device("cuda"), args.kernels):
-            for line in sweep(narrowed(problem, args.only), stop_at):
+            for line in sweep(select_tiles(problem, args.only), deadline):
                 print(f"{shape:17} {line}", flush=True)
 
 
 def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[Problem]:
-    """The GEMMs of a shape, one after the other, so that only one's inputs are held."""
+    """Yield the GEMMs of a shape one by one, so that only the inputs of one are in memory."""
     size = EXPERT_SHAPES[shape]
     num_rows, num_experts, width, hidden = (size[name] for name in ("rows", "experts", "width", "hidden"))
     rows_R, _, offsets_e = full_size_plan(num_rows, num_experts, size["choices"], device, size["slots"])
@@ -89,7 +91,7 @@ def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[P
         x_RD, flat = x_SD[rows_R], weight.flatten(1, 2).transpose(1, 2)
         yield Problem(
             "up",
-            lambda cut: expert_up(x_SD, rows_R, scores_R, weight, tiles, cut)[0],
+            lambda candidate: expert_up(x_SD, rows_R, scores_R, weight, tiles, candidate)[0],
             UP_TILES,
             lambda: F.grouped_mm(x_RD, flat, offs=offsets_e),
             4.0 * num_slots * width * hidden,
@@ -99,7 +101,7 @@ def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[P
         tiles, x_RD = plan_tiles(offsets_e, num_slots, TILE_ROWS), x_SD[rows_R]
         yield Problem(
             "dA",
-            lambda cut: gather_mm(x_SD, rows_R, weight, tiles, cut),
+            lambda candidate: gather_mm(x_SD, rows_R, weight, tiles, candidate),
             GATHER_TILES,
             lambda: F.grouped_mm(x_RD, weight, offs=offsets_e),
             2.0 * num_slots * width * hidden,
@@ -116,37 +118,40 @@ def _weight_grad(
     left, right = (gathered_RD, factor_RA) if is_transposed else (factor_RA, gathered_RD)
     return Problem(
         name,
-        lambda cut: expert_weight_grad(factor_RA, x_SD, rows_R, offsets_e, is_transposed=is_transposed, cut=cut),
+        lambda candidate: expert_weight_grad(
+            factor_RA, x_SD, rows_R, offsets_e, is_transposed=is_transposed, cut=candidate
+        ),
         [DOWN_CUT if is_transposed else UP_CUT, *WEIGHT_GRAD_TILES],
         lambda: F.grouped_mm(left.T, right, offs=offsets_e),
         2.0 * rows_R.numel() * factor_RA.shape[1] * x_SD.shape[1],
     )
 
 
-def narrowed(problem: Problem, only: list[str]) -> Problem:
-    """With the first cut, to compare with, and those whose name has one of these in it."""
-    first, *others = problem.cuts
-    return problem._replace(cuts=[first, *(cut for cut in others if any(part in str(cut) for part in only))])
+def select_tiles(problem: Problem, only: list[str]) -> Problem:
+    """Keep the default and the candidates whose text contains one of the strings."""
+    default, *others = problem.candidates
+    selected = [candidate for candidate in others if any(text in str(candidate) for text in only)]
+    return problem._replace(candidates=[default, *selected])
 
 
-def sweep(problem: Problem, stop_at: float, stopwatch: Callable[[Callable[[], Any]], float] = median_ms) -> list[str]:
-    """A line for each cut, the fastest first."""
-    expected = problem.run(problem.cuts[0]).float()
-    timed, broken = [], []
-    for cut in problem.cuts:
-        if time.monotonic() > stop_at:
-            broken.append(f"{problem.name:4} {cut}: no time left")
+def sweep(problem: Problem, deadline: float, stopwatch: Callable[[Callable[[], Any]], float] = median_ms) -> list[str]:
+    """A line for each candidate, fastest first, then failures."""
+    expected = problem.run(problem.candidates[0]).float()
+    timed, failed = [], []
+    for candidate in problem.candidates:
+        if time.monotonic() > deadline:
+            failed.append(f"{problem.name:4} {candidate}: no time left")
             continue
         try:
-            error = float((problem.run(cut).float() - expected).norm() / expected.norm())
+            error = float((problem.run(candidate).float() - expected).norm() / expected.norm())
             if not error < 1e-2:
                 raise ValueError(f"differs by {error:.1e}")
-            timed.append((stopwatch(lambda cut=cut: problem.run(cut)), str(cut)))
-        except Exception as problem_here:
-            broken.append(f"{problem.name:4} {cut}: {str(problem_here).splitlines()[0][:80]}")
-    ranked = [*sorted(timed), (stopwatch(problem.rival), "grouped_mm on gathered rows")]
-    lines = [f"{problem.name:4} {ms:8.3f} ms {problem.flops / ms / 1e9:5.0f} TFLOP/s  {what}" for ms, what in ranked]
-    return lines + broken
+            timed.append((stopwatch(lambda candidate=candidate: problem.run(candidate)), str(candidate)))
+        except Exception as failure:
+            failed.append(f"{problem.name:4} {candidate}: {str(failure).splitlines()[0][:80]}")
+    ranked = [*sorted(timed), (stopwatch(problem.baseline), "grouped_mm on gathered rows")]
+    lines = [f"{problem.name:4} {ms:8.3f} ms {problem.flops / ms / 1e9:5.0f} TFLOP/s  {name}" for ms, name in ranked]
+    return lines + failed
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The benchmark of dispatch at a tiny size, over gloo: what it compares agrees, what it times has a line, what fails
-does not take the rest with it."""
+"""The benchmark of dispatchers at a tiny size over gloo: comparisons, figures, and failures of single jobs."""
 
 import importlib
 import json
@@ -33,7 +32,7 @@ TASKS = {
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, imported from where it stands."""
+    """The script, imported from its folder."""
     monkeypatch.syspath_prepend(TOOLS)
     return importlib.import_module("bench_dispatch")
 
@@ -51,62 +50,63 @@ def run_on_host() -> dict[str, dict[str, dict[str, Any]]]:
         results = {
             task: {name: worker.TASKS[task](name, case, cpu, 3) for name in names} for task, names in TASKS.items()
         }
-    with patch.object(worker, "build_server", partial(slightly_wrong, worker.build_server)):
+    with patch.object(worker, "build_with_stub_experts", partial(build_wrong, worker.build_with_stub_experts)):
         results["check"]["wrong"] = worker.check("allgather", case, cpu, 3)
     return results
 
 
-def slightly_wrong(build: Any, name: str, case: Any, *place: Any) -> Any:
-    """Servers that weigh the rows of one routing by each other's scores, but for `alltoall`."""
-    serve, is_wrong = build(name, case, *place), name != "alltoall" and case.routing == "skewed"
-    return lambda x_TD, ids_TK, scores_TK: serve(x_TD, ids_TK, scores_TK.flip(1) if is_wrong else scores_TK)
+def build_wrong(build: Any, name: str, case: Any, *args: Any) -> Any:
+    """Dispatchers other than `alltoall`, with exchanged scores for one routing."""
+    run, is_wrong = build(name, case, *args), name != "alltoall" and case.routing == "skewed"
+    return lambda x_TD, ids_TK, scores_TK: run(x_TD, ids_TK, scores_TK.flip(1) if is_wrong else scores_TK)
 
 
 @contextmanager
 def torchtitan_on_cpus() -> Iterator[None]:
-    """It counts tokens with an operation that CPUs have for floats only, and permutes in a Triton kernel."""
+    """Make torchtitan's layer run on CPUs: histc is missing for integers there, and its permute is a Triton kernel."""
     utils, histc = import_torchtitan("models.moe.utils"), torch.histc
 
-    def counted(x: Tensor, **options: int) -> Tensor:
+    def float_histc(x: Tensor, **options: int) -> Tensor:
         return histc(x.float(), **options).to(x.dtype)
 
     permute = partial(utils.generate_permute_indices, use_cpu=True)
-    with patch.object(torch, "histc", counted), patch.object(utils, "generate_permute_indices", permute):
+    with patch.object(torch, "histc", float_histc), patch.object(utils, "generate_permute_indices", permute):
         yield
 
 
 def count_rows(routing: str) -> tuple[int, int]:
-    """Rows that others want by the tool's count, and by one over tokens in Python."""
+    """Rows for other ranks, counted by the tool and by a loop over tokens."""
     sys.path.insert(0, TOOLS)
     candidates = importlib.import_module("dispatch_candidates")
     case = tiny(candidates, routing=routing)
     ids_TK = candidates.draw_choices(case, torch.device("cpu"))
-    by_hand = sum(len({expert // 4 for expert in ids} - {dist.get_rank()}) for ids in ids_TK.tolist())
-    return candidates.count_remote_rows(case, ids_TK), by_hand
+    expected = sum(len({expert // 4 for expert in ids} - {dist.get_rank()}) for ids in ids_TK.tolist())
+    return candidates.count_remote_rows(case, ids_TK), expected
 
 
-def test_everybody_agrees_and_is_timed(ranks, bench: ModuleType) -> None:
+def test_dispatch_candidates_agree_and_are_timed(ranks, bench: ModuleType) -> None:
     results, others = ranks(2, run_on_host)
     assert results["check"]["allgather"]["agrees"] and results["check"]["torchtitan"]["agrees"], results["check"]
     assert results["check"] == others["check"] and len(results["check"]["allgather"]["distances"]) == 5
     wrong = results["check"].pop("wrong")
-    assert not wrong["agrees"] and [way for way, far in wrong["distances"].items() if far > 1e-3] == ["skewed"]
+    failed = [routing for routing, error in wrong["distances"].items() if error > 1e-3]
+    assert not wrong["agrees"] and failed == ["skewed"]
     candidates = importlib.import_module("dispatch_candidates")
     for task, names in TASKS.items():
-        said = list(bench.describe(task, tiny(candidates), 2, results[task]))
-        assert [line.split()[0] for line in said if line.split()[0] in names] == list(names)
-        assert "64 tokens a GPU, d 16, 2 of 8 experts of 8, random routing" in said[0]
+        lines = list(bench.describe(task, tiny(candidates), 2, results[task]))
+        assert [line.split()[0] for line in lines if line.split()[0] in names] == list(names)
+        assert "64 tokens per GPU, d 16, 2 of 8 experts of 8, random routing" in lines[0]
 
 
 @pytest.mark.parametrize("routing", ["random", "balanced", "skewed", "one_rank_empty", "all_to_one_rank"])
-def test_remote_rows_are_counted_once_a_rank(ranks, routing: str) -> None:
-    answers = ranks(2, count_rows, routing)
-    assert all(counted == by_hand for counted, by_hand in answers)
+def test_dispatch_remote_rows_are_counted_once_per_rank(ranks, routing: str) -> None:
+    counts = ranks(2, count_rows, routing)
+    assert all(counted == expected for counted, expected in counts)
     if routing == "all_to_one_rank":
-        assert [counted for counted, _ in answers] == [0, 64]
+        assert [counted for counted, _ in counts] == [0, 64]
 
 
-def test_rates_ratios_and_failures_are_lines(bench: ModuleType) -> None:
+def test_dispatch_report_has_rates_ratios_and_failures(bench: ModuleType) -> None:
     case = replace(bench.QWEN3, routing="skewed")
     timed = {"remote_bytes": 300e6, "device": "NVIDIA H200", "torch": "2.11"}
     results = {
@@ -114,12 +114,12 @@ def test_rates_ratios_and_failures_are_lines(bench: ModuleType) -> None:
         "symm_mem": timed | {"forward_ms": 2.5, "total_ms": 5.0, "captured_forward_ms": 2.0, "captured_total_ms": 4.0},
         "torchtitan": {"error": "stopped after 300 s"},
     }
-    said = list(bench.describe("dispatch", case, 8, results))
-    assert said[0].startswith("dispatch: 8 x NVIDIA H200, torch 2.11; 16,384 tokens a GPU, d 2048, 8 of 128 experts")
-    assert said[1] == "300 MB of a GPU's rows are wanted by others"
-    assert "3.000 ms   200 GB/s" in said[2] and "x" not in said[2]
-    assert said[4].startswith("symm_mem, captured") and "300 GB/s" in said[4] and "1.50/1.50 x alltoall" in said[4]
-    assert said[5].split(maxsplit=1) == ["torchtitan", "failed: stopped after 300 s"] and "280 GB/s" in said[6]
+    lines = list(bench.describe("dispatch", case, 8, results))
+    assert lines[0].startswith("dispatch: 8 x NVIDIA H200, torch 2.11; 16,384 tokens per GPU, d 2048, 8 of 128 experts")
+    assert lines[1] == "300 MB of rows per GPU are for other GPUs"
+    assert "3.000 ms   200 GB/s" in lines[2] and "x" not in lines[2]
+    assert lines[4].startswith("symm_mem, captured") and "300 GB/s" in lines[4] and "1.50/1.50 x alltoall" in lines[4]
+    assert lines[5].split(maxsplit=1) == ["torchtitan", "failed: stopped after 300 s"] and "280 GB/s" in lines[6]
     flops = 6 * 16_384 * 8 * 2048 * 768
     layer = {"symm_mem": {"forward_ms": flops / 250e9, "total_ms": 3 * flops / 250e9}}
     assert "250/250 TFLOP/s" in list(bench.describe("layer", case, 8, layer))[1]
@@ -131,104 +131,104 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {tools!r})
-from rank_processes import add_line, telling
+from rank_processes import append_result, reporting_errors
 out, jobs = Path(sys.argv[-1].partition("=")[2]), sys.argv[3:-1]
-with Path({starts!r}).open("a") as starts:
-    starts.write(" ".join(jobs) + chr(10))
-with telling(out, jobs):
+with Path({launches!r}).open("a") as launches:
+    launches.write(" ".join(jobs) + chr(10))
+with reporting_errors(out, jobs):
     if "no start" in jobs:
         raise LookupError("no such device")
     for job in jobs:
-        with telling(out, [job]):
+        with reporting_errors(out, [job]):
             if job == "hang":
                 time.sleep(60)
             if job == "die":
                 os._exit(3)
             if job == "fail":
                 raise MemoryError("no room" + chr(10) + "at all")
-            add_line(out, [job], {{"process": os.getpid()}})
-            if job == "spoil":
+            append_result(out, [job], {{"process": os.getpid()}})
+            if job == "fail late":
                 raise ValueError("this came after the figures")
 """
 
 
 @pytest.fixture
-def do(bench: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], list[str]]]:
-    """Do jobs in a script of one rank: what came of them, and the jobs of each start."""
-    script, starts = tmp_path / "script.py", tmp_path / "starts"
-    script.write_text(SCRIPT.format(tools=TOOLS, starts=str(starts)))
+def run_jobs(bench: ModuleType, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], list[str]]]:
+    """Run jobs in a script of one rank. Returns the results, and the jobs of each launch."""
+    script, launches = tmp_path / "script.py", tmp_path / "launches"
+    script.write_text(SCRIPT.format(tools=TOOLS, launches=str(launches)))
     launcher = [sys.executable, "-c", "import sys; exec(open(sys.argv[2]).read())"]  # after --nproc
 
     def run(*jobs: str, timeout_s: float = 60.0) -> tuple[dict[str, Any], list[str]]:
-        told = list(bench.run_jobs([str(script)], jobs, 1, timeout_s, launcher))
-        assert [job for job, _ in told] == list(jobs), "each job once, in order"
-        return dict(told), starts.read_text().splitlines()
+        results = list(bench.run_jobs([str(script)], jobs, 1, timeout_s, launcher))
+        assert [job for job, _ in results] == list(jobs), "each job once, in order"
+        return dict(results), launches.read_text().splitlines()
 
     return run
 
 
-def test_what_fails_or_hangs_does_not_take_the_rest_with_it(do: Any) -> None:
-    results, starts = do("a", "b", "fail", "c", "hang", "spoil", "die", "d", timeout_s=5.0)
-    assert starts == ["a b fail c hang spoil die d", "c hang spoil die d", "spoil die d", "die d", "d"]
+def test_jobs_after_a_failure_or_hang_run_in_new_processes(run_jobs: Any) -> None:
+    results, launches = run_jobs("a", "b", "fail", "c", "hang", "fail late", "die", "d", timeout_s=5.0)
+    assert launches == ["a b fail c hang fail late die d", "c hang fail late die d", "fail late die d", "die d", "d"]
     assert {job: result["error"] for job, result in results.items() if "error" in result} == {
         "fail": "MemoryError: no room",
         "hang": "stopped after 5 s",
         "die": "exit code 3",
     }
-    processes = [results[job]["process"] for job in ("a", "b", "c", "spoil", "d")]
+    processes = [results[job]["process"] for job in ("a", "b", "c", "fail late", "d")]
     assert processes[0] == processes[1] and len(set(processes)) == 4
 
 
-def test_what_cannot_start_is_started_once(do: Any) -> None:
-    results, starts = do("a", "no start", "b")
-    assert starts == ["a no start b"]
+def test_jobs_that_cannot_start_are_launched_once(run_jobs: Any) -> None:
+    results, launches = run_jobs("a", "no start", "b")
+    assert launches == ["a no start b"]
     assert list(results.values()) == [{"error": "LookupError: no such device"}] * 3
 
 
-def test_one_start_does_all_that_was_asked(bench: ModuleType, tmp_path: Path) -> None:
-    """Two tasks of two candidates each."""
+def test_dispatch_benchmark_runs_all_tasks_in_one_launch(bench: ModuleType, tmp_path: Path) -> None:
+    """Two tasks with two candidates each."""
     script, out = f"{TOOLS}/bench_dispatch.py", tmp_path / "results.json"
     options = ["--smoke", "--nproc=2", "--calls=2", "--routing=skewed", "--timeout=120", f"--out={out}"]
-    words = ["--tasks", "layer", "dispatch", "--candidates", "alltoall", "allgather"]
+    options += ["--tasks", "layer", "dispatch", "--candidates", "alltoall", "allgather"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    said = subprocess.run(
-        [sys.executable, script, *options, *words], check=True, capture_output=True, text=True, env=environment
+    stdout = subprocess.run(
+        [sys.executable, script, *options], check=True, capture_output=True, text=True, env=environment
     ).stdout.splitlines()
     results = json.loads(out.read_text())
     names = ["alltoall", "allgather"]
-    assert {task: list(of_task) for task, of_task in results.items()} == {"layer": names, "dispatch": names}
-    for task, of_task in results.items():
-        assert not [name for name in names if "error" in of_task[name]]
-        assert of_task["alltoall"]["forward_ms"] > 0 and of_task["alltoall"]["device"] == "CPU"
-        how = [f"{task} {name}: done" for name in names]
-        first = said.index(how[0])
-        assert said[first : first + 2] == how and said[first + 3].startswith(
-            f"{task}: 2 x CPU, torch {torch.__version__}"
-        )
-        assert "skewed routing, kernels grouped_mm" in said[first + 3]
+    assert {task: list(task_results) for task, task_results in results.items()} == {"layer": names, "dispatch": names}
+    for task, task_results in results.items():
+        assert not [name for name in names if "error" in task_results[name]]
+        assert task_results["alltoall"]["forward_ms"] > 0 and task_results["alltoall"]["device"] == "CPU"
+        progress = [f"{task} {name}: done" for name in names]
+        first = stdout.index(progress[0])
+        heading = stdout[first + 3]
+        assert stdout[first : first + 2] == progress
+        assert heading.startswith(f"{task}: 2 x CPU, torch {torch.__version__}")
+        assert "skewed routing, kernels grouped_mm" in heading
 
 
-def test_nothing_stays_of_a_job(ranks) -> None:
-    assert ranks(1, forget_a_layer) == [(True, False)]
-    assert ranks(1, forget_sizes) == [[False, True, False]]
+def test_cleanup_frees_memory_and_graphs(ranks) -> None:
+    assert ranks(1, free_a_layer) == [(True, False)]
+    assert ranks(1, free_graphs) == [[False, True, False]]
 
 
-def forget_a_layer() -> tuple[bool, bool]:
-    """Whether a layer that holds itself is there before a job's memory is given back, and after."""
+def free_a_layer() -> tuple[bool, bool]:
+    """Whether a layer in a reference cycle exists before and after `free_memory`."""
     sys.path.insert(0, TOOLS)
     cleanup, candidates = importlib.import_module("cleanup"), importlib.import_module("dispatch_candidates")
     layer = candidates.build_layer("alltoall", tiny(candidates), torch.device("cpu"), torch.float32)
     layer(torch.ones(1, 64, 16)).sum().backward()
-    layer.myself = [layer]
-    layer_is_there = weakref.ref(layer)
+    layer.cycle = [layer]
+    reference = weakref.ref(layer)
     del layer
-    before = layer_is_there() is not None
-    cleanup.forget(torch.device("cpu"))
-    return before, layer_is_there() is not None
+    before = reference() is not None
+    cleanup.free_memory(torch.device("cpu"))
+    return before, reference() is not None
 
 
-def forget_sizes() -> list[bool]:
-    """Whether each graph of a function is for any size: first, for a second size, and then in the next job."""
+def free_graphs() -> list[bool]:
+    """Whether each graph of a function is dynamic: the first, that of a second size, and the first of the next job."""
     sys.path.insert(0, TOOLS)
     graphs = []
 
@@ -238,18 +238,18 @@ def forget_sizes() -> list[bool]:
 
     double = torch.compile(lambda x: x * 2, backend=backend)
     double(torch.ones(4)), double(torch.ones(5))
-    importlib.import_module("cleanup").forget(torch.device("cpu"))
+    importlib.import_module("cleanup").free_memory(torch.device("cpu"))
     double(torch.ones(6))
     return graphs
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs")
-def test_everybody_agrees_on_gpus(tmp_path: Path) -> None:
+def test_dispatch_candidates_agree_on_gpus(tmp_path: Path) -> None:
     num_ranks = 2 ** (min(torch.cuda.device_count(), 8).bit_length() - 1)
     options = [f"--nproc={num_ranks}", "--tokens=256", "--calls=3", f"--out={tmp_path / 'results.json'}"]
     tasks = ["--tasks", "check", "dispatch", "layer"]
-    subprocess.run([sys.executable, f"{TOOLS}/bench_dispatch.py", *options, *tasks], check=True)  # one start
+    subprocess.run([sys.executable, f"{TOOLS}/bench_dispatch.py", *options, *tasks], check=True)  # one launch
     results = json.loads((tmp_path / "results.json").read_text())
     assert {name: result.get("agrees") for name, result in results["check"].items()} == {
         "allgather": True,

@@ -1,4 +1,4 @@
-"""The benchmark of whole steps without a GPU: its candidates, its table, and one tiny run that is really timed."""
+"""The benchmark of whole steps without a GPU: its candidates, its table, and one tiny timed run."""
 
 import importlib
 import json
@@ -46,22 +46,22 @@ TINY = """
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import a script from where it stands."""
+    """Import a script from its folder."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
     return importlib.import_module
 
 
 @pytest.fixture
 def bench(tools: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, list[list[str]]]:
-    """The benchmark whose runs are only noted; those of natural routing run out of memory."""
+    """The benchmark with fake runs, and the list of their commands. Runs with natural routing fail."""
     module, runs = tools("bench_train"), []
 
-    def run_ranks(words: list[str], num_ranks: int, timeout_s: float) -> dict[str, Any]:
-        runs.append(words)
+    def run_ranks(command: list[str], num_ranks: int, timeout_s: float) -> dict[str, Any]:
+        runs.append(command)
         return RESULT
 
-    def run_jobs(words: list[str], jobs: list[str], num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Any]]:
-        runs.append([*words, *jobs])
+    def run_jobs(command: list[str], jobs: list[str], num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Any]]:
+        runs.append([*command, *jobs])
         for job in jobs:
             is_natural = "--train.force_balanced_routing=false" in json.loads(job)["overrides"]
             yield job, {"error": "OutOfMemoryError: no room | at all"} if is_natural else RESULT
@@ -75,7 +75,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_every_recipe_is_run_as_given_varied_and_as_peer(bench: Any, tmp_path: Path) -> None:
+def test_train_benchmark_runs_recipes_variants_and_peers(bench: Any, tmp_path: Path) -> None:
     module, runs = bench
     variants = tmp_path / "variants"
     variants.write_text("# nothing\n\n--memory.recompute=experts  # more room\n")
@@ -83,7 +83,7 @@ def test_every_recipe_is_run_as_given_varied_and_as_peer(bench: Any, tmp_path: P
     options = ["--nproc", "8", "--vary", graph, "--variants", str(variants), "--peer", "--peer-args", "--no-compile"]
     rows = module.main([QWEN3, MIXTRAL, *options, "--train.force_balanced_routing=true"])
     balanced = "--train.force_balanced_routing=true"
-    assert [words[1] for words in runs[1:]] == ["--model=qwen3_30b_a3b"], "all of ours have one start"
+    assert [command[1] for command in runs[1:]] == ["--model=qwen3_30b_a3b"], "one launch for this package"
     jobs = [json.loads(job) for job in runs[0][3:]]
     assert runs[0][1:3] == ["--steps=10", "--warmup=5"]
     assert [job["recipe"] for job in jobs] == [QWEN3] * 3 + [MIXTRAL] * 3
@@ -105,7 +105,7 @@ def test_every_recipe_is_run_as_given_varied_and_as_peer(bench: Any, tmp_path: P
     assert rows[1].facts["dispatcher"] == "allgather, ep 8" and rows[1].facts["CUDA graph"] == "step (pieces)"
 
 
-def test_rows_stay_in_a_file_with_all_that_they_depend_on(bench: Any, tools: Any, tmp_path: Path) -> None:
+def test_train_benchmark_appends_rows_to_a_file(bench: Any, tools: Any, tmp_path: Path) -> None:
     module, _ = bench
     file = tmp_path / "RESULTS.md"
     file.write_text("# Results\n\nOlder ones.\n")
@@ -126,12 +126,12 @@ def test_rows_stay_in_a_file_with_all_that_they_depend_on(bench: Any, tools: Any
     assert first["kernels"] == "auto, some overridden"
     assert first["optimizer"] == "fused_adamw; master fp32, reduce fp32, moments bf16"
     assert first["load of expert / rank"] == "1.80 / 1.20, worst 2.25 / 1.50"
-    assert first["notes"] == "2 of the timed steps taken again"
+    assert first["notes"] == "2 of the timed steps rerun"
     assert second["routing"] == "natural (synthetic)" and second["tokens/s/GPU"] == "–"
     assert second["notes"] == "failed: OutOfMemoryError: no room / at all"
 
 
-def test_figures_are_held_against_the_first_that_ran(tools: Any) -> None:
+def test_result_table_compares_with_the_first_row_with_figures(tools: Any) -> None:
     table = tools("result_table")
     rows = [table.Row(name, "a", RESULT | {"tokens_per_second_per_gpu": speed}) for name, speed in (("x", 0), ("y", 8))]
     rows += [table.Row("z", "a", RESULT | {"tokens_per_second_per_gpu": 6}), table.Row("other", "b", RESULT)]
@@ -139,19 +139,19 @@ def test_figures_are_held_against_the_first_that_ran(tools: Any) -> None:
     assert [cells(line)[column] for line in [*table.table(rows)][2:]] == ["–", "1.00", "0.75", "1.00"]
 
 
-def test_what_cannot_run_is_not_started(bench: Any) -> None:
+def test_train_benchmark_does_not_start_invalid_recipes(bench: Any) -> None:
     module, runs = bench
     rows = module.main([MIXTRAL, "--nproc=8", "--train.force_skewed_routing=true", "--vary", "--model.no_such_key=1"])
-    assert runs == [] and "would be the busiest rank" in rows[0].result["error"]
+    assert runs == [] and "would be the hottest rank" in rows[0].result["error"]
     assert "model.no_such_key is not a known key" in rows[1].result["error"]
 
 
-def test_what_differs_for_whole_processes_has_a_start_of_its_own(bench: Any) -> None:
+def test_train_benchmark_launches_process_wide_settings_separately(bench: Any) -> None:
     module, runs = bench
     varied = ["--vary", "--run.is_deterministic=true", "--vary", "--memory.recompute=experts"]
     rows = module.main([QWEN3, "--nproc=8", "--train.force_balanced_routing=true", *varied, "--profile=kernels"])
-    assert [[json.loads(job)["number"] for job in words[4:]] for words in runs] == [[0, 2], [1]]
-    assert all(words[3] == "--profile=kernels" for words in runs)
+    assert [[json.loads(job)["number"] for job in command[4:]] for command in runs] == [[0, 2], [1]]
+    assert all(command[3] == "--profile=kernels" for command in runs)
     assert [row.name.partition(", ")[2] for row in rows] == [
         "",
         "run.is_deterministic=true",
@@ -159,23 +159,25 @@ def test_what_differs_for_whole_processes_has_a_start_of_its_own(bench: Any) -> 
     ]
 
 
-def test_only_gpus_are_profiled(bench: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_benchmark_profiles_only_gpus(
+    bench: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, runs = bench
     rows = module.main([QUICKSTART, "--profile=kernels", *TINY])
-    assert runs == [] and 'run.device = "cpu"; leave it out' in rows[0].result["error"]
+    assert runs == [] and 'run.device = "cpu"; omit it' in rows[0].result["error"]
     worker, out = tools("time_steps"), tmp_path / "lines"
-    monkeypatch.setattr(worker, "telling", lambda *_: nullcontext())
+    monkeypatch.setattr(worker, "reporting_errors", lambda *_: nullcontext())
     job = json.dumps({"recipe": QUICKSTART, "overrides": TINY})
     monkeypatch.setattr("sys.argv", ["time_steps.py", job, "--profile=kernels", f"--out={out}"])
-    with pytest.raises(ValueError, match="computes on the CPU; leave it out"):
+    with pytest.raises(ValueError, match="on the CPU; omit it"):
         worker.main()
 
 
-def test_recipes_that_cannot_share_processes_are_refused(tools: Any) -> None:
-    recipes = [load_recipe(QUICKSTART, [*TINY, *words]) for words in ([], ["--run.is_deterministic=true"])]
+def test_time_steps_refuses_recipes_that_cannot_share_processes(tools: Any) -> None:
+    recipes = [load_recipe(QUICKSTART, [*TINY, *extra]) for extra in ([], ["--run.is_deterministic=true"])]
     worker = tools("time_steps")
     assert worker.common_run(recipes[:1] * 2) == recipes[0].run
-    with pytest.raises(RecipeError, match="call for each kind on its own"):
+    with pytest.raises(RecipeError, match="use separate calls"):
         worker.common_run(recipes)
 
 
@@ -183,9 +185,9 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {tools!r})
-from rank_processes import telling, write_once
+from rank_processes import reporting_errors, write_once
 out = Path(sys.argv[-1].partition("=")[2])
-with telling(out):
+with reporting_errors(out):
     if sys.argv[-2] == "hang":
         time.sleep(60)
     if sys.argv[-2] == "die":
@@ -196,7 +198,7 @@ with telling(out):
 """
 
 
-def test_ranks_bring_figures_or_errors_home(tools: Any, tmp_path: Path) -> None:
+def test_rank_processes_return_figures_or_errors(tools: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tools=str(Path(__file__).parents[2] / "tools")))
     processes = tools("rank_processes")
@@ -212,37 +214,39 @@ def test_ranks_bring_figures_or_errors_home(tools: Any, tmp_path: Path) -> None:
     }
 
 
-def test_one_start_times_all_as_if_each_were_alone(
+def test_train_benchmark_candidates_in_one_launch_are_independent(
     tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     module, processes = tools("bench_train"), tools("rank_processes")
-    starts, popen = [], processes.subprocess.Popen
+    launches, popen = [], processes.subprocess.Popen
 
-    def start(command: list[str], **options: Any) -> Any:
-        starts.append([json.loads(word)["number"] for word in command if word.startswith("{")])
+    def launch(command: list[str], **options: Any) -> Any:
+        launches.append([json.loads(argument)["number"] for argument in command if argument.startswith("{")])
         return popen(command, **options)
 
-    monkeypatch.setattr(processes.subprocess, "Popen", start)
+    monkeypatch.setattr(processes.subprocess, "Popen", launch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     missing = f"--data.source=text --data.path={tmp_path}/none*"
     varied = ["--train.micro_batch_sequences=8", missing, "--run.seed=0"]
-    options = ["--nproc=2", "--steps=3", "--warmup=1", *(word for words in varied for word in ("--vary", words))]
+    options = ["--nproc=2", "--steps=3", "--warmup=1", *(part for value in varied for part in ("--vary", value))]
     rows = module.main([QUICKSTART, *options, *TINY, "--parallel.ep=2", "--parallel.dispatcher=alltoall"])
-    assert starts == [[0, 1, 2, 3], [3]], "new processes only after a failure"
+    assert launches == [[0, 1, 2, 3], [3]], "new processes only after a failure"
     assert ["error" in row.result for row in rows] == [False, False, True, False]
     assert f"{tmp_path}/none*" in rows[2].result["error"]
     losses = [row.result.get("losses") for row in rows]
-    assert losses[0] == losses[3] and losses[1] == pytest.approx(losses[0], rel=1e-5), "the second was not the first"
-    said = [line.split(" | ")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("| quickstart")]
-    assert len(said) == 8 and said[:4] == said[4:], "each as it comes, and all in the end"
+    assert losses[0] == losses[3] and losses[1] == pytest.approx(losses[0], rel=1e-5), (
+        "the second run has another microbatch size"
+    )
+    rows = [line.split(" | ")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("| quickstart")]
+    assert len(rows) == 8 and rows[:4] == rows[4:], "each row when it is available, and all rows at the end"
 
 
-def test_no_group_stays_and_none_is_missed(ranks) -> None:
-    assert ranks(4, leave_and_go_on) == [(True, 1, True)] * 4
+def test_cleanup_destroys_groups(ranks) -> None:
+    assert ranks(4, destroy_groups_and_repeat) == [(True, 1, True)] * 4
 
 
-def leave_and_go_on() -> tuple[bool, int, bool]:
-    """Whether a run makes groups, how many are left of them, and whether it can be repeated, with a gather of all."""
+def destroy_groups_and_repeat() -> tuple[bool, int, bool]:
+    """Whether meshes create groups, how many remain after the cleanup, and whether a repetition works."""
     sys.path.insert(0, str(TOOLS))
     cleanup, cpu = importlib.import_module("cleanup"), torch.device("cpu")
     groups = dist.distributed_c10d._world.pg_map
@@ -253,18 +257,18 @@ def leave_and_go_on() -> tuple[bool, int, bool]:
         return (shards * 2).sum().full_tensor().item()
 
     before, has_groups = total(), len(groups) > 1
-    cleanup.forget(cpu)
-    cleanup.leave_groups()
+    cleanup.free_memory(cpu)
+    cleanup.destroy_subgroups()
     return has_groups, len(groups), total() == before == 56.0
 
 
-def test_kernel_times_are_told(tools: Any, tmp_path: Path) -> None:
+def test_kernel_times_report(tools: Any, tmp_path: Path) -> None:
     kernels, trace = tools("kernel_times"), tmp_path / "trace.json"
-    ran = [("gemm", 100, 40), ("gemm", 120, 40), ("Memcpy", 150, 5), ("nccl", 200, 100), ("x" * 500, 290, 1)]
-    events = [{"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in reversed(ran)]
+    spans = [("gemm", 100, 40), ("gemm", 120, 40), ("Memcpy", 150, 5), ("nccl", 200, 100), ("x" * 500, 290, 1)]
+    events = [{"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur} for name, ts, dur in reversed(spans)]
     events += [{"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0, "dur": 900}, {"ph": "i"}]
     trace.write_text(json.dumps({"traceEvents": events}))
-    span, busy, _, _, *lines = kernels.describe(kernels.read_works(trace))
+    span, busy, _, _, *lines = kernels.describe(kernels.read_events(trace))
     assert span.startswith("the step took 0.200 ms") and busy.endswith("0.160 ms of it (80.0%)")
     assert [line.split()[:5] for line in lines[:3]] == [
         ["0.100", "50.0%", "1", "100.0", "nccl"],
@@ -272,14 +276,14 @@ def test_kernel_times_are_told(tools: Any, tmp_path: Path) -> None:
         ["0.005", "2.5%", "1", "5.0", "Memcpy"],
     ]
     assert len(lines) == 4 and lines[3].endswith(" " + "x" * kernels.NAME_WIDTH)
-    assert list(kernels.describe([])) == ["the profiler saw nothing run on the device"]
-    many = [kernels.Work(str(number), number, number + 1) for number in range(60)]
-    assert len(list(kernels.describe(many))) == 4 + kernels.NUM_LONGEST
+    assert list(kernels.describe([])) == ["the profiler recorded no work on the device"]
+    many = [kernels.DeviceEvent(str(number), number, number + 1) for number in range(60)]
+    assert len(list(kernels.describe(many))) == 4 + kernels.NUM_KERNELS
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_is_profiled(tools: Any, tmp_path: Path) -> None:
-    """Twice in one start: the profiler and a recording leave nothing that spoils the next candidate."""
+def test_train_benchmark_profiles_a_step_on_a_gpu(tools: Any, tmp_path: Path) -> None:
+    """Three candidates in one launch: the profiler and CUDA graphs do not affect the next candidate."""
     folder = tmp_path / "kernels"
     on_gpu = [*TINY, "--run.device=cuda", "--precision.compute=bf16"]
     graph = "--compile.cudagraph=step --parallel.dispatcher=local"
@@ -289,7 +293,7 @@ def test_a_step_on_a_gpu_is_profiled(tools: Any, tmp_path: Path) -> None:
     assert len(texts) == 3 and all("the step took" in text and " kernel" in text for text in texts)
 
 
-def test_a_tiny_run_is_timed(tools: Any, tmp_path: Path) -> None:
+def test_time_steps_of_a_tiny_run(tools: Any, tmp_path: Path) -> None:
     worker = tools("time_steps")
     recipe = load_recipe(RECIPES / "quickstart.toml", TINY)
     with process_group(recipe.run) as device:
@@ -300,7 +304,9 @@ def test_a_tiny_run_is_timed(tools: Any, tmp_path: Path) -> None:
     assert len(result["step_ms"]) == len(result["losses"]) == 4 and result["is_finite"]
     assert result["tokens_per_second_per_gpu"] == pytest.approx(32 * 64 / result["median_step_ms"] * 1e3)
     assert result["num_reruns"] == result["num_skipped"] == 0 and result["peak_memory_gib"] > 0
-    assert result["expert_load"] == pytest.approx({"mean": 1.8, "worst": 1.8}, rel=1e-2), "a microbatch is a window"
+    assert result["expert_load"] == pytest.approx({"mean": 1.8, "worst": 1.8}, rel=1e-2), (
+        "every microbatch has this load"
+    )
     assert result["rank_load"] == {"mean": 1.0, "worst": 1.0}, "all experts are on one rank"
     assert result["losses"][-1] < result["losses"][0]
     assert natural_result["expert_load"]["worst"] > natural_result["expert_load"]["mean"] > 1
