@@ -45,7 +45,7 @@ def test_unbounded_capacity_reads_nothing_under_compile() -> None:
 def test_overflow_of_one_layer_is_recorded_until_reset() -> None:
     capacity = ExpertCapacity(1.5)
     for overflowed in (False, True, False):
-        capacity.book(torch.tensor(overflowed))
+        capacity.record_overflow(torch.tensor(overflowed))
     assert bool(capacity.overflowed)
     capacity.reset()
     assert not bool(capacity.overflowed)

@@ -80,5 +80,5 @@ class AllGatherDispatcher(TokenDispatcher):
         )
         slots = self.permute(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
         if self.capacity.is_bounded:
-            self.capacity.book(slots.overflowed)
+            self.capacity.record_overflow(slots.overflowed)
         return slots

@@ -76,7 +76,7 @@ class ExpertCapacity:
         """Clear the overflow flag."""
         self.overflowed.zero_()
 
-    def book(self, overflowed: Tensor) -> None:
+    def record_overflow(self, overflowed: Tensor) -> None:
         """Record a layer's overflow flag."""
         self.overflowed.logical_or_(overflowed)
 

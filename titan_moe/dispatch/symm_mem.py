@@ -162,8 +162,8 @@ class SymmMemDispatcher(TokenDispatcher):
         )
         slots = self.permute(ids_SK, scores_SK, self.num_local_experts, num_slots)
         if self.capacity.is_bounded:
-            self.capacity.book(exchange.plan.overflowed)
-            self.capacity.book(slots.overflowed)
+            self.capacity.record_overflow(exchange.plan.overflowed)
+            self.capacity.record_overflow(slots.overflowed)
         return routed(x_SD, slots, exchange)
 
     def start_combine(self, y_SD: Tensor, exchange: SymmMemExchange) -> Pending:

@@ -122,7 +122,7 @@ class SymmMemFusedDispatcher(SymmMemDispatcher):
             return super().finish_dispatch(sent, exchange)
         ids_TK = exchange.ids_TK
         if self.capacity.is_bounded:
-            self.capacity.book(exchange.plan.overflowed)
+            self.capacity.record_overflow(exchange.plan.overflowed)
         worst = exchange.max_rows * min(ids_TK.shape[1], self.num_local_experts)
         num_slots = self.capacity.num_slots(ids_TK, balanced=ids_TK.numel(), worst=worst)
         return PeerTokens(sent, exchange, self.memory, self.num_local_experts, num_slots, exchange)
@@ -131,7 +131,7 @@ class SymmMemFusedDispatcher(SymmMemDispatcher):
         if not isinstance(y, CombinedOutput):
             return super().start_combine(y, exchange)
         if self.capacity.is_bounded:
-            self.capacity.book(y.overflowed)
+            self.capacity.record_overflow(y.overflowed)
         return y.y_TD
 
 
