@@ -13,7 +13,7 @@ from titan_moe.kernels.experts.grouped_mm import grouped_mm
 def test_flops_of_grouped_mm_are_counted() -> None:
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         x_RI, weight_eOI = (torch.randn(shape, requires_grad=True) for shape in ((64, 32), (4, 48, 32)))
-        out_RO = grouped_mm(x_RI, weight_eOI, torch.empty(4, dtype=torch.int32))
+        out_RO = grouped_mm(x_RI, weight_eOI, None, torch.empty(4, dtype=torch.int32))
         assert counter.get_total_flops() == 2 * 64 * 32 * 48
         torch.autograd.grad(out_RO, [x_RI, weight_eOI], torch.empty_like(out_RO))
     assert counter.get_total_flops() == 6 * 64 * 32 * 48

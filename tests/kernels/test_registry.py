@@ -90,6 +90,6 @@ def test_compiles_as_one_graph(kernel: Kernel, dtype: torch.dtype, device: str) 
 def test_grouped_mm_takes_an_expanded_gradient() -> None:
     grouped_mm = KERNELS["grouped_mm"].op
     x_RI, weight = torch.randn(8, 16, requires_grad=True), torch.randn(3, 24, 16, requires_grad=True)
-    grouped_mm(x_RI, weight, torch.tensor([3, 3, 8], dtype=torch.int32)).sum().backward()
+    grouped_mm(x_RI, weight, None, torch.tensor([3, 3, 8], dtype=torch.int32)).sum().backward()
     assert x_RI.grad is not None and weight.grad is not None
     torch.testing.assert_close(weight.grad[0, 0], x_RI[:3].sum(0))

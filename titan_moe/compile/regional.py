@@ -61,7 +61,7 @@ def _compile_pieces(module: nn.Module) -> None:
         for piece in (module.router, module.shared_experts):
             piece.forward = _compile(piece.forward)  # type: ignore[method-assign]
         module.dispatcher.compile_pieces(_compile)
-        module.experts.serve = _compile_experts(module)  # type: ignore
+        module.experts.compute = _compile_experts(module)  # type: ignore
     elif isinstance(module, Block):
         module.front = _compile(module.front)  # type: ignore[method-assign]
 
@@ -99,18 +99,18 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
     is limited. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects: one
     that saw both sizes would become dynamic.
     """
-    serve = moe.experts.serve
+    compute = moe.experts.compute
 
-    @wraps(serve)
+    @wraps(compute)
     def unbounded_experts(inputs: ExpertInputs, weights: ExpertWeights) -> Any:
-        return serve(inputs, weights)
+        return compute(inputs, weights)
 
-    compiled, compiled_unbounded = _compile(serve), _compile(unbounded_experts)
+    compiled, compiled_unbounded = _compile(compute), _compile(unbounded_experts)
 
-    @wraps(serve)
+    @wraps(compute)
     def select_graph(inputs: ExpertInputs, weights: ExpertWeights) -> Any:
         if min(inputs.sizes) <= 1:
-            return serve(inputs, weights)
+            return compute(inputs, weights)
         return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(inputs, weights)
 
     return select_graph

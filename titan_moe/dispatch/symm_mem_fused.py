@@ -165,10 +165,10 @@ class _Peers(NamedTuple):
         """Run a stage that makes slots, and send each row's sum of them: beside the stage's GEMM, or behind it."""
         num_rows, num_choices = slots.slots_SK.shape
         if not self.overlaps_put():
-            y_RD = stage(lambda x_RI, weight_eIO, _: slot_mm(x_RI, weight_eIO, tiles))
+            y_RD = stage(lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, tiles))
             put_rows(slot_sum(y_RD, slots.slots_SK), self.plan, self.arrays.rows, self.rank)
             return
-        stage(lambda x_RI, weight_eIO, _: slot_mm(x_RI, weight_eIO, tiles, schedule=schedule))
+        stage(lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, tiles, schedule=schedule))
         if slots.rows_R.numel() < num_rows * min(num_choices, self.num_local_experts):
             # a row may have found no slot: its step is void, but what reads its result must find numbers
             clear_rows_without_slots(slots.slots_SK, self.plan, self.arrays.rows, self.rank)

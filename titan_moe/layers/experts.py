@@ -77,9 +77,9 @@ class GroupedExperts(nn.Module):
         """The partial result of each row, [S, L], zero for a row without a slot; or what else the dispatcher sends."""
         if delayed is not None:  # past what is compiled, whose backward is one piece
             return inputs.run_mlp(delayed.mlp, inputs.rows, delayed.weights)
-        return self.serve(inputs, self.weights())
+        return self.compute(inputs, self.weights())
 
-    def serve(self, inputs: ExpertInputs, weights: ExpertWeights) -> Any:
+    def compute(self, inputs: ExpertInputs, weights: ExpertWeights) -> Any:
         """The same with weights that are ready: what is compiled where blocks run in pieces."""
         rows, weights = self.gather_weights(inputs.rows, weights, inputs.exchange)
         return inputs.run_mlp(self.mlp, rows, weights)

@@ -94,7 +94,7 @@ def caching_casts(model: nn.Module) -> Iterator[None]:
     """Let copies that are kept live as long as a microbatch's or a step's forwards and backwards, also where one of
     those fails: the weights are others after a step."""
     every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
-    keepers = [cast for cast in every if isinstance(cast, CastCache)]
+    keepers = [cast for cast in every if isinstance(cast, CastCache) and not cast.is_keeping]  # an outer call's stay
     for keeper in keepers:
         keeper.is_keeping = True
     try:

@@ -40,17 +40,13 @@ def forward_backward_gathered(model: nn.Module, batch: Batch, scale: Tensor) -> 
     with unsharded_experts.caching_casts(model):
         for number, microbatch in enumerate(microbatches, start=1):
             fsdp.set_unsharded_accumulation(model, number < len(microbatches))
-            losses.append(_run(model, microbatch, scale))
+            losses.append(run_microbatch(model, microbatch, scale))
     return torch.stack(losses).sum()
 
 
 def run_microbatch(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
     """Forward and backward of one microbatch; returns the loss, scaled."""
     with unsharded_experts.caching_casts(model):
-        return _run(model, microbatch, scale)
-
-
-def _run(model: nn.Module, microbatch: Microbatch, scale: Tensor) -> Tensor:
-    loss = model(*microbatch) * scale
-    loss.backward()
+        loss = model(*microbatch) * scale
+        loss.backward()
     return loss.detach()

@@ -34,11 +34,11 @@ def composite(gemm: GroupedGemm, *, weighs_input: bool = False) -> ExpertMLP:
         x_RD = gather_rows(x_SD, rows_R, slots_SK)
         if weighs_input:
             x_RD, scores_R = (x_RD * scores_R[:, None]).to(x_RD.dtype), torch.ones_like(scores_R)
-        hidden_R2F = gemm(x_RD, weights.gate_up.map(lambda weight: weight.flatten(1, 2)), offsets_e)
+        hidden_R2F = gemm(x_RD, *weights.gate_up.map(lambda weight: weight.flatten(1, 2)), offsets_e)
         if weights.gate_up_bias is not None:
             bias = weights.gate_up_bias.join().flatten(1)
             hidden_R2F = add_bias(hidden_R2F, bias, torch.ones_like(scores_R), offsets_e)
-        y_RD = gemm(weighted_swiglu(hidden_R2F, scores_R), weights.down, offsets_e)
+        y_RD = gemm(weighted_swiglu(hidden_R2F, scores_R), *weights.down, offsets_e)
         if weights.down_bias is not None:
             y_RD = add_bias(y_RD, weights.down_bias.join(), scores_R, offsets_e)
         return sum_slots(y_RD, rows_R, slots_SK)

@@ -16,6 +16,7 @@ The weight may have clones behind a rank's own experts; weights.py says why they
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from titan_moe.kernels.experts.weights import ExpertParameter
 from titan_moe.kernels.permute.rows import sample_plans
 from titan_moe.kernels.registry import Kernel, Sample, register
 
-GroupedGemm = Callable[[Tensor, ExpertParameter, Tensor], Tensor]
-"""x_RI, weight (own [e, O, I], clones [c, O, I]), offsets_e (int32, [e + c] with clones) -> [R, O]."""
+GroupedGemm = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+"""x_RI, own weights [e, O, I], clones [c, O, I] or None, offsets_e (of all experts) -> [R, O]."""
 
 
 def _borders(offsets_e: Tensor) -> list[tuple[int, int]]:
@@ -36,27 +37,32 @@ def _borders(offsets_e: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def grouped_mm_reference(x_RI: Tensor, weight: ExpertParameter, offsets_e: Tensor) -> Tensor:
+def grouped_mm_reference(x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor) -> Tensor:
     """Multiply each expert's slots by its weight, in a loop: the definition, differentiable, in any dtype."""
-    weight_eOI = weight.join()
+    weight_eOI = ExpertParameter(own_eOI, clones_cOI).join()
     parts = [x_RI[a:b] @ weight_OI.T for weight_OI, (a, b) in zip(weight_eOI, _borders(offsets_e), strict=True)]
     tail = x_RI.new_full((x_RI.shape[0] - int(offsets_e[-1]), weight_eOI.shape[1]), float("nan"))  # never read
     return torch.cat([*parts, tail])
 
 
 @torch.library.custom_op("titan_moe::grouped_mm", mutates_args=())
-def _grouped_mm(
-    x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool, clones_cOI: Tensor | None = None
+def grouped_mm(
+    x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor, loop: bool = False
 ) -> Tensor:
-    weight = ExpertParameter(weight_eOI, clones_cOI)
+    """Multiply each expert's slots by its weight with one grouped GEMM.
+
+    Shapes: x [R, I], own weights [e, O, I] (as `nn.Linear` stores them), clones [c, O, I], offsets_e int32 [e + c] ->
+    [R, O]. Widths must be multiples of 16 bytes. Slots past `offsets_e[-1]` are not written. With `loop` it is the
+    reference, as an operation: slow, in any dtype, reads the borders on the host.
+    """
     if loop:
-        return grouped_mm_reference(x_RI, weight, offsets_e)
-    return F.grouped_mm(x_RI, weight.join().transpose(-2, -1), offs=offsets_e)
+        return grouped_mm_reference(x_RI, own_eOI, clones_cOI, offsets_e)
+    return F.grouped_mm(x_RI, ExpertParameter(own_eOI, clones_cOI).join().transpose(-2, -1), offs=offsets_e)
 
 
-@_grouped_mm.register_fake
-def _(x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, loop: bool, clones_cOI: Tensor | None = None) -> Tensor:
-    return x_RI.new_empty(x_RI.shape[0], weight_eOI.shape[1])
+@grouped_mm.register_fake
+def _(x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor, loop: bool = False) -> Tensor:
+    return x_RI.new_empty(x_RI.shape[0], own_eOI.shape[1])
 
 
 @torch.library.custom_op("titan_moe::grouped_mm_dw", mutates_args=())
@@ -71,55 +77,38 @@ def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, loop: bool) -> Tensor:
     return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool, Tensor | None], output: Tensor) -> None:
-    x_RI, weight_eOI, offsets_e, ctx.loop, clones_cOI = inputs
-    ctx.save_for_backward(x_RI, weight_eOI, offsets_e, clones_cOI)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.loop = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None]:
-    x_RI, weight_eOI, offsets_e, clones_cOI = ctx.saved_tensors
+def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
+    x_RI, own_eOI, clones_cOI, offsets_e = ctx.saved_tensors
     grad_RO = grad_RO.contiguous()
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    grad_x, grad_weight, grad_clones = None, None, None
+    dx_RI, dweight, dclones = None, None, None
     if needs_x:
-        weight_IO = ExpertParameter(weight_eOI, clones_cOI).map(lambda weight: weight.transpose(-2, -1))
-        grad_x = _grouped_mm(grad_RO, weight_IO.own, offsets_e, ctx.loop, weight_IO.clones)
+        weight_IO = ExpertParameter(own_eOI, clones_cOI).map(lambda weight: weight.transpose(-2, -1))
+        dx_RI = grouped_mm(grad_RO, *weight_IO, offsets_e, ctx.loop)
     if needs_weight:
-        grad_weight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.loop)
+        dweight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.loop)
         if clones_cOI is not None:
-            grad_weight, grad_clones = grad_weight.split([weight_eOI.shape[0], clones_cOI.shape[0]])
-    return grad_x, grad_weight, None, None, grad_clones
+            dweight, dclones = dweight.split([own_eOI.shape[0], clones_cOI.shape[0]])
+    return dx_RI, dweight, dclones, None, None
 
 
-_grouped_mm.register_autograd(_backward, setup_context=_save)
+grouped_mm.register_autograd(_backward, setup_context=_save)
+grouped_mm_loop = partial(grouped_mm, loop=True)
 
 
 @register_flop_formula(torch.ops.titan_moe.grouped_mm)
-def _count(x_shape: tuple[int, int], weight_shape: tuple[int, int, int], *_: Any, **__: Any) -> int:
-    return 2 * x_shape[0] * weight_shape[1] * weight_shape[2]  # every slot, as if all were taken
+def _count(x_shape: tuple[int, int], own_shape: tuple[int, int, int], *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * own_shape[1] * own_shape[2]  # every slot, as if all were taken
 
 
 @register_flop_formula(torch.ops.titan_moe.grouped_mm_dw)
 def _count_dw(grad_shape: tuple[int, int], x_shape: tuple[int, int], *_: Any, **__: Any) -> int:
     return 2 * grad_shape[0] * grad_shape[1] * x_shape[1]
-
-
-def grouped_mm(x_RI: Tensor, weight: ExpertParameter, offsets_e: Tensor) -> Tensor:
-    """Multiply each expert's slots by its weight with one grouped GEMM.
-
-    Weights are [O, I], as `nn.Linear` stores them. Widths must be multiples of 16 bytes. Slots past `offsets_e[-1]` are
-    not written.
-    """
-    return _grouped_mm(x_RI, weight.own, offsets_e, False, weight.clones)
-
-
-def grouped_mm_loop(x_RI: Tensor, weight: ExpertParameter, offsets_e: Tensor) -> Tensor:
-    """The same through the reference loop, as an operation: slow, in any dtype, reads the borders on the host."""
-    return _grouped_mm(x_RI, weight.own, offsets_e, True, weight.clones)
-
-
-def _in_one_piece(gemm: GroupedGemm) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda x_RI, weight_eOI, offsets_e: gemm(x_RI, ExpertParameter(weight_eOI), offsets_e)
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -128,26 +117,23 @@ def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         x_RI = torch.randn(rows.numel(), 16, device=device, dtype=dtype)
         x_RI[int(offsets_e[-1]) :] = float("nan")
         weight_eOI = torch.randn(num_experts, 24, 16, device=device, dtype=dtype)
-        samples.append(Sample(name, (x_RI, weight_eOI, offsets_e), 2))
+        samples.append(Sample(name, (x_RI, weight_eOI, None, offsets_e), 2))
     return samples
 
 
 def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return output[: int(args[2][-1])]
+    return output[: int(args[3][-1])]
 
 
-for _gemm, _dtypes in (
-    (grouped_mm, (torch.float32, torch.bfloat16)),
-    (grouped_mm_loop, (torch.float32, torch.float64, torch.bfloat16)),
-):
-    register(
-        Kernel(
-            _gemm.__name__,
-            _in_one_piece(_gemm),
-            _in_one_piece(grouped_mm_reference),
-            _samples,
-            valid=_written,
-            valid_grad=_written,
-            dtypes=_dtypes,
-        )
+register(Kernel("grouped_mm", grouped_mm, grouped_mm_reference, _samples, valid=_written, valid_grad=_written))
+register(
+    Kernel(
+        "grouped_mm_loop",
+        grouped_mm_loop,
+        grouped_mm_reference,
+        _samples,
+        valid=_written,
+        valid_grad=_written,
+        dtypes=(torch.float32, torch.float64, torch.bfloat16),
     )
+)

@@ -34,13 +34,8 @@ from titan_moe.kernels.experts.weights import ExpertWeights
 GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM = 2048
 """Hidden width from which rows are gathered before the weight gradients."""
 
-SlotGemm = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""x_RI, weight_eIO (contiguous, or the transpose of what is), offsets_e -> [R, O]."""
-
-
-def torch_gemm(x_RI: Tensor, weight_eIO: Tensor, offsets_e: Tensor) -> Tensor:
-    """PyTorch's, which nothing can run beside."""
-    return F.grouped_mm(x_RI, weight_eIO, offs=offsets_e)
+SlotGemm = Callable[..., Tensor]
+"""x_RI, weight_eIO (contiguous, or the transpose of what is), offs=offsets_e -> [R, O]."""
 
 
 def up(
@@ -50,9 +45,9 @@ def up(
     return expert_up(x_SD, slots.rows_R, slots.scores_R, weights.gate_up.join(), tiles, schedule=schedule)
 
 
-def down(active_RF: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = torch_gemm) -> Tensor:
+def down(active_RF: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = F.grouped_mm) -> Tensor:
     """Results of slots, [R, D]."""
-    return gemm(active_RF, weights.down.join().transpose(1, 2), slots.offsets_e)
+    return gemm(active_RF, weights.down.join().transpose(1, 2), offs=slots.offsets_e)
 
 
 def d_down(
@@ -68,9 +63,9 @@ def d_down(
     return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e)
 
 
-def d_up(dhidden_R2F: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = torch_gemm) -> Tensor:
+def d_up(dhidden_R2F: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = F.grouped_mm) -> Tensor:
     """Gradients of slots, [R, D]."""
-    return gemm(dhidden_R2F, weights.gate_up.join().flatten(1, 2), slots.offsets_e)
+    return gemm(dhidden_R2F, weights.gate_up.join().flatten(1, 2), offs=slots.offsets_e)
 
 
 def dw(
