@@ -182,8 +182,8 @@ def check_overflow(answers: list[Any], tolerance: float) -> None:
 
 
 def stress(num_layers: int) -> tuple[int, float]:
-    """Of layers with many copy_blocks and tiles, each of a routing of its own: how many gave other bits when they were run
-    again, and the largest distance from layers whose rows are moved before and after."""
+    """Of layers with many copy blocks and tiles, each of a routing of its own: how many gave other bits when they were
+    run again, and the largest distance from layers whose rows are moved before and after."""
     tokens, width, hidden, choices, per_rank = 2048, 1024, 512, 6, 4
     device, num_ranks = torch.device("cuda", dist.get_rank()), dist.get_world_size()
     torch.cuda.set_device(device)

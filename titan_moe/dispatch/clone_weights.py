@@ -1,12 +1,12 @@
-"""Weights of clones come from their homes, and their gradients go back.
+"""Weights of clones are fetched from their homes, and their gradients sent back.
 
-P ranks of the group · e experts at home on each rank · c spare slots of each rank · I all spare slots (P·c), rank by
-rank · N elements of an expert
+P ranks of the group · e experts at home on each rank · c replica slots of each rank · I all replica slots (P·c), rank
+by rank · N elements of an expert
 
-The host knows no plan, so no message can have its size. Between equals every rank sends c experts to every other, most
-of which nobody reads, in one message, and the gradients of its c clones go to all: (P-1)·c experts arrive at a rank on
-each way, however few are cloned, 66 MB of Qwen3-30B-A3B's in bf16 with 8 ranks and one spare slot. A rank that reaches
-its peers' memory reads what it wants and no more: c experts, 9.4 MB.
+The plan is on the devices alone, so no message can have its size. By collectives every rank sends c experts to every
+other, most of which are not read, in one message, and the gradients of its c clones to all: (P-1)·c experts arrive at a
+rank on each way, however few are cloned, 66 MB of Qwen3-30B-A3B's in bf16 with 8 ranks and one replica slot. Over
+symmetric memory a rank reads what it needs and no more: c experts, 9.4 MB.
 """
 
 from abc import ABC, abstractmethod

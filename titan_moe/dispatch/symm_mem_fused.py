@@ -271,7 +271,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    # the memory is no saved tensor: whoever offloads those would copy all of it
+    # the memory is no saved tensor: offloading those would copy all of it
     _, _, plan, weights, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes = inputs
     _, overflowed, *kept = output
     ctx.lengths = (len(plan), len(kept), len(weights))

@@ -17,7 +17,7 @@ from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.parameters import ParameterKind, kind_of
 
 GatherWeights = Callable[[Tensor, ExpertWeights, Exchange], tuple[Tensor, ExpertWeights]]
-"""Rows, own weights and exchange -> the rows, and the weights that the exchange wants: own ones, and clones."""
+"""Rows, own weights and exchange -> the rows, and the weights that the exchange needs: own ones, and clones."""
 
 
 class GroupedExperts(nn.Module):

@@ -1,10 +1,9 @@
-"""Weights that lie whole on a rank: cast for compute, and gradients added where the optimizer reads them.
+"""Unsharded experts: parameters cast for compute, and gradients added where the optimizer reads them.
 
-Where the mesh that would shard an expert has one rank (edp = 1), there is nothing to gather and nothing to reduce. FSDP
-would still copy: 16 bytes a parameter to bf16 weights and 20 to 30 back to fp32 gradients, every microbatch; on
-Mixtral-8x7B over 8 H200s that was a tenth of a step. Here a weight is cast once a use, or once a step (6 bytes), and a
-gradient is added to the master's in one pass (10 bytes, the first of a step 6), in the master's dtype; the recipe's
-choice of `gradients` says by whom.
+With edp = 1 the mesh that would shard an expert has one rank: there is nothing to gather and nothing to reduce. FSDP
+would still copy: 16 bytes a parameter to bf16 weights and 20 to 30 back to fp32 gradients, every microbatch. Here a
+parameter is cast once a use, or once a step (6 bytes), and a gradient is added to the master's in one pass (10 bytes,
+the first of a step 6), in the master's dtype; the recipe's choice of `gradients` names the implementation.
 """
 
 from collections.abc import Iterator
@@ -25,18 +24,20 @@ from titan_moe.optim.state import local
 
 
 class CastCache:
-    """`GroupedExperts.local` of a layer whose weights are whole: master weights -> this rank's, in compute's dtype."""
+    """`GroupedExperts.local` of unsharded experts: master parameters -> plain tensors in compute's dtype."""
 
     def __init__(self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = ACCUMULATE["torch"]) -> None:
-        """With `keeps`, a copy serves every use inside `caching_casts`; else one use and its backward. `accumulate`
-        adds gradients up."""
+        """With `keeps`, a copy lasts for every use inside `caching_casts`, else for one use and its backward.
+        `accumulate` adds gradients up."""
         self.dtype, self.keeps, self.accumulate = dtype, keeps, accumulate
         self.is_keeping = False
         self.copies: dict[int, Tensor] = {}
 
     def __call__(self, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return local(weight).to(self.dtype)  # a graph knows no copies; without gradients nobody says when they age
+            return local(weight).to(
+                self.dtype
+            )  # a graph has no cache; without gradients nothing says when a copy is stale
         copy = self.copies.get(id(weight))
         if copy is None:
             with torch.no_grad():
@@ -47,7 +48,7 @@ class CastCache:
 
 
 class _Cast(torch.autograd.Function):
-    """A copy stands for its master, which gets the gradients, added up in its own dtype."""
+    """Replaces a master by its copy; gradients are added to the master's, in its own dtype."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, copy: Tensor, accumulate: Accumulate) -> Tensor:
@@ -74,10 +75,10 @@ def use_unsharded_experts(
     gradients: Backend = "torch",
     delay_weight_grads_of_experts: bool = False,
 ) -> None:
-    """Take a layer's weights as they are, in place of FSDP on a mesh of one rank.
+    """Use a layer's parameters as they are, in place of FSDP on a mesh of one rank.
 
     Parameters are DTensors of the ep mesh or, where ep = 1, made such on `mesh`. `dtype` is compute's if it is not the
-    master's; `keeps` lets a copy serve more than one use; `gradients` is the recipe's choice of who adds theirs up;
+    master's; `keeps` lets a copy last for more than one use; `gradients` is the implementation that adds theirs up;
     with `delay_weight_grads_of_experts` they are computed while those of rows are sent, if the experts' MLP can.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
@@ -91,8 +92,8 @@ def use_unsharded_experts(
 
 @contextmanager
 def caching_casts(model: nn.Module) -> Iterator[None]:
-    """Let copies that are kept live as long as a microbatch's or a step's forwards and backwards, also where one of
-    those fails: the weights are others after a step."""
+    """Keep casts for the forwards and backwards of a microbatch or a step, and drop them also where one of those
+    fails: the weights change in a step."""
     every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
     keepers = [cast for cast in every if isinstance(cast, CastCache) and not cast.is_keeping]  # an outer call's stay
     for keeper in keepers:

@@ -1,19 +1,20 @@
-"""Rows that travel beside a GEMM: programs of its launch that move rows, and what its tiles and they tell each other.
+"""Copy blocks: thread blocks of a GEMM's launch that copy rows, and the signals between them and the tiles.
 
-S rows · R expert slots · K choices a row · M tiles · D width
+S rows · R expert slots · K experts a row · M tiles · D width
 
-A launch begins with its copy_blocks, as many programs as keep the links busy, and goes on with its tiles. Devices start
-programs in ascending order, so copy_blocks are there before any tile is, and nobody waits for who cannot come; those that
-wait for tiles leave these most of the multiprocessors (of a device with no more than there are copy_blocks, none). CopyBlocks
-that *fetch* take blocks of rows in turn and each tells how many of its blocks are there; a tile waits until all rows
-that it wants are. Movers that *deliver* take blocks of rows in turn, too, and wait for the tiles of a block's last
-slots; tiles tell that they are done group by group, as they share the device. The interpreter runs programs one after
-the other: there, copy_blocks that wait come last.
+A launch starts with its copy blocks, as many as saturate the links, and goes on with its tiles. Thread blocks start in
+index order, so copy blocks are resident before any tile waits for them. Copy blocks that wait for tiles leave most of
+the multiprocessors to these (on a device with no more multiprocessors than copy blocks, none).
 
-*What was written is seen*: who tells has all threads of its program behind a barrier and then releases; who waits
-acquires, and then lets its threads go on.
+*Get*: copy blocks take blocks of rows in turn, and each counts those that it has copied. A tile waits for all rows that
+it reads. *Put*: copy blocks take blocks of rows in turn, too, and wait for the tiles of a block's last slots. Tiles
+signal that they are done by group, as they share the device. The interpreter runs thread blocks one after the other:
+there, copy blocks that wait come last.
 
-The lists of rows are those of symm_orders.py. Rows are aligned to 16 bytes, as the GEMMs want them too.
+Memory order: a sender has all threads of its block behind a barrier and then releases; a receiver acquires, and then
+lets its threads go on.
+
+The lists of rows are those of kernels/symm_mem/tile_schedule.py. Rows are aligned to 16 bytes, as the GEMMs need them.
 """
 
 from typing import NamedTuple
@@ -24,35 +25,35 @@ from torch import Tensor
 
 
 class TileSchedule(NamedTuple):
-    """Both schedule, of the rows that have slots."""
+    """The orders in which rows that have slots are got and put."""
 
     count: Tensor
-    """int32 [1], how many rows there are: nothing is promised of the lists behind it."""
+    """int32 [1], the number of rows; entries of the lists past it are undefined."""
     get_rows_S: Tensor
     """int32, the rows in the order of their first slots."""
     get_addresses_S: Tensor
-    """int64, the addresses of their tokens' rows."""
+    """int64, the addresses that they are copied from."""
     required_rows_M: Tensor
-    """int32, how many of them must have come for a tile."""
+    """int32, how many of them a tile waits for."""
     put_slots_SK: Tensor
-    """int32, the slots of each row in the order of last slots, those that there are first, as its choices name them."""
+    """int32, the slots of each row in the order of choices, valid ones first; rows in the order of their last slots."""
     put_num_slots_S: Tensor
-    """int32, how many there are."""
+    """int32, how many of them are valid."""
     put_addresses_S: Tensor
-    """int64, the addresses of those rows' places beside other ranks' results for their tokens."""
+    """int64, the addresses that their sums are written to."""
     put_tiles_S: Tensor
     """int32, the tiles of their last slots."""
 
 
 class CopyBlocks(NamedTuple):
-    """Programs that move rows beside a GEMM."""
+    """Thread blocks that copy rows beside a GEMM."""
 
     number: int
     elements: int
-    """That one moves at a time, while the next are on their way; a power of two."""
+    """Elements that one copies at a time, while the next ones are loaded; a power of two."""
 
     def sizes(self, num_rows: int, width: int) -> dict[str, int]:
-        """How many there are for so many rows, and what one takes at a time."""
+        """Their number for so many rows, and what one copies at a time."""
         columns = min(triton.next_power_of_2(max(width, 1)), 2048, self.elements)
         rows = min(self.elements // columns, 64)
         number = min(self.number, triton.next_power_of_2(max(triton.cdiv(num_rows, rows), 1)))  # of few numbers
@@ -62,25 +63,25 @@ class CopyBlocks(NamedTuple):
 def get_arguments(
     schedule: TileSchedule | None, copy_blocks: CopyBlocks, width: int
 ) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
-    """What a GEMM's launch takes, whose rows come on the way or, without schedule, are there."""
+    """Arguments of a GEMM's launch that gets its rows or, without schedule, finds them in place."""
     if schedule is None:
         return (None,) * 5, {"COPY_BLOCKS": 0, "COPY_BLOCKS2": 0, "COPIED_ROWS": 0, "COPIED_COLUMNS": 0}
     sizes = copy_blocks.sizes(schedule.get_rows_S.numel(), width)
-    came = schedule.count.new_zeros(sizes["COPY_BLOCKS"])
-    lists = (schedule.get_addresses_S, schedule.get_rows_S, schedule.count, schedule.required_rows_M, came)
+    arrived = schedule.count.new_zeros(sizes["COPY_BLOCKS"])
+    lists = (schedule.get_addresses_S, schedule.get_rows_S, schedule.count, schedule.required_rows_M, arrived)
     return lists, {"COPY_BLOCKS2": triton.next_power_of_2(sizes["COPY_BLOCKS"]), **sizes}
 
 
 @triton.jit
-def tell(ptr):
-    """Let others see what this program has written, and count it."""
+def signal(ptr):
+    """Release what this thread block has written, and count it."""
     tl.debug_barrier()
     tl.atomic_add(ptr, 1, sem="release")
 
 
 @triton.jit
-def _have_seen(IS_INTERPRETED: tl.constexpr):
-    """After a number has said that something is written: all threads may read it."""
+def _acquire(IS_INTERPRETED: tl.constexpr):
+    """After a counter has reached its number: let all threads read what was released."""
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
@@ -88,7 +89,7 @@ def _have_seen(IS_INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _find_source(block, get_addresses_ptr, get_rows_ptr, count, ROWS: tl.constexpr):
-    """The rows of a block of the list, where they come from, and which of them there are."""
+    """The rows of a block of the list, their sources, and which of them are valid."""
     entry = block * ROWS + tl.arange(0, ROWS)
     is_row = entry < count
     row = tl.load(get_rows_ptr + entry, mask=is_row, other=0)
@@ -107,9 +108,9 @@ def get_in_order(
     copy_block, out_ptr, get_addresses_ptr, get_rows_ptr, count_ptr, arrived_ptr, D: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Move every row that is listed from its source to its place in [S, D].
+    """Copy every listed row from its source to its place in [S, D].
 
-    While a piece is stored the next is on its way, and where the one after that lies is being read.
+    While a piece is stored, the next one is loaded, and the address of the one after that.
     """
     NUM_PIECES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row
     count = tl.load(count_ptr)
@@ -123,20 +124,21 @@ def get_in_order(
         block = copy_block + (step + 2) // NUM_PIECES * COPY_BLOCKS
         after_row, after_address, is_after = _find_source(block, get_addresses_ptr, get_rows_ptr, count, ROWS)
         if (step > 0) & (step % NUM_PIECES == 0):
-            tell(arrived_ptr + copy_block)  # of the block before: its stores had their time
+            signal(arrived_ptr + copy_block)  # of the block before: its stores are done by now
         column = (step % NUM_PIECES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         tl.store(out_ptr + row.to(tl.int64)[:, None] * D + column, x, mask=is_row[:, None] & (column < D))
         row, is_row, x = next_row, is_next, next_x
         next_row, next_address, is_next = after_row, after_address, is_after
     if num_steps > 0:
-        tell(arrived_ptr + copy_block)
+        signal(arrived_ptr + copy_block)
 
 
 @triton.jit
 def wait_for_rows(
-    arrived_ptr, num_wanted, COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, ROWS: tl.constexpr, IS_INTERPRETED: tl.constexpr
+    arrived_ptr, num_wanted, COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, ROWS: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Go on when the first `num_wanted` rows of the list are there."""
+    """Wait for the first `num_wanted` rows of the list."""
     copy_block = tl.arange(0, COPY_BLOCKS2)
     num_blocks = (num_wanted + ROWS - 1) // ROWS
     due = (num_blocks - copy_block + COPY_BLOCKS - 1) // COPY_BLOCKS  # blocks of each copy_block among the first
@@ -146,7 +148,7 @@ def wait_for_rows(
         > 0
     ):
         pass
-    _have_seen(IS_INTERPRETED)
+    _acquire(IS_INTERPRETED)
 
 
 @triton.jit
@@ -160,7 +162,7 @@ def _find_sums(
     K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Where the sums of a block of the list go, how many slots they have, the last one's tile, and the first slots."""
+    """Destinations of the sums of a block of the list, their numbers of slots, the last one's tile, and first slots."""
     first = block * ROWS
     entry = first + tl.arange(0, ROWS)
     is_row = entry < count
@@ -185,27 +187,28 @@ def _read_slot(y_ptr, slot, is_slot, first_column, D: tl.constexpr, COLUMNS: tl.
 def _wait_for_tile(
     tile, group, done_ptr, num_tiles, GROUP: tl.constexpr, COLUMNS_OF_TILES: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):  # fmt: skip
-    """Go on when a tile and those before it are done; returns the first group that was not seen to be."""
+    """Wait for a tile and those before it; returns the first group that was not waited for."""
     if group <= tile // GROUP:
         while group <= tile // GROUP:
             num_due = tl.minimum(num_tiles - group * GROUP, GROUP) * COLUMNS_OF_TILES
             while tl.load(done_ptr + group, volatile=True) < num_due:
                 pass
             group += 1
-        _have_seen(IS_INTERPRETED)
+        _acquire(IS_INTERPRETED)
     return group
 
 
 @triton.jit
 def put_in_order(
-    copy_block, y_ptr, put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles, D: tl.constexpr,
+    copy_block, y_ptr, put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr,
+    num_tiles, D: tl.constexpr,
     COLUMNS_OF_TILES: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, TOTAL: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the slots of every row that is listed, in order of choices, and store the sum in the row's place.
+    """Sum the slots of every listed row in the order of choices, and store the sum at its destination.
 
-    While a piece is summed the next one's slots are on their way, and the lists behind it are being read. Where sums
-    leave early, few rows have more than four slots.
+    While a piece is summed, the next one's slots are loaded, and the lists behind it. Where sums are put beside a GEMM,
+    few rows have more than four slots.
     """
     NUM_PIECES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row
     count = tl.load(count_ptr)

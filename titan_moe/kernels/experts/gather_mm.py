@@ -103,7 +103,7 @@ def gather_mm(
 ) -> Tensor:
     """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
-    With `schedule`, rows come from their sources into x on the way.
+    With `schedule`, copy blocks of the launch get rows into x.
     """
     _, width, out_width = weight_eIO.shape
     out_RO = x_SI.new_empty(rows_R.numel(), out_width)
@@ -111,9 +111,9 @@ def gather_mm(
     last = cut.outputs // 2 if is_half_enough else cut.outputs
     # weights come by TMA: their pointers would take the registers that the sums want
     weights = [TensorDescriptor.from_tensor(weight_eIO, [1, cut.inner, outputs]) for outputs in (cut.outputs, last)]
-    travel, sizes = get_arguments(schedule, copy_blocks, width)
+    copies, sizes = get_arguments(schedule, copy_blocks, width)
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(out_width, cut.outputs),)](
-        x_SI, rows_R, *weights, out_RO, *tiles[:3], *travel,
+        x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies,
         I=width, O=out_width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,

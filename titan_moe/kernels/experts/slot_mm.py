@@ -1,4 +1,4 @@
-"""A grouped GEMM of slots, whose sums may leave for home while it goes on.
+"""A grouped GEMM of slots, whose sums may be put to their destinations while it runs.
 
 S rows · R expert slots, sorted by expert · K choices a row · e local experts · I input width · O output width
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, put_in_order, tell
+from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, put_in_order, signal
 from titan_moe.kernels.experts.tiles import Tiles, place_in_groups
 
 
@@ -44,12 +44,13 @@ def _slot_mm_kernel(
     num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
     program = tl.program_id(0)
     if COPY_BLOCKS:
-        # the interpreter runs programs in order, so there tiles come first
+        # the interpreter runs thread blocks in order, so there tiles come first
         first_copy_block = num_tiles * num_columns if IS_INTERPRETED else 0
         copy_block = program - first_copy_block
         if (copy_block >= 0) & (copy_block < COPY_BLOCKS):
             put_in_order(
-                copy_block, out_ptr, put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles, O,
+                copy_block, out_ptr, put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr,
+                done_ptr, num_tiles, O,
                 num_columns, GROUP, K, tl.float32, COPY_BLOCKS, COPIED_ROWS, COPIED_COLUMNS, IS_INTERPRETED,
             )  # fmt: skip
             return
@@ -73,7 +74,7 @@ def _slot_mm_kernel(
         keep = (slots < tl.load(ends_ptr + tile))[:, None] & (columns < O)[None, :]
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
     if COPY_BLOCKS:
-        tell(done_ptr + tile // GROUP)
+        signal(done_ptr + tile // GROUP)
 
 
 def slot_mm(
@@ -87,8 +88,8 @@ def slot_mm(
 ) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
-    The weight is contiguous, or the transpose of what is. With `schedule`, the sum of each row's slots in fp32 goes to
-    its place as soon as they are done.
+    The weight is contiguous, or the transpose of what is. With `schedule`, the sum of each row's slots in fp32 is
+    put to its destination as soon as they are done.
     """
     num_slots, width = x_RI.shape
     is_transposed, out_width = weight_eIO.stride(2) != 1, weight_eIO.shape[2]
@@ -100,15 +101,15 @@ def slot_mm(
     block = [1, cut.outputs, cut.inner] if is_transposed else [1, cut.inner, cut.outputs]
     weights = TensorDescriptor.from_tensor(weight_eIO.mT if is_transposed else weight_eIO, block)
     if schedule is None:
-        travel = (None,) * 6
+        copies = (None,) * 6
         sizes = {"K": 0, "COPY_BLOCKS": 0, "COPIED_ROWS": 0, "COPIED_COLUMNS": 0}
     else:
         done_G = tiles.experts_M.new_zeros(triton.cdiv(num_tiles, cut.group))
-        travel = (*schedule[4:], schedule.count, done_G)
+        copies = (*schedule[4:], schedule.count, done_G)
         num_rows, num_choices = schedule.put_slots_SK.shape
         sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width)}
     _slot_mm_kernel[(num_tiles * num_columns + sizes["COPY_BLOCKS"],)](
-        rows, weights, out_RO, *tiles[:3], *travel, num_tiles,
+        rows, weights, out_RO, *tiles[:3], *copies, num_tiles,
         I=width, O=out_width, IS_TRANSPOSED=is_transposed,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_I=cut.inner, GROUP=cut.group,
         IS_INTERPRETED=knobs.runtime.interpret, **sizes, num_warps=cut.num_warps, num_stages=cut.num_stages,

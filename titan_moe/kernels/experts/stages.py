@@ -41,7 +41,7 @@ SlotGemm = Callable[..., Tensor]
 def up(
     x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, tiles: Tiles, schedule: TileSchedule | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activation [R, 2F] and weighted activation [R, F]. With `schedule`, rows come into x on the way."""
+    """Pre-activation [R, 2F] and weighted activation [R, F]. With `schedule`, rows are got into x."""
     return expert_up(x_SD, slots.rows_R, slots.scores_R, weights.gate_up.join(), tiles, schedule=schedule)
 
 
@@ -58,7 +58,7 @@ def d_down(
     tiles: Tiles,
     schedule: TileSchedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dhidden [R, 2F], the weighted activation again [R, F], dscores [R]. With `schedule`, rows come into dy."""
+    """dhidden [R, 2F], the weighted activation again [R, F], dscores [R]. With `schedule`, rows are got into dy."""
     dactive_RF = gather_mm(dy_SD, slots.rows_R, weights.down.join(), tiles, schedule=schedule)
     return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e)
 

@@ -2,8 +2,8 @@
 
 R slots · F hidden width
 
-Physics: memory-bound, reads 3·R·F elements and writes 3·R·F. A program owns a whole slot, so the gradient of its score,
-⟨dA, silu(gate)·up⟩, is complete where it is computed; the expert's output is never needed for it.
+Physics: memory-bound, reads 3·R·F elements and writes 3·R·F. A thread block owns a whole slot, so the gradient of its
+score, ⟨dA, silu(gate)·up⟩, is complete where it is computed; the expert's output is never needed for it.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""Which expert and which slots a program of a grouped kernel works on.
+"""Which expert and which slots a thread block of a grouped kernel computes.
 
 R expert slots, sorted by expert · e local experts · M tiles
 
 Physics: a few hundred integers, made by one small kernel. The number of tiles depends on the routing, but
-`ceil(R / rows) + e` bounds it, so a launch has a static grid, and programs past the last tile leave at once. No slot is
-padded: a tile that is not full masks its rows.
+`ceil(R / rows) + e` bounds it, so a launch has a static grid, and thread blocks past the last tile return at once. No
+slot is padded: a tile that is not full masks its rows.
 """
 
 from typing import NamedTuple
@@ -33,10 +33,10 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def place_in_groups(program, num_rows, num_columns, GROUP: tl.constexpr):
-    """The row and the column of a program's tile: column by column within groups of rows.
+    """The row and the column of a thread block's tile: column by column within groups of rows.
 
-    Programs that run at one time then share rows and columns, and find in the L2 cache what another has loaded; row by
-    row, wide weights would come from memory once for each row of tiles.
+    Thread blocks that run at the same time then share rows and columns, which one loads into the L2 cache for all; row
+    by row, wide weights would come from memory once for each row of tiles.
     """
     first = program // (GROUP * num_columns) * GROUP
     size = tl.minimum(num_rows - first, GROUP)

@@ -26,7 +26,7 @@ class UpTiles(NamedTuple):
     """How the kernel cuts its work; `tools/sweep_expert_gemms.py` times others."""
 
     features: int = 128
-    """Columns of gate and of up that a program computes."""
+    """Columns of gate and of up that a thread block computes."""
     inner: int = 64
     group: int = 16
     """Tiles of rows that share columns while they run."""
@@ -125,7 +125,7 @@ def expert_up(
 ) -> tuple[Tensor, Tensor]:
     """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
 
-    With `schedule`, rows come from their sources into x on the way.
+    With `schedule`, copy blocks of the launch get rows into x.
     """
     num_slots, (_, _, num_features, width) = scores_R.numel(), weight_e2FD.shape
     hidden_R2F, active_RF = x_SD.new_empty(num_slots, 2 * num_features), x_SD.new_empty(num_slots, num_features)
@@ -133,9 +133,9 @@ def expert_up(
         return hidden_R2F, active_RF
     # a block may run over the end of its expert's gate or up half: those columns are computed and not stored
     weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.features, cut.inner])
-    travel, sizes = get_arguments(schedule, copy_blocks, width)
+    copies, sizes = get_arguments(schedule, copy_blocks, width)
     _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(num_features, cut.features),)](
-        x_SD, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:3], *travel,
+        x_SD, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:3], *copies,
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.features, BLOCK_D=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,

@@ -2,7 +2,7 @@
 
 e own experts · c clones of other ranks' experts · F hidden width · D width of a row
 
-Clones lie behind a rank's own experts, in tensors of their own. A grouped GEMM wants one tensor, so the pieces are
+Clones lie behind a rank's own experts, in tensors of their own. A grouped GEMM takes one tensor, so the pieces are
 joined for each call and freed: a copy of the weights, 4·(e+c)·F·D bytes in bf16 for `down`. Joined earlier, they would
 be kept for backward in every layer, own weights twice.
 """
