@@ -91,4 +91,4 @@ class ExpertCapacity:
 
 
 def _nothing() -> None:
-    """No exchange can fail."""
+    """The check of dispatchers whose exchanges cannot fail."""

@@ -37,8 +37,8 @@ from torch import Tensor
 ALIGNMENT = 256
 """Arrays begin at multiples of it, in bytes."""
 HEADER_WORDS = 4
-"""int32 words before the signals. Word 0 is 0 until a barrier of any rank gives a rank up, then that rank + 1. Words 2
-and 3 are the address of an int32 of this rank's host, which is told the same; or 0."""
+"""int32 words before the signals. Word 0 is 0 until a barrier on any rank gives up on a rank, then that rank + 1. Words
+2 and 3 are the address of an int32 in this rank's host memory that gets the same value, or 0."""
 
 
 class SymmArray(NamedTuple):

@@ -134,7 +134,7 @@ def _plan_kernel(
     source = tl.arange(0, P2)[:, None]
     is_count = (source < P) & (peer[None, :] < P)
     counts = tl.load(counts_ptr + source * P + peer[None, :], mask=is_count, other=0)
-    # after a barrier that has failed, counts and lists are stale and might point anywhere: no row comes
+    # after a failed barrier, counts and lists are stale and may point anywhere: no row is received
     counts = tl.where(tl.load(header_ptr) == 0, counts, 0)
     first = tl.sum(tl.where(source < rank, counts, 0), axis=0)
     first += tl.load(starts_ptr + peer * num_blocks + block, mask=(peer < P) & (block < num_blocks), other=0)
