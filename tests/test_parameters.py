@@ -38,7 +38,7 @@ def built(attention: AttentionConfig, **changes: object) -> Transformer:
 
 
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
-def test_every_parameter_of_a_model_is_declared(attention: AttentionConfig) -> None:
+def test_parameter_kinds_are_declared_for_a_model(attention: AttentionConfig) -> None:
     model = built(attention)
     assert [name for name, _, _ in named_kinds(model)] == [name for name, _ in model.named_parameters()]
     for name, _, kind in named_kinds(model):
@@ -47,7 +47,7 @@ def test_every_parameter_of_a_model_is_declared(attention: AttentionConfig) -> N
 
 
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
-def test_residual_branches_end_where_their_layers_say(attention: AttentionConfig) -> None:
+def test_residual_ends_are_declared_by_layers(attention: AttentionConfig) -> None:
     model = built(attention)
     names = {name for name, _ in model.named_parameters()}
     expected = {name for name in names if name.endswith(tuple(f".{end}" for end in ENDS))}
@@ -55,7 +55,7 @@ def test_residual_branches_end_where_their_layers_say(attention: AttentionConfig
     assert residual_ends(model.layers["1"].feed_forward.experts) == {"down"}
 
 
-def test_a_tied_weight_is_what_its_first_owner_says() -> None:
+def test_parameter_kind_of_a_tied_weight_is_of_its_first_owner() -> None:
     kinds = {name: kind for name, _, kind in named_kinds(built(GQA, embeddings_are_tied=True))}
     assert kinds["embed.weight"] is ParameterKind.EMBEDDING and "head.weight" not in kinds
 
@@ -70,7 +70,7 @@ class BiasedExperts(GroupedExperts):
         self.offset = nn.Parameter(torch.ones(4, 32))
 
 
-def test_a_third_parameter_of_experts_is_a_bias_in_spite_of_its_shape() -> None:
+def test_parameter_kind_of_an_expert_bias() -> None:
     experts = BiasedExperts()
     kinds = {name: kind for name, _, kind in named_kinds(experts)}
     assert kinds["down_bias"] is kinds["offset"] is ParameterKind.BIAS and experts.down_bias.ndim == 2
@@ -78,7 +78,7 @@ def test_a_third_parameter_of_experts_is_a_bias_in_spite_of_its_shape() -> None:
     assert kinds["gate_up"] is kinds["down"] is ParameterKind.EXPERT_MATRIX, "a subclass adds to what is declared"
 
 
-def test_an_undeclared_parameter_goes_by_name_and_dimensions() -> None:
+def test_parameter_kind_of_an_undeclared_parameter() -> None:
     module = nn.Module()
     for name, shape in {"table": (3, 2), "level": (3,), "my_bias": (3, 2)}.items():
         module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
@@ -86,7 +86,7 @@ def test_an_undeclared_parameter_goes_by_name_and_dimensions() -> None:
     assert kinds == {"table": ParameterKind.MATRIX, "level": ParameterKind.SCALE, "my_bias": ParameterKind.BIAS}
 
 
-def test_a_parameter_that_is_replaced_keeps_its_kind() -> None:
+def test_parameter_kind_survives_replacement() -> None:
     """As DTensors of FSDP are; and a class that is made on the fly is still of the class that declares."""
     experts = BiasedExperts()
     experts.down = nn.Parameter(torch.zeros(2))

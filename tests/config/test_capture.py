@@ -1,4 +1,4 @@
-"""What stands in the way of a CUDA graph is named, with a way out."""
+"""What CUDA graphs cannot capture is named, with a way out."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def found(tmp_path: Path, *overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "allgather"])
-def test_static_dispatchers_can_be_captured(tmp_path: Path, dispatcher: str) -> None:
+def test_capture_of_dispatchers_without_host_reads(tmp_path: Path, dispatcher: str) -> None:
     assert found(tmp_path, f"--parallel.dispatcher={dispatcher}") == []
 
 
@@ -31,10 +31,10 @@ def test_static_dispatchers_can_be_captured(tmp_path: Path, dispatcher: str) -> 
         ("--model.class=mine:Model --memory.recompute=block", 'take "experts" or "none"'),
     ],
 )
-def test_an_obstacle_is_named(tmp_path: Path, override: str, expected: str) -> None:
+def test_capture_obstacles_are_named(tmp_path: Path, override: str, expected: str) -> None:
     (obstacle,) = found(tmp_path, *override.split())
     assert expected in obstacle
 
 
-def test_a_dense_model_has_no_dispatcher_in_the_way(tmp_path: Path) -> None:
+def test_capture_of_a_dense_model_ignores_the_dispatcher(tmp_path: Path) -> None:
     assert found(tmp_path, "--model.moe.num_experts=0", "--parallel.dispatcher=alltoall") == []

@@ -1,4 +1,4 @@
-"""Dispatchers are known by their facts: a row that is added to the table is accepted, explained and planned with."""
+"""Facts of dispatchers: a registered row is accepted, explained and used by rules and plan."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def pigeon() -> Any:
         yield PIGEON
 
 
-def test_an_added_row_is_a_value_of_the_recipe(pigeon: DispatcherFacts, empty_file: Path) -> None:
+def test_registered_dispatcher_is_a_value_of_the_recipe(pigeon: DispatcherFacts, empty_file: Path) -> None:
     recipe = load_recipe(empty_file, ["--parallel.dispatcher=pigeon", *MODEL])
     assert recipe.parallel.facts is pigeon and check_rules(recipe, 4) == []
     assert "dispatcher pigeon" in describe(recipe, 4) and copies_on_the_wire(recipe) == 3
@@ -43,7 +43,7 @@ def test_an_added_row_is_a_value_of_the_recipe(pigeon: DispatcherFacts, empty_fi
     assert '\n    "pigeon"    carries rows by air.' in explain("parallel.dispatcher")
 
 
-def test_rules_ask_the_added_row(pigeon: DispatcherFacts, empty_file: Path) -> None:
+def test_registered_dispatcher_is_read_by_rules(pigeon: DispatcherFacts, empty_file: Path) -> None:
     wrong = ("--run.device=cpu", "--parallel.expert_rank_capacity_factor=2", "--compile.extent=block")
     recipe = load_recipe(empty_file, ["--parallel.dispatcher=pigeon", *MODEL, *wrong])
     problems = "\n".join(check_rules(recipe, 6))
@@ -57,26 +57,26 @@ def test_rules_ask_the_added_row(pigeon: DispatcherFacts, empty_file: Path) -> N
 
 
 @pytest.mark.parametrize("value", ['"pigeon"', "3", '["local"]', "{ local = 1 }"])
-def test_what_is_not_in_the_table_is_refused(empty_file: Path, value: str) -> None:
+def test_dispatcher_outside_the_table_is_refused(empty_file: Path, value: str) -> None:
     empty_file.write_text(f"[parallel]\ndispatcher = {value}\n")
     with pytest.raises(RecipeError, match='must be one of "local", "allgather", "alltoall", "symm_mem"$'):
         load_recipe(empty_file)
 
 
-def test_an_unknown_name_says_how_to_add_it() -> None:
+def test_unknown_dispatcher_error_says_how_to_register_it() -> None:
     with pytest.raises(
         ValueError, match='"pigeon" is not in the table; take "local", .* titan_moe.register_dispatcher'
     ):
         facts_of("pigeon")
 
 
-def test_every_row_is_one_line_of_the_explanation() -> None:
+def test_dispatcher_purposes_are_one_line_each_in_explain() -> None:
     lines = explain("parallel.dispatcher").splitlines()
     for name, facts in DISPATCHERS.items():
         (line,) = [line for line in lines if line.startswith(f'    "{name}"')]
         assert line.endswith(f" {facts.purpose}")
 
 
-def test_ways_out_are_lists_in_words() -> None:
+def test_dispatcher_lists_in_errors() -> None:
     assert dispatchers_that(lambda facts: facts.shares_memory) == '"symm_mem"'
     assert dispatchers_that(lambda facts: facts.moves_rows) == '"allgather", "alltoall" or "symm_mem"'

@@ -7,22 +7,22 @@ from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, KernelOverrides, 
 from titan_moe.config.perf import PerfConfig
 
 
-def test_an_override_changes_one_operation() -> None:
+def test_kernel_override_changes_one_operation() -> None:
     chosen = PerfConfig(kernels="fused", override=KernelOverrides(router="torch", experts="reference")).chosen_kernels
     assert (chosen.router, chosen.experts, chosen.rotary) == ("torch", "reference", "triton")
     assert choose_kernels("grouped_mm", KernelOverrides()) == DEFAULT_KERNELS
 
 
-def test_fused_is_all_that_there_is_in_triton() -> None:
+def test_kernel_preset_fused_is_all_triton() -> None:
     backends = {field.name: getattr(PRESETS["fused"], field.name) for field in fields(KernelOverrides)}
     assert backends.pop("experts") == "fused" and set(backends.values()) == {"triton"}
 
 
-def test_presets_are_what_a_recipe_may_name() -> None:
+def test_kernel_presets_are_the_values_of_the_recipe() -> None:
     assert set(get_args(get_type_hints(PerfConfig)["kernels"])) == set(PRESETS)
 
 
-def test_every_operation_can_be_overridden_by_what_exists() -> None:
+def test_kernel_overrides_have_the_backends_that_exist() -> None:
     exist, overrides = get_type_hints(Kernels), get_type_hints(KernelOverrides)
     assert exist.pop("attention"), "perf.attention chooses it"
     assert list(exist) == [field.name for field in fields(KernelOverrides)]

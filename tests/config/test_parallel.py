@@ -16,7 +16,9 @@ from titan_moe.config.train import TrainConfig
         (ParallelConfig(pp=2, tp=2, ep=4), 16, ParallelSizes(16, 2, 1, 4, 1, 2, 2, 4, 1)),
     ],
 )
-def test_both_views_cover_the_world(parallel: ParallelConfig, world_size: int, expected: ParallelSizes) -> None:
+def test_resolve_covers_the_world_in_both_views(
+    parallel: ParallelConfig, world_size: int, expected: ParallelSizes
+) -> None:
     sizes = resolve(parallel, world_size)
     assert sizes == expected
     assert sizes.pp * sizes.dp * sizes.cp * sizes.tp == world_size
@@ -32,7 +34,7 @@ def test_both_views_cover_the_world(parallel: ParallelConfig, world_size: int, e
         (ParallelConfig(pp=4), 2),
     ],
 )
-def test_what_does_not_divide_is_refused(parallel: ParallelConfig, world_size: int) -> None:
+def test_resolve_refuses_axes_that_do_not_divide(parallel: ParallelConfig, world_size: int) -> None:
     with pytest.raises(ValueError, match=f"the.* {world_size}"):
         resolve(parallel, world_size)
 
@@ -47,7 +49,7 @@ def test_what_does_not_divide_is_refused(parallel: ParallelConfig, world_size: i
         (ParallelConfig(tp=2, ep=3), 6),
     ],
 )
-def test_the_smallest_world_fits_and_no_smaller_one_does(parallel: ParallelConfig, fewest: int) -> None:
+def test_smallest_world_fits_and_no_smaller_one_does(parallel: ParallelConfig, fewest: int) -> None:
     assert smallest_world(parallel) == fewest
     resolve(parallel, fewest)
     for fewer in range(1, fewest):
@@ -56,6 +58,6 @@ def test_the_smallest_world_fits_and_no_smaller_one_does(parallel: ParallelConfi
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, 12), (2, 6), (4, 3)])
-def test_microbatches_fill_the_global_batch(world_size: int, expected: int) -> None:
+def test_num_microbatches_fill_the_global_batch(world_size: int, expected: int) -> None:
     recipe = Recipe(train=TrainConfig(global_batch_sequences=24, micro_batch_sequences=2))
     assert num_microbatches(recipe, world_size) == expected

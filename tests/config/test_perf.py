@@ -1,4 +1,4 @@
-"""What a recipe says of compilation, by device."""
+"""Compilation by recipe and device."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from titan_moe.config.perf import CompileConfig
 @pytest.mark.parametrize(
     ("regional", "compiles"), [("on", ["cpu", "cuda"]), ("on_cuda", ["cuda"]), ("off", [])], ids=str
 )
-def test_the_recipe_decides_where_to_compile(regional: str, compiles: list[str]) -> None:
+def test_compile_follows_the_recipe_and_the_device(regional: str, compiles: list[str]) -> None:
     config = CompileConfig(regional)
     assert [device for device in ("cpu", "cuda") if config.compiles(device)] == compiles
     assert not config.compiles_blocks("cuda"), "blocks are compiled in pieces by default"

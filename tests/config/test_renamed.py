@@ -1,4 +1,4 @@
-"""A key of an earlier recipe is refused with its new name, wherever it is said."""
+"""A key of an earlier recipe is refused with its new name."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from titan_moe.config.schema import all_keys
 OPTIMIZER = "perf.optimizer is now optim.kind (torch -> adamw, fused -> fused_adamw)"
 
 
-def test_a_recipe_and_an_override_are_told_the_new_name(tmp_path: Path) -> None:
+def test_renamed_key_error_names_the_new_key(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
     file.write_text('[perf]\noptimizer = "fused"\n[parallel]\nchunks = 2\n')
     with pytest.raises(RecipeError) as refused:
@@ -25,7 +25,7 @@ def test_a_recipe_and_an_override_are_told_the_new_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["--parallel.overlap=layer", "--parallel.overlap=all"])
-def test_a_value_that_is_gone_says_what_took_its_place(tmp_path: Path, override: str) -> None:
+def test_removed_value_error_says_what_replaces_it(tmp_path: Path, override: str) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text("")
     with pytest.raises(RecipeError) as refused:
@@ -33,13 +33,13 @@ def test_a_value_that_is_gone_says_what_took_its_place(tmp_path: Path, override:
     assert ('overlap = "tile" inside a node)' in str(refused.value)) is override.endswith("layer")
 
 
-def test_the_explanation_of_an_old_key_is_the_new_name() -> None:
+def test_renamed_key_explain_names_the_new_key() -> None:
     with pytest.raises(RecipeError) as refused:
         explain("perf.optimizer")
     assert refused.value.problems == [OPTIMIZER]
 
 
-def test_old_names_are_no_keys_and_new_ones_are() -> None:
+def test_renamed_keys_are_no_keys_and_new_ones_are() -> None:
     known = all_keys(Recipe)
     assert not (RENAMED.keys() | REMOVED.keys()) & known.keys()
     assert {new.partition(" ")[0] for new in RENAMED.values()} <= known.keys()

@@ -75,7 +75,7 @@ def test_clones_change_nothing(
         pytest.param("allgather", "block", "experts", 4, id="allgather-blocks-recompute_experts"),
     ],
 )
-def test_clones_inside_graphs(
+def test_clones_inside_graphs_change_nothing(
     ranks, alone: dict[int, Any], dispatcher: str, extent: str, what: str, num_graphs: int
 ) -> None:
     parallel = replace(CLONES, ep=2, dispatcher=dispatcher)

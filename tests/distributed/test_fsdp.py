@@ -1,4 +1,4 @@
-"""When FSDP reduces: each layer's experts before the block under them starts its backward."""
+"""When FSDP reduces: the experts of a layer before the block below starts its backward."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ RECIPE = Recipe(
 
 
 def watch(parallel: ParallelConfig) -> dict[str, Any]:
-    """Which experts have their gradient before the block below starts its backward, and the dtypes they were given."""
+    """Which experts have their gradient before the block below starts its backward, and the dtypes of their inputs."""
     meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
     (model,) = build_parts(replace(RECIPE, parallel=parallel), meshes, torch.device("cpu"), ExpertCapacity())
     blocks = list(model.layers.values())
@@ -61,7 +61,7 @@ def watch(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def watch_whole_blocks(parallel: ParallelConfig) -> dict[str, Any]:
-    """The same where blocks are one graph; and how many weights are left on each rank between forward and backward."""
+    """The same where blocks are one graph; and how many weights each rank keeps between forward and backward."""
     meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
     torch._dynamo.reset()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
@@ -93,7 +93,7 @@ def experts_have_gradients(block: torch.nn.Module) -> bool:
     return all(parameter.grad is not None for parameter in block.feed_forward.experts.parameters())
 
 
-def test_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks) -> None:
+def test_fsdp_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks) -> None:
     for parallel, num_ranks in ((ParallelConfig(), 2), (ParallelConfig(ep=2, dispatcher="alltoall"), 4)):
         for seen in ranks(num_ranks, watch, parallel):
             assert seen["reduced"] == {1: True, 2: True}
@@ -101,7 +101,7 @@ def test_experts_reduce_before_the_next_backward_and_get_fp32_scores(ranks) -> N
 
 
 @pytest.mark.parametrize("reshards", [True, False])
-def test_experts_of_whole_blocks_come_and_go_with_their_block(ranks, reshards: bool) -> None:
+def test_fsdp_experts_of_block_graphs_unshard_with_their_block(ranks, reshards: bool) -> None:
     parallel = ParallelConfig(ep=2, dispatcher="allgather", reshard_experts_after_forward=reshards)
     for seen in ranks(4, watch_whole_blocks, parallel):
         assert seen["reduced"] == {1: True, 2: True}

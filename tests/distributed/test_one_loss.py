@@ -72,7 +72,7 @@ def recipe(
 
 
 class Trace(SimpleNamespace):
-    """What a run shows of itself: losses, aux_losses, grad_norms and counts by step, grads by name; and the graphs that
+    """The observations of a run: losses, aux_losses, grad_norms and counts by step, grads by name; and the graphs that
     were compiled by then."""
 
 
@@ -89,7 +89,7 @@ def batch_of(step: int, micro_batch_sequences: int) -> Batch:
 
 
 def starve(router: TopKRouter, num_starved: int) -> None:
-    """Let nobody choose the last experts (whole ranks of them), and everybody the first."""
+    """Route no token to the last experts (all of some ranks) and every token to the first."""
     bias_E = router.expert_bias_E
     bias_E[0] += 1
     bias_E[len(bias_E) - num_starved :] = float("-inf")
@@ -117,7 +117,7 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
 
 
 def train_compiled(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
-    """`train`, where compiling is quick."""
+    """`train` with quick compilation."""
     torch._dynamo.reset()
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
@@ -125,7 +125,7 @@ def train_compiled(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -
 
 
 def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """All gradients, whole, before clipping; leaves no trace in the model."""
+    """All full gradients, before clipping; leaves the model unchanged."""
     scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
     step.forward_backward(batch, scale)
@@ -162,7 +162,7 @@ def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
     num_steps = len(actual.losses)
     assert 0 < num_steps <= len(expected.losses)
     torch.testing.assert_close(actual.losses, expected.losses[:num_steps], rtol=tolerance, atol=tolerance)
-    # the books of the auxiliary loss are kept in fp32
+    # the auxiliary loss is summed in fp32
     torch.testing.assert_close(actual.aux_losses, expected.aux_losses[:num_steps], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(actual.grad_norms, expected.grad_norms[:num_steps], rtol=tolerance, atol=tolerance)
     assert actual.grads.keys() == expected.grads.keys()
@@ -184,7 +184,7 @@ def alone(ranks) -> dict[int, Trace]:
     }
 
 
-def test_one_process_learns(alone: dict[int, Trace]) -> None:
+def test_one_loss_falls_in_one_process(alone: dict[int, Trace]) -> None:
     trace = alone[-1]
     assert len(set(trace.losses)) == STEPS and all(norm > 0 for norm in trace.grad_norms)
     assert all(grad.abs().max() > 0 for grad in trace.grads.values())
@@ -193,23 +193,21 @@ def test_one_process_learns(alone: dict[int, Trace]) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "parallel"), CASES)
-def test_layout_trains_as_one_process(ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig) -> None:
+def test_one_loss_on_every_layout(ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig) -> None:
     for trace in run(ranks, num_ranks, recipe(parallel)):
         assert_same(trace, alone[-1], 1e-9)
 
 
 @pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
-def test_skewed_routing_trains_as_one_process(
-    ranks, alone: dict[int, Trace], dispatcher: str, num_starved: int
-) -> None:
+def test_one_loss_with_skewed_routing(ranks, alone: dict[int, Trace], dispatcher: str, num_starved: int) -> None:
     for trace in run(ranks, 4, recipe(ParallelConfig(ep=4, dispatcher=dispatcher)), num_starved, FEW):
         assert_same(trace, alone[num_starved], 1e-9)
         assert all(counts[-num_starved:] == [0] * num_starved for by in trace.counts for counts in by.values())
 
 
 @pytest.mark.parametrize("what", ["experts", "block"])
-def test_recompute_changes_nothing(ranks, alone: dict[int, Trace], what: str) -> None:
+def test_one_loss_with_recompute(ranks, alone: dict[int, Trace], what: str) -> None:
     candidate = recipe(ParallelConfig(ep=2, dispatcher="alltoall"), memory=MemoryConfig(what))
     assert_same(run(ranks, 2, candidate, -1, FEW)[0], alone[-1], 1e-9)
 
@@ -228,7 +226,7 @@ EP2 = ParallelConfig(ep=2, dispatcher="allgather")
         pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
     ],
 )
-def test_blocks_that_compile_whole_train_as_one_process(
+def test_one_loss_with_block_graphs(
     ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str
 ) -> None:
     candidate = recipe(parallel, compile=WHOLE, memory=MemoryConfig(what))
@@ -238,7 +236,7 @@ def test_blocks_that_compile_whole_train_as_one_process(
         assert trace.num_graphs == [4] * FEW, "a dense block, one with experts, two sizes of the loss's softmax"
 
 
-def test_ranks_without_tokens_are_no_new_graph(ranks, alone: dict[int, Trace]) -> None:
+def test_one_loss_without_recompiling_for_ranks_without_tokens(ranks, alone: dict[int, Trace]) -> None:
     candidate = recipe(ParallelConfig(ep=4, dispatcher="allgather"), compile=WHOLE)
     for fields in ranks(4, train_compiled, candidate, 4, FEW):
         trace = Trace(**fields)
@@ -252,7 +250,7 @@ def few_steps(parallel: ParallelConfig, what: str) -> Recipe:
 
 
 def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, int]:
-    """The traces of microbatch after microbatch and of two at a time, and how many messages nobody has waited for."""
+    """The traces of sequential and of interleaved microbatches, and the number of collectives without a wait."""
     interleaved = replace(plain, parallel=replace(plain.parallel, overlap="microbatch"))
     return train(plain, num_starved), train(interleaved, num_starved), _get_work_registry_size()
 
@@ -271,7 +269,7 @@ GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
         pytest.param(4, replace(GATHERED_HSDP, expert_clones=1), "alltoall", "experts", 4, id="clones"),
     ],
 )
-def test_interleaved_microbatches_change_no_bit(
+def test_one_loss_with_interleaved_microbatches_bit_for_bit(
     ranks, num_ranks: int, parallel: ParallelConfig, dispatcher: str, what: str, num_starved: int
 ) -> None:
     plain = few_steps(replace(parallel, dispatcher=dispatcher), what)
@@ -280,7 +278,7 @@ def test_interleaved_microbatches_change_no_bit(
         assert num_open == 0
 
 
-def test_interleaved_microbatches_run_compiled_pieces(ranks, alone: dict[int, Trace]) -> None:
+def test_one_loss_with_interleaved_compiled_pieces(ranks, alone: dict[int, Trace]) -> None:
     parallel = replace(GATHERED_EP2, dispatcher="alltoall", overlap="microbatch")
     candidate = replace(few_steps(parallel, "none"), compile=CompileConfig("on"))
     for fields in ranks(2, train_compiled, candidate):
@@ -289,20 +287,20 @@ def test_interleaved_microbatches_run_compiled_pieces(ranks, alone: dict[int, Tr
         assert 4 < trace.num_graphs[0] and len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
-def test_microbatches_change_nothing(ranks, alone: dict[int, Trace]) -> None:
+def test_one_loss_with_any_microbatches(ranks, alone: dict[int, Trace]) -> None:
     candidate = recipe(ParallelConfig())
     whole_batch = replace(candidate, train=replace(candidate.train, micro_batch_sequences=SEQUENCES))
     assert_same(run(ranks, 1, whole_batch)[0], alone[-1], 1e-9)
 
 
 @pytest.mark.parametrize("dp_replicate", [1, 2])
-def test_gathering_once_a_step_changes_nothing(ranks, alone: dict[int, Trace], dp_replicate: int) -> None:
+def test_one_loss_with_unsharded_accumulation(ranks, alone: dict[int, Trace], dp_replicate: int) -> None:
     parallel = ParallelConfig(dp_replicate=dp_replicate, ep=2, dispatcher="alltoall", accumulate_unsharded=True)
     for trace in run(ranks, 4, recipe(parallel), -1, FEW):
         assert_same(trace, alone[-1], 1e-9)
 
 
-def test_fp32_with_the_fast_kernel(ranks, alone: dict[int, Trace]) -> None:
+def test_one_loss_in_fp32_with_grouped_mm(ranks, alone: dict[int, Trace]) -> None:
     fp32 = PrecisionConfig("fp32", "fp32", "fp32")
     one = run(ranks, 1, recipe(ParallelConfig(), kernels="grouped_mm", precision=fp32))[0]
     candidate = recipe(ParallelConfig(ep=4, dispatcher="alltoall"), kernels="grouped_mm", precision=fp32)

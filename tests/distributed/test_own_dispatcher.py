@@ -30,13 +30,13 @@ one_loss = neighbour("test_one_loss")
 
 
 def train_with_own(run: Recipe) -> tuple[dict[str, Any], int]:
-    """What the run shows of itself, and how many exchanges were its own."""
+    """The observations of the run, and how many exchanges used this dispatcher."""
     kind = neighbour(OWN).SummingDispatcher
     with mock.patch.object(kind, "prepare", autospec=True, side_effect=kind.prepare) as prepare:
         return one_loss.train(run), prepare.call_count
 
 
-def test_it_trains_as_one_process(ranks) -> None:
+def test_own_dispatcher_trains_as_one_process(ranks) -> None:
     (alone,) = ranks(1, one_loss.train, one_loss.recipe(ParallelConfig()))
     with mock.patch.dict(DISPATCHERS), mock.patch.dict(BUILDERS):
         neighbour(OWN)
@@ -48,10 +48,10 @@ def test_it_trains_as_one_process(ranks) -> None:
         assert num_exchanges == num_microbatches * one_loss.MODEL.num_moe_layers
 
 
-def test_it_is_one_short_file() -> None:
+def test_own_dispatcher_is_one_short_file() -> None:
     assert len(Path(__file__).with_name(f"{OWN}.py").read_text().splitlines()) < 60
 
 
-def test_a_name_is_taken_once() -> None:
+def test_own_dispatcher_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match='"alltoall" is registered already; take another name'):
         register_dispatcher(ALLTOALL, BUILDERS["alltoall"])

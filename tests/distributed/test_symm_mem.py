@@ -51,7 +51,7 @@ def on_files(folder: str, module: str, name: str, *args: Any) -> Any:
         symm_memory, "open_symm_memory", side_effect=partial(mapped_files.map_files, folder)
     ) as opened:
         answer = getattr(globals()[module], name)(*args)
-    assert opened.call_count == 1, "one piece of memory serves all layers"
+    assert opened.call_count == 1, "all layers share one buffer"
     return answer
 
 
@@ -59,7 +59,7 @@ EP2 = ParallelConfig(ep=2, dispatcher="symm_mem")
 
 
 def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
-    """A trace, and how many weight gradients were computed late."""
+    """A trace, and the number of delayed weight gradients."""
     from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeightGrads
 
     compute = DelayedWeightGrads.compute
@@ -123,7 +123,7 @@ def alone(ranks: Any) -> Any:
         pytest.param(2, replace(EP2, expert_clones=1), "block", id="dp2-ep2-clones-recompute_block"),
     ],
 )
-def test_layout_trains_as_one_process(
+def test_symm_mem_trains_as_one_process(
     ranks: Any, alone: Any, tmp_path: Path, num_ranks: int, parallel: ParallelConfig, what: str
 ) -> None:
     candidate = in_one_microbatch(one_loss.recipe(parallel, memory=MemoryConfig(what)), num_ranks)
@@ -143,7 +143,7 @@ def with_fused_experts(parallel: ParallelConfig, **others: Any) -> Recipe:
     )
 
 
-def test_rows_beside_gemms_train_as_one_process(ranks: Any, tmp_path: Path) -> None:
+def test_symm_mem_tile_overlap_trains_as_one_process(ranks: Any, tmp_path: Path) -> None:
     """The experts' exchanges run again in backward."""
     alone = one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 1)[0])
     candidate = in_one_microbatch(
@@ -153,7 +153,7 @@ def test_rows_beside_gemms_train_as_one_process(ranks: Any, tmp_path: Path) -> N
         one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
 
 
-def test_weight_gradients_under_messages_are_the_same_bits(ranks: Any, tmp_path: Path) -> None:
+def test_symm_mem_delayed_weight_grads_are_equal(ranks: Any, tmp_path: Path) -> None:
     plain = with_fused_experts(replace(EP2, accumulate_unsharded=True))
     answers = []
     for overlap in ("none", "microbatch"):
@@ -168,13 +168,13 @@ def test_weight_gradients_under_messages_are_the_same_bits(ranks: Any, tmp_path:
             assert num_late_there > 0
 
 
-def test_interleaved_microbatches_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
+def test_symm_mem_interleaved_microbatches_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
     parallel = replace(EP2, overlap="microbatch", accumulate_unsharded=True)
     for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train", one_loss.recipe(parallel), -1, STEPS):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 
-def test_blocks_that_compile_whole_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
+def test_symm_mem_block_graphs_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
     lending = replace(EP2, expert_clones=1)
     candidate = in_one_microbatch(one_loss.recipe(lending, compile=CompileConfig("on", extent="block")), 2)
     for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train_compiled", candidate, -1, STEPS):
@@ -183,7 +183,7 @@ def test_blocks_that_compile_whole_train_as_one_process(ranks: Any, alone: Any, 
         assert trace.num_graphs == [4] * STEPS
 
 
-def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, tmp_path: Path) -> None:
+def test_symm_mem_overflow_takes_the_step_again(ranks: Any, tmp_path: Path) -> None:
     """Rows and slots are bounded, and the steps repeated as a graph would repeat them."""
     bounded = replace(EP2, expert_rank_capacity_factor=1.4)
     exact = ranks(1, step_runner.train, step_runner.RECIPE)[0]

@@ -69,7 +69,7 @@ def load(folder: str, by_fsdp: bool) -> tuple[list[tuple[float, float]], dict[st
 
 
 @pytest.mark.parametrize("saved_by_fsdp", [True, False])
-def test_either_goes_on_with_the_others_checkpoint(ranks, tmp_path, saved_by_fsdp: bool) -> None:
+def test_unsharded_and_sharded_experts_load_each_others_checkpoints(ranks, tmp_path, saved_by_fsdp: bool) -> None:
     (expected_steps, expected), *_ = ranks(2, save, str(tmp_path), saved_by_fsdp)
     for num_ranks in (2, 4):  # on four ranks FSDP shards an expert over two
         (steps, found), *_ = ranks(num_ranks, load, str(tmp_path), not saved_by_fsdp)

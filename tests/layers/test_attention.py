@@ -1,4 +1,4 @@
-"""Attention against one softmax a document and head; documents must not see each other."""
+"""Attention against one softmax a document and head; it does not cross documents."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -44,7 +44,7 @@ def one_by_one(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, documents: list[l
 
 
 @pytest.mark.parametrize("has_documents", [False, True])
-def test_equals_softmax_over_the_visible_past(has_documents: bool) -> None:
+def test_attention_equals_softmax_over_the_visible_past(has_documents: bool) -> None:
     torch.manual_seed(0)
     shapes = ((HEADS, WIDTH), (KV_HEADS, WIDTH), (KV_HEADS, VALUE_WIDTH))
     qkv = [torch.randn(3, 12, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -64,7 +64,7 @@ def built(config: AttentionConfig) -> nn.Module:
 
 
 @pytest.mark.parametrize("config", [GQA, MLA], ids=["gqa", "mla"])
-def test_a_packed_document_is_read_as_if_alone(config: AttentionConfig) -> None:
+def test_attention_in_packed_documents_equals_each_alone(config: AttentionConfig) -> None:
     attention, x_BND = built(config), torch.randn(3, 12, 16, dtype=torch.float64)
     packed = attention(x_BND, Context(*rope_tables(config, 12, x_BND.device), own_document_only()))
     for b, lengths in enumerate(DOCUMENTS):
@@ -75,7 +75,7 @@ def test_a_packed_document_is_read_as_if_alone(config: AttentionConfig) -> None:
 
 
 @pytest.mark.parametrize("config", [GQA, MLA], ids=["gqa", "mla"])
-def test_the_future_is_hidden(config: AttentionConfig) -> None:
+def test_attention_is_causal(config: AttentionConfig) -> None:
     attention, x_BND = built(config), torch.randn(1, 12, 16, dtype=torch.float64)
     context = Context(*rope_tables(config, 12, x_BND.device), None)
     other_BND = x_BND.clone()
@@ -86,14 +86,14 @@ def test_the_future_is_hidden(config: AttentionConfig) -> None:
 
 
 def halves(weight: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    """A weight of several parts, each cut into a half for each of two ranks."""
+    """A weight of several parts, each sharded over two ranks."""
     return [
         torch.cat(half, dim) for half in zip(*(part.chunk(2, dim) for part in weight.split(sizes, dim)), strict=True)
     ]
 
 
 def ranks_of(whole: nn.Module, sizes: dict[str, list[int]]) -> list[nn.Module]:
-    """Two copies with half of the heads each, as tensor parallelism cuts them; the output's columns are cut too."""
+    """Two copies with half of the heads each, as in tensor parallelism; the output's columns are sharded too."""
     cut = {name: halves(whole.get_parameter(name), parts, 0) for name, parts in sizes.items()}
     cut["out.weight"] = halves(whole.out.weight, [whole.out.in_features], 1)
     copies = [deepcopy(whole) for _ in range(2)]
@@ -112,7 +112,7 @@ def ranks_of(whole: nn.Module, sizes: dict[str, list[int]]) -> list[nn.Module]:
         pytest.param(MLA, {"q_up.weight": [40], "kv_up.weight": [44]}, id="mla"),
     ],
 )
-def test_heads_are_counted_in_the_weights(config: AttentionConfig, sizes: dict[str, list[int]]) -> None:
+def test_attention_head_count_comes_from_the_weights(config: AttentionConfig, sizes: dict[str, list[int]]) -> None:
     attention, x_BND = built(config), torch.randn(3, 12, 16, dtype=torch.float64)
     for parameter in attention.parameters():
         nn.init.normal_(parameter)  # biases and norms that are zero and one would hide a wrong cut
@@ -123,7 +123,7 @@ def test_heads_are_counted_in_the_weights(config: AttentionConfig, sizes: dict[s
 
 
 @pytest.mark.parametrize("name", [*BACKENDS, "flex"])
-def test_a_preferred_backend_leaves_the_others_behind_it(name: str) -> None:
+def test_attention_backend_prefers_one_with_fallbacks(name: str) -> None:
     attention, x_BND = built(GQA).float(), torch.randn(2, 12, 16)
     context = Context(*rope_tables(GQA, 12, x_BND.device), None)
     expected = attention(x_BND, context)

@@ -1,4 +1,4 @@
-"""Forced routing has the loads that it promises, whatever the scores say."""
+"""Forced routing has its specified loads for any scores."""
 
 import pytest
 import torch
@@ -40,7 +40,9 @@ def test_forced_balance_sends_every_rank_as_many_rows(num_experts: int, top_k: i
 @pytest.mark.parametrize(
     ("num_experts", "top_k", "num_ranks"), [(128, 8, 8), (64, 6, 8), (8, 2, 4), (128, 8, 1), (12, 3, 2)]
 )
-def test_forced_skew_deals_every_window_as_planned_and_distinct(num_experts: int, top_k: int, num_ranks: int) -> None:
+def test_forced_skew_has_the_loads_in_every_window_and_distinct_experts(
+    num_experts: int, top_k: int, num_ranks: int
+) -> None:
     force = ForcedSkew(MoEConfig(num_experts=num_experts, top_k=top_k), num_ranks, torch.device("cpu"))
     num_tokens = 10 * WINDOW_TOKENS  # the second sequence comes round to the table's beginning
     ids_TK = force(torch.rand(2, num_tokens, num_experts)).flatten(0, 1)
@@ -51,7 +53,7 @@ def test_forced_skew_deals_every_window_as_planned_and_distinct(num_experts: int
     assert chosen_TE.sum(1).eq(top_k).all(), "a token's experts are distinct"
 
 
-def test_forced_skew_keeps_company_as_random_choices_do() -> None:
+def test_forced_skew_combines_experts_as_random_routing_does() -> None:
     moe = MoEConfig(num_experts=128, top_k=8)
     ids_TK = ForcedSkew(moe, 8, torch.device("cpu"))(torch.zeros(1, 16 * WINDOW_TOKENS, 128))[0]
     ranks_TP = torch.zeros(len(ids_TK), 8).scatter_(1, ids_TK // 16, 1.0)

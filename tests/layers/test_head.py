@@ -1,4 +1,4 @@
-"""The head takes the loss that its kernels name, and compiles only what is PyTorch."""
+"""The head uses the loss of its backend, and compiles only that of PyTorch."""
 
 from functools import partial
 
@@ -20,12 +20,12 @@ CONFIG = ModelConfig(
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("torch", linear_cross_entropy), ("triton", fused_cross_entropy)])
-def test_a_model_is_built_with_the_loss_that_its_kernels_name(backend: str, expected: object) -> None:
+def test_head_loss_is_the_chosen_backend(backend: str, expected: object) -> None:
     assert Transformer(CONFIG, kernels=Kernels(head=backend)).head.cross_entropy is expected
     assert Transformer(CONFIG).head.cross_entropy is linear_cross_entropy
 
 
-def test_only_the_softmax_of_pytorch_is_compiled() -> None:
+def test_head_compiles_the_softmax_of_pytorch_alone() -> None:
     models = [Transformer(CONFIG, kernels=Kernels(head=backend)) for backend in ("torch", "triton")]
     for model in models:
         regional.apply(model, CompileConfig("on"), torch.device("cpu"))
@@ -34,7 +34,7 @@ def test_only_the_softmax_of_pytorch_is_compiled() -> None:
     assert kept is fused_cross_entropy
 
 
-def test_the_loss_is_that_of_the_logits() -> None:
+def test_head_loss_is_that_of_the_logits() -> None:
     torch.manual_seed(0)
     head = LanguageModelHead(8, 24, loss_chunk_tokens=4)
     x_TD, labels_T = torch.randn(10, 8), torch.randint(24, (10,))

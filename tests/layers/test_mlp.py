@@ -1,4 +1,4 @@
-"""The dense feed-forward layer keeps for backward what its kernels promise."""
+"""The dense feed-forward layer: what it saves for backward, and its width."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cud
 
 
 def kept(mlp: torch.nn.Module, x_TD: Tensor) -> list[tuple[int, ...]]:
-    """Shapes of what a forward keeps; backward follows."""
+    """Shapes of saved tensors; then runs backward."""
     shapes: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def kept(mlp: torch.nn.Module, x_TD: Tensor) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("kind", [MLP, GatedMLP])
 @pytest.mark.parametrize("device", DEVICES)
-def test_fused_it_keeps_no_activation(kind: type, device: str) -> None:
+def test_mlp_fused_saves_no_activation(kind: type, device: str) -> None:
     torch.manual_seed(0)
     x_TD = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
     plain = kind(WIDTH, HIDDEN).to(device)
@@ -42,7 +42,7 @@ def test_fused_it_keeps_no_activation(kind: type, device: str) -> None:
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_its_width_is_that_of_the_weights() -> None:
+def test_mlp_width_comes_from_the_weights() -> None:
     """A tensor-parallel rank has some columns of gate and up, and the rows of down that read them."""
     torch.manual_seed(0)
     whole, x_TD = MLP(WIDTH, HIDDEN), torch.randn(TOKENS, WIDTH)
@@ -57,7 +57,7 @@ def test_its_width_is_that_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_frozen_projection_costs_no_gemm(device: str) -> None:
+def test_mlp_frozen_projection_costs_no_gemm(device: str) -> None:
     mlp = MLP(WIDTH, HIDDEN, PRESETS["fused"]).to(device)
     flops = []
     for trains in (True, False):

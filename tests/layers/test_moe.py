@@ -51,7 +51,7 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def formula(layer: MoE, x_BND: Tensor) -> Tensor:
-    """Every expert serves every token; those that were not chosen weigh nothing."""
+    """Every expert computes every token; those that were not selected have weight 0."""
     weights = dict(layer.named_parameters())
     scores_TK, ids_TK = layer.router(x_BND)
     x_TD = x_BND.flatten(0, 1)
@@ -70,7 +70,7 @@ def formula(layer: MoE, x_BND: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_equals_the_formula(variant: str) -> None:
+def test_moe_equals_the_formula(variant: str) -> None:
     layer, x_BND = built(VARIANTS[variant]), torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True)
     actual, expected = layer(x_BND), formula(layer, x_BND)
     torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-11)
@@ -80,18 +80,18 @@ def test_equals_the_formula(variant: str) -> None:
     torch.testing.assert_close(actual_gradients, expected_gradients, atol=1e-11, rtol=1e-9)
 
 
-def test_what_a_layer_lacks_has_no_weights() -> None:
+def test_moe_absent_parts_have_no_weights() -> None:
     assert {name for name, _ in built(PLAIN).named_parameters()} == {"router.weight", "experts.gate_up", "experts.down"}
 
 
-def test_slots_are_laid_out_as_chosen() -> None:
+def test_moe_permute_is_the_chosen_backend() -> None:
     config = ModelConfig(hidden_size=WIDTH, moe=PLAIN)
     assert MoE(config).dispatcher.permute is sort_by_expert
     assert MoE(config, Kernels(permute="triton")).dispatcher.permute is counting_sort
 
 
 class Composed(nn.Module):
-    """What a user may write around the layer."""
+    """A user's module with the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Composed(nn.Module):
         return self.outward(x_BND + self.moe(x_BND))
 
 
-def test_trains_in_a_users_own_module_without_a_process_group() -> None:
+def test_moe_trains_in_a_users_module_without_a_process_group() -> None:
     assert not dist.is_initialized()
     torch.manual_seed(0)
     model = Composed()
@@ -123,5 +123,5 @@ def test_trains_in_a_users_own_module_without_a_process_group() -> None:
     assert model.moe.router.balance.tokens_per_expert_E.sum() == 150 * 4 * 16 * PLAIN.top_k
 
 
-def test_the_docstring_runs() -> None:
+def test_moe_docstring_example_runs() -> None:
     assert doctest.testmod(module).failed == 0

@@ -60,7 +60,7 @@ def by_hand(logits: list[float], moe: MoEConfig, bias: list[float]) -> dict[int,
     ],
     ids=str,
 )
-def test_choice_and_weights(score_fn: str, changes: dict[str, object]) -> None:
+def test_router_selection_and_weights(score_fn: str, changes: dict[str, object]) -> None:
     moe = replace(MOE, score_fn=score_fn, **changes)
     router, x_BND = built(moe), tokens()
     router.expert_bias_E.normal_(std=0.1)
@@ -71,7 +71,7 @@ def test_choice_and_weights(score_fn: str, changes: dict[str, object]) -> None:
         assert dict(zip(ids_TK[t].tolist(), scores_TK[t].tolist(), strict=True)) == pytest.approx(expected, rel=1e-9), t
 
 
-def test_groups_change_the_choice() -> None:
+def test_router_groups_restrict_the_selection() -> None:
     scores_BNE = torch.rand(1, 200, 12, generator=torch.Generator().manual_seed(0))
 
     def share_equal(a: RoutingRule, b: RoutingRule) -> float:
@@ -85,7 +85,7 @@ def test_groups_change_the_choice() -> None:
     assert share_equal(by_max._replace(top_k_groups=4), free) == 1.0, "all groups open is no limit"
 
 
-def test_bias_decides_the_choice_and_never_the_weight() -> None:
+def test_router_bias_affects_the_selection_and_never_the_weight() -> None:
     router = built(replace(MOE, score_fn="sigmoid", normalize_topk=False))
     router.expert_bias_E[5] = 10.0
     router.expert_bias_E[2] = -10.0
@@ -98,12 +98,12 @@ def test_bias_decides_the_choice_and_never_the_weight() -> None:
 
 
 @pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
-def test_normalised_weights_sum_to_the_scale(score_fn: str) -> None:
+def test_router_normalised_weights_sum_to_the_scale(score_fn: str) -> None:
     scores_TK, _ = built(replace(MOE, score_fn=score_fn, route_scale=2.5))(tokens())
     torch.testing.assert_close(scores_TK.sum(-1), torch.full((14,), 2.5, dtype=torch.float64))
 
 
-def test_logits_and_scores_are_fp32_under_bf16() -> None:
+def test_router_logits_and_scores_are_fp32_under_bf16() -> None:
     router, x_BND = built(MOE, torch.bfloat16), tokens(torch.bfloat16)
     scores_TK, ids_TK = router(x_BND)
     assert scores_TK.dtype == torch.float32
@@ -112,7 +112,7 @@ def test_logits_and_scores_are_fp32_under_bf16() -> None:
     torch.testing.assert_close(scores_TK.double(), chosen_TK / chosen_TK.sum(-1, keepdim=True), atol=1e-6, rtol=1e-5)
 
 
-def test_gradient_is_that_of_the_formula() -> None:
+def test_router_gradient_is_that_of_the_formula() -> None:
     router, x_BND = built(replace(MOE, route_scale=2.0)), tokens().requires_grad_()
     scores_TK, ids_TK = router(x_BND)
     probabilities_TE = (x_BND @ router.weight.T).softmax(-1).flatten(0, 1)

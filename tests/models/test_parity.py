@@ -4,6 +4,7 @@ Each family is one function from its published configuration to ours, and all sh
 that the functions and the layers are right; the published configurations then show that the recipes are.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -278,7 +279,7 @@ def assert_near(actual: Tensor, expected: Tensor, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_loss_and_gradients_equal(case: str) -> None:
+def test_parity_of_logits_loss_and_gradients(case: str) -> None:
     family, settings = FAMILIES[CASES[case][0]], CASES[case][1]
     theirs = reference(family, settings)
     config = family.ours(theirs.config)
@@ -306,81 +307,12 @@ def test_logits_loss_and_gradients_equal(case: str) -> None:
 
 # --- published models -------------------------------------------------------------------------------------------------
 
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
-    # from the config.json beside the released weights
-    "qwen3_30b_a3b": (
-        "qwen3_moe",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": True,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        },
-    ),
-    "mixtral_8x7b": (
-        "mixtral",
-        {
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        },
-    ),
-    "deepseek_v2_lite": (
-        "deepseek_v2",
-        {
-            "vocab_size": 102400,
-            "hidden_size": 2048,
-            "intermediate_size": 10944,
-            "num_hidden_layers": 27,
-            "num_attention_heads": 16,
-            "q_lora_rank": None,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "moe_intermediate_size": 1408,
-            "topk_method": "greedy",
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 163840,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10_000.0,
-                "factor": 40.0,
-                "original_max_position_embeddings": 4096,
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "mscale": 0.707,
-                "mscale_all_dim": 0.707,
-            },
-        },
-    ),
-}
+PUBLISHED: dict[str, list[Any]] = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+"""Recipe -> family, and the config.json beside the released weights."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_recipe_is_the_published_model(name: str) -> None:
+def test_parity_of_recipes_with_published_models(name: str) -> None:
     family, settings = FAMILIES[PUBLISHED[name][0]], PUBLISHED[name][1]
     published = getattr(transformers, family.config_class)(**settings)
     recipe = load_recipe(RECIPES / f"{name}.toml").model
@@ -394,7 +326,7 @@ def test_recipe_is_the_published_model(name: str) -> None:
     assert translate(theirs, ours, recipe).keys() >= {key for key in ours if "expert_bias" not in key}
 
 
-def test_published_yarn_tables() -> None:
+def test_parity_of_yarn_tables_with_published_ones() -> None:
     published = transformers.DeepseekV2Config(**PUBLISHED["deepseek_v2_lite"][1])
     frequencies, scale = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](published)
     attention = load_recipe(RECIPES / "deepseek_v2_lite.toml").model.attention

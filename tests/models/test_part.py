@@ -1,4 +1,4 @@
-"""Parts of a model, one behind the other, are the model."""
+"""Parts of a model in sequence equal the model."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def filled(part: nn.Module) -> nn.Module:
 
 
 def run(parts: list[nn.Module], labels_BN: Tensor | None) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The result of the last part; gradients and what the routers have counted, by name."""
+    """The result of the last part; gradients and counts of the routers, by name."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(32, (2, 9), generator=generator)
     document_ids_BN = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])
@@ -54,7 +54,7 @@ def run(parts: list[nn.Module], labels_BN: Tensor | None) -> tuple[Tensor, dict[
 
 @pytest.mark.parametrize("has_labels", [True, False])
 @pytest.mark.parametrize("cut", CUTS)
-def test_parts_in_a_row_are_the_model(cut: str, has_labels: bool) -> None:
+def test_parts_in_sequence_equal_the_model(cut: str, has_labels: bool) -> None:
     model = on_meta()
     parts = [filled(part_of(model, kept)) for kept in CUTS[cut]]
     labels_BN = torch.arange(18).view(2, 9) if has_labels else None
@@ -65,7 +65,7 @@ def test_parts_in_a_row_are_the_model(cut: str, has_labels: bool) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
 
 
-def test_a_part_holds_what_it_keeps_and_leaves_the_model_whole() -> None:
+def test_part_keeps_its_modules_and_leaves_the_model_unchanged() -> None:
     model = on_meta()
     names = set(model.state_dict())
     held = [set(part_of(model, kept).state_dict()) for kept in CUTS["three"]]
@@ -73,12 +73,12 @@ def test_a_part_holds_what_it_keeps_and_leaves_the_model_whole() -> None:
     assert sum(map(len, held)) == len(names), "nothing is in two parts"
 
 
-def test_a_module_that_is_not_there_is_named() -> None:
+def test_part_of_error_names_an_unknown_module() -> None:
     with pytest.raises(ValueError, match=r"'layers.7' is no module of the model; it has embed, layers.0, "):
         part_of(on_meta(), ["embed", "layers.7"])
 
 
-def test_one_weight_is_not_in_two_parts() -> None:
+def test_part_of_refuses_a_weight_in_two_parts() -> None:
     model = on_meta(ModelConfig(num_layers=2, ffn_hidden_size=8, embeddings_are_tied=True))
     with pytest.raises(ValueError, match="embed.weight and head.weight are one weight"):
         part_of(model, ["embed", "layers.0"])

@@ -1,4 +1,4 @@
-"""The model writes: greedily, or drawing from what it believes."""
+"""Generation, greedy and sampled, and ownership of weights."""
 
 from dataclasses import replace
 
@@ -29,14 +29,14 @@ def prompt_BN() -> torch.Tensor:
     return torch.arange(10).view(2, 5)
 
 
-def test_without_temperature_each_token_is_the_likeliest(model: Transformer, prompt_BN: torch.Tensor) -> None:
+def test_generate_without_temperature_takes_the_likeliest(model: Transformer, prompt_BN: torch.Tensor) -> None:
     tokens_BN = model.generate(prompt_BN, 6)
     assert tokens_BN.shape == (2, 11) and torch.equal(tokens_BN[:, :5], prompt_BN)
     likeliest_BN = model(tokens_BN).argmax(-1)
     assert torch.equal(tokens_BN[:, 5:], likeliest_BN[:, 4:-1])
 
 
-def test_one_seed_writes_one_text(model: Transformer, prompt_BN: torch.Tensor) -> None:
+def test_generate_is_repeatable_with_a_seed(model: Transformer, prompt_BN: torch.Tensor) -> None:
     def write(seed: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed)
         return model.generate(prompt_BN, 12, temperature=1.0, generator=generator).tolist()
@@ -63,8 +63,8 @@ SHARED = replace(CONFIG.moe, shared_ffn_hidden_size=8, shared_expert_gate=True, 
     ids=["gqa", "mla", "tied"],
 )
 @pytest.mark.parametrize("has_labels", [False, True])
-def test_a_weight_is_read_by_the_forward_of_its_own_module(config: ModelConfig, has_labels: bool) -> None:
-    """So that a transform of the module reaches it, and hooks around the module see all that is done with it."""
+def test_transformer_weights_are_read_by_their_own_modules(config: ModelConfig, has_labels: bool) -> None:
+    """So that a transform of the module applies to every use of the weight, and its hooks see all of them."""
     model, seen = Transformer(config), set()
     owners = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
     for name, module in owners.items():
@@ -75,7 +75,7 @@ def test_a_weight_is_read_by_the_forward_of_its_own_module(config: ModelConfig, 
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_as_frequent_as_their_probabilities(model: Transformer, temperature: float) -> None:
+def test_generate_samples_by_the_probabilities(model: Transformer, temperature: float) -> None:
     prompt_BN = torch.tensor([[1, 2, 3]])
     generator = torch.Generator().manual_seed(0)
     drawn_B = model.generate(prompt_BN.expand(4000, -1), 1, temperature=temperature, generator=generator)[:, -1]

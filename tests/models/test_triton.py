@@ -1,4 +1,4 @@
-"""A model that takes every Triton kernel trains as the one that takes none."""
+"""A model with all Triton kernels trains as one with none."""
 
 from dataclasses import replace
 
@@ -58,7 +58,9 @@ def trained(config: ModelConfig, kernels: Kernels, device: str, dtype: torch.dty
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
 @pytest.mark.parametrize("attention", [CONFIG.attention, MLA], ids=["gqa", "mla"])
-def test_triton_throughout(attention: AttentionConfig, device: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_triton_kernels_train_a_model(
+    attention: AttentionConfig, device: str, dtype: torch.dtype, tolerance: float
+) -> None:
     """As far from the exact gradients as PyTorch's own kernels are, or nearer."""
     config, is_forced = replace(CONFIG, attention=attention), dtype == torch.bfloat16
     exact, plain, fused = (

@@ -1,4 +1,4 @@
-"""AdamW against its formula, torch's and ours: decay groups, guard, clipping inside, a state that stays where it is."""
+"""torch's AdamW and ours against the formula: decay groups, guard, clipping, state in place."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def expected_after(parameter, gradients, config):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_follow_the_formula(kind, dtype, tolerance):
+def test_adamw_steps_follow_the_formula(kind, dtype, tolerance):
     config = OptimConfig(kind=kind, lr=0.0625, weight_decay=0.3)  # a rate that fp32 holds
     parts = [build(dtype), build(dtype)]
     optimizers = build_optimizer(parts, config)
@@ -46,13 +46,13 @@ def test_steps_follow_the_formula(kind, dtype, tolerance):
         torch.testing.assert_close(parameter.detach(), value, rtol=tolerance, atol=tolerance)
 
 
-def test_every_group_is_fused():
+def test_adamw_of_every_group_is_fused():
     (optimizer,) = build_optimizer([build()], OptimConfig())
     assert [group["fused"] for group in optimizer.param_groups] == [True, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_state_is_there_before_the_first_step_and_reading_it_takes_none(kind):
+def test_adamw_state_exists_before_the_first_step(kind):
     model = build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = build_optimizer([model], OptimConfig(kind=kind)).state_dict()
@@ -64,7 +64,7 @@ def test_the_state_is_there_before_the_first_step_and_reading_it_takes_none(kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_parameter_without_gradient_waits(kind):
+def test_adamw_skips_a_parameter_without_gradient(kind):
     model = build()
     optimizers = build_optimizer([model], OptimConfig(kind=kind))
     model[0].weight.grad = torch.ones_like(model[0].weight)
@@ -76,7 +76,7 @@ def test_a_parameter_without_gradient_waits(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frozen_parameters_are_left_out(kind):
+def test_adamw_leaves_out_frozen_parameters(kind):
     model = build()
     model[1].requires_grad_(False)
     (optimizer,) = build_optimizer([model], OptimConfig(kind=kind))
@@ -85,7 +85,7 @@ def test_frozen_parameters_are_left_out(kind):
 
 @pytest.mark.parametrize("source_kind", KINDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_loading_brings_moments_and_keeps_the_recipe(kind, source_kind):
+def test_adamw_loads_moments_and_keeps_the_recipe(kind, source_kind):
     source_model, model = build(), build()
     source = build_optimizer([source_model], OptimConfig(kind=source_kind, lr=0.5))
     source_model[0].weight.grad = torch.ones_like(source_model[0].weight)
@@ -119,7 +119,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_guard_skips_everything_or_nothing(kind, capturable):
+def test_adamw_guard_skips_everything_or_nothing(kind, capturable):
     model = build(torch.float32)
     optimizers = build_optimizer([model], OptimConfig(kind=kind, lr=0.5), capturable=capturable)
     for parameter in model.parameters():
@@ -139,23 +139,23 @@ def test_the_guard_skips_everything_or_nothing(kind, capturable):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_factor_scales_the_gradients(kind):
+def test_adamw_factor_scales_the_gradients(kind):
     factor = torch.tensor(0.125)
     assert_same(run(kind, grad_factor=factor), run(kind, grad_scale=0.125))
 
 
-def test_ours_is_torchs_within_rounding():
+def test_fused_adamw_equals_torchs_within_rounding():
     ours, theirs = run("fused_adamw", 10), run("adamw", 10)
     for found, expected in zip((*ours[0], *ours[1].values()), (*theirs[0], *theirs[1].values()), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_rate_on_the_device_changes_nothing():
+def test_adamw_with_the_rate_on_the_device_is_equal():
     assert_same(run("adamw", capturable=True), run("adamw"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rates_are_tensors_where_a_graph_may_hold_the_step(kind):
+def test_adamw_rates_are_tensors_if_capturable(kind):
     (optimizer,) = build_optimizer([build()], OptimConfig(kind=kind, lr=0.5), capturable=True)
     rates = [group["lr"] for group in optimizer.param_groups]
     assert all(isinstance(rate, torch.Tensor) and rate.dtype == torch.float32 and rate == 0.5 for rate in rates)
@@ -163,7 +163,7 @@ def test_rates_are_tensors_where_a_graph_may_hold_the_step(kind):
 
 @pytest.mark.parametrize("moments", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
-def test_moments_have_their_own_dtype_and_place_whatever_is_loaded(master, moments):
+def test_adamw_moments_keep_dtype_and_memory_on_load(master, moments):
     model = build(master)
     optimizers = build_optimizer([model], OptimConfig(kind="fused_adamw"), moments=moments)
     state = optimizers.state_dict()
@@ -176,7 +176,7 @@ def test_moments_have_their_own_dtype_and_place_whatever_is_loaded(master, momen
         assert torch.equal(value, values[name].to(value.dtype))
 
 
-def test_bf16_moments_draw_by_the_seed_of_the_run():
+def test_fused_adamw_rounds_by_the_seed_of_the_run():
     options = {"dtype": torch.float32, "moments": torch.bfloat16}
     first = run("fused_adamw", seed=1, **options)
     assert_same(run("fused_adamw", seed=1, **options), first)
@@ -184,7 +184,7 @@ def test_bf16_moments_draw_by_the_seed_of_the_run():
     assert any((own != first[1][name]).any() for name, own in other[1].items())
 
 
-def test_no_two_parameters_draw_alike():
+def test_fused_adamw_rounds_parameters_differently():
     model = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(2)])
     optimizers = build_optimizer([model], OptimConfig(kind="fused_adamw"), moments=torch.bfloat16)
     for parameter in model:

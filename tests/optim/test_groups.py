@@ -13,7 +13,7 @@ class Experts(GroupedExperts):
         self.down_bias = nn.Parameter(torch.zeros(2, 4))
 
 
-def test_kinds_decide() -> None:
+def test_decay_groups_by_kind() -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.RMSNorm(4), Experts())
     decayed, spared = decay_groups(model, 0.1)
     assert decayed["weight_decay"] == 0.1 and spared["weight_decay"] == 0.0
@@ -22,11 +22,11 @@ def test_kinds_decide() -> None:
     assert [names[id(p)] for p in spared["params"]] == ["1.bias", "2.weight", "3.down_bias"]
 
 
-def test_no_empty_group() -> None:
+def test_decay_groups_are_not_empty() -> None:
     (group,) = decay_groups(nn.RMSNorm(3), 0.1)
     assert group["weight_decay"] == 0.0
 
 
-def test_what_wants_no_gradient_is_in_no_group() -> None:
+def test_decay_groups_leave_out_frozen_parameters() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     assert sum(len(group["params"]) for group in decay_groups(model, 0.1)) == 2

@@ -35,7 +35,7 @@ def run(optimizers, schedules, num_steps):
 @pytest.mark.parametrize(
     ("warmup", "fall", "steps"), [(4, 5, 12), (0, 0, 3), (3, 0, 5), (0, 6, 6), (4, 6, 10), (1, 1, 3)]
 )
-def test_every_step(decay, warmup, fall, steps):
+def test_schedule_of_every_step(decay, warmup, fall, steps):
     config = OptimConfig(lr=0.4, warmup_steps=warmup, decay_steps=fall, decay=decay, min_lr_ratio=0.25)
     rising = [0.4 * s / warmup for s in range(1, warmup + 1)]
     falling = [0.4 * (0.25 + 0.75 * LEFT[decay](s / fall)) for s in range(1, fall + 1)]
@@ -43,12 +43,12 @@ def test_every_step(decay, warmup, fall, steps):
     assert run(*build(config, steps), steps) == pytest.approx(expected, rel=1e-12)
 
 
-def test_after_the_last_step_the_rate_stays():
+def test_schedule_is_constant_after_the_last_step():
     optimizers, schedules = build(OptimConfig(lr=1.0, decay_steps=2, min_lr_ratio=0.1), 3)
     assert run(optimizers, schedules, 5)[2:] == pytest.approx([0.1, 0.1, 0.1])
 
 
-def test_resume_goes_on_and_a_longer_recipe_goes_on_along_its_own_curve():
+def test_schedule_resumes_and_follows_a_longer_recipe():
     config = OptimConfig(lr=1.0, warmup_steps=2, decay_steps=4, decay="linear", min_lr_ratio=0.0)
     optimizers, schedules = build(config, 8)
     straight = run(optimizers, schedules, 8)
@@ -66,19 +66,19 @@ def test_resume_goes_on_and_a_longer_recipe_goes_on_along_its_own_curve():
     assert run(longer, resumed, 7) == pytest.approx([1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
 
 
-def test_in_a_short_run_the_warmup_goes_first_and_the_fall_takes_what_remains():
+def test_schedule_of_a_short_run_has_warmup_before_decay():
     config = OptimConfig(lr=1.0, warmup_steps=4, decay_steps=100, decay="linear", min_lr_ratio=0.5)
     assert run(*build(config, 6), 6) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5])
     assert run(*build(config, 4), 4) == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert run(*build(config, 2), 3) == pytest.approx([0.25, 0.5, 0.5])
 
 
-def test_default_is_constant():
+def test_schedule_default_is_constant():
     assert set(run(*build(OptimConfig(lr=3e-4), 4), 4)) == {3e-4}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "fused_adamw"])
-def test_rates_on_the_device_are_filled_in_place(kind):
+def test_schedule_fills_rates_on_the_device_in_place(kind):
     config = OptimConfig(lr=0.3, warmup_steps=3, decay_steps=4)
     optimizers, schedules = build(replace(config, kind=kind), 9, capturable=True)
     expected = run(*build(config, 9), 9)

@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
 
 
 class Model(nn.Module):
-    """Dense parameters, one of them too short for all ranks, and experts on a mesh of their own."""
+    """Dense parameters, one of them shorter than the number of ranks, and experts on their own mesh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def take_steps(model: nn.Module, optimizers: Optimizers, num_steps: int, **guard
 
 
 def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All of it, whole, and a copy."""
+    """A copy of the full state."""
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for name, v in state.items()}
 
 
@@ -85,7 +85,7 @@ def run(num_ranks: int, kind: str, num_replicas: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shards_are_updated_as_the_whole(ranks: Any, kind: str) -> None:
+def test_optimizer_updates_shards_as_full_parameters(ranks: Any, kind: str) -> None:
     (alone,) = ranks(1, run, 1, kind)
     for num_ranks in (2, 4):
         seen = ranks(num_ranks, run, num_ranks, kind)
@@ -98,7 +98,7 @@ def test_shards_are_updated_as_the_whole(ranks: Any, kind: str) -> None:
                 torch.testing.assert_close(rank["after"][name], expected, rtol=tolerance, atol=tolerance)
 
 
-def test_replicas_round_alike_and_shards_do_not(ranks: Any) -> None:
+def test_optimizer_rounds_replicas_alike_and_shards_differently(ranks: Any) -> None:
     seen = ranks(4, run, 4, "fused_bf16", 2)
     seeds = [rank["seed"] for rank in seen]
     assert seeds[0] == seeds[2] != seeds[1] == seeds[3]
@@ -124,7 +124,7 @@ def load(num_ranks: int, kind: str, folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("kind", "other"), [("fused_bf16", "fused_bf16"), ("torch", "fused_bf16"), ("fused", "torch")])
 @pytest.mark.parametrize(("num_ranks", "num_others"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_goes_on(
+def test_optimizer_state_loads_on_another_number_of_ranks(
     ranks: Any, tmp_path: Path, kind: str, other: str, num_ranks: int, num_others: int
 ) -> None:
     """Bit for bit; into bf16 moments by rounding to nearest, once."""

@@ -1,4 +1,4 @@
-"""Experts of a model of one's own, spread over ranks by one call, compute what one process computes."""
+"""`apply_expert_parallel` on a model of one's own: ranks compute what one process computes."""
 
 import re
 from collections.abc import Callable
@@ -67,7 +67,7 @@ WAYS = {"README": by_readme, "a mesh": over_a_mesh}
 
 
 def run_spread(way: str) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
-    """What `run` gives, and the shapes of the weights of this rank's experts."""
+    """The result of `run`, and the shapes of this rank's expert weights."""
     block = built()
     WAYS[way](block)
     return run(block), [tuple(weight.to_local().shape) for weight in block.moe.experts.parameters()]
@@ -78,7 +78,7 @@ def run_alone() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_compute_what_one_computes(ranks, way: str) -> None:
+def test_apply_expert_parallel_on_two_ranks_equals_one(ranks, way: str) -> None:
     (expected,) = ranks(1, run_alone)
     spread = ranks(2, run_spread, way)
     torch.testing.assert_close(torch.cat([result["y"] for result, _ in spread]), expected.pop("y"))
@@ -134,6 +134,6 @@ def refuse(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_cannot_be_spread_is_refused_with_a_way_out(ranks, case: str) -> None:
+def test_apply_expert_parallel_refuses_with_a_way_out(ranks, case: str) -> None:
     for words in ranks(2, refuse, case):
         assert BROKEN[case][-1] in words, words

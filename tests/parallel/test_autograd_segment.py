@@ -1,4 +1,4 @@
-"""Pieces of a computation give the gradients of the whole, whatever runs in between."""
+"""Autograd segments give the gradients of the unsplit function, whatever runs in between."""
 
 import weakref
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from titan_moe.parallel.autograd_segment import AutogradSegment
 
 
 class Flow(NamedTuple):
-    """What the first part hands the second."""
+    """What the first segment passes to the second."""
 
     h: Tensor
     aside: tuple[Tensor, None, list[int]]
@@ -42,7 +42,7 @@ def whole(grad: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, weight.grad, other.grad]
 
 
-def test_two_pieces_give_what_the_whole_gives() -> None:
+def test_autograd_segments_equal_the_unsplit_function() -> None:
     grad = torch.randn(4, 4, dtype=torch.float64)
     x, weight, other = leaves()
     one, two = AutogradSegment(lambda x: first(x, weight)), AutogradSegment(lambda *flow: second(*flow, other))
@@ -52,12 +52,12 @@ def test_two_pieces_give_what_the_whole_gives() -> None:
     assert [g is None for g in of_flow] == [False, False, True, True, True, True, True], "h and the sine alone"
     assert x.grad is weight.grad is None, "the cut ends here"
     (of_x,) = one.backward(of_flow)
-    assert x.grad is None, "whoever called has the gradient"
+    assert x.grad is None, "the caller has the gradient"
     for actual, expected in zip([y, of_x, weight.grad, other.grad], whole(grad), strict=True):
         assert torch.equal(actual, expected)
 
 
-def test_what_passes_through_takes_its_gradient_along() -> None:
+def test_autograd_segment_returns_gradients_of_inputs_passed_through() -> None:
     x, weight, _ = leaves()
     piece = AutogradSegment(lambda x, y: (x, y * 2))
     piece(x, weight)
@@ -67,7 +67,7 @@ def test_what_passes_through_takes_its_gradient_along() -> None:
 
 
 class Touched(TorchDispatchMode):
-    """Notes every operation that is given a certain memory and does more than look at its shape."""
+    """Records every operation that reads or writes certain memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Touched(TorchDispatchMode):
 
 
 class Carry(torch.autograd.Function):
-    """Half of a message: neither way may anybody else touch what it returns."""
+    """Half of a collective: forward and backward return buffers that must not be read yet."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Carry(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_what_is_in_flight_crosses_untouched(is_strided: bool) -> None:
+def test_autograd_segment_does_not_read_pending_tensors(is_strided: bool) -> None:
     x, *_ = leaves()
     one, two = AutogradSegment(lambda x: (Carry.apply(x), 1)), AutogradSegment(lambda x, one: (Carry.apply(x),))
     flow = one(x)
@@ -101,13 +101,13 @@ def test_what_is_in_flight_crosses_untouched(is_strided: bool) -> None:
     grad = torch.randn(4, 4, dtype=torch.float64)
     grad = grad.T if is_strided else grad  # autograd copies what it collects, if it is strided
     with Touched(grad) as touched:
-        home, nothing = two.backward([grad])
-        (of_x,) = one.backward([home, nothing])
+        grad_out, nothing = two.backward([grad])
+        (of_x,) = one.backward([grad_out, nothing])
     assert touched.names == [] and nothing is None
     assert of_x.data_ptr() == grad.data_ptr() and of_x.stride() == grad.stride()
 
 
-def test_a_piece_keeps_no_output() -> None:
+def test_autograd_segment_keeps_no_output() -> None:
     x, weight, _ = leaves()
     piece = AutogradSegment(lambda x: (x @ weight,))
     (output,) = piece(x)

@@ -1,4 +1,4 @@
-"""Experts spread over ranks: what the layer was built with stays."""
+"""Expert parallelism keeps the layer's permute backend."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CONFIG = ModelConfig(hidden_size=8, moe=MoEConfig(num_experts=4, top_k=2, ffn_hi
 
 
 def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
-    """Names of the dispatcher that a layer gets, and of its permutation."""
+    """Names of the dispatcher of a layer and of its permute."""
     kind, _, overlap = kind.partition(" ")
     parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none")
     with torch.device("meta"):
@@ -31,12 +31,12 @@ def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
     return type(moe.dispatcher).__name__, moe.dispatcher.permute.__name__
 
 
-def test_every_row_has_a_builder() -> None:
+def test_dispatcher_table_has_a_builder_for_every_row() -> None:
     assert BUILDERS.keys() == DISPATCHERS.keys()
 
 
 @pytest.mark.parametrize(("backend", "permute"), [("torch", "sort_by_expert"), ("triton", "counting_sort")])
-def test_the_new_dispatcher_permutes_as_the_layer_was_told(ranks, backend: str, permute: str) -> None:
+def test_expert_apply_keeps_the_permute_backend(ranks, backend: str, permute: str) -> None:
     for kind, num_ranks, dispatcher in (
         ("local", 1, "LocalDispatcher"),
         ("allgather", 2, "AllGatherDispatcher"),

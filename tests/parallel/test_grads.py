@@ -1,4 +1,4 @@
-"""The norm of all gradients: as exact as fp32 whatever their dtype, and the factor that clips by it."""
+"""The norm of all gradients: as exact as fp32 in any dtype, and the clipping factor."""
 
 from typing import Any
 
@@ -34,14 +34,14 @@ def clip(dtype: torch.dtype, max_norm: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_every_gradient_counts_once_and_exactly(ranks, num_ranks: int, dtype: torch.dtype) -> None:
+def test_grad_norm_counts_every_gradient_once(ranks, num_ranks: int, dtype: torch.dtype) -> None:
     for seen in ranks(num_ranks, clip, dtype, 1.0):
         assert seen["norm"] == pytest.approx(seen["exact"], rel=1e-6)
         assert seen["after"] == pytest.approx(1.0, rel=5e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
 def spread(value: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Parameter:
-    """A parameter whose gradient is this rank's part of `value`, which all ranks of the mesh know."""
+    """A parameter whose gradient is this rank's shard of `value`, which is equal on all ranks of the mesh."""
     part = value
     for axis, placement in enumerate(placements):
         if placement.is_shard():
@@ -52,7 +52,7 @@ def spread(value: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Paramet
 
 
 def norm_on_meshes(parallel: ParallelConfig) -> tuple[float, float]:
-    """The norm of gradients that lie on dense and expert meshes, and on none; and that of the whole gradients."""
+    """The norm of gradients on dense and expert meshes, and on none; and that of the full gradients."""
     meshes = meshes_of(parallel)
     generator = torch.Generator().manual_seed(meshes.dense.get_local_rank("pp"))
     dense, expert, copied = torch.randn(3, 8, 4, generator=generator, dtype=torch.float64)
@@ -82,18 +82,18 @@ def norm_on_meshes(parallel: ParallelConfig) -> tuple[float, float]:
         pytest.param(ParallelConfig(pp=2, ep=2), id="pp2-dp2-ep2"),
     ],
 )
-def test_a_shard_counts_once_on_every_layout(ranks: Any, parallel: ParallelConfig) -> None:
+def test_grad_norm_counts_shards_once_on_every_layout(ranks: Any, parallel: ParallelConfig) -> None:
     seen = ranks(4, norm_on_meshes, parallel)
     assert seen == [(pytest.approx(seen[0][1], rel=1e-12),) * 2] * 4
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1e6])
-def test_small_gradients_stay_as_they_are(ranks, max_norm: float) -> None:
+def test_clip_factor_leaves_small_gradients(ranks, max_norm: float) -> None:
     (seen,) = ranks(1, clip, torch.float32, max_norm)
     assert seen["after"] == seen["exact"]
 
 
-def test_the_factor_is_a_number_whatever_the_norm_is() -> None:
+def test_clip_factor_is_finite_for_any_norm() -> None:
     norms = torch.tensor([0.0, 0.5, 2.0, torch.inf, torch.nan])
     torch.testing.assert_close(clip_factor(norms, 1.0), torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0]))
     assert torch.equal(clip_factor(norms, 0.0), torch.ones(5))

@@ -1,4 +1,4 @@
-"""Groups follow the axes: on layouts that recipes may not have yet, too."""
+"""Process groups follow the axes, also on layouts that rules refuse today."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def look(parallel: ParallelConfig) -> dict[str, Any]:
         ),
     ],
 )
-def test_groups_are_those_of_the_axes(
+def test_mesh_groups_are_those_of_the_axes(
     ranks: Any,
     num_ranks: int,
     parallel: ParallelConfig,

@@ -20,7 +20,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         ("mixtral_8x7b", 46.70, 12.88, 79.7),
     ],
 )
-def test_published_models(name: str, total: float, active: float, gflop: float) -> None:
+def test_count_of_published_models(name: str, total: float, active: float, gflop: float) -> None:
     model = load_recipe(RECIPES / "models" / f"{name}.toml").model
     parameters = count_parameters(model)
     assert parameters.total / 1e9 == pytest.approx(total, abs=0.005)
@@ -39,7 +39,7 @@ SMALL = ModelConfig(
 )
 
 
-def test_every_component_by_hand() -> None:
+def test_count_of_every_component_by_hand() -> None:
     c = count_parameters(SMALL)
     assert (c.embedding, c.head, c.norms) == (11 * 7, 11 * 7, 7 * 7)
     assert c.attention == 3 * (24 * 7 + 12 * 7 + 12 * 7 + 7 * 24)
@@ -49,7 +49,7 @@ def test_every_component_by_hand() -> None:
     assert c.active == c.total - 2 * 5 * 3 * 7 * 13, "five of eight experts rest"
 
 
-def test_options_add_what_they_store() -> None:
+def test_count_with_options() -> None:
     def total(**changes: object) -> int:
         return count_parameters(replace(SMALL, **changes)).total
 
@@ -66,7 +66,7 @@ def test_options_add_what_they_store() -> None:
     assert total(moe=with_moe(num_experts=0)) == count_parameters(replace(SMALL, num_dense_layers=3)).total
 
 
-def test_mla_with_and_without_query_compression() -> None:
+def test_count_of_mla_with_and_without_query_compression() -> None:
     mla = AttentionConfig(
         kind="mla", num_heads=2, q_lora_rank=0, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4
     )
@@ -77,7 +77,7 @@ def test_mla_with_and_without_query_compression() -> None:
     assert compressed == 3 * (6 * 7 + 6 + 2 * 5 * 6 + keys_values_output)
 
 
-def test_flops_are_six_per_visited_weight_and_the_attention_core() -> None:
+def test_count_of_flops_is_six_a_used_weight_and_attention() -> None:
     c = count_parameters(SMALL)
     matrices_a_token_meets = c.head + c.attention + c.dense_ffn + c.active_experts + c.shared_experts
     core = 3 * 6 * 4 * 6 * 100  # layers * 6 * heads * head_dim * half of 100 tokens, in QK^T and in PV
@@ -88,7 +88,7 @@ def test_flops_are_six_per_visited_weight_and_the_attention_core() -> None:
     )
 
 
-def test_a_window_counts_the_pairs_that_it_leaves() -> None:
+def test_count_of_flops_with_a_window() -> None:
     def core(seq_len_tokens: int, **changes: int) -> int:
         attention = replace(SMALL.attention, **changes)
         return attention_core_flops_per_token(replace(SMALL, num_layers=6, attention=attention), seq_len_tokens)
@@ -105,7 +105,7 @@ def test_a_window_counts_the_pairs_that_it_leaves() -> None:
     assert saved == core(100) - core(100, sliding_window=20)
 
 
-def test_latent_experts_cost_their_own_width() -> None:
+def test_count_of_flops_of_latent_experts() -> None:
     latent = replace(SMALL, moe=replace(SMALL.moe, latent_size=4))
     saved = 2 * 3 * 3 * 13 * (7 - 4) - 2 * 2 * 7 * 4
     assert training_flops_per_token(SMALL, 100) - training_flops_per_token(latent, 100) == 6 * saved

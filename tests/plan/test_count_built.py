@@ -1,4 +1,4 @@
-"""Counted parameters are those that get built: of every shape in the recipes and every option that stores weights."""
+"""Counted parameters equal built ones, for every shape in the recipes and every option with weights."""
 
 from collections import Counter
 from dataclasses import replace
@@ -52,7 +52,7 @@ COMPONENTS = {
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *VARIANTS])
-def test_counted_is_built(name: str) -> None:
+def test_count_equals_the_built_model(name: str) -> None:
     model = (RECIPES | VARIANTS)[name]
     with torch.device("meta"):
         parameters = dict(Transformer(model).named_parameters())
@@ -66,5 +66,5 @@ def test_counted_is_built(name: str) -> None:
     assert counted.total == sum(parameter.numel() for parameter in parameters.values())
 
 
-def test_all_recipes_were_found() -> None:
+def test_count_covers_all_recipes() -> None:
     assert {"qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"} <= RECIPES.keys()

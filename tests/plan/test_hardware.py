@@ -17,12 +17,12 @@ from titan_moe.plan.hardware import CAPABILITIES, KNOWN_DEVICES, Capability, fin
         ("NVIDIA B200", 2250e12),
     ],
 )
-def test_known_devices(name: str, bf16_flops: float) -> None:
+def test_hardware_of_known_devices(name: str, bf16_flops: float) -> None:
     hardware = find_hardware(name)
     assert hardware is not None and hardware.bf16_flops == bf16_flops
 
 
-def test_memory_tells_siblings_apart() -> None:
+def test_hardware_variants_differ_by_memory() -> None:
     small, large = find_hardware("NVIDIA A100-SXM4-40GB"), find_hardware("NVIDIA A100-SXM4-80GB")
     assert small is not None and large is not None and (small.memory_gib, large.memory_gib) == (39, 79)
 
@@ -45,14 +45,14 @@ def test_memory_tells_siblings_apart() -> None:
         ("CPU", None),
     ],
 )
-def test_the_architecture_is_known_by_name(name: str, capability: Capability | None) -> None:
+def test_hardware_capability_by_name(name: str, capability: Capability | None) -> None:
     assert find_capability(name) == capability
 
 
-def test_every_device_with_a_peak_has_an_architecture() -> None:
+def test_hardware_has_a_capability_for_every_device() -> None:
     assert all(find_capability(" ".join(known.words)) in CAPABILITIES for known in KNOWN_DEVICES)
 
 
 @pytest.mark.parametrize("name", ["cpu", "", "NVIDIA GeForce RTX 4090", "NVIDIA GB200"])
-def test_unknown_devices_are_none(name: str) -> None:
+def test_hardware_of_unknown_devices_is_none(name: str) -> None:
     assert find_hardware(name) is None

@@ -1,4 +1,4 @@
-"""What `auto` takes, where, and what it says about it."""
+"""The kernels that `perf.kernels = "auto"` chooses, and its reasons."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def kernels_of(recipe: Recipe, device: str | None):
 
 
 def measure(cache: Path, recipe: Recipe, operation: str, device: str = GPU, **ms: float) -> None:
-    """Write a table of the user's own with one measurement."""
+    """Write a table of the user with one measurement."""
     entry = Measured(operation, shapes_of(recipe, 8)[operation], ms, "2.13.0", "3.7.1", "2026-11-21")
     write_table(cache / table_name(device), KernelTable(device, (entry,)))
 
@@ -48,16 +48,14 @@ def measure(cache: Path, recipe: Recipe, operation: str, device: str = GPU, **ms
         ("CPU", "a CPU has no Triton"),
     ],
 )
-def test_auto_is_the_default_and_is_the_default_kernels_where_nothing_was_measured(
-    device: str | None, reason: str
-) -> None:
+def test_auto_takes_the_default_kernels_without_measurements(device: str | None, reason: str) -> None:
     assert Recipe().perf.kernels == "auto" and Recipe().perf.chosen_kernels == DEFAULT_KERNELS
     assert kernels_of(recipe(), device) == DEFAULT_KERNELS
     (line,) = describe_choices(choose_for(recipe(), 8, device))
     assert line.endswith(f"({reason})")
 
 
-def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
+def test_auto_takes_the_table_at_a_measured_shape(measured: None) -> None:
     assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, experts="fused")
     experts, others = describe_choices(choose_for(recipe(), 8, GPU))
     assert experts.startswith("experts fused (6 ms fused, 7 ms grouped_mm, measured on Some GPU at 87")
@@ -67,8 +65,8 @@ def test_a_table_decides_the_shape_that_was_measured(measured: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
-def test_the_package_knows_an_h200(name: str) -> None:
-    """As the recipes spread over 8 ranks: all in Triton."""
+def test_auto_has_shipped_tables_of_an_h200(name: str) -> None:
+    """As the recipes over 8 ranks: all in Triton."""
     shipped = load_recipe(RECIPES / f"{name}.toml")
     taken = kernels_of(shipped, "NVIDIA H200")
     has_rotary = shipped.model.attention.kind == "gqa"
@@ -76,7 +74,7 @@ def test_the_package_knows_an_h200(name: str) -> None:
     assert all(choice.nearest and choice.nearest.ratio < 3 for choice in choose_for(shipped, 8, "NVIDIA H200"))
 
 
-def test_the_nearest_measured_shape_decides_and_the_distance_is_said() -> None:
+def test_auto_takes_the_nearest_shape_and_states_the_distance() -> None:
     """Half of the ranks, twice the experts on each; no table has such a shape."""
     four = recipe("--parallel.ep=4")
     assert kernels_of(four, "NVIDIA H200") == replace(PRESETS["fused"], gradients="torch")
@@ -89,13 +87,13 @@ def test_the_nearest_measured_shape_decides_and_the_distance_is_said() -> None:
 
 
 @pytest.mark.parametrize(("device", "capability"), [("NVIDIA H100 80GB HBM3", None), ("NVIDIA X1", (9, 0))])
-def test_a_relative_takes_what_the_h200_takes(device: str, capability: Capability | None) -> None:
+def test_auto_takes_tables_of_the_architecture(device: str, capability: Capability | None) -> None:
     choices = choose_for(recipe(), 8, device, capability)
     assert choices == choose_for(recipe(), 8, "NVIDIA H200")
     assert all("measured on NVIDIA H200 at " in line for line in describe_choices(choices))
 
 
-def test_an_own_table_wins_and_leaves_the_rest_to_the_shipped_one(cache: Path) -> None:
+def test_auto_prefers_the_users_table(cache: Path) -> None:
     for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         before = kernels_of(recipe(), device)
         assert before.router == "triton"
@@ -107,7 +105,7 @@ def test_an_own_table_wins_and_leaves_the_rest_to_the_shipped_one(cache: Path) -
     assert kernels_of(recipe(), "NVIDIA H200").head == "triton", "the shipped measurement is nearer"
 
 
-def test_a_measurement_of_another_way_to_run_decides_nothing() -> None:
+def test_auto_ignores_what_is_not_comparable() -> None:
     whole = recipe("--perf.loss_chunk_tokens=0")
     assert kernels_of(whole, "NVIDIA H200").head == "torch" and kernels_of(recipe(), "NVIDIA H200").head == "triton"
     assert "head torch (not measured; titan-moe tune does it)" in describe_choices(choose_for(whole, 8, "NVIDIA H200"))
@@ -116,7 +114,7 @@ def test_a_measurement_of_another_way_to_run_decides_nothing() -> None:
 @pytest.mark.parametrize(
     ("fused_ms", "taken"), [(98.1, "grouped_mm"), (98.0, "fused"), (99.9, "grouped_mm"), (1, "fused")]
 )
-def test_the_default_gives_way_to_what_is_two_percent_faster(cache: Path, fused_ms: float, taken: str) -> None:
+def test_auto_needs_a_gain_of_two_percent(cache: Path, fused_ms: float, taken: str) -> None:
     measure(cache, recipe(), "experts", fused=fused_ms, grouped_mm=100.0)
     (experts, *_) = choose_for(recipe(), 8, GPU)
     assert experts.backend == taken
@@ -125,7 +123,7 @@ def test_the_default_gives_way_to_what_is_two_percent_faster(cache: Path, fused_
     )
 
 
-def test_where_the_default_was_not_measured_there_is_no_margin(cache: Path) -> None:
+def test_auto_needs_no_gain_without_a_measured_default(cache: Path) -> None:
     measure(cache, recipe(), "experts", fused=5.0, reference=5.01)
     assert kernels_of(recipe(), GPU) == replace(DEFAULT_KERNELS, experts="fused")
 
@@ -160,7 +158,7 @@ def test_auto_takes_what_was_fastest(cache: Path) -> None:
     )
 
 
-def test_auto_keeps_the_rules(cache: Path) -> None:
+def test_auto_breaks_no_rule(cache: Path) -> None:
     weighs_input = recipe("--model.moe.score_on=input")
     measure(cache, weighs_input, "experts", fused=1.0, grouped_mm=2.0)
     assert backends_that_can_run(weighs_input, 8, "experts", ["fused", "grouped_mm"]) == ["grouped_mm"]
@@ -168,7 +166,7 @@ def test_auto_keeps_the_rules(cache: Path) -> None:
     assert experts.backend == "grouped_mm" and experts.nearest is not None
 
 
-def test_auto_takes_fused_experts_where_these_move_rows_and_the_rest_as_ever(cache: Path) -> None:
+def test_auto_takes_fused_experts_for_tile_overlap(cache: Path) -> None:
     tiled = recipe("--parallel.overlap=tile", "--model.moe.ffn_hidden_size=512")
     measure(cache, tiled, "router", triton=1.0, torch=2.0)
     assert kernels_of(tiled, GPU) == replace(DEFAULT_KERNELS, experts="fused", router="triton")
@@ -176,24 +174,24 @@ def test_auto_takes_fused_experts_where_these_move_rows_and_the_rest_as_ever(cac
     assert kernels_of(tiled, None).experts == kernels_of(tiled, "CPU").experts == "fused"
 
 
-def test_an_override_wins(measured: None) -> None:
+def test_auto_yields_to_an_override(measured: None) -> None:
     changed = recipe("--perf.override.experts=grouped_mm", "--perf.override.head=triton")
     assert kernels_of(changed, GPU) == replace(DEFAULT_KERNELS, head="triton")
     lines = describe_choices(choose_for(changed, 8, GPU))
     assert "experts grouped_mm (perf.override.experts)" in lines and "head triton (perf.override.head)" in lines
 
 
-def test_what_a_run_has_not_got_is_not_shown() -> None:
+def test_kernel_choices_leave_out_absent_operations() -> None:
     assert "gradients" in str(describe_choices(choose_for(recipe(), 8, None)))
     assert "gradients" not in str(describe_choices(choose_for(recipe(), 16, None))), "two ranks share each expert"
 
 
 @pytest.mark.parametrize("preset", ["grouped_mm", "fused", "reference"])
-def test_a_named_preset_asks_no_table(measured: None, preset: str) -> None:
+def test_kernel_choices_of_a_preset_read_no_table(measured: None, preset: str) -> None:
     assert kernels_of(recipe(f"--perf.kernels={preset}"), GPU) == PRESETS[preset]
 
 
-def test_a_settled_recipe_says_what_runs(measured: None) -> None:
+def test_kernel_choices_as_overrides_repeat_the_run(measured: None) -> None:
     before = recipe("--perf.override.head=torch")
     perf = as_overrides(before.perf, choose_for(before, 8, GPU))
     assert (perf.kernels, perf.override) == ("grouped_mm", KernelOverrides(experts="fused", head="torch"))
@@ -201,7 +199,7 @@ def test_a_settled_recipe_says_what_runs(measured: None) -> None:
     assert check_rules(after, 8) == [] and kernels_of(after, "CPU") == kernels_of(before, GPU)
 
 
-def test_the_page_shows_the_kernels_by_device(measured: None) -> None:
+def test_check_report_shows_kernels_by_device(measured: None) -> None:
     page = describe(recipe(), 8)
     assert "on NVIDIA H200\n" in page and "on Some GPU\n" in page and "experts fused (6 ms" in page
     assert "on other architectures\n" in page and "experts grouped_mm, permute torch" in page

@@ -1,4 +1,4 @@
-"""The shapes under which a run looks its kernels up."""
+"""The shapes by which a run looks up kernels."""
 
 import math
 from dataclasses import fields, replace
@@ -17,7 +17,7 @@ def shapes(*overrides: str, world_size: int = 8):
     return shapes_of(load_recipe(QWEN3, ["--train.micro_batch_sequences=4", *overrides]), world_size)
 
 
-def test_every_choice_has_a_shape() -> None:
+def test_kernel_shapes_of_every_operation() -> None:
     assert list(OPERATIONS) == [field.name for field in fields(KernelOverrides)]
     for name, shape in shapes().items():
         assert OPERATIONS[name].ratio(shape, shape) == 1 and set(OPERATIONS[name].same) <= set(shape)
@@ -40,27 +40,27 @@ def test_every_choice_has_a_shape() -> None:
         ("gradients", "--precision.master=fp64", math.inf),
     ],
 )
-def test_how_far_two_shapes_lie_apart(operation: str, overrides: str, ratio: float) -> None:
+def test_kernel_shape_ratio(operation: str, overrides: str, ratio: float) -> None:
     rule, here, there = OPERATIONS[operation], shapes(), shapes(*overrides.split())
     for a, b in ((here, there), (there, here)):
         assert rule.ratio(a[operation], b[operation]) == pytest.approx(ratio)
 
 
-def test_a_rank_of_eight_serves_as_many_slots_as_it_fills() -> None:
+def test_kernel_shape_slots_do_not_depend_on_ep() -> None:
     experts = shapes()["experts"]
     rows = experts.pop("rows")
     assert experts == {"choices": 8, "slots": 131_072, "experts": 16, "width": 2048, "hidden": 768}
-    assert rows == pytest.approx(16_384 * 5.34, rel=1e-3), "a row travels once a rank that wants it"
+    assert rows == pytest.approx(16_384 * 5.34, rel=1e-3), "a row is sent once to each rank with one of its experts"
 
 
 @pytest.mark.parametrize(("dispatcher", "ep", "rows"), [("allgather", 8, 131_072), ("local", 1, 16_384)])
-def test_rows_are_what_a_dispatcher_brings(dispatcher: str, ep: int, rows: int) -> None:
+def test_kernel_shape_rows_by_dispatcher(dispatcher: str, ep: int, rows: int) -> None:
     found = shapes(f"--parallel.dispatcher={dispatcher}", f"--parallel.ep={ep}")
     assert found["experts"]["rows"] == found["permute"]["rows"] == rows
     assert found["experts"]["experts"] == 128 // ep and found["experts"]["slots"] == 131_072
 
 
-def test_the_other_operations() -> None:
+def test_kernel_shapes_of_the_other_operations() -> None:
     found = shapes("--perf.loss_chunk_tokens=100_000")
     assert found["router"]["tokens"] == found["head"]["tokens"] == 16_384
     assert found["head"]["chunk"] == 16_384
@@ -78,7 +78,7 @@ def test_the_other_operations() -> None:
     assert "rotary" not in shapes("--model.attention.kind=mla", "--model.attention.qk_norm=false")
 
 
-def test_what_a_routers_time_depends_on() -> None:
+def test_kernel_shape_of_the_router() -> None:
     sizes = {"tokens": 16_384, "sequences": 4, "width": 2048, "experts": 128, "choices": 8}
     groups = {"groups": 1, "chosen_groups": 1, "group_score": "ungrouped"}
     assert shapes()["router"] == sizes | groups | {"score": "softmax", "weights": "normalised", "losses": "aux loss"}
@@ -96,11 +96,11 @@ def test_what_a_routers_time_depends_on() -> None:
         ("--compile.extent=block --parallel.dispatcher=allgather --compile.regional=off", "eager"),
     ],
 )
-def test_slots_are_laid_out_where_the_dispatch_runs(overrides: str, graph: str) -> None:
+def test_kernel_shape_of_permute_says_graph_or_eager(overrides: str, graph: str) -> None:
     assert shapes(*overrides.split())["permute"]["graph"] == graph
 
 
-def test_the_larger_weight_of_a_layers_experts_takes_the_gradients() -> None:
+def test_kernel_shape_of_gradients_is_the_larger_weight() -> None:
     assert shapes()["gradients"] == {"elements": 16 * 2 * 768 * 2048, "dtypes": "bf16 to fp32"}
     alone = shapes("--parallel.ep=1", "--parallel.dispatcher=local", world_size=1)
     assert alone["gradients"]["elements"] == 8 * shapes()["gradients"]["elements"]
@@ -117,12 +117,12 @@ def test_the_larger_weight_of_a_layers_experts_takes_the_gradients() -> None:
         ("--model.num_dense_layers=48", 8),
     ],
 )
-def test_gradients_are_only_added_where_whole_experts_are_cast(overrides: str, world_size: int) -> None:
+def test_kernel_shape_of_gradients_needs_cast_unsharded_experts(overrides: str, world_size: int) -> None:
     others = shapes(*overrides.split(), world_size=world_size)
     assert "gradients" not in others and "rotary" in others
 
 
-def test_a_dense_model_has_no_router() -> None:
+def test_kernel_shapes_of_a_dense_model_have_no_router() -> None:
     recipe = load_recipe(QWEN3)
     dense = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, num_experts=0)))
     assert set(shapes_of(dense, 8)) == {"rotary", "head"}

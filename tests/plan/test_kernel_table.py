@@ -26,7 +26,7 @@ def measured(ms: dict[str, float] | None = None, **sizes: int) -> Measured:
     return Measured("experts", SHAPE | sizes, ms or {"fused": 1.5, "grouped_mm": 2.0}, "2.13.0", "3.7.1", "2026-11-21")
 
 
-def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_kernel_table_is_read_as_written(tmp_path: Path) -> None:
     sizes = {"tokens": 8, "sequences": 1, "query_heads": 4, "key_heads": 2, "head_width": 6}
     rotary = Measured("rotary", {**sizes, "norm": 'a "b"', "pairs": "halves"}, {"torch": 0.1}, "2", "3", "2026")
     table = KernelTable('a "device"', (measured(), measured(width=128), rotary))
@@ -34,7 +34,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_table(tmp_path / "new" / "table.toml") == table
 
 
-def test_new_measurements_replace_those_of_the_same_shape() -> None:
+def test_kernel_table_merge_replaces_equal_shapes() -> None:
     old = KernelTable("gpu", (measured(), measured(hidden=48)))
     again, other = measured({"fused": 9.0, "grouped_mm": 1.0}), measured(slots=500)
     merged = old.merged([again, other])
@@ -50,13 +50,13 @@ def nearest(*tables: KernelTable, device: str = "gpu", **sizes: int) -> Nearest:
 
 
 @pytest.mark.parametrize(("slots", "expected"), [(2000, 2000), (1, 2000), (3100, 2000), (3200, 5000), (10**9, 5000)])
-def test_the_nearest_shape_decides_however_far(slots: int, expected: int) -> None:
+def test_find_nearest_at_any_distance(slots: int, expected: int) -> None:
     found = nearest(KernelTable("gpu", (measured(slots=2000), measured(slots=5000))), slots=slots)
     assert found.measured.shape["slots"] == expected
     assert found.ratio == pytest.approx(max(slots / expected, expected / slots))
 
 
-def test_all_sizes_count() -> None:
+def test_find_nearest_counts_all_sizes() -> None:
     table = KernelTable("gpu", (measured(width=128, hidden=64), measured(rows=300, experts=5)))
     assert nearest(table, width=128).measured is table.measured[0]
     assert nearest(table).measured is table.measured[0], "x4 is nearer than x4.2"
@@ -64,7 +64,7 @@ def test_all_sizes_count() -> None:
     assert find_nearest([table], "gpu", "head", {"tokens": 5}) is None, "another operation says nothing"
 
 
-def test_a_measurement_that_cannot_be_compared_is_not_taken() -> None:
+def test_find_nearest_leaves_out_what_is_not_comparable() -> None:
     def head(chunk: int) -> Measured:
         shape = {"tokens": 8192, "chunk": chunk, "width": 64, "vocabulary": 1000}
         return Measured("head", shape, {"torch": 1.0}, "", "", "")
@@ -78,7 +78,7 @@ def test_a_measurement_that_cannot_be_compared_is_not_taken() -> None:
     assert find_nearest([KernelTable("gpu", (in_fp64,))], "gpu", "gradients", {**in_fp64.shape, "dtypes": ""}) is None
 
 
-def test_of_equally_near_shapes_the_first_table_decides_and_the_own_gpu_before_relatives() -> None:
+def test_find_nearest_prefers_the_first_table_and_the_same_gpu() -> None:
     first, second = (KernelTable("gpu", (measured({"fused": ms}),)) for ms in (1.0, 2.0))
     assert nearest(first, second).measured is first.measured[0]
     relative = KernelTable("relative", (measured(),))
@@ -88,7 +88,7 @@ def test_of_equally_near_shapes_the_first_table_decides_and_the_own_gpu_before_r
     assert nearest(relative, far) == Nearest(relative.measured[0], "relative", 1.0)
 
 
-def test_the_tables_of_the_users_own_come_first(cache: Path) -> None:
+def test_kernel_tables_of_the_user_come_first(cache: Path) -> None:
     own, another = KernelTable("NVIDIA H200", (measured(),)), KernelTable("Some GPU")
     write_table(cache / "nvidia_h200.toml", own)
     write_table(cache / "some_gpu.toml", another)
@@ -110,11 +110,11 @@ def test_the_tables_of_the_users_own_come_first(cache: Path) -> None:
         ("", None, False),
     ],
 )
-def test_relatives_share_their_tables(name: str, capability: Capability | None, has_tables: bool) -> None:
+def test_kernel_tables_of_an_architecture(name: str, capability: Capability | None, has_tables: bool) -> None:
     assert [table.device for table in tables_for(name, capability)] == ["NVIDIA H200"] * has_tables
 
 
-def test_shipped_tables_are_found_by_their_device() -> None:
+def test_kernel_tables_shipped_are_found_by_device() -> None:
     for path in SHIPPED_TABLES.glob("*.toml"):
         assert path.name == table_name(read_table(path).device)
 
@@ -130,7 +130,7 @@ def test_shipped_tables_are_found_by_their_device() -> None:
         "device = ",
     ],
 )
-def test_what_is_no_table_is_refused_by_name(tmp_path: Path, text: str) -> None:
+def test_kernel_table_error_names_the_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "broken.toml").write_text(text)
     with pytest.raises(RecipeError, match="broken.toml is no table of measured kernels .*titan-moe tune"):
         read_table(tmp_path / "broken.toml")
@@ -139,7 +139,7 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "broken", [measured(slots=-1), measured({"fused": 0.0}), Measured("experts", {}, {}, "", "", "")]
 )
-def test_impossible_measurements_are_refused(tmp_path: Path, broken: Measured) -> None:
+def test_kernel_table_refuses_impossible_measurements(tmp_path: Path, broken: Measured) -> None:
     write_table(tmp_path / "table.toml", KernelTable("gpu", (broken,)))
     with pytest.raises(RecipeError, match="no table"):
         read_table(tmp_path / "table.toml")

@@ -1,4 +1,4 @@
-"""What a rank keeps for the whole run, against arithmetic by hand."""
+"""Memory of a rank, against manual arithmetic."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, f
         (ParallelConfig(dp_shard=1, dp_replicate=8), 8, 1, 1),
     ],
 )
-def test_states_are_divided_by_the_ranks_that_share_them(
+def test_state_bytes_are_divided_by_the_shards(
     parallel: ParallelConfig, world_size: int, dense_ranks: int, expert_ranks: int
 ) -> None:
     parameters = count_parameters(MODEL)
@@ -42,7 +42,7 @@ def test_states_are_divided_by_the_ranks_that_share_them(
     assert state_bytes_per_rank(halved, world_size) == pytest.approx(expected / 2)
 
 
-def test_a_step_that_gathers_once_holds_whole_parameters_and_gradients() -> None:
+def test_gathered_bytes_of_unsharded_accumulation() -> None:
     parameters = count_parameters(MODEL)
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
     assert gathered_bytes_per_rank(recipe, 8) == 0 and "during a step" not in describe(recipe, 8)
@@ -54,7 +54,7 @@ def test_a_step_that_gathers_once_holds_whole_parameters_and_gradients() -> None
     assert gathered_bytes_per_rank(once, 4) == pytest.approx((2 + 4) * dense + 2 * parameters.routed_experts / 4)
 
 
-def test_copies_of_whole_experts_stay_until_their_backward() -> None:
+def test_gathered_bytes_of_copies_of_unsharded_experts() -> None:
     copies = 2 * count_parameters(MODEL).routed_experts / 4
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))
     assert gathered_bytes_per_rank(recipe, 4) == pytest.approx(copies)
@@ -69,7 +69,7 @@ def test_copies_of_whole_experts_stay_until_their_backward() -> None:
 @pytest.mark.parametrize(
     ("master", "moments", "expected"), [("fp32", "bf16", 12), ("bf16", "fp32", 12), ("fp32", "master", 16)]
 )
-def test_moments_may_be_smaller_or_larger_than_the_rest(master: Any, moments: Any, expected: int) -> None:
+def test_state_bytes_by_dtype_of_moments(master: Any, moments: Any, expected: int) -> None:
     recipe = Recipe(model=MODEL, precision=PrecisionConfig(master=master, moments=moments))
     assert state_bytes_per_rank(recipe, 1) == expected * count_parameters(MODEL).total
     page = describe(recipe, 1)
@@ -77,7 +77,7 @@ def test_moments_may_be_smaller_or_larger_than_the_rest(master: Any, moments: An
 
 
 @pytest.mark.parametrize(("compute", "scores"), [("bf16", "fp32"), ("fp32", "fp32"), ("fp64", "fp64")])
-def test_ranks_share_what_their_dispatcher_opens(compute: Any, scores: str) -> None:
+def test_shared_bytes_are_what_the_dispatcher_opens(compute: Any, scores: str) -> None:
     recipe = Recipe(
         model=MODEL, parallel=ParallelConfig(ep=4, dispatcher="alltoall"), precision=PrecisionConfig(compute)
     )
@@ -89,7 +89,7 @@ def test_ranks_share_what_their_dispatcher_opens(compute: Any, scores: str) -> N
     assert "GiB of memory that ranks share" in describe(recipe, 4)
 
 
-def test_symmetric_memory_holds_the_weights_of_clones() -> None:
+def test_shared_bytes_hold_the_weights_of_clones() -> None:
     few_tokens = replace(Recipe().train, seq_len_tokens=8, micro_batch_sequences=1)
     recipe = Recipe(
         model=MODEL,
@@ -106,7 +106,7 @@ def test_symmetric_memory_holds_the_weights_of_clones() -> None:
         assert opened > rows and shared_bytes_per_rank(lending) == pytest.approx(opened, abs=1024)
 
 
-def test_the_largest_batch_may_be_the_sample() -> None:
+def test_most_tokens_at_once_may_be_the_sample() -> None:
     recipe = Recipe(model=MODEL)
     assert max_batch_tokens(recipe) == 8 * 256
     assert max_batch_tokens(replace(recipe, metrics=MetricsConfig(sample_tokens=5000))) == 64 + 5000

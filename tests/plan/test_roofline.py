@@ -1,4 +1,4 @@
-"""The least work of each part, against the model's own count and arithmetic by hand."""
+"""The least work of each part, against the count of the model and manual arithmetic."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b", "quickstart"])
-def test_parts_add_up_to_the_model(name: str) -> None:
+def test_roofline_parts_sum_to_the_model(name: str) -> None:
     recipe = load_recipe(RECIPES / f"{name}.toml")
     work = step_work(recipe, world_size=8)
     flops = sum(part.flops for part in work.values()) - work["router"].flops  # which MFU leaves out
@@ -27,14 +27,14 @@ def test_parts_add_up_to_the_model(name: str) -> None:
     assert flops == pytest.approx(training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens)
 
 
-def test_windows_lower_the_floor_as_they_lower_the_count() -> None:
+def test_roofline_with_windows_follows_the_count() -> None:
     recipe = load_recipe(RECIPES / "mixtral_8x7b.toml", ["--model.attention.sliding_window=100"])
     flops = sum(part.flops for name, part in step_work(recipe, world_size=8).items() if name != "router")
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens / 8
     assert flops == pytest.approx(training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens)
 
 
-def test_rows_travel_as_far_as_the_dispatcher_sends_them() -> None:
+def test_roofline_rows_by_dispatcher() -> None:
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
 
     def copies(dispatcher: str, ep: int = 8) -> float:
@@ -46,7 +46,7 @@ def test_rows_travel_as_far_as_the_dispatcher_sends_them() -> None:
     assert copies("alltoall") == pytest.approx(7 / 8 * 5.34, abs=0.005), "8 of 128 experts lie on 5.34 of 8 ranks"
 
 
-def test_bytes_by_hand() -> None:
+def test_roofline_bytes_by_hand() -> None:
     recipe: Recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml")
     parallel = ParallelConfig(ep=8, dispatcher="allgather")
     adamw, fused_adamw = (replace(recipe.optim, kind=kind) for kind in ("adamw", "fused_adamw"))
@@ -82,9 +82,7 @@ def test_bytes_by_hand() -> None:
         (ParallelConfig(dp_replicate=4, dp_shard=1), 2 * 2 * 3 / 4 * 560 * 4),
     ],
 )
-def test_shards_are_gathered_and_summed(
-    parallel: ParallelConfig, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_roofline_sharding_bytes(parallel: ParallelConfig, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = replace(
         count_parameters(ModelConfig()),
         **dict.fromkeys((field.name for field in fields(ParameterCount)), 0)
@@ -101,7 +99,7 @@ def test_shards_are_gathered_and_summed(
     assert sharding_bytes(replace(recipe, parallel=once), num_ranks) == pytest.approx(of_two / 2)
 
 
-def test_the_scarcest_resource_sets_the_floor() -> None:
+def test_roofline_time_is_of_the_scarcest_resource() -> None:
     h200 = find_hardware("NVIDIA H200")
     assert h200 is not None
     assert Work(flops=989e9).floor_ms(h200) == pytest.approx(1.0)

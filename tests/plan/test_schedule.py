@@ -1,4 +1,4 @@
-"""The schedule as data: what may run, what hides what, and in which order gradients add up."""
+"""The schedule as data: the order of pieces, what hides communication, and the order of gradient sums."""
 
 from itertools import pairwise
 
@@ -30,7 +30,7 @@ def runs(actions: list[Action]) -> list[Action]:
     return [action for action in actions if action.kind in ("forward", "backward")]
 
 
-def test_a_pair_of_microbatches_reads_like_this() -> None:
+def test_schedule_of_a_pair_of_microbatches() -> None:
     actions = runs(interleaved(2, [False]))
     lines = [f"{action.kind} {action.microbatch} {action.piece}" for action in actions]
     alone = 5
@@ -45,7 +45,7 @@ def test_a_pair_of_microbatches_reads_like_this() -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3])
-def test_every_microbatch_runs_all_pieces_both_ways(is_dense: list[bool], num_microbatches: int) -> None:
+def test_schedule_runs_all_pieces_forward_and_backward(is_dense: list[bool], num_microbatches: int) -> None:
     actions = interleaved(num_microbatches, is_dense)
     forward = pieces(is_dense)
     assert [name for _, name in forward][:: len(forward) - 1] == ["embed", "head"]
@@ -57,12 +57,12 @@ def test_every_microbatch_runs_all_pieces_both_ways(is_dense: list[bool], num_mi
     assert len(runs(actions)) == 2 * num_microbatches * len(forward)
 
 
-def test_backwards_follow_each_other(is_dense: list[bool]) -> None:
+def test_schedule_keeps_the_order_of_backwards(is_dense: list[bool]) -> None:
     backwards = [action.microbatch for action in interleaved(3, is_dense) if action.kind == "backward"]
     assert backwards == sorted(backwards)
 
 
-def test_every_message_of_a_pair_travels_under_compute_of_the_other(is_dense: list[bool]) -> None:
+def test_schedule_hides_every_exchange_of_a_pair(is_dense: list[bool]) -> None:
     actions = runs(interleaved(3, is_dense))
     first, last = actions.index(Action("backward", 0, ROOT, "head")), actions.index(Action("forward", 2, ROOT, "head"))
     paired = actions[first : last + 1]
@@ -71,7 +71,7 @@ def test_every_message_of_a_pair_travels_under_compute_of_the_other(is_dense: li
         for kind in ("forward", "backward"):
             mine = [i for i, a in enumerate(paired) if (a.kind, a.microbatch) == (kind, microbatch)]
             for start, wait in pairwise(mine):
-                # a message leaves a sender in forward, and comes home to it in backward
+                # a piece that starts an exchange in forward waits for its gradient in backward
                 sender = paired[start if kind == "forward" else wait].piece
                 if sender in ("front", "experts"):
                     between = {a.piece for a in paired[start + 1 : wait] if a.microbatch != microbatch}
@@ -80,14 +80,14 @@ def test_every_message_of_a_pair_travels_under_compute_of_the_other(is_dense: li
     assert num_messages == 8 * is_dense.count(False), "two a layer, both ways, in two pairs"
 
 
-def test_stretches_of_attention_and_of_experts_take_turns(is_dense: list[bool]) -> None:
+def test_schedule_alternates_stretches_of_attention_and_experts(is_dense: list[bool]) -> None:
     cut = stretches(is_dense)
     assert [piece for stretch in cut for piece in stretch] == pieces(is_dense)
     assert len(cut) == 1 + 2 * is_dense.count(False)
     assert all([name for _, name in stretch] == ["experts"] for stretch in cut[1::2])
 
 
-def test_parameters_come_under_the_layer_before_and_gradients_settle_behind_their_own(is_dense: list[bool]) -> None:
+def test_schedule_gathers_a_layer_ahead_and_reduces_after_backward(is_dense: list[bool]) -> None:
     actions = interleaved(2, is_dense)
     for layer in [ROOT, *range(len(is_dense))]:
         gather, wait = actions.index(Action("gather", 0, layer)), actions.index(Action("await", 0, layer))

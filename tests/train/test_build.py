@@ -1,4 +1,4 @@
-"""A model of one's own: what the assembly needs of it is asked for before it is spread."""
+"""The assembly: models of one's own are checked before they are sharded."""
 
 import sys
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 class Remembering(nn.Module):
-    """A norm with a buffer that nobody can restore."""
+    """A norm with a buffer and no `reset_buffers`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Remembering(nn.Module):
 
 
 class Restoring(Remembering):
-    """The same with the method that fills it."""
+    """The same with `reset_buffers`."""
 
     def reset_buffers(self) -> None:
         self.table.fill_(5.0)
@@ -78,7 +78,7 @@ def build(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> nn.M
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_recipe_says_who_adds_the_gradients_of_whole_experts(backend: str, one_rank: Meshes) -> None:
+def test_build_takes_the_recipes_gradient_accumulation(backend: str, one_rank: Meshes) -> None:
     words = ["--run.device=auto", "--precision.compute=bf16", f"--perf.override.gradients={backend}"]
     recipe = load_recipe(Path(__file__).with_name("tiny.toml"), words)
     (model,) = build_parts(recipe, one_rank, torch.device("cpu"), ExpertCapacity())
@@ -86,7 +86,7 @@ def test_the_recipe_says_who_adds_the_gradients_of_whole_experts(backend: str, o
     assert layers and all(experts.local.accumulate is ACCUMULATE[backend] for experts in layers)
 
 
-def test_a_buffer_that_would_hold_garbage_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_refuses_a_buffer_without_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError) as refused:
         build(with_norm(Remembering), monkeypatch)
     (problem,) = refused.value.problems
@@ -94,7 +94,7 @@ def test_a_buffer_that_would_hold_garbage_is_refused_once(monkeypatch: pytest.Mo
     assert "let reset_buffers() fill" in problem
 
 
-def test_a_buffer_that_can_be_filled_is_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_accepts_a_buffer_with_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(buffer.is_meta for buffer in build(with_norm(Restoring), monkeypatch).buffers())
 
 
@@ -107,12 +107,12 @@ def test_a_buffer_that_can_be_filled_is_welcome(monkeypatch: pytest.MonkeyPatch)
         (Hidden, "has no `forward`"),
     ],
 )
-def test_a_model_is_called_as_one(model_class: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_refuses_a_class_that_is_no_model(model_class: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match=f'model.class = "own_model:Model":? {said}'):
         build(model_class, monkeypatch)
 
 
-def test_what_a_model_fails_to_import_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_build_error_names_a_failed_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "broken_model.py").write_text("import not_installed_here")
     monkeypatch.syspath_prepend(tmp_path)
     for path, way_out in (("broken_model", "install not_installed_here"), ("nowhere.at_all", "write it as")):
@@ -120,7 +120,7 @@ def test_what_a_model_fails_to_import_is_named(monkeypatch: pytest.MonkeyPatch, 
             build_on_meta(Recipe(model=ModelConfig(class_=f"{path}:Model")))
 
 
-def test_blocks_must_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_refuses_a_model_without_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecipeError, match='model.class = "own_model:Model": has no `layers`'):
         build(Hidden, monkeypatch)
 
@@ -136,13 +136,13 @@ def test_blocks_must_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--compile.extent=block", "--compile.regional=on"), False),
     ],
 )
-def test_weight_gradients_wait_where_their_order_is_autograds(words: tuple[str, ...], waits: bool) -> None:
+def test_build_delays_weight_grads_where_autograd_fixes_the_order(words: tuple[str, ...], waits: bool) -> None:
     interleaved = ("--parallel.overlap=microbatch", "--parallel.dispatcher=alltoall")
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*interleaved, "--perf.kernels=fused", *words])
     assert delays_weight_grads(recipe, torch.device("cuda")) == waits
 
 
-def test_experts_of_another_kind_are_asked_what_they_are(one_rank: Meshes) -> None:
+def test_build_does_not_delay_weight_grads_of_other_experts(one_rank: Meshes) -> None:
     experts = GroupedExperts(2, 8, 8)
     use_unsharded_experts(experts, one_rank.expert_fsdp, None, keeps=False, delay_weight_grads_of_experts=True)
     assert experts.delayed_weights() is None

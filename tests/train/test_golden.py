@@ -65,7 +65,7 @@ def golden(name: str, precision: str) -> list[float]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_losses_are_the_golden_ones(tmp_path: Path, name: str, precision: str) -> None:
+def test_golden_losses(tmp_path: Path, name: str, precision: str) -> None:
     overrides, forgiven = PRECISIONS[precision]
     assert losses(tmp_path, *RECIPES[name], *overrides) == pytest.approx(golden(name, precision), rel=forgiven)
 

@@ -1,4 +1,4 @@
-"""A step over the parts of a model is the step over the whole."""
+"""A step over the parts of a model equals the step over the model."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ FP64 = ["--perf.kernels=reference", *(f"--precision.{name}=fp64" for name in ("c
 CUT = [["embed", "layers.0"], ["layers.1"], ["norm", "head"]]
 
 
-def test_a_step_over_parts_is_the_step_over_the_model(tmp_path: Path) -> None:
+def test_step_over_parts_equals_the_step_over_the_model(tmp_path: Path) -> None:
     words = [*FP64, "--optim.max_grad_norm=0.1", "--optim.warmup_steps=0"]
     recipe = load_recipe(Path(__file__).with_name("tiny.toml"), words)
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""However a run ends, it goes on as if it had not: bit for bit on a CPU, and onto another layout within rounding."""
+"""A run resumes after any end: bit for bit on a CPU, on another layout within rounding."""
 
 import logging
 import random
@@ -21,17 +21,17 @@ RUN = (f"--train.steps={STEPS}", "--validation.num_sequences=4", *SAVING)
 
 
 def finish(process: subprocess.Popen[str], exit_code: int = 0) -> str:
-    """Wait for the end; returns what the run said."""
+    """Wait for the end; returns the output."""
     said = process.communicate(timeout=120)[1]
     assert process.returncode == exit_code, said
     return said
 
 
 @pytest.fixture
-def chance() -> random.Random:
-    """Chance that can be had again: its seed stands in what a failed test has printed."""
+def rng() -> random.Random:
+    """Random numbers whose seed a failed test prints."""
     seed = random.randrange(10**6)
-    print(f"chance has the seed {seed}")
+    print(f"rng has the seed {seed}")
     return random.Random(seed)
 
 
@@ -46,7 +46,7 @@ def assert_same_state(state: dict, expected: dict) -> None:
 
 @pytest.fixture(scope="module")
 def straight(make_run):
-    """A run that nothing has interrupted."""
+    """An uninterrupted run."""
     run = make_run(*RUN)
     finish(run.start())
     assert run.column("step") == sorted([*range(1, STEPS + 1), *range(20, STEPS + 1, 20)])
@@ -57,10 +57,10 @@ def straight(make_run):
 
 
 @pytest.mark.parametrize("saves", ["", "--checkpoint.is_async=true"], ids=["sync", "async"])
-def test_killed_at_random_steps(tiny, straight, saves: str, chance: random.Random) -> None:
+def test_resume_after_kills_at_random_steps(tiny, straight, saves: str, rng: random.Random) -> None:
     run = tiny(*RUN, *filter(None, [saves]))
-    for step in (chance.randrange(1, 40), chance.randrange(40, 75)):
-        finish(run.start_signalled(step, signal.SIGKILL, chance.uniform(0, 0.03)), -signal.SIGKILL)
+    for step in (rng.randrange(1, 40), rng.randrange(40, 75)):
+        finish(run.start_signalled(step, signal.SIGKILL, rng.uniform(0, 0.03)), -signal.SIGKILL)
     said = finish(run.start())
     assert "continuing after step" in said
     assert run.trace == straight.trace
@@ -69,11 +69,9 @@ def test_killed_at_random_steps(tiny, straight, saves: str, chance: random.Rando
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_stopped_run_saves_and_the_run_folder_goes_on(
-    tiny, straight, number: signal.Signals, exit_code: int, chance: random.Random
-) -> None:
+def test_resume_of_a_stopped_run(tiny, straight, number: signal.Signals, exit_code: int, rng: random.Random) -> None:
     run = tiny(*RUN, "--checkpoint.every_steps=0")
-    said = finish(run.start_signalled(chance.randrange(1, 60), number, chance.uniform(0, 0.03)), exit_code)
+    said = finish(run.start_signalled(rng.randrange(1, 60), number, rng.uniform(0, 0.03)), exit_code)
     (saved,) = run.saved_steps
     assert run.column("loss")[saved - 1 :] == run.column("loss")[-1:], "the last step is the saved one"
     assert f"stopped by {number.name} after step {saved}; to go on: titan-moe train {run.folder}/recipe.toml" in said
@@ -81,7 +79,7 @@ def test_a_stopped_run_saves_and_the_run_folder_goes_on(
     assert run.trace == straight.trace
 
 
-def test_goes_on_with_two_ranks_and_spread_experts(tmp_path: Path, straight) -> None:
+def test_resume_with_two_ranks_and_expert_parallelism(tmp_path: Path, straight) -> None:
     run = straight.copy(tmp_path / "two", last_step=60)
     said = finish(run.start("--nproc", "2", "--parallel.ep=2", "--parallel.dispatcher=alltoall"))
     assert "continuing after step 60" in said and "2 x cpu" in said
@@ -92,7 +90,7 @@ def test_goes_on_with_two_ranks_and_spread_experts(tmp_path: Path, straight) -> 
     assert run.column("lr") == straight.column("lr")
 
 
-def test_torchrun_passes_sigterm_on(tiny) -> None:
+def test_resume_after_sigterm_to_torchrun(tiny) -> None:
     run = tiny("--train.steps=100000", *SAVING)
     process = run.start("--nproc", "2")
     while process.poll() is None and len(run.column("loss")) < 6:
@@ -103,7 +101,7 @@ def test_torchrun_passes_sigterm_on(tiny) -> None:
     assert run.saved_steps[-1] == run.column("step")[-1]
 
 
-def test_a_finished_run_is_left_alone(tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_leaves_a_finished_run(tiny, caplog: pytest.LogCaptureFixture) -> None:
     run = tiny("--train.steps=6", "--checkpoint.every_steps=3", "--checkpoint.keep_latest=0")
     assert run.train() == 0
 
@@ -120,7 +118,7 @@ def test_a_finished_run_is_left_alone(tiny, caplog: pytest.LogCaptureFixture) ->
         assert left() == before
 
 
-def test_what_does_not_matter_may_change_and_more_steps_go_on(tiny) -> None:
+def test_resume_with_other_settings_and_more_steps(tiny) -> None:
     run = tiny("--train.steps=6", "--checkpoint.every_steps=3", "--optim.decay_steps=0")
     assert run.train() == 0
     before = run.trace
@@ -133,7 +131,7 @@ def test_what_does_not_matter_may_change_and_more_steps_go_on(tiny) -> None:
     assert run.trace == [by_step[record["step"]] for record in run.trace]
 
 
-def test_what_does_not_fit_is_refused_and_leaves_the_run_as_it_was(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_refuses_what_does_not_fit(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny("--train.steps=4", "--checkpoint.every_steps=2")
     assert run.train() == 0
     recipe = (run.folder / "recipe.toml").read_text()
@@ -148,7 +146,7 @@ def test_what_does_not_fit_is_refused_and_leaves_the_run_as_it_was(tiny, capsys:
     assert run.column("step")[-1] == 8
 
 
-def test_moments_in_bf16_go_on_bit_for_bit_and_from_those_of_torch(tiny, tmp_path: Path) -> None:
+def test_resume_of_bf16_moments(tiny, tmp_path: Path) -> None:
     steps = ("--train.steps=8", "--optim.decay_steps=0", "--checkpoint.every_steps=4", "--checkpoint.keep_latest=0")
     ours = ("--optim.kind=fused_adamw", "--precision.moments=bf16")
     straight, torchs = tiny(*steps, *ours), tiny(*steps)
@@ -168,7 +166,7 @@ def test_moments_in_bf16_go_on_bit_for_bit_and_from_those_of_torch(tiny, tmp_pat
     torch.testing.assert_close(changed.column("loss"), torchs.column("loss"), rtol=2e-3, atol=0)
 
 
-def test_weights_start_another_run(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_from_weights_starts_another_run(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tiny("--train.steps=4", "--checkpoint.every_steps=2"), tiny("--train.steps=2")
     assert first.train() == 0
     weights = first.folder / "checkpoints" / "step-4"
@@ -179,7 +177,7 @@ def test_weights_start_another_run(tiny, capsys: pytest.CaptureFixture[str]) -> 
     assert "step-2, step-4" in capsys.readouterr().err
 
 
-def test_another_model_or_order_is_refused_and_nothing_is_lost(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_refuses_another_model_or_order(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny("--train.steps=2", "--checkpoint.every_steps=2")
     assert run.train() == 0
     for change, said in (
@@ -192,7 +190,7 @@ def test_another_model_or_order_is_refused_and_nothing_is_lost(tiny, capsys: pyt
     assert run.saved_steps == [2] and run.train("--train.steps=4") == 0
 
 
-def test_what_is_being_saved_when_a_run_fails_becomes_a_checkpoint(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_from_a_checkpoint_saved_during_a_failure(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     failed, write, take_step = Event(), FileSystemWriter.write_data, Trainer._take_step
 
     def write_late(self, *args):

@@ -1,4 +1,4 @@
-"""A run as its user meets it: what it writes, what it says, what it refuses."""
+"""A run as its user sees it: files, log, errors."""
 
 import gc
 import json
@@ -38,7 +38,7 @@ def text(tmp_path: Path) -> str:
     return f"--data.path={folder}/*.txt"
 
 
-def test_a_run_learns_and_reports_every_step(tiny) -> None:
+def test_trainer_learns_and_reports_every_step(tiny) -> None:
     run = tiny("--train.steps=40")
     assert run.train() == 0
     records = run.records
@@ -57,9 +57,7 @@ def test_a_run_learns_and_reports_every_step(tiny) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_recordings_are_released_while_the_ranks_are_still_together(
-    tiny, monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_trainer_releases_graphs_before_the_process_group(tiny, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     released = []
 
     def assembled(recipe: Recipe, device: torch.device) -> Assembly:
@@ -76,7 +74,7 @@ def test_recordings_are_released_while_the_ranks_are_still_together(
     assert gc.isenabled(), "a run collects garbage at its own steps, and only while it runs"
 
 
-def test_the_run_folder_explains_and_repeats_the_run(tiny, tmp_path: Path) -> None:
+def test_trainer_run_folder_repeats_the_run(tiny, tmp_path: Path) -> None:
     run = tiny("--train.steps=3", "--run.device=auto" if not torch.cuda.is_available() else "--run.device=cpu")
     assert run.train("--optim.lr=3e-3", "--model.moe.top_k", "1") == 0
     recipe = load_recipe(run.folder / "recipe.toml", [])
@@ -91,7 +89,7 @@ def test_the_run_folder_explains_and_repeats_the_run(tiny, tmp_path: Path) -> No
     assert run.trace == before and (tmp_path / "elsewhere" / "metrics.jsonl").exists()
 
 
-def test_the_same_recipe_gives_the_same_run_and_another_seed_another(tiny) -> None:
+def test_trainer_is_repeatable_by_seed(tiny) -> None:
     runs = [tiny("--train.steps=4") for _ in range(3)]
     for run, words in zip(runs, ([], ["--run.is_deterministic=true"], ["--run.seed=1"]), strict=True):
         assert run.train(*words) == 0
@@ -100,7 +98,7 @@ def test_the_same_recipe_gives_the_same_run_and_another_seed_another(tiny) -> No
     assert not torch.are_deterministic_algorithms_enabled(), "what a run switches on, it switches off"
 
 
-def test_microbatches_do_not_change_the_losses(tiny) -> None:
+def test_trainer_losses_do_not_depend_on_microbatches(tiny) -> None:
     columns = []
     for size in (1, 2, 4):
         run = tiny("--train.steps=5", f"--train.micro_batch_sequences={size}")
@@ -110,7 +108,7 @@ def test_microbatches_do_not_change_the_losses(tiny) -> None:
 
 
 @pytest.mark.parametrize("document_attention", ["false", "true"])
-def test_holdout_loss_is_what_brute_force_finds(tiny, text: str, document_attention: str) -> None:
+def test_trainer_validation_loss_equals_brute_force(tiny, text: str, document_attention: str) -> None:
     run = tiny(*TEXT, text, f"--data.document_attention={document_attention}", "--train.micro_batch_sequences=2")
     words = ("--train.steps=6", "--validation.every_steps=4", "--checkpoint.every_steps=4")
     assert run.train(*words, "--validation.num_sequences=6") == 0
@@ -126,7 +124,7 @@ def test_holdout_loss_is_what_brute_force_finds(tiny, text: str, document_attent
 
 @torch.no_grad()
 def brute_force_loss(model: Transformer, path: str, num_sequences: int, ends_matter: bool) -> float:
-    """Cut the last two documents into sequences by hand and read each document's part of a sequence by itself."""
+    """Split the last two documents into sequences and evaluate each document's part of a sequence alone."""
     files = sorted(Path(path).parent.iterdir())[-2:]
     documents = [file.read_bytes() + b"\0" for file in files]
     held_out, border = b"".join(documents), len(documents[0])
@@ -144,7 +142,7 @@ def brute_force_loss(model: Transformer, path: str, num_sequences: int, ends_mat
     return torch.cat(losses).mean().item()
 
 
-def test_a_stream_trains_validates_samples_and_goes_on(
+def test_trainer_on_a_stream_validates_samples_and_resumes(
     tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("datasets")
@@ -163,7 +161,7 @@ def test_a_stream_trains_validates_samples_and_goes_on(
     assert parted.trace == whole.trace
 
 
-def test_document_attention_trains_another_model(tiny, text: str) -> None:
+def test_trainer_with_document_attention_differs(tiny, text: str) -> None:
     traces = []
     for switch in ("false", "true"):
         run = tiny(*TEXT, text, "--train.steps=30", f"--data.document_attention={switch}")
@@ -173,12 +171,12 @@ def test_document_attention_trains_another_model(tiny, text: str) -> None:
     assert traces[0] != traces[1]
 
 
-def test_data_that_is_not_read_is_told(tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_trainer_warns_of_data_that_is_not_read(tiny, caplog: pytest.LogCaptureFixture) -> None:
     assert tiny("--train.steps=1", "--data.path=corpus/*.py").train() == 0
     assert 'data.path = "corpus/*.py" is not read: data.source = "synthetic"' in caplog.messages
 
 
-def test_forced_balance_is_even_and_says_so(
+def test_trainer_forced_balance_is_even_and_logged(
     tiny, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tiny("--train.steps=3", "--train.force_balanced_routing=true")
@@ -192,7 +190,7 @@ def test_forced_balance_is_even_and_says_so(
     assert honest.column("forced_routing") == [] and honest.column("expert_load")[0][ROUTER] > 1
 
 
-def test_forced_skew_is_uneven_in_all_steps_alike_and_says_so(tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_trainer_forced_skew_is_constant_and_logged(tiny, caplog: pytest.LogCaptureFixture) -> None:
     run = tiny("--train.steps=3", "--train.force_skewed_routing=true")
     assert run.train() == 0
     assert any("force_skewed_routing" in message for message in caplog.messages)
@@ -201,7 +199,7 @@ def test_forced_skew_is_uneven_in_all_steps_alike_and_says_so(tiny, caplog: pyte
     assert loads == [loads[0]] * 3 and loads[0] == pytest.approx(1.8, rel=0.1), "a step is not whole windows"
 
 
-def test_a_trace_of_steps_is_written(tiny) -> None:
+def test_trainer_writes_a_trace(tiny) -> None:
     run = tiny("--train.steps=5", "--profile.start_step=3", "--profile.num_steps=2")
     assert run.train() == 0
     (file,) = (run.folder / "traces").iterdir()
@@ -209,7 +207,7 @@ def test_a_trace_of_steps_is_written(tiny) -> None:
     assert {event["name"] for event in events} >= {"ProfilerStep#3", "ProfilerStep#2"}, "the third and the fourth step"
 
 
-def test_tensorboard_has_the_same_numbers(tiny) -> None:
+def test_trainer_tensorboard_has_the_same_numbers(tiny) -> None:
     run = tiny("--train.steps=3", "--metrics.tensorboard=true", "--validation.every_steps=2")
     assert run.train() == 0
     curves = EventAccumulator(str(run.folder / "tensorboard")).Reload()
@@ -218,7 +216,7 @@ def test_tensorboard_has_the_same_numbers(tiny) -> None:
         assert points == pytest.approx({record["step"]: record[name] for record in run.records if name in record})
 
 
-def test_the_sample_is_printed_and_repeatable(tiny, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_sample_is_printed_and_repeatable(tiny, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny(*TEXT, text, "--train.steps=30", "--metrics.sample_tokens=40", "--optim.decay_steps=0")
 
     def sample(*words: str) -> str:
@@ -233,7 +231,7 @@ def test_the_sample_is_printed_and_repeatable(tiny, text: str, capsys: pytest.Ca
     assert sample("--metrics.sample_temperature=0") != first
 
 
-def test_a_model_of_ones_own(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_with_a_model_of_ones_own(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_model.py").write_text(
         "from titan_moe.layers.block import Block\n"
         "from titan_moe.models.transformer import Transformer\n"
@@ -262,7 +260,7 @@ def test_a_model_of_ones_own(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--checkpoint.load_from=nowhere"], "checkpoint.load_from = 'nowhere' is not a complete checkpoint"),
     ],
 )
-def test_what_is_not_there_is_told_plainly(
+def test_trainer_errors_name_what_is_missing(
     tiny, overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tiny(*overrides)
@@ -272,7 +270,7 @@ def test_what_is_not_there_is_told_plainly(
     assert not (run.folder / "recipe.toml").exists()
 
 
-def test_all_problems_are_told_at_once(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_reports_all_problems_at_once(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     assert tiny("--train.setps=5", "--optim.lr=fast", "--model.moe.top_k=9").train() == 2
     error = capsys.readouterr().err
     assert "2 problems" in error and "did you mean train.steps?" in error and "optim.lr" in error
@@ -281,12 +279,12 @@ def test_all_problems_are_told_at_once(tiny, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a host without a GPU")
-def test_a_missing_gpu_is_told_plainly(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_error_names_a_missing_gpu(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     assert tiny("--run.device=cuda", "--precision.compute=bf16").train() == 2
     assert 'run.device = "cuda", but PyTorch finds no GPU' in capsys.readouterr().err
 
 
-def test_the_first_line_says_what_runs(tiny, caplog: pytest.LogCaptureFixture) -> None:
+def test_trainer_logs_what_runs_first(tiny, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="titan_moe")
     run = tiny("--train.steps=1", "--model.name=small")
     assert run.train() == 0
