@@ -1,4 +1,4 @@
-"""What stands in the way of a CUDA graph is named, with a way out."""
+"""What CUDA graphs cannot capture is named, with a way out."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Dispatchers are known by their facts: a row that is added to the table is accepted, explained and planned with."""
+"""Facts of dispatchers: a registered row is accepted, explained and used by rules and plan."""
 
 from pathlib import Path
 from typing import Any

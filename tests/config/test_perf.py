@@ -1,4 +1,4 @@
-"""What a recipe says of compilation, by device."""
+"""Compilation by recipe and device."""
 
 import pytest
 

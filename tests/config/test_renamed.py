@@ -1,4 +1,4 @@
-"""A key of an earlier recipe is refused with its new name, wherever it is said."""
+"""A key of an earlier recipe is refused with its new name."""
 
 from pathlib import Path
 

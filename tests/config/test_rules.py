@@ -24,13 +24,13 @@ GOOD = [
     "--validation.every_steps=10",
     "--metrics.sample_tokens=8",
 ]
-"""A recipe for 8 ranks in which as many rules as possible have something to say."""
+"""A recipe for 8 ranks to which as many rules as possible apply."""
 
 INTERLEAVED = (
     "--parallel.overlap=microbatch --parallel.accumulate_unsharded=true --train.global_batch_sequences=32 "
     "--parallel.dispatcher=allgather"
 )
-"""What makes two microbatches of it run at a time."""
+"""Overrides that interleave two microbatches."""
 
 # rule -> (overrides that break it, a part of the message)
 BROKEN = {

@@ -1,4 +1,4 @@
-"""Skewed loads are what a comparison asks for: experts at least 1.5 and ranks between 1.15 and 1.25 times the mean."""
+"""Skewed loads: experts at least 1.5 and ranks between 1.15 and 1.25 times the mean."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 def ratios(num_experts: int, top_k: int, num_ranks: int) -> tuple[float, float]:
-    """Max over mean of the experts and of the ranks, after the checks that every deal must pass."""
+    """Max over mean of the experts and of the ranks, after checks of the counts."""
     counts = skewed_counts(num_experts, top_k, num_ranks)
     assert len(counts) == num_experts and sum(counts) == WINDOW_TOKENS * top_k
     assert 0 <= min(counts) and max(counts) <= WINDOW_TOKENS, "no expert twice in a token"

@@ -1,4 +1,4 @@
-"""A dispatcher of one's own, whole: its class, its row, its builder. It knows one collective, the all-reduce.
+"""A complete dispatcher of one's own: class, facts, builder. Its only collective is the all-reduce.
 
 P ranks of the group · T tokens on each of them · K choices · S rows of all ranks (P·T) · e experts on this rank
 """

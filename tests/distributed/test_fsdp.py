@@ -1,4 +1,4 @@
-"""When FSDP reduces: each layer's experts before the block under them starts its backward."""
+"""When FSDP reduces: the experts of a layer before the block below starts its backward."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ RECIPE = Recipe(
 
 
 def watch(parallel: ParallelConfig) -> dict[str, Any]:
-    """Which experts have their gradient before the block below starts its backward, and the dtypes they were given."""
+    """Which experts have their gradient before the block below starts its backward, and the dtypes of their inputs."""
     meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
     (model,) = build_parts(replace(RECIPE, parallel=parallel), meshes, torch.device("cpu"), ExpertCapacity())
     blocks = list(model.layers.values())
@@ -61,7 +61,7 @@ def watch(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def watch_whole_blocks(parallel: ParallelConfig) -> dict[str, Any]:
-    """The same where blocks are one graph; and how many weights are left on each rank between forward and backward."""
+    """The same where blocks are one graph; and how many weights each rank keeps between forward and backward."""
     meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
     torch._dynamo.reset()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):

@@ -72,7 +72,7 @@ def recipe(
 
 
 class Trace(SimpleNamespace):
-    """What a run shows of itself: losses, aux_losses, grad_norms and counts by step, grads by name; and the graphs that
+    """The observations of a run: losses, aux_losses, grad_norms and counts by step, grads by name; and the graphs that
     were compiled by then."""
 
 
@@ -89,7 +89,7 @@ def batch_of(step: int, micro_batch_sequences: int) -> Batch:
 
 
 def starve(router: TopKRouter, num_starved: int) -> None:
-    """Let nobody choose the last experts (whole ranks of them), and everybody the first."""
+    """Route no token to the last experts (all of some ranks) and every token to the first."""
     bias_E = router.expert_bias_E
     bias_E[0] += 1
     bias_E[len(bias_E) - num_starved :] = float("-inf")
@@ -117,7 +117,7 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
 
 
 def train_compiled(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
-    """`train`, where compiling is quick."""
+    """`train` with quick compilation."""
     torch._dynamo.reset()
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
@@ -125,7 +125,7 @@ def train_compiled(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -
 
 
 def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """All gradients, whole, before clipping; leaves no trace in the model."""
+    """All full gradients, before clipping; leaves the model unchanged."""
     scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
     step.forward_backward(batch, scale)
@@ -162,7 +162,7 @@ def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
     num_steps = len(actual.losses)
     assert 0 < num_steps <= len(expected.losses)
     torch.testing.assert_close(actual.losses, expected.losses[:num_steps], rtol=tolerance, atol=tolerance)
-    # the books of the auxiliary loss are kept in fp32
+    # the auxiliary loss is summed in fp32
     torch.testing.assert_close(actual.aux_losses, expected.aux_losses[:num_steps], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(actual.grad_norms, expected.grad_norms[:num_steps], rtol=tolerance, atol=tolerance)
     assert actual.grads.keys() == expected.grads.keys()
@@ -250,7 +250,7 @@ def few_steps(parallel: ParallelConfig, what: str) -> Recipe:
 
 
 def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, int]:
-    """The traces of microbatch after microbatch and of two at a time, and how many messages nobody has waited for."""
+    """The traces of sequential and of interleaved microbatches, and the number of collectives without a wait."""
     interleaved = replace(plain, parallel=replace(plain.parallel, overlap="microbatch"))
     return train(plain, num_starved), train(interleaved, num_starved), _get_work_registry_size()
 

@@ -30,7 +30,7 @@ one_loss = neighbour("test_one_loss")
 
 
 def train_with_own(run: Recipe) -> tuple[dict[str, Any], int]:
-    """What the run shows of itself, and how many exchanges were its own."""
+    """The observations of the run, and how many exchanges used this dispatcher."""
     kind = neighbour(OWN).SummingDispatcher
     with mock.patch.object(kind, "prepare", autospec=True, side_effect=kind.prepare) as prepare:
         return one_loss.train(run), prepare.call_count

@@ -51,7 +51,7 @@ def on_files(folder: str, module: str, name: str, *args: Any) -> Any:
         symm_memory, "open_symm_memory", side_effect=partial(mapped_files.map_files, folder)
     ) as opened:
         answer = getattr(globals()[module], name)(*args)
-    assert opened.call_count == 1, "one piece of memory serves all layers"
+    assert opened.call_count == 1, "all layers share one buffer"
     return answer
 
 
@@ -59,7 +59,7 @@ EP2 = ParallelConfig(ep=2, dispatcher="symm_mem")
 
 
 def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
-    """A trace, and how many weight gradients were computed late."""
+    """A trace, and the number of delayed weight gradients."""
     from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeightGrads
 
     compute = DelayedWeightGrads.compute

@@ -1,4 +1,4 @@
-"""Attention against one softmax a document and head; documents must not see each other."""
+"""Attention against one softmax a document and head; it does not cross documents."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -86,14 +86,14 @@ def test_attention_is_causal(config: AttentionConfig) -> None:
 
 
 def halves(weight: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-    """A weight of several parts, each cut into a half for each of two ranks."""
+    """A weight of several parts, each sharded over two ranks."""
     return [
         torch.cat(half, dim) for half in zip(*(part.chunk(2, dim) for part in weight.split(sizes, dim)), strict=True)
     ]
 
 
 def ranks_of(whole: nn.Module, sizes: dict[str, list[int]]) -> list[nn.Module]:
-    """Two copies with half of the heads each, as tensor parallelism cuts them; the output's columns are cut too."""
+    """Two copies with half of the heads each, as in tensor parallelism; the output's columns are sharded too."""
     cut = {name: halves(whole.get_parameter(name), parts, 0) for name, parts in sizes.items()}
     cut["out.weight"] = halves(whole.out.weight, [whole.out.in_features], 1)
     copies = [deepcopy(whole) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A block is its pieces, and twelve blocks are one graph."""
+"""A block equals its pieces, and twelve blocks compile to one graph."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def built(attention: AttentionConfig, moe: MoEConfig, num_layers: int = 12) -> T
 @pytest.mark.parametrize("moe", [DENSE, SPARSE], ids=["dense", "moe"])
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
 def test_blocks_compile_once(attention: AttentionConfig, moe: MoEConfig, has_documents: bool) -> None:
-    """A Python number that differs by layer would compile anew for each, and give up at the ninth."""
+    """A Python number that differs by layer would recompile for each, and fail at the ninth."""
     torch._dynamo.reset()
     plain, compiled, counter = built(attention, moe), built(attention, moe), CompileCounter()
     for block in compiled.layers.values():

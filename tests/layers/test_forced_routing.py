@@ -1,4 +1,4 @@
-"""Forced routing has the loads that it promises, whatever the scores say."""
+"""Forced routing has its specified loads for any scores."""
 
 import pytest
 import torch

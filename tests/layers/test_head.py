@@ -1,4 +1,4 @@
-"""The head takes the loss that its kernels name, and compiles only what is PyTorch."""
+"""The head uses the loss of its backend, and compiles only that of PyTorch."""
 
 from functools import partial
 

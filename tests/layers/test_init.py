@@ -1,4 +1,4 @@
-"""Initial weights: their spread, that no two parts are alike, and that garbage memory leaves no trace."""
+"""Initial weights: deviations, no two parts equal, no uninitialised memory."""
 
 import math
 from itertools import combinations
@@ -52,7 +52,7 @@ def tensors(model: Transformer) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def test_depends_on_the_seed_and_on_nothing_else() -> None:
+def test_init_depends_on_the_seed_alone() -> None:
     torch.manual_seed(1)
     first = tensors(built())
     torch.manual_seed(2)
@@ -62,7 +62,7 @@ def test_depends_on_the_seed_and_on_nothing_else() -> None:
     assert not any(torch.equal(first[name], other[name]) for name in drawn)
 
 
-def test_leaves_the_global_generator_alone() -> None:
+def test_init_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -70,7 +70,7 @@ def test_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.rand(4), expected)
 
 
-def test_no_two_layers_or_experts_are_alike() -> None:
+def test_init_differs_between_layers_and_experts() -> None:
     model = built()
     layers = list(model.layers.values())
     parts = [layer.attention.qkv.weight for layer in layers]
@@ -83,7 +83,7 @@ def test_no_two_layers_or_experts_are_alike() -> None:
 
 
 @pytest.mark.parametrize("attention", [GQA, MLA], ids=["gqa", "mla"])
-def test_spread_of_every_parameter(attention: AttentionConfig) -> None:
+def test_init_deviation_of_every_parameter(attention: AttentionConfig) -> None:
     ends = set()
     for name, parameter in built(attention=attention).named_parameters():
         if name.endswith("bias"):
@@ -102,7 +102,7 @@ def test_spread_of_every_parameter(attention: AttentionConfig) -> None:
     assert ends == set(RESIDUAL_ENDS), "each kind of end was there"
 
 
-def test_biases_of_experts_start_at_zero() -> None:
+def test_init_of_expert_biases_is_zero() -> None:
     plain, biased = (nn.ModuleDict({"experts": GroupedExperts(4, 16, 8, has_bias=is_so)}) for is_so in (False, True))
     for model in (plain, biased):
         for parameter in model.parameters():
@@ -113,7 +113,7 @@ def test_biases_of_experts_start_at_zero() -> None:
         assert torch.equal(biased.get_parameter(name), parameter), "what is drawn beside it is what it was"
 
 
-def test_every_buffer_is_reset() -> None:
+def test_init_resets_every_buffer() -> None:
     buffers = dict(built().named_buffers())
     assert {name.rpartition(".")[2] for name in buffers} == {
         "expert_bias_E",
@@ -125,7 +125,7 @@ def test_every_buffer_is_reset() -> None:
         assert (buffer == (1 if name.endswith("scale") else 0)).all(), name
 
 
-def test_first_loss_is_that_of_a_uniform_guess() -> None:
+def test_init_gives_the_loss_of_a_uniform_guess() -> None:
     tokens, labels = torch.randint(128, (2, 2, 32)).unbind()
     loss = built()(tokens, labels) / tokens.numel()
     assert loss.item() == pytest.approx(math.log(128), rel=0.05)

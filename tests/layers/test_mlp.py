@@ -1,4 +1,4 @@
-"""The dense feed-forward layer keeps for backward what its kernels promise."""
+"""The dense feed-forward layer: what it saves for backward, and its width."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cud
 
 
 def kept(mlp: torch.nn.Module, x_TD: Tensor) -> list[tuple[int, ...]]:
-    """Shapes of what a forward keeps; backward follows."""
+    """Shapes of saved tensors; then runs backward."""
     shapes: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 def formula(layer: MoE, x_BND: Tensor) -> Tensor:
-    """Every expert serves every token; those that were not chosen weigh nothing."""
+    """Every expert computes every token; those that were not selected have weight 0."""
     weights = dict(layer.named_parameters())
     scores_TK, ids_TK = layer.router(x_BND)
     x_TD = x_BND.flatten(0, 1)
@@ -91,7 +91,7 @@ def test_moe_permute_is_the_chosen_backend() -> None:
 
 
 class Composed(nn.Module):
-    """What a user may write around the layer."""
+    """A user's module with the layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parts of a model, one behind the other, are the model."""
+"""Parts of a model in sequence equal the model."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def filled(part: nn.Module) -> nn.Module:
 
 
 def run(parts: list[nn.Module], labels_BN: Tensor | None) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """The result of the last part; gradients and what the routers have counted, by name."""
+    """The result of the last part; gradients and counts of the routers, by name."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(32, (2, 9), generator=generator)
     document_ids_BN = torch.tensor([[0] * 4 + [1] * 5, [0] * 9])

@@ -1,4 +1,4 @@
-"""The model writes: greedily, or drawing from what it believes."""
+"""Generation, greedy and sampled, and ownership of weights."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ SHARED = replace(CONFIG.moe, shared_ffn_hidden_size=8, shared_expert_gate=True, 
 )
 @pytest.mark.parametrize("has_labels", [False, True])
 def test_transformer_weights_are_read_by_their_own_modules(config: ModelConfig, has_labels: bool) -> None:
-    """So that a transform of the module reaches it, and hooks around the module see all that is done with it."""
+    """So that a transform of the module applies to every use of the weight, and its hooks see all of them."""
     model, seen = Transformer(config), set()
     owners = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters(False))}
     for name, module in owners.items():

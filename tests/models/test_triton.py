@@ -1,4 +1,4 @@
-"""A model that takes every Triton kernel trains as the one that takes none."""
+"""A model with all Triton kernels trains as one with none."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""AdamW against its formula, torch's and ours: decay groups, guard, clipping inside, a state that stays where it is."""
+"""torch's AdamW and ours against the formula: decay groups, guard, clipping, state in place."""
 
 import pytest
 import torch

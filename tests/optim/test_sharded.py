@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[OptimConfig, dict[str, Any]]] = {
 
 
 class Model(nn.Module):
-    """Dense parameters, one of them too short for all ranks, and experts on a mesh of their own."""
+    """Dense parameters, one of them shorter than the number of ranks, and experts on their own mesh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def take_steps(model: nn.Module, optimizers: Optimizers, num_steps: int, **guard
 
 
 def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All of it, whole, and a copy."""
+    """A copy of the full state."""
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for name, v in state.items()}
 
 

@@ -1,4 +1,4 @@
-"""Experts of a model of one's own, spread over ranks by one call, compute what one process computes."""
+"""`apply_expert_parallel` on a model of one's own: ranks compute what one process computes."""
 
 import re
 from collections.abc import Callable
@@ -67,7 +67,7 @@ WAYS = {"README": by_readme, "a mesh": over_a_mesh}
 
 
 def run_spread(way: str) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
-    """What `run` gives, and the shapes of the weights of this rank's experts."""
+    """The result of `run`, and the shapes of this rank's expert weights."""
     block = built()
     WAYS[way](block)
     return run(block), [tuple(weight.to_local().shape) for weight in block.moe.experts.parameters()]

@@ -1,4 +1,4 @@
-"""Pieces of a computation give the gradients of the whole, whatever runs in between."""
+"""Autograd segments give the gradients of the unsplit function, whatever runs in between."""
 
 import weakref
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from titan_moe.parallel.autograd_segment import AutogradSegment
 
 
 class Flow(NamedTuple):
-    """What the first part hands the second."""
+    """What the first segment passes to the second."""
 
     h: Tensor
     aside: tuple[Tensor, None, list[int]]
@@ -52,7 +52,7 @@ def test_autograd_segments_equal_the_unsplit_function() -> None:
     assert [g is None for g in of_flow] == [False, False, True, True, True, True, True], "h and the sine alone"
     assert x.grad is weight.grad is None, "the cut ends here"
     (of_x,) = one.backward(of_flow)
-    assert x.grad is None, "whoever called has the gradient"
+    assert x.grad is None, "the caller has the gradient"
     for actual, expected in zip([y, of_x, weight.grad, other.grad], whole(grad), strict=True):
         assert torch.equal(actual, expected)
 
@@ -67,7 +67,7 @@ def test_autograd_segment_returns_gradients_of_inputs_passed_through() -> None:
 
 
 class Touched(TorchDispatchMode):
-    """Notes every operation that is given a certain memory and does more than look at its shape."""
+    """Records every operation that reads or writes certain memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Touched(TorchDispatchMode):
 
 
 class Carry(torch.autograd.Function):
-    """Half of a message: neither way may anybody else touch what it returns."""
+    """Half of a collective: forward and backward return buffers that must not be read yet."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ def test_autograd_segment_does_not_read_pending_tensors(is_strided: bool) -> Non
     grad = torch.randn(4, 4, dtype=torch.float64)
     grad = grad.T if is_strided else grad  # autograd copies what it collects, if it is strided
     with Touched(grad) as touched:
-        home, nothing = two.backward([grad])
-        (of_x,) = one.backward([home, nothing])
+        grad_out, nothing = two.backward([grad])
+        (of_x,) = one.backward([grad_out, nothing])
     assert touched.names == [] and nothing is None
     assert of_x.data_ptr() == grad.data_ptr() and of_x.stride() == grad.stride()
 

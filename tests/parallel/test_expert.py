@@ -1,4 +1,4 @@
-"""Experts spread over ranks: what the layer was built with stays."""
+"""Expert parallelism keeps the layer's permute backend."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CONFIG = ModelConfig(hidden_size=8, moe=MoEConfig(num_experts=4, top_k=2, ffn_hi
 
 
 def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
-    """Names of the dispatcher that a layer gets, and of its permutation."""
+    """Names of the dispatcher of a layer and of its permute."""
     kind, _, overlap = kind.partition(" ")
     parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The norm of all gradients: as exact as fp32 whatever their dtype, and the factor that clips by it."""
+"""The norm of all gradients: as exact as fp32 in any dtype, and the clipping factor."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def test_grad_norm_counts_every_gradient_once(ranks, num_ranks: int, dtype: torc
 
 
 def spread(value: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Parameter:
-    """A parameter whose gradient is this rank's part of `value`, which all ranks of the mesh know."""
+    """A parameter whose gradient is this rank's shard of `value`, which is equal on all ranks of the mesh."""
     part = value
     for axis, placement in enumerate(placements):
         if placement.is_shard():
@@ -52,7 +52,7 @@ def spread(value: Tensor, mesh: DeviceMesh, placements: list[Any]) -> nn.Paramet
 
 
 def norm_on_meshes(parallel: ParallelConfig) -> tuple[float, float]:
-    """The norm of gradients that lie on dense and expert meshes, and on none; and that of the whole gradients."""
+    """The norm of gradients on dense and expert meshes, and on none; and that of the full gradients."""
     meshes = meshes_of(parallel)
     generator = torch.Generator().manual_seed(meshes.dense.get_local_rank("pp"))
     dense, expert, copied = torch.randn(3, 8, 4, generator=generator, dtype=torch.float64)

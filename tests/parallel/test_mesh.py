@@ -1,4 +1,4 @@
-"""Groups follow the axes: on layouts that recipes may not have yet, too."""
+"""Process groups follow the axes, also on layouts that rules refuse today."""
 
 from typing import Any
 

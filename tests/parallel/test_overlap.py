@@ -1,4 +1,4 @@
-"""Two microbatches at a time: what hides what on the wire, and runs that also validate, round and tie.
+"""Interleaved microbatches: what hides communication, and runs with validation, rounding and tied weights.
 
 tests/distributed/test_one_loss.py compares whole runs on every layout, bit for bit.
 """
@@ -62,7 +62,7 @@ def batch_of(step: int) -> Batch:
 
 
 class OverlapRecorder(TorchDispatchMode):
-    """Writes down what each message travels under, from its start to its wait."""
+    """Records the operations between start and wait of each collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class OverlapRecorder(TorchDispatchMode):
 
 
 def watch(dispatcher: str) -> list[bool]:
-    """Whether each message of a step travels under matrix products, in order of arrival."""
+    """Whether matrix products run during each collective of a step, in order of the waits."""
     built = assemble(recipe("microbatch", dispatcher, PrecisionConfig("fp32", "fp32", "fp32")), CPU)
     step, scale = built.step.step, torch.tensor(0.1)
     with OverlapRecorder() as seen:
@@ -94,20 +94,20 @@ def watch(dispatcher: str) -> list[bool]:
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_overlap_hides_every_exchange_of_a_pair(ranks, dispatcher: str) -> None:
     num_layers, num_pairs = 2, MICROBATCHES - 1
-    there, home = 4 * num_layers, 3 * num_layers  # ids, scores, rows and results; gradients of all but ids
+    forward, backward = 4 * num_layers, 3 * num_layers  # ids, scores, rows and results; gradients of all but ids
     for is_hidden in ranks(2, watch, dispatcher):
-        assert len(is_hidden) == MICROBATCHES * (there + home)
-        assert all(is_hidden[there : there + num_pairs * (there + home)])
-        assert not all(is_hidden[:there]), "a microbatch alone hides some"
+        assert len(is_hidden) == MICROBATCHES * (forward + backward)
+        assert all(is_hidden[forward : forward + num_pairs * (forward + backward)])
+        assert not all(is_hidden[:forward]), "a microbatch alone hides some"
 
 
 def learn(run: Recipe) -> tuple[list[float], list[Tensor]]:
-    """Training and validation losses of a few steps in turn, and the weights that they come to."""
+    """Training and validation losses of a few steps, and the final weights."""
     built: Assembly = assemble(run, CPU)
     losses = []
     for index in range(run.train.steps):
         losses.append(built.step(batch_of(index)).loss.item())
-        assert all(isinstance(parameter, DTensor) for parameter in built.optimizers.parameters), "all is let go"
+        assert all(isinstance(parameter, DTensor) for parameter in built.optimizers.parameters), "all is resharded"
         losses.append(validation_loss(built.parts, [batch_of(99)], CPU, built.meshes.data_group).item())
     return losses, [parameter.full_tensor() for parameter in built.optimizers.parameters]
 

@@ -1,4 +1,4 @@
-"""Counted parameters are those that get built: of every shape in the recipes and every option that stores weights."""
+"""Counted parameters equal built ones, for every shape in the recipes and every option with weights."""
 
 from collections import Counter
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What `auto` takes, where, and what it says about it."""
+"""The kernels that `perf.kernels = "auto"` chooses, and its reasons."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def kernels_of(recipe: Recipe, device: str | None):
 
 
 def measure(cache: Path, recipe: Recipe, operation: str, device: str = GPU, **ms: float) -> None:
-    """Write a table of the user's own with one measurement."""
+    """Write a table of the user with one measurement."""
     entry = Measured(operation, shapes_of(recipe, 8)[operation], ms, "2.13.0", "3.7.1", "2026-11-21")
     write_table(cache / table_name(device), KernelTable(device, (entry,)))
 
@@ -66,7 +66,7 @@ def test_auto_takes_the_table_at_a_measured_shape(measured: None) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
 def test_auto_has_shipped_tables_of_an_h200(name: str) -> None:
-    """As the recipes spread over 8 ranks: all in Triton."""
+    """As the recipes over 8 ranks: all in Triton."""
     shipped = load_recipe(RECIPES / f"{name}.toml")
     taken = kernels_of(shipped, "NVIDIA H200")
     has_rotary = shipped.model.attention.kind == "gqa"

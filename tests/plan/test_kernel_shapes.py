@@ -1,4 +1,4 @@
-"""The shapes under which a run looks its kernels up."""
+"""The shapes by which a run looks up kernels."""
 
 import math
 from dataclasses import fields, replace
@@ -50,7 +50,7 @@ def test_kernel_shape_slots_do_not_depend_on_ep() -> None:
     experts = shapes()["experts"]
     rows = experts.pop("rows")
     assert experts == {"choices": 8, "slots": 131_072, "experts": 16, "width": 2048, "hidden": 768}
-    assert rows == pytest.approx(16_384 * 5.34, rel=1e-3), "a row travels once a rank that wants it"
+    assert rows == pytest.approx(16_384 * 5.34, rel=1e-3), "a row is sent once to each rank with one of its experts"
 
 
 @pytest.mark.parametrize(("dispatcher", "ep", "rows"), [("allgather", 8, 131_072), ("local", 1, 16_384)])

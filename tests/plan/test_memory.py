@@ -1,4 +1,4 @@
-"""What a rank keeps for the whole run, against arithmetic by hand."""
+"""Memory of a rank, against manual arithmetic."""
 
 from dataclasses import replace
 from typing import Any
@@ -106,7 +106,7 @@ def test_shared_bytes_hold_the_weights_of_clones() -> None:
         assert opened > rows and shared_bytes_per_rank(lending) == pytest.approx(opened, abs=1024)
 
 
-def test_most_tokens_at_once_may_be_the_sample() -> None:
+def test_max_batch_tokens_may_be_the_sample() -> None:
     recipe = Recipe(model=MODEL)
     assert max_batch_tokens(recipe) == 8 * 256
     assert max_batch_tokens(replace(recipe, metrics=MetricsConfig(sample_tokens=5000))) == 64 + 5000

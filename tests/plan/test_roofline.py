@@ -1,4 +1,4 @@
-"""The least work of each part, against the model's own count and arithmetic by hand."""
+"""The least work of each part, against the count of the model and manual arithmetic."""
 
 from dataclasses import fields, replace
 from pathlib import Path

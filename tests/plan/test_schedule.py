@@ -1,4 +1,4 @@
-"""The schedule as data: what may run, what hides what, and in which order gradients add up."""
+"""The schedule as data: the order of pieces, what hides communication, and the order of gradient sums."""
 
 from itertools import pairwise
 
@@ -71,7 +71,7 @@ def test_schedule_hides_every_exchange_of_a_pair(is_dense: list[bool]) -> None:
         for kind in ("forward", "backward"):
             mine = [i for i, a in enumerate(paired) if (a.kind, a.microbatch) == (kind, microbatch)]
             for start, wait in pairwise(mine):
-                # a message leaves a sender in forward, and comes home to it in backward
+                # a piece that starts an exchange in forward waits for its gradient in backward
                 sender = paired[start if kind == "forward" else wait].piece
                 if sender in ("front", "experts"):
                     between = {a.piece for a in paired[start + 1 : wait] if a.microbatch != microbatch}

@@ -1,4 +1,4 @@
-"""Runs of one tiny recipe through the door, in this process or, where one must die, in another."""
+"""Runs of one tiny recipe by the command line, in this process or, where it is killed, in another."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def log_and_signal(self, logged, **values):
 Meter.log = log_and_signal
 sys.exit(cli.main())
 """
-"""A run that sends itself a signal: whoever watched it from outside might look too late, on a busy machine."""
+"""A run that sends itself a signal: an observer could be too late on a busy machine."""
 
 
 class Run:
@@ -47,11 +47,11 @@ class Run:
         return cli.main([*self.words, *words])
 
     def again(self, *words: str) -> int:
-        """Go on with the run folder's own recipe."""
+        """Resume with the recipe of the run folder."""
         return cli.main(["train", str(self.folder / "recipe.toml"), *words])
 
     def start_signalled(self, step: int, number: int, delay_s: float) -> subprocess.Popen[str]:
-        """Train in another process that has a signal so long after it has logged a step."""
+        """Train in another process that gets a signal this long after it has logged a step."""
         return _start(self.words, program=("-c", SIGNALLED, str(step), str(int(number)), str(delay_s)))
 
     def start(self, *words: str, folder: Path | None = None, verb: str = "train") -> subprocess.Popen[str]:
@@ -59,11 +59,11 @@ class Run:
         return _start([verb, *self.words[1:], *words], folder)
 
     def start_again(self, *words: str) -> subprocess.Popen[str]:
-        """Go on with the run folder's own recipe in another process."""
+        """Resume with the recipe of the run folder in another process."""
         return _start(["train", str(self.folder / "recipe.toml"), *words])
 
     def copy(self, folder: Path, last_step: int) -> "Run":
-        """This run as it would stand if it had died after saving a step."""
+        """This run as if it had died after saving a step."""
         shutil.copytree(self.folder, folder)
         for checkpoint in (folder / "checkpoints").iterdir():
             if int(checkpoint.name.removeprefix("step-")) > last_step:
@@ -74,13 +74,13 @@ class Run:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """All records of metrics.jsonl; a line that is just being written is none yet."""
+        """All records of metrics.jsonl; an incomplete last line is left out."""
         path = self.folder / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
     @property
     def trace(self) -> list[dict[str, Any]]:
-        """The records without what a clock or the machine has measured."""
+        """The records without times and memory."""
         return [{name: value for name, value in record.items() if name not in MEASURED} for record in self.records]
 
     def column(self, name: str) -> list[Any]:
@@ -89,11 +89,11 @@ class Run:
 
     @property
     def saved_steps(self) -> list[int]:
-        """The checkpoints that there are."""
+        """All checkpoints."""
         return sorted(int(path.name.removeprefix("step-")) for path in (self.folder / "checkpoints").glob("step-*"))
 
     def checkpoint(self, step: int) -> dict[str, Any]:
-        """All that a checkpoint holds, flat; tensors whole."""
+        """The content of a checkpoint, flat, with full tensors."""
         file = self.folder / f"step-{step}.pt"
         dcp_to_torch_save(self.folder / "checkpoints" / f"step-{step}", file)
         return _flat(torch.load(file, weights_only=False))

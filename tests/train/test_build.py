@@ -1,4 +1,4 @@
-"""A model of one's own: what the assembly needs of it is asked for before it is spread."""
+"""The assembly: models of one's own are checked before they are sharded."""
 
 import sys
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 
 
 class Remembering(nn.Module):
-    """A norm with a buffer that nobody can restore."""
+    """A norm with a buffer and no `reset_buffers`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Remembering(nn.Module):
 
 
 class Restoring(Remembering):
-    """The same with the method that fills it."""
+    """The same with `reset_buffers`."""
 
     def reset_buffers(self) -> None:
         self.table.fill_(5.0)

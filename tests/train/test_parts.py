@@ -1,4 +1,4 @@
-"""A step over the parts of a model is the step over the whole."""
+"""A step over the parts of a model equals the step over the model."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Steps that are replayed, skipped or taken again leave the same weights as steps that are simply taken."""
+"""Steps that are replayed, skipped or taken again leave the same weights as plain steps."""
 
 import math
 import sys
@@ -49,7 +49,7 @@ SPREAD = ParallelConfig(ep=4, dispatcher="allgather")
 
 
 class Repeater:
-    """Records as a CUDA graph does, but repeats the function: nothing runs while it records."""
+    """Stands for a CUDA graph: nothing runs during capture, a replay runs the function."""
 
     def run(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -136,7 +136,7 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float = 
 
 @pytest.mark.parametrize("extent", ["microbatch", "step"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_replayed_steps_are_the_steps(ranks: Any, num_ranks: int, extent: str) -> None:
+def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, num_ranks: int, extent: str) -> None:
     recipe = replace(RECIPE, parallel=SPREAD if num_ranks == 4 else ParallelConfig())
     plain, replayed = ranks(num_ranks, train, recipe), ranks(num_ranks, train, recipe, extent)
     for one, other in zip(plain, replayed, strict=True):
@@ -145,7 +145,7 @@ def test_replayed_steps_are_the_steps(ranks: Any, num_ranks: int, extent: str) -
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])
-def test_rows_that_do_not_fit_are_served_by_a_step_taken_again(ranks: Any, extent: str) -> None:
+def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, extent: str) -> None:
     bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
     exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
     runs = ranks(4, train, replace(RECIPE, parallel=bounded), extent)
@@ -178,7 +178,7 @@ def test_random_states_of_host_and_device_are_restored(device: str) -> None:
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])
-def test_a_step_without_finite_gradients_changes_nothing(ranks: Any, extent: str) -> None:
+def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
     sick = ranks(2, train, RECIPE, extent, 3)[0]
     assert sick["skipped"] == 1 and not math.isfinite(sick["norms"][3])
     assert all(torch.isfinite(weight).all() for weight in sick["weights"].values())
@@ -187,7 +187,7 @@ def test_a_step_without_finite_gradients_changes_nothing(ranks: Any, extent: str
     assert sick["losses"][:4] == well["losses"][:4] and sick["losses"][4] != well["losses"][4]
 
 
-def test_a_bound_that_is_mostly_too_tight_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture) -> None:
     class Void(SimpleNamespace):
         def __call__(self, batch: Batch) -> Any:
             return SimpleNamespace(has_overflowed=torch.tensor(True))

@@ -1,4 +1,4 @@
-"""A run as its user meets it: what it writes, what it says, what it refuses."""
+"""A run as its user sees it: files, log, errors."""
 
 import gc
 import json
@@ -124,7 +124,7 @@ def test_trainer_validation_loss_equals_brute_force(tiny, text: str, document_at
 
 @torch.no_grad()
 def brute_force_loss(model: Transformer, path: str, num_sequences: int, ends_matter: bool) -> float:
-    """Cut the last two documents into sequences by hand and read each document's part of a sequence by itself."""
+    """Split the last two documents into sequences and evaluate each document's part of a sequence alone."""
     files = sorted(Path(path).parent.iterdir())[-2:]
     documents = [file.read_bytes() + b"\0" for file in files]
     held_out, border = b"".join(documents), len(documents[0])

@@ -23,13 +23,13 @@ class Kernels:
 
 @dataclass(frozen=True)
 class KernelOverrides:
-    """Implementations of single operations, in place of those of `perf.kernels`."""
+    """Implementations of single operations, in place of those of `perf.kernels`; `no` overrides nothing."""
 
     experts: Literal["no", "grouped_mm", "fused", "reference"] = "no"
     """The expert MLP: gather, two GEMMs with SwiGLU between them, sum. With `fused`, shared experts and dense layers
-    recompute their activation in backward, too. `no` overrides nothing."""
+    recompute their activation in backward, too."""
     permute: Literal["no", "torch", "triton"] = "no"
-    """Sorting the routed rows by expert."""
+    """Permute: sorting (token, expert) assignments by expert."""
     router: Literal["no", "torch", "triton"] = "no"
     """The router: logits, scores, top-k, weights and counts."""
     rotary: Literal["no", "torch", "triton"] = "no"
@@ -37,8 +37,8 @@ class KernelOverrides:
     head: Literal["no", "torch", "triton"] = "no"
     """Cross entropy of the output head: softmax and its gradient between the GEMMs, and their buffers."""
     gradients: Literal["no", "torch", "triton"] = "no"
-    """The sum of a microbatch's bf16 gradients of expert weights and the fp32 ones that the optimizer reads, where
-    experts are unsharded (edp = 1) and their block is not one graph; elsewhere FSDP or the graph adds them."""
+    """Accumulation of bf16 gradients of expert weights into fp32, where experts are unsharded (edp = 1) and their block
+    is not one graph; elsewhere FSDP or the graph does it."""
 
 
 DEFAULT_KERNELS = Kernels()

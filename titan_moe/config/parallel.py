@@ -38,13 +38,17 @@ class ParallelConfig:
     """How rows are sent to their experts. Set `expert_rank_capacity_factor` with one that can be bounded: the rows and
     slots of a large model's worst case fit no GPU. One of your own: titan_moe.register_dispatcher."""
     overlap: Literal["none", "tile", "microbatch"] = "none"
-    """What hides communication behind compute; the numbers are the same. `none`: nothing. `tile`, inside a node, with a
-    dispatcher that shares memory and fused experts: some thread blocks of the experts' GEMMs get rows from peers and
-    put partial sums there, tile by tile (COMET, arXiv:2502.19811). `microbatch`, between nodes, with collectives: the
-    forward of a microbatch is interleaved with the backward of the one before, block by block (DualPipe without
-    pipeline stages, arXiv:2412.19437), and weight gradients of fused experts are delayed until the gradients of rows
-    are sent. It needs `accumulate_unsharded`, two or more microbatches a step and our own blocks in pieces, and keeps
-    the activations of little more than one microbatch."""
+    """What hides communication behind compute; the numbers are the same.
+
+    `none`: Nothing.
+    `tile`: Inside a node, with a dispatcher that shares memory and fused experts: some thread blocks of the experts'
+    GEMMs get rows from peers and put partial sums there, tile by tile, in forward and backward (COMET,
+    arXiv:2502.19811).
+    `microbatch`: Between nodes, with collectives: the forward of a microbatch is interleaved with the backward of the
+    one before, block by block (DualPipe without pipeline stages, arXiv:2412.19437). Weight gradients of fused experts
+    are delayed until the gradients of rows are sent. Needs `accumulate_unsharded`, two or more microbatches a step and
+    our own blocks in pieces; keeps the activations of little more than one microbatch.
+    """
     expert_rank_capacity_factor: float = 0.0
     """Expert slots of a rank over its balanced load, for a dispatcher that can be bounded; where ranks share memory,
     also the rows kept for backward over those of random routing. 0: sizes of the worst case. Nothing is dropped: a step

@@ -30,8 +30,8 @@ class ForcedBalance(ForcedTable):
     """Give all experts equal loads.
 
     A token takes K neighbours of a shuffled ring of experts, so E tokens give each expert K assignments, and a token's
-    experts are on as many ranks as random ones. With one ring some ranks would get more rows than others, though as
-    many assignments; with 64 rings the rows of all ranks are within a few percent.
+    experts are on as many ranks as random ones. With one ring some of 8 ranks would get a fifth more rows than others,
+    though as many assignments; with 64 rings the rows of all ranks are within a few percent.
     """
 
     NUM_RINGS = 64

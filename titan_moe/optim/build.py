@@ -43,19 +43,12 @@ def _adam_options(config: OptimConfig) -> dict[str, Any]:
     return {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
 
 
-def build_optimizer(
-    parts: list[nn.Module],
-    config: OptimConfig,
-    *,
-    moments: torch.dtype | None = None,
-    seed: int = 0,
-    capturable: bool = False,
-) -> "Optimizers":
+def build_optimizer(parts: list[nn.Module], config: OptimConfig, **options: Any) -> "Optimizers":
     """Build the optimizer of a recipe for the trainable parameters of every part, which are on their device.
 
-    `RunOptions` explains the other arguments.
+    `options` are fields of `RunOptions`.
     """
-    return Optimizers(parts, BUILDERS[config.kind], config, RunOptions(moments, seed, capturable))
+    return Optimizers(parts, BUILDERS[config.kind], config, RunOptions(**options))
 
 
 class Optimizers(OptimizersContainer):

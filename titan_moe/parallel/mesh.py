@@ -22,11 +22,9 @@ class Meshes:
     dense: DeviceMesh  # all ranks, axes pp, dp_replicate, dp_shard, cp, tp
     expert: DeviceMesh  # all ranks, axes pp, edp_replicate, edp, ep, etp
     data_group: dist.ProcessGroup
-    """dp_replicate, dp_shard and cp: its ranks have every token of a step once. Losses and label tokens are summed over
-    it."""
+    """The ranks of dp_replicate, dp_shard and cp, which have every token of a step once: sums losses and labels."""
     stage_group: dist.ProcessGroup
-    """The ranks of a pp coordinate, which compute the same layers. Each has other tokens in the MoE layers, so expert
-    counts are summed over it."""
+    """The ranks of a pp coordinate, which compute the same layers on different tokens: sums expert counts."""
 
     @property
     def dense_fsdp(self) -> DeviceMesh:

@@ -41,9 +41,9 @@ class KernelTable:
     device: str  # its name, as the driver reports it
     measured: tuple[Measured, ...] = ()  # one a shape
 
-    def merged(self, news: Iterable[Measured]) -> "KernelTable":
+    def merged(self, new: Iterable[Measured]) -> "KernelTable":
         """The table with new measurements, which replace those of equal shapes."""
-        measured = {_key(entry): entry for entry in (*self.measured, *news)}
+        measured = {_key(entry): entry for entry in (*self.measured, *new)}
         return KernelTable(self.device, tuple(measured[key] for key in sorted(measured)))
 
 

@@ -21,7 +21,7 @@ ROOT = -1
 DENSE = ("block",)
 WITH_EXPERTS = ("front", "experts", "back")
 START_EXCHANGE = ("front", "experts")
-"""Pieces that end with the start of an exchange, for which the next piece waits. In backward it is the other way."""
+"""Pieces that end by starting an exchange, for which the next piece waits. In backward the next one starts it."""
 START_LAYER = ("embed", "block", "front")
 """The first pieces of their layers."""
 

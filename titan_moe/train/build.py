@@ -86,11 +86,9 @@ def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
 
     Not with clones, whose own gradients are sent, nor with recompute or block graphs, which fix another order.
     """
+    p, is_fused = recipe.parallel, recipe.perf.chosen_kernels.experts == "fused"
     fixes_order = recipe.memory.recompute != "none" or recipe.compile.compiles_blocks(device.type)
-    is_fused = recipe.perf.chosen_kernels.experts == "fused"
-    return (
-        recipe.parallel.overlap == "microbatch" and is_fused and not recipe.parallel.expert_clones and not fixes_order
-    )
+    return p.overlap == "microbatch" and is_fused and not p.expert_clones and not fixes_order
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

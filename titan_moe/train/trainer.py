@@ -83,7 +83,7 @@ class Trainer:
         self.recipe = recipe = resolve_kernels(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
-        torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout: ranks with other data draw other numbers
+        torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         if recipe.metrics.sample_tokens and not all(hasattr(part, "generate") for part in self.parts):
             problem = f'model.class = "{recipe.model.class_}" has no `generate`'
             raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
@@ -190,7 +190,7 @@ class Trainer:
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.meter.paused():
                 self.meter.log_validation(progress.step, self._validate())
-                self.step.step.capacity.check()  # a validation has exchanges, too
+                self.step.step.capacity.check()  # validation has exchanges too
         if self._is_due(recipe.checkpoint.every_steps):
             with self.meter.paused():
                 self.checkpointer.save(progress.step)

@@ -13,7 +13,7 @@ def class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'model.class = "{recipe.model.class_}" must read "package.module:Class"'
 
 
-@rule("each key/value head serves the same number of query heads")
+@rule("each key/value head is shared by the same number of query heads")
 def kv_heads_divide_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
     if a.kind == "gqa" and is_no_divisor(a.num_kv_heads, a.num_heads):
@@ -54,7 +54,7 @@ def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Itera
     elif a.full_attention_every > num_layers:
         yield (
             f"model.attention.full_attention_every = {a.full_attention_every} exceeds model.num_layers = {num_layers}, "
-            "so every layer has a window; take fewer, or say so with 0"
+            "so every layer has a window; take fewer, or 0 for that"
         )
 
 

@@ -175,7 +175,7 @@ def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> I
         yield f'{setting} runs blocks in pieces; take memory.recompute = "experts" or "none", or {way_out}'
     if recipe.model.class_ != ModelConfig.class_:
         yield (
-            f'{setting} knows the pieces of "{ModelConfig.class_}" alone, and model.class = "{recipe.model.class_}"; '
+            f'{setting} supports blocks of "{ModelConfig.class_}" alone, and model.class = "{recipe.model.class_}"; '
             f"take {way_out}"
         )
     sequences = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))

@@ -59,7 +59,7 @@ def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("a loss on the training text says nothing about other text")
+@rule("validation needs text that training does not see")
 def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction > 0
