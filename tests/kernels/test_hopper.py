@@ -19,7 +19,7 @@ from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
 from titan_moe.kernels.optim.accumulate import launch_accumulate
 from titan_moe.kernels.optim.adamw import launch_adamw
-from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_choices
+from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.rope.backward import rotary_backward
 from titan_moe.kernels.rope.forward import rotary_forward
 from titan_moe.kernels.router.backward import route_backward
@@ -192,8 +192,8 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),
     "plan_tiles": tiles,
-    "counting_sort": lambda: sort_choices(index(S, K).long(), single(S, K), E, R),
-    "counting_sort_512": lambda: sort_choices(index(S, K).long(), single(S, K), 512, R),
+    "counting_sort": lambda: sort_assignments(index(S, K).long(), single(S, K), E, R),
+    "counting_sort_512": lambda: sort_assignments(index(S, K).long(), single(S, K), 512, R),
     "scores_of_slots": lambda: scores_of_slots(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "slot_rows": lambda: slot_rows(half(S, D), index(R), index(E)),
@@ -228,7 +228,7 @@ def test_kernel_compiles_for_h200(name: str, hopper: list[Any]) -> None:
 def permute_and_multiply(num_rows: int) -> None:
     """A dropless batch in real memory: Triton specialises kernels on the alignment of addresses."""
     num_slots = 3 * num_rows
-    sort_choices(torch.zeros(num_rows, 3, dtype=torch.int64), torch.zeros(num_rows, 3), 5, num_slots)
+    sort_assignments(torch.zeros(num_rows, 3, dtype=torch.int64), torch.zeros(num_rows, 3), 5, num_slots)
     offsets_e = torch.zeros(5, dtype=torch.int32)
     tiles, rows_R = plan_tiles(offsets_e, num_slots, 128), torch.zeros(num_slots, dtype=torch.int32)
     dactive_RF = gather_mm(torch.zeros(num_rows, 64).bfloat16(), rows_R, torch.zeros(5, 64, 64).bfloat16(), tiles)

@@ -54,9 +54,9 @@ class CloneWeights(ABC):
 
 class _GetClones(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, clone_weights: CloneWeights, x_SD: Tensor, experts_Pc: Tensor, *own: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, clone_weights: CloneWeights, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # for Dynamo of torch 2.11, as in kernels/experts/fused_mlp.py
+        x_SD, experts_Pc, *own = tensors
         ctx.save_for_backward(experts_Pc)
         ctx.clone_weights = clone_weights
         clones = clone_weights.get(x_SD, own, experts_Pc)

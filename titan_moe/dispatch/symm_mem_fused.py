@@ -43,7 +43,7 @@ from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import ExpertWeights
-from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_choices
+from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.symm_mem.arrays import SymmArrays, symm_arrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
@@ -202,7 +202,7 @@ def _forward(
     own_scores(peers.arrays.scores).copy_(scores_TK)
     peers.barrier()
     ids_SK, scores_SK = get_assignments(peers.plan, peers.arrays, rank, num_local_experts, max_rows)
-    *of_slots, overflowed = sort_choices(ids_SK, scores_SK, num_local_experts, num_slots)
+    *of_slots, overflowed = sort_assignments(ids_SK, scores_SK, num_local_experts, num_slots)
     slots = ExpertSlots(*of_slots)
     tiles, schedule = peers.schedule(slots)
     x_SD = x_TD.new_empty(max_rows, x_TD.shape[1])

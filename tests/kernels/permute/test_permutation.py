@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.choose import PERMUTE
-from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_choices
+from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 PERMUTES: dict[str, Permute] = {
     "torch": sort_by_expert,
     "triton": PERMUTE["triton"],
-    "triton_in_small_blocks": partial(sort_choices, block=32, chunk=4),
+    "triton_in_small_blocks": partial(sort_assignments, block=32, chunk=4),
 }
 CASES = {  # rows, experts a row, experts, share of assignments that are -1
     "random": (40, 3, 5, 0.0),

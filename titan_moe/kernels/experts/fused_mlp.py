@@ -85,18 +85,11 @@ def _(
 
 class _FusedExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        delay: Callable[[WeightGrads], None] | None,
-        x_SD: Tensor,
-        rows_R: Tensor,
-        slots_SK: Tensor,
-        scores_R: Tensor,
-        offsets_e: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, delay: Callable[[WeightGrads], None] | None, *tensors: Tensor) -> Tensor:
+        # two parameters and the rest: Dynamo of torch 2.11 drops `ctx` where it counts as many arguments as parameters
+        x_SD, rows_R, slots_SK, scores_R, offsets_e, *weights = tensors
         slots = [rows_R, slots_SK, scores_R, offsets_e]
-        y_SD, hidden_R2F = _forward(x_SD, slots, list(weights))
+        y_SD, hidden_R2F = _forward(x_SD, slots, weights)
         ctx.delay = delay
         ctx.save_for_backward(x_SD, hidden_R2F, *slots, *weights)
         return y_SD

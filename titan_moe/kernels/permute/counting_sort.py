@@ -103,7 +103,7 @@ def _gather_scores_kernel(slot_scores_ptr, slots_ptr, scores_ptr, num_assignment
     tl.store(scores_ptr + assignment, score, mask=assignment < num_assignments)
 
 
-def sort_choices(
+def sort_assignments(
     ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, block: int = BLOCK, chunk: int = CHUNK
 ) -> Permutation:
     """Launch the sort, with `block` assignments a program in the first and third launch; the second sums `chunk` blocks
@@ -144,7 +144,7 @@ def scores_of_slots(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
 def _counting_sort(
     ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    slots = sort_choices(ids_SK, scores_SK, num_experts, num_slots)
+    slots = sort_assignments(ids_SK, scores_SK, num_experts, num_slots)
     return slots.rows_R, slots.slots_SK, slots.scores_R, slots.offsets_e, slots.overflowed
 
 
