@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_moe.kernels.choose import ROUTE_TOKENS
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
-from titan_moe.kernels.optim.adamw import draw_arguments
+from titan_moe.kernels.optim.adamw import Rule, Shard, draw_arguments
 from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.registry import Sample, Tunable, as_one_graph, load_all
 from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
@@ -181,20 +181,20 @@ def accumulate(num_elements: int, bytes_moved: float, is_first: bool) -> Case:
 
 def adamw(num_elements: int, bytes_moved: float, dtype: torch.dtype, moments: torch.dtype) -> Case:
     def draw(device: torch.device) -> Sample:
-        return Sample("", tuple(draw_arguments(device, (num_elements,), [dtype, dtype, moments, moments])), 0)
+        return Sample("", draw_arguments(device, (num_elements,), [dtype, dtype, moments, moments]), 0)
 
     moved = bytes_moved * num_elements
     return Case(draw, 0, 0, moved, moved)
 
 
-def torch_fused_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *args: Any) -> Tensor:
+def torch_fused_adamw(shard: Shard, rule: Rule) -> Tensor:
     """PyTorch's fused kernel, on a gradient that is clipped already."""
-    lr, step, found_inf, _, beta1, beta2, eps, weight_decay, _ = args
     torch._fused_adamw_(
-        [param], [grad], [exp_avg], [exp_avg_sq], [], [step], lr=lr, beta1=beta1, beta2=beta2, eps=eps,
-        weight_decay=weight_decay, amsgrad=False, maximize=False, found_inf=found_inf,
+        [shard.param], [shard.grad], [shard.exp_avg], [shard.exp_avg_sq], [], [shard.step], amsgrad=False,
+        lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2, weight_decay=rule.weight_decay, eps=rule.eps,
+        maximize=False, found_inf=rule.found_inf,
     )  # fmt: skip
-    return param
+    return shard.param
 
 
 LOSS, HEAD = KERNELS["linear_cross_entropy"], {"qwen3": head(16_384, 2048, 151_936)}

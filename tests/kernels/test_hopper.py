@@ -18,7 +18,7 @@ from titan_moe.kernels.experts.weight_grad import expert_weight_grad
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
 from titan_moe.kernels.optim.accumulate import launch_accumulate
-from titan_moe.kernels.optim.adamw import launch_adamw
+from titan_moe.kernels.optim.adamw import Rule, Shard, launch_adamw
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.rope.backward import rotary_backward
 from titan_moe.kernels.rope.forward import rotary_forward
@@ -74,9 +74,9 @@ def schedule() -> TileSchedule:
 
 
 def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
-    scalars = (single() for _ in range(4))
     n = param.numel()
-    launch_adamw(param, param, moments(n), moments(n), *scalars, 0.9, 0.999, 1e-8, 0.1, 2**40 + 1)
+    shard = Shard(single(), 2**40 + 1, param, param, moments(n), moments(n))
+    launch_adamw(shard, Rule(single(), single(), single(), 0.9, 0.999, 1e-8, 0.1))
 
 
 GEMMS: dict[str, Callable[[], object]] = {

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_moe.kernels.optim.adamw import adamw
+from titan_moe.kernels.optim.adamw import Rule, Shard, adamw
 from titan_moe.optim.state import local, make_state, put_lr_on_device
 
 
@@ -48,23 +48,16 @@ class FusedAdamW(torch.optim.Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
-            states = [self.state[parameter] for parameter in parameters]
-            steps = [state["step"] for state in states]
-            torch._foreach_add_(steps, [self.one - found_inf] * len(steps))  # a single tensor would be read on the host
-            adamw(
-                [local(parameter) for parameter in parameters],
-                [local(parameter.grad) for parameter in parameters],
-                [local(state["exp_avg"]) for state in states],
-                [local(state["exp_avg_sq"]) for state in states],
-                group["lr"],
-                steps,
-                found_inf,
-                grad_factor,
-                *group["betas"],
-                group["eps"],
-                group["weight_decay"],
-                [self.seeds[parameter] for parameter in parameters],
-            )
+            shards = [self._shard(parameter) for parameter in parameters]
+            # a list: a single tensor would be read on the host
+            torch._foreach_add_([shard.step for shard in shards], [self.one - found_inf] * len(shards))
+            options = (*group["betas"], group["eps"], group["weight_decay"])
+            adamw(shards, Rule(group["lr"], found_inf, grad_factor, *options))
+
+    def _shard(self, parameter: Tensor) -> Shard:
+        state = self.state[parameter]
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        return Shard(state["step"], self.seeds[parameter], *map(local, tensors))
 
 
 def shard_seed(parameter: Tensor, number: int, seed: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.optim.adamw import adamw, adamw_reference, launch_adamw
+from titan_moe.kernels.optim.adamw import Rule, Shard, adamw, adamw_reference, launch_adamw
 from titan_moe.kernels.optim.stochastic_rounding import QUARTER
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -22,15 +22,14 @@ def scalar(value: float, device: str = "cpu") -> Tensor:
 def take_step(tensors: list[Tensor], step: float, lr: float, found_inf: float = 0, factor: float = 1, **options: Any):
     """One step on parameter, gradient and moments, in place, with `op` (default: the custom op)."""
     op, seed = options.pop("op", adamw_one_shard), options.pop("seed", 5)
-    beta1, beta2 = options.pop("betas", BETAS)
-    scalars = (scalar(value, str(tensors[0].device)) for value in (lr, step, found_inf, factor))
-    op(*tensors, *scalars, beta1, beta2, options.pop("eps", EPS), options.pop("decay", DECAY), seed, **options)
+    betas, eps, decay = options.pop("betas", BETAS), options.pop("eps", EPS), options.pop("decay", DECAY)
+    rate, step, found, grad_factor = (scalar(x, str(tensors[0].device)) for x in (lr, step, found_inf, factor))
+    op(Shard(step, seed, *tensors), Rule(rate, found, grad_factor, *betas, eps, decay, **options))
 
 
-def adamw_one_shard(*args: Any, **options: Any) -> None:
+def adamw_one_shard(shard: Shard, rule: Rule) -> None:
     """The custom op on one shard."""
-    tensors, (lr, step, *scalars, seed) = args[:4], args[4:]
-    adamw(*([tensor] for tensor in tensors), lr, [step], *scalars, [seed], **options)
+    adamw([shard], rule)
 
 
 def draw_state(shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: str = "cpu") -> list[Tensor]:
@@ -187,8 +186,8 @@ def test_each_shard_has_its_own_step_and_seed() -> None:
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)
     shards = [draw_state((100,), dtypes), draw_state((3, 5), dtypes)]
     expected = copy.deepcopy(shards)
-    scalars = (scalar(0.0), scalar(1.0), *BETAS, EPS, DECAY)
-    adamw(*map(list, zip(*shards, strict=True)), scalar(0.1), [scalar(1.0), scalar(9.0)], *scalars, [5, 6])
+    rule = Rule(scalar(0.1), scalar(0.0), scalar(1.0), *BETAS, EPS, DECAY)
+    adamw([Shard(scalar(1.0), 5, *shards[0]), Shard(scalar(9.0), 6, *shards[1])], rule)
     take_step(expected[0], 1.0, 0.1, seed=5)
     take_step(expected[1], 9.0, 0.1, seed=6)
     assert all(torch.equal(own, reference) for own, reference in zip(sum(shards, []), sum(expected, []), strict=True))
@@ -198,7 +197,6 @@ def test_each_shard_has_its_own_step_and_seed() -> None:
 def test_adamw_updates_a_parameter_that_requires_grad(dtype: torch.dtype) -> None:
     before, *tensors = draw_state((6, 3), (dtype,) * 4)
     parameter = torch.nn.Parameter(before.clone())
-    scalars = (scalar(0.1), [scalar(1.0)], scalar(0.0), scalar(1.0), *BETAS, EPS, DECAY, [5])
     with torch.no_grad():
-        adamw([parameter], *([tensor] for tensor in tensors), *scalars)
+        take_step([parameter, *tensors], 1, 0.1)
     assert (parameter != before).any() and parameter.requires_grad

@@ -19,8 +19,8 @@ the clipping coefficient and `found_inf` anew. Where `found_inf` is not 0, nothi
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -40,45 +40,63 @@ from titan_moe.kernels.registry import Kernel, Sample, register
 MOMENTS_STREAM, PARAM_STREAM = 0, 1
 
 
-def adamw_reference(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    lr: Tensor,
-    step: Tensor,
-    found_inf: Tensor,
-    grad_factor: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    seed: int,
-    is_stochastic: bool = True,
-) -> None:
-    """AdamW on one shard in at least fp32, with the kernel's random bits; arguments as in `adamw`."""
+class Shard(NamedTuple):
+    """A parameter's shard and its state, tensors of one shape; each dtype is fp32 or bf16 (fp64 too on a CPU)."""
+
+    step: Tensor
+    """fp32 scalar, the number of this step, 1 for the first. The caller increments it, and not for skipped steps."""
+    seed: int
+    """Below 2^63. Seed and step determine the random bits; no two shards should share a seed."""
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a step changes."""
+        return self.param, self.exp_avg, self.exp_avg_sq
+
+
+class Rule(NamedTuple):
+    """How all shards step. Tensors are scalars on the device."""
+
+    lr: Tensor
+    found_inf: Tensor
+    """fp32: 0 to take the step, 1 to leave everything bit for bit as it is."""
+    grad_factor: Tensor
+    """Multiplies the gradients."""
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    is_stochastic: bool = True
+    """False rounds bf16 to nearest, for comparisons."""
+
+
+def adamw_reference(shard: Shard, rule: Rule) -> None:
+    """AdamW on one shard in at least fp32, with the kernel's random bits."""
+    step, seed, param, grad, exp_avg, exp_avg_sq = shard
     wide = torch.promote_types(param.dtype, torch.float32)
-    count, rate = step.double(), lr.to(wide)
-    corrections = [1 - torch.pow(beta, count) for beta in (beta1, beta2)]
-    gradient = grad.to(wide) * grad_factor.to(wide)
-    first = torch.lerp(exp_avg.to(wide), gradient, 1 - beta1)
-    second = torch.lerp(exp_avg_sq.to(wide), gradient.square(), 1 - beta2)
-    denominator = (second / corrections[1].to(wide)).sqrt() + eps
-    update = first / corrections[0].to(wide) / denominator + weight_decay * param.to(wide)
-    values = (param.to(wide) - rate * update, first, second)
-    stored = (param, exp_avg, exp_avg_sq)
+    corrections = [1 - torch.pow(beta, step.double()) for beta in (rule.beta1, rule.beta2)]
+    gradient = grad.to(wide) * rule.grad_factor.to(wide)
+    first = torch.lerp(exp_avg.to(wide), gradient, 1 - rule.beta1)
+    second = torch.lerp(exp_avg_sq.to(wide), gradient.square(), 1 - rule.beta2)
+    denominator = (second / corrections[1].to(wide)).sqrt() + rule.eps
+    update = first / corrections[0].to(wide) / denominator + rule.weight_decay * param.to(wide)
+    values = (param.to(wide) - rule.lr.to(wide) * update, first, second)
     bits: list[Tensor | None] = [None, None, None]
-    if is_stochastic and torch.bfloat16 in (tensor.dtype for tensor in stored):
+    if rule.is_stochastic and torch.bfloat16 in (tensor.dtype for tensor in shard.stored):
         moments = draw_words_reference(param.numel(), seed, step, MOMENTS_STREAM).view(param.shape)
         bits = [
             draw_words_reference(param.numel(), seed, step, PARAM_STREAM).view(param.shape) & 0xFFFF,
             moments & 0xFFFF,
             moments >> 16,
         ]
-    for tensor, value, random_bits in zip(stored, values, bits, strict=True):
+    for tensor, value, random_bits in zip(shard.stored, values, bits, strict=True):
         is_rounded = random_bits is not None and tensor.dtype == torch.bfloat16
         new = round_to_bf16_reference(value, random_bits) if is_rounded else value.to(tensor.dtype)
-        tensor.copy_(torch.where(found_inf != 0, tensor, new))
+        tensor.copy_(torch.where(rule.found_inf != 0, tensor, new))
 
 
 @triton.jit
@@ -124,42 +142,26 @@ def _adamw_kernel(
         _store(exp_avg_sq_ptr + index, second, moment_words[quarter] >> 16, keep, ROUND_SECOND)
 
 
-def launch_adamw(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    lr: Tensor,
-    step: Tensor,
-    found_inf: Tensor,
-    grad_factor: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    seed: int,
-    is_stochastic: bool = True,
-) -> None:
+def launch_adamw(shard: Shard, rule: Rule) -> None:
     """The reference in Triton: fp32 and bf16 in, fp32 inside."""
-    stored = (param, exp_avg, exp_avg_sq)
-    if torch.float64 in (tensor.dtype for tensor in (grad, *stored)):
+    if torch.float64 in (tensor.dtype for tensor in (shard.grad, *shard.stored)):
         raise ValueError(
             "AdamW in Triton computes in fp32 and was given fp64; take torch.optim.AdamW, or the reference"
         )
-    if not all(tensor.is_contiguous() for tensor in stored):
+    if not all(tensor.is_contiguous() for tensor in shard.stored):
         # no parameter of this package is strided; copying keeps the kernel one-dimensional
-        dense = [tensor.contiguous() for tensor in stored]
-        scalars = (lr, step, found_inf, grad_factor, beta1, beta2, eps, weight_decay, seed, is_stochastic)
-        launch_adamw(dense[0], grad, dense[1], dense[2], *scalars)
-        for tensor, copy in zip(stored, dense, strict=True):
+        dense = Shard(shard.step, shard.seed, *(tensor.contiguous() for tensor in shard[2:]))
+        launch_adamw(dense, rule)
+        for tensor, copy in zip(shard.stored, dense.stored, strict=True):
             tensor.copy_(copy)
         return
-    if param.numel() == 0:
+    if shard.param.numel() == 0:
         return
-    rounded = [is_stochastic and tensor.dtype == torch.bfloat16 for tensor in stored]
-    _adamw_kernel[(triton.cdiv(param.numel(), 4 * QUARTER),)](
-        param, grad.contiguous(), exp_avg, exp_avg_sq, lr, step, found_inf, grad_factor, param.numel(),
-        1 - beta1, 1 - beta2, _log(beta1), _log(beta2), eps, weight_decay, seed,
+    rounded = [rule.is_stochastic and tensor.dtype == torch.bfloat16 for tensor in shard.stored]
+    _adamw_kernel[(triton.cdiv(shard.param.numel(), 4 * QUARTER),)](
+        shard.param, shard.grad.contiguous(), shard.exp_avg, shard.exp_avg_sq,
+        rule.lr, shard.step, rule.found_inf, rule.grad_factor, shard.param.numel(),
+        1 - rule.beta1, 1 - rule.beta2, _log(rule.beta1), _log(rule.beta2), rule.eps, rule.weight_decay, shard.seed,
         ROUND_PARAM=rounded[0], ROUND_FIRST=rounded[1], ROUND_SECOND=rounded[2], QUARTER=QUARTER, NUM_ROUNDS=NUM_ROUNDS,
         num_warps=8,
     )  # fmt: skip
@@ -169,121 +171,60 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
-@torch.library.custom_op("titan_moe::adamw", mutates_args=("params", "exp_avgs", "exp_avg_sqs"), device_types="cuda")
-def adamw(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    lr: Tensor,
-    steps: list[Tensor],
-    found_inf: Tensor,
-    grad_factor: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    seeds: list[int],
-    is_stochastic: bool = True,
-) -> None:
-    """Take an AdamW step in place on every shard: Triton on a GPU, the reference on a CPU.
-
-    Args:
-        params, grads, exp_avgs, exp_avg_sqs: one entry a shard, of one shape; each dtype is fp32 or bf16 (fp64 too on
-            a CPU).
-        lr, steps, found_inf, grad_factor: scalars on the device. `steps` has an fp32 scalar a shard: the number of
-            this step, 1 for the first; the caller increments it, and not for skipped steps. `found_inf` (fp32) is 0 to
-            take the step, 1 to leave everything bit for bit as it is. `grad_factor` multiplies the gradients.
-        seeds: below 2^63, one a shard. Seed and step determine the random bits; no two shards should share a seed.
-        is_stochastic: False rounds bf16 to nearest, for comparisons.
-    """
-    options = (beta1, beta2, eps, weight_decay)
-    for p, g, m, v, step, seed in zip(params, grads, exp_avgs, exp_avg_sqs, steps, seeds, strict=True):
-        launch_adamw(p, g, m, v, lr, step, found_inf, grad_factor, *options, seed, is_stochastic)
+@torch.library.custom_op("titan_moe::adamw", mutates_args=("params", "exp_avgs", "exp_avg_sqs"))
+def _adamw(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], lr: Tensor,
+    steps: list[Tensor], found_inf: Tensor, grad_factor: Tensor, beta1: float, beta2: float, eps: float,
+    weight_decay: float, seeds: list[int], is_stochastic: bool = True,
+) -> None:  # fmt: skip
+    rule = Rule(lr, found_inf, grad_factor, beta1, beta2, eps, weight_decay, is_stochastic)
+    for shard in map(Shard, steps, seeds, params, grads, exp_avgs, exp_avg_sqs):
+        (launch_adamw if shard.param.is_cuda else adamw_reference)(shard, rule)
 
 
-@adamw.register_kernel("cpu")
-def _(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    lr: Tensor,
-    steps: list[Tensor],
-    found_inf: Tensor,
-    grad_factor: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    seeds: list[int],
-    is_stochastic: bool = True,
-) -> None:
-    options = (beta1, beta2, eps, weight_decay)
-    for p, g, m, v, step, seed in zip(params, grads, exp_avgs, exp_avg_sqs, steps, seeds, strict=True):
-        adamw_reference(p, g, m, v, lr, step, found_inf, grad_factor, *options, seed, is_stochastic)
+_adamw.register_fake(lambda *args, **options: None)
 
 
-adamw.register_fake(lambda *args, **options: None)
+def adamw(shards: Sequence[Shard], rule: Rule) -> None:
+    """Take an AdamW step in place on every shard: Triton on a GPU, the reference on a CPU."""
+    steps, seeds, params, grads, exp_avgs, exp_avg_sqs = map(list, zip(*shards, strict=True))
+    lr, found_inf, grad_factor, *options, is_stochastic = rule
+    _adamw(params, grads, exp_avgs, exp_avg_sqs, lr, steps, found_inf, grad_factor, *options, seeds, is_stochastic)
 
 
-def _adamw_one_shard(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *args: Any) -> Tensor:
-    """The op on one shard, for the registry; returns the parameter, changed in place."""
-    lr, step, found_inf, grad_factor, beta1, beta2, eps, weight_decay, seed = args
-    options = (beta1, beta2, eps, weight_decay, [seed])
-    adamw([param], [grad], [exp_avg], [exp_avg_sq], lr, [step], found_inf, grad_factor, *options)
-    return param
+def _updated(update: Callable[[Shard, Rule], None]) -> Callable[[Shard, Rule], Tensor]:
+    """An update that returns the parameter, for the registry."""
+
+    def op(shard: Shard, rule: Rule) -> Tensor:
+        update(shard, rule)
+        return shard.param
+
+    return op
 
 
-def _reference_one_shard(param: Tensor, *args: Any) -> Tensor:
-    adamw_reference(param, *args)
-    return param
-
-
-def draw_arguments(device: torch.device, shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[Any]:
-    """Random parameter, gradient and moments of these dtypes, as in the middle of a run, and the scalars."""
+def draw_arguments(device: torch.device, shape: tuple[int, ...], dtypes: list[torch.dtype]) -> tuple[Shard, Rule]:
+    """A random shard whose parameter, gradient and moments have these dtypes, as in the middle of a run."""
     tensors = [torch.randn(shape, device=device, dtype=dtype) for dtype in dtypes]
     tensors[3].abs_()
-    scalars = [torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5)]
-    return [*tensors, *scalars, 0.9, 0.999, 1e-8, 0.1, 2**40 + 1]
+    lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
+    return Shard(step, 2**40 + 1, *tensors), Rule(lr, found_inf, grad_factor, 0.9, 0.999, 1e-8, 0.1)
 
 
-def _samples(dtypes: Callable[[torch.dtype], list[torch.dtype]]) -> Callable[[torch.device, torch.dtype], list[Sample]]:
+def _samples(moments: torch.dtype | None = None) -> Callable[[torch.device, torch.dtype], list[Sample]]:
     def draw(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+        dtypes = [dtype, dtype, moments or dtype, moments or dtype]
         shapes = {"odd": (3, 5, 7), "one": (1,), "empty": (0, 4), "blocks": (4 * QUARTER + 3,)}
-        samples = {name: draw_arguments(device, shape, dtypes(dtype)) for name, shape in shapes.items()}
-        skipped = samples["skipped"] = draw_arguments(device, (33,), dtypes(dtype))
-        skipped[1].fill_(torch.nan)
-        skipped[6].fill_(1.0)
-        strided = samples["strided"] = draw_arguments(device, (33, 5), dtypes(dtype))
-        strided[:4] = [tensor.T for tensor in strided[:4]]
-        return [Sample(name, tuple(args), 0) for name, args in samples.items()]
+        samples = {name: draw_arguments(device, shape, dtypes) for name, shape in shapes.items()}
+        shard, rule = samples["skipped"] = draw_arguments(device, (33,), dtypes)
+        shard.grad.fill_(torch.nan)
+        rule.found_inf.fill_(1.0)
+        shard, rule = draw_arguments(device, (33, 5), dtypes)
+        samples["strided"] = Shard(shard.step, shard.seed, *(tensor.T for tensor in shard[2:])), rule
+        return [Sample(name, args, 0) for name, args in samples.items()]
 
     return draw
 
 
-def _one_dtype(dtype: torch.dtype) -> list[torch.dtype]:
-    return [dtype] * 4
-
-
-def _bf16_moments(dtype: torch.dtype) -> list[torch.dtype]:
-    return [dtype, dtype, torch.bfloat16, torch.bfloat16]
-
-
-register(
-    Kernel(
-        "adamw",
-        _adamw_one_shard,
-        _reference_one_shard,
-        _samples(_one_dtype),
-    )
-)
-register(
-    Kernel(
-        "adamw_bf16_moments",
-        _adamw_one_shard,
-        _reference_one_shard,
-        _samples(_bf16_moments),
-        dtypes=(torch.float32,),
-    )
-)
+_one_shard = _updated(lambda shard, rule: adamw([shard], rule)), _updated(adamw_reference)
+register(Kernel("adamw", *_one_shard, _samples()))
+register(Kernel("adamw_bf16_moments", *_one_shard, _samples(torch.bfloat16), dtypes=(torch.float32,)))
