@@ -19,7 +19,6 @@ the clipping coefficient and `found_inf` anew. Where `found_inf` is not 0, nothi
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from titan_moe.kernels.optim.stochastic_rounding import (
     round_to_bf16,
     round_to_bf16_reference,
 )
-from titan_moe.kernels.registry import Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, register
 
 MOMENTS_STREAM, PARAM_STREAM = 0, 1
 
@@ -240,50 +239,4 @@ def _reference_one_shard(param: Tensor, *args: Any) -> Tensor:
     return param
 
 
-def draw_arguments(device: torch.device, shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[Any]:
-    """Random parameter, gradient and moments of these dtypes, as in the middle of a run, and the scalars."""
-    tensors = [torch.randn(shape, device=device, dtype=dtype) for dtype in dtypes]
-    tensors[3].abs_()
-    scalars = [torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5)]
-    return [*tensors, *scalars, 0.9, 0.999, 1e-8, 0.1, 2**40 + 1]
-
-
-def _samples(dtypes: Callable[[torch.dtype], list[torch.dtype]]) -> Callable[[torch.device, torch.dtype], list[Sample]]:
-    def draw(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-        shapes = {"odd": (3, 5, 7), "one": (1,), "empty": (0, 4), "blocks": (4 * QUARTER + 3,)}
-        samples = {name: draw_arguments(device, shape, dtypes(dtype)) for name, shape in shapes.items()}
-        skipped = samples["skipped"] = draw_arguments(device, (33,), dtypes(dtype))
-        skipped[1].fill_(torch.nan)
-        skipped[6].fill_(1.0)
-        strided = samples["strided"] = draw_arguments(device, (33, 5), dtypes(dtype))
-        strided[:4] = [tensor.T for tensor in strided[:4]]
-        return [Sample(name, tuple(args), 0) for name, args in samples.items()]
-
-    return draw
-
-
-def _one_dtype(dtype: torch.dtype) -> list[torch.dtype]:
-    return [dtype] * 4
-
-
-def _bf16_moments(dtype: torch.dtype) -> list[torch.dtype]:
-    return [dtype, dtype, torch.bfloat16, torch.bfloat16]
-
-
-register(
-    Kernel(
-        "adamw",
-        _adamw_one_shard,
-        _reference_one_shard,
-        _samples(_one_dtype),
-    )
-)
-register(
-    Kernel(
-        "adamw_bf16_moments",
-        _adamw_one_shard,
-        _reference_one_shard,
-        _samples(_bf16_moments),
-        dtypes=(torch.float32,),
-    )
-)
+register(Kernel("adamw", _adamw_one_shard, _reference_one_shard))
