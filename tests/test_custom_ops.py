@@ -1,7 +1,7 @@
 """Every `torch.library` operation of the package keeps what it tells autograd and the compiler.
 
-What exists is asked of PyTorch, and arguments are those of real calls: the samples of registered operations, and a layer
-behind each dispatcher, forward and backward, in a group of one rank. An operation that none of these runs reaches
+What exists is asked of PyTorch, and arguments are those of real calls: the samples of registered operations, and a
+layer behind each dispatcher, forward and backward, in a group of one rank. An operation that none of these runs reaches
 fails.
 """
 

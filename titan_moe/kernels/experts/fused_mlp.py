@@ -186,16 +186,7 @@ def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
     return Sample("", (x_SD, scores_SK, gate_up, down, *plan), 4)
 
 
-register(
-    Kernel(
-        "fused_expert_mlp",
-        _with_scores_first(fused_expert_mlp),
-        _with_scores_first(composite(grouped_mm_reference)),
-        needs_triton=True,
-        tunable=Tunable(
-            "experts",
-            {"grouped_mm": _with_scores_first(composite(grouped_mm)), "fused": _with_scores_first(fused_expert_mlp)},
-            _draw,
-        ),
-    )
-)
+_OPS = {"grouped_mm": _with_scores_first(composite(grouped_mm)), "fused": _with_scores_first(fused_expert_mlp)}
+_REFERENCE = _with_scores_first(composite(grouped_mm_reference))
+_TUNABLE = Tunable("experts", _OPS, _draw)
+register(Kernel("fused_expert_mlp", _OPS["fused"], _REFERENCE, needs_triton=True, tunable=_TUNABLE))

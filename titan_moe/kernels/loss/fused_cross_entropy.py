@@ -169,12 +169,9 @@ def _compiled(cross_entropy: Callable[..., Tensor], shape: Mapping[str, Any]) ->
     return partial(linear_cross_entropy, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
 
 
+_TUNABLE = Tunable("head", {"torch": linear_cross_entropy, "triton": fused_cross_entropy}, _draw, _compiled)
 register(
     Kernel(
-        "fused_cross_entropy",
-        fused_cross_entropy,
-        linear_cross_entropy_reference,
-        needs_triton=True,
-        tunable=Tunable("head", {"torch": linear_cross_entropy, "triton": fused_cross_entropy}, _draw, _compiled),
+        "fused_cross_entropy", fused_cross_entropy, linear_cross_entropy_reference, needs_triton=True, tunable=_TUNABLE
     )
 )

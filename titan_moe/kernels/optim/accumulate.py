@@ -97,16 +97,5 @@ def _eager(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., An
     return op
 
 
-register(
-    Kernel(
-        "accumulate",
-        accumulate,
-        accumulate_reference,
-        tunable=Tunable(
-            "gradients",
-            {"torch": _two_microbatches(accumulate_reference), "triton": _two_microbatches(accumulate)},
-            _draw,
-            _eager,
-        ),
-    )
-)
+_OPS = {"torch": _two_microbatches(accumulate_reference), "triton": _two_microbatches(accumulate)}
+register(Kernel("accumulate", accumulate, accumulate_reference, tunable=Tunable("gradients", _OPS, _draw, _eager)))

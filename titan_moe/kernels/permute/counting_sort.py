@@ -212,17 +212,6 @@ def _compiled(permute: Callable[..., Permutation], shape: Mapping[str, Any]) -> 
     return permute if shape["graph"] == "eager" else as_one_graph(permute, shape)
 
 
-register(
-    Kernel(
-        "counting_sort",
-        _scores_first(counting_sort),
-        _scores_first(sort_by_expert),
-        needs_triton=True,
-        tunable=Tunable(
-            "permute",
-            {"torch": _scores_first(sort_by_expert), "triton": _scores_first(counting_sort)},
-            _draw,
-            _compiled,
-        ),
-    )
-)
+_OPS = {"torch": _scores_first(sort_by_expert), "triton": _scores_first(counting_sort)}
+_TUNABLE = Tunable("permute", _OPS, _draw, _compiled)
+register(Kernel("counting_sort", _OPS["triton"], _OPS["torch"], needs_triton=True, tunable=_TUNABLE))

@@ -106,12 +106,5 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
     return Sample("", (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
 
 
-register(
-    Kernel(
-        "norm_and_rotate",
-        norm_and_rotate,
-        norm_and_rotate_reference,
-        needs_triton=True,
-        tunable=Tunable("rotary", {"torch": norm_and_rotate_reference, "triton": norm_and_rotate}, _draw),
-    )
-)
+_TUNABLE = Tunable("rotary", {"torch": norm_and_rotate_reference, "triton": norm_and_rotate}, _draw)
+register(Kernel("norm_and_rotate", norm_and_rotate, norm_and_rotate_reference, needs_triton=True, tunable=_TUNABLE))

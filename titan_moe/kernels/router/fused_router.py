@@ -139,19 +139,9 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
     return Sample("", (x_BND, weight_ED, torch.zeros(num_experts, device=device), rule, *losses), 2)
 
 
-register(
-    Kernel(
-        "route_tokens",
-        route_tokens,
-        route_tokens_reference,
-        needs_triton=True,
-        tunable=Tunable(
-            "router",
-            {
-                "torch": _with_logits(router_logits_reference, route_tokens_reference),
-                "triton": _with_logits(router_logits, route_tokens),
-            },
-            _draw,
-        ),
-    )
-)
+_OPS = {
+    "torch": _with_logits(router_logits_reference, route_tokens_reference),
+    "triton": _with_logits(router_logits, route_tokens),
+}
+_TUNABLE = Tunable("router", _OPS, _draw)
+register(Kernel("route_tokens", route_tokens, route_tokens_reference, needs_triton=True, tunable=_TUNABLE))
