@@ -1,7 +1,8 @@
 """Every `torch.library` operation of the package keeps what it tells autograd and the compiler.
 
-What exists is asked of PyTorch, and arguments are those of real calls: the registry's samples, and a layer behind each
-dispatcher, forward and backward, in a group of one rank. An operation that none of these runs reaches fails.
+What exists is asked of PyTorch, and arguments are those of real calls: the samples of registered operations, and a
+layer behind each dispatcher, forward and backward, in a group of one rank. An operation that none of these runs reaches
+fails.
 """
 
 from collections import defaultdict
@@ -18,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from samples import SAMPLES, as_tuple
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +41,7 @@ from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemClon
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.choose import PERMUTE
-from titan_moe.kernels.registry import Kernel, Sample, as_tuple, load_all
+from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.moe import MoE
 
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -96,8 +98,9 @@ def run_registry(device: torch.device) -> None:
     """Forward and backward of every sample, and forward alone; Triton's in fp32 in the interpreter, in bf16 on GPUs."""
     for kernel in load_all().values():
         only = torch.float32 if device.type == "cpu" else torch.bfloat16
-        for dtype in (only,) if kernel.needs_triton and only in kernel.dtypes else kernel.dtypes:
-            for sample in kernel.samples(device, dtype):
+        samples = SAMPLES[kernel.name]
+        for dtype in (only,) if kernel.needs_triton and only in samples.dtypes else samples.dtypes:
+            for sample in samples.draw(device, dtype):
                 run(kernel, sample)
 
 

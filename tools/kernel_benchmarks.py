@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_moe.kernels.choose import ROUTE_TOKENS
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
-from titan_moe.kernels.optim.adamw import Rule, Shard, draw_arguments
+from titan_moe.kernels.optim.adamw import Rule, Shard
 from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.registry import Sample, Tunable, as_one_graph, load_all
 from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
@@ -181,7 +181,11 @@ def accumulate(num_elements: int, bytes_moved: float, is_first: bool) -> Case:
 
 def adamw(num_elements: int, bytes_moved: float, dtype: torch.dtype, moments: torch.dtype) -> Case:
     def draw(device: torch.device) -> Sample:
-        return Sample("", draw_arguments(device, (num_elements,), [dtype, dtype, moments, moments]), 0)
+        tensors = [torch.randn(num_elements, device=device, dtype=kind) for kind in (dtype, dtype, moments, moments)]
+        tensors[3].abs_()
+        lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
+        shard = Shard(step, 2**40 + 1, *tensors)
+        return Sample("", (shard, Rule(lr, found_inf, grad_factor, 0.9, 0.999, 1e-8, 0.1)), 0)
 
     moved = bytes_moved * num_elements
     return Case(draw, 0, 0, moved, moved)
@@ -262,6 +266,6 @@ BENCHMARKS = {
         {"titan_moe": KERNELS["adamw"].op, "torch fused": torch_fused_adamw},
     ),
     "adamw_bf16_moments": Benchmark(
-        {"qwen3_ep8": adamw(QWEN3_EP8, 20.0, FP32, BF16)}, {"titan_moe": KERNELS["adamw_bf16_moments"].op}
+        {"qwen3_ep8": adamw(QWEN3_EP8, 20.0, FP32, BF16)}, {"titan_moe": KERNELS["adamw"].op}
     ),
 }

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from samples import SAMPLES
 from torch import Tensor
 
-from titan_moe.kernels.registry import KERNELS, Kernel, Output, Sample, as_tuple, load_all
+from titan_moe.kernels.registry import KERNELS, Kernel, Output, Sample, load_all
 
 load_all()
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,18 +24,18 @@ def evaluate(
     args = list(copy.deepcopy(sample.args))
     for index in range(sample.num_differentiable):
         args[index] = (args[index] if dtype is None else args[index].to(dtype)).detach().requires_grad_()
-    outs = as_tuple(op(*args))
+    outs = SAMPLES[kernel.name].outputs(op(*args))
     if not sample.num_differentiable:
-        return [promised_part(kernel.valid, out, sample) for out in outs]
+        return [promised_part(SAMPLES[kernel.name].valid, out, sample) for out in outs]
     grads = [torch.full_like(out, unpromised, requires_grad=False) for out in outs]
     for grad in grads:
-        promised = promised_part(kernel.valid, grad, sample)
+        promised = promised_part(SAMPLES[kernel.name].valid, grad, sample)
         promised.copy_(torch.linspace(-1, 1, promised.numel(), device=grad.device).view(promised.shape))
     torch.autograd.backward(outs, grads)
     grads = [args[index].grad for index in range(sample.num_differentiable)]
     return [
-        *(promised_part(kernel.valid, out.detach(), sample) for out in outs),
-        promised_part(kernel.valid_grad, grads[0], sample),
+        *(promised_part(SAMPLES[kernel.name].valid, out.detach(), sample) for out in outs),
+        promised_part(SAMPLES[kernel.name].valid_grad, grads[0], sample),
         *grads[1:],
     ]
 
@@ -58,7 +59,7 @@ def cases() -> list[Any]:
     """Every kernel wherever it runs: Triton on GPUs, and in fp32 in its interpreter; grouped GEMMs on GPUs in bf16."""
     found = []
     for kernel in KERNELS.values():
-        for dtype in kernel.dtypes:
+        for dtype in SAMPLES[kernel.name].dtypes if kernel.name in SAMPLES else ():
             name = f"{kernel.name}-{dtype}"
             if not kernel.needs_triton:
                 found.append(pytest.param(kernel, dtype, "cpu", id=f"{name}-cpu"))
@@ -69,10 +70,15 @@ def cases() -> list[Any]:
     return found
 
 
+def test_every_operation_has_samples() -> None:
+    assert SAMPLES.keys() == KERNELS.keys()
+    assert all(samples.dtypes and samples.draw(torch.device("cpu"), torch.float32) for samples in SAMPLES.values())
+
+
 @pytest.mark.parametrize(("kernel", "dtype", "device"), cases())
 def test_equals_reference(kernel: Kernel, dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
-    for sample in kernel.samples(torch.device(device), dtype):
+    for sample in SAMPLES[kernel.name].draw(torch.device(device), dtype):
         check(kernel, kernel.op, sample, dtype)
 
 
@@ -82,7 +88,7 @@ def test_compiles_as_one_graph(kernel: Kernel, dtype: torch.dtype, device: str) 
     torch._dynamo.reset()
     compiled = torch.compile(kernel.op, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
     with torch._dynamo.config.patch(recompile_limit=32):  # samples that differ in more than size take a graph each
-        samples = kernel.samples(torch.device(device), dtype)
+        samples = SAMPLES[kernel.name].draw(torch.device(device), dtype)
         for sample in samples[:2] if IS_INTERPRETED else samples:  # slow there, and the values are known by now
             check(kernel, compiled, sample, dtype)
 

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from samples import as_tuple
 from torch import Tensor
 
 from titan_moe.config import Recipe, load_recipe
@@ -18,7 +19,7 @@ from titan_moe.config.kernels import DEFAULT_KERNELS, KernelOverrides, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import smallest_world
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy
-from titan_moe.kernels.registry import Sample, Tunable, as_tuple, load_all
+from titan_moe.kernels.registry import Sample, Tunable, load_all
 from titan_moe.layers.attention import GroupedQueryAttention
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.router import TopKRouter

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from samples import as_tuple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-
-from titan_moe.kernels.registry import as_tuple
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "tools")

@@ -47,7 +47,7 @@ def set_backends(monkeypatch: pytest.MonkeyPatch, **candidates: Callable[..., An
     def draw(shape: Any, device: torch.device) -> Sample:
         return Sample("", (torch.randn(shape["rows"], shape["width"], device=device),), 1)
 
-    kernel = Kernel("mlp", plain, plain, lambda device, dtype: [], tunable=Tunable("experts", candidates, draw))
+    kernel = Kernel("mlp", plain, plain, tunable=Tunable("experts", candidates, draw))
     monkeypatch.setattr(tune, "load_all", lambda: {"mlp": kernel})
 
 

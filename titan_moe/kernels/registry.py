@@ -48,20 +48,11 @@ class Tunable:
 
 @dataclass(frozen=True)
 class Kernel:
-    """An operation, its reference in plain PyTorch, and inputs for which the two must agree.
-
-    `samples(device, dtype)` draws new inputs. `valid(output, args)` selects the defined part of an output (slots past
-    the last one are never written), `valid_grad` that of the first input's gradient; None selects all. All of the
-    outputs must be defined where an operation has several.
-    """
+    """An operation and its reference in plain PyTorch. The tests hold the inputs on which both must agree."""
 
     name: str
     op: Callable[..., Output]
     reference: Callable[..., Output]
-    samples: Callable[[torch.device, torch.dtype], list[Sample]]
-    valid: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
-    valid_grad: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
     needs_triton: bool = False
     """Whether it runs only on GPUs, and in fp32 in Triton's interpreter."""
     tunable: Tunable | None = None
@@ -71,7 +62,7 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {}
 
 
-def register(kernel: Kernel) -> Kernel:
+def register(kernel: Kernel) -> None:
     """Add an operation to the list.
 
     Raises: ValueError for a name that is registered already.
@@ -79,12 +70,6 @@ def register(kernel: Kernel) -> Kernel:
     if kernel.name in KERNELS:
         raise ValueError(f"kernel {kernel.name!r} is registered already; each kernel needs its own name")
     KERNELS[kernel.name] = kernel
-    return kernel
-
-
-def as_tuple(output: Output) -> tuple[Tensor, ...]:
-    """An operation's outputs as a tuple."""
-    return output if isinstance(output, tuple) else (output,)
 
 
 def load_all() -> dict[str, Kernel]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from samples import SAMPLES
 from torch import Tensor
 
 from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads
@@ -19,7 +20,7 @@ DEVICES = [
 
 def draw(device: str, dtype: torch.dtype) -> list[Sample]:
     torch.manual_seed(0)
-    return KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype)
+    return SAMPLES["fused_expert_mlp"].draw(torch.device(device), dtype)
 
 
 def run_with(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import SAMPLES, sample_plans
 from torch import Tensor
 
 from titan_moe.kernels.experts import stages
@@ -14,7 +15,7 @@ from titan_moe.kernels.experts.swiglu import weighted_swiglu
 from titan_moe.kernels.experts.tiles import SLACK, plan_tiles
 from titan_moe.kernels.experts.up import UpTiles, expert_up
 from titan_moe.kernels.experts.weight_grad import WeightGradTiles, expert_weight_grad
-from titan_moe.kernels.permute.rows import plan_slots, sample_plans
+from titan_moe.kernels.permute.rows import plan_slots
 from titan_moe.kernels.registry import KERNELS, load_all
 
 load_all()
@@ -112,7 +113,7 @@ def test_wide_experts_gather_first(
     """The same sums in another order at most, and in a graph."""
     op = KERNELS["fused_expert_mlp"].op
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager", dynamic=False)
-    for sample in KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype):
+    for sample in SAMPLES["fused_expert_mlp"].draw(torch.device(device), dtype):
         torch._dynamo.reset()
         results = []
         for run, width in ((op, 10_000), (op, 0), (compiled, 0)):
@@ -143,7 +144,7 @@ def test_slots_behind_the_last_expert_are_zeros_where_weight_gradients_read_them
     torch.manual_seed(0)
     ids_SK = torch.rand(17, 5, device=device).topk(3).indices
     op = KERNELS["fused_expert_mlp"].op
-    sample = KERNELS["fused_expert_mlp"].samples(torch.device(device), dtype)[0]
+    sample = SAMPLES["fused_expert_mlp"].draw(torch.device(device), dtype)[0]
     results = []
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:

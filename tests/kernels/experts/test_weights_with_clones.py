@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import sample_plans
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -14,7 +15,6 @@ from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights
-from titan_moe.kernels.permute.rows import sample_plans
 
 EXPERTS, OWN, WIDTH, HIDDEN = 5, 3, 64, 40
 WITH_BIASES = (*MATRICES, "gate_up_bias", "down_bias")

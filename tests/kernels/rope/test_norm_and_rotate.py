@@ -4,17 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from samples import SAMPLES
 from torch import Tensor
 
-from titan_moe.kernels.registry import KERNELS, load_all
 from titan_moe.kernels.rope.norm_and_rotate import norm_and_rotate, norm_and_rotate_reference
-
-load_all()
 
 
 def sample(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    (found,) = (s for s in KERNELS["norm_and_rotate"].samples(torch.device(device), dtype) if s.name == name)
+    (found,) = (s for s in SAMPLES["norm_and_rotate"].draw(torch.device(device), dtype) if s.name == name)
     return tuple(x.requires_grad_() if i < found.num_differentiable else x for i, x in enumerate(found.args))
 
 

@@ -29,7 +29,7 @@ from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import MATRICES, ExpertParameter, ExpertWeights
-from titan_moe.kernels.permute.rows import full_size_plan, place_scores, sample_plans
+from titan_moe.kernels.permute.rows import full_size_plan, place_scores
 from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 
 WeightGrads = Callable[[], tuple[Tensor, Tensor]]
@@ -169,19 +169,6 @@ def _with_scores_first(expert_mlp: ExpertMLP) -> Callable[..., Tensor]:
     return op
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    samples = []
-    for name, rows_R, slots_SK, offsets_e, num_experts in sample_plans(device):
-        x_SD = torch.randn(slots_SK.shape[0], 64, device=device, dtype=dtype)
-        scores_SK = torch.rand(slots_SK.shape, device=device)
-        gate_up = torch.randn(num_experts, 2, 40, 64, device=device, dtype=dtype) / 8
-        down = torch.randn(num_experts, 64, 40, device=device, dtype=dtype) / 6
-        samples.append(Sample(name, (x_SD, scores_SK, gate_up, down, rows_R, slots_SK, offsets_e), 4))
-    x_SD, scores_SK, gate_up, down, *plan = samples[0].args
-    strided = [torch.stack([x, x], dim=-1)[..., 0] for x in (x_SD, scores_SK, gate_up, down)]
-    return [*samples, Sample("strided", (*strided, *plan), 4)]
-
-
 def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
     num_rows, num_experts, width, hidden = (shape[name] for name in ("rows", "experts", "width", "hidden"))
     plan = full_size_plan(num_rows, num_experts, shape["choices"], device, shape["slots"])
@@ -192,17 +179,7 @@ def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
     return Sample("", (x_SD, scores_SK, gate_up, down, *plan), 4)
 
 
-register(
-    Kernel(
-        "fused_expert_mlp",
-        _with_scores_first(fused_expert_mlp),
-        _with_scores_first(composite(grouped_mm_reference)),
-        _samples,
-        needs_triton=True,
-        tunable=Tunable(
-            "experts",
-            {"grouped_mm": _with_scores_first(composite(grouped_mm)), "fused": _with_scores_first(fused_expert_mlp)},
-            _draw,
-        ),
-    )
-)
+_OPS = {"grouped_mm": _with_scores_first(composite(grouped_mm)), "fused": _with_scores_first(fused_expert_mlp)}
+_REFERENCE = _with_scores_first(composite(grouped_mm_reference))
+_TUNABLE = Tunable("experts", _OPS, _draw)
+register(Kernel("fused_expert_mlp", _OPS["fused"], _REFERENCE, needs_triton=True, tunable=_TUNABLE))

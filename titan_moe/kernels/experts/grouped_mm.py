@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.experts.weights import ExpertParameter
-from titan_moe.kernels.permute.rows import sample_plans
-from titan_moe.kernels.registry import Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, register
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 """x_RI, own weights [e, O, I], clones [c, O, I] or None, offsets_e (of all experts) -> [R, O]."""
@@ -111,29 +110,5 @@ def _count_dw(grad_shape: tuple[int, int], x_shape: tuple[int, int], *_: Any, **
     return 2 * grad_shape[0] * grad_shape[1] * x_shape[1]
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    samples = []
-    for name, rows, _, offsets_e, num_experts in sample_plans(device):
-        x_RI = torch.randn(rows.numel(), 16, device=device, dtype=dtype)
-        x_RI[int(offsets_e[-1]) :] = float("nan")
-        weight_eOI = torch.randn(num_experts, 24, 16, device=device, dtype=dtype)
-        samples.append(Sample(name, (x_RI, weight_eOI, None, offsets_e), 2))
-    return samples
-
-
-def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return output[: int(args[3][-1])]
-
-
-register(Kernel("grouped_mm", grouped_mm, grouped_mm_reference, _samples, valid=_written, valid_grad=_written))
-register(
-    Kernel(
-        "grouped_mm_loop",
-        grouped_mm_loop,
-        grouped_mm_reference,
-        _samples,
-        valid=_written,
-        valid_grad=_written,
-        dtypes=(torch.float32, torch.float64, torch.bfloat16),
-    )
-)
+register(Kernel("grouped_mm", grouped_mm, grouped_mm_reference))
+register(Kernel("grouped_mm_loop", grouped_mm_loop, grouped_mm_reference))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.experts.swiglu_backward import unrouted_swiglu_backward
-from titan_moe.kernels.registry import Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, register
 
 SwiGLUDown = Callable[[Tensor, Tensor], Tensor]
 """Pre-activations [..., 2F] and weight [D, F] -> [..., D]."""
@@ -54,12 +54,4 @@ def fused_swiglu_down(hidden_2F: Tensor, weight_DF: Tensor) -> Tensor:
     return y_TD.unflatten(0, hidden_2F.shape[:-1])
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def sample(name: str, *sizes: int) -> Sample:
-        hidden = torch.randn(*sizes, 80, device=device, dtype=dtype)
-        return Sample(name, (hidden, torch.randn(24, 40, device=device, dtype=dtype) / 6), 2)
-
-    return [sample("sequences", 3, 11), sample("rows", 33), sample("none", 0)]
-
-
-register(Kernel("swiglu_down", fused_swiglu_down, swiglu_down_reference, _samples, needs_triton=True))
+register(Kernel("swiglu_down", fused_swiglu_down, swiglu_down_reference, needs_triton=True))

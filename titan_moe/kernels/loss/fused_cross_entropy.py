@@ -27,7 +27,6 @@ from titan_moe.kernels.loss.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
     loss_and_dlogits,
-    sample_labels,
 )
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
@@ -156,26 +155,6 @@ def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk
     return _fused_cross_entropy_loss(x_TD, weight_VD, labels_T, chunk_tokens)
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def draw(num_words: int, num_tokens: int, steepness: float = 1.0) -> tuple[Tensor, Tensor]:
-        x_TD = torch.randn(num_tokens, 16, device=device, dtype=dtype) * steepness
-        return x_TD, torch.randn(num_words, 16, device=device, dtype=dtype)
-
-    def labels(num_words: int, num_tokens: int) -> Tensor:
-        return torch.randint(num_words, (num_tokens,), device=device)
-
-    samples = [Sample(name, (*draw(50, 37), *rest), 2) for name, *rest in sample_labels(50, 37, device)]
-    strided = [torch.stack([x, x], dim=-1)[..., 0] for x in (*draw(50, 37), labels(50, 37))]
-    return [
-        *samples,
-        Sample("all_at_once", (*draw(50, 37), labels(50, 37), 0), 2),
-        Sample("no_tokens", (*draw(50, 0), labels(50, 0), 16), 2),
-        Sample("many_words", (*draw(2 * 16_384 + 5, 3), labels(2 * 16_384 + 5, 3), 2), 2),
-        Sample("steep", (*draw(50, 37, steepness=12.0), labels(50, 37), 16), 2),
-        Sample("strided", (*strided, 16), 2),
-    ]
-
-
 def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
     num_tokens, width, num_words = (shape[name] for name in ("tokens", "width", "vocabulary"))
     x_TD = torch.randn(num_tokens, width, device=device, dtype=torch.bfloat16)
@@ -190,13 +169,9 @@ def _compiled(cross_entropy: Callable[..., Tensor], shape: Mapping[str, Any]) ->
     return partial(linear_cross_entropy, softmax=torch.compile(loss_and_dlogits, fullgraph=True))
 
 
+_TUNABLE = Tunable("head", {"torch": linear_cross_entropy, "triton": fused_cross_entropy}, _draw, _compiled)
 register(
     Kernel(
-        "fused_cross_entropy",
-        fused_cross_entropy,
-        linear_cross_entropy_reference,
-        _samples,
-        needs_triton=True,
-        tunable=Tunable("head", {"torch": linear_cross_entropy, "triton": fused_cross_entropy}, _draw, _compiled),
+        "fused_cross_entropy", fused_cross_entropy, linear_cross_entropy_reference, needs_triton=True, tunable=_TUNABLE
     )
 )

@@ -77,20 +77,6 @@ def accumulate(total: Tensor, addend: Tensor, is_first: bool = False) -> Tensor:
     return total
 
 
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def sample(name: str, *shape: int, is_first: bool = False) -> Sample:
-        total = torch.full(shape, torch.nan, device=device) if is_first else torch.randn(shape, device=device)
-        return Sample(name, (total, torch.randn(shape, device=device, dtype=dtype), is_first), 0)
-
-    shapes = {"odd": (3, 5, 7), "empty": (0, 4), "scalar": (), "blocks": (2, BLOCK), "one_more": (BLOCK + 1,)}
-    samples = [sample(name, *shape) for name, shape in shapes.items()]
-    samples += [sample(f"{name}_first", *shape, is_first=True) for name, shape in shapes.items()]
-    for is_first in (False, True):
-        total, addend, _ = sample("strided", 33, 5, is_first=is_first).args
-        samples.append(Sample(f"strided_{is_first}", (total, addend.reshape(5, 33).T, is_first), 0))
-    return samples
-
-
 def _two_microbatches(add: Accumulate) -> Callable[[Tensor, Tensor], Tensor]:
     """A step of two microbatches: overwrite, then add."""
 
@@ -111,17 +97,5 @@ def _eager(op: Callable[..., Any], shape: Mapping[str, Any]) -> Callable[..., An
     return op
 
 
-register(
-    Kernel(
-        "accumulate",
-        accumulate,
-        accumulate_reference,
-        _samples,
-        tunable=Tunable(
-            "gradients",
-            {"torch": _two_microbatches(accumulate_reference), "triton": _two_microbatches(accumulate)},
-            _draw,
-            _eager,
-        ),
-    )
-)
+_OPS = {"torch": _two_microbatches(accumulate_reference), "triton": _two_microbatches(accumulate)}
+register(Kernel("accumulate", accumulate, accumulate_reference, tunable=Tunable("gradients", _OPS, _draw, _eager)))

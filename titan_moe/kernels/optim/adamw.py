@@ -35,7 +35,7 @@ from titan_moe.kernels.optim.stochastic_rounding import (
     round_to_bf16,
     round_to_bf16_reference,
 )
-from titan_moe.kernels.registry import Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, register
 
 MOMENTS_STREAM, PARAM_STREAM = 0, 1
 
@@ -202,29 +202,4 @@ def _updated(update: Callable[[Shard, Rule], None]) -> Callable[[Shard, Rule], T
     return op
 
 
-def draw_arguments(device: torch.device, shape: tuple[int, ...], dtypes: list[torch.dtype]) -> tuple[Shard, Rule]:
-    """A random shard whose parameter, gradient and moments have these dtypes, as in the middle of a run."""
-    tensors = [torch.randn(shape, device=device, dtype=dtype) for dtype in dtypes]
-    tensors[3].abs_()
-    lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
-    return Shard(step, 2**40 + 1, *tensors), Rule(lr, found_inf, grad_factor, 0.9, 0.999, 1e-8, 0.1)
-
-
-def _samples(moments: torch.dtype | None = None) -> Callable[[torch.device, torch.dtype], list[Sample]]:
-    def draw(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-        dtypes = [dtype, dtype, moments or dtype, moments or dtype]
-        shapes = {"odd": (3, 5, 7), "one": (1,), "empty": (0, 4), "blocks": (4 * QUARTER + 3,)}
-        samples = {name: draw_arguments(device, shape, dtypes) for name, shape in shapes.items()}
-        shard, rule = samples["skipped"] = draw_arguments(device, (33,), dtypes)
-        shard.grad.fill_(torch.nan)
-        rule.found_inf.fill_(1.0)
-        shard, rule = draw_arguments(device, (33, 5), dtypes)
-        samples["strided"] = Shard(shard.step, shard.seed, *(tensor.T for tensor in shard[2:])), rule
-        return [Sample(name, args, 0) for name, args in samples.items()]
-
-    return draw
-
-
-_one_shard = _updated(lambda shard, rule: adamw([shard], rule)), _updated(adamw_reference)
-register(Kernel("adamw", *_one_shard, _samples()))
-register(Kernel("adamw_bf16_moments", *_one_shard, _samples(torch.bfloat16), dtypes=(torch.float32,)))
+register(Kernel("adamw", _updated(lambda shard, rule: adamw([shard], rule)), _updated(adamw_reference)))

@@ -212,43 +212,6 @@ def _compiled(permute: Callable[..., Permutation], shape: Mapping[str, Any]) -> 
     return permute if shape["graph"] == "eager" else as_one_graph(permute, shape)
 
 
-def _slot_scores(permute: Permute) -> Callable[..., Tensor]:
-    """The same, and the differentiable output alone."""
-    return lambda *args: _scores_first(permute)(*args).scores_R
-
-
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def drawn(name: str, num_rows: int, num_experts: int, num_slots: int, absent: float = 0.0) -> Sample:
-        ids_SK = torch.rand(num_rows, num_experts, device=device).topk(3).indices
-        ids_SK = torch.where(torch.rand(num_rows, 3, device=device) < absent, -1, ids_SK)
-        return Sample(name, (torch.rand(num_rows, 3, device=device), ids_SK, num_experts, num_slots), 1)
-
-    plain = drawn("random", 17, 5, 51)
-    scores_SK, ids_SK, *sizes = plain.args
-    strided = [torch.stack([x, x], dim=-1)[..., 0] for x in (scores_SK, ids_SK)]
-    return [
-        plain,
-        drawn("two blocks", 180, 20, 540),
-        drawn("more slots than assignments", 17, 5, 60, 0.4),
-        drawn("fewer slots than assignments", 17, 5, 20, 0.2),
-        drawn("no rows", 0, 5, 0),
-        Sample("strided", (*strided, *sizes), 1),
-    ]
-
-
-register(
-    Kernel(
-        "counting_sort",
-        _slot_scores(counting_sort),
-        _slot_scores(sort_by_expert),
-        _samples,
-        dtypes=(torch.float32,),
-        needs_triton=True,
-        tunable=Tunable(
-            "permute",
-            {"torch": _scores_first(sort_by_expert), "triton": _scores_first(counting_sort)},
-            _draw,
-            _compiled,
-        ),
-    )
-)
+_OPS = {"torch": _scores_first(sort_by_expert), "triton": _scores_first(counting_sort)}
+_TUNABLE = Tunable("permute", _OPS, _draw, _compiled)
+register(Kernel("counting_sort", _OPS["triton"], _OPS["torch"], needs_triton=True, tunable=_TUNABLE))

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_moe.kernels.registry import Kernel, Sample, register
+from titan_moe.kernels.registry import Kernel, register
 
 
 def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -138,27 +138,6 @@ def _assignment_matrix(num_slots: int, slots_SK: Tensor, dtype: torch.dtype) -> 
     return matrix_RS
 
 
-def sample_plans(device: torch.device) -> list[tuple[str, Tensor, Tensor, Tensor, int]]:
-    """Test cases of all expert kernels: random, skewed, an empty expert, missing assignments, no rows."""
-    num_experts, top_k = 5, 3
-    plans = []
-    for name, num_rows in (("random", 17), ("skewed", 17), ("empty_expert", 17), ("padded", 17), ("no_rows", 0)):
-        scores_SE = torch.rand(num_rows, num_experts, device=device)
-        if name == "skewed":
-            scores_SE[:, 1] += 1
-        if name == "empty_expert":
-            scores_SE[:, 2] -= 1
-        ids_SK = scores_SE.topk(top_k).indices
-        if name == "padded":
-            ids_SK = torch.where(torch.rand_like(scores_SE[:, :top_k]) < 0.4, -1, ids_SK)
-        plans.append((name, *plan_slots(ids_SK, num_experts, ids_SK.numel())[:3], num_experts))
-    return plans
-
-
-def _written(output: Tensor, args: tuple[Any, ...]) -> Tensor:
-    return output[: int((args[2] >= 0).sum())]
-
-
 def full_size_assignments(num_rows: int, num_experts: int, top_k: int, device: torch.device, num_slots: int) -> Tensor:
     """Random routing, to be timed: local experts [S, K], -1 for none.
 
@@ -179,35 +158,6 @@ def full_size_plan(
     return plan_slots(ids_SK, num_experts, min(num_slots, num_rows * min(top_k, num_experts)))[:3]
 
 
-def _row_samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    return [
-        Sample(name, (torch.randn(slots.shape[0], 16, device=device, dtype=dtype), rows, slots), 1)
-        for name, rows, slots, _, _ in sample_plans(device)
-    ]
-
-
-def _slot_samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    return [
-        Sample(name, (torch.randn(rows.numel(), 16, device=device, dtype=dtype), rows, slots), 1)
-        for name, rows, slots, _, _ in sample_plans(device)
-    ]
-
-
-def _score_samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    return [
-        Sample(name, (torch.rand(slots.shape, device=device, dtype=dtype), slots, rows.numel()), 1)
-        for name, rows, slots, _, _ in sample_plans(device)
-    ]
-
-
-register(
-    Kernel(
-        "gather_rows",
-        gather_rows,
-        _gather_rows_reference,
-        _row_samples,
-        valid=_written,
-    )
-)
-register(Kernel("sum_slots", sum_slots, _sum_slots_reference, _slot_samples, valid_grad=_written))
-register(Kernel("place_scores", place_scores, _place_scores_reference, _score_samples, dtypes=(torch.float32,)))
+register(Kernel("gather_rows", gather_rows, _gather_rows_reference))
+register(Kernel("sum_slots", sum_slots, _sum_slots_reference))
+register(Kernel("place_scores", place_scores, _place_scores_reference))

@@ -14,7 +14,6 @@ freed; a view would keep it alive.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,55 +92,19 @@ def norm_and_rotate(
     )
 
 
-def _tables(num_tokens: int, num_pairs: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE angles, scaled by 1.2 as YaRN scales them."""
-    frequencies_R = 100.0 ** (-torch.arange(num_pairs, device=device) / num_pairs)
-    angles_NR = torch.arange(num_tokens, device=device)[:, None] * frequencies_R
-    return 1.2 * angles_NR.cos(), 1.2 * angles_NR.sin()
-
-
-def _sample(
-    name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, *,
-    norms: bool = True, is_interleaved: bool = False,
-) -> Sample:  # fmt: skip
-    batch, length, num_heads, num_kv_heads, head_dim = shape
-    qkv_BNX = torch.randn(batch, length, (num_heads + 2 * num_kv_heads) * head_dim, device=device, dtype=dtype)
-    weights = [1 + torch.randn(head_dim, device=device, dtype=dtype) / 8 if norms else None for _ in range(2)]
-    tables = _tables(length, head_dim // 2, device)
-    return Sample(name, (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
-
-
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    sample = partial(_sample, device=device, dtype=dtype)
-    qkv_BNX, q_weight_D, k_weight_D, *rest = sample("", (2, 5, 4, 2, 10)).args
-    among_others = torch.cat([qkv_BNX, qkv_BNX], dim=-1)[..., : qkv_BNX.shape[-1]]
-    weights = torch.stack([q_weight_D, k_weight_D], dim=1).unbind(1)
-    return [
-        sample("odd_number_of_pairs", (2, 5, 4, 2, 10)),
-        Sample("strided", (among_others, *weights, *rest), 3),
-        sample("neighbours", (2, 7, 3, 3, 96), is_interleaved=True),
-        sample("one_head_for_all", (1, 11, 3, 1, 96)),
-        sample("many_tiles", (2, 33, 4, 2, 128)),
-        sample("one_token", (1, 1, 4, 2, 64)),
-        sample("no_sequence", (0, 5, 4, 2, 8), norms=False),
-        sample("no_norm", (2, 5, 4, 2, 12), norms=False, is_interleaved=True),
-    ]
-
-
 def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
-    length = shape["tokens"] // shape["sequences"]
-    sizes = (shape["sequences"], length, shape["query_heads"], shape["key_heads"], shape["head_width"])
-    norms, is_interleaved = shape["norm"] == "qk norm", shape["pairs"] == "neighbours"
-    return _sample("", sizes, device, torch.bfloat16, norms=norms, is_interleaved=is_interleaved)
-
-
-register(
-    Kernel(
-        "norm_and_rotate",
-        norm_and_rotate,
-        norm_and_rotate_reference,
-        _samples,
-        needs_triton=True,
-        tunable=Tunable("rotary", {"torch": norm_and_rotate_reference, "triton": norm_and_rotate}, _draw),
+    num_sequences, num_heads, num_kv_heads, head_dim = (
+        shape[name] for name in ("sequences", "query_heads", "key_heads", "head_width")
     )
-)
+    width, length = (num_heads + 2 * num_kv_heads) * head_dim, shape["tokens"] // num_sequences
+    qkv_BNX = torch.randn(num_sequences, length, width, device=device, dtype=torch.bfloat16)
+    norms, is_interleaved = shape["norm"] == "qk norm", shape["pairs"] == "neighbours"
+    weights = [1 + torch.randn(head_dim, device=device, dtype=torch.bfloat16) / 8 if norms else None for _ in range(2)]
+    frequencies_R = 100.0 ** (-torch.arange(head_dim // 2, device=device) / (head_dim // 2))
+    angles_NR = torch.arange(length, device=device)[:, None] * frequencies_R
+    tables = (1.2 * angles_NR.cos(), 1.2 * angles_NR.sin())
+    return Sample("", (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
+
+
+_TUNABLE = Tunable("rotary", {"torch": norm_and_rotate_reference, "triton": norm_and_rotate}, _draw)
+register(Kernel("norm_and_rotate", norm_and_rotate, norm_and_rotate_reference, needs_triton=True, tunable=_TUNABLE))

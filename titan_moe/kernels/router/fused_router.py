@@ -105,42 +105,6 @@ def route_tokens(
     return Routing(*_route_tokens(logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule))
 
 
-def _flat(route: RouteTokens) -> Callable[..., Tensor]:
-    """The router with all outputs in one flat tensor, a token's weights in expert order."""
-
-    def op(*args: Any) -> Tensor:
-        scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = route(*args)
-        weights_BNE = scores_BNK.new_zeros(*ids_BNK.shape[:2], counts_BE.shape[1]).scatter(-1, ids_BNK, scores_BNK)
-        return torch.cat([out.flatten().to(scores_BNK.dtype) for out in (weights_BNE, counts_BE, shares_BE, z_sum)])
-
-    return op
-
-
-def _samples(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def sample(name: str, shape: tuple[int, int, int], rule: RoutingRule, is_forced: bool = False) -> Sample:
-        logits_BNE = torch.randn(shape, device=device)
-        bias_E = torch.randn(shape[2], device=device) / 10 if rule.score_fn == "sigmoid" else logits_BNE.new_zeros(())
-        forced_ids_BNK = torch.rand_like(logits_BNE).topk(rule.top_k).indices if is_forced else None
-        return Sample(name, (logits_BNE, bias_E.expand(shape[2]), rule, forced_ids_BNK), 1)
-
-    softmax, sigmoid = RoutingRule("softmax", 2), RoutingRule("sigmoid", 3, route_scale=2.5)
-    in_groups = sigmoid._replace(num_groups=4, top_k_groups=2)
-    samples = [
-        sample("softmax", (2, 19, 5), softmax),
-        sample("qwen3", (1, 21, 128), softmax._replace(top_k=8)),
-        sample("sigmoid_not_normalised", (2, 7, 12), sigmoid._replace(normalize_topk=False)),
-        sample("groups_by_two", (2, 19, 12), in_groups),
-        sample("groups_by_max", (2, 19, 12), in_groups._replace(group_score="max")),
-        sample("deepseek_v3", (1, 6, 256), in_groups._replace(top_k=8, num_groups=8, top_k_groups=4)),
-        sample("every_expert", (2, 3, 4), softmax._replace(top_k=4)),
-        sample("forced", (2, 19, 5), softmax, is_forced=True),
-        sample("one_token", (1, 1, 5), softmax),
-        sample("no_token", (2, 0, 5), softmax),
-    ]
-    logits_BNE, *rest = samples[0].args
-    return [*samples, Sample("strided", (logits_BNE.transpose(0, 1).contiguous().transpose(0, 1), *rest), 1)]
-
-
 def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tuple[Tensor, ...]]:
     """Router logits and routing as a layer runs them: balancing sums without a loss are detached."""
 
@@ -175,21 +139,9 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
     return Sample("", (x_BND, weight_ED, torch.zeros(num_experts, device=device), rule, *losses), 2)
 
 
-register(
-    Kernel(
-        "route_tokens",
-        _flat(route_tokens),
-        _flat(route_tokens_reference),
-        _samples,
-        dtypes=(torch.float32,),
-        needs_triton=True,
-        tunable=Tunable(
-            "router",
-            {
-                "torch": _with_logits(router_logits_reference, route_tokens_reference),
-                "triton": _with_logits(router_logits, route_tokens),
-            },
-            _draw,
-        ),
-    )
-)
+_OPS = {
+    "torch": _with_logits(router_logits_reference, route_tokens_reference),
+    "triton": _with_logits(router_logits, route_tokens),
+}
+_TUNABLE = Tunable("router", _OPS, _draw)
+register(Kernel("route_tokens", route_tokens, route_tokens_reference, needs_triton=True, tunable=_TUNABLE))

@@ -1,0 +1,320 @@
+"""Test inputs of every registered operation: odd sizes, none at all, strided, and the edges of its arguments.
+
+Letters as in the operation's file.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
+from titan_moe.kernels.optim.accumulate import BLOCK
+from titan_moe.kernels.optim.adamw import Rule, Shard
+from titan_moe.kernels.optim.stochastic_rounding import QUARTER
+from titan_moe.kernels.permute.rows import plan_slots
+from titan_moe.kernels.registry import Output, Sample
+from titan_moe.kernels.router.routing import Routing, RoutingRule
+
+FP32, BF16 = (torch.float32,), (torch.bfloat16,)
+Select = Callable[[Tensor, tuple[Any, ...]], Tensor]
+"""A tensor and the arguments of its operation -> the part of the tensor that the operation defines."""
+
+
+def as_tuple(output: Output) -> tuple[Tensor, ...]:
+    """An operation's outputs as a tuple."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+class Samples(NamedTuple):
+    """How an operation's test inputs are drawn, and what of its results must agree with the reference."""
+
+    draw: Callable[[torch.device, torch.dtype], list[Sample]]
+    dtypes: tuple[torch.dtype, ...] = FP32 + BF16
+    valid: Select | None = None
+    """Defined part of the output: slots past the last one are never written. None selects all; an operation with
+    several outputs must define all of them."""
+    valid_grad: Select | None = None
+    """The same of the first input's gradient."""
+    outputs: Callable[[Any], tuple[Tensor, ...]] = as_tuple
+    """What of the outputs is compared, in a form in which equal results are equal."""
+
+
+def strided(*tensors: Tensor) -> list[Tensor]:
+    """The same values, with a gap behind each in memory."""
+    return [torch.stack([x, x], dim=-1)[..., 0] for x in tensors]
+
+
+def sample_plans(device: torch.device) -> list[tuple[str, Tensor, Tensor, Tensor, int]]:
+    """Name, rows_R, slots_SK, offsets_e and e: random, skewed, an empty expert, missing assignments, no rows."""
+    num_experts, top_k = 5, 3
+    plans = []
+    for name, num_rows in (("random", 17), ("skewed", 17), ("empty_expert", 17), ("padded", 17), ("no_rows", 0)):
+        scores_SE = torch.rand(num_rows, num_experts, device=device)
+        if name == "skewed":
+            scores_SE[:, 1] += 1
+        if name == "empty_expert":
+            scores_SE[:, 2] -= 1
+        ids_SK = scores_SE.topk(top_k).indices
+        if name == "padded":
+            ids_SK = torch.where(torch.rand_like(scores_SE[:, :top_k]) < 0.4, -1, ids_SK)
+        plans.append((name, *plan_slots(ids_SK, num_experts, ids_SK.numel())[:3], num_experts))
+    return plans
+
+
+def assigned_slots(x_R: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return x_R[: int((args[2] >= 0).sum())]
+
+
+def slots_of_experts(x_R: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return x_R[: int(args[3][-1])]
+
+
+def rows(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    return [
+        Sample(name, (torch.randn(slots.shape[0], 16, device=device, dtype=dtype), rows, slots), 1)
+        for name, rows, slots, _, _ in sample_plans(device)
+    ]
+
+
+def slots(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    return [
+        Sample(name, (torch.randn(rows.numel(), 16, device=device, dtype=dtype), rows, slots), 1)
+        for name, rows, slots, _, _ in sample_plans(device)
+    ]
+
+
+def scores(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    return [
+        Sample(name, (torch.rand(slots.shape, device=device, dtype=dtype), slots, rows.numel()), 1)
+        for name, rows, slots, _, _ in sample_plans(device)
+    ]
+
+
+def assignments(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def drawn(name: str, num_rows: int, num_experts: int, num_slots: int, absent: float = 0.0) -> Sample:
+        ids_SK = torch.rand(num_rows, num_experts, device=device).topk(3).indices
+        ids_SK = torch.where(torch.rand(num_rows, 3, device=device) < absent, -1, ids_SK)
+        return Sample(name, (torch.rand(num_rows, 3, device=device), ids_SK, num_experts, num_slots), 1)
+
+    plain = drawn("random", 17, 5, 51)
+    scores_SK, ids_SK, *sizes = plain.args
+    return [
+        plain,
+        drawn("two blocks", 180, 20, 540),
+        drawn("more slots than assignments", 17, 5, 60, 0.4),
+        drawn("fewer slots than assignments", 17, 5, 20, 0.2),
+        drawn("no rows", 0, 5, 0),
+        Sample("strided", (*strided(scores_SK, ids_SK), *sizes), 1),
+    ]
+
+
+def expert_mlp(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    samples = []
+    for name, rows_R, slots_SK, offsets_e, num_experts in sample_plans(device):
+        x_SD = torch.randn(slots_SK.shape[0], 64, device=device, dtype=dtype)
+        scores_SK = torch.rand(slots_SK.shape, device=device)
+        gate_up = torch.randn(num_experts, 2, 40, 64, device=device, dtype=dtype) / 8
+        down = torch.randn(num_experts, 64, 40, device=device, dtype=dtype) / 6
+        samples.append(Sample(name, (x_SD, scores_SK, gate_up, down, rows_R, slots_SK, offsets_e), 4))
+    first = samples[0].args
+    return [*samples, Sample("strided", (*strided(*first[:4]), *first[4:]), 4)]
+
+
+def grouped_mm(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    samples = []
+    for name, rows, _, offsets_e, num_experts in sample_plans(device):
+        x_RI = torch.randn(rows.numel(), 16, device=device, dtype=dtype)
+        x_RI[int(offsets_e[-1]) :] = float("nan")
+        weight_eOI = torch.randn(num_experts, 24, 16, device=device, dtype=dtype)
+        samples.append(Sample(name, (x_RI, weight_eOI, None, offsets_e), 2))
+    return samples
+
+
+def biases(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    samples = []
+    for name, rows_R, _, offsets_e, num_experts in sample_plans(device):
+        y_RO = torch.randn(rows_R.numel(), 24, device=device, dtype=dtype)
+        y_RO[int(offsets_e[-1]) :] = float("nan")
+        bias_eO = torch.randn(num_experts, 24, device=device, dtype=dtype)
+        samples.append(Sample(name, (y_RO, bias_eO, torch.rand(rows_R.numel(), device=device), offsets_e), 3))
+    return samples
+
+
+def swiglu(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    return [Sample("random", (torch.randn(33, 32, device=device, dtype=dtype), torch.rand(33, device=device)), 2)]
+
+
+def swiglu_down(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def sample(name: str, *sizes: int) -> Sample:
+        hidden = torch.randn(*sizes, 80, device=device, dtype=dtype)
+        return Sample(name, (hidden, torch.randn(24, 40, device=device, dtype=dtype) / 6), 2)
+
+    return [sample("sequences", 3, 11), sample("rows", 33), sample("none", 0)]
+
+
+def logits(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    draw = partial(torch.randn, device=device, dtype=dtype)
+    return [
+        Sample("sequences", (draw(2, 19, 16), draw(8, 16)), 2),
+        Sample("no_rows", (draw(0, 16), draw(8, 16)), 2),
+        Sample("strided", (*strided(draw(7, 16)), draw(8, 16)), 2),
+    ]
+
+
+def routing(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def sample(name: str, shape: tuple[int, int, int], rule: RoutingRule, is_forced: bool = False) -> Sample:
+        logits_BNE = torch.randn(shape, device=device)
+        bias_E = torch.randn(shape[2], device=device) / 10 if rule.score_fn == "sigmoid" else logits_BNE.new_zeros(())
+        forced_ids_BNK = torch.rand_like(logits_BNE).topk(rule.top_k).indices if is_forced else None
+        return Sample(name, (logits_BNE, bias_E.expand(shape[2]), rule, forced_ids_BNK), 1)
+
+    softmax, sigmoid = RoutingRule("softmax", 2), RoutingRule("sigmoid", 3, route_scale=2.5)
+    in_groups = sigmoid._replace(num_groups=4, top_k_groups=2)
+    samples = [
+        sample("softmax", (2, 19, 5), softmax),
+        sample("qwen3", (1, 21, 128), softmax._replace(top_k=8)),
+        sample("sigmoid_not_normalised", (2, 7, 12), sigmoid._replace(normalize_topk=False)),
+        sample("groups_by_two", (2, 19, 12), in_groups),
+        sample("groups_by_max", (2, 19, 12), in_groups._replace(group_score="max")),
+        sample("deepseek_v3", (1, 6, 256), in_groups._replace(top_k=8, num_groups=8, top_k_groups=4)),
+        sample("every_expert", (2, 3, 4), softmax._replace(top_k=4)),
+        sample("forced", (2, 19, 5), softmax, is_forced=True),
+        sample("one_token", (1, 1, 5), softmax),
+        sample("no_token", (2, 0, 5), softmax),
+    ]
+    logits_BNE, *rest = samples[0].args
+    return [*samples, Sample("strided", (logits_BNE.transpose(0, 1).contiguous().transpose(0, 1), *rest), 1)]
+
+
+def heads(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Queries, keys and values; the tables are scaled by 1.2, as YaRN scales them."""
+
+    def sample(name: str, *shape: int, norms: bool = True, is_interleaved: bool = False) -> Sample:
+        batch, length, num_heads, num_kv_heads, head_dim = shape
+        qkv_BNX = torch.randn(batch, length, (num_heads + 2 * num_kv_heads) * head_dim, device=device, dtype=dtype)
+        weights = [1 + torch.randn(head_dim, device=device, dtype=dtype) / 8 if norms else None for _ in range(2)]
+        num_pairs = head_dim // 2
+        frequencies_R = 100.0 ** (-torch.arange(num_pairs, device=device) / num_pairs)
+        angles_NR = torch.arange(length, device=device)[:, None] * frequencies_R
+        tables = (1.2 * angles_NR.cos(), 1.2 * angles_NR.sin())
+        return Sample(name, (qkv_BNX, *weights, *tables, num_kv_heads, 1e-6, is_interleaved), 3 if norms else 1)
+
+    qkv_BNX, q_weight_D, k_weight_D, *rest = sample("", 2, 5, 4, 2, 10).args
+    among_others = torch.cat([qkv_BNX, qkv_BNX], dim=-1)[..., : qkv_BNX.shape[-1]]
+    weights = torch.stack([q_weight_D, k_weight_D], dim=1).unbind(1)
+    return [
+        sample("odd_number_of_pairs", 2, 5, 4, 2, 10),
+        Sample("strided", (among_others, *weights, *rest), 3),
+        sample("neighbours", 2, 7, 3, 3, 96, is_interleaved=True),
+        sample("one_head_for_all", 1, 11, 3, 1, 96),
+        sample("many_tiles", 2, 33, 4, 2, 128),
+        sample("one_token", 1, 1, 4, 2, 64),
+        sample("no_sequence", 0, 5, 4, 2, 8, norms=False),
+        sample("no_norm", 2, 5, 4, 2, 12, norms=False, is_interleaved=True),
+    ]
+
+
+def sample_labels(num_words: int, num_tokens: int, device: torch.device) -> list[tuple[str, Tensor, int]]:
+    """Name, labels and chunk_tokens: some or all labels ignored, a short last chunk, one chunk for all."""
+    labels_T = torch.randint(num_words, (num_tokens,), device=device)
+    some_T = labels_T.masked_fill(torch.rand(num_tokens, device=device) < 0.3, IGNORE_LABEL)
+    return [
+        ("all", labels_T, 16),
+        ("some_ignored", some_T, 16),
+        ("all_ignored", torch.full_like(labels_T, IGNORE_LABEL), 16),
+        ("one_chunk", some_T, 64),
+    ]
+
+
+def labels(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    x_TD = torch.randn(37, 16, device=device, dtype=dtype)
+    weight_VD = torch.randn(50, 16, device=device, dtype=dtype)
+    return [Sample(name, (x_TD, weight_VD, labels, chunk), 2) for name, labels, chunk in sample_labels(50, 37, device)]
+
+
+def labels_of_fused_loss(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def draw(num_words: int, num_tokens: int, steepness: float = 1.0) -> tuple[Tensor, Tensor]:
+        x_TD = torch.randn(num_tokens, 16, device=device, dtype=dtype) * steepness
+        return x_TD, torch.randn(num_words, 16, device=device, dtype=dtype)
+
+    def labels(num_words: int, num_tokens: int) -> Tensor:
+        return torch.randint(num_words, (num_tokens,), device=device)
+
+    return [
+        *(Sample(name, (*draw(50, 37), *rest), 2) for name, *rest in sample_labels(50, 37, device)),
+        Sample("all_at_once", (*draw(50, 37), labels(50, 37), 0), 2),
+        Sample("no_tokens", (*draw(50, 0), labels(50, 0), 16), 2),
+        Sample("many_words", (*draw(2 * 16_384 + 5, 3), labels(2 * 16_384 + 5, 3), 2), 2),
+        Sample("steep", (*draw(50, 37, steepness=12.0), labels(50, 37), 16), 2),
+        Sample("strided", (*strided(*draw(50, 37), labels(50, 37)), 16), 2),
+    ]
+
+
+def totals(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def sample(name: str, *shape: int, is_first: bool = False) -> Sample:
+        total = torch.full(shape, torch.nan, device=device) if is_first else torch.randn(shape, device=device)
+        return Sample(name, (total, torch.randn(shape, device=device, dtype=dtype), is_first), 0)
+
+    shapes = {"odd": (3, 5, 7), "empty": (0, 4), "scalar": (), "blocks": (2, BLOCK), "one_more": (BLOCK + 1,)}
+    samples = [sample(name, *shape) for name, shape in shapes.items()]
+    samples += [sample(f"{name}_first", *shape, is_first=True) for name, shape in shapes.items()]
+    for is_first in (False, True):
+        total, addend, _ = sample("strided", 33, 5, is_first=is_first).args
+        samples.append(Sample(f"strided_{is_first}", (total, addend.reshape(5, 33).T, is_first), 0))
+    return samples
+
+
+def shards(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """With moments of the parameter's dtype, and of bf16."""
+    return [sample for moments in dict.fromkeys((dtype, *BF16)) for sample in shards_of(device, dtype, moments)]
+
+
+def shards_of(device: torch.device, dtype: torch.dtype, moments: torch.dtype) -> list[Sample]:
+    """A parameter, its gradient and moments in the middle of a run, and the scalars of a step."""
+
+    def draw(*shape: int) -> tuple[Shard, Rule]:
+        tensors = [torch.randn(shape, device=device, dtype=kind) for kind in (dtype, dtype, moments, moments)]
+        tensors[3].abs_()
+        lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
+        return Shard(step, 2**40 + 1, *tensors), Rule(lr, found_inf, grad_factor, 0.9, 0.999, 1e-8, 0.1)
+
+    samples = {"odd": draw(3, 5, 7), "one": draw(1), "empty": draw(0, 4), "blocks": draw(4 * QUARTER + 3)}
+    shard, rule = samples["skipped"] = draw(33)
+    shard.grad.fill_(torch.nan)
+    rule.found_inf.fill_(1.0)
+    shard, rule = draw(33, 5)
+    samples["strided"] = Shard(shard.step, shard.seed, *(tensor.T for tensor in shard[2:])), rule
+    return [Sample(f"{name}, moments {moments}", args, 0) for name, args in samples.items()]
+
+
+def flat_routing(routing: Routing) -> tuple[Tensor, ...]:
+    """All outputs of a router in one tensor, a token's weights in expert order."""
+    scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = routing
+    weights_BNE = scores_BNK.new_zeros(*ids_BNK.shape[:2], counts_BE.shape[1]).scatter(-1, ids_BNK, scores_BNK)
+    return (torch.cat([out.flatten().to(scores_BNK.dtype) for out in (weights_BNE, counts_BE, shares_BE, z_sum)]),)
+
+
+SAMPLES = {
+    "gather_rows": Samples(rows, valid=assigned_slots),
+    "sum_slots": Samples(slots, valid_grad=assigned_slots),
+    "place_scores": Samples(scores, FP32),
+    "counting_sort": Samples(assignments, FP32, outputs=lambda permutation: (permutation.scores_R,)),
+    "fused_expert_mlp": Samples(expert_mlp),
+    "grouped_mm": Samples(grouped_mm, valid=slots_of_experts, valid_grad=slots_of_experts),
+    "grouped_mm_loop": Samples(
+        grouped_mm, (*FP32, torch.float64, *BF16), valid=slots_of_experts, valid_grad=slots_of_experts
+    ),
+    "add_bias": Samples(biases, valid=slots_of_experts, valid_grad=slots_of_experts),
+    "weighted_swiglu": Samples(swiglu),
+    "swiglu_down": Samples(swiglu_down),
+    "router_logits": Samples(logits),
+    "route_tokens": Samples(routing, FP32, outputs=flat_routing),
+    "norm_and_rotate": Samples(heads),
+    "linear_cross_entropy": Samples(labels),
+    "fused_cross_entropy": Samples(labels_of_fused_loss),
+    "accumulate": Samples(totals),
+    "adamw": Samples(shards),
+}
