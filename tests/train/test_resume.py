@@ -1,4 +1,4 @@
-"""However a run ends, it goes on as if it had not: bit for bit on a CPU, and onto another layout within rounding."""
+"""A run resumes after any end: bit for bit on a CPU, on another layout within rounding."""
 
 import logging
 import random
@@ -21,17 +21,17 @@ RUN = (f"--train.steps={STEPS}", "--validation.num_sequences=4", *SAVING)
 
 
 def finish(process: subprocess.Popen[str], exit_code: int = 0) -> str:
-    """Wait for the end; returns what the run said."""
+    """Wait for the end; returns the output."""
     said = process.communicate(timeout=120)[1]
     assert process.returncode == exit_code, said
     return said
 
 
 @pytest.fixture
-def chance() -> random.Random:
-    """Chance that can be had again: its seed stands in what a failed test has printed."""
+def rng() -> random.Random:
+    """Random numbers whose seed a failed test prints."""
     seed = random.randrange(10**6)
-    print(f"chance has the seed {seed}")
+    print(f"rng has the seed {seed}")
     return random.Random(seed)
 
 
@@ -46,7 +46,7 @@ def assert_same_state(state: dict, expected: dict) -> None:
 
 @pytest.fixture(scope="module")
 def straight(make_run):
-    """A run that nothing has interrupted."""
+    """An uninterrupted run."""
     run = make_run(*RUN)
     finish(run.start())
     assert run.column("step") == sorted([*range(1, STEPS + 1), *range(20, STEPS + 1, 20)])
@@ -57,10 +57,10 @@ def straight(make_run):
 
 
 @pytest.mark.parametrize("saves", ["", "--checkpoint.is_async=true"], ids=["sync", "async"])
-def test_resume_after_kills_at_random_steps(tiny, straight, saves: str, chance: random.Random) -> None:
+def test_resume_after_kills_at_random_steps(tiny, straight, saves: str, rng: random.Random) -> None:
     run = tiny(*RUN, *filter(None, [saves]))
-    for step in (chance.randrange(1, 40), chance.randrange(40, 75)):
-        finish(run.start_signalled(step, signal.SIGKILL, chance.uniform(0, 0.03)), -signal.SIGKILL)
+    for step in (rng.randrange(1, 40), rng.randrange(40, 75)):
+        finish(run.start_signalled(step, signal.SIGKILL, rng.uniform(0, 0.03)), -signal.SIGKILL)
     said = finish(run.start())
     assert "continuing after step" in said
     assert run.trace == straight.trace
@@ -69,9 +69,9 @@ def test_resume_after_kills_at_random_steps(tiny, straight, saves: str, chance: 
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_resume_of_a_stopped_run(tiny, straight, number: signal.Signals, exit_code: int, chance: random.Random) -> None:
+def test_resume_of_a_stopped_run(tiny, straight, number: signal.Signals, exit_code: int, rng: random.Random) -> None:
     run = tiny(*RUN, "--checkpoint.every_steps=0")
-    said = finish(run.start_signalled(chance.randrange(1, 60), number, chance.uniform(0, 0.03)), exit_code)
+    said = finish(run.start_signalled(rng.randrange(1, 60), number, rng.uniform(0, 0.03)), exit_code)
     (saved,) = run.saved_steps
     assert run.column("loss")[saved - 1 :] == run.column("loss")[-1:], "the last step is the saved one"
     assert f"stopped by {number.name} after step {saved}; to go on: titan-moe train {run.folder}/recipe.toml" in said
