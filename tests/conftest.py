@@ -27,7 +27,7 @@ SECONDS_AFTER_A_FAILURE = 10
 INTERPRETER_TIMEOUT_SECONDS = 900
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if IS_INTERPRETED:
-    runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))
+    runpy.run_path(str(Path(__file__).parent / "support" / "quick_interpreter.py"))
 
 
 class Ranks:
@@ -73,7 +73,7 @@ class Ranks:
         return [answers.get(pipe, (False, "no answer in time")) for pipe in pipes]
 
     def _grow(self, num_ranks: int) -> None:
-        worker = str(Path(__file__).with_name("rank_worker.py"))
+        worker = str(Path(__file__).parent / "support" / "rank_worker.py")
         for rank in range(len(self.pipes), num_ranks):
             pipe, theirs = self.context.Pipe()
             names = {"PIPE": theirs, "RANK": rank}

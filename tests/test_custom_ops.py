@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from samples import SAMPLES, as_tuple
+from support.kernel_samples import SAMPLES, as_tuple
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,6 +1,5 @@
 """Checkpoints resume a run exactly: on more or fewer ranks, and after a kill in the middle of a save."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support import checkpoint_case
 
 from titan_moe.checkpoint.dcp import CheckpointMismatch
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 
-SCRIPT = Path(__file__).with_name("checkpoint_case.py")
-SPEC = importlib.util.spec_from_file_location("checkpoint_case", SCRIPT)
-checkpoint_case = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(checkpoint_case)
+SCRIPT = Path(checkpoint_case.__file__)
 
 
 def launch(num_ranks: int, folder: Path, *phases: str) -> list[int]:

@@ -4,7 +4,6 @@ On CPU ranks are processes that map each other's files, as in test_symm_mem.py, 
 it is a clock's.
 """
 
-import importlib.util
 import os
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import load
 
 from titan_moe.dispatch import missing_rank
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -22,9 +22,7 @@ from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.kernels.symm_mem import barrier
 from titan_moe.kernels.symm_mem.arrays import symm_arrays
 
-spec = importlib.util.spec_from_file_location("symm_mem", Path(__file__).with_name("test_symm_mem.py"))
-symm_mem = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(symm_mem)
+symm_mem = load("dispatch/test_symm_mem")
 NAMES = [10, 20, 30, 40, 50, 60, 70, 80]
 """Ranks of a group need not be the first of a run."""
 

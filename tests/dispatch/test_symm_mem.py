@@ -5,7 +5,6 @@ the same code on the same memory, concurrently. On GPUs of one node the memory i
 """
 
 import copy
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
+from support import load
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
@@ -26,16 +26,7 @@ from titan_moe.kernels.symm_mem.arrays import signal_bytes, symm_bytes
 from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.layers.experts import GroupedExperts
 
-
-def neighbour(name: str) -> Any:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-equal_local, mapped_files = neighbour("test_equal_local"), neighbour("mapped_files")
+equal_local, mapped_files = load("dispatch/test_equal_local"), load("support/mapped_files")
 NUM_GPUS = torch.cuda.device_count()
 MOST_SPARE = 2
 SIZES = (equal_local.NUM_TOKENS, equal_local.WIDTH, equal_local.TOP_K, torch.float64, torch.float64)

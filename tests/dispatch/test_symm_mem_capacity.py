@@ -1,28 +1,18 @@
 """Symmetric-memory dispatcher with bounded capacity: rows without room are not sent, and the flag is set."""
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from support import load
 from torch import Tensor
 
 from titan_moe.dispatch import capacity as capacity_module
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 
-
-def neighbour(name: str) -> Any:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-equal_local, symm_mem = neighbour("test_equal_local"), neighbour("test_symm_mem")
+equal_local, symm_mem = load("dispatch/test_equal_local"), load("dispatch/test_symm_mem")
 
 
 def is_short_of_rows(dispatcher: SymmMemDispatcher, drawn: list[Tensor]) -> bool:

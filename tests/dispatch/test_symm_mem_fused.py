@@ -4,7 +4,6 @@ On CPU ranks are processes that map each other's files, in Triton's interpreter 
 GPUs it is bf16.
 """
 
-import importlib.util
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import load
 from torch import Tensor
 
 from titan_moe.dispatch import capacity as capacity_module
@@ -28,16 +28,7 @@ from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 
-
-def neighbour(name: str) -> Any:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-equal_local, symm_mem = neighbour("test_equal_local"), neighbour("test_symm_mem")
+equal_local, symm_mem = load("dispatch/test_equal_local"), load("dispatch/test_symm_mem")
 NAMES = ("y", "dx", "dscores", "dgate_up", "ddown")
 
 

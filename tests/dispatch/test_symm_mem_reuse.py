@@ -1,6 +1,5 @@
 """Every exchange reuses the symmetric memory: loops, interleaved microbatches, a slow rank."""
 
-import importlib.util
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,22 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import load
 from torch import Tensor
 
 from titan_moe.dispatch import symm_mem as symm_mem_module
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 
-
-def neighbour(name: str) -> Any:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-equal_local, symm_mem = neighbour("test_equal_local"), neighbour("test_symm_mem")
+equal_local, symm_mem = load("dispatch/test_equal_local"), load("dispatch/test_symm_mem")
 
 
 def stress(folder: str | None, num_dispatches: int) -> int:

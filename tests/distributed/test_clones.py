@@ -1,29 +1,18 @@
 """Training with clones of hot experts trains as one process does."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import pytest
+from support import load
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.dispatch import clone_plan, cloning
 
-
-def load(name: str) -> ModuleType:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-one_loss = load("test_one_loss")
+one_loss = load("distributed/test_one_loss")
 STEPS = 3
 CLONES = ParallelConfig(ep=4, dispatcher="alltoall", expert_clones=1)
 

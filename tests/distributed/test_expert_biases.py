@@ -1,13 +1,11 @@
 """Experts with biases train on every layout as on one process."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support import load
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
@@ -15,16 +13,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.train.build import assemble
 
-
-def load(name: str) -> ModuleType:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-one_loss = load("test_one_loss")
+one_loss = load("distributed/test_one_loss")
 STEPS = 3
 """Biases start at zero: the second step is the first that depends on them."""
 EP2 = ParallelConfig(ep=2, dispatcher="alltoall")

@@ -1,12 +1,10 @@
 """A dispatcher of one's own is one file with its row and its builder; it trains as one process does."""
 
-import importlib.util
-from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from support import TESTS, load
 
 from titan_moe import register_dispatcher
 from titan_moe.config import Recipe, check_rules
@@ -14,24 +12,15 @@ from titan_moe.config.dispatchers import ALLTOALL, DISPATCHERS
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.parallel.dispatchers import BUILDERS
 
-OWN = "summing_dispatcher"
+OWN = "support/summing_dispatcher"
 
 
-@cache
-def neighbour(name: str) -> Any:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-one_loss = neighbour("test_one_loss")
+one_loss = load("distributed/test_one_loss")
 
 
 def train_with_own(run: Recipe) -> tuple[dict[str, Any], int]:
     """The observations of the run, and how many exchanges used this dispatcher."""
-    kind = neighbour(OWN).SummingDispatcher
+    kind = load(OWN).SummingDispatcher
     with mock.patch.object(kind, "prepare", autospec=True, side_effect=kind.prepare) as prepare:
         return one_loss.train(run), prepare.call_count
 
@@ -39,7 +28,7 @@ def train_with_own(run: Recipe) -> tuple[dict[str, Any], int]:
 def test_own_dispatcher_trains_as_one_process(ranks) -> None:
     (alone,) = ranks(1, one_loss.train, one_loss.recipe(ParallelConfig()))
     with mock.patch.dict(DISPATCHERS), mock.patch.dict(BUILDERS):
-        neighbour(OWN)
+        load(OWN)
         candidate = one_loss.recipe(ParallelConfig(ep=2, dispatcher="summing"))
         assert check_rules(candidate, 2) == []
     num_microbatches = (one_loss.STEPS + 1) * one_loss.SEQUENCES // 2  # the first gradients are taken twice
@@ -49,7 +38,7 @@ def test_own_dispatcher_trains_as_one_process(ranks) -> None:
 
 
 def test_own_dispatcher_is_one_short_file() -> None:
-    assert len(Path(__file__).with_name(f"{OWN}.py").read_text().splitlines()) < 60
+    assert len((TESTS / f"{OWN}.py").read_text().splitlines()) < 60
 
 
 def test_own_dispatcher_name_is_registered_once() -> None:

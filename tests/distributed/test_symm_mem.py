@@ -4,18 +4,18 @@ Ranks are processes that map each other's files, and Triton's interpreter runs t
 opened differs from a run on GPUs.
 """
 
-import importlib.util
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import load
 from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
@@ -28,20 +28,11 @@ from titan_moe.parallel import symm_memory
 from titan_moe.train.build import assemble
 
 pytestmark = pytest.mark.interpreted
-TESTS = Path(__file__).parents[1]
 STEPS = 3
 
 
-def load(path: str) -> ModuleType:
-    """A module of the tests."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, TESTS / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 one_loss, step_runner, mapped_files = map(
-    load, ("distributed/test_one_loss.py", "train/test_step_runner.py", "dispatch/mapped_files.py")
+    load, ("distributed/test_one_loss", "train/test_step_runner", "support/mapped_files")
 )
 
 

@@ -1,21 +1,19 @@
 """Ranks of GPU tests: they train run after run in the same processes, through the command line's door."""
 
 import os
-import runpy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.rank_worker import release_groups
 
 from titan_moe import cli
 
 HOST = "127.0.0.1"
-release_groups = runpy.run_path(str(Path(__file__).parents[1] / "rank_worker.py"))["release_groups"]
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import SAMPLES
+from support.kernel_samples import SAMPLES
 from torch import Tensor
 
 from titan_moe.kernels.registry import KERNELS, Kernel, Output, Sample, load_all

@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from samples import as_tuple
+from support.kernel_samples import as_tuple
 from torch import Tensor
 
 from titan_moe.config import Recipe, load_recipe

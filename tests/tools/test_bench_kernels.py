@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from samples import as_tuple
+from support.kernel_samples import as_tuple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 

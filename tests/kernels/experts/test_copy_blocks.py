@@ -3,12 +3,11 @@
 All ranks are in one process, each phase for all of them before the next, as in symm_mem/test_rows.py.
 """
 
-import importlib.util
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support import load
 from torch import Tensor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks
@@ -28,16 +27,7 @@ from titan_moe.kernels.symm_mem.tile_schedule import (
     schedule_tiles_reference,
 )
 
-
-def _neighbour(name: str) -> Any:
-    """A module of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "symm_mem" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-symm = _neighbour("test_rows")
+symm = load("kernels/symm_mem/test_rows")
 LAYERS = [("balanced", 1), ("skewed", 2), ("nobody", 2), ("dropped_choices", 4), ("all_to_one_rank", 8)]
 WIDTH, HIDDEN = 64, 40
 FEW = CopyBlocks(3, 128)  # each with several blocks of few rows

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from samples import SAMPLES
+from support.kernel_samples import SAMPLES
 from torch import Tensor
 
 from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import SAMPLES, sample_plans
+from support.kernel_samples import SAMPLES, sample_plans
 from torch import Tensor
 
 from titan_moe.kernels.experts import stages

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import sample_plans
+from support.kernel_samples import sample_plans
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from samples import SAMPLES
+from support.kernel_samples import SAMPLES
 from torch import Tensor
 
 from titan_moe.kernels.rope.norm_and_rotate import norm_and_rotate, norm_and_rotate_reference

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import runpy
+import sys
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ def main(pipe: Connection, rank: int) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))
     gc.freeze()  # what was imported is no garbage: nobody looks through it again
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find `support`
     modules = {}
     while (job := pipe.recv()) is not None:
         path, name, args, num_ranks, store = job
