@@ -18,23 +18,23 @@ import torch.nn.functional as F
 from kernel_benchmarks import EXPERT_SHAPES
 from torch import Tensor
 
-from titan_moe.kernels.experts.gather_mm import GatherTiles, gather_mm
-from titan_moe.kernels.experts.tiles import plan_tiles
-from titan_moe.kernels.experts.up import TILE_ROWS, UpTiles, expert_up
+from titan_moe.kernels.experts.gather_mm import gather_mm
+from titan_moe.kernels.experts.tiles import GemmTiles, plan_tiles
+from titan_moe.kernels.experts.up import TILE_ROWS, expert_up
 from titan_moe.kernels.experts.weight_grad import DOWN_CUT, UP_CUT, WeightGradTiles, expert_weight_grad
 from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.timing import median_ms
 
 UP_TILES = [
-    UpTiles(),
-    *(UpTiles(group=group) for group in (1, 4, 8, 32)),
-    UpTiles(num_stages=3),
+    GemmTiles(outputs=128),
+    *(GemmTiles(outputs=128, group=group) for group in (1, 4, 8, 32)),
+    GemmTiles(outputs=128, num_stages=3),
 ]
 GATHER_TILES = [
-    GatherTiles(),
-    *(GatherTiles(group=group) for group in (1, 4, 8, 32)),
-    GatherTiles(outputs=128),
-    GatherTiles(num_stages=3),
+    GemmTiles(),
+    *(GemmTiles(group=group) for group in (1, 4, 8, 32)),
+    GemmTiles(outputs=128),
+    GemmTiles(num_stages=3),
 ]
 WEIGHT_GRAD_TILES = [
     *(WeightGradTiles(num_stages=stages, group=group) for stages, group in product((3, 4), (1, 2, 4, 8, 16))),

@@ -11,7 +11,7 @@ from torch import Tensor
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
-from titan_moe.kernels.experts.swiglu_backward import swiglu_backward, unrouted_swiglu_backward
+from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import expert_weight_grad
@@ -208,7 +208,7 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "route_back_mixtral": lambda: route_grad(8, RoutingRule("softmax", 2), single(2, 8), single()),
     "route_back_many": lambda: route_grad(512, RoutingRule("sigmoid", 16), single(2, 512), single()),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
-    "unrouted_swiglu_backward": lambda: unrouted_swiglu_backward(half(S, F), half(S, 2 * F)),
+    "unrouted_swiglu_backward": lambda: swiglu_backward(half(S, F), half(S, 2 * F)),
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_odd": lambda: softmax_gradient(half(2048, V + 1), index(2048).long(), single(2048), -100),

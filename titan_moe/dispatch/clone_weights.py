@@ -10,7 +10,6 @@ symmetric memory a rank reads what it needs and no more: c experts, 9.4 MB.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from titan_moe.dispatch.cloning import CloningExchange
 from titan_moe.dispatch.collectives import all_gather, all_to_all
 from titan_moe.dispatch.symm_mem import SymmMemory
-from titan_moe.kernels.experts.weights import ExpertWeights
+from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
 from titan_moe.kernels.symm_mem.arrays import SymmArray
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.clones import add_gradients, clone_arrays, pull_weights, stage_gradients, stage_weights
@@ -41,13 +40,11 @@ class CloneWeights(ABC):
         return x_SD, ExpertWeights.of(tensors, weights.names())
 
     @abstractmethod
-    def get(self, x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor) -> Sequence[Tensor]:
+    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor) -> Tensors:
         """Own weights -> the clones', once the rows that the exchange brings, if it does, are there."""
 
     @abstractmethod
-    def add(
-        self, dx_SD: Tensor, own: Sequence[Tensor], clones: Sequence[Tensor], experts_Pc: Tensor
-    ) -> Sequence[Tensor]:
+    def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
         """Gradients of own weights and of this rank's clones -> those of own weights, to which all ranks' clones' are
         added in rank order, in at least fp32, rounding once. The rows' are not touched."""
 
@@ -75,7 +72,7 @@ class CollectiveCloneWeights(CloneWeights):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
 
-    def get(self, x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor) -> Sequence[Tensor]:
+    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor) -> Tensors:
         num_experts, (num_ranks, num_replicas) = own[0].shape[0], experts_Pc.shape
         # where this rank is not the home, any expert: what it sends is not read
         sent_I = (experts_Pc % num_experts).flatten()
@@ -84,9 +81,7 @@ class CollectiveCloneWeights(CloneWeights):
         home_c = (experts_Pc[self.rank] // num_experts).clamp(min=0)
         return _unpack(all_IN[home_c * num_replicas + torch.arange(num_replicas, device=home_c.device)], own)
 
-    def add(
-        self, dx_SD: Tensor, own: Sequence[Tensor], clones: Sequence[Tensor], experts_Pc: Tensor
-    ) -> Sequence[Tensor]:
+    def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
         all_IN, num_experts = all_gather(_pack(clones), self.group), own[0].shape[0]
         # the same operations on every rank, as in allgather.py
         local_I = torch.where(experts_Pc // num_experts == self.rank, experts_Pc % num_experts, -1).flatten()
@@ -94,12 +89,12 @@ class CollectiveCloneWeights(CloneWeights):
         return [_add(grad, is_clone_eI, all_grad) for grad, all_grad in zip(own, _unpack(all_IN, own), strict=True)]
 
 
-def _pack(weights: Sequence[Tensor]) -> Tensor:
+def _pack(weights: Tensors) -> Tensor:
     """All parameters of an expert in one row: one message, and no order of several that ranks could differ in."""
     return torch.cat([weight.flatten(1) for weight in weights], dim=1)
 
 
-def _unpack(packed_IN: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _unpack(packed_IN: Tensor, like: Tensors) -> list[Tensor]:
     """Such rows -> views of each parameter, in the shapes of experts like these."""
     parts = packed_IN.split([weight[0].numel() for weight in like], dim=1)
     return [part.unflatten(1, weight.shape[1:]) for part, weight in zip(parts, like, strict=True)]
@@ -121,12 +116,10 @@ class SymmMemCloneWeights(CloneWeights):
     def __init__(self, memory: SymmMemory) -> None:
         self.memory = memory
 
-    def get(self, x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor) -> Sequence[Tensor]:
+    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor) -> Tensors:
         return _get_clones(x_SD, own, experts_Pc, *self.memory)
 
-    def add(
-        self, dx_SD: Tensor, own: Sequence[Tensor], clones: Sequence[Tensor], experts_Pc: Tensor
-    ) -> Sequence[Tensor]:
+    def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
         # sums are made in place: these are the gradients of one use, which nothing else has seen
         own = [grad.contiguous() for grad in own]
         if torch.compiler.is_compiling():  # where they may be parts of one tensor that a graph knows as a whole
@@ -137,7 +130,7 @@ class SymmMemCloneWeights(CloneWeights):
 
 @torch.library.custom_op("titan_moe::symm_get_clones", mutates_args=())
 def _get_clones(
-    x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
+    x_SD: Tensor, own: Tensors, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
 ) -> list[Tensor]:
     """The rows are not read: they order this behind the exchange that brought them."""
     own, experts_Pc = [weight.contiguous() for weight in own], experts_Pc.contiguous()
@@ -149,15 +142,13 @@ def _get_clones(
 
 
 @_get_clones.register_fake
-def _(
-    x_SD: Tensor, own: Sequence[Tensor], experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
-) -> list[Tensor]:
+def _(x_SD: Tensor, own: Tensors, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int) -> list[Tensor]:
     return [weight.new_empty(experts_Pc.shape[1], *weight.shape[1:]) for weight in own]
 
 
 @torch.library.custom_op("titan_moe::symm_add_clones", mutates_args=("dx_SD", "own"))
 def _add_clones(
-    dx_SD: Tensor, own: Sequence[Tensor], clones: Sequence[Tensor], experts_Pc: Tensor,
+    dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int,
 ) -> None:  # fmt: skip
     """The rows' gradients are not written: what reads them comes behind this."""
@@ -170,7 +161,7 @@ def _add_clones(
 
 
 def _place_for(
-    weights: Sequence[Tensor], num_local_experts: int, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor
+    weights: Tensors, num_local_experts: int, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor
 ) -> tuple[SymmArray, SymmArray]:
     num_elements = sum(weight[0].numel() for weight in weights)
     return clone_arrays(memory, peer_ptrs_P, num_local_experts, experts_Pc.shape[1], num_elements, weights[0].dtype)

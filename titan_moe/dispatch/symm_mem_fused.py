@@ -42,7 +42,7 @@ from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
-from titan_moe.kernels.experts.weights import ExpertWeights
+from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.symm_mem.arrays import SymmArrays, symm_arrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
@@ -175,7 +175,7 @@ class _Peers(NamedTuple):
 
 
 def _peers(
-    plan: Sequence[Tensor], memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, like_TD: Tensor
+    plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, like_TD: Tensor
 ) -> _Peers:
     """Lay out the arrays, which are the same for a layer's rows and for its gradients."""
     ids_TK, *of_rows = plan
@@ -187,7 +187,7 @@ def _peers(
 
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem", mutates_args=())
 def _forward(
-    x_TD: Tensor, scores_TK: Tensor, plan: Sequence[Tensor], weights: Sequence[Tensor],
+    x_TD: Tensor, scores_TK: Tensor, plan: Tensors, weights: Tensors,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Results, whether slots overflowed, and what backward needs: x_SD, hidden_R2F, and slots.
@@ -216,7 +216,7 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    x_TD: Tensor, scores_TK: Tensor, plan: Sequence[Tensor], weights: Sequence[Tensor],
+    x_TD: Tensor, scores_TK: Tensor, plan: Tensors, weights: Tensors,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     def index(*shape: int) -> Tensor:
@@ -231,7 +231,7 @@ def _(
 
 @torch.library.custom_op("titan_moe::expert_mlp_fetched_backward", mutates_args=())
 def _backward(
-    dy_TD: Tensor, plan: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor],
+    dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of the rows, of the scores, and of the weights, clones behind own experts (empty if none is wanted)."""
@@ -261,7 +261,7 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    dy_TD: Tensor, plan: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor],
+    dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _, _, *of_slots = kept
@@ -274,24 +274,22 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     # the memory is no saved tensor: offloading those would copy all of it
     _, _, plan, weights, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes = inputs
     _, overflowed, *kept = output
-    ctx.lengths = (len(plan), len(kept), len(weights))
     ctx.save_for_backward(*plan, *kept, *weights)
     ctx.mark_non_differentiable(overflowed, *kept)
 
 
 def _autograd_backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    num_plan, num_kept, num_weights = ctx.lengths
-    no_plan, no_weights, no_sizes = [None] * num_plan, [None] * num_weights, (None,) * 4
+    are_trained = ctx.needs_input_grad[3]
     if dy_TD is None:
-        return None, None, no_plan, no_weights, *no_sizes
+        return None, None, [None] * 4, [None] * len(are_trained), *(None,) * 4
     saved = ctx.saved_tensors
-    plan, kept, weights = saved[:num_plan], saved[num_plan : num_plan + num_kept], saved[num_plan + num_kept :]
-    is_trained, num_local_experts = any(ctx.needs_input_grad[3]), Sizes(*ctx.sizes).num_local_experts
+    plan, kept, weights = saved[:4], saved[4:10], saved[10:]
+    is_trained, num_local_experts = any(are_trained), Sizes(*ctx.sizes).num_local_experts
     dx_TD, dscores_TK, *grads = _backward(
         dy_TD.contiguous(), plan, weights, kept, ctx.memory, ctx.peer_ptrs_P, ctx.rank, num_local_experts, is_trained
     )
-    of_weights = ExpertWeights.of(weights).split(grads) if is_trained else no_weights
-    return dx_TD, dscores_TK, no_plan, of_weights, *no_sizes
+    of_weights = ExpertWeights.of(weights).split(grads) if is_trained else [None] * len(weights)
+    return dx_TD, dscores_TK, [None] * 4, of_weights, *(None,) * 4
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_save)

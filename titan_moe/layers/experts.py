@@ -4,7 +4,7 @@ S rows · R expert slots · e experts on this rank · L width of a row · F hidd
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,18 +29,11 @@ class GroupedExperts(nn.Module):
     `delays_weight_grads` says whether `delayed_weights` has any (kernels/experts/delayed_weight_grads.py).
     """
 
-    parameter_dims: ClassVar[dict[str, str]] = {
-        "gate_up": "e2FL",
-        "down": "eLF",
-        "gate_up_bias": "e2F",
-        "down_bias": "eL",
-    }
-    """What each dimension of a parameter is; those of a subclass add theirs."""
-    parameter_kinds: ClassVar[dict[str, ParameterKind]] = {
-        "gate_up": ParameterKind.EXPERT_MATRIX,
-        "down": ParameterKind.EXPERT_MATRIX,
-        "gate_up_bias": ParameterKind.BIAS,
-        "down_bias": ParameterKind.BIAS,
+    parameter_dims = {"gate_up": "e2FL", "down": "eLF", "gate_up_bias": "e2F", "down_bias": "eL"}
+    """What each dimension of a parameter is."""
+    parameter_kinds = {
+        name: ParameterKind.EXPERT_MATRIX if {"F", "L"} <= set(dims) else ParameterKind.BIAS
+        for name, dims in parameter_dims.items()
     }
     residual_ends = ("down",)
 

@@ -11,10 +11,10 @@ from support import load
 from torch import Tensor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks
-from titan_moe.kernels.experts.gather_mm import GatherTiles, gather_mm
-from titan_moe.kernels.experts.slot_mm import SlotTiles, slot_mm
+from titan_moe.kernels.experts.gather_mm import gather_mm
+from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_sum
-from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, plan_tiles
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.permute.rows import plan_slots
 from titan_moe.kernels.symm_mem.arrays import signal_bytes, symm_arrays, symm_bytes
@@ -190,13 +190,13 @@ def test_many_slots_tiles_and_pieces(copy_blocks: CopyBlocks, device: str) -> No
     weight = torch.randn(num_experts, width, 40, device=device).to(dtype)
     own_rows(mine.arrays.rows).copy_(x_TD)
     coming_SD = torch.full_like(x_SD, float("nan"))
-    cut = GatherTiles(outputs=128, group=2)
+    cut = GemmTiles(outputs=128, group=2)
     come = gather_mm(coming_SD, mine.rows_R, weight, mine.tiles, cut, mine.schedule, copy_blocks)
     assert same_slots(come, gather_mm(x_SD, mine.rows_R, weight, mine.tiles, cut), mine.offsets_e[-1])
     has_slots_S = (mine.slots_SK >= 0).any(1)
     assert torch.equal(coming_SD[has_slots_S], x_SD[has_slots_S])
     active_RF = torch.randn(len(mine.rows_R), 40, device=device).to(dtype)
-    y_RD = slot_mm(active_RF, weight.mT, mine.tiles, cut=SlotTiles(group=2))
+    y_RD = slot_mm(active_RF, weight.mT, mine.tiles, cut=GemmTiles(group=2))
     put_rows(slot_sum(y_RD, mine.slots_SK), mine.plan, mine.arrays.rows, 0)
     expected = sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows)
     mine.arrays.rows.local.fill_(float("nan"))
@@ -206,7 +206,7 @@ def test_many_slots_tiles_and_pieces(copy_blocks: CopyBlocks, device: str) -> No
         mine.tiles,
         schedule=mine.schedule,
         copy_blocks=copy_blocks,
-        cut=SlotTiles(group=2),
+        cut=GemmTiles(group=2),
     )
     left_T = sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows).isnan().any(1)
     assert int(left_T.sum()) == int((~has_slots_S).sum()), "who has no slot is not delivered"

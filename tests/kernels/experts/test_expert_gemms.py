@@ -10,10 +10,10 @@ from support.kernel_samples import SAMPLES, sample_plans
 from torch import Tensor
 
 from titan_moe.kernels.experts import stages
-from titan_moe.kernels.experts.gather_mm import GatherTiles, gather_mm
+from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.swiglu import weighted_swiglu
-from titan_moe.kernels.experts.tiles import SLACK, plan_tiles
-from titan_moe.kernels.experts.up import UpTiles, expert_up
+from titan_moe.kernels.experts.tiles import SLACK, GemmTiles, plan_tiles
+from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import WeightGradTiles, expert_weight_grad
 from titan_moe.kernels.permute.rows import plan_slots
 from titan_moe.kernels.registry import KERNELS, load_all
@@ -46,9 +46,9 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
-@pytest.mark.parametrize("cut", [UpTiles(), UpTiles(group=1)], ids=str)
+@pytest.mark.parametrize("cut", [GemmTiles(outputs=128), GemmTiles(outputs=128, group=1)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_expert_up(name: str, cut: GemmTiles, device: str, dtype: torch.dtype, tolerance: float) -> None:
     rows_R, offsets_e, num_experts = plan(name, device)
     x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
     scores_R = torch.rand(rows_R.numel(), device=device)
@@ -62,8 +62,8 @@ def test_expert_up(name: str, cut: UpTiles, device: str, dtype: torch.dtype, tol
 
 
 GATHER_CUTS = [
-    GatherTiles(),
-    GatherTiles(outputs=128, group=3),
+    GemmTiles(),
+    GemmTiles(outputs=128, group=3),
 ]
 
 
@@ -72,7 +72,7 @@ GATHER_CUTS = [
 @pytest.mark.parametrize("out_width", [304, 232])  # half a cut holds the last columns, or it does not
 @pytest.mark.parametrize("name", NAMES)
 def test_gather_mm(
-    name: str, out_width: int, cut: GatherTiles, device: str, dtype: torch.dtype, tolerance: float
+    name: str, out_width: int, cut: GemmTiles, device: str, dtype: torch.dtype, tolerance: float
 ) -> None:
     rows_R, offsets_e, num_experts = plan(name, device)
     x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
@@ -130,7 +130,7 @@ def test_what_the_sweep_times_fits_an_h200(hopper: list[Any], monkeypatch: pytes
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "tools")
     sweep = importlib.import_module("sweep_expert_gemms")
     for problem in sweep.problems("qwen3_ep8", torch.device("meta"), ["up", "down_grad", "weight_grad"]):
-        for cut in problem.cuts:
+        for cut in problem.candidates:
             hopper.clear()
             problem.run(cut)
             assert hopper[-1].fits and hopper[-1].num_matrix_ops > 0, f"{problem.name} {cut}: {hopper[-1]}"

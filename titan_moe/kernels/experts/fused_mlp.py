@@ -13,7 +13,7 @@ composite of composite_mlp.py, the sequence of stages.py.
 The operations take named tuples as lists of their tensors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
-from titan_moe.kernels.experts.weights import MATRICES, ExpertParameter, ExpertWeights
+from titan_moe.kernels.experts.weights import MATRICES, ExpertParameter, ExpertWeights, Tensors
 from titan_moe.kernels.permute.rows import full_size_plan, place_scores
 from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 
@@ -37,7 +37,7 @@ WeightGrads = Callable[[], tuple[Tensor, Tensor]]
 
 
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
-def _forward(x_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _forward(x_SD: Tensor, slots: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
     """y_SD, and the pre-activation that backward needs."""
     at, of = ExpertSlots(*slots), ExpertWeights.of(weights)
     tiles = plan_tiles(at.offsets_e, at.rows_R.numel(), TILE_ROWS)
@@ -46,14 +46,14 @@ def _forward(x_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor]) -
 
 
 @_forward.register_fake
-def _(x_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _(x_SD: Tensor, slots: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
     num_slots, hidden = ExpertSlots(*slots).rows_R.shape[0], ExpertWeights.of(weights).down.own.shape[2]
     return torch.empty_like(x_SD), x_SD.new_empty(num_slots, 2 * hidden)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_dx", mutates_args=())
 def _backward(
-    dy_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor], hidden_R2F: Tensor
+    dy_SD: Tensor, slots: Tensors, weights: Tensors, hidden_R2F: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dx_SD, dscores_R, and what the weight gradients need: dhidden_R2F, active_RF."""
     at, of = ExpertSlots(*slots), ExpertWeights.of(weights)
@@ -63,9 +63,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    dy_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor], hidden_R2F: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dy_SD: Tensor, slots: Tensors, weights: Tensors, hidden_R2F: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     active_RF = hidden_R2F.new_empty(hidden_R2F.shape[0], hidden_R2F.shape[1] // 2)
     dscores_R = torch.empty_like(ExpertSlots(*slots).scores_R)
     return torch.empty_like(dy_SD), dscores_R, torch.empty_like(hidden_R2F), active_RF
@@ -132,16 +130,12 @@ def matrices(weights: ExpertWeights) -> list[Tensor]:
     """
     if weights.names() != MATRICES:
         raise ValueError(f'fused experts know no parameters but {MATRICES}, not {weights.names()}; take "grouped_mm"')
-    return weights.contiguous().tensors()
+    own, clones = weights.tensors()[:2], weights.tensors()[2:]  # which are joined anyway
+    return [*(weight.contiguous() for weight in own), *clones]
 
 
-@register_flop_formula(torch.ops.titan_moe.expert_mlp)
-def _count(x: Any, slots: Any, weights: Any, **_: Any) -> int:
-    return stages.flops_of_a_pass(ExpertSlots(*slots).rows_R[0], ExpertWeights.of(weights).gate_up.own)
-
-
-@register_flop_formula(torch.ops.titan_moe.expert_mlp_dx)
-def _count_dx(dy: Any, slots: Any, weights: Any, hidden: Any, **_: Any) -> int:
+@register_flop_formula([torch.ops.titan_moe.expert_mlp, torch.ops.titan_moe.expert_mlp_dx])
+def _count(rows: Any, slots: Any, weights: Any, *_: Any, **__: Any) -> int:
     return stages.flops_of_a_pass(ExpertSlots(*slots).rows_R[0], ExpertWeights.of(weights).gate_up.own)
 
 
@@ -153,15 +147,8 @@ def _count_dw(dy: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: An
 def _with_scores_first(expert_mlp: ExpertMLP) -> Callable[..., Tensor]:
     """The MLP of loose tensors, the differentiable ones first, scores as a router gives them."""
 
-    def op(
-        x_SD: Tensor,
-        scores_SK: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        rows_R: Tensor,
-        slots_SK: Tensor,
-        offsets_e: Tensor,
-    ) -> Tensor:
+    def op(x_SD: Tensor, scores_SK: Tensor, gate_up: Tensor, down: Tensor, *plan: Tensor) -> Tensor:
+        rows_R, slots_SK, offsets_e = plan
         scores_R = place_scores(scores_SK, slots_SK, rows_R.numel())
         slots = ExpertSlots(rows_R, slots_SK, scores_R, offsets_e)
         return expert_mlp(x_SD, slots, ExpertWeights(ExpertParameter(gate_up), ExpertParameter(down)))

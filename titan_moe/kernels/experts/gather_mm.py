@@ -6,8 +6,6 @@ Physics: 2·R·I·O FLOPs, bound by the matrix units from about 200 slots an exp
 GEMM loads its tiles, so no permuted copy of them exists.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,22 +13,9 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, get_arguments, get_in_order, wait_for_rows
-from titan_moe.kernels.experts.tiles import Tiles, place_in_groups
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, place_in_groups
 
-
-class GatherTiles(NamedTuple):
-    """How the kernel cuts its work; `tools/sweep_expert_gemms.py` times others."""
-
-    outputs: int = 256
-    """The last columns are cut half as wide where that is enough."""
-    inner: int = 64
-    group: int = 16
-    """Tiles of rows that share columns while they run."""
-    num_warps: int = 8
-    num_stages: int = 4
-
-
-MEASURED = GatherTiles()
+MEASURED = GemmTiles()
 GET_BLOCKS = CopyBlocks(40, 16_384)
 
 
@@ -97,7 +82,7 @@ def gather_mm(
     rows_R: Tensor,
     weight_eIO: Tensor,
     tiles: Tiles,
-    cut: GatherTiles = MEASURED,
+    cut: GemmTiles = MEASURED,
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = GET_BLOCKS,
 ) -> Tensor:
@@ -107,6 +92,7 @@ def gather_mm(
     """
     _, width, out_width = weight_eIO.shape
     out_RO = x_SI.new_empty(rows_R.numel(), out_width)
+    # the last columns are cut half as wide where that is enough
     is_half_enough = 0 < out_width % cut.outputs <= cut.outputs // 2
     last = cut.outputs // 2 if is_half_enough else cut.outputs
     # weights come by TMA: their pointers would take the registers that the sums want

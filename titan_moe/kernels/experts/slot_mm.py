@@ -5,8 +5,6 @@ S rows · R expert slots, sorted by expert · K choices a row · e local experts
 Physics: 2·R·I·O FLOPs, bound by the matrix units from about 200 slots an expert on.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,21 +12,9 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, put_in_order, signal
-from titan_moe.kernels.experts.tiles import Tiles, place_in_groups
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, place_in_groups
 
-
-class SlotTiles(NamedTuple):
-    """How the kernel cuts its work."""
-
-    outputs: int = 256
-    inner: int = 64
-    group: int = 16
-    """Tiles of rows that share columns while they run."""
-    num_warps: int = 8
-    num_stages: int = 4
-
-
-MEASURED = SlotTiles()
+MEASURED = GemmTiles()
 PUT_BLOCKS = CopyBlocks(36, 8192)
 
 
@@ -84,7 +70,7 @@ def slot_mm(
     *,
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = PUT_BLOCKS,
-    cut: SlotTiles = MEASURED,
+    cut: GemmTiles = MEASURED,
 ) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
 

@@ -60,34 +60,15 @@ def _clear(ptr, size: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def swiglu_backward(
-    dactive_RF: Tensor, hidden_R2F: Tensor, scores_R: Tensor, offsets_e: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    dactive_RF: Tensor, hidden_R2F: Tensor, scores_R: Tensor | None = None, offsets_e: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of the pre-activation [R, 2F], weighted activation [R, F], gradient of the scores [R].
 
-    Slots past the last expert are not written, but for zeros in the first `SLACK` of the first two.
+    Slots past the last expert are not written, but for zeros in the first `SLACK` of the first two. Without scores and
+    offsets, rows are not routed: all are slots of score 1.
     """
     dhidden_R2F, active_RF = torch.empty_like(hidden_R2F), torch.empty_like(dactive_RF)
-    dscores_R = torch.empty_like(scores_R)
-    _launch(dactive_RF, hidden_R2F, scores_R, offsets_e, dhidden_R2F, active_RF, dscores_R)
-    return dhidden_R2F, active_RF, dscores_R
-
-
-def unrouted_swiglu_backward(dactive_RF: Tensor, hidden_R2F: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of rows that are not routed: gradient of the pre-activation [R, 2F], activation [R, F]."""
-    dhidden_R2F, active_RF = torch.empty_like(hidden_R2F), torch.empty_like(dactive_RF)
-    _launch(dactive_RF, hidden_R2F, None, None, dhidden_R2F, active_RF, None)
-    return dhidden_R2F, active_RF
-
-
-def _launch(
-    dactive_RF: Tensor,
-    hidden_R2F: Tensor,
-    scores_R: Tensor | None,
-    offsets_e: Tensor | None,
-    dhidden_R2F: Tensor,
-    active_RF: Tensor,
-    dscores_R: Tensor | None,
-) -> None:
+    dscores_R = None if scores_R is None else torch.empty_like(scores_R)
     num_slots, num_features = dactive_RF.shape
     if num_slots:
         _swiglu_backward_kernel[(num_slots,)](
@@ -96,3 +77,4 @@ def _launch(
             F=num_features, BLOCK_F=min(triton.next_power_of_2(num_features), 1024), IS_ROUTED=offsets_e is not None,
             SLACK=SLACK, num_warps=4,
         )  # fmt: skip
+    return dhidden_R2F, active_RF, dscores_R

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.kernels.experts.swiglu import swiglu
-from titan_moe.kernels.experts.swiglu_backward import unrouted_swiglu_backward
+from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
 from titan_moe.kernels.registry import Kernel, register
 
 SwiGLUDown = Callable[[Tensor, Tensor], Tensor]
@@ -27,7 +27,9 @@ def swiglu_down_reference(hidden_T2F: Tensor, weight_DF: Tensor) -> Tensor:
     return F.linear(swiglu(hidden_T2F), weight_DF)
 
 
-_backward = torch.library.custom_op("titan_moe::unrouted_swiglu_backward", unrouted_swiglu_backward, mutates_args=())
+@torch.library.custom_op("titan_moe::unrouted_swiglu_backward", mutates_args=())
+def _backward(dactive_RF: Tensor, hidden_R2F: Tensor) -> tuple[Tensor, Tensor]:
+    return swiglu_backward(dactive_RF, hidden_R2F)[:2]
 
 
 @_backward.register_fake

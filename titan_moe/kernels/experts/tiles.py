@@ -31,6 +31,18 @@ class Tiles(NamedTuple):
     """Slots of a full tile."""
 
 
+class GemmTiles(NamedTuple):
+    """How a GEMM of slots cuts its work; `tools/sweep_expert_gemms.py` times others."""
+
+    outputs: int = 256
+    """Columns that a thread block computes; of gate and of up as many each."""
+    inner: int = 64
+    group: int = 16
+    """Tiles of rows that share columns while they run."""
+    num_warps: int = 8
+    num_stages: int = 4
+
+
 @triton.jit
 def place_in_groups(program, num_rows, num_columns, GROUP: tl.constexpr):
     """The row and the column of a thread block's tile: column by column within groups of rows.

@@ -8,8 +8,6 @@ many columns, which reads the rows from shared memory once, and are split afterw
 writes the pre-activation (for backward) and the weighted activation, each once.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,24 +15,12 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, get_arguments, get_in_order, wait_for_rows
-from titan_moe.kernels.experts.tiles import Tiles, place_in_groups
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, place_in_groups
 
 TILE_ROWS = 128
 
 
-class UpTiles(NamedTuple):
-    """How the kernel cuts its work; `tools/sweep_expert_gemms.py` times others."""
-
-    features: int = 128
-    """Columns of gate and of up that a thread block computes."""
-    inner: int = 64
-    group: int = 16
-    """Tiles of rows that share columns while they run."""
-    num_warps: int = 8
-    num_stages: int = 4
-
-
-MEASURED = UpTiles()
+MEASURED = GemmTiles(outputs=128)
 GET_BLOCKS = CopyBlocks(36, 16_384)
 """Measured on 2 H200s, as those of the other GEMMs (tools/RESULTS.md)."""
 
@@ -119,7 +105,7 @@ def expert_up(
     scores_R: Tensor,
     weight_e2FD: Tensor,
     tiles: Tiles,
-    cut: UpTiles = MEASURED,
+    cut: GemmTiles = MEASURED,
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = GET_BLOCKS,
 ) -> tuple[Tensor, Tensor]:
@@ -132,12 +118,12 @@ def expert_up(
     if not num_slots:
         return hidden_R2F, active_RF
     # a block may run over the end of its expert's gate or up half: those columns are computed and not stored
-    weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.features, cut.inner])
+    weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.outputs, cut.inner])
     copies, sizes = get_arguments(schedule, copy_blocks, width)
-    _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(num_features, cut.features),)](
+    _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(num_features, cut.outputs),)](
         x_SD, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:3], *copies,
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
-        BLOCK_R=tiles.rows, BLOCK_F=cut.features, BLOCK_D=cut.inner, GROUP=cut.group,
+        BLOCK_R=tiles.rows, BLOCK_F=cut.outputs, BLOCK_D=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
     return hidden_R2F, active_RF

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Tensors = Sequence[Tensor]
+"""A named tuple's, as operations take them."""
 MATRICES = ("gate_up", "down")
 """The parameters of experts without biases."""
 
@@ -63,7 +65,7 @@ class ExpertWeights(NamedTuple):
         return [*(parameter.own for parameter in parameters), *clones]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], names: tuple[str, ...] = MATRICES) -> "ExpertWeights":
+    def of(tensors: Tensors, names: tuple[str, ...] = MATRICES) -> "ExpertWeights":
         """The inverse of `tensors`: own pieces of these parameters, or own pieces and clones."""
         own, clones = tensors[: len(names)], tensors[len(names) :]
         pieces = zip(own, clones, strict=True) if clones else [(tensor,) for tensor in own]
@@ -73,13 +75,7 @@ class ExpertWeights(NamedTuple):
         """Each parameter in one piece."""
         return ExpertWeights.of([parameter.join() for parameter in self if parameter is not None], self.names())
 
-    def contiguous(self) -> "ExpertWeights":
-        """Own pieces whose rows lie one behind the other; clones are as they come, for they are joined anyway."""
-        num_own = len(self.names())
-        own, clones = self.tensors()[:num_own], self.tensors()[num_own:]
-        return ExpertWeights.of([*(tensor.contiguous() for tensor in own), *clones], self.names())
-
-    def split(self, joined: Sequence[Tensor]) -> list[Tensor]:
+    def split(self, joined: Tensors) -> list[Tensor]:
         """Gradients of parameters in one piece -> those of `tensors`."""
         if self.gate_up.clones is None:
             return list(joined)
