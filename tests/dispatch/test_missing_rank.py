@@ -6,6 +6,7 @@ it is a clock's.
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -59,8 +60,10 @@ def stay_away(folder: str | None, limit_seconds: float) -> dict[str, Any]:
         wait_for_device()
         answer["late_seconds"], answer["late_message"] = time.monotonic() - begin, missing.message
         answer["late_rows"], answer["failed"] = int(plan.recv_offsets_Q[-1]), int(missing.failed)
-        with pytest.raises(RuntimeError, match=f"rank {NAMES[num_ranks - 1]} did not come"):
+        try:
             missing.check()
+        except RuntimeError as error:  # no `pytest.raises`: what keeps `missing` alive lets it end this process
+            answer["error"] = str(error)
     dist.barrier()
     return answer
 
@@ -71,6 +74,7 @@ def check_stay_away(answers: list[dict[str, Any]], limit_seconds: float) -> None
     for answer in answers:
         assert not answer["early"] and answer["rows"] > 0, "nothing is wrong while all come"
         assert answer["late_message"].startswith(told) and answer["failed"] == num_ranks
+        assert answer["error"] == answer["late_message"]
         assert answer["late_rows"] == 0, "stale lists are not read"
     for answer in answers[:-1]:
         assert answer["message"].startswith(told)
@@ -92,7 +96,8 @@ def test_gpus_name_the_rank_that_stays_away(ranks_of_a_size, num_ranks: int) -> 
     assert all(answer["late_seconds"] < 1.0 for answer in answers), "barriers after the first do not wait as long"
 
 
-def test_a_failed_exchange_invalidates_every_step() -> None:
+def test_a_failed_exchange_invalidates_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missing_rank, "Thread", mock.Mock())  # it would end the process of these tests
     capacity = ExpertCapacity(1.5)
     assert not capacity.invalidates_step
     missing = MissingRank(torch.zeros(64, dtype=torch.uint8), [0, 1])
@@ -109,7 +114,7 @@ def test_a_failed_exchange_invalidates_every_step() -> None:
 def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """The main thread may wait for the missing rank in a collective, for ever."""
     monkeypatch.setattr(missing_rank, "SECONDS_BETWEEN_LOOKS", 0.01)
-    monkeypatch.setattr(missing_rank, "SECONDS_TO_END", 0.2)
+    monkeypatch.setattr(missing_rank, "SECONDS_TO_END", 0.5)
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     missing, other = (MissingRank(torch.zeros(64, dtype=torch.uint8), [4, 5]) for _ in range(2))
@@ -117,8 +122,15 @@ def test_a_process_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch, c
         time.sleep(0.1)
         assert not caplog.records and not codes
         missing.word.fill_(1), other.word.fill_(2)
-        time.sleep(0.1)
+        wait_until(lambda: len(caplog.records) == 2)
         del other  # its run has ended
+        wait_until(lambda: bool(codes))
         time.sleep(0.4)
     assert sorted(record.message[:11] for record in caplog.records) == ["rank 4 did ", "rank 5 did "]
     assert codes == [1]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
