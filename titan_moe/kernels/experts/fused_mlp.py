@@ -63,9 +63,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    dy_SD: Tensor, slots: Sequence[Tensor], weights: Sequence[Tensor], hidden_R2F: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dy_SD: Tensor, slots: Sequence[Tensor], weights: Any, hidden_R2F: Tensor) -> tuple[Tensor, ...]:
     active_RF = hidden_R2F.new_empty(hidden_R2F.shape[0], hidden_R2F.shape[1] // 2)
     dscores_R = torch.empty_like(ExpertSlots(*slots).scores_R)
     return torch.empty_like(dy_SD), dscores_R, torch.empty_like(hidden_R2F), active_RF
@@ -76,9 +74,7 @@ _dw = torch.library.custom_op("titan_moe::expert_mlp_dw", stages.dw, mutates_arg
 
 
 @_dw.register_fake
-def _(
-    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, _: Any, active_RF: Tensor) -> tuple[Tensor, ...]:
     num_experts, hidden, width = offsets_e.shape[0], active_RF.shape[1], x_SD.shape[1]
     return x_SD.new_empty(num_experts, 2, hidden, width), x_SD.new_empty(num_experts, width, hidden)
 
@@ -120,7 +116,6 @@ def fused_expert_mlp(
 
     Raises: ValueError for experts with biases.
     """
-    # the kernels count on rows that lie one behind the other
     slots = slots._replace(scores_R=slots.scores_R.contiguous())
     return _FusedExpertMLP.apply(delay, x_SD.contiguous(), *slots, *matrices(weights))
 
@@ -135,13 +130,8 @@ def matrices(weights: ExpertWeights) -> list[Tensor]:
     return weights.contiguous().tensors()
 
 
-@register_flop_formula(torch.ops.titan_moe.expert_mlp)
-def _count(x: Any, slots: Any, weights: Any, **_: Any) -> int:
-    return stages.flops_of_a_pass(ExpertSlots(*slots).rows_R[0], ExpertWeights.of(weights).gate_up.own)
-
-
-@register_flop_formula(torch.ops.titan_moe.expert_mlp_dx)
-def _count_dx(dy: Any, slots: Any, weights: Any, hidden: Any, **_: Any) -> int:
+@register_flop_formula([torch.ops.titan_moe.expert_mlp, torch.ops.titan_moe.expert_mlp_dx])
+def _count(rows: Any, slots: Any, weights: Any, *_: Any, **__: Any) -> int:
     return stages.flops_of_a_pass(ExpertSlots(*slots).rows_R[0], ExpertWeights.of(weights).gate_up.own)
 
 
@@ -154,14 +144,9 @@ def _with_scores_first(expert_mlp: ExpertMLP) -> Callable[..., Tensor]:
     """The MLP of loose tensors, the differentiable ones first, scores as a router gives them."""
 
     def op(
-        x_SD: Tensor,
-        scores_SK: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        rows_R: Tensor,
-        slots_SK: Tensor,
-        offsets_e: Tensor,
-    ) -> Tensor:
+        x_SD: Tensor, scores_SK: Tensor, gate_up: Tensor, down: Tensor,
+        rows_R: Tensor, slots_SK: Tensor, offsets_e: Tensor,
+    ) -> Tensor:  # fmt: skip
         scores_R = place_scores(scores_SK, slots_SK, rows_R.numel())
         slots = ExpertSlots(rows_R, slots_SK, scores_R, offsets_e)
         return expert_mlp(x_SD, slots, ExpertWeights(ExpertParameter(gate_up), ExpertParameter(down)))

@@ -30,9 +30,7 @@ def swiglu_down_reference(hidden_T2F: Tensor, weight_DF: Tensor) -> Tensor:
 _backward = torch.library.custom_op("titan_moe::unrouted_swiglu_backward", unrouted_swiglu_backward, mutates_args=())
 
 
-@_backward.register_fake
-def _(dactive_RF: Tensor, hidden_R2F: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden_R2F), torch.empty_like(dactive_RF)
+_backward.register_fake(lambda dactive_RF, hidden_R2F: (torch.empty_like(hidden_R2F), torch.empty_like(dactive_RF)))
 
 
 class _SwiGLUDown(torch.autograd.Function):
