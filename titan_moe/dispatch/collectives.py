@@ -30,9 +30,7 @@ def _all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: 
     return out
 
 
-@_all_to_all.register_fake
-def _(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    return x.new_empty(sum(received), *x.shape[1:])
+_all_to_all.register_fake(lambda x, received, *_: x.new_empty(sum(received), *x.shape[1:]))
 
 
 def _save_splits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -52,9 +50,7 @@ def _all_gather(x: Tensor, group: str, num_ranks: int) -> Tensor:
     return out
 
 
-@_all_gather.register_fake
-def _(x: Tensor, group: str, num_ranks: int) -> Tensor:
-    return x.new_empty(num_ranks * x.shape[0], *x.shape[1:])
+_all_gather.register_fake(lambda x, _, num_ranks: x.new_empty(num_ranks * x.shape[0], *x.shape[1:]))
 
 
 @torch.library.custom_op("titan_moe::reduce_scatter", mutates_args=())
@@ -65,9 +61,7 @@ def _reduce_scatter(x: Tensor, group: str, num_ranks: int) -> Tensor:
     return sum_of_parts(parts, num_ranks)
 
 
-@_reduce_scatter.register_fake
-def _(x: Tensor, group: str, num_ranks: int) -> Tensor:
-    return x.new_empty(x.shape[0] // num_ranks, *x.shape[1:])
+_reduce_scatter.register_fake(lambda x, _, num_ranks: x.new_empty(x.shape[0] // num_ranks, *x.shape[1:]))
 
 
 def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -192,16 +192,11 @@ def _plan(
 
 
 @_plan.register_fake
-def _(
-    ids_TK: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, max_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(ids_TK: Tensor, memory: Tensor, peer_ptrs_P: Tensor, *_: int) -> tuple[Tensor, ...]:
     num_ranks, num_tokens = peer_ptrs_P.numel(), len(ids_TK)
-    return (
-        ids_TK.new_empty(num_tokens, num_ranks, dtype=torch.bool),
-        ids_TK.new_empty(num_ranks, num_tokens, dtype=torch.int32),
-        ids_TK.new_empty(num_ranks + 1, dtype=torch.int32),
-        ids_TK.new_empty((), dtype=torch.int32),
-    )
+    shapes = (num_ranks, num_tokens), (num_ranks + 1,), ()
+    sent_mask_TP = ids_TK.new_empty(num_tokens, num_ranks, dtype=torch.bool)
+    return sent_mask_TP, *(ids_TK.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
 def known_plan(sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor) -> RowPlan:
@@ -228,14 +223,10 @@ def _get(
 
 
 @_get.register_fake
-def _(
-    x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor,
-    sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, max_rows: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = (max_rows, ids_TK.shape[1])
-    x_SD = x_TD.new_empty(max_rows, x_TD.shape[1])
-    return x_SD, scores_TK.new_empty(shape), ids_TK.new_empty(shape, dtype=torch.int32)
+def _(x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    max_rows, top_k = rest[-1], ids_TK.shape[1]
+    ids_SK = ids_TK.new_empty(max_rows, top_k, dtype=torch.int32)
+    return x_TD.new_empty(max_rows, x_TD.shape[1]), scores_TK.new_empty(max_rows, top_k), ids_SK
 
 
 @torch.library.custom_op("titan_moe::symm_put_gradients", mutates_args=())
@@ -255,11 +246,7 @@ def _put_gradients(
 
 
 @_put_gradients.register_fake
-def _(
-    dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor,
-    sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _(dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return dx_SD.new_empty(len(ids_TK), dx_SD.shape[1]), dscores_SK.new_empty(ids_TK.shape)
 
 
@@ -275,12 +262,7 @@ def _put(
     return sum_partial_results(sent_mask_TP, arrays.rows)
 
 
-@_put.register_fake
-def _(
-    y_SD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int,
-) -> Tensor:  # fmt: skip
-    return y_SD.new_empty(len(sent_mask_TP), y_SD.shape[1])
+_put.register_fake(lambda y_SD, sent_mask_TP, *_: y_SD.new_empty(len(sent_mask_TP), y_SD.shape[1]))
 
 
 @torch.library.custom_op("titan_moe::symm_get_gradients", mutates_args=())
@@ -295,12 +277,7 @@ def _get_gradients(
     return get_rows(known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q), arrays.rows, rank, max_rows)
 
 
-@_get_gradients.register_fake
-def _(
-    dy_TD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, max_rows: int,
-) -> Tensor:  # fmt: skip
-    return dy_TD.new_empty(max_rows, dy_TD.shape[1])
+_get_gradients.register_fake(lambda dy_TD, *rest: dy_TD.new_empty(rest[-1], dy_TD.shape[1]))
 
 
 def _save_get(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

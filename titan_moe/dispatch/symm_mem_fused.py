@@ -215,14 +215,11 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    x_TD: Tensor, scores_TK: Tensor, plan: Tensors, weights: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) -> tuple[Tensor, ...]:
     def index(*shape: int) -> Tensor:
         return x_TD.new_empty(shape, dtype=torch.int32)
 
-    num_local_experts, max_rows, num_slots = sizes
+    num_local_experts, max_rows, num_slots = rest[-1]
     x_SD = x_TD.new_empty(max_rows, x_TD.shape[1])
     hidden_R2F = x_TD.new_empty(num_slots, 2 * ExpertWeights.of(weights).down.own.shape[2])
     slots = (index(num_slots), index(max_rows, scores_TK.shape[1]), scores_TK.new_empty(num_slots))
@@ -260,11 +257,8 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _, _, *of_slots = kept
+def _(dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Any, *rest: Any) -> tuple[Tensor, ...]:
+    (_, _, *of_slots), (*_, num_local_experts, is_trained) = kept, rest
     grads = (w.new_empty((num_local_experts, *w.shape[1:]) if is_trained else 0) for w in weights[:2])
     return dy_TD.new_empty(dy_TD.shape), ExpertSlots(*of_slots).scores_R.new_empty(plan[0].shape), *grads
 
@@ -296,10 +290,8 @@ _forward.register_autograd(_autograd_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem)
-def _count(
-    x: Any, scores: Any, plan: Any, weights: Any, memory: Any, peer_ptrs: Any, rank: int, sizes: Any, **_: Any
-) -> int:
-    return stages.flops_of_a_pass(Sizes(*sizes).num_slots, ExpertWeights.of(weights).gate_up.own)
+def _count(x: Any, scores: Any, plan: Any, weights: Any, *rest: Any, **_: Any) -> int:
+    return stages.flops_of_a_pass(Sizes(*rest[-1]).num_slots, ExpertWeights.of(weights).gate_up.own)
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_fetched_backward)

@@ -63,7 +63,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dy_SD: Tensor, slots: Tensors, weights: Tensors, hidden_R2F: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dy_SD: Tensor, slots: Tensors, weights: Any, hidden_R2F: Tensor) -> tuple[Tensor, ...]:
     active_RF = hidden_R2F.new_empty(hidden_R2F.shape[0], hidden_R2F.shape[1] // 2)
     dscores_R = torch.empty_like(ExpertSlots(*slots).scores_R)
     return torch.empty_like(dy_SD), dscores_R, torch.empty_like(hidden_R2F), active_RF
@@ -74,9 +74,7 @@ _dw = torch.library.custom_op("titan_moe::expert_mlp_dw", stages.dw, mutates_arg
 
 
 @_dw.register_fake
-def _(
-    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, _: Any, active_RF: Tensor) -> tuple[Tensor, ...]:
     num_experts, hidden, width = offsets_e.shape[0], active_RF.shape[1], x_SD.shape[1]
     return x_SD.new_empty(num_experts, 2, hidden, width), x_SD.new_empty(num_experts, width, hidden)
 
@@ -118,7 +116,6 @@ def fused_expert_mlp(
 
     Raises: ValueError for experts with biases.
     """
-    # the kernels count on rows that lie one behind the other
     slots = slots._replace(scores_R=slots.scores_R.contiguous())
     return _FusedExpertMLP.apply(delay, x_SD.contiguous(), *slots, *matrices(weights))
 

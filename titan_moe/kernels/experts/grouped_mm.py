@@ -59,9 +59,7 @@ def grouped_mm(
     return F.grouped_mm(x_RI, ExpertParameter(own_eOI, clones_cOI).join().transpose(-2, -1), offs=offsets_e)
 
 
-@grouped_mm.register_fake
-def _(x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor, loop: bool = False) -> Tensor:
-    return x_RI.new_empty(x_RI.shape[0], own_eOI.shape[1])
+grouped_mm.register_fake(lambda x_RI, own_eOI, *_: x_RI.new_empty(x_RI.shape[0], own_eOI.shape[1]))
 
 
 @torch.library.custom_op("titan_moe::grouped_mm_dw", mutates_args=())
@@ -72,7 +70,7 @@ def _grouped_mm_dw(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, loop: bool)
 
 
 @_grouped_mm_dw.register_fake
-def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, loop: bool) -> Tensor:
+def _(grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, *_: bool) -> Tensor:
     return x_RI.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1])
 
 

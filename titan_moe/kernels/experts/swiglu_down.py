@@ -32,9 +32,7 @@ def _backward(dactive_RF: Tensor, hidden_R2F: Tensor) -> tuple[Tensor, Tensor]:
     return swiglu_backward(dactive_RF, hidden_R2F)[:2]
 
 
-@_backward.register_fake
-def _(dactive_RF: Tensor, hidden_R2F: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(hidden_R2F), torch.empty_like(dactive_RF)
+_backward.register_fake(lambda dactive_RF, hidden_R2F: (torch.empty_like(hidden_R2F), torch.empty_like(dactive_RF)))
 
 
 class _SwiGLUDown(torch.autograd.Function):
