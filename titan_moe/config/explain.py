@@ -21,16 +21,9 @@ def explain(dotted_key: str) -> str:
     key = all_keys(Recipe).get(dotted_key)
     if key is None:
         raise RecipeError([unknown_key(dotted_key)])
-    return _explain_section(key) if key.is_section else _explain_field(key)
-
-
-def _explain_field(key: Key) -> str:
-    return f"{key.dotted}: {type_in_words(key)}, {in_toml(key.default)} by default\n{_purpose(key)}"
-
-
-def _explain_section(key: Key) -> str:
-    purpose = textwrap.dedent(inspect.getdoc(key.type) or "")
-    lines = [f"[{key.dotted}]", textwrap.indent(purpose, "    "), ""]
+    if not key.is_section:
+        return f"{key.dotted}: {type_in_words(key)}, {in_toml(key.default)} by default\n{_purpose(key)}"
+    lines = [f"[{key.dotted}]", textwrap.indent(inspect.getdoc(key.type) or "", "    "), ""]
     for inner in keys_of(key.type, f"{key.dotted}."):
         title = f"[{inner.dotted}]" if inner.is_section else f"{inner.name} = {in_toml(inner.default)}"
         lines.append(f"{title}\n{_purpose(inner)}")

@@ -10,10 +10,8 @@ class AttentionConfig:
 
     kind: Literal["gqa", "mla"] = "gqa"
     """The attention of all blocks.
-
     `gqa`: Grouped-query attention.
-    `mla`: Multi-head latent attention.
-    """
+    `mla`: Multi-head latent attention."""
     num_heads: int = 8
     """Query heads."""
     num_kv_heads: int = 8
@@ -82,10 +80,8 @@ class MoEConfig:
     `hidden_size`, without projections."""
     score_fn: Literal["softmax", "sigmoid"] = "softmax"
     """The function of router logits that gives scores.
-
     `softmax`: Softmax over all experts.
-    `sigmoid`: Sigmoid of each logit (arXiv:2408.15664).
-    """
+    `sigmoid`: Sigmoid of each logit (arXiv:2408.15664)."""
     normalize_topk: bool = True
     """Divide the K selected scores of a token by their sum."""
     route_scale: float = 1.0
@@ -96,16 +92,12 @@ class MoEConfig:
     """Number of groups from which the experts of a token are selected; at most `num_groups`."""
     group_score: Literal["max", "top2_sum"] = "top2_sum"
     """The score by which groups are selected.
-
     `max`: The highest score in the group (DeepSeek-V2).
-    `top2_sum`: The sum of the two highest (DeepSeek-V3).
-    """
+    `top2_sum`: The sum of the two highest (DeepSeek-V3)."""
     score_on: Literal["activation", "input"] = "activation"
     """The tensor that is multiplied by the routing score.
-
     `activation`: The activation before the down projection. Equal to multiplying the output, with less memory.
-    `input`: The input of the expert (Llama 4).
-    """
+    `input`: The input of the expert (Llama 4)."""
     expert_mlp_bias: bool = False
     """Biases on the gate, up and down projections of the routed experts (gpt-oss)."""
     aux_loss_coef: float = 0.0

@@ -103,12 +103,12 @@ def _read_with_bases(path: Path, children: tuple[Path, ...], problems: list[str]
         return {}
     table = _read_toml(path, children, problems)
     base = table.pop("base", None)
-    if base is None:
-        return _flatten(table, str(path))
-    if not isinstance(base, str):
+    settings = _flatten(table, str(path))
+    if isinstance(base, str):
+        return _read_with_bases(path.parent / base, (*children, path), problems) | settings
+    if base is not None:
         problems.append(f"{path}: base = {in_toml(base)} must be a string, the path of a recipe relative to this file")
-        return _flatten(table, str(path))
-    return _read_with_bases(path.parent / base, (*children, path), problems) | _flatten(table, str(path))
+    return settings
 
 
 def _read_toml(path: Path, children: tuple[Path, ...], problems: list[str]) -> dict[str, Any]:
@@ -135,8 +135,7 @@ def _flatten(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, 
     settings: dict[str, Setting] = {}
     for name, value in table.items():
         dotted = f"{prefix}{name}"
-        is_section = dotted in known and known[dotted].is_section
-        if isinstance(value, dict) and is_section:
+        if isinstance(value, dict) and dotted in known and known[dotted].is_section:
             settings |= _flatten(value, source, f"{dotted}.")
         else:
             settings[dotted] = Setting(value, source)
@@ -164,8 +163,7 @@ def _read_overrides(argv: Sequence[str], problems: list[str]) -> dict[str, Setti
 
 def _build(section: type, prefix: str, settings: dict[str, Setting], problems: list[str]) -> Any:
     values: dict[str, Any] = {}
-    keys = keys_of(section, prefix)
-    for key in keys:
+    for key in keys_of(section, prefix):
         if key.is_section:
             values[key.attribute] = _build(key.type, f"{key.dotted}.", settings, problems)
             if key.dotted in settings:
@@ -199,7 +197,7 @@ def _from_text(annotation: Any, text: str) -> Any:
         try:
             return annotation(text)
         except ValueError:
-            return text
+            pass
     return text
 
 

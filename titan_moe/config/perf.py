@@ -15,27 +15,23 @@ class PerfConfig:
 
     kernels: Literal["auto", "grouped_mm", "fused", "reference"] = "auto"
     """The implementations of the operations. `perf.override` sets single ones.
-
     `auto`: For each operation, the fastest at the nearest measured shape, from the tables of this GPU or its
     architecture, in the package or written by `titan-moe tune`. PyTorch if Triton cannot run, is less than 2 % faster,
     or nothing was measured. The log and `titan-moe check` show the choice and the distance to the measured shape; the
     saved recipe of the run contains the choice.
     `grouped_mm`: PyTorch. Experts are gather, torch.nn.functional.grouped_mm (bf16, on CPUs also fp32), SwiGLU and sum.
     `fused`: Triton (bf16 on GPUs). The GEMMs of the experts gather their rows, and less is kept for backward.
-    `reference`: The experts are a loop in PyTorch: slow, for comparison, also in fp64.
-    """
+    `reference`: The experts are a loop in PyTorch: slow, for comparison, also in fp64."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
     """Backend of scaled dot product attention (SDPA). With document attention or sliding windows, SDPA gets an N x N
     mask per sequence and computes masked pairs too.
-
     `auto`: PyTorch chooses.
     `cudnn`: Prefer cuDNN.
     `flash`: Prefer FlashAttention.
     `efficient`: Prefer memory-efficient attention.
     `math`: Prefer plain PyTorch.
     `flex`: FlexAttention (arXiv:2412.05496) for layers with masks, which skips masked blocks (GPUs only); cuDNN for
-    plain causal layers.
-    """
+    plain causal layers."""
     loss_chunk_tokens: int = 4096
     """Tokens per chunk of the output head and cross entropy: only one chunk's logits exist at a time. 0 computes all
     logits at once."""
@@ -61,11 +57,9 @@ class PrecisionConfig:
     """Gradients in reductions over ranks."""
     moments: Literal["master", "bf16", "fp32"] = "master"
     """AdamW's two moments. A dtype other than that of `master` needs optim.kind = "fused_adamw".
-
     `master`: The dtype of `master`.
     `bf16`: bf16, with stochastic rounding.
-    `fp32`: fp32.
-    """
+    `fp32`: fp32."""
 
     @property
     def moments_dtype(self) -> Dtype:
@@ -79,27 +73,21 @@ class CompileConfig:
 
     regional: Literal["on_cuda", "on", "off"] = "on_cuda"
     """Compile every block with `fullgraph=True`.
-
     `on_cuda`: On GPUs.
     `on`: On all devices.
-    `off`: Never.
-    """
+    `off`: Never."""
     extent: Literal["pieces", "block"] = "pieces"
     """The extent of a graph.
-
     `pieces`: The dense part, the router, the experts and the shared experts are one graph each; dispatch and combine
     stay eager.
     `block`: A whole block. Needs a dispatcher without host reads. A trace has one part per block. With a capacity
-    bound, blocks run eagerly while the bound is suspended (rerun steps, validation).
-    """
+    bound, blocks run eagerly while the bound is suspended (rerun steps, validation)."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Capture GPU work as a CUDA graph and replay it, so that the host launches one graph instead of every kernel.
     `titan-moe check` names what in a recipe prevents it.
-
     `off`: No graph.
     `microbatch`: Forward and backward of a microbatch.
-    `step`: The whole optimizer step.
-    """
+    `step`: The whole optimizer step."""
 
     def compiles(self, device: str = "cuda") -> bool:
         """Whether a run compiles on a type of device."""
@@ -116,9 +104,7 @@ class MemoryConfig:
 
     recompute: Literal["none", "experts", "block"] = "none"
     """Recompute activations in backward instead of keeping them (arXiv:1604.06174).
-
     `none`: Keep all activations.
     `experts`: Recompute the expert MLPs. No communication is repeated, except the experts' reads of rows with
     `parallel.overlap = "tile"`.
-    `block`: Recompute whole blocks, dispatch and combine included.
-    """
+    `block`: Recompute whole blocks, dispatch and combine included."""

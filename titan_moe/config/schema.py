@@ -7,7 +7,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -64,15 +64,11 @@ def keys_of(section: type, prefix: str = "") -> list[Key]:
             dotted=f"{prefix}{field.name.rstrip('_')}",
             attribute=field.name,
             type=types[field.name],
-            default=_default_of(field),
+            default=None if field.default is MISSING else field.default,
             owner=section,
         )
         for field in fields(section)
     ]
-
-
-def _default_of(field: Field[Any]) -> Any:
-    return None if field.default is MISSING else field.default
 
 
 def walk(section: type, prefix: str = "") -> Iterator[Key]:

@@ -18,11 +18,9 @@ class RunConfig:
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """The device of the run.
-
     `auto`: CUDA if there is a GPU, else the CPU. The log names the choice.
     `cpu`: The CPU.
-    `cuda`: GPUs; an error without one.
-    """
+    `cuda`: GPUs; an error without one."""
     is_deterministic: bool = False
     """Allow only deterministic algorithms, which are slower on GPUs. CPU runs are deterministic without it."""
 
@@ -61,7 +59,6 @@ class OptimConfig:
 
     kind: Literal["adamw", "fused_adamw"] = "adamw"
     """The implementation of the optimizer.
-
     `adamw`: torch's fused AdamW, with one dtype for parameters, gradients and moments.
     `fused_adamw`: One Triton kernel for AdamW and clipping, with `precision.moments` and stochastic rounding to bf16
     (a reference in PyTorch on CPUs).
@@ -94,12 +91,10 @@ class DataConfig:
 
     source: Literal["synthetic", "text", "datasets", "tokens"] = "synthetic"
     """The source of the data.
-
     `synthetic`: Learnable random tokens.
     `text`: Local text files.
     `datasets`: Hugging Face `datasets`, from the hub or from local files.
-    `tokens`: Flat binary files of token ids.
-    """
+    `tokens`: Flat binary files of token ids."""
     path: str = ""
     """For the source `text` a glob of files (`**` allowed; `python-stdlib` stands for the standard library sources of
     the running Python), for `datasets` a hub name, a local folder or a file type such as `json`, for `tokens` a glob of
