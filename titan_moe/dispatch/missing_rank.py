@@ -1,8 +1,8 @@
-"""Say which rank did not come to an exchange over symmetric memory.
+"""Report the rank that did not arrive at an exchange over symmetric memory.
 
-A barrier that gives a rank up writes its number into host memory (kernels/symm_mem/barrier.py). The host reads that
-without asking the device: after each step, which is void then, and beside the main thread, which may wait for a
-collective of the missing rank and never come back.
+A barrier that times out writes the missing rank into host memory (kernels/symm_mem/barrier.py). The host reads it
+without the device: after each step, which is skipped then, and in a thread, because the main thread may wait for a
+collective of the missing rank for ever.
 """
 
 import logging
@@ -21,14 +21,14 @@ logger = logging.getLogger("titan_moe")
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_END = 300.0
-"""For the main thread to raise the error, and to end the run, before the process is ended."""
+"""Time for the main thread to raise the error and end the run, before the watcher ends the process."""
 
 
 class MissingRank:
-    """The first rank that a barrier of this rank's group has given up, if any."""
+    """The first missing rank of this rank's group, if any."""
 
     def __init__(self, memory: Tensor, ranks: Sequence[int]) -> None:
-        """`memory` is this rank's own part of the symmetric memory; `ranks` are the group's ranks in the whole run."""
+        """`memory` is this rank's own part of the symmetric memory; `ranks` are the group's global ranks."""
         self.ranks = ranks
         self.word = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
         self.failed = memory.data[:4].view(torch.int32)
@@ -38,7 +38,7 @@ class MissingRank:
 
     @property
     def message(self) -> str:
-        """What is wrong, or nothing."""
+        """The error, or an empty string."""
         number = int(self.word)
         if not number:
             return ""
@@ -50,13 +50,13 @@ class MissingRank:
         )
 
     def check(self) -> None:
-        """Raise RuntimeError if a rank did not come."""
+        """Raise RuntimeError if a rank is missing."""
         if message := self.message:
             raise RuntimeError(message)
 
 
 def _watch(reference: "weakref.ref[MissingRank]") -> None:
-    """Log the error once there is one, and end the process if nothing else does."""
+    """Log the error, and end the process if nothing else does."""
     while (missing := reference()) is not None:
         message, missing = missing.message, None
         if message:

@@ -1,23 +1,21 @@
-"""Rows are fetched and results sent beside the experts' GEMMs, tile by tile: no exchange before the experts or after.
+"""Symmetric-memory dispatcher with fused communication: copy blocks get and put rows beside the experts' GEMMs.
 
 P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · R expert slots ·
 e experts on this rank · D width · F hidden width
 
-The first GEMM of the experts begins with the rows that are there: some of its thread blocks get the others, in the
-order in which its tiles need them. The sums of the last one are sent as soon as their slots are done. Gradients of
-results are fetched and those of rows sent in the same way, beside the two GEMMs of backward that read and make them.
-What remains is what no GEMM can hide: the plan, the assignments of the fetched rows, the first tiles' rows and the last
-tiles' sums. (kernels/experts/copy_blocks.py; after COMET, arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, which give
-the thread blocks of one kernel these two kinds of work, too.)
+Thread blocks of the experts' first GEMM get rows in the order in which its tiles need them. Sums of the last GEMM are
+put as soon as their slots are done. Backward gets gradients of results and puts those of rows beside its two GEMMs.
+Exposed are the plan, the assignments, the first tiles' rows and the last tiles' sums. (kernels/experts/copy_blocks.py;
+after COMET, arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, where thread blocks of one kernel do both kinds of work.)
 
-The numbers are those of `SymmMemDispatcher` and the fused experts, bit for bit but for the GEMMs that make what is
-summed: those are Triton's here, so that they can signal what is done, and PyTorch's there.
+Results are bit for bit those of `SymmMemDispatcher` and the fused experts, except for the GEMMs before the sums: here
+they are Triton's, which can signal completion, there PyTorch's.
 
-Each operation is two whole exchanges with the experts between them, barriers included, all on the current stream:
-nothing is pending when it returns. Weight gradients are computed before the last barrier of a backward, so that a rank
-computes them while it waits for others that are late. Operations take named tuples as lists of their tensors.
+Each operation is two whole exchanges with the experts between them, barriers included, on the current stream: nothing
+is pending when it returns. Backward computes weight gradients before its last barrier, while other ranks may be late.
+Operations take named tuples as lists of their tensors.
 
-Used alone, in the place of `SymmMemDispatcher` in symm_mem.py, its memory and its calls the same:
+Used alone, with memory and calls as in symm_mem.py:
 
     experts = GroupedExperts(num_local_experts, width, hidden, choose_expert_mlp("fused", "activation"))
     dispatcher = SymmMemFusedDispatcher(num_experts, memory)
@@ -53,9 +51,8 @@ from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule, clear_rows_wi
 from titan_moe.plan.roofline import visit_probability
 
 MAX_SLOTS_PER_ROW_OVERLAPPED = 3.0
-"""Up to so many on average, sums are sent beside the last GEMM. Where rows have more, few of them are done before its
-end, and all multiprocessors sum faster than those that it leaves (measured: at 1.7 a sixth faster, at 2.1 8 %, at 4
-slower by 10 to 16 %)."""
+"""Up to so many on average, sums are put beside the last GEMM. With more, few rows are done before its end, and all
+multiprocessors sum faster afterwards (measured: beside is a sixth faster at 1.7, 8 % at 2.1, 10 to 16 % slower at 4)."""
 
 
 class CombinedOutput(NamedTuple):
@@ -63,11 +60,11 @@ class CombinedOutput(NamedTuple):
 
     y_TD: Tensor
     overflowed: Tensor
-    """int32 scalar, 1 if some choice found no slot."""
+    """int32 scalar, 1 if slots overflowed."""
 
 
 class Sizes(NamedTuple):
-    """Numbers that are known on the host."""
+    """Sizes known on the host."""
 
     num_local_experts: int
     max_rows: int
@@ -75,7 +72,7 @@ class Sizes(NamedTuple):
 
 
 class PeerTokens(NamedTuple):
-    """`ExpertInputs` before rows are exchanged: this rank's own, which peers will fetch."""
+    """`ExpertInputs` before rows are exchanged: this rank's own, which peers will get."""
 
     x_TD: Tensor
     sent: SymmMemExchange
@@ -93,7 +90,7 @@ class PeerTokens(NamedTuple):
         return self.x_TD.shape[0], self.num_slots
 
     def run_mlp(self, mlp: ExpertMLP, rows: Tensor, weights: ExpertWeights) -> CombinedOutput:
-        """Bring every row to its experts and its result back.
+        """Get rows, compute their slots, and combine the results.
 
         Raises: ValueError for experts with another MLP than the fused one.
         """
@@ -109,10 +106,8 @@ class PeerTokens(NamedTuple):
 
 
 class SymmMemFusedDispatcher(SymmMemDispatcher):
-    """Let the experts fetch rows and send results themselves.
-
-    Where a step is taken again at sizes that the host reads, rows are moved before and after, as by the parent.
-    """
+    """The experts get rows and put results. A step that is repeated at sizes that the host reads runs as in the
+    parent."""
 
     def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:
         return super().start_dispatch(x_TD, exchange) if self.capacity.reads_sizes_on_host else x_TD
@@ -154,7 +149,7 @@ class _Peers(NamedTuple):
         return tiles, schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.arrays.rows, self.rank)
 
     def overlaps_put(self) -> bool:
-        """Whether sums are sent beside the GEMM, by the slots that random routing gives a row on a rank it visits."""
+        """Whether sums are put beside the GEMM, by the expected number of slots of a row under random routing."""
         num_ranks, num_choices = self.plan.sent_mask_TP.shape[1], self.ids_TK.shape[1]
         visits = num_ranks * visit_probability(num_ranks * self.num_local_experts, self.num_local_experts, num_choices)
         return num_choices <= MAX_SLOTS_PER_ROW_OVERLAPPED * visits
@@ -162,7 +157,7 @@ class _Peers(NamedTuple):
     def put_sums(
         self, stage: Callable[[stages.SlotGemm], Tensor], slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule
     ) -> None:
-        """Run a stage that makes slots, and send each row's sum of them: beside the stage's GEMM, or behind it."""
+        """Run a stage that computes slots, and put each row's sum of them, beside the stage's GEMM or after it."""
         num_rows, num_choices = slots.slots_SK.shape
         if not self.overlaps_put():
             y_RD = stage(lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, tiles))
@@ -170,14 +165,14 @@ class _Peers(NamedTuple):
             return
         stage(lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, tiles, schedule=schedule))
         if slots.rows_R.numel() < num_rows * min(num_choices, self.num_local_experts):
-            # a row may have found no slot: its step is void, but what reads its result must find numbers
+            # a row may have overflowed: its step is skipped, but its result must be finite
             clear_rows_without_slots(slots.slots_SK, self.plan, self.arrays.rows, self.rank)
 
 
 def _peers(
     plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, like_TD: Tensor
 ) -> _Peers:
-    """Lay out the arrays, which are the same for a layer's rows and for its gradients."""
+    """View the arrays, whose layout is the same for a layer's rows and its gradients."""
     ids_TK, *of_rows = plan
     (num_tokens, width), num_choices = like_TD.shape, ids_TK.shape[1]
     scores = torch.promote_types(like_TD.dtype, torch.float32)
@@ -231,7 +226,7 @@ def _backward(
     dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the rows, of the scores, and of the weights, clones behind own experts (empty if none is wanted)."""
+    """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
     x_SD, hidden_R2F, *of_slots = kept
     slots = ExpertSlots(*of_slots)
     peers = _peers(plan, memory, peer_ptrs_P, rank, num_local_experts, dy_TD)
@@ -265,7 +260,7 @@ def _(dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Any, *rest: Any) -> 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
-    # the memory is no saved tensor: offloading those would copy all of it
+    # the memory must not be a saved tensor: offloading would copy all of it
     _, _, plan, weights, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes = inputs
     _, overflowed, *kept = output
     ctx.save_for_backward(*plan, *kept, *weights)

@@ -3,10 +3,9 @@
 R expert slots, sorted by expert · e experts that the rank computes · O width of a bias
 
 Physics: memory-bound, reads and writes R·O elements. Backward sums the gradients of an expert's slots as a product with
-a matrix of scores and zeros, 2·e·R·O FLOPs: a fraction e / I of the GEMM of input width I that the bias follows, and
-deterministic, without atomics. Slots past the last expert's may hold anything, so their gradients are selected away.
-Kept for backward are the arguments but for y. Plain PyTorch: inside a compiled region forward is fused with what
-follows.
+a matrix of scores and zeros, 2·e·R·O FLOPs: e / I of the GEMM of input width I before it, and deterministic. Gradients
+of slots past the last expert are undefined and masked. Backward keeps all arguments but y. Plain PyTorch: a compiled
+region fuses forward with the next operation.
 """
 
 from typing import Any
@@ -42,13 +41,13 @@ class _AddBias(torch.autograd.Function):
 
 
 def _experts_of_slots(offsets_e: Tensor, num_slots: int) -> Tensor:
-    """The expert of each slot; of those past the last expert's, the last."""
+    """The expert of each slot; the last expert for slots past its end."""
     slots_R = torch.arange(num_slots, device=offsets_e.device, dtype=offsets_e.dtype)
     return torch.searchsorted(offsets_e, slots_R, right=True).clamp(max=len(offsets_e) - 1)
 
 
 def add_bias(y_RO: Tensor, bias_eO: Tensor, scores_R: Tensor, offsets_e: Tensor) -> Tensor:
-    """-> [R, O] in y's dtype, rounded once; slots past the last expert's hold anything."""
+    """-> [R, O] in y's dtype, rounded once; slots past the last expert are undefined."""
     return _AddBias.apply(y_RO, bias_eO, scores_R, offsets_e)
 
 

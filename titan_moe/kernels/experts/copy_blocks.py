@@ -2,19 +2,17 @@
 
 S rows · R expert slots · K experts a row · M tiles · D width
 
-A launch starts with its copy blocks, as many as saturate the links, and goes on with its tiles. Thread blocks start in
-index order, so copy blocks are resident before any tile waits for them. Copy blocks that wait for tiles leave most of
-the multiprocessors to these (on a device with no more multiprocessors than copy blocks, none).
+Thread blocks start in index order. Copy blocks have the lowest indices, so they are resident before any tile waits for
+them. They are as many as saturate the links, and leave the other multiprocessors to tiles; a device with no more
+multiprocessors than copy blocks has none left.
 
-*Get*: copy blocks take blocks of rows in turn, and each counts those that it has copied. A tile waits for all rows that
-it reads. *Put*: copy blocks take blocks of rows in turn, too, and wait for the tiles of a block's last slots. Tiles
-signal that they are done by group, as they share the device. The interpreter runs thread blocks one after the other:
-there, copy blocks that wait come last.
+Copy blocks take blocks of rows in turn. *Get*: each counts the blocks that it has copied, and a tile waits for all rows
+that it reads. *Put*: each waits for the tiles of a block's last slots; tiles signal completion by group. The
+interpreter runs thread blocks one by one, so copy blocks that wait come last there.
 
-Memory order: a sender has all threads of its block behind a barrier and then releases; a receiver acquires, and then
-lets its threads go on.
+Memory order: a sender's threads pass a barrier before the release, a receiver's after the acquire.
 
-The lists of rows are those of kernels/symm_mem/tile_schedule.py. Rows are aligned to 16 bytes, as the GEMMs need them.
+kernels/symm_mem/tile_schedule.py computes the lists of rows. Rows are aligned to 16 bytes, as the GEMMs need them.
 """
 
 from typing import NamedTuple
@@ -25,24 +23,24 @@ from torch import Tensor
 
 
 class TileSchedule(NamedTuple):
-    """The orders in which rows that have slots are got and put."""
+    """The orders in which rows that have slots are got and put; entries past `count` are undefined."""
 
     count: Tensor
-    """int32 [1], the number of rows; entries of the lists past it are undefined."""
+    """int32 [1], number of rows."""
     get_rows_S: Tensor
-    """int32, the rows in the order of their first slots."""
+    """int32, rows ordered by their first slots."""
     get_addresses_S: Tensor
-    """int64, the addresses that they are copied from."""
+    """int64, their sources."""
     required_rows_M: Tensor
     """int32, how many of them a tile waits for."""
     put_slots_SK: Tensor
-    """int32, the slots of each row in the order of choices, valid ones first; rows in the order of their last slots."""
+    """int32, slots of each row in the order of choices, valid ones first; rows ordered by their last slots."""
     put_num_slots_S: Tensor
-    """int32, how many of them are valid."""
+    """int32, number of valid ones."""
     put_addresses_S: Tensor
-    """int64, the addresses that their sums are written to."""
+    """int64, destinations of their sums."""
     put_tiles_S: Tensor
-    """int32, the tiles of their last slots."""
+    """int32, tiles of their last slots."""
 
 
 class CopyBlocks(NamedTuple):
@@ -50,20 +48,20 @@ class CopyBlocks(NamedTuple):
 
     number: int
     elements: int
-    """Elements that one copies at a time, while the next ones are loaded; a power of two."""
+    """Elements copied at a time, while the next are loaded; a power of two."""
 
     def sizes(self, num_rows: int, width: int) -> dict[str, int]:
-        """Their number for so many rows, and what one copies at a time."""
+        """Launch arguments for `num_rows` rows: number of copy blocks, rows and columns copied at a time."""
         columns = min(triton.next_power_of_2(max(width, 1)), 2048, self.elements)
         rows = min(self.elements // columns, 64)
-        number = min(self.number, triton.next_power_of_2(max(triton.cdiv(num_rows, rows), 1)))  # of few numbers
+        number = min(self.number, triton.next_power_of_2(max(triton.cdiv(num_rows, rows), 1)))  # few distinct values
         return {"COPY_BLOCKS": number, "COPIED_ROWS": rows, "COPIED_COLUMNS": columns}
 
 
 def get_arguments(
     schedule: TileSchedule | None, copy_blocks: CopyBlocks, width: int
 ) -> tuple[tuple[Tensor | None, ...], dict[str, int]]:
-    """Arguments of a GEMM's launch that gets its rows or, without schedule, finds them in place."""
+    """Launch arguments of a GEMM that gets its rows; without schedule they are already in place."""
     if schedule is None:
         return (None,) * 5, {"COPY_BLOCKS": 0, "COPY_BLOCKS2": 0, "COPIED_ROWS": 0, "COPIED_COLUMNS": 0}
     sizes = copy_blocks.sizes(schedule.get_rows_S.numel(), width)
@@ -81,7 +79,7 @@ def signal(ptr):
 
 @triton.jit
 def _acquire(IS_INTERPRETED: tl.constexpr):
-    """After a counter has reached its number: let all threads read what was released."""
+    """After a counter has reached its target: make released writes visible to all threads."""
     if not IS_INTERPRETED:
         tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
@@ -108,10 +106,8 @@ def get_in_order(
     copy_block, out_ptr, get_addresses_ptr, get_rows_ptr, count_ptr, arrived_ptr, D: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy every listed row from its source to its place in [S, D].
-
-    While a piece is stored, the next one is loaded, and the address of the one after that.
-    """
+    """Copy every listed row from its source to [S, D]. Loads of the next piece, and of the address after it, overlap
+    the store."""
     NUM_PIECES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row
     count = tl.load(count_ptr)
     num_steps = (tl.cdiv(count, ROWS) - copy_block + COPY_BLOCKS - 1) // COPY_BLOCKS * NUM_PIECES
@@ -124,7 +120,7 @@ def get_in_order(
         block = copy_block + (step + 2) // NUM_PIECES * COPY_BLOCKS
         after_row, after_address, is_after = _find_source(block, get_addresses_ptr, get_rows_ptr, count, ROWS)
         if (step > 0) & (step % NUM_PIECES == 0):
-            signal(arrived_ptr + copy_block)  # of the block before: its stores are done by now
+            signal(arrived_ptr + copy_block)  # for the previous block, whose stores are done
         column = (step % NUM_PIECES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
         tl.store(out_ptr + row.to(tl.int64)[:, None] * D + column, x, mask=is_row[:, None] & (column < D))
         row, is_row, x = next_row, is_next, next_x
@@ -162,7 +158,7 @@ def _find_sums(
     K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Destinations of the sums of a block of the list, their numbers of slots, the last one's tile, and first slots."""
+    """Of a block of the list: destinations of sums, numbers of slots, the last row's tile, and first four slots."""
     first = block * ROWS
     entry = first + tl.arange(0, ROWS)
     is_row = entry < count
@@ -187,7 +183,7 @@ def _read_slot(y_ptr, slot, is_slot, first_column, D: tl.constexpr, COLUMNS: tl.
 def _wait_for_tile(
     tile, group, done_ptr, num_tiles, GROUP: tl.constexpr, COLUMNS_OF_TILES: tl.constexpr, IS_INTERPRETED: tl.constexpr
 ):  # fmt: skip
-    """Wait for a tile and those before it; returns the first group that was not waited for."""
+    """Wait for a tile and all before it; returns the first group not waited for."""
     if group <= tile // GROUP:
         while group <= tile // GROUP:
             num_due = tl.minimum(num_tiles - group * GROUP, GROUP) * COLUMNS_OF_TILES
@@ -207,8 +203,8 @@ def put_in_order(
 ):  # fmt: skip
     """Sum the slots of every listed row in the order of choices, and store the sum at its destination.
 
-    While a piece is summed, the next one's slots are loaded, and the lists behind it. Where sums are put beside a GEMM,
-    few rows have more than four slots.
+    Loads of the next piece's slots, and of the lists after it, overlap the sum. Few rows have more than four slots
+    where sums are put beside a GEMM.
     """
     NUM_PIECES: tl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row
     count = tl.load(count_ptr)
