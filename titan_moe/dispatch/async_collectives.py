@@ -6,17 +6,15 @@ The backward of the wait starts the collective of the gradient, and the backward
 runs in reverse order, so work between start and wait in forward has its backward between the two in backward, and both
 directions overlap with the same work.
 
-The tensor between the two halves is memory that the network still writes: only the other half may use it. Autograd
-requires its gradient to have its shape. In an all-gather and in a reduce-scatter both have P·T rows: P parts are
-exchanged, and the half that waits sums them where a sum is due, in rank order and at least fp32, as the synchronous
-collectives do. An all-to-all sends and receives different numbers of rows. So its two halves share a `GradientHandle`,
-which holds the pending gradient, and the gradient that autograd passes from wait to start is not read. Results are bit
-for bit those of the synchronous collectives. Code that cuts the autograd graph between the halves must pass on both,
-the unread gradient and the handle.
+The network still writes the tensor between the two halves: only the wait may use it. Autograd requires its gradient to
+have its shape. In an all-gather and in a reduce-scatter both have P·T rows: P parts are exchanged, and the wait sums
+them as the synchronous collectives do. An all-to-all sends and receives different numbers of rows. So its two halves
+share a `GradientHandle`, which holds the pending gradient, and the gradient that autograd passes from wait to start is
+not read. Code that cuts the autograd graph between the halves must pass on both. Results are bit for bit those of the
+synchronous collectives.
 
-PyTorch's functional collectives keep the handle of a collective with its tensor, keep the sent tensor alive until the
-wait, and can be traced. They are called inside our autograd functions, which decide where the collective of a gradient
-starts and where it is waited for.
+PyTorch's functional collectives keep the handle with the tensor and the sent tensor alive until the wait, and can be
+traced. Our autograd functions around them decide where the collective of a gradient starts and is waited for.
 """
 
 from collections.abc import Sequence
@@ -159,25 +157,15 @@ def _wait_all_to_all(
     return _WaitAllToAll.apply(*rows, received, sent, group.group_name)
 
 
-def _start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _StartAllGather.apply(x, group.group_name, group.size())
-
-
-def _wait_all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _WaitAllGather.apply(x, group.group_name, group.size())
-
-
-def _start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _StartReduceScatter.apply(x, group.group_name, group.size())
-
-
-def _wait_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return _WaitReduceScatter.apply(x, group.group_name, group.size())
-
-
 ASYNC = Collectives(
     Collective(_start_all_to_all, _wait_all_to_all),
-    Collective(_start_all_gather, _wait_all_gather),
-    Collective(_start_reduce_scatter, _wait_reduce_scatter),
+    Collective(
+        lambda x, group: _StartAllGather.apply(x, group.group_name, group.size()),
+        lambda x, group: _WaitAllGather.apply(x, group.group_name, group.size()),
+    ),
+    Collective(
+        lambda x, group: _StartReduceScatter.apply(x, group.group_name, group.size()),
+        lambda x, group: _WaitReduceScatter.apply(x, group.group_name, group.size()),
+    ),
 )
 """Pending until waited for."""

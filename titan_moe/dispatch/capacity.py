@@ -2,11 +2,10 @@
 
 S rows received · K experts a token
 
-In the worst case all rows of the group are routed to experts of one rank: P times the balanced load for P ranks. Room
-for the worst case is safe and mostly empty. A capacity of a small factor times the balanced load (Megatron's
-expert-rank capacity factor) makes sizes static and small, without a host read. No token is dropped for it: rows and
-assignments that do not fit set a flag on the device. The optimizer step that they belong to is skipped and taken again
-without the bound, at sizes that the host reads.
+In the worst case all rows of the group are routed to one rank: P times the balanced load for P ranks, mostly empty. A
+small factor times the balanced load (Megatron's expert-rank capacity factor) makes sizes static and small, without a
+host read. No token is dropped: rows and assignments that do not fit set a flag on the device, and the optimizer step is
+skipped and repeated without the bound, at sizes that the host reads.
 """
 
 import math
@@ -35,7 +34,7 @@ class ExpertCapacity:
         """On the device: whether a layer has overflowed since `reset`. A recomputed forward sets it again, alike."""
         self.failed: Tensor | None = None
         """On the device, where exchanges can fail: not 0 once one has failed."""
-        self.check: Callable[[], None] = _nothing
+        self.check: Callable[[], None] = lambda: None
         """Raise the error of a failed exchange. Reads nothing on the device."""
 
     @property
@@ -55,13 +54,10 @@ class ExpertCapacity:
 
     def num_slots(self, ids_SK: Tensor, balanced: float, worst: int) -> int:
         """Number of slots for these assignments (-1 for none), given those of a balanced load and of the worst case."""
-        return int((ids_SK >= 0).sum()) if self.reads_sizes_on_host else self._bounded(balanced, worst)
+        return int((ids_SK >= 0).sum()) if self.reads_sizes_on_host else self.num_rows(balanced, worst)
 
     def num_rows(self, expected: float, worst: int) -> int:
         """Number of rows to allocate, given those that random routing sends and those of the worst case."""
-        return self._bounded(expected, worst)
-
-    def _bounded(self, expected: float, worst: int) -> int:
         if not self.is_bounded:
             return worst
         bounded = math.ceil(expected * self.capacity_factor / SLOTS_ALIGNMENT) * SLOTS_ALIGNMENT
@@ -88,7 +84,3 @@ class ExpertCapacity:
             yield
         finally:
             self.is_unbounded = was_unbounded
-
-
-def _nothing() -> None:
-    """The check of dispatchers whose exchanges cannot fail."""

@@ -1,12 +1,11 @@
-"""Weights of clones are fetched from their homes, and their gradients sent back.
+"""Get weights of clones from their owners, and return their gradients.
 
-P ranks of the group · e experts at home on each rank · c replica slots of each rank · I all replica slots (P·c), rank
-by rank · N elements of an expert
+P ranks of the group · e experts that each rank owns · c replica slots of each rank · I all replica slots (P·c), rank by
+rank · N elements of an expert
 
-The plan is on the devices alone, so no message can have its size. By collectives every rank sends c experts to every
-other, most of which are not read, in one message, and the gradients of its c clones to all: (P-1)·c experts arrive at a
-rank on each way, however few are cloned, 66 MB of Qwen3-30B-A3B's in bf16 with 8 ranks and one replica slot. Over
-symmetric memory a rank reads what it needs and no more: c experts, 9.4 MB.
+The plan is on the device alone, so sizes are static. With collectives every rank sends c experts to every other, most
+of which are not read, and the gradients of its c clones to all: each way a rank receives (P-1)·c experts, 66 MB of
+Qwen3-30B-A3B in bf16 with 8 ranks and one replica slot. Over symmetric memory it reads c experts, 9.4 MB.
 """
 
 from abc import ABC, abstractmethod
@@ -28,25 +27,25 @@ from titan_moe.kernels.symm_mem.clones import add_gradients, clone_arrays, pull_
 class CloneWeights(ABC):
     """Get the weights of an exchange's clones; a subclass says how they are communicated.
 
-    Own weights go through it, so that their gradient and what clones send back are summed in one place; and the rows
-    that arrived: over shared memory clones come behind them, and gradients of clones leave before theirs, in a graph
-    too. (Rows that experts get themselves go through it as this rank's own, and no graph orders them.)
+    Own weights pass through it, so that gradients of clones are added to theirs in one place. Rows pass through it, so
+    that exchanges over symmetric memory keep their order in a graph: rows before clones, and gradients in reverse.
+    (Rows of fused communication are this rank's own, and no graph orders them.)
     """
 
     def __call__(self, x_SD: Tensor, weights: ExpertWeights, exchange: CloningExchange) -> tuple[Tensor, ExpertWeights]:
         """Rows [S, D], or this rank's own, and own weights [e, ...] -> the same, with clones [c, ...]; differentiable.
-        An empty slot's clone holds anything."""
+        The clone in an empty slot is undefined."""
         x_SD, *tensors = _GetClones.apply(self, x_SD, exchange.experts_Pc, *weights.tensors())
         return x_SD, ExpertWeights.of(tensors, weights.names())
 
     @abstractmethod
     def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor) -> Tensors:
-        """Own weights -> the clones', once the rows that the exchange brings, if it does, are there."""
+        """Own weights -> those of clones, after the rows of the exchange."""
 
     @abstractmethod
     def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
-        """Gradients of own weights and of this rank's clones -> those of own weights, to which all ranks' clones' are
-        added in rank order, in at least fp32, rounding once. The rows' are not touched."""
+        """Add the gradients of all ranks' clones to those of own weights: in rank order, in at least fp32, rounded
+        once. `dx_SD` is not changed."""
 
 
 class _GetClones(torch.autograd.Function):
@@ -67,14 +66,14 @@ class _GetClones(torch.autograd.Function):
 
 
 class CollectiveCloneWeights(CloneWeights):
-    """By collectives, in which all ranks send and receive as much."""
+    """Communicate by collectives; all ranks send and receive equal sizes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
 
     def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor) -> Tensors:
         num_experts, (num_ranks, num_replicas) = own[0].shape[0], experts_Pc.shape
-        # where this rank is not the home, any expert: what it sends is not read
+        # where this rank is not the owner, any expert: it is not read
         sent_I = (experts_Pc % num_experts).flatten()
         equal = [num_replicas] * num_ranks
         all_IN = all_to_all(_pack([weight[sent_I] for weight in own]), equal, equal, self.group)
@@ -90,28 +89,25 @@ class CollectiveCloneWeights(CloneWeights):
 
 
 def _pack(weights: Tensors) -> Tensor:
-    """All parameters of an expert in one row: one message, and no order of several that ranks could differ in."""
+    """All parameters of an expert in one row, for one collective."""
     return torch.cat([weight.flatten(1) for weight in weights], dim=1)
 
 
 def _unpack(packed_IN: Tensor, like: Tensors) -> list[Tensor]:
-    """Such rows -> views of each parameter, in the shapes of experts like these."""
+    """The inverse, as views in the shapes of `like`."""
     parts = packed_IN.split([weight[0].numel() for weight in like], dim=1)
     return [part.unflatten(1, weight.shape[1:]) for part, weight in zip(parts, like, strict=True)]
 
 
 def _add(own_eN: Tensor, is_clone_eI: Tensor, clones_IN: Tensor) -> Tensor:
-    """Add each expert's clones to it: a product with zeros and ones.
-
-    So one that is not finite makes all sums so: the step is void then, whichever expert it began with.
-    """
+    """Add each expert's clones to it, as a product with zeros and ones. One nonfinite gradient makes all sums
+    nonfinite; the step is skipped anyway."""
     sums = torch.addmm(own_eN.flatten(1), is_clone_eI.to(own_eN.dtype), clones_IN.flatten(1))
     return sums.view_as(own_eN)
 
 
 class SymmMemCloneWeights(CloneWeights):
-    """Out of the memory that the ranks share, in exchanges like those of `SymmMemDispatcher`: between its own, on their
-    stream."""
+    """Communicate over symmetric memory, in exchanges between those of `SymmMemDispatcher`, on their stream."""
 
     def __init__(self, memory: SymmMemory) -> None:
         self.memory = memory
@@ -120,9 +116,9 @@ class SymmMemCloneWeights(CloneWeights):
         return _get_clones(x_SD, own, experts_Pc, *self.memory)
 
     def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
-        # sums are made in place: these are the gradients of one use, which nothing else has seen
+        # sums are in place: nothing else reads these gradients
         own = [grad.contiguous() for grad in own]
-        if torch.compiler.is_compiling():  # where they may be parts of one tensor that a graph knows as a whole
+        if torch.compiler.is_compiling():  # in a graph they may be views of one tensor
             own = [grad.clone() for grad in own]
         _add_clones(dx_SD, own, clones, experts_Pc, *self.memory)
         return own
@@ -132,7 +128,7 @@ class SymmMemCloneWeights(CloneWeights):
 def _get_clones(
     x_SD: Tensor, own: Tensors, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
 ) -> list[Tensor]:
-    """The rows are not read: they order this behind the exchange that brought them."""
+    """The rows are not read; they order this after their exchange."""
     own, experts_Pc = [weight.contiguous() for weight in own], experts_Pc.contiguous()
     signals, staged = _place_for(own, len(own[0]), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)
@@ -151,7 +147,7 @@ def _add_clones(
     dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int,
 ) -> None:  # fmt: skip
-    """The rows' gradients are not written: what reads them comes behind this."""
+    """`dx_SD` is not written; as a mutated argument, it orders this before what reads it."""
     experts_Pc = experts_Pc.contiguous()
     signals, staged = _place_for(clones, len(own[0]), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)

@@ -5,8 +5,8 @@ e experts on this rank · D width · F hidden width
 
 Thread blocks of the experts' first GEMM get rows in the order in which its tiles need them. Sums of the last GEMM are
 put as soon as their slots are done. Backward gets gradients of results and puts those of rows beside its two GEMMs.
-Exposed are the plan, the assignments, the first tiles' rows and the last tiles' sums. (kernels/experts/copy_blocks.py;
-after COMET, arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, where thread blocks of one kernel do both kinds of work.)
+Exposed are the plan, the assignments, the first tiles' rows and the last tiles' sums. After COMET,
+arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, where thread blocks of one kernel do both kinds of work.
 
 Results are bit for bit those of `SymmMemDispatcher` and the fused experts, except for the GEMMs before the sums: here
 they are Triton's, which can signal completion, there PyTorch's.
@@ -52,7 +52,7 @@ from titan_moe.plan.roofline import visit_probability
 
 MAX_SLOTS_PER_ROW_OVERLAPPED = 3.0
 """Up to so many on average, sums are put beside the last GEMM. With more, few rows are done before its end, and all
-multiprocessors sum faster afterwards (measured: beside is a sixth faster at 1.7, 8 % at 2.1, 10 to 16 % slower at 4)."""
+multiprocessors sum faster afterwards (measured: beside is a sixth faster at 1.7, 8 % at 2.1, 10-16 % slower at 4)."""
 
 
 class CombinedOutput(NamedTuple):

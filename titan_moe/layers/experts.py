@@ -17,20 +17,20 @@ from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.parameters import ParameterKind, kind_of
 
 GatherWeights = Callable[[Tensor, ExpertWeights, Exchange], tuple[Tensor, ExpertWeights]]
-"""Rows, own weights and exchange -> the rows, and the weights that the exchange needs: own ones, and clones."""
+"""Rows, own weights, exchange -> rows, and own weights with clones."""
 
 
 class GroupedExperts(nn.Module):
     """SwiGLU experts that read rows by index, weigh them by their routing score and sum a row's slots.
 
-    Gate and up are stored together, so that one GEMM reads both. `local` turns a parameter into the plain tensor of
-    this rank's experts, in compute's dtype; it is identity unless the experts are spread over ranks. `gather_weights`
-    adds clones that a dispatcher has planned; rows pass through it, so that its messages come after theirs.
-    `delays_weight_grads` says whether `delayed_weights` has any (kernels/experts/delayed_weight_grads.py).
+    Gate and up are one parameter, so that one GEMM reads both. `local` maps a parameter to the plain tensor of this
+    rank's experts in compute's dtype; it is identity unless experts are sharded. `gather_weights` adds planned clones;
+    rows pass through it, so that it communicates after them. `delays_weight_grads` enables `delayed_weights`
+    (kernels/experts/delayed_weight_grads.py).
     """
 
     parameter_dims = {"gate_up": "e2FL", "down": "eLF", "gate_up_bias": "e2F", "down_bias": "eL"}
-    """What each dimension of a parameter is."""
+    """The dimensions of each parameter."""
     parameter_kinds = {
         name: ParameterKind.EXPERT_MATRIX if {"F", "L"} <= set(dims) else ParameterKind.BIAS
         for name, dims in parameter_dims.items()
@@ -63,17 +63,17 @@ class GroupedExperts(nn.Module):
         return ExpertWeights.of([self.local(getattr(self, name)) for name in names], tuple(names))
 
     def delayed_weights(self) -> DelayedWeights | None:
-        """Weights for rows that have not arrived, if their gradients are to be computed late."""
+        """Weights whose gradients are delayed, for rows that are still pending; None if they are not delayed."""
         return delay_weight_grads(self.weights()) if self.delays_weight_grads and torch.is_grad_enabled() else None
 
     def forward(self, inputs: ExpertInputs, delayed: DelayedWeights | None = None) -> Any:
-        """The partial result of each row, [S, L], zero for a row without a slot; or what else the dispatcher sends."""
-        if delayed is not None:  # past what is compiled, whose backward is one piece
+        """The partial result of each row, [S, L], zero without a slot; or what else the dispatcher combines."""
+        if delayed is not None:  # not compiled: a compiled backward is one piece
             return inputs.run_mlp(delayed.mlp, inputs.rows, delayed.weights)
         return self.compute(inputs, self.weights())
 
     def compute(self, inputs: ExpertInputs, weights: ExpertWeights) -> Any:
-        """The same with weights that are ready: what is compiled where blocks run in pieces."""
+        """The same with given weights; compiled by itself where blocks run in pieces."""
         rows, weights = self.gather_weights(inputs.rows, weights, inputs.exchange)
         return inputs.run_mlp(self.mlp, rows, weights)
 

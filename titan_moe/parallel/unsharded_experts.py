@@ -1,9 +1,8 @@
-"""Unsharded experts: parameters cast for compute, and gradients added where the optimizer reads them.
+"""Unsharded experts: parameters cast for compute, and gradients accumulated in place.
 
-With edp = 1 the mesh that would shard an expert has one rank: there is nothing to gather and nothing to reduce. FSDP
-would still copy: 16 bytes a parameter to bf16 weights and 20 to 30 back to fp32 gradients, every microbatch. Here a
-parameter is cast once a use, or once a step (6 bytes), and a gradient is added to the master's in one pass (10 bytes,
-the first of a step 6), in the master's dtype; the recipe's choice of `gradients` names the implementation.
+With edp = 1 there is nothing to gather or reduce, but FSDP would copy 16 bytes a parameter to bf16 weights and 20 to 30
+back to fp32 gradients, every microbatch. Here a parameter is cast once a use, or once a step (6 bytes), and a gradient
+is added to the master's in one pass (10 bytes, the first of a step 6), in the master's dtype.
 """
 
 from collections.abc import Iterator
@@ -35,9 +34,8 @@ class CastCache:
 
     def __call__(self, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return local(weight).to(
-                self.dtype
-            )  # a graph has no cache; without gradients nothing says when a copy is stale
+            # a graph has no cache; without gradients a copy could be stale
+            return local(weight).to(self.dtype)
         copy = self.copies.get(id(weight))
         if copy is None:
             with torch.no_grad():
@@ -48,7 +46,7 @@ class CastCache:
 
 
 class _Cast(torch.autograd.Function):
-    """Replaces a master by its copy; gradients are added to the master's, in its own dtype."""
+    """Replace a master by its copy; add gradients to the master's, in its dtype."""
 
     @staticmethod
     def forward(ctx: Any, master: Tensor, copy: Tensor, accumulate: Accumulate) -> Tensor:
@@ -77,9 +75,9 @@ def use_unsharded_experts(
 ) -> None:
     """Use a layer's parameters as they are, in place of FSDP on a mesh of one rank.
 
-    Parameters are DTensors of the ep mesh or, where ep = 1, made such on `mesh`. `dtype` is compute's if it is not the
-    master's; `keeps` lets a copy last for more than one use; `gradients` is the implementation that adds theirs up;
-    with `delay_weight_grads_of_experts` they are computed while those of rows are sent, if the experts' MLP can.
+    Parameters are DTensors of the ep mesh or, where ep = 1, become DTensors on `mesh`. `dtype` is compute's if it
+    differs from the master's; `keeps` lets a copy last for more than one use; `gradients` names the implementation that
+    accumulates; `delay_weight_grads_of_experts` computes them while those of rows are sent, if the experts' MLP can.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
         if not isinstance(weight, DTensor):
@@ -92,8 +90,7 @@ def use_unsharded_experts(
 
 @contextmanager
 def caching_casts(model: nn.Module) -> Iterator[None]:
-    """Keep casts for the forwards and backwards of a microbatch or a step, and drop them also where one of those
-    fails: the weights change in a step."""
+    """Keep casts for a microbatch or a step, and drop them at its end, also after an error."""
     every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
     keepers = [cast for cast in every if isinstance(cast, CastCache) and not cast.is_keeping]  # an outer call's stay
     for keeper in keepers:
