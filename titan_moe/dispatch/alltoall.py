@@ -53,12 +53,9 @@ class AllToAllDispatcher(TokenDispatcher):
     facts = ALLTOALL
 
     def __init__(
-        self,
-        num_experts: int,
-        group: dist.ProcessGroup,
-        permute: Permute = sort_by_expert,
+        self, num_experts: int, group: dist.ProcessGroup, permute: Permute = sort_by_expert,
         collectives: Collectives = SYNC,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`num_experts` is the layer's total, divided among the ranks of `group`; `collectives` are synchronous or
         asynchronous."""
         super().__init__(permute)
