@@ -3,8 +3,7 @@
 S rows · R expert slots, sorted by expert · K choices a row · e experts that the rank computes · D width of a row ·
 F hidden width
 
-Three candidates. The composites are gather, grouped GEMM, SwiGLU, grouped GEMM and sum, which a compiler fuses between
-the GEMMs; `fused` (fused_mlp.py) is Triton around the same GEMMs and keeps less for backward.
+A compiler fuses what lies between the GEMMs. `fused` (fused_mlp.py) is Triton and keeps less for backward.
 """
 
 from collections.abc import Callable

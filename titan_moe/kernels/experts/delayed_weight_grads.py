@@ -1,15 +1,13 @@
-"""Weight gradients of the fused expert MLP that are computed when autograd comes to the weights, not to the rows.
+"""Delayed weight gradients of the fused expert MLP: computed while gradients of rows are sent.
 
-Half of the FLOPs of an expert's backward make weight gradients, which nothing in backward waits for, while the
-gradients of rows still have to be sent (after zero-bubble schedules, arXiv:2401.10241, and Megatron's delayed weight
-gradients, arXiv:2603.07685). Autograd takes up first what was made last. So weights that are passed through
-`delay_weight_grads` before the rows have arrived come up in backward after the gradients of rows have been sent: the
-same operations on the same numbers as in fused_mlp.py, in another order.
+Half of the FLOPs of an expert's backward are weight gradients, for which nothing in backward waits (zero-bubble
+schedules, arXiv:2401.10241; Megatron's delayed weight gradients, arXiv:2603.07685). Autograd runs in reverse order. So
+weights that pass through `delay_weight_grads` before the rows arrive get their gradients after those of rows are sent:
+the operations of fused_mlp.py in another order, bit for bit.
 
-Physics: kernels that move rows find room beside Triton's of weight gradients. As compiled for an H200, a thread block
-of these takes 47,000 of a multiprocessor's 65,536 registers, of those 8,000 to 12,000 and no shared memory; and these
-end after 0.1 to 0.2 ms, where kernels of one thread block a multiprocessor end with the GEMM: weight gradients of wide
-experts, which are PyTorch's, may hide nothing.
+Physics: on an H200 a thread block of Triton's weight gradients takes 47,000 of a multiprocessor's 65,536 registers, one
+that sends rows 8,000 to 12,000 and no shared memory, so both fit; and the former end after 0.1 to 0.2 ms. PyTorch's
+kernels, used for wide experts, have one thread block a multiprocessor until the GEMM ends, and may hide nothing.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +22,7 @@ from titan_moe.kernels.experts.weights import ExpertWeights
 
 
 class DelayedWeightGrads:
-    """Weight gradients that are still to be computed."""
+    """Pending weight gradients."""
 
     def __init__(self) -> None:
         self.pending: WeightGrads | None = None
@@ -35,14 +33,14 @@ class DelayedWeightGrads:
         self.pending = weight_grads
 
     def compute(self) -> tuple[Tensor, Tensor]:
-        """Compute them, and free what they were kept for."""
+        """Compute them, and free their inputs."""
         weight_grads, self.pending = self.pending, None
         assert weight_grads is not None, "the rows' backward comes before the weights'"
         return weight_grads()
 
 
 class _Delayed(torch.autograd.Function):
-    """Identity, whose backward computes the gradients that the MLP has left."""
+    """Identity, whose backward computes the pending gradients."""
 
     @staticmethod
     def forward(ctx: Any, grads: DelayedWeightGrads, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -55,7 +53,7 @@ class _Delayed(torch.autograd.Function):
 
 
 class DelayedWeights(NamedTuple):
-    """Weights for one use. Their gradients are computed after those of all that is made later than they are."""
+    """Weights for one use, whose gradients are computed after those of everything created later."""
 
     weights: ExpertWeights
     grads: DelayedWeightGrads
@@ -63,7 +61,7 @@ class DelayedWeights(NamedTuple):
     def mlp(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
         """`fused_expert_mlp` with these weights.
 
-        A backward that stops at the rows leaves their gradients uncomputed, and what they need until the graph is gone.
+        A backward that stops at the rows does not compute their gradients, and keeps their inputs with the graph.
 
         Raises: RuntimeError at the second use.
         """
@@ -79,6 +77,6 @@ def can_delay(mlp: ExpertMLP) -> bool:
 
 
 def delay_weight_grads(weights: ExpertWeights) -> DelayedWeights:
-    """Pass the weights of own experts, without clones, through autograd at the time that counts."""
+    """Delay the gradients of these weights, which must not include clones."""
     grads = DelayedWeightGrads()
     return DelayedWeights(ExpertWeights.of(_Delayed.apply(grads, *matrices(weights))), grads)

@@ -3,11 +3,10 @@
 S rows · R expert slots, sorted by expert · e local experts · A, B widths of the two factors
 
 Physics: 2·R·A·B FLOPs, bound by the matrix units; the sum runs over an expert's slots, in order, so the result is
-deterministic. One factor lies slot by slot, the other is gathered from rows while its tiles are loaded, so no permuted
-copy of it exists. Rows are looked up an iteration ahead, in a register, so that the stages of the pipeline hold data
-alone; the other factor comes by TMA; and the gathered one is always the right one, which the matrix units take as it
-lies. An expert's last slots are cut off by zeros on the right alone: on the left stands what follows, the next expert's
-slots, or, behind the last expert, `SLACK` slots that must hold numbers.
+deterministic. One factor is stored by slot, the other is gathered from rows while its tiles are loaded, so no permuted
+copy of it exists. Row indices are loaded an iteration ahead, in registers, so that pipeline stages hold data alone; the
+other factor comes by TMA; the gathered one is the right one, which the matrix units read untransposed. Only the right
+one is masked past an expert's last slot: the left reads on, into the next expert's slots or `SLACK` finite ones.
 """
 
 from typing import NamedTuple

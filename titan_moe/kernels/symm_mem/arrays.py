@@ -19,10 +19,10 @@ allocation must run in the same order on every rank, on one stream. Each stream 
     get         rows, ids and scores of its tokens, locally   the rows that are routed to it, from peers
     put         partial results, into the peers' arrays       the partial results of its own tokens, which it sums
 
-In both directions a row crosses the link once, between symmetric memory and ordinary memory: `get` writes rows directly
-to where they are kept for backward, and `put` reads results where the experts wrote them. Beyond that, T rows are
-copied into symmetric memory for `get`, and P·T rows are read by the sum after `put`. The alternative, rows pushed and
-copied out on one side and copied in and pulled on the other, copies more and is slower in both directions.
+In both directions a row crosses the link once, between symmetric and ordinary memory: `get` writes rows where backward
+keeps them, `put` reads results where experts wrote them. Beyond that, T rows are copied into symmetric memory for
+`get`, and the sum after `put` reads P·T. Pushing rows for dispatch and pulling them for combine copies more and is
+slower in both directions.
 """
 
 from collections.abc import Sequence
