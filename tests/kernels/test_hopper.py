@@ -60,7 +60,8 @@ def route(num_experts: int, rule: RoutingRule, forced_ids_BNK: Tensor | None = N
 
 def route_grad(num_experts: int, rule: RoutingRule, *balance: Tensor | None) -> Tensor:
     ids_BNK = single(2, S, rule.top_k).long()
-    return route_backward(single(2, S, num_experts), ids_BNK, single(2, S, rule.top_k), *balance, rule)
+    of_scores = (rule.score_fn, rule.top_k, rule.normalize_topk, rule.route_scale)
+    return route_backward(single(2, S, num_experts), ids_BNK, single(2, S, rule.top_k), *balance, *of_scores)
 
 
 def tiles() -> Any:

@@ -9,6 +9,7 @@ and dW (V·D) for a loss gradient of one. Backward multiplies them by the incomi
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -79,14 +80,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return total + (a @ b)
 
 
-@register_flop_formula(torch.ops.titan_moe.add_product)
-def _count(total_shape: Any, a_shape: tuple[int, int], b_shape: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
-
-
-@_add_product.register_fake
-def _(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.empty_like(total)
+_add_product.register_fake(lambda total, a, b: torch.empty_like(total))
+register_flop_formula(torch.ops.titan_moe.add_product)(lambda total, a, b, **_: 2 * prod(a) * b[1])
 
 
 def linear_cross_entropy(

@@ -16,6 +16,7 @@ forward is one op, because otherwise chunks could not share buffers under autogr
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -42,8 +43,7 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss in fp32; for a loss gradient of one, dX in x's dtype and dW in fp32."""
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
-    dx_TD = x_TD.new_empty(x_TD.shape)
-    dweight_VD = weight_VD.new_empty(weight_VD.shape, dtype=torch.float32)
+    dx_TD, dweight_VD = empty_gradients(x_TD, weight_VD)
     if x_TD.shape[0] == 0:
         dweight_VD.zero_()
     for tokens, logits_CV in logits_by_chunk(x_TD, weight_VD, chunk_tokens):
@@ -58,6 +58,11 @@ def loss_alone(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: 
     for tokens, logits_CV in logits_by_chunk(x_TD, weight_VD, chunk_tokens):
         softmax_gradient(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL, writes_gradient=False)
     return losses_T.sum()
+
+
+def empty_gradients(x_TD: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised dX in x's dtype and dW in fp32."""
+    return x_TD.new_empty(x_TD.shape), weight_VD.new_empty(weight_VD.shape, dtype=torch.float32)
 
 
 def logits_by_chunk(x_TD: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
@@ -83,25 +88,16 @@ def add_gradients(
         torch.addmm(dweight_VD, a, b, beta=beta, out_dtype=wide, out=dweight_VD)
 
 
-_fused_cross_entropy = torch.library.custom_op("titan_moe::fused_cross_entropy", loss_and_gradients, mutates_args=())
-_fused_cross_entropy_loss = torch.library.custom_op("titan_moe::fused_cross_entropy_loss", loss_alone, mutates_args=())
-_scaled_cast = torch.library.custom_op("titan_moe::scaled_cast", scaled_cast, mutates_args=())
-
-
-@_fused_cross_entropy.register_fake
-def _(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    dweight_VD = weight_VD.new_empty(weight_VD.shape, dtype=torch.float32)
-    return x_TD.new_empty((), dtype=torch.float32), x_TD.new_empty(x_TD.shape), dweight_VD
-
-
-@_fused_cross_entropy_loss.register_fake
-def _(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+def _empty_loss(x_TD: Tensor) -> Tensor:
     return x_TD.new_empty((), dtype=torch.float32)
 
 
-@_scaled_cast.register_fake
-def _(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
+_fused_cross_entropy = torch.library.custom_op("titan_moe::fused_cross_entropy", loss_and_gradients, mutates_args=())
+_fused_cross_entropy_loss = torch.library.custom_op("titan_moe::fused_cross_entropy_loss", loss_alone, mutates_args=())
+_scaled_cast = torch.library.custom_op("titan_moe::scaled_cast", scaled_cast, mutates_args=())
+_fused_cross_entropy.register_fake(lambda x, weight, *_: (_empty_loss(x), *empty_gradients(x, weight)))
+_fused_cross_entropy_loss.register_fake(lambda x, *_: _empty_loss(x))
+_scaled_cast.register_fake(lambda x, factor, dtype: torch.empty_like(x, dtype=dtype))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -115,25 +111,14 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Te
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad_loss is None:
         return None, None, None, None
-    needed = ctx.needs_input_grad[:2]
-    grads = [
-        _scaled_cast(grad, grad_loss, ctx.dtype) if is_needed else None
-        for grad, is_needed in zip(ctx.saved_tensors, needed, strict=True)
-    ]
+    wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
+    grads = [_scaled_cast(grad, grad_loss, ctx.dtype) if is_needed else None for grad, is_needed in wanted]
     return *grads, None, None
 
 
 _fused_cross_entropy.register_autograd(_backward, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.titan_moe.fused_cross_entropy)
-def _count_three_gemms(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 6 * x_shape[0] * weight_shape[0] * weight_shape[1]
-
-
-@register_flop_formula(torch.ops.titan_moe.fused_cross_entropy_loss)
-def _count_one_gemm(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
+register_flop_formula(torch.ops.titan_moe.fused_cross_entropy)(lambda x, weight, *_, **__: 6 * x[0] * prod(weight))
+register_flop_formula(torch.ops.titan_moe.fused_cross_entropy_loss)(lambda x, weight, *_, **__: 2 * x[0] * prod(weight))
 
 
 def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:

@@ -103,6 +103,13 @@ def _gather_scores_kernel(slot_scores_ptr, slots_ptr, scores_ptr, num_assignment
     tl.store(scores_ptr + assignment, score, mask=assignment < num_assignments)
 
 
+def empty_permutation(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
+    """Uninitialised outputs."""
+    shapes = (num_slots, ids_SK.shape, num_experts, ())
+    rows_R, slots_SK, offsets_e, overflowed = (ids_SK.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    return Permutation(rows_R, slots_SK, scores_SK.new_empty(num_slots), offsets_e, overflowed)
+
+
 def sort_assignments(
     ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, block: int = BLOCK, chunk: int = CHUNK
 ) -> Permutation:
@@ -112,9 +119,8 @@ def sort_assignments(
     num_blocks = triton.cdiv(max(num_assignments, num_slots), block)
     # two allocations: halves of one buffer are not both aligned for every size, and Triton specialises on alignment
     cumulative, shifts = (ids_SK.new_empty(num_experts + 1, num_blocks, dtype=torch.int32) for _ in range(2))
-    rows_R, offsets_e = (ids_SK.new_empty(size, dtype=torch.int32) for size in (num_slots, num_experts))
-    slots_SK, overflowed = (ids_SK.new_empty(shape, dtype=torch.int32) for shape in (ids_SK.shape, ()))
-    scores_R = scores_SK.new_empty(num_slots)
+    permutation = empty_permutation(ids_SK, scores_SK, num_experts, num_slots)
+    rows_R, slots_SK, scores_R, offsets_e, overflowed = permutation
     if num_blocks:
         bins = max(MIN_BINS, triton.next_power_of_2(num_experts + 1))
         _count_kernel[(num_blocks,)](
@@ -128,7 +134,7 @@ def sort_assignments(
             ids_SK, scores_SK, shifts, rows_R, slots_SK, scores_R,
             num_assignments, num_experts, num_slots, num_blocks, K=max(ids_SK.shape[1], 1), BLOCK=block,
         )  # fmt: skip
-    return Permutation(rows_R, slots_SK, scores_R, offsets_e, overflowed)
+    return permutation
 
 
 def scores_of_slots(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
@@ -144,28 +150,12 @@ def scores_of_slots(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
 def _counting_sort(
     ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    slots = sort_assignments(ids_SK, scores_SK, num_experts, num_slots)
-    return slots.rows_R, slots.slots_SK, slots.scores_R, slots.offsets_e, slots.overflowed
+    return tuple(sort_assignments(ids_SK, scores_SK, num_experts, num_slots))
 
 
-@_counting_sort.register_fake
-def _(
-    ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def index(*shape: int) -> Tensor:
-        return ids_SK.new_empty(shape, dtype=torch.int32)
-
-    return index(num_slots), index(*ids_SK.shape), scores_SK.new_empty(num_slots), index(num_experts), index()
-
-
-@torch.library.custom_op("titan_moe::scores_of_slots", mutates_args=())
-def _scores_of_slots(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
-    return scores_of_slots(scores_R, slots_SK)
-
-
-@_scores_of_slots.register_fake
-def _(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
-    return scores_R.new_empty(slots_SK.shape)
+_counting_sort.register_fake(lambda *args: tuple(empty_permutation(*args)))
+_scores_of_slots = torch.library.custom_op("titan_moe::scores_of_slots", scores_of_slots, mutates_args=())
+_scores_of_slots.register_fake(lambda scores_R, slots_SK: scores_R.new_empty(slots_SK.shape))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -193,11 +183,7 @@ def counting_sort(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots
 
 def _scores_first(permute: Permute) -> Callable[..., Permutation]:
     """A permute with its differentiable argument first, as a `Sample` has it."""
-
-    def op(scores_SK: Tensor, ids_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
-        return permute(ids_SK, scores_SK, num_experts, num_slots)
-
-    return op
+    return lambda scores_SK, ids_SK, *sizes: permute(ids_SK, scores_SK, *sizes)
 
 
 def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:

@@ -28,11 +28,7 @@ def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor
         num_slots: number of slots (R): the exact number of assignments that are not -1, or any static bound. With too
             few slots the last assignments in slot order, of the last experts, get none.
 
-    Returns:
-        rows_R: int32, slot -> row; slots of one expert are in row order; past the last expert any existing row.
-        slots_SK: int32, row and k -> slot, -1 for none.
-        offsets_e: int32, running end of each expert's slots, at most R.
-        overflowed: int32 scalar, 1 if assignments got no slot, else 0.
+    Returns: rows_R, slots_SK, offsets_e, overflowed.
     """
     num_rows, top_k = ids_SK.shape
     keys = torch.where(ids_SK < 0, num_experts, ids_SK).flatten().long()
@@ -52,9 +48,8 @@ def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor
 
 def gather_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
     """Sum each row's slots in at least fp32, in y's dtype; 0 for a row without a slot. Not differentiable."""
-    total_SD = torch.zeros(
-        slots_SK.shape[0], y_RD.shape[1], dtype=torch.promote_types(y_RD.dtype, torch.float32), device=y_RD.device
-    )
+    wide = torch.promote_types(y_RD.dtype, torch.float32)
+    total_SD = y_RD.new_zeros(slots_SK.shape[0], y_RD.shape[1], dtype=wide)
     for slots_S in slots_SK.unbind(1):
         total_SD = total_SD + torch.where((slots_S >= 0)[:, None], y_RD[slots_S.clamp(min=0)], 0)
     # a copy: compiled torch 2.11 loses the gradient of a Function that returns an alias of what it computed

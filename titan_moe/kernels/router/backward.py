@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_moe.kernels.router.forward import fit_tile
-from titan_moe.kernels.router.routing import RoutingRule
 from titan_moe.kernels.router.scores import score, softmax_terms
 
 
@@ -67,13 +66,9 @@ def _route_backward_kernel(
 
 
 def route_backward(
-    logits_BNE: Tensor,
-    ids_BNK: Tensor,
-    dtopk_scores_BNK: Tensor,
-    dshare_sums_BE: Tensor | None,
-    dz_sum: Tensor | None,
-    rule: RoutingRule,
-) -> Tensor:
+    logits_BNE: Tensor, ids_BNK: Tensor, dtopk_scores_BNK: Tensor, dshare_sums_BE: Tensor | None,
+    dz_sum: Tensor | None, score_fn: str, top_k: int, normalize_topk: bool, route_scale: float,
+) -> Tensor:  # fmt: skip
     """Gradient of the logits. All tensors are contiguous."""
     num_sequences, num_tokens, num_experts = logits_BNE.shape
     dlogits_BNE = torch.empty_like(logits_BNE)
@@ -82,8 +77,8 @@ def route_backward(
     if logits_BNE.numel():
         _route_backward_kernel[(num_sequences * parts_per_sequence,)](
             logits_BNE, ids_BNK, dtopk_scores_BNK, dshare_sums_BE, dz_sum, dlogits_BNE,
-            num_tokens, parts_per_sequence, rule.route_scale,
-            E=num_experts, K=rule.top_k, IS_SOFTMAX=rule.score_fn == "softmax", NORMALIZES=rule.normalize_topk,
+            num_tokens, parts_per_sequence, route_scale,
+            E=num_experts, K=top_k, IS_SOFTMAX=score_fn == "softmax", NORMALIZES=normalize_topk,
             HAS_SHARES=dshare_sums_BE is not None, HAS_Z=dz_sum is not None,
             BLOCK_T=tile.tokens, BLOCK_E=tile.group_size, num_warps=1,
         )  # fmt: skip

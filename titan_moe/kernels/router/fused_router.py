@@ -21,47 +21,16 @@ from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule, 
 
 @torch.library.custom_op("titan_moe::route_tokens", mutates_args=())
 def _route_tokens(
-    logits_BNE: Tensor,
-    expert_bias_E: Tensor,
-    forced_ids_BNK: Tensor | None,
-    score_fn: str,
-    top_k: int,
-    num_groups: int,
-    top_k_groups: int,
-    group_score: str,
-    normalize_topk: bool,
-    route_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits_BNE: Tensor, expert_bias_E: Tensor, forced_ids_BNK: Tensor | None, score_fn: str, top_k: int,
+    num_groups: int, top_k_groups: int, group_score: str, normalize_topk: bool, route_scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rule = RoutingRule(score_fn, top_k, num_groups, top_k_groups, group_score, normalize_topk, route_scale)
     return tuple(route_forward(logits_BNE, expert_bias_E, rule, forced_ids_BNK))
 
 
-@_route_tokens.register_fake
-def _(
-    logits_BNE: Tensor, expert_bias_E: Tensor, forced_ids_BNK: Tensor | None, score_fn: str, top_k: int, *rule: Any
-) -> tuple[Tensor, ...]:
-    return tuple(empty_routing(logits_BNE, top_k))
-
-
-@torch.library.custom_op("titan_moe::route_tokens_backward", mutates_args=())
-def _route_tokens_backward(
-    logits_BNE: Tensor,
-    ids_BNK: Tensor,
-    dtopk_scores_BNK: Tensor,
-    dshare_sums_BE: Tensor | None,
-    dz_sum: Tensor | None,
-    score_fn: str,
-    top_k: int,
-    normalize_topk: bool,
-    route_scale: float,
-) -> Tensor:
-    rule = RoutingRule(score_fn, top_k, normalize_topk=normalize_topk, route_scale=route_scale)
-    return route_backward(logits_BNE, ids_BNK, dtopk_scores_BNK, dshare_sums_BE, dz_sum, rule)
-
-
-@_route_tokens_backward.register_fake
-def _(logits_BNE: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(logits_BNE)
+_route_tokens.register_fake(lambda logits, bias, forced, score_fn, top_k, *_: tuple(empty_routing(logits, top_k)))
+_backward_op = torch.library.custom_op("titan_moe::route_tokens_backward", route_backward, mutates_args=())
+_backward_op.register_fake(lambda logits_BNE, *_: torch.empty_like(logits_BNE))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -78,10 +47,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if dtopk is None:
         dtopk = logits_BNE.new_zeros(ids_BNK.shape)
     rule = ctx.rule
-    dlogits_BNE = _route_tokens_backward(
-        logits_BNE, ids_BNK, dtopk, dshares, dz, rule.score_fn, rule.top_k, rule.normalize_topk, rule.route_scale
-    )
-    return dlogits_BNE, *[None] * (2 + len(rule))
+    of_scores = (rule.score_fn, rule.top_k, rule.normalize_topk, rule.route_scale)
+    return _backward_op(logits_BNE, ids_BNK, dtopk, dshares, dz, *of_scores), *[None] * (2 + len(rule))
 
 
 _route_tokens.register_autograd(_backward, setup_context=_save)
@@ -109,14 +76,9 @@ def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tupl
     """Router logits and routing as a layer runs them: balancing sums without a loss are detached."""
 
     def op(
-        x_BND: Tensor,
-        weight_ED: Tensor,
-        expert_bias_E: Tensor,
-        rule: RoutingRule,
-        has_aux_loss: bool,
-        has_z_loss: bool,
+        x_BND: Tensor, weight_ED: Tensor, bias_E: Tensor, rule: RoutingRule, has_aux_loss: bool, has_z_loss: bool
     ) -> tuple[Tensor, ...]:
-        scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = route(logits(x_BND, weight_ED), expert_bias_E, rule, None)
+        scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = route(logits(x_BND, weight_ED), bias_E, rule, None)
         shares_BE = shares_BE if has_aux_loss else shares_BE.detach()
         return scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum if has_z_loss else z_sum.detach()
 
@@ -127,14 +89,8 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
     num_sequences, width, num_experts = (shape[name] for name in ("sequences", "width", "experts"))
     x_BND = torch.randn(num_sequences, shape["tokens"] // num_sequences, width, device=device, dtype=torch.bfloat16)
     weight_ED = torch.randn(num_experts, width, device=device, dtype=torch.bfloat16) / width**0.5
-    rule = RoutingRule(
-        shape["score"],
-        shape["choices"],
-        shape["groups"],
-        shape["chosen_groups"],
-        shape["group_score"] if shape["groups"] > 1 else "max",
-        normalize_topk=shape["weights"] == "normalised",
-    )
+    groups = (shape["groups"], shape["chosen_groups"], shape["group_score"] if shape["groups"] > 1 else "max")
+    rule = RoutingRule(shape["score"], shape["choices"], *groups, shape["weights"] == "normalised")
     losses = ("aux loss" in shape["losses"], "z loss" in shape["losses"])
     return Sample("", (x_BND, weight_ED, torch.zeros(num_experts, device=device), rule, *losses), 2)
 

@@ -10,6 +10,7 @@ logits, up to the order of the sums. Backward splits the fp32 gradient into two 
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -40,11 +41,6 @@ def _router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return _mm_fp32_out(x_TD, weight_ED.T)
 
 
-@_router_logits.register_fake
-def _(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    return x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32)
-
-
 @torch.library.custom_op("titan_moe::router_logits_backward", mutates_args=())
 def _router_logits_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     high_TE = grad_TE.to(x_TD.dtype)
@@ -54,30 +50,19 @@ def _router_logits_backward(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) ->
     return both @ torch.cat([weight_ED, weight_ED]), grad_weight_2ED.sum(0).to(weight_ED.dtype)
 
 
-@_router_logits_backward.register_fake
-def _(grad_TE: Tensor, x_TD: Tensor, weight_ED: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x_TD), torch.empty_like(weight_ED)
-
-
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+_router_logits.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32))
+_router_logits_backward.register_fake(lambda grad_TE, *inputs: tuple(map(torch.empty_like, inputs)))
 
 
 def _backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor, Tensor]:
     return _router_logits_backward(grad_TE.contiguous(), *ctx.saved_tensors)
 
 
-_router_logits.register_autograd(_backward, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.titan_moe.router_logits)
-def _count(x_shape: tuple[int, int], weight_shape: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1]
-
-
-@register_flop_formula(torch.ops.titan_moe.router_logits_backward)
-def _count_backward(grad_shape: Any, x_shape: tuple[int, int], *_: Any, **__: Any) -> int:
-    return 2 * 2 * grad_shape[0] * grad_shape[1] * x_shape[1]  # model FLOPs: the split does not double them
+_router_logits.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+register_flop_formula(torch.ops.titan_moe.router_logits)(lambda x_TD, weight_ED, **_: 2 * prod(x_TD) * weight_ED[0])
+register_flop_formula(torch.ops.titan_moe.router_logits_backward)(  # model FLOPs: the split does not double them
+    lambda grad_TE, x_TD, weight_ED, **_: 4 * prod(grad_TE) * x_TD[1]
+)
 
 
 def router_logits(x: Tensor, weight_ED: Tensor) -> Tensor:
