@@ -103,8 +103,8 @@ class StreamedSamples(Samples):
 
     def _append_document(self) -> None:
         if self._documents is None:
-            tokens = self._read(self._next.epoch, self._open_documents(self._next.num_documents, self._next.place))
-            tokens = tokens[self._next.offset_tokens :]
+            documents = self._open_documents(self._next.num_documents, self._next.place)
+            tokens = self._read(self._next.epoch, documents)[self._next.offset_tokens :]
         else:
             tokens = self._read(self._last_start[0], self._documents)
         number = self._document_ids[-1] + 1 if len(self._document_ids) else 0
@@ -119,8 +119,7 @@ class StreamedSamples(Samples):
         first_epoch = epoch
         while True:
             start, place = (epoch, documents.num_read), documents.place()
-            text = documents.read()
-            if text is None:
+            if (text := documents.read()) is None:
                 if epoch > first_epoch:
                     raise ValueError(
                         f"data.path has no document with text after the {self._num_reserved} documents reserved for "
