@@ -87,8 +87,7 @@ class Checkpointer:
             self._require_checkpoint(folder)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
             self._read(folder, lambda: self._load_weights(folder), way_out)
-            return True
-        return False
+        return bool(self.config.load_from)
 
     def save(self, step: int, is_last: bool = False) -> None:
         """Save the state after `step` optimizer steps. The last save of a run is synchronous.
@@ -185,9 +184,8 @@ class Checkpointer:
         if run_on_rank_zero(lambda: (folder / METADATA_FILE).is_file(), self.group):
             return
         steps = [step for root in (folder, folder / "checkpoints") for step in CheckpointFolders(root).complete_steps()]
-        found = (
-            f"complete ones below it: {', '.join(f'step-{step}' for step in steps)}" if steps else "none is below it"
-        )
+        names = ", ".join(f"step-{step}" for step in steps)
+        found = f"complete ones below it: {names}" if steps else "none is below it"
         raise ValueError(
             f"checkpoint.load_from = {self.config.load_from!r} is not a complete checkpoint: it must be a folder "
             f"`step-N` with a {METADATA_FILE} file ({found})"

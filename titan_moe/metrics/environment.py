@@ -45,11 +45,8 @@ def describe_environment() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The git commit of a folder, and whether tracked files have changed since.
-
-    None for an installed package, also inside the checkout of another project: the folder's `__init__.py` must be
-    tracked.
-    """
+    """The git commit of a folder, and whether tracked files have changed since. The folder's `__init__.py` must be
+    tracked: None for an installed package, also inside the checkout of another project."""
     try:
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         is_dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))

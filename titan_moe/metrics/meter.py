@@ -80,7 +80,8 @@ class Meter:
         self.throughput.count(num_tokens)
         if self.console is not None:
             self.console.advance()
-        if not self._is_logged(step):
+        is_first, self.next_is_first = self.next_is_first, False
+        if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.total_steps):
             return None
         loads = expert_loads(tokens_per_expert)
         scalars = read_scalars([loss, aux_loss, grad_norm, num_skipped, *loads.values()])
@@ -96,8 +97,8 @@ class Meter:
             "skipped_steps": int(scalars[3]),
             "rerun_steps": num_reruns,
         }
-        if self.recipe.train.forced_routing:
-            record["forced_routing"] = self.recipe.train.forced_routing
+        if forced := self.recipe.train.forced_routing:
+            record["forced_routing"] = forced
         self._write(record)
         return record
 
@@ -120,15 +121,10 @@ class Meter:
 
     def close(self) -> None:
         """Flush and close every output."""
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.console is not None:
-            self.console.close()
+        for output in (self.tensorboard, self.console):
+            if output is not None:
+                output.close()
         self.tensorboard = self.console = None
-
-    def _is_logged(self, step: int) -> bool:
-        is_first, self.next_is_first = self.next_is_first, False
-        return is_first or step % self.recipe.metrics.every_steps == 0 or step == self.total_steps
 
     def _open_outputs(self, step: int) -> None:
         self.close()
@@ -141,9 +137,6 @@ class Meter:
         self.console = Console(self.total_steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.jsonl is not None:
-            self.jsonl.write(record)
-        if self.tensorboard is not None:
-            self.tensorboard.write(record)
-        if self.console is not None:
-            self.console.write(record)
+        for output in (self.jsonl, self.tensorboard, self.console):
+            if output is not None:
+                output.write(record)

@@ -56,14 +56,14 @@ class Throughput:
         seconds = time.perf_counter() - self._started_s
         tokens_per_second = self._num_tokens / seconds / self.num_ranks
         flops = self.flops_per_token * tokens_per_second
-        step_ms = 1e3 * seconds / self._num_steps
-        self.start()
-        return {
+        measured = {
             "tokens_per_second_per_gpu": tokens_per_second,
             "tflops_per_gpu": flops / 1e12,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
-            "step_ms": step_ms,
+            "step_ms": 1e3 * seconds / self._num_steps,
         }
+        self.start()
+        return measured
 
 
 def peak_memory_gib(device: torch.device) -> float:
