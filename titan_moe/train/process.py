@@ -36,7 +36,9 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield device
-            _wait_for_all_ranks(device)
+            if device.type == "cuda":  # all ranks: symmetric memory must not be freed while a peer still reads it
+                torch.cuda.synchronize(device)
+                dist.all_reduce(torch.zeros(1))
         finally:
             dist.destroy_process_group()
             # DTensor's caches keep meshes, and with them process groups, alive
@@ -47,20 +49,13 @@ def _device(config: RunConfig) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        problem = 'run.device = "cuda", but PyTorch finds no GPU; use run.device = "cpu" or a CUDA build of torch'
-        raise RecipeError([problem])
+        way_out = 'use run.device = "cpu" or a CUDA build of torch'
+        raise RecipeError([f'run.device = "cuda", but PyTorch finds no GPU; {way_out}'])
     index, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= num_gpus:
-        problem = f"local rank {index} has no GPU, PyTorch finds {num_gpus}; start at most {num_gpus} ranks per host"
-        raise RecipeError([problem])
+        found = f"local rank {index} has no GPU, PyTorch finds {num_gpus}"
+        raise RecipeError([f"{found}; start at most {num_gpus} ranks per host"])
     return torch.device("cuda", index)
-
-
-def _wait_for_all_ranks(device: torch.device) -> None:
-    """Synchronise all ranks: symmetric memory must not be freed while a peer still reads it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        dist.all_reduce(torch.zeros(1))
 
 
 @contextmanager

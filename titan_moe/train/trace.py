@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -81,26 +81,20 @@ def _traced_run(recipe: Recipe) -> TracedRun:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.cuda.get_device_name() if _device(recipe).type == "cuda" else "CPU"
     work = step_work(recipe, world_size)
+    if recipe.compile.compiles_blocks(_device(recipe).type):
+        work = _in_blocks(work)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
     num_tokens //= resolve(recipe.parallel, world_size).dp
-    return TracedRun(
-        title=f"{recipe.model.name} on {world_size} x {device}",
-        work=_in_blocks(work) if recipe.compile.compiles_blocks(_device(recipe).type) else work,
-        model_flops=training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens,
-        num_tokens=num_tokens,
-        hardware=find_hardware(device),
-    )
+    flops = training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens
+    title = f"{recipe.model.name} on {world_size} x {device}"
+    return TracedRun(title, work, flops, num_tokens, find_hardware(device))
 
 
 def _in_blocks(work: dict[str, Work]) -> dict[str, Work]:
     """The same work, with the parts inside a block summed up as "block"."""
     inside = [work[part] for part in INSIDE_A_BLOCK if part in work]
-    block = Work(
-        flops=sum(part.flops for part in inside),
-        memory_bytes=sum(part.memory_bytes for part in inside),
-        wire_bytes=sum(part.wire_bytes for part in inside),
-    )
-    return {part: amount for part, amount in work.items() if part not in INSIDE_A_BLOCK} | {"block": block}
+    sums = {field.name: sum(getattr(part, field.name) for part in inside) for field in fields(Work)}
+    return {part: amount for part, amount in work.items() if part not in INSIDE_A_BLOCK} | {"block": Work(**sums)}
 
 
 def _device(recipe: Recipe) -> torch.device:
