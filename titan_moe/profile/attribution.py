@@ -111,10 +111,8 @@ def _copy_node_numbers(events: list[HostEvent]) -> None:
 
 
 def _forward_threads(events: list[HostEvent]) -> dict[int, Thread]:
-    """Match the profiler's thread numbers with threads, by the sequence numbers of their forward operations.
-
-    Sequence numbers are counted per thread, so a number alone does not identify an operation.
-    """
+    """Match the profiler's thread numbers with threads, by the sequence numbers of their forward operations. These are
+    counted per thread, so a number alone does not identify an operation."""
     sequences_of: dict[int, set[int | None]] = defaultdict(set)
     for event in events:
         if event.forward_thread:

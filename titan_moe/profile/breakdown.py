@@ -101,10 +101,8 @@ def _intervals(timeline: Timeline) -> Iterator[tuple[float, float, list[Span], l
 
 
 def _host_bound_us(timeline: Timeline) -> Iterator[float]:
-    """For every gap, the time before the host had launched the work that ends it.
-
-    On a CPU all gaps are host-bound: Python between operations.
-    """
+    """For every gap, the time before the host had launched the work that ends it. On a CPU all gaps are host-bound:
+    Python between operations."""
     idle_from_us = timeline.start_us
     for span in timeline.spans:
         if span.start_us > idle_from_us:

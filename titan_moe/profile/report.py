@@ -108,7 +108,7 @@ def _summary(result: Breakdown, run: TracedRun, timeline: Timeline) -> str:
 def _step_bar(result: Breakdown) -> str:
     shares = []
     for part, time in _in_order(result):
-        shares.append((_title(part), time.forward_ms + time.backward_ms, COLOURS.get(part, USER_COLOUR)))
+        shares.append((TITLES.get(part, part), time.forward_ms + time.backward_ms, COLOURS.get(part, USER_COLOUR)))
     shares += [("communication, exposed", result.exposed_ms, "#333"), ("idle", result.idle_ms, "#ddd")]
     note = "Every instant of a step counts once: as compute of a part, else as communication, else as idle."
     return f'<h2>Breakdown of a step</h2>{stacked_bar(shares)}<p class="note">{note}</p>'
@@ -121,7 +121,7 @@ def _parts(result: Breakdown, run: TracedRun) -> str:
     for part, time in _in_order(result):
         communication = f"{time.communication_ms:.3f} ({time.exposed_ms:.3f})" if time.communication_ms else ""
         share = f"{100 * time.total_ms / result.step_ms:.1f} %"
-        row = [_title(part), f"{time.forward_ms:.3f}", f"{time.backward_ms:.3f}", communication, share]
+        row = [TITLES.get(part, part), f"{time.forward_ms:.3f}", f"{time.backward_ms:.3f}", communication, share]
         rows.append([*row, *_compare_with_roofline(run.work.get(part, Work()), time, run.hardware)])
     note = (
         "Work is the minimum of a step: FLOPs of forward and backward without recomputation, bytes of AdamW, bytes "
@@ -155,7 +155,7 @@ def _top_kernels(kernels: Sequence[KernelTime], is_gpu: bool) -> str:
     rows = [
         (
             kernel.name if len(kernel.name) <= MAX_NAME_LENGTH else f"{kernel.name[:MAX_NAME_LENGTH]}…",
-            _title(kernel.part),
+            TITLES.get(kernel.part, kernel.part),
             f"{kernel.count:,.0f}",
             f"{kernel.total_ms:.3f}",
             f"{1e3 * kernel.total_ms / kernel.count:.1f}",
@@ -199,10 +199,6 @@ def _memory(timeline: Timeline) -> str:
 def _in_order(result: Breakdown) -> list[tuple[str, PartTime]]:
     order = {part: index for index, part in enumerate(TITLES)}
     return sorted(result.parts.items(), key=lambda item: order.get(item[0], order[OTHER] - 0.5))
-
-
-def _title(part: str) -> str:
-    return TITLES.get(part, part)
 
 
 def _of_step(time_ms: float, result: Breakdown) -> str:
