@@ -109,10 +109,8 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
 
 @contextmanager
 def _imports_frozen() -> Iterator[None]:
-    """Exclude the objects of the enclosed imports from garbage collection, which makes start and exit faster.
-
-    None of them is garbage, but the collector would scan all of them, repeatedly and again at exit.
-    """
+    """Exclude the objects of the enclosed imports from garbage collection, which makes start and exit faster. None of
+    them is garbage, but the collector would scan all of them, repeatedly and again at exit."""
     if "torch" in sys.modules or not gc.isenabled():  # called from another program: its garbage must not be frozen
         yield
         return

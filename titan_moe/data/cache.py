@@ -19,10 +19,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of entries. Each entry is a folder named by a hash of its inputs.
-
-    An entry is built under a temporary name and then renamed, so an entry is either complete or absent.
-    """
+    """A folder of entries. Each entry is a folder named by a hash of its inputs. An entry is built under a temporary
+    name and then renamed, so an entry is either complete or absent."""
 
     folder: Path
     is_builder: bool

@@ -13,10 +13,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_counters(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Draw 64 random bits for every (key, counter) with SplitMix64 (doi:10.1145/2660193.2660195).
-
-    Both are integer arrays and broadcast. Overflow is intended: arrays wrap silently, NumPy scalars would warn.
-    """
+    """Draw 64 random bits for every (key, counter) with SplitMix64 (doi:10.1145/2660193.2660195). Both are integer
+    arrays and broadcast. Overflow is intended: arrays wrap silently, NumPy scalars would warn."""
     keys = _mix(np.atleast_1d(keys).astype(np.uint64) + _SEED_STEP)
     return _mix(keys + np.atleast_1d(counters).astype(np.uint64) * _SEED_STEP)
 

@@ -89,10 +89,8 @@ class StreamedSamples(Samples):
         self._document_ids = np.empty(0, dtype=np.int32)
 
     def _take_one(self) -> Sample:
-        """Return N + 1 tokens. The last one is kept: it is also the first token of the next sample.
-
-        That token is always in the document read last, so one document and one offset describe the position.
-        """
+        """Return N + 1 tokens. The last one is kept: it is also the first token of the next sample. That token is
+        always in the document read last, so one document and one offset describe the position."""
         length = self._seq_len_tokens
         while len(self._tokens) <= length:
             self._append_document()

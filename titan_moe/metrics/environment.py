@@ -16,10 +16,8 @@ PACKAGES = ("titan_moe", "torch", "triton", "torchtitan", "torchao")
 
 
 def write_environment(run_folder: Path) -> dict[str, Any]:
-    """Write `environment.json` into the run folder and return its content. Call it on rank 0.
-
-    It has no host name and no user name, because run folders are published.
-    """
+    """Write `environment.json` into the run folder and return its content. Call it on rank 0. It has no host name and
+    no user name, because run folders are published."""
     environment = describe_environment()
     run_folder.mkdir(parents=True, exist_ok=True)
     (run_folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")

@@ -47,10 +47,8 @@ class Meter:
         self.console: Console | None = None
 
     def start(self, step: int, tokens_seen: int) -> None:
-        """Start the clock after `step` steps: 0 for a new run, the checkpoint's step for a resumed one.
-
-        Records of later steps, written before an interruption, are removed, so the file keeps one line per step.
-        """
+        """Start the clock after `step` steps: 0 for a new run, the checkpoint's step for a resumed one. Records of
+        later steps, written before an interruption, are removed, so the file keeps one line per step."""
         self.tokens_seen = tokens_seen
         self.next_is_first = True
         if self.is_main:
@@ -110,10 +108,8 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock during a validation or a save, so that throughput covers only training steps.
-
-        Synchronises with the device first: pending steps count as training time.
-        """
+        """Stop the clock during a validation or a save, so that throughput covers only training steps. Synchronises
+        with the device first: pending steps count as training time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         with self.throughput.paused():

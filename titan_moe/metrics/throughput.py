@@ -48,11 +48,8 @@ class Throughput:
             self._started_s += time.perf_counter() - started_s
 
     def measure(self) -> dict[str, float | None]:
-        """Report the interval and start the next one.
-
-        Model FLOPs halve causal attention and exclude recomputation. `mfu` is their share of the device's bf16 peak, or
-        None if the peak is unknown.
-        """
+        """Report the interval and start the next one. Model FLOPs halve causal attention and exclude recomputation.
+        `mfu` is their share of the device's bf16 peak, or None if the peak is unknown."""
         seconds = time.perf_counter() - self._started_s
         tokens_per_second = self._num_tokens / seconds / self.num_ranks
         flops = self.flops_per_token * tokens_per_second

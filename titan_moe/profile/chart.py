@@ -26,10 +26,8 @@ def stacked_bar(shares: Sequence[tuple[str, float, str]]) -> str:
 
 
 def area_curve(points: Sequence[tuple[float, float]], *, unit_x: str, unit_y: str) -> str:
-    """Draw a piecewise constant value as a filled area. The axis starts at zero, or at the lowest negative value.
-
-    Every label has its unit. Labels fit into the margins: an SVG clips what is outside its view box.
-    """
+    """Draw a piecewise constant value as a filled area. The axis starts at zero, or at the lowest negative value. Every
+    label has its unit. Labels fit into the margins: an SVG clips what is outside its view box."""
     points = downsample(points)
     first_x, last_x = points[0][0], points[-1][0]
     low = min(0.0, min(y for _, y in points))

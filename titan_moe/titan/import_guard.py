@@ -56,11 +56,8 @@ def _release(version: str) -> tuple[int, ...]:
 
 @contextmanager
 def _cpu_as_device() -> Iterator[None]:
-    """On a host without an accelerator, make torchtitan use the CPU. It would assume CUDA.
-
-    torchtitan reads the device type from a function of torch once, during its import. This function is replaced only
-    for the time of the import.
-    """
+    """On a host without an accelerator, make torchtitan use the CPU. It would assume CUDA. torchtitan reads the device
+    type from a function of torch once, during its import. This function is replaced only for the time of the import."""
     import torch._utils as torch_utils
 
     device_type = torch_utils._get_available_device_type

@@ -99,10 +99,8 @@ class StopSignal:
         self._received = number
 
     def poll(self) -> bool:
-        """Call once per step. Returns True on all ranks at the step after the first rank received its signal.
-
-        Does not synchronise with the device.
-        """
+        """Call once per step. Returns True on all ranks at the step after the first rank received its signal. Does not
+        synchronise with the device."""
         if self._work is not None:
             self._work.wait()
         self.number = int(self._agreed)
