@@ -35,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides, others = split_overrides(argv)
     parser = _parser()
     args, unknown = parser.parse_known_args(others)
-    if unknown:
-        parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{_hint(unknown)}")
+    if unknown:  # suggest the full key for one without its section: --train.steps for --steps
+        names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
+        hint = f"; {nearest_key(names[0])}" if names else ""
+        parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
     try:
@@ -45,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _check(args.recipe, overrides, args.nproc, args.explain)
             return 0
         if args.verb == "tune":
-            _tune(args.recipe, overrides, args.nproc, args.out)
+            recipe = _load(args.recipe, overrides, args.nproc)
+            _set_up_logging()
+            with _imports_frozen():
+                from titan_moe.train.tune import run
+            run(recipe, args.nproc or smallest_world(recipe.parallel), args.out)
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
@@ -101,20 +107,10 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     return 0
 
 
-def _tune(path: str, overrides: list[str], nproc: int | None, out: Path | None) -> None:
-    recipe = _load(path, overrides, nproc)
-    _set_up_logging()
-    with _imports_frozen():
-        from titan_moe.train.tune import run
-    run(recipe, nproc or smallest_world(recipe.parallel), out)
-
-
 @contextmanager
 def _imports_frozen() -> Iterator[None]:
-    """Exclude the objects of the enclosed imports from garbage collection, which makes start and exit faster.
-
-    None of them is garbage, but the collector would scan all of them, repeatedly and again at exit.
-    """
+    """Exclude the objects of the enclosed imports from garbage collection, which makes start and exit faster. None of
+    them is garbage, but the collector would scan all of them, repeatedly and again at exit."""
     if "torch" in sys.modules or not gc.isenabled():  # called from another program: its garbage must not be frozen
         yield
         return
@@ -124,12 +120,6 @@ def _imports_frozen() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _hint(unknown: list[str]) -> str:
-    """Suggest the full key for one without its section: `--train.steps` for `--steps`."""
-    names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
-    return f"; {nearest_key(names[0])}" if names else ""
 
 
 def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
@@ -163,45 +153,37 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    train = _add_verb(verbs, "train", "RECIPE.toml [--nproc N]", "train a recipe, on N processes with --nproc")
-    train.add_argument("recipe", metavar="RECIPE.toml", help="the recipe, or RUN/recipe.toml to resume a run")
-    train.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; default 1")
-    trace = _add_verb(
-        verbs, "trace", "RECIPE.toml [--nproc N]", "profile a few steps of a recipe and write an HTML report"
-    )
-    trace.add_argument("recipe", metavar="RECIPE.toml", help="the recipe; the report goes into RUN/trace")
-    trace.add_argument("--nproc", type=_ranks, metavar="N", help="ranks to start through torchrun; default 1")
-    tune = _add_verb(
-        verbs,
-        "tune",
-        "RECIPE.toml [--nproc N] [--out FILE]",
-        'time the kernels that perf.kernels = "auto" chooses from, on this GPU at the shapes of a recipe',
-    )
-    tune.add_argument("recipe", metavar="RECIPE.toml", help="the recipe")
-    tune.add_argument("--nproc", type=_ranks, metavar="N", help="ranks of the run; default: the fewest possible")
+    launched, planned = "ranks to start through torchrun; default 1", "ranks of the run; default: the fewest possible"
+    purpose = "train a recipe, on N processes with --nproc"
+    _add_verb(verbs, "train", purpose, "the recipe, or RUN/recipe.toml to resume a run", launched)
+    purpose = "profile a few steps of a recipe and write an HTML report"
+    _add_verb(verbs, "trace", purpose, "the recipe; the report goes into RUN/trace", launched)
+    purpose = 'time the kernels that perf.kernels = "auto" chooses from, on this GPU at the shapes of a recipe'
+    tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--out FILE] ")
     tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: the user's table of this GPU")
-    check = _add_verb(
-        verbs,
-        "check",
-        "[RECIPE.toml] [--nproc N] [--explain KEY]",
-        "check a recipe and show its shape and cost, without importing torch",
-    )
-    check.add_argument("recipe", nargs="?", metavar="RECIPE.toml", help="the recipe")
-    check.add_argument("--nproc", type=_ranks, metavar="N", help="ranks of the run; default: the fewest possible")
+    purpose = "check a recipe and show its shape and cost, without importing torch"
+    check = _add_verb(verbs, "check", purpose, "the recipe", planned, "[--explain KEY] ", nargs="?")
     check.add_argument("--explain", metavar="KEY", help="explain a field or a section of recipes")
     return parser
 
 
-def _add_verb(verbs: Any, name: str, usage: str, purpose: str) -> argparse.ArgumentParser:
-    return verbs.add_parser(
+def _add_verb(
+    verbs: Any, name: str, purpose: str, recipe: str, nproc: str, usage: str = "", nargs: Any = None
+) -> argparse.ArgumentParser:
+    """Add a command with the explanations of its recipe and `--nproc`, and the usage of its other options."""
+    path = "[RECIPE.toml]" if nargs else "RECIPE.toml"
+    verb = verbs.add_parser(
         name,
         help=purpose,
-        usage=f"titan-moe {name} {usage} [--section.key=value ...]",
+        usage=f"titan-moe {name} {path} [--nproc N] {usage}[--section.key=value ...]",
         description=f"{purpose[0].upper()}{purpose[1:]}.",
         epilog=EPILOG,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    verb.add_argument("recipe", nargs=nargs, metavar="RECIPE.toml", help=recipe)
+    verb.add_argument("--nproc", type=_ranks, metavar="N", help=nproc)
+    return verb
 
 
 def _ranks(text: str) -> int:

@@ -58,7 +58,7 @@ def test_trace_report_lists_compiled_functions(tiny) -> None:
     assert trace(run, "--profile.num_steps=1") == 0
     report = (run.folder / "trace" / "report.html").read_text()
     assert "0 graph breaks, 0 recompiles, 0 compilations during the traced steps" in report
-    assert "front (layers/block.py" in report and "serve (layers/experts.py" in report
+    assert "front (layers/block.py" in report and "compute (layers/experts.py" in report
 
 
 def test_trace_of_block_graphs_has_blocks_as_one_part(

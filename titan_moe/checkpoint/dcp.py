@@ -87,14 +87,11 @@ class Checkpointer:
             self._require_checkpoint(folder)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
             self._read(folder, lambda: self._load_weights(folder), way_out)
-            return True
-        return False
+        return bool(self.config.load_from)
 
     def save(self, step: int, is_last: bool = False) -> None:
-        """Save the state after `step` optimizer steps. The last save of a run is synchronous.
-
-        Waits for an earlier asynchronous save first. Step 0 is not saved: a fresh start gives the same state.
-        """
+        """Save the state after `step` optimizer steps. The last save of a run is synchronous. Waits for an earlier
+        asynchronous save first. Step 0 is not saved: a fresh start gives the same state."""
         self._finish_save()
         if step == 0 or run_on_rank_zero(lambda: self._is_saved(step), self.group):
             return
@@ -103,10 +100,8 @@ class Checkpointer:
             self._remove_old()
 
     def finish_save_after_failure(self) -> None:
-        """After a failure of the run, wait up to FAILURE_SAVE_TIMEOUT_S for a pending asynchronous save.
-
-        The save needs the process group and the other ranks, which still wait in a collective with the failed one.
-        """
+        """After a failure of the run, wait up to FAILURE_SAVE_TIMEOUT_S for a pending asynchronous save. The save needs
+        the process group and the other ranks, which still wait in a collective with the failed one."""
         if self.manager.save_future is not None:
             logger.warning("the run has failed; its last checkpoint is still being written")
             with suppress(Exception):  # the run's own exception is the one to report
@@ -164,10 +159,8 @@ class Checkpointer:
             ) from error
 
     def _newly_tied(self, saved: set[str]) -> set[str]:
-        """Names of weights that were trained separately but share one tensor here.
-
-        Such a checkpoint does not fit: only the last weight read would stay.
-        """
+        """Names of weights that were trained separately but share one tensor here. Such a checkpoint does not fit: only
+        the last weight read would stay."""
         trained = {name.removeprefix(MOMENTS).rpartition(".")[0] for name in saved if name.startswith(MOMENTS)}
         names: defaultdict[int, set[str]] = defaultdict(set)
         for part in self.model_parts:
@@ -185,9 +178,8 @@ class Checkpointer:
         if run_on_rank_zero(lambda: (folder / METADATA_FILE).is_file(), self.group):
             return
         steps = [step for root in (folder, folder / "checkpoints") for step in CheckpointFolders(root).complete_steps()]
-        found = (
-            f"complete ones below it: {', '.join(f'step-{step}' for step in steps)}" if steps else "none is below it"
-        )
+        names = ", ".join(f"step-{step}" for step in steps)
+        found = f"complete ones below it: {names}" if steps else "none is below it"
         raise ValueError(
             f"checkpoint.load_from = {self.config.load_from!r} is not a complete checkpoint: it must be a folder "
             f"`step-N` with a {METADATA_FILE} file ({found})"

@@ -76,7 +76,12 @@ class Captured:
         given, layout = pytree.tree_flatten(args)
         if self.recording is None:
             self.recording = self._record(given, layout)
-        self._fill(given, layout)
+        shapes, given_shapes = _shapes(self.inputs), _shapes(given)
+        if layout != self.layout or given_shapes != shapes:
+            raise ValueError(f"captured for {shapes}, called with {given_shapes}: shapes must not change")
+        for leaf, source in zip(self.inputs, given, strict=True):
+            if isinstance(leaf, Tensor):
+                leaf.copy_(source, non_blocking=True)
         self.recording.replay()
         return self.recording.outputs
 
@@ -96,15 +101,6 @@ class Captured:
             reason = error.__context__ or error  # ending an invalid capture raises a second error
             message = f'the step cannot be captured as a CUDA graph: {reason}\nset compile.cudagraph = "off" to run it'
             raise RuntimeError(message) from error
-
-    def _fill(self, given: list[Any], layout: Any) -> None:
-        if layout != self.layout or _shapes(given) != _shapes(self.inputs):
-            raise ValueError(
-                f"captured for {_shapes(self.inputs)}, called with {_shapes(given)}: shapes must not change"
-            )
-        for leaf, source in zip(self.inputs, given, strict=True):
-            if isinstance(leaf, Tensor):
-                leaf.copy_(source, non_blocking=True)
 
 
 def _shapes(leaves: list[Any]) -> list[Any]:

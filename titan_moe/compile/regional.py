@@ -43,11 +43,8 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
 
 
 def _is_one_graph(module: nn.Module, compiles_blocks: bool) -> bool:
-    """Whether a module is compiled as one graph.
-
-    A dense block always is. A MoE block, or the MoE layer of a user's block, is if `compile.extent = "block"` and its
-    dispatcher does not read the host.
-    """
+    """Whether a module is compiled as one graph. A dense block always is. A MoE block, or the MoE layer of a user's
+    block, is if `compile.extent = "block"` and its dispatcher does not read the host."""
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
     may_include_experts = compiles_blocks and not any(layer.dispatcher.facts.reads_host for layer in layers)
     return isinstance(module, (Block, MoE)) and (not layers or may_include_experts)
@@ -55,8 +52,7 @@ def _is_one_graph(module: nn.Module, compiles_blocks: bool) -> bool:
 
 def _compile_pieces(module: nn.Module) -> None:
     if isinstance(module, LanguageModelHead) and module.cross_entropy is linear_cross_entropy:
-        softmax = _compile(loss_and_dlogits)
-        module.cross_entropy = partial(linear_cross_entropy, softmax=softmax)
+        module.cross_entropy = partial(linear_cross_entropy, softmax=_compile(loss_and_dlogits))
     elif isinstance(module, MoE):  # in a block of any class, also a user's
         for piece in (module.router, module.shared_experts):
             piece.forward = _compile(piece.forward)  # type: ignore[method-assign]
@@ -93,12 +89,9 @@ def _compile_moe_block(forward: Callable[..., Tensor], layers: list[MoE]) -> Cal
 
 
 def _compile_experts(moe: MoE) -> Callable[..., Any]:
-    """Compile the expert MLP for any number of rows.
-
-    Calls with zero rows or one row run eagerly: Dynamo specialises on 0 and 1, and the number of graphs per code object
-    is limited. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects: one
-    that saw both sizes would become dynamic.
-    """
+    """Compile the expert MLP for any number of rows. Calls with zero rows or one row run eagerly: Dynamo specialises on
+    0 and 1, and the number of graphs per code object is limited. Both sizes occur under expert parallelism. Bounded and
+    unbounded calls have separate code objects: one that saw both sizes would become dynamic."""
     compute = moe.experts.compute
 
     @wraps(compute)

@@ -13,10 +13,8 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 
 class OneOf(NamedTuple):
-    """Marks a string as a key of an extensible table: `Annotated[str, OneOf(TABLE)]`.
-
-    Every row of the table has a `purpose`, the explanation of the value.
-    """
+    """Marks a string as a key of an extensible table: `Annotated[str, OneOf(TABLE)]`. Every row of the table has a
+    `purpose`, the explanation of the value."""
 
     table: Mapping[str, Any]
 

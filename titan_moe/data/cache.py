@@ -19,10 +19,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of entries. Each entry is a folder named by a hash of its inputs.
-
-    An entry is built under a temporary name and then renamed, so an entry is either complete or absent.
-    """
+    """A folder of entries. Each entry is a folder named by a hash of its inputs. An entry is built under a temporary
+    name and then renamed, so an entry is either complete or absent."""
 
     folder: Path
     is_builder: bool
@@ -52,10 +50,13 @@ class Cache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(
-                f"data.cache_folder: {self.folder} cannot be created: {error.strerror}; give a writable folder"
-            ) from error
-        _remove_abandoned(self.folder.glob(f"{entry.name}.*.tmp"))
+            problem = f"data.cache_folder: {self.folder} cannot be created: {error.strerror}; give a writable folder"
+            raise ValueError(problem) from error
+        for folder in self.folder.glob(f"{entry.name}.*.tmp"):
+            with suppress(FileNotFoundError):  # another process has just finished this build
+                last_write = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+                if time.time() - last_write > _ABANDONED_AFTER_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
         unfinished = entry.with_name(f"{entry.name}.{uuid4().hex}.tmp")  # two containers may have equal process ids
         unfinished.mkdir()
         logger.info("building %s", entry)
@@ -72,11 +73,3 @@ class Cache:
 def describe_files(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     """List path, size and modification time of files, for a cache key. File contents are not read."""
     return [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def _remove_abandoned(folders: Iterable[Path]) -> None:
-    for folder in folders:
-        with suppress(FileNotFoundError):  # another process has just finished this build
-            last_write = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
-            if time.time() - last_write > _ABANDONED_AFTER_SECONDS:
-                shutil.rmtree(folder, ignore_errors=True)

@@ -56,11 +56,9 @@ class Corpus:
 
 
 class CorpusSamples:
-    """Cut [start, stop) of a corpus into samples of N + 1 tokens; consecutive samples share one token.
-
-    Sample i covers tokens [i*N, i*N + N], so every token except the first is a label exactly once. A remainder shorter
-    than one sequence is dropped.
-    """
+    """Cut [start, stop) of a corpus into samples of N + 1 tokens; consecutive samples share one token. Sample i covers
+    tokens [i*N, i*N + N], so every token except the first is a label exactly once. A remainder shorter than one
+    sequence is dropped."""
 
     def __init__(self, corpus: Corpus, start: int, stop: int, seq_len_tokens: int) -> None:
         self._corpus = corpus
@@ -83,7 +81,16 @@ def split_holdout(corpus: Corpus, holdout_fraction: float, seq_len_tokens: int) 
 
     Raises: ValueError if no document, or less than one sequence, is left for training.
     """
-    holdout_start = _holdout_start(corpus, holdout_fraction)
+    holdout_start = corpus.num_tokens
+    if holdout_fraction > 0:
+        num_documents = len(corpus.document_ends)
+        num_held_out = max(1, round(holdout_fraction * num_documents))
+        if num_held_out >= num_documents:
+            raise ValueError(
+                f"data.holdout_fraction = {holdout_fraction} holds out {num_held_out} of {num_documents} documents "
+                "and leaves none for training; lower it, add documents, or set it to 0"
+            )
+        holdout_start = int(corpus.document_ends[-num_held_out - 1])
     training = CorpusSamples(corpus, 0, holdout_start, seq_len_tokens)
     if len(training) == 0:
         raise ValueError(
@@ -91,19 +98,6 @@ def split_holdout(corpus: Corpus, holdout_fraction: float, seq_len_tokens: int) 
             f"train.seq_len_tokens + 1 = {seq_len_tokens + 1}; add files or shorten train.seq_len_tokens"
         )
     return training, CorpusSamples(corpus, holdout_start, corpus.num_tokens, seq_len_tokens)
-
-
-def _holdout_start(corpus: Corpus, holdout_fraction: float) -> int:
-    if holdout_fraction <= 0:
-        return corpus.num_tokens
-    num_documents = len(corpus.document_ends)
-    num_held_out = max(1, round(holdout_fraction * num_documents))
-    if num_held_out >= num_documents:
-        raise ValueError(
-            f"data.holdout_fraction = {holdout_fraction} holds out {num_held_out} of {num_documents} documents "
-            "and leaves none for training; lower it, add documents, or set it to 0"
-        )
-    return int(corpus.document_ends[num_documents - num_held_out - 1])
 
 
 def write_corpus(folder: Path, documents: Iterable[np.ndarray], dtype: np.dtype) -> None:

@@ -13,10 +13,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_counters(keys: np.ndarray, counters: np.ndarray) -> np.ndarray:
-    """Draw 64 random bits for every (key, counter) with SplitMix64 (doi:10.1145/2660193.2660195).
-
-    Both are integer arrays and broadcast. Overflow is intended: arrays wrap silently, NumPy scalars would warn.
-    """
+    """Draw 64 random bits for every (key, counter) with SplitMix64 (doi:10.1145/2660193.2660195). Both are integer
+    arrays and broadcast. Overflow is intended: arrays wrap silently, NumPy scalars would warn."""
     keys = _mix(np.atleast_1d(keys).astype(np.uint64) + _SEED_STEP)
     return _mix(keys + np.atleast_1d(counters).astype(np.uint64) * _SEED_STEP)
 
@@ -30,11 +28,9 @@ def derive_key(*numbers: int) -> np.ndarray:
 
 
 def permute(positions: np.ndarray, length: int, keys: np.ndarray) -> np.ndarray:
-    """Map each position to its element in a random permutation of `range(length)`; each key selects a permutation.
-
-    A Feistel network over the next power of four with cycle walking (doi:10.1007/3-540-45760-7_9). One element of an
-    epoch's order costs a few hashes, and no list of samples is shuffled or stored.
-    """
+    """Map each position to its element in a random permutation of `range(length)`; each key selects a permutation. A
+    Feistel network over the next power of four with cycle walking (doi:10.1007/3-540-45760-7_9). One element of an
+    epoch's order costs a few hashes, and no list of samples is shuffled or stored."""
     half_bits = np.uint64(max(1, ((length - 1).bit_length() + 1) // 2))
     permuted = _feistel(positions.astype(np.uint64), half_bits, keys)
     while (is_outside := permuted >= length).any():

@@ -84,27 +84,19 @@ def _load(data: DataConfig) -> Any:
         )
     except Exception as error:  # of many types; for some, only the cause contains the reason
         reason = error.__cause__ or error
-        message = f"{_describe_origin(data)}: `datasets` cannot load this: {type(reason).__name__}: {reason}"
-        raise ValueError(message) from error
+        problem = f"`datasets` cannot load this: {type(reason).__name__}: {reason}"
+        raise ValueError(f"{_describe_origin(data)}: {problem}") from error
 
 
 def _describe_origin(data: DataConfig) -> str:
-    return (
-        f"data.path = {data.path!r}, data.subset = {data.subset!r}, data.split = {data.split!r}, "
-        f"data.files = {data.files!r}"
-    )
+    return ", ".join(f"data.{key} = {getattr(data, key)!r}" for key in ("path", "subset", "split", "files"))
 
 
 def _text(row: dict[str, Any], data: DataConfig) -> str:
+    column, path = f"data.text_column = {data.text_column!r}", f"data.path = {data.path!r}"
     if data.text_column not in row:
-        raise ValueError(
-            f"data.text_column = {data.text_column!r} is not a column of data.path = {data.path!r}; "
-            f"its columns are {', '.join(map(repr, row))}"
-        )
+        raise ValueError(f"{column} is not a column of {path}; its columns are {', '.join(map(repr, row))}")
     text = row[data.text_column] or ""
     if not isinstance(text, str):
-        raise ValueError(
-            f"data.text_column = {data.text_column!r} of data.path = {data.path!r} contains {type(text).__name__}, "
-            "not text; give a column of strings"
-        )
+        raise ValueError(f"{column} of {path} contains {type(text).__name__}, not text; give a column of strings")
     return text

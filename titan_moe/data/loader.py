@@ -17,11 +17,9 @@ from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
 
 
 class Loader:
-    """Read one rank's microbatches of every step. The state is one sample number, equal on all ranks.
-
-    Step s uses samples [s*G, (s+1)*G) of the global order. Rank r reads the r-th of dp_size equal contiguous slices, as
-    M microbatches of B sequences. The state does not depend on the rank, so a run resumes on any number of ranks.
-    """
+    """Read one rank's microbatches of every step. The state is one sample number, equal on all ranks. Step s uses
+    samples [s*G, (s+1)*G) of the global order. Rank r reads the r-th of dp_size equal contiguous slices, as M
+    microbatches of B sequences. The state does not depend on the rank, so a run resumes on any number of ranks."""
 
     def __init__(self, recipe: Recipe, dp_rank: int, dp_size: int, tokenizer: Tokenizer, source: Source) -> None:
         self.tokenizer = tokenizer
@@ -56,10 +54,15 @@ class Loader:
                 f"{self._recipe.validation.num_sequences}; increase the one that is too small"
             )
         size = self._recipe.train.micro_batch_sequences
-        for first in range(self._dp_rank * size, _round_up(count, self._dp_size * size), self._dp_size * size):
+        stride = self._dp_size * size
+        for first in range(self._dp_rank * size, -(-count // stride) * stride, stride):
             numbers = range(first, min(first + size, count))
             samples = [self._validation[number * len(self._validation) // count] for number in numbers]
-            yield self._pack_padded(samples, size)
+            num_tokens = self._recipe.train.seq_len_tokens + 1
+            padding = Sample(np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int32))
+            batch = self._pack(samples + [padding] * (size - len(samples)))
+            batch.labels_MBN[:, len(samples) :] = IGNORE_LABEL
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as integers and one string, equal on all ranks."""
@@ -76,10 +79,11 @@ class Loader:
         Raises: ValueError if the same sample number would refer to another sample.
         """
         own = self.state_dict()
-        for key, way_out in (
-            ("seq_len_tokens", "set train.seq_len_tokens back"),
-            ("samples_per_epoch", "restore the corpus, tokenizer and holdout that it was trained on"),
-        ):
+        ways_out = {
+            "seq_len_tokens": "set train.seq_len_tokens back",
+            "samples_per_epoch": "restore the corpus, tokenizer and holdout that it was trained on",
+        }
+        for key, way_out in ways_out.items():
             if state[key] != own[key]:
                 raise ValueError(
                     f"the checkpoint was written with {key} = {state[key]}, this run has {own[key]}: its position "
@@ -89,15 +93,7 @@ class Loader:
         self._next_sample = state["next_sample"]
 
     def _pack(self, samples: list[Sample]) -> Batch:
-        train = self._recipe.train
-        return pack(samples, train.micro_batch_sequences, self._recipe.data.document_attention)
-
-    def _pack_padded(self, samples: list[Sample], size: int) -> Batch:
-        num_real, num_tokens = len(samples), self._recipe.train.seq_len_tokens + 1
-        padding = Sample(np.zeros(num_tokens, dtype=np.int64), np.zeros(num_tokens, dtype=np.int32))
-        batch = self._pack(samples + [padding] * (size - num_real))
-        batch.labels_MBN[:, num_real:] = IGNORE_LABEL
-        return batch
+        return pack(samples, self._recipe.train.micro_batch_sequences, self._recipe.data.document_attention)
 
 
 def build_loader(
@@ -120,7 +116,3 @@ def build_loader(
     folder = Path(recipe.data.cache_folder or Path(run_folder) / "cache")
     cache = Cache(folder, is_builder=dp_rank == 0, barrier=barrier)
     return Loader(recipe, dp_rank, dp_size, tokenizer, open_source(recipe, tokenizer, cache))
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

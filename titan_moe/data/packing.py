@@ -49,22 +49,17 @@ def pack(samples: Sequence[Sample], micro_batch_sequences: int, has_document_att
     the last token of a document has IGNORE_LABEL: the first token of the next document cannot be predicted from it.
     Without document attention a sequence is one causal context and every position has a label.
     """
+
+    def microbatches(x: Tensor) -> Tensor:
+        return x.unflatten(0, (-1, micro_batch_sequences)).contiguous()
+
     tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
-    inputs_MBN = _microbatches(tokens[:, :-1], micro_batch_sequences)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
     if not has_document_attention:
-        return Batch(inputs_MBN, _microbatches(tokens[:, 1:], micro_batch_sequences), None)
+        return Batch(microbatches(inputs), microbatches(labels), None)
     document_ids = torch.from_numpy(np.stack([sample.document_ids for sample in samples]))
-    is_document_end = document_ids[:, 1:] != document_ids[:, :-1]
-    labels = tokens[:, 1:].masked_fill(is_document_end, IGNORE_LABEL)
-    return Batch(
-        inputs_MBN,
-        _microbatches(labels, micro_batch_sequences),
-        _microbatches(document_ids[:, :-1], micro_batch_sequences),
-    )
-
-
-def _microbatches(x: Tensor, micro_batch_sequences: int) -> Tensor:
-    return x.unflatten(0, (-1, micro_batch_sequences)).contiguous()
+    labels = labels.masked_fill(document_ids[:, 1:] != document_ids[:, :-1], IGNORE_LABEL)
+    return Batch(microbatches(inputs), microbatches(labels), microbatches(document_ids[:, :-1]))
 
 
 def _to(x: Tensor, device: torch.device) -> Tensor:

@@ -41,17 +41,15 @@ class Samples(ABC):
         Raises: ValueError for the state of a stream or of another order.
         """
         order = json.loads(state).get("order") if state else self.order
+        if order == self.order:
+            return
+        problem = (
+            f"the checkpoint's samples are {order}, this run's are {self.order}: its position would refer to other "
+            "samples; set run.seed and data.is_shuffled back"
+        )
         if order is None:
-            raise ValueError(
-                "the checkpoint's data was a stream, this run's is not; set data.source and data.is_streamed back, or "
-                "start a new run from the weights with checkpoint.load_from"
-            )
-        if order != self.order:
-            raise ValueError(
-                f"the checkpoint's samples are {order}, this run's are {self.order}: its position would refer to other "
-                "samples; set run.seed and data.is_shuffled back, or start a new run from the weights with "
-                "checkpoint.load_from"
-            )
+            problem = "the checkpoint's data was a stream, this run's is not; set data.source and data.is_streamed back"
+        raise ValueError(f"{problem}, or start a new run from the weights with checkpoint.load_from")
 
 
 class EpochSamples(Samples):
@@ -66,11 +64,8 @@ class EpochSamples(Samples):
 
     def take(self, first: int, count: int, mine: range) -> list[Sample]:
         numbers = np.asarray(mine, dtype=np.int64) + first
-        return [self._samples[int(index)] for index in self._indices(numbers)]
-
-    def _indices(self, numbers: np.ndarray) -> np.ndarray:
-        epochs, positions = np.divmod(numbers, self.samples_per_epoch)
-        if not self._is_shuffled:
-            return positions
-        keys = hash_counters(derive_key(self._seed, _ORDER), epochs)
-        return permute(positions, self.samples_per_epoch, keys)
+        epochs, indices = np.divmod(numbers, self.samples_per_epoch)
+        if self._is_shuffled:
+            keys = hash_counters(derive_key(self._seed, _ORDER), epochs)
+            indices = permute(indices, self.samples_per_epoch, keys)
+        return [self._samples[int(index)] for index in indices]

@@ -1,5 +1,6 @@
 """Open the training and held-out samples of a recipe's `[data]`."""
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,9 +69,7 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             "data.is_streamed to false"
         )
 
-    def open_documents(num_read: int, place: dict | None) -> hub.DocumentStream:
-        return hub.DocumentStream(recipe.data, num_read, place)
-
+    open_documents = partial(hub.DocumentStream, recipe.data)
     is_held_out_read = recipe.validation.every_steps > 0 or recipe.metrics.sample_tokens > 0
     count = recipe.validation.num_sequences if is_held_out_read else 0
     held_out = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens)
@@ -81,8 +80,7 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             f"data.path = {recipe.data.path!r}, which is streamed; lower validation.num_sequences"
         )
     num_reserved = held_out.num_documents_touched if count else 0
-    training = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens, num_reserved)
-    return Source(training, validation)
+    return Source(StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens, num_reserved), validation)
 
 
 def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Corpus:

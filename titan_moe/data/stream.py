@@ -40,12 +40,9 @@ class _Position:
 
 
 class StreamedSamples(Samples):
-    """Pack a stream of documents into samples. The state is the exact token where the next sample begins.
-
-    Every rank tokenises the whole stream and keeps its slice, so the global order does not depend on the number of
-    ranks. The stream restarts at its end. The first `num_reserved` documents of every epoch are skipped; validation
-    uses them.
-    """
+    """Pack a stream of documents into samples. The state is the exact token where the next sample begins. Every rank
+    tokenises the whole stream and keeps its slice, so the global order does not depend on the number of ranks. The
+    stream restarts at its end. The first `num_reserved` documents of every epoch are skipped; validation uses them."""
 
     def __init__(
         self, open_documents: OpenDocuments, tokenizer: Tokenizer, seq_len_tokens: int, num_reserved: int = 0
@@ -89,10 +86,8 @@ class StreamedSamples(Samples):
         self._document_ids = np.empty(0, dtype=np.int32)
 
     def _take_one(self) -> Sample:
-        """Return N + 1 tokens. The last one is kept: it is also the first token of the next sample.
-
-        That token is always in the document read last, so one document and one offset describe the position.
-        """
+        """Return N + 1 tokens. The last one is kept: it is also the first token of the next sample. That token is
+        always in the document read last, so one document and one offset describe the position."""
         length = self._seq_len_tokens
         while len(self._tokens) <= length:
             self._append_document()
@@ -103,8 +98,8 @@ class StreamedSamples(Samples):
 
     def _append_document(self) -> None:
         if self._documents is None:
-            tokens = self._read(self._next.epoch, self._open_documents(self._next.num_documents, self._next.place))
-            tokens = tokens[self._next.offset_tokens :]
+            documents = self._open_documents(self._next.num_documents, self._next.place)
+            tokens = self._read(self._next.epoch, documents)[self._next.offset_tokens :]
         else:
             tokens = self._read(self._last_start[0], self._documents)
         number = self._document_ids[-1] + 1 if len(self._document_ids) else 0
@@ -119,8 +114,7 @@ class StreamedSamples(Samples):
         first_epoch = epoch
         while True:
             start, place = (epoch, documents.num_read), documents.place()
-            text = documents.read()
-            if text is None:
+            if (text := documents.read()) is None:
                 if epoch > first_epoch:
                     raise ValueError(
                         f"data.path has no document with text after the {self._num_reserved} documents reserved for "

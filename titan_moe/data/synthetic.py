@@ -39,13 +39,11 @@ class SyntheticSamples(Samples):
         start_bits, rule_bits, noise_bits = np.split(bits, 3)
         is_start = start_bits % np.uint64(_MEAN_DOCUMENT_TOKENS) == 0
         is_start[0] = True
-        tokens = self._follow(_choose_rules(is_start, rule_bits), self._draw_noise(noise_bits))
-        return Sample(tokens, (np.cumsum(is_start) - 1).astype(np.int32))
-
-    def _draw_noise(self, bits: np.ndarray) -> np.ndarray:
-        uniform = (bits >> np.uint64(11)).astype(np.float64) / 2**53
+        uniform = (noise_bits >> np.uint64(11)).astype(np.float64) / 2**53
         square = uniform * uniform  # products round equally on every machine, powers do not
-        return (square * square * self._vocab_size).astype(np.int64)
+        noise = (square * square * self._vocab_size).astype(np.int64)
+        tokens = self._follow(_choose_rules(is_start, rule_bits), noise)
+        return Sample(tokens, (np.cumsum(is_start) - 1).astype(np.int32))
 
     def _follow(self, rules: np.ndarray, noise: np.ndarray) -> np.ndarray:
         (a, c), (b, d), vocab_size = self._near, self._far, self._vocab_size

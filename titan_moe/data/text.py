@@ -17,13 +17,17 @@ def find_text_files(path: str) -> list[Path]:
 
     Raises: FileNotFoundError if no file matches.
     """
-    files = _find_standard_library() if path == STANDARD_LIBRARY else find_files(path, "data.path")
-    if not files:
+    if path != STANDARD_LIBRARY:
+        return find_files(path, "data.path")
+    root = Path(sysconfig.get_path("stdlib"))
+    relative = (file.relative_to(root) for file in root.rglob("*.py"))
+    kept = sorted(path.as_posix() for path in relative if _EXCLUDED.isdisjoint(path.parts))
+    if not kept:
         raise FileNotFoundError(
-            f"data.path = {path!r} finds no sources in {sysconfig.get_path('stdlib')}: this Python has its library "
-            "in an archive; give text files instead"
+            f"data.path = {path!r} finds no sources in {root}: this Python has its library in an archive; give text "
+            "files instead"
         )
-    return files
+    return [root / path for path in kept]
 
 
 def find_files(pattern: str, key: str) -> list[Path]:
@@ -45,10 +49,3 @@ def read_documents(files: list[Path]) -> Iterator[str]:
     """Yield the text of each file. Bytes that are not UTF-8 become the replacement character."""
     for file in files:
         yield file.read_bytes().decode("utf-8", errors="replace")
-
-
-def _find_standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    relative = (file.relative_to(root) for file in root.rglob("*.py"))
-    kept = sorted(path.as_posix() for path in relative if _EXCLUDED.isdisjoint(path.parts))
-    return [root / path for path in kept]

@@ -57,18 +57,16 @@ def _check_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokenizer: To
             f"data.path: every second id of {file} is 0 when read as data.token_dtype = 'uint16', as in a file of "
             "32-bit ids; set data.token_dtype to 'uint32'"
         )
-    if tokens.max() >= tokenizer.vocab_size and not data.tokenizer:
-        raise ValueError(
-            f"data.path: {file} contains the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, "
-            f"not below model.vocab_size = {tokenizer.vocab_size}; increase it, or correct data.token_dtype"
-        )
     if tokens.max() >= tokenizer.vocab_size:
-        raise ValueError(
-            f"data.path: {file} contains the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}, "
-            f"but data.tokenizer = {data.tokenizer!r} has only ids below {tokenizer.vocab_size}; correct "
-            "data.token_dtype, give the folder of the tokenizer that made the file, or set data.tokenizer to '' if it "
-            "is unknown"
-        )
+        rule = f"not below model.vocab_size = {tokenizer.vocab_size}; increase it, or correct data.token_dtype"
+        if data.tokenizer:
+            rule = (
+                f"but data.tokenizer = {data.tokenizer!r} has only ids below {tokenizer.vocab_size}; correct "
+                "data.token_dtype, give the folder of the tokenizer that made the file, or set data.tokenizer to '' if "
+                "it is unknown"
+            )
+        found = f"{file} contains the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}"
+        raise ValueError(f"data.path: {found}, {rule}")
 
 
 def _find_document_ends(parts: list[np.ndarray], end_of_document: int | None) -> Iterator[np.ndarray]:

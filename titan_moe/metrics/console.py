@@ -39,8 +39,7 @@ class Console:
 
 def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
     """Format a record as one line with the largest expert load, without a zero auxiliary loss or an unknown MFU."""
-    width = len(str(total_steps))
-    words = [f"step {record['step']:>{width}}/{total_steps}"]
+    words = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     if "validation_loss" in record:
         return "  ".join([*words, f"validation loss {record['validation_loss']:.4f}"])
     words.append(f"loss {record['loss']:.4f}")

@@ -16,10 +16,8 @@ PACKAGES = ("titan_moe", "torch", "triton", "torchtitan", "torchao")
 
 
 def write_environment(run_folder: Path) -> dict[str, Any]:
-    """Write `environment.json` into the run folder and return its content. Call it on rank 0.
-
-    It has no host name and no user name, because run folders are published.
-    """
+    """Write `environment.json` into the run folder and return its content. Call it on rank 0. It has no host name and
+    no user name, because run folders are published."""
     environment = describe_environment()
     run_folder.mkdir(parents=True, exist_ok=True)
     (run_folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
@@ -45,11 +43,8 @@ def describe_environment() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The git commit of a folder, and whether tracked files have changed since.
-
-    None for an installed package, also inside the checkout of another project: the folder's `__init__.py` must be
-    tracked.
-    """
+    """The git commit of a folder, and whether tracked files have changed since. The folder's `__init__.py` must be
+    tracked: None for an installed package, also inside the checkout of another project."""
     try:
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         is_dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))

@@ -18,10 +18,8 @@ def expert_loads(tokens_per_expert: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rank_loads(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> dict[str, Tensor]:
-    """Maximum over mean of the ranks' token counts, for each layer. A rank has E / num_ranks consecutive experts.
-
-    The busiest rank determines the time of a layer, so this is the minimum slowdown by imbalance.
-    """
+    """Maximum over mean of the ranks' token counts, for each layer. A rank has E / num_ranks consecutive experts. The
+    busiest rank determines the time of a layer, so this is the minimum slowdown by imbalance."""
     return expert_loads({layer: count_E.view(num_ranks, -1).sum(1) for layer, count_E in tokens_per_expert.items()})
 
 

@@ -17,11 +17,9 @@ from titan_moe.metrics.throughput import Throughput, peak_memory_gib
 
 
 class Meter:
-    """Count every step. Log the first one after a start, every `metrics.every_steps`-th, and the last of the run.
-
-    Other steps do not synchronise with the device, so the host can run ahead. All ranks make the same calls, but only
-    rank 0 writes. `loss`, `grad_norm` and the counts must already be reduced over ranks: no collective is called here.
-    """
+    """Count every step. Log the first one after a start, every `metrics.every_steps`-th, and the last of the run. Other
+    steps do not synchronise with the device, so the host can run ahead. All ranks make the same calls, but only rank 0
+    writes. `loss`, `grad_norm` and the counts must already be reduced over ranks: no collective is called here."""
 
     def __init__(
         self,
@@ -47,10 +45,8 @@ class Meter:
         self.console: Console | None = None
 
     def start(self, step: int, tokens_seen: int) -> None:
-        """Start the clock after `step` steps: 0 for a new run, the checkpoint's step for a resumed one.
-
-        Records of later steps, written before an interruption, are removed, so the file keeps one line per step.
-        """
+        """Start the clock after `step` steps: 0 for a new run, the checkpoint's step for a resumed one. Records of
+        later steps, written before an interruption, are removed, so the file keeps one line per step."""
         self.tokens_seen = tokens_seen
         self.next_is_first = True
         if self.is_main:
@@ -80,7 +76,8 @@ class Meter:
         self.throughput.count(num_tokens)
         if self.console is not None:
             self.console.advance()
-        if not self._is_logged(step):
+        is_first, self.next_is_first = self.next_is_first, False
+        if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.total_steps):
             return None
         loads = expert_loads(tokens_per_expert)
         scalars = read_scalars([loss, aux_loss, grad_norm, num_skipped, *loads.values()])
@@ -96,8 +93,8 @@ class Meter:
             "skipped_steps": int(scalars[3]),
             "rerun_steps": num_reruns,
         }
-        if self.recipe.train.forced_routing:
-            record["forced_routing"] = self.recipe.train.forced_routing
+        if forced := self.recipe.train.forced_routing:
+            record["forced_routing"] = forced
         self._write(record)
         return record
 
@@ -109,10 +106,8 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock during a validation or a save, so that throughput covers only training steps.
-
-        Synchronises with the device first: pending steps count as training time.
-        """
+        """Stop the clock during a validation or a save, so that throughput covers only training steps. Synchronises
+        with the device first: pending steps count as training time."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         with self.throughput.paused():
@@ -120,15 +115,10 @@ class Meter:
 
     def close(self) -> None:
         """Flush and close every output."""
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.console is not None:
-            self.console.close()
+        for output in (self.tensorboard, self.console):
+            if output is not None:
+                output.close()
         self.tensorboard = self.console = None
-
-    def _is_logged(self, step: int) -> bool:
-        is_first, self.next_is_first = self.next_is_first, False
-        return is_first or step % self.recipe.metrics.every_steps == 0 or step == self.total_steps
 
     def _open_outputs(self, step: int) -> None:
         self.close()
@@ -141,9 +131,6 @@ class Meter:
         self.console = Console(self.total_steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.jsonl is not None:
-            self.jsonl.write(record)
-        if self.tensorboard is not None:
-            self.tensorboard.write(record)
-        if self.console is not None:
-            self.console.write(record)
+        for output in (self.jsonl, self.tensorboard, self.console):
+            if output is not None:
+                output.write(record)

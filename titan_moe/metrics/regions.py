@@ -7,7 +7,6 @@ before recompute, so that a recomputed forward has its range too.
 
 from torch import nn
 
-from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mlp import NoMLP
@@ -36,10 +35,9 @@ def apply(model: nn.Module) -> None:
 
 
 def _wrap_moe(moe: MoE) -> None:
-    dispatcher: TokenDispatcher = moe.dispatcher
     _wrap(moe.router, "router", "forward")
-    _wrap(dispatcher, "dispatch", "prepare", "start_dispatch", "finish_dispatch")
-    _wrap(dispatcher, "combine", "start_combine", "finish_combine")
+    _wrap(moe.dispatcher, "dispatch", "prepare", "start_dispatch", "finish_dispatch")
+    _wrap(moe.dispatcher, "combine", "start_combine", "finish_combine")
     _wrap(moe.experts, "experts", "forward", "delayed_weights")
     if not isinstance(moe.shared_experts, NoMLP):
         _wrap(moe.shared_experts, "shared", "forward")

@@ -7,10 +7,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """Write every number of a record as a scalar. Members of nested records are named `name/member`.
-
-    TensorBoard hides scalars that an interrupted run wrote for steps after `step`.
-    """
+    """Write every number of a record as a scalar. Members of nested records are named `name/member`. TensorBoard hides
+    scalars that an interrupted run wrote for steps after `step`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self.writer = SummaryWriter(str(folder), max_queue=1000, purge_step=step + 1)

@@ -14,11 +14,9 @@ GIB = 2**30
 
 
 class Throughput:
-    """A clock that is read only at logged steps, so that the host can run ahead in between.
-
-    The first step after a start is logged separately: it contains compilation and autotuning, and later intervals do
-    not. The caller reads the loss before each measurement, so the work of the device is complete.
-    """
+    """A clock that is read only at logged steps, so that the host can run ahead in between. The first step after a
+    start is logged separately: it contains compilation and autotuning, and later intervals do not. The caller reads the
+    loss before each measurement, so the work of the device is complete."""
 
     def __init__(self, flops_per_token: float, device: torch.device, num_ranks: int) -> None:
         self.flops_per_token = flops_per_token
@@ -48,22 +46,19 @@ class Throughput:
             self._started_s += time.perf_counter() - started_s
 
     def measure(self) -> dict[str, float | None]:
-        """Report the interval and start the next one.
-
-        Model FLOPs halve causal attention and exclude recomputation. `mfu` is their share of the device's bf16 peak, or
-        None if the peak is unknown.
-        """
+        """Report the interval and start the next one. Model FLOPs halve causal attention and exclude recomputation.
+        `mfu` is their share of the device's bf16 peak, or None if the peak is unknown."""
         seconds = time.perf_counter() - self._started_s
         tokens_per_second = self._num_tokens / seconds / self.num_ranks
         flops = self.flops_per_token * tokens_per_second
-        step_ms = 1e3 * seconds / self._num_steps
-        self.start()
-        return {
+        measured = {
             "tokens_per_second_per_gpu": tokens_per_second,
             "tflops_per_gpu": flops / 1e12,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
-            "step_ms": step_ms,
+            "step_ms": 1e3 * seconds / self._num_steps,
         }
+        self.start()
+        return measured
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -71,7 +71,10 @@ def attribute(events: Iterable[HostEvent]) -> Iterator[tuple[HostEvent, HostEven
         while stack and stack[-1].stop_us <= event.start_us:
             stack.pop()
         parent = stack[-1] if stack else None
-        _inherit(event, parent, calls)
+        event.is_communication = event.name.startswith(calls + COLLECTIVE_OPS)
+        if parent is not None:
+            event.part, event.is_backward = parent.part, parent.is_backward
+            event.is_communication |= parent.is_communication and not parent.name.startswith(COLLECTIVE_OPS)
         part = _part_of_range(event)
         if part:
             event.part = part
@@ -86,13 +89,6 @@ def attribute(events: Iterable[HostEvent]) -> Iterator[tuple[HostEvent, HostEven
             parts_of_forward[event.thread, event.sequence] = event.part
         stack.append(event)
         yield event, parent
-
-
-def _inherit(event: HostEvent, parent: HostEvent | None, calls: tuple[str, ...]) -> None:
-    event.is_communication = event.name.startswith(calls + COLLECTIVE_OPS)
-    if parent is not None:
-        event.part, event.is_backward = parent.part, parent.is_backward
-        event.is_communication |= parent.is_communication and not parent.name.startswith(COLLECTIVE_OPS)
 
 
 def _part_of_range(event: HostEvent) -> str | None:
@@ -115,10 +111,8 @@ def _copy_node_numbers(events: list[HostEvent]) -> None:
 
 
 def _forward_threads(events: list[HostEvent]) -> dict[int, Thread]:
-    """Match the profiler's thread numbers with threads, by the sequence numbers of their forward operations.
-
-    Sequence numbers are counted per thread, so a number alone does not identify an operation.
-    """
+    """Match the profiler's thread numbers with threads, by the sequence numbers of their forward operations. These are
+    counted per thread, so a number alone does not identify an operation."""
     sequences_of: dict[int, set[int | None]] = defaultdict(set)
     for event in events:
         if event.forward_thread:

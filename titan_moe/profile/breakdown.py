@@ -64,7 +64,11 @@ def break_down(timeline: Timeline) -> Breakdown:
         for part in {span.part for span in communication}:
             result.parts[part].communication_ms += interval_ms
         if compute:
-            _add_compute(result, compute, interval_ms)
+            for span in compute:
+                if span.is_backward:
+                    result.parts[span.part].backward_ms += interval_ms / len(compute)
+                else:
+                    result.parts[span.part].forward_ms += interval_ms / len(compute)
             result.hidden_ms += interval_ms if communication else 0.0
         elif communication:
             result.exposed_ms += interval_ms
@@ -76,29 +80,19 @@ def break_down(timeline: Timeline) -> Breakdown:
     return result
 
 
-def _add_compute(result: Breakdown, compute: list[Span], interval_ms: float) -> None:
-    for span in compute:
-        part = result.parts[span.part]
-        if span.is_backward:
-            part.backward_ms += interval_ms / len(compute)
-        else:
-            part.forward_ms += interval_ms / len(compute)
-
-
 def _intervals(timeline: Timeline) -> Iterator[tuple[float, float, list[Span], list[Span]]]:
     """Cut the traced steps wherever a span starts or stops: -> start, stop, compute spans, communication spans."""
     changes = []
     for number, span in enumerate(timeline.spans):
         changes.append((max(span.start_us, timeline.start_us), 1, number))
         changes.append((min(span.stop_us, timeline.stop_us), 0, number))
-    changes.sort()
     running: dict[int, Span] = {}
     last_us = timeline.start_us
-    for time_us, is_start, number in [*changes, (timeline.stop_us, 0, -1)]:
+    for time_us, is_start, number in [*sorted(changes), (timeline.stop_us, 0, -1)]:
         if time_us > last_us:
             spans = list(running.values())
-            communication = [span for span in spans if span.is_communication]
-            yield last_us, time_us, [span for span in spans if not span.is_communication], communication
+            compute = [span for span in spans if not span.is_communication]
+            yield last_us, time_us, compute, [span for span in spans if span.is_communication]
             last_us = time_us
         if is_start:
             running[number] = timeline.spans[number]
@@ -107,10 +101,8 @@ def _intervals(timeline: Timeline) -> Iterator[tuple[float, float, list[Span], l
 
 
 def _host_bound_us(timeline: Timeline) -> Iterator[float]:
-    """For every gap, the time before the host had launched the work that ends it.
-
-    On a CPU all gaps are host-bound: Python between operations.
-    """
+    """For every gap, the time before the host had launched the work that ends it. On a CPU all gaps are host-bound:
+    Python between operations."""
     idle_from_us = timeline.start_us
     for span in timeline.spans:
         if span.start_us > idle_from_us:
@@ -141,13 +133,9 @@ def top_kernels(timeline: Timeline, num_names: int = 20) -> list[KernelTime]:
         total_us[span.name] += span.duration_us
         counts[span.name] += not span.is_continuation
         parts[span.name][span.part] += span.duration_us
-    slowest = sorted(total_us, key=lambda name: -total_us[name])[:num_names]
-    return [
-        KernelTime(
-            name=name,
-            part=max(parts[name], key=lambda part: parts[name][part]),
-            total_ms=total_us[name] * 1e-3 / timeline.num_steps,
-            count=counts[name] / timeline.num_steps,
-        )
-        for name in slowest
-    ]
+    kernels = []
+    for name in sorted(total_us, key=lambda name: -total_us[name])[:num_names]:
+        part = max(parts[name], key=lambda part: parts[name][part])
+        total_ms = total_us[name] * 1e-3 / timeline.num_steps
+        kernels.append(KernelTime(name, part, total_ms, counts[name] / timeline.num_steps))
+    return kernels

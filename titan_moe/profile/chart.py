@@ -4,22 +4,9 @@ from collections.abc import Sequence
 from html import escape
 
 PALETTE = (
-    "#4e79a7",
-    "#59a14f",
-    "#f28e2b",
-    "#e15759",
-    "#edc948",
-    "#76b7b2",
-    "#b07aa1",
-    "#9c755f",
-    "#ff9da7",
-    "#86bcb6",
-    "#8cd17d",
-    "#d4a6c8",
-    "#a0cbe8",
-    "#ffbe7d",
-    "#999999",
-)
+    "#4e79a7 #59a14f #f28e2b #e15759 #edc948 #76b7b2 #b07aa1 #9c755f #ff9da7 #86bcb6 #8cd17d #d4a6c8 #a0cbe8 #ffbe7d "
+    "#999999"
+).split()
 WIDTH, HEIGHT = 960, 230
 LEFT, RIGHT, TOP, BOTTOM = 100, WIDTH - 8, 28, HEIGHT - 24
 """The edges of the drawing area of a curve. Labels are in the margins around it."""
@@ -39,10 +26,8 @@ def stacked_bar(shares: Sequence[tuple[str, float, str]]) -> str:
 
 
 def area_curve(points: Sequence[tuple[float, float]], *, unit_x: str, unit_y: str) -> str:
-    """Draw a piecewise constant value as a filled area. The axis starts at zero, or at the lowest negative value.
-
-    Every label has its unit. Labels fit into the margins: an SVG clips what is outside its view box.
-    """
+    """Draw a piecewise constant value as a filled area. The axis starts at zero, or at the lowest negative value. Every
+    label has its unit. Labels fit into the margins: an SVG clips what is outside its view box."""
     points = downsample(points)
     first_x, last_x = points[0][0], points[-1][0]
     low = min(0.0, min(y for _, y in points))

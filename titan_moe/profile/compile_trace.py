@@ -7,14 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch._dynamo.utils import (
-    clear_compilation_metrics,
-    counters,
-    get_compilation_metrics,
-    set_compilation_metrics_limit,
-)
-
-MAX_RECORDS = 4096
+from torch._dynamo import utils as dynamo
 
 
 @dataclass
@@ -58,14 +51,14 @@ class CompileReport:
 
 def start_records() -> None:
     """Clear all records, and raise PyTorch's limit so that it keeps those of a whole run."""
-    set_compilation_metrics_limit(MAX_RECORDS)
-    clear_compilation_metrics()
-    counters.clear()
+    dynamo.set_compilation_metrics_limit(4096)
+    dynamo.clear_compilation_metrics()
+    dynamo.counters.clear()
 
 
 def compile_report() -> CompileReport:
     """Report the compilations of this process since `start_records`."""
-    return summarise(get_compilation_metrics(), dict(counters["graph_break"]))
+    return summarise(dynamo.get_compilation_metrics(), dict(dynamo.counters["graph_break"]))
 
 
 def summarise(records: Iterable[Any], graph_breaks: dict[str, int]) -> CompileReport:
@@ -84,11 +77,8 @@ def summarise(records: Iterable[Any], graph_breaks: dict[str, int]) -> CompileRe
         function.forward_s += seconds
         function.num_graphs += 1
         if record.co_name:
-            function.name = f"{record.co_name} ({_short(record.co_filename)}:{record.co_firstlineno})"
+            file = "/".join((record.co_filename or "?").split("/")[-2:])
+            function.name = f"{record.co_name} ({file}:{record.co_firstlineno})"
         function.reasons += [reason for reason in (record.recompile_reason, record.fail_reason) if reason]
     by_time = sorted(functions.values(), key=lambda function: -(function.forward_s + function.backward_s))
     return CompileReport(by_time, graph_breaks, started)
-
-
-def _short(path: str | None) -> str:
-    return "/".join((path or "?").split("/")[-2:])

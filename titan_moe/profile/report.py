@@ -89,7 +89,6 @@ def render(timeline: Timeline, run: TracedRun, compiled: CompileReport) -> str:
 
 def _summary(result: Breakdown, run: TracedRun, timeline: Timeline) -> str:
     seconds = result.step_ms / 1e3
-    host_bound = "Python between operations" if not timeline.is_gpu else "host-bound"
     facts = [
         ("step", f"{result.step_ms:,.2f} ms"),
         ("tokens/s on this rank", f"{run.num_tokens / seconds:,.0f}"),
@@ -97,7 +96,7 @@ def _summary(result: Breakdown, run: TracedRun, timeline: Timeline) -> str:
         ("exposed communication", _of_step(result.exposed_ms, result)),
         ("hidden communication", _of_step(result.hidden_ms, result)),
         ("idle", _of_step(result.idle_ms, result)),
-        (host_bound, _of_step(result.host_bound_ms, result)),
+        ("host-bound" if timeline.is_gpu else "Python between operations", _of_step(result.host_bound_ms, result)),
         ("of the work is in named parts", f"{100 * result.named_share:.1f} %"),
     ]
     if run.hardware:
@@ -107,42 +106,23 @@ def _summary(result: Breakdown, run: TracedRun, timeline: Timeline) -> str:
 
 
 def _step_bar(result: Breakdown) -> str:
-    shares = [
-        (_title(part), time.forward_ms + time.backward_ms, COLOURS.get(part, USER_COLOUR))
-        for part, time in _in_order(result)
-    ]
+    shares = []
+    for part, time in _in_order(result):
+        shares.append((TITLES.get(part, part), time.forward_ms + time.backward_ms, COLOURS.get(part, USER_COLOUR)))
     shares += [("communication, exposed", result.exposed_ms, "#333"), ("idle", result.idle_ms, "#ddd")]
     note = "Every instant of a step counts once: as compute of a part, else as communication, else as idle."
     return f'<h2>Breakdown of a step</h2>{stacked_bar(shares)}<p class="note">{note}</p>'
 
 
 def _parts(result: Breakdown, run: TracedRun) -> str:
-    header: tuple[str, ...] = (
-        "part",
-        "forward ms",
-        "backward ms",
-        "communication ms (exposed)",
-        "share",
-        "work",
-        "achieved",
-    )
-    if run.hardware:
-        header += ("roofline ms", "x roofline")
+    header = ["part", "forward ms", "backward ms", "communication ms (exposed)", "share", "work", "achieved"]
+    header += ["roofline ms", "x roofline"] if run.hardware else []
     rows = []
     for part, time in _in_order(result):
         communication = f"{time.communication_ms:.3f} ({time.exposed_ms:.3f})" if time.communication_ms else ""
         share = f"{100 * time.total_ms / result.step_ms:.1f} %"
-        work = run.work.get(part, Work())
-        rows.append(
-            (
-                _title(part),
-                f"{time.forward_ms:.3f}",
-                f"{time.backward_ms:.3f}",
-                communication,
-                share,
-                *_compare_with_roofline(work, time, run.hardware),
-            )
-        )
+        row = [TITLES.get(part, part), f"{time.forward_ms:.3f}", f"{time.backward_ms:.3f}", communication, share]
+        rows.append([*row, *_compare_with_roofline(run.work.get(part, Work()), time, run.hardware)])
     note = (
         "Work is the minimum of a step: FLOPs of forward and backward without recomputation, bytes of AdamW, bytes "
         "received from other ranks. The roofline is the time for it at the device's peak. Backward includes "
@@ -175,7 +155,7 @@ def _top_kernels(kernels: Sequence[KernelTime], is_gpu: bool) -> str:
     rows = [
         (
             kernel.name if len(kernel.name) <= MAX_NAME_LENGTH else f"{kernel.name[:MAX_NAME_LENGTH]}…",
-            _title(kernel.part),
+            TITLES.get(kernel.part, kernel.part),
             f"{kernel.count:,.0f}",
             f"{kernel.total_ms:.3f}",
             f"{1e3 * kernel.total_ms / kernel.count:.1f}",
@@ -190,8 +170,7 @@ def _compiled(report: CompileReport, timeline: Timeline) -> str:
     if not report.functions:
         return "<h2>Compile</h2><p>Nothing was compiled (<code>compile.regional</code>).</p>"
     late = ""
-    if timeline.unix_offset_us is not None:
-        offset_us = timeline.unix_offset_us
+    if (offset_us := timeline.unix_offset_us) is not None:
         num_late = report.num_between(timeline.start_us + offset_us, timeline.stop_us + offset_us)
         late = f", {num_late} compilations during the traced steps"
     num_breaks = sum(report.graph_breaks.values())
@@ -200,10 +179,7 @@ def _compiled(report: CompileReport, timeline: Timeline) -> str:
         f"{report.num_recompiles} recompiles{late}."
     )
     header = ("function", "graphs", "forward s", "backward s")
-    rows = [
-        (function.name, f"{function.num_graphs}", f"{function.forward_s:.2f}", f"{function.backward_s:.2f}")
-        for function in report.functions
-    ]
+    rows = [(f.name, f"{f.num_graphs}", f"{f.forward_s:.2f}", f"{f.backward_s:.2f}") for f in report.functions]
     reasons = [f"graph break, {count} times: {reason}" for reason, count in report.graph_breaks.items()]
     reasons += [f"{function.name} recompiled: {reason}" for function in report.functions for reason in function.reasons]
     items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
@@ -223,10 +199,6 @@ def _memory(timeline: Timeline) -> str:
 def _in_order(result: Breakdown) -> list[tuple[str, PartTime]]:
     order = {part: index for index, part in enumerate(TITLES)}
     return sorted(result.parts.items(), key=lambda item: order.get(item[0], order[OTHER] - 0.5))
-
-
-def _title(part: str) -> str:
-    return TITLES.get(part, part)
 
 
 def _of_step(time_ms: float, result: Breakdown) -> str:

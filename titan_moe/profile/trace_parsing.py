@@ -22,8 +22,6 @@ LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 HOST_CATEGORIES = ("cpu_op", "user_annotation", *LAUNCH_CATEGORIES)
 COMMUNICATION_KERNELS = ("nccl", "nvshmem")
 """Substrings of the names of communication kernels, in lower case."""
-GLOO_PREFIX = "gloo:"
-C10D_PREFIX = "c10d::"
 
 
 @dataclass(frozen=True)
@@ -85,28 +83,14 @@ def read_events(
         earlier, spans = _split_at_launch(spans, start_us)
         start_us = max([start_us, *(span.stop_us for span in earlier)])
         stop_us = max([stop_us, *(span.stop_us for span in spans)])
-    inside = (span for span in spans if span.stop_us > start_us and span.start_us < stop_us)
-    return Timeline(
-        spans=sorted(inside, key=lambda span: span.start_us),
-        start_us=start_us,
-        stop_us=stop_us,
-        num_steps=len(steps),
-        is_gpu=bool(device),
-        memory=_memory(events),
-        unix_offset_us=unix_offset_us,
-    )
+    inside = [span for span in spans if span.stop_us > start_us and span.start_us < stop_us]
+    inside.sort(key=lambda span: span.start_us)
+    return Timeline(inside, start_us, stop_us, len(steps), bool(device), _memory(events), unix_offset_us)
 
 
 def _host_event(event: dict[str, Any]) -> HostEvent:
-    start_us = event["ts"]
-    return HostEvent(
-        name=event["name"],
-        category=event["cat"],
-        thread=(event.get("pid"), event.get("tid")),
-        start_us=start_us,
-        stop_us=start_us + event.get("dur", 0.0),
-        args=event.get("args", {}),
-    )
+    thread, stop_us = (event.get("pid"), event.get("tid")), event["ts"] + event.get("dur", 0.0)
+    return HostEvent(event["name"], event["cat"], thread, event["ts"], stop_us, event.get("args", {}))
 
 
 def _device_spans(
@@ -157,34 +141,25 @@ def _device_span(event: dict[str, Any], launch: HostEvent | None) -> Span:
 
 def _host_spans(host: list[tuple[HostEvent, HostEvent | None]]) -> list[Span]:
     """The self time of every operation, and every collective of gloo's threads."""
-    gloo_threads = {event.thread for event, _ in host if event.name.startswith(GLOO_PREFIX)}
-    enclosing = _enclosing_operations(host)
+    gloo_threads = {event.thread for event, _ in host if event.name.startswith("gloo:")}
+    enclosing: dict[HostEvent, HostEvent | None] = {}  # the innermost operation around every event, ranges skipped
     children = defaultdict(list)
-    for event, _ in host:
-        if event.is_operation and (outer := enclosing[event]) is not None:
+    for event, parent in host:
+        outer = parent if parent is None or parent.is_operation else enclosing[parent]
+        enclosing[event] = outer
+        if event.is_operation and outer is not None:
             children[outer].append(event)
     spans, collective = [], None
     for event, _ in host:
-        if event.name.startswith(C10D_PREFIX):
+        if event.name.startswith("c10d::"):
             collective = event
-        if event.name.startswith(GLOO_PREFIX):
+        if event.name.startswith("gloo:"):
             if collective is not None:  # the call on another thread that has just started it
                 event.part, event.is_backward = collective.part, collective.is_backward
             spans.append(_span(event, event.start_us, event.stop_us))
         elif event.is_operation and event.thread not in gloo_threads:
             spans += _self_time(event, children[event])
     return spans
-
-
-def _enclosing_operations(
-    host: list[tuple[HostEvent, HostEvent | None]],
-) -> dict[HostEvent, HostEvent | None]:
-    """The innermost operation around every event. Ranges between them are skipped."""
-    enclosing: dict[HostEvent, HostEvent | None] = {}
-    for event, parent in host:
-        is_in_range = parent is not None and not parent.is_operation
-        enclosing[event] = enclosing[parent] if parent is not None and is_in_range else parent
-    return enclosing
 
 
 def _self_time(event: HostEvent, children: list[HostEvent]) -> Iterator[Span]:

@@ -12,11 +12,8 @@ MODEL_KEY = "model"  # the manager's key of the weights
 
 
 class CurrentModelState(ModelWrapper):
-    """Read the model's state dict at each save.
-
-    The base class keeps the tensors of its construction. A buffer that was replaced later (`module.bias = new`) would
-    be saved with its old values.
-    """
+    """Read the model's state dict at each save. The base class keeps the tensors of its construction: a buffer that was
+    replaced later (`module.bias = new`) would be saved with its old values."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._get_state_dict()

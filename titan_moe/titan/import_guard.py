@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module, metadata
+from itertools import takewhile
 from types import ModuleType
 
 MIN_VERSION = (0, 2, 2)
@@ -50,28 +51,18 @@ def check_version() -> None:
 
 def _release(version: str) -> tuple[int, ...]:
     """The leading numbers of a version: '0.2.2.dev1+cpu' → (0, 2, 2)."""
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    return tuple(int(part) for part in takewhile(str.isdigit, version.split("+")[0].split(".")))
 
 
 @contextmanager
 def _cpu_as_device() -> Iterator[None]:
-    """On a host without an accelerator, make torchtitan use the CPU. It would assume CUDA.
-
-    torchtitan reads the device type from a function of torch once, during its import. This function is replaced only
-    for the time of the import.
-    """
+    """On a host without an accelerator, make torchtitan use the CPU. It would assume CUDA. torchtitan reads the device
+    type from a function of torch once, during its import. This function is replaced only for the time of the import."""
     import torch._utils as torch_utils
 
-    if torch_utils._get_available_device_type() is not None:
-        yield
-        return
     device_type = torch_utils._get_available_device_type
-    torch_utils._get_available_device_type = lambda: "cpu"
+    if device_type() is None:
+        torch_utils._get_available_device_type = lambda: "cpu"
     try:
         yield
     finally:

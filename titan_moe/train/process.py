@@ -36,7 +36,9 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield device
-            _wait_for_all_ranks(device)
+            if device.type == "cuda":  # all ranks: symmetric memory must not be freed while a peer still reads it
+                torch.cuda.synchronize(device)
+                dist.all_reduce(torch.zeros(1))
         finally:
             dist.destroy_process_group()
             # DTensor's caches keep meshes, and with them process groups, alive
@@ -47,20 +49,13 @@ def _device(config: RunConfig) -> torch.device:
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        problem = 'run.device = "cuda", but PyTorch finds no GPU; use run.device = "cpu" or a CUDA build of torch'
-        raise RecipeError([problem])
+        way_out = 'use run.device = "cpu" or a CUDA build of torch'
+        raise RecipeError([f'run.device = "cuda", but PyTorch finds no GPU; {way_out}'])
     index, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= num_gpus:
-        problem = f"local rank {index} has no GPU, PyTorch finds {num_gpus}; start at most {num_gpus} ranks per host"
-        raise RecipeError([problem])
+        found = f"local rank {index} has no GPU, PyTorch finds {num_gpus}"
+        raise RecipeError([f"{found}; start at most {num_gpus} ranks per host"])
     return torch.device("cuda", index)
-
-
-def _wait_for_all_ranks(device: torch.device) -> None:
-    """Synchronise all ranks: symmetric memory must not be freed while a peer still reads it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        dist.all_reduce(torch.zeros(1))
 
 
 @contextmanager
@@ -77,11 +72,9 @@ def _determinism(is_on: bool) -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C, reduced over ranks: all stop after the same step, also if they receive it at different ones.
-
-    A context manager; on exit it restores the previous handlers. A second Ctrl-C ends the run at once. A second SIGTERM
-    does not, because under SLURM the ranks receive it twice, from SLURM and from torchrun.
-    """
+    """SIGTERM or Ctrl-C, reduced over ranks: all stop after the same step, also if they receive it at different ones. A
+    context manager; on exit it restores the previous handlers. A second Ctrl-C ends the run at once. A second SIGTERM
+    does not, because under SLURM the ranks receive it twice, from SLURM and from torchrun."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -104,10 +97,8 @@ class StopSignal:
         self._received = number
 
     def poll(self) -> bool:
-        """Call once per step. Returns True on all ranks at the step after the first rank received its signal.
-
-        Does not synchronise with the device.
-        """
+        """Call once per step. Returns True on all ranks at the step after the first rank received its signal. Does not
+        synchronise with the device."""
         if self._work is not None:
             self._work.wait()
         self.number = int(self._agreed)

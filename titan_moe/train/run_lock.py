@@ -20,18 +20,6 @@ def run_lock(folder: Path) -> Iterator[None]:
     Raises: RecipeError if the folder is not writable or another run uses it.
     """
     existed = folder.exists()
-    with _open(folder) as handle:
-        _lock(folder, handle)
-        try:
-            yield
-        finally:
-            if not existed:
-                with suppress(OSError):  # it is not empty
-                    folder.rmdir()
-
-
-@contextmanager
-def _open(folder: Path) -> Iterator[int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -41,16 +29,17 @@ def _open(folder: Path) -> Iterator[int]:
         problem = f'run.folder = "{folder}" cannot be written: {error.strerror}; set a writable folder'
         raise RecipeError([problem]) from error
     try:
-        yield handle
+        with suppress(OSError):  # the storage does not support locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                way_out = "wait for its end, or set another run.folder"
+                raise RecipeError([f'run.folder = "{folder}" is in use by another run; {way_out}']) from error
+        try:
+            yield
+        finally:
+            if not existed:
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
     finally:
         os.close(handle)  # releases the lock
-
-
-def _lock(folder: Path, handle: int) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        problem = f'run.folder = "{folder}" is in use by another run; wait for its end, or set another run.folder'
-        raise RecipeError([problem]) from error
-    except OSError:
-        pass  # the storage does not support locks

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -55,11 +55,9 @@ def run(recipe: Recipe) -> None:
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """The same recipe with few steps, and without log lines, validation and checkpoints between them.
-
-    One step follows the traced ones: the last step of a run is logged, and reading its loss stalls the device. With
-    CUDA graphs, two more steps are traced first: an eager one, which attributes kernels to parts, and the capture.
-    """
+    """The same recipe with few steps, and without log lines, validation and checkpoints between them. One step follows
+    the traced ones: the last step of a run is logged, and reading its loss stalls the device. With CUDA graphs, two
+    more steps are traced first: an eager one, which attributes kernels to parts, and the capture."""
     is_captured = recipe.compile.cudagraph != "off"
     first_step = NUM_WARM_UPS if is_captured else recipe.profile.start_step or FIRST_TRACED_STEP
     num_traced = recipe.profile.num_steps + (2 if is_captured else 0)
@@ -81,26 +79,20 @@ def _traced_run(recipe: Recipe) -> TracedRun:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.cuda.get_device_name() if _device(recipe).type == "cuda" else "CPU"
     work = step_work(recipe, world_size)
+    if recipe.compile.compiles_blocks(_device(recipe).type):
+        work = _in_blocks(work)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
     num_tokens //= resolve(recipe.parallel, world_size).dp
-    return TracedRun(
-        title=f"{recipe.model.name} on {world_size} x {device}",
-        work=_in_blocks(work) if recipe.compile.compiles_blocks(_device(recipe).type) else work,
-        model_flops=training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens,
-        num_tokens=num_tokens,
-        hardware=find_hardware(device),
-    )
+    flops = training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens
+    title = f"{recipe.model.name} on {world_size} x {device}"
+    return TracedRun(title, work, flops, num_tokens, find_hardware(device))
 
 
 def _in_blocks(work: dict[str, Work]) -> dict[str, Work]:
     """The same work, with the parts inside a block summed up as "block"."""
     inside = [work[part] for part in INSIDE_A_BLOCK if part in work]
-    block = Work(
-        flops=sum(part.flops for part in inside),
-        memory_bytes=sum(part.memory_bytes for part in inside),
-        wire_bytes=sum(part.wire_bytes for part in inside),
-    )
-    return {part: amount for part, amount in work.items() if part not in INSIDE_A_BLOCK} | {"block": block}
+    sums = {field.name: sum(getattr(part, field.name) for part in inside) for field in fields(Work)}
+    return {part: amount for part, amount in work.items() if part not in INSIDE_A_BLOCK} | {"block": Work(**sums)}
 
 
 def _device(recipe: Recipe) -> torch.device:

@@ -2,17 +2,17 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from signal import SIGINT, Signals
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
@@ -35,8 +35,6 @@ from titan_moe.train.run_lock import run_lock
 from titan_moe.train.step import StepResult
 
 logger = logging.getLogger("titan_moe")
-
-STEPS_BETWEEN_GARBAGE_COLLECTIONS = 100
 
 
 def run(recipe: Recipe) -> None:
@@ -87,10 +85,11 @@ class Trainer:
         if recipe.metrics.sample_tokens and not all(hasattr(part, "generate") for part in self.parts):
             problem = f'model.class = "{recipe.model.class_}" has no `generate`'
             raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
+        # a timeout of days: tokenising a large corpus takes longer than the default one
+        tokenising = dist.new_group(backend="gloo", timeout=timedelta(days=2))
+        barrier = partial(dist.barrier, tokenising)
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
-            self.loader = build_loader(
-                recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier=_long_barrier()
-            )
+            self.loader = build_loader(recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier)
         self.progress = Progress()
         self.checkpointer = Checkpointer(
             recipe.checkpoint, self.run_folder, self.parts, optimizers, self.schedule, self.loader, self.progress
@@ -117,10 +116,9 @@ class Trainer:
         """
         with _as_recipe_errors(ValueError, CheckpointMismatch):
             self.checkpointer.load()
+        stopped_by, step = 0, self.progress.step
         if self.is_finished:
-            step = self.progress.step
             logger.info("%s is finished after step %d; a larger train.steps goes on", self.run_folder, step)
-            stopped_by = 0
         else:
             try:
                 stopped_by = self._train_remaining_steps()
@@ -142,11 +140,9 @@ class Trainer:
                 self.checkpointer.save(self.progress.step, is_last=True)
         self.meter.close()
         if not self.is_finished:
+            name, recipe_file = Signals(stop.number).name, self.run_folder / "recipe.toml"
             logger.info(
-                "stopped by %s after step %d; to go on: titan-moe train %s",
-                Signals(stop.number).name,
-                self.progress.step,
-                self.run_folder / "recipe.toml",
+                "stopped by %s after step %d; to go on: titan-moe train %s", name, self.progress.step, recipe_file
             )
             return stop.number
         if self.recipe.metrics.sample_tokens:
@@ -154,7 +150,7 @@ class Trainer:
         return 0
 
     def _run_steps(self, stop: StopSignal) -> None:
-        garbage = GarbageCollection(STEPS_BETWEEN_GARBAGE_COLLECTIONS)  # at the same steps on all ranks
+        garbage = GarbageCollection(100)  # every 100 steps, at the same ones on all ranks
         tracer = StepTracer(self.recipe.profile, self.run_folder, dist.get_rank(), self.progress.step + 1)
         self.meter.start(self.progress.step, self.progress.tokens_seen)
         try:
@@ -189,7 +185,10 @@ class Trainer:
         )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.meter.paused():
-                self.meter.log_validation(progress.step, self._validate())
+                batches = self.loader.validation_batches()
+                with self.step.step.capacity.unbounded():
+                    loss = validation_loss(self.parts, batches, self.device, self.meshes.data_group)
+                self.meter.log_validation(progress.step, loss)
                 self.step.step.capacity.check()  # validation has exchanges too
         if self._is_due(recipe.checkpoint.every_steps):
             with self.meter.paused():
@@ -197,11 +196,6 @@ class Trainer:
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.progress.step % every_steps == 0
-
-    def _validate(self) -> Tensor:
-        batches = self.loader.validation_batches()
-        with self.step.step.capacity.unbounded():
-            return validation_loss(self.parts, batches, self.device, self.meshes.data_group)
 
     def _write_sample(self) -> None:
         """Continue a held-out prompt, on all ranks; rank 0 prints it."""
@@ -221,30 +215,16 @@ class Trainer:
 
     def _log_start(self) -> None:
         """Log model, ranks and folder, and warn of ignored data and forced routing."""
-        parameters = count_parameters(self.recipe.model)
-        logger.info(
-            "%s: %s parameters, %s active a token; %d x %s; writing to %s",
-            self.recipe.model.name,
-            abbreviate(parameters.total),
-            abbreviate(parameters.active),
-            dist.get_world_size(),
-            self.device.type,
-            self.run_folder,
-        )
-        data = self.recipe.data
+        model, data = self.recipe.model, self.recipe.data
+        parameters = count_parameters(model)
+        size = f"{abbreviate(parameters.total)} parameters, {abbreviate(parameters.active)} active a token"
+        ranks = f"{dist.get_world_size()} x {self.device.type}"
+        logger.info("%s: %s; %s; writing to %s", model.name, size, ranks, self.run_folder)
         if data.source == "synthetic" and data.path:
             logger.warning('data.path = "%s" is not read: data.source = "synthetic"', data.path)
-        forced = self.recipe.train.forced_routing
-        if forced:
-            logger.warning(
-                "train.force_%s_routing = true: the router's choice is replaced, for benchmarks only", forced
-            )
-
-
-def _long_barrier() -> Callable[[], None]:
-    """A barrier with a timeout of days: tokenising a large corpus takes longer than the default one."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=2))
-    return lambda: dist.barrier(group)
+        if forced := self.recipe.train.forced_routing:
+            effect = "the router's choice is replaced, for benchmarks only"
+            logger.warning("train.force_%s_routing = true: %s", forced, effect)
 
 
 @contextmanager

@@ -74,7 +74,8 @@ def measure(
             try:
                 ms[backend] = _time(tunable, backend, shape, device, is_compiled, stopwatch)
             except Exception as error:  # a failing backend must not prevent the measurement of other operations
-                logger.warning("%s %s fails, so nothing is written: %s", operation, backend, _shorten(error))
+                reason = textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
+                logger.warning("%s %s fails, so nothing is written: %s", operation, backend, reason)
             else:
                 logger.info("%s %s: %.4g ms forward and backward", operation, backend, ms[backend])
         if len(ms) == len(backends):
@@ -90,10 +91,5 @@ def _time(
     sample = tunable.draw(shape, device)
     torch._dynamo.reset()  # a graph for this shape alone
     op = tunable.candidates[backend]
-    timed = tunable.compiled(op, shape) if is_compiled else op
-    return round(forward_and_total_ms(timed, sample, stopwatch)[1], 4)
-
-
-def _shorten(error: Exception) -> str:
-    """The error on one line; compiler errors are long."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
+    op = tunable.compiled(op, shape) if is_compiled else op
+    return round(forward_and_total_ms(op, sample, stopwatch)[1], 4)
