@@ -33,9 +33,13 @@ class AllGatherDispatcher(TokenDispatcher):
     facts = ALLGATHER
 
     def __init__(
-        self, num_experts: int, group: dist.ProcessGroup, permute: Permute = sort_by_expert,
-        capacity: ExpertCapacity | None = None, collectives: Collectives = SYNC,
-    ) -> None:  # fmt: skip
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        permute: Permute = sort_by_expert,
+        capacity: ExpertCapacity | None = None,
+        collectives: Collectives = SYNC,
+    ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `group`; `capacity` bounds the slots;
         `collectives` are synchronous or asynchronous."""
         super().__init__(permute)

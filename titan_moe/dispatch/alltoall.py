@@ -53,9 +53,12 @@ class AllToAllDispatcher(TokenDispatcher):
     facts = ALLTOALL
 
     def __init__(
-        self, num_experts: int, group: dist.ProcessGroup, permute: Permute = sort_by_expert,
+        self,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        permute: Permute = sort_by_expert,
         collectives: Collectives = SYNC,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `group`; `collectives` are synchronous or
         asynchronous."""
         super().__init__(permute)

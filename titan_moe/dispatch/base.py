@@ -89,9 +89,14 @@ class Routed(NamedTuple):
 
 
 def route(
-    x_SD: Tensor, local_ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int, exchange: Exchange,
+    x_SD: Tensor,
+    local_ids_SK: Tensor,
+    scores_SK: Tensor,
+    num_experts: int,
+    num_slots: int,
+    exchange: Exchange,
     permute: Permute = sort_by_expert,
-) -> Routed:  # fmt: skip
+) -> Routed:
     """Sort received assignments into slots: the last step of a dispatch.
 
     `num_slots` must be enough for all of them. A dispatcher with fewer slots calls `permute` itself and records its

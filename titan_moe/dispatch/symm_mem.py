@@ -124,9 +124,13 @@ class SymmMemDispatcher(TokenDispatcher):
     facts = SYMM_MEM
 
     def __init__(
-        self, num_experts: int, memory: SymmMemory, permute: Permute = sort_by_expert,
-        capacity: ExpertCapacity | None = None, num_routed_experts: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        num_experts: int,
+        memory: SymmMemory,
+        permute: Permute = sort_by_expert,
+        capacity: ExpertCapacity | None = None,
+        num_routed_experts: int | None = None,
+    ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `memory`; `capacity` bounds rows and slots.
         `num_routed_experts` is the router's number of experts, for the expected number of rows; it is smaller if
         `num_experts` counts replica slots."""

@@ -38,9 +38,14 @@ class GroupedExperts(nn.Module):
     residual_ends = ("down",)
 
     def __init__(
-        self, num_experts: int, width: int, ffn_hidden_size: int, mlp: ExpertMLP | None = None, *,
+        self,
+        num_experts: int,
+        width: int,
+        ffn_hidden_size: int,
+        mlp: ExpertMLP | None = None,
+        *,
         has_bias: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         sizes = {"e": num_experts, "2": 2, "F": ffn_hidden_size, "L": width}
         for name, dims in GroupedExperts.parameter_dims.items():

@@ -65,9 +65,14 @@ class _Cast(torch.autograd.Function):
 
 
 def use_unsharded_experts(
-    experts: GroupedExperts, mesh: DeviceMesh, dtype: torch.dtype | None, *, keeps: bool, gradients: Backend = "torch",
+    experts: GroupedExperts,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    *,
+    keeps: bool,
+    gradients: Backend = "torch",
     delay_weight_grads_of_experts: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Use a layer's parameters as they are, in place of FSDP on a mesh of one rank.
 
     Parameters are DTensors of the ep mesh or, where ep = 1, become DTensors on `mesh`. `dtype` is compute's if it

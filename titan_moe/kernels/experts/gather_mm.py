@@ -78,9 +78,14 @@ def _gather_mm_tile(
 
 
 def gather_mm(
-    x_SI: Tensor, rows_R: Tensor, weight_eIO: Tensor, tiles: Tiles, cut: GemmTiles = MEASURED,
-    schedule: TileSchedule | None = None, copy_blocks: CopyBlocks = GET_BLOCKS,
-) -> Tensor:  # fmt: skip
+    x_SI: Tensor,
+    rows_R: Tensor,
+    weight_eIO: Tensor,
+    tiles: Tiles,
+    cut: GemmTiles = MEASURED,
+    schedule: TileSchedule | None = None,
+    copy_blocks: CopyBlocks = GET_BLOCKS,
+) -> Tensor:
     """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
     With `schedule`, copy blocks of the launch get rows into x.

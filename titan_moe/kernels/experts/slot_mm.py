@@ -64,9 +64,14 @@ def _slot_mm_kernel(
 
 
 def slot_mm(
-    x_RI: Tensor, weight_eIO: Tensor, tiles: Tiles, *, schedule: TileSchedule | None = None,
-    copy_blocks: CopyBlocks = PUT_BLOCKS, cut: GemmTiles = MEASURED,
-) -> Tensor:  # fmt: skip
+    x_RI: Tensor,
+    weight_eIO: Tensor,
+    tiles: Tiles,
+    *,
+    schedule: TileSchedule | None = None,
+    copy_blocks: CopyBlocks = PUT_BLOCKS,
+    cut: GemmTiles = MEASURED,
+) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
     The weight is contiguous, or the transpose of what is. With `schedule`, the sum of each row's slots in fp32 is

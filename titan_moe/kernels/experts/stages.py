@@ -49,9 +49,13 @@ def down(active_RF: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: Sl
 
 
 def d_down(
-    dy_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, hidden_R2F: Tensor, tiles: Tiles,
+    dy_SD: Tensor,
+    slots: ExpertSlots,
+    weights: ExpertWeights,
+    hidden_R2F: Tensor,
+    tiles: Tiles,
     schedule: TileSchedule | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """dhidden [R, 2F], weighted activation [R, F], dscores [R]. With `schedule`, the launch gets rows into dy."""
     dactive_RF = gather_mm(dy_SD, slots.rows_R, weights.down.join(), tiles, schedule=schedule)
     return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e)

@@ -100,9 +100,15 @@ def _silu(gate):
 
 
 def expert_up(
-    x_SD: Tensor, rows_R: Tensor, scores_R: Tensor, weight_e2FD: Tensor, tiles: Tiles, cut: GemmTiles = MEASURED,
-    schedule: TileSchedule | None = None, copy_blocks: CopyBlocks = GET_BLOCKS,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x_SD: Tensor,
+    rows_R: Tensor,
+    scores_R: Tensor,
+    weight_e2FD: Tensor,
+    tiles: Tiles,
+    cut: GemmTiles = MEASURED,
+    schedule: TileSchedule | None = None,
+    copy_blocks: CopyBlocks = GET_BLOCKS,
+) -> tuple[Tensor, Tensor]:
     """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
 
     With `schedule`, copy blocks of the launch get rows into x.

@@ -72,9 +72,14 @@ def _expert_weight_grad_kernel(
 
 
 def expert_weight_grad(
-    a_RA: Tensor, b_SB: Tensor, rows_R: Tensor, offsets_e: Tensor, *, is_transposed: bool = False,
+    a_RA: Tensor,
+    b_SB: Tensor,
+    rows_R: Tensor,
+    offsets_e: Tensor,
+    *,
+    is_transposed: bool = False,
     cut: WeightGradTiles = UP_CUT,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Sum a's times b's over each expert's slots, b read through `rows_R`: -> [e, A, B], or [e, B, A] transposed.
 
     `a` must be finite in the first `SLACK` slots past the last expert.

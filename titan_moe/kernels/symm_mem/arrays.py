@@ -95,17 +95,26 @@ def signal_bytes(num_ranks: int) -> int:
 
 
 def symm_bytes(
-    num_ranks: int, num_tokens: int, width: int, top_k: int, row_dtype: torch.dtype,
+    num_ranks: int,
+    num_tokens: int,
+    width: int,
+    top_k: int,
+    row_dtype: torch.dtype,
     score_dtype: torch.dtype = torch.float32,
-) -> int:  # fmt: skip
+) -> int:
     """Bytes that each rank must allocate for `num_tokens` tokens a rank, for any routing."""
     return _layout(num_ranks, num_tokens, width, top_k, row_dtype, score_dtype)[1]
 
 
 def symm_arrays(
-    memory: Tensor, peer_ptrs_P: Tensor, num_tokens: int, width: int, top_k: int, row_dtype: torch.dtype,
+    memory: Tensor,
+    peer_ptrs_P: Tensor,
+    num_tokens: int,
+    width: int,
+    top_k: int,
+    row_dtype: torch.dtype,
     score_dtype: torch.dtype = torch.float32,
-) -> SymmArrays:  # fmt: skip
+) -> SymmArrays:
     """View this rank's memory as the arrays of `num_tokens` tokens; ranks that pass the same numbers get the same
     layout.
 

@@ -40,9 +40,13 @@ def clone_bytes(
 
 
 def clone_arrays(
-    memory: Tensor, peer_ptrs_P: Tensor, num_local_experts: int, num_replicas: int, num_elements: int,
+    memory: Tensor,
+    peer_ptrs_P: Tensor,
+    num_local_experts: int,
+    num_replicas: int,
+    num_elements: int,
     dtype: torch.dtype,
-) -> tuple[SymmArray, SymmArray]:  # fmt: skip
+) -> tuple[SymmArray, SymmArray]:
     """View a rank's memory as the barrier's signals, at the offset of every exchange, and staging places [J, N].
 
     Raises: ValueError if the memory is too small.
