@@ -8,9 +8,11 @@ METADATA_FILE = ".metadata"  # torch.distributed.checkpoint writes it last: a fo
 
 
 class CheckpointFolders:
-    """The `step-N` folders of one run. Only rank 0 changes them. A checkpoint is complete if and only if its metadata
-    file exists. A removal deletes this file first, so an interrupted removal leaves an incomplete folder, not a damaged
-    checkpoint."""
+    """The `step-N` folders of one run. Only rank 0 changes them.
+
+    A checkpoint is complete if and only if its metadata file exists. A removal deletes this file first, so an
+    interrupted removal leaves an incomplete folder, not a damaged checkpoint.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -9,9 +9,12 @@ import torch.distributed as dist
 
 
 class RngState:
-    """The default generators of the host and of the device, of all ranks, in one string. A string and not tensors:
-    loading compares tensor shapes and would fail for another number of ranks or another device type. A rank loads the
-    state of its own number, modulo the number of saved ranks. A device of another type keeps the state of its seed."""
+    """The default generators of the host and of the device, of all ranks, in one string.
+
+    A string and not tensors: loading compares tensor shapes and would fail for another number of ranks or another
+    device type. A rank loads the state of its own number, modulo the number of saved ranks. A device of another type
+    keeps the state of its seed.
+    """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.device = device

@@ -89,9 +89,12 @@ def _compile_moe_block(forward: Callable[..., Tensor], layers: list[MoE]) -> Cal
 
 
 def _compile_experts(moe: MoE) -> Callable[..., Any]:
-    """Compile the expert MLP for any number of rows. Calls with zero rows or one row run eagerly: Dynamo specialises on
-    0 and 1, and the number of graphs per code object is limited. Both sizes occur under expert parallelism. Bounded and
-    unbounded calls have separate code objects: one that saw both sizes would become dynamic."""
+    """Compile the expert MLP for any number of rows.
+
+    Calls with zero rows or one row run eagerly: Dynamo specialises on 0 and 1, and the number of graphs per code object
+    is limited. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects: one
+    that saw both sizes would become dynamic.
+    """
     compute = moe.experts.compute
 
     @wraps(compute)

@@ -56,9 +56,11 @@ class Corpus:
 
 
 class CorpusSamples:
-    """Cut [start, stop) of a corpus into samples of N + 1 tokens; consecutive samples share one token. Sample i covers
-    tokens [i*N, i*N + N], so every token except the first is a label exactly once. A remainder shorter than one
-    sequence is dropped."""
+    """Cut [start, stop) of a corpus into samples of N + 1 tokens; consecutive samples share one token.
+
+    Sample i covers tokens [i*N, i*N + N], so every token except the first is a label exactly once. A remainder shorter
+    than one sequence is dropped.
+    """
 
     def __init__(self, corpus: Corpus, start: int, stop: int, seq_len_tokens: int) -> None:
         self._corpus = corpus

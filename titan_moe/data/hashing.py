@@ -28,9 +28,11 @@ def derive_key(*numbers: int) -> np.ndarray:
 
 
 def permute(positions: np.ndarray, length: int, keys: np.ndarray) -> np.ndarray:
-    """Map each position to its element in a random permutation of `range(length)`; each key selects a permutation. A
-    Feistel network over the next power of four with cycle walking (doi:10.1007/3-540-45760-7_9). One element of an
-    epoch's order costs a few hashes, and no list of samples is shuffled or stored."""
+    """Map each position to its element in a random permutation of `range(length)`; each key selects a permutation.
+
+    A Feistel network over the next power of four with cycle walking (doi:10.1007/3-540-45760-7_9). One element of an
+    epoch's order costs a few hashes, and no list of samples is shuffled or stored.
+    """
     half_bits = np.uint64(max(1, ((length - 1).bit_length() + 1) // 2))
     permuted = _feistel(positions.astype(np.uint64), half_bits, keys)
     while (is_outside := permuted >= length).any():

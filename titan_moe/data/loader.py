@@ -17,9 +17,11 @@ from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
 
 
 class Loader:
-    """Read one rank's microbatches of every step. The state is one sample number, equal on all ranks. Step s uses
-    samples [s*G, (s+1)*G) of the global order. Rank r reads the r-th of dp_size equal contiguous slices, as M
-    microbatches of B sequences. The state does not depend on the rank, so a run resumes on any number of ranks."""
+    """Read one rank's microbatches of every step. The state is one sample number, equal on all ranks.
+
+    Step s uses samples [s*G, (s+1)*G) of the global order. Rank r reads the r-th of dp_size equal contiguous slices, as
+    M microbatches of B sequences. The state does not depend on the rank, so a run resumes on any number of ranks.
+    """
 
     def __init__(self, recipe: Recipe, dp_rank: int, dp_size: int, tokenizer: Tokenizer, source: Source) -> None:
         self.tokenizer = tokenizer

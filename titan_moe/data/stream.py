@@ -40,9 +40,12 @@ class _Position:
 
 
 class StreamedSamples(Samples):
-    """Pack a stream of documents into samples. The state is the exact token where the next sample begins. Every rank
-    tokenises the whole stream and keeps its slice, so the global order does not depend on the number of ranks. The
-    stream restarts at its end. The first `num_reserved` documents of every epoch are skipped; validation uses them."""
+    """Pack a stream of documents into samples. The state is the exact token where the next sample begins.
+
+    Every rank tokenises the whole stream and keeps its slice, so the global order does not depend on the number of
+    ranks. The stream restarts at its end. The first `num_reserved` documents of every epoch are skipped; validation
+    uses them.
+    """
 
     def __init__(
         self, open_documents: OpenDocuments, tokenizer: Tokenizer, seq_len_tokens: int, num_reserved: int = 0

@@ -17,9 +17,11 @@ from titan_moe.metrics.throughput import Throughput, peak_memory_gib
 
 
 class Meter:
-    """Count every step. Log the first one after a start, every `metrics.every_steps`-th, and the last of the run. Other
-    steps do not synchronise with the device, so the host can run ahead. All ranks make the same calls, but only rank 0
-    writes. `loss`, `grad_norm` and the counts must already be reduced over ranks: no collective is called here."""
+    """Count every step. Log the first one after a start, every `metrics.every_steps`-th, and the last of the run.
+
+    Other steps do not synchronise with the device, so the host can run ahead. All ranks make the same calls, but only
+    rank 0 writes. `loss`, `grad_norm` and the counts must already be reduced over ranks: no collective is called here.
+    """
 
     def __init__(
         self,

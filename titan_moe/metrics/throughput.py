@@ -14,9 +14,11 @@ GIB = 2**30
 
 
 class Throughput:
-    """A clock that is read only at logged steps, so that the host can run ahead in between. The first step after a
-    start is logged separately: it contains compilation and autotuning, and later intervals do not. The caller reads the
-    loss before each measurement, so the work of the device is complete."""
+    """A clock that is read only at logged steps, so that the host can run ahead in between.
+
+    The first step after a start is logged separately: it contains compilation and autotuning, and later intervals do
+    not. The caller reads the loss before each measurement, so the work of the device is complete.
+    """
 
     def __init__(self, flops_per_token: float, device: torch.device, num_ranks: int) -> None:
         self.flops_per_token = flops_per_token

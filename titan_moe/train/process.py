@@ -72,9 +72,11 @@ def _determinism(is_on: bool) -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C, reduced over ranks: all stop after the same step, also if they receive it at different ones. A
-    context manager; on exit it restores the previous handlers. A second Ctrl-C ends the run at once. A second SIGTERM
-    does not, because under SLURM the ranks receive it twice, from SLURM and from torchrun."""
+    """SIGTERM or Ctrl-C, reduced over ranks: all stop after the same step, also if they receive it at different ones.
+
+    A context manager; on exit it restores the previous handlers. A second Ctrl-C ends the run at once. A second SIGTERM
+    does not, because under SLURM the ranks receive it twice, from SLURM and from torchrun.
+    """
 
     def __init__(self) -> None:
         self.number = 0

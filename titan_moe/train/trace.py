@@ -55,9 +55,11 @@ def run(recipe: Recipe) -> None:
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """The same recipe with few steps, and without log lines, validation and checkpoints between them. One step follows
-    the traced ones: the last step of a run is logged, and reading its loss stalls the device. With CUDA graphs, two
-    more steps are traced first: an eager one, which attributes kernels to parts, and the capture."""
+    """The same recipe with few steps, and without log lines, validation and checkpoints between them.
+
+    One step follows the traced ones: the last step of a run is logged, and reading its loss stalls the device. With
+    CUDA graphs, two more steps are traced first: an eager one, which attributes kernels to parts, and the capture.
+    """
     is_captured = recipe.compile.cudagraph != "off"
     first_step = NUM_WARM_UPS if is_captured else recipe.profile.start_step or FIRST_TRACED_STEP
     num_traced = recipe.profile.num_steps + (2 if is_captured else 0)
