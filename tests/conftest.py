@@ -152,8 +152,15 @@ class Interpreter:
 INTERPRETER = pytest.StashKey[Interpreter]()
 
 
+PROCESSES = {"ranks", "new_ranks", "ranks_of_a_size", "interpreter"}
+"""Fixtures that start processes."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        starts_processes = PROCESSES.intersection(getattr(item, "fixturenames", ()))
+        if not starts_processes and not any(item.get_closest_marker(name) for name in ("slow", "gpu", "interpreted")):
+            item.add_marker("fast")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("interpreted") and not IS_INTERPRETED:

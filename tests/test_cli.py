@@ -13,6 +13,8 @@ import pytest
 from titan_moe import cli
 from titan_moe.config import Recipe
 
+pytestmark = pytest.mark.slow
+
 QUICKSTART = str(Path(__file__).parents[1] / "recipes" / "quickstart.toml")
 QWEN3 = str(Path(__file__).parents[1] / "recipes" / "qwen3_30b_a3b.toml")
 TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK")

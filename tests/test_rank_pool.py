@@ -7,6 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
+pytestmark = pytest.mark.slow
+
 
 def fail(how: str) -> int:
     """Let the second rank fail, while the first one waits for ever."""

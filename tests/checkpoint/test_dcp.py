@@ -14,6 +14,8 @@ from support import checkpoint_case
 from titan_moe.checkpoint.dcp import CheckpointMismatch
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(checkpoint_case.__file__)
 
 

@@ -22,6 +22,8 @@ from titan_moe.memory import recompute
 from titan_moe.models.transformer import Transformer
 from titan_moe.profile.compile_trace import compile_report, start_records
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=8, aux_loss_coef=1e-2)
 CONFIG = ModelConfig(

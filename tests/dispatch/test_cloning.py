@@ -14,6 +14,8 @@ from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.layers.experts import GroupedExperts
 
+pytestmark = pytest.mark.slow
+
 NUM_EXPERTS, NUM_REPLICAS, NUM_TOKENS, WIDTH, HIDDEN = 8, 1, 400, 16, 8
 
 

@@ -33,6 +33,8 @@ from titan_moe.kernels.symm_mem.row_plan import RowPlan, exchange_counts, plan_r
 from titan_moe.kernels.symm_mem.rows import get_rows, put_rows, sum_partial_results
 from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule, clear_rows_without_slots, schedule_tiles
 
+pytestmark = pytest.mark.slow
+
 S, K, E, D, F = 16_384, 8, 16, 2048, 768
 V = 151_936
 R = S * K

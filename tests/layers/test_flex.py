@@ -15,6 +15,8 @@ from titan_moe.layers.init import init_weights
 from titan_moe.layers.mask import MaskSpec, block_mask, dense_mask
 from titan_moe.models.transformer import Transformer
 
+pytestmark = pytest.mark.slow
+
 EMPTY = torch.empty(0)
 SHAPES = {"gqa": (4, 2, 16, 16), "mla": (2, 2, 192, 128)}  # heads, key/value heads, widths of keys and values
 GQA = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16, sliding_window=5, full_attention_every=2)

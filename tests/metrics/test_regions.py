@@ -15,6 +15,8 @@ from titan_moe.metrics import regions
 from titan_moe.models.transformer import Transformer
 from titan_moe.profile.region import PREFIX
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(
     vocab_size=32,

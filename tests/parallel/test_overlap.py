@@ -25,6 +25,8 @@ from titan_moe.profile.region import PREFIX
 from titan_moe.train.build import Assembly, assemble
 from titan_moe.train.evaluate import validation_loss
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 MICROBATCHES, TOKENS = 3, 8
 RECIPE = Recipe(

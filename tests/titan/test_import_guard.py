@@ -9,6 +9,8 @@ import pytest
 import titan_moe.titan as titan
 from titan_moe.titan import import_guard
 
+pytestmark = pytest.mark.slow
+
 
 def run_python(code: str) -> str:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

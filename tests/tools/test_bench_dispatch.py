@@ -22,6 +22,8 @@ from torch import Tensor
 
 from titan_moe.titan import import_torchtitan
 
+pytestmark = pytest.mark.slow
+
 TOOLS = str(Path(__file__).parents[2] / "tools")
 TASKS = {
     "dispatch": ("alltoall", "allgather", "torchtitan"),

@@ -9,6 +9,8 @@ from support.kernel_samples import as_tuple
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+pytestmark = pytest.mark.slow
+
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "tools")
     BENCHMARKS = importlib.import_module("kernel_benchmarks").BENCHMARKS

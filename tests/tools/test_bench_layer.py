@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -20,6 +20,8 @@ from titan_moe.config.parallel import resolve
 from titan_moe.parallel.mesh import build_meshes
 from titan_moe.train.process import process_group
 
+pytestmark = pytest.mark.slow
+
 TOOLS = Path(__file__).parents[2] / "tools"
 RECIPES = Path(__file__).parents[2] / "recipes"
 QUICKSTART = str(RECIPES / "quickstart.toml")

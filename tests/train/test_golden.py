@@ -17,6 +17,8 @@ import pytest
 
 from titan_moe import cli
 
+pytestmark = pytest.mark.slow
+
 TINY = Path(__file__).with_name("tiny.toml")
 GOLDEN = Path(__file__).parents[1] / "golden"
 FP64 = ("--precision.compute=fp64", "--precision.master=fp64", "--precision.reduce=fp64", "--perf.kernels=reference")

@@ -1,5 +1,9 @@
 """Ranks started by `--nproc`: their messages and exit codes are those of the command."""
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def test_launch_prints_a_recipe_error_once(tiny) -> None:
     missing = ("--data.source=text", "--data.path=nowhere/*", "--model.vocab_size=256")

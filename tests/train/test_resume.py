@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from titan_moe.checkpoint.folders import CheckpointFolders
 from titan_moe.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 SAVING = ("--checkpoint.every_steps=5", "--checkpoint.keep_latest=0", "--validation.every_steps=20")
 RUN = (f"--train.steps={STEPS}", "--validation.num_sequences=4", *SAVING)

@@ -9,6 +9,8 @@ import pytest
 from titan_moe.config import RecipeError
 from titan_moe.train.run_lock import run_lock
 
+pytestmark = pytest.mark.slow
+
 
 def test_run_lock_refuses_a_second_run(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"

@@ -28,6 +28,8 @@ from titan_moe.models.transformer import Transformer
 from titan_moe.train import step_runner
 from titan_moe.train.build import assemble
 
+pytestmark = pytest.mark.slow
+
 SEQUENCES, TOKENS, STEPS = 8, 8, 7
 RECIPE = Recipe(
     model=ModelConfig(

@@ -11,6 +11,8 @@ from titan_moe.profile.attribution import OTHER
 from titan_moe.profile.breakdown import break_down
 from titan_moe.profile.trace_parsing import Timeline, read_trace
 
+pytestmark = pytest.mark.slow
+
 IN_A_STEP = {"embedding", "attention", "dense", "router", "dispatch", "experts", "block", "head", "clip", "optimizer"}
 
 

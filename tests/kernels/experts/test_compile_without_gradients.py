@@ -8,6 +8,8 @@ from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.permute.rows import plan_slots
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("num_clones", [0, 2])
 def test_fused_mlp_compiles_without_gradients(num_clones: int) -> None:

@@ -18,6 +18,8 @@ from titan_moe.kernels.experts.weight_grad import WeightGradTiles, expert_weight
 from titan_moe.kernels.permute.rows import plan_slots
 from titan_moe.kernels.registry import KERNELS, load_all
 
+pytestmark = pytest.mark.slow
+
 load_all()
 DEVICES = [
     pytest.param("cpu", torch.float32, 1e-5, marks=pytest.mark.interpreted),

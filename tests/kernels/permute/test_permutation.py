@@ -13,6 +13,8 @@ from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 
+pytestmark = pytest.mark.slow
+
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 PERMUTES: dict[str, Permute] = {
     "torch": sort_by_expert,
