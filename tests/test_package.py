@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_a_wheel_brings_the_tables_of_measured_kernels(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"

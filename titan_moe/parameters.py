@@ -1,4 +1,4 @@
-"""The kinds of parameters, declared by the classes of the modules that own them.
+"""The kinds of parameters and their local shards. Kinds are declared by the classes of the modules that own them.
 
 Initialisation, weight decay and sharding treat a bias of experts, [e, D], differently from a matrix of that shape. A
 parameter cannot carry its kind, because parallelism replaces it by a DTensor.
@@ -7,7 +7,9 @@ parameter cannot carry its kind, because parallelism replaces it by a DTensor.
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 class ParameterKind(Enum):
@@ -65,3 +67,15 @@ def residual_ends(model: nn.Module) -> set[str]:
         for name, module in model.named_modules()
         for end in getattr(module, "residual_ends", ())
     }
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The local shard of a DTensor, or the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Offsets of the local shard of a DTensor in the full tensor; empty for any other tensor."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])

@@ -76,6 +76,7 @@ def test_cache_failed_build_leaves_nothing_and_reaches_the_barrier(cache: Cache)
     assert list(cache.folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_cache_killed_build_is_repeated_and_its_files_are_removed(cache: Cache) -> None:
     killed = f"""
 import os, pathlib, signal

@@ -7,7 +7,7 @@ from torch import nn
 
 from titan_moe.checkpoint.dcp import Checkpointer
 from titan_moe.config import Recipe
-from titan_moe.config.train import CheckpointConfig, MetricsConfig, OptimConfig
+from titan_moe.config.train import CheckpointConfig, MetricsConfig, OptimConfig, TrainConfig
 from titan_moe.metrics.environment import describe_environment
 from titan_moe.metrics.meter import Meter
 from titan_moe.optim.build import build_optimizer
@@ -89,8 +89,8 @@ def test_exact_resume_and_a_visit_to_the_cpu(tmp_path, is_async):
 def test_the_optimizer_and_the_meter_do_not_wait_for_the_device(tmp_path):
     device = torch.device("cuda", 0)
     run = Run(tmp_path, device, is_async=False)
-    recipe = Recipe(metrics=MetricsConfig(every_steps=100, tensorboard=False))
-    options = {"device": device, "num_ranks": 1, "is_main": True, "total_steps": 100}
+    recipe = Recipe(metrics=MetricsConfig(every_steps=100, tensorboard=False), train=TrainConfig(steps=100))
+    options = {"device": device, "num_ranks": 1, "is_main": True}
     meter = Meter(recipe, tmp_path, flops_per_token=1e9, **options)
     meter.start(0, 0)
 

@@ -19,10 +19,10 @@ FIELDS = {
 def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, force=False):
     recipe = Recipe(
         metrics=MetricsConfig(every_steps=every_steps, tensorboard=tensorboard),
-        train=TrainConfig(force_balanced_routing=force),
+        train=TrainConfig(steps=total_steps, force_balanced_routing=force),
     )
     device = torch.device("cpu")
-    options = {"flops_per_token": 1e6, "device": device, "num_ranks": 2, "is_main": is_main, "total_steps": total_steps}
+    options = {"flops_per_token": 1e6, "device": device, "num_ranks": 2, "is_main": is_main}
     return Meter(recipe, folder, **options)
 
 

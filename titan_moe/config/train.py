@@ -12,8 +12,8 @@ class RunConfig:
     """Folder, seed and device of a run."""
 
     folder: str = "runs/default"
-    """Folder for recipe, environment, metrics, logs and checkpoints. If it has checkpoints, the run resumes from the
-    newest one."""
+    """Folder for recipe, environment, metrics, traces, checkpoints and, without `data.cache_folder`, tokenised data. If
+    it has checkpoints, the run resumes from the newest one."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -155,7 +155,7 @@ class MetricsConfig:
     """Logs and metrics."""
 
     every_steps: int = 10
-    """Steps between log lines. Other steps do not synchronise with the device."""
+    """Steps between log lines. On other steps, metrics read nothing from the device."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run folder."""
     progress_bar: bool = True

@@ -42,9 +42,8 @@ class AllGatherDispatcher(TokenDispatcher):
     ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `group`; `capacity` bounds the slots;
         `collectives` are synchronous or asynchronous."""
-        super().__init__(permute)
+        super().__init__(permute, capacity)
         self.group, self.collectives = group, collectives
-        self.capacity = capacity or ExpertCapacity()
         self.num_local_experts = num_experts // group.size()
         self.rank = dist.get_rank(group)
 
@@ -79,6 +78,5 @@ class AllGatherDispatcher(TokenDispatcher):
             worst=num_rows * min(top_k, self.num_local_experts),
         )
         slots = self.permute(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
-        if self.capacity.is_bounded:
-            self.capacity.record_overflow(slots.overflowed)
+        self.capacity.record_overflow(slots.overflowed)
         return slots

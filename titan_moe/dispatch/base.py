@@ -121,10 +121,10 @@ class TokenDispatcher(ABC):
     facts: DispatcherFacts = DispatcherFacts("unregistered", "has no row in the table.")
     """Its row of config/dispatchers.py; without one, the cautious defaults."""
 
-    def __init__(self, permute: Permute = sort_by_expert) -> None:
-        """`permute` sorts received (token, expert) assignments into slots: one of `PERMUTE` in kernels/choose.py."""
-        self.permute = permute
-        self.capacity = ExpertCapacity()  # the worst case, unless a subclass sets another
+    def __init__(self, permute: Permute = sort_by_expert, capacity: ExpertCapacity | None = None) -> None:
+        """`permute` sorts received (token, expert) assignments into slots: one of `PERMUTE` in kernels/choose.py.
+        `capacity` bounds rows or slots; None allocates for the worst case."""
+        self.permute, self.capacity = permute, capacity or ExpertCapacity()
 
     def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:  # noqa: B027, most have none
         """Compile the tensor arithmetic of the exchange, for runs that do not compile it as part of a block."""

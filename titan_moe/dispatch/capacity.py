@@ -73,8 +73,9 @@ class ExpertCapacity:
         self.overflowed.zero_()
 
     def record_overflow(self, overflowed: Tensor) -> None:
-        """Record a layer's overflow flag."""
-        self.overflowed.logical_or_(overflowed)
+        """Record a layer's overflow flag, if there is a bound."""
+        if self.is_bounded:
+            self.overflowed.logical_or_(overflowed)
 
     @contextmanager
     def unbounded(self) -> Iterator[None]:

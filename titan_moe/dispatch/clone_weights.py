@@ -25,7 +25,7 @@ from titan_moe.kernels.symm_mem.clones import add_gradients, clone_arrays, pull_
 
 
 class CloneWeights(ABC):
-    """Get the weights of an exchange's clones; a subclass says how they are communicated.
+    """Get the weights of an exchange's clones; a subclass defines how they are communicated.
 
     Own weights pass through it, so that gradients of clones are added to theirs in one place. Rows pass through it, so
     that exchanges over symmetric memory keep their order in a graph: rows before clones, and gradients in reverse.
@@ -77,8 +77,8 @@ class CollectiveCloneWeights(CloneWeights):
         sent_I = (experts_Pc % num_experts).flatten()
         equal = [num_replicas] * num_ranks
         all_IN = all_to_all(_pack([weight[sent_I] for weight in own]), equal, equal, self.group)
-        home_c = (experts_Pc[self.rank] // num_experts).clamp(min=0)
-        return _unpack(all_IN[home_c * num_replicas + torch.arange(num_replicas, device=home_c.device)], own)
+        owner_c = (experts_Pc[self.rank] // num_experts).clamp(min=0)
+        return _unpack(all_IN[owner_c * num_replicas + torch.arange(num_replicas, device=owner_c.device)], own)
 
     def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
         all_IN, num_experts = all_gather(_pack(clones), self.group), own[0].shape[0]

@@ -36,9 +36,9 @@ class CloningDispatcher(TokenDispatcher):
 
     def __init__(self, inner: TokenDispatcher, num_experts: int, num_replicas: int, group: dist.ProcessGroup) -> None:
         """`num_experts` is the layer's total; `inner` must be built for `group.size() * num_replicas` more."""
-        super().__init__(inner.permute)
+        super().__init__(inner.permute, inner.capacity)
         self.inner, self.group = inner, group
-        self.capacity, self.facts = inner.capacity, inner.facts
+        self.facts = inner.facts
         self.num_experts, self.num_replicas = num_experts, num_replicas
         self.rank = dist.get_rank(group)
         self.assign_replicas = assign_replicas

@@ -134,9 +134,8 @@ class SymmMemDispatcher(TokenDispatcher):
         """`num_experts` is the layer's total, divided among the ranks of `memory`; `capacity` bounds rows and slots.
         `num_routed_experts` is the router's number of experts, for the expected number of rows; it is smaller if
         `num_experts` counts replica slots."""
-        super().__init__(permute)
+        super().__init__(permute, capacity)
         self.memory = memory
-        self.capacity = capacity or ExpertCapacity()
         self.num_routed_experts = num_routed_experts or num_experts
         self.num_ranks = memory.peer_ptrs_P.numel()
         self.num_local_experts = num_experts // self.num_ranks
@@ -161,9 +160,8 @@ class SymmMemDispatcher(TokenDispatcher):
             ids_SK, balanced=exchange.ids_TK.numel(), worst=len(x_SD) * min(ids_SK.shape[1], self.num_local_experts)
         )
         slots = self.permute(ids_SK, scores_SK, self.num_local_experts, num_slots)
-        if self.capacity.is_bounded:
-            self.capacity.record_overflow(exchange.plan.overflowed)
-            self.capacity.record_overflow(slots.overflowed)
+        self.capacity.record_overflow(exchange.plan.overflowed)
+        self.capacity.record_overflow(slots.overflowed)
         return routed(x_SD, slots, exchange)
 
     def start_combine(self, y_SD: Tensor, exchange: SymmMemExchange) -> Pending:

@@ -4,9 +4,10 @@ P ranks of the group · T tokens on each of them · K choices · S rows that a r
 e experts on this rank · D width · F hidden width
 
 Thread blocks of the experts' first GEMM get rows in the order in which its tiles need them. Sums of the last GEMM are
-put as soon as their slots are done. Backward gets gradients of results and puts those of rows beside its two GEMMs.
-Exposed are the plan, the assignments, the first tiles' rows and the last tiles' sums. After COMET,
-arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, where thread blocks of one kernel do both kinds of work.
+put as soon as their slots are done, or after it if rows have many slots (MAX_SLOTS_PER_ROW_OVERLAPPED). Backward gets
+gradients of results and puts those of rows beside its two GEMMs in the same way. Exposed are the plan, the assignments,
+the first tiles' rows and the last tiles' sums. After COMET, arXiv:2502.19811, and FlashDMoE, arXiv:2506.04667, where
+thread blocks of one kernel do both kinds of work.
 
 Results are bit for bit those of `SymmMemDispatcher` and the fused experts, except for the GEMMs before the sums: here
 they are Triton's, which can signal completion, there PyTorch's.
@@ -95,7 +96,7 @@ class PeerTokens(NamedTuple):
         Raises: ValueError for experts with another MLP than the fused one.
         """
         if mlp is not fused_expert_mlp:
-            raise ValueError('experts fetch their rows only where they are fused; take perf.kernels = "fused"')
+            raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
         ids_TK, scores_TK, plan, max_rows = self.sent
         sizes = Sizes(self.num_local_experts, max_rows, self.num_slots)
         y_TD, overflowed, *_ = _forward(rows, scores_TK, [ids_TK, *plan[:3]], matrices(weights), *self.memory, [*sizes])
@@ -116,8 +117,7 @@ class SymmMemFusedDispatcher(SymmMemDispatcher):
         if self.capacity.reads_sizes_on_host:
             return super().finish_dispatch(sent, exchange)
         ids_TK = exchange.ids_TK
-        if self.capacity.is_bounded:
-            self.capacity.record_overflow(exchange.plan.overflowed)
+        self.capacity.record_overflow(exchange.plan.overflowed)
         worst = exchange.max_rows * min(ids_TK.shape[1], self.num_local_experts)
         num_slots = self.capacity.num_slots(ids_TK, balanced=ids_TK.numel(), worst=worst)
         return PeerTokens(sent, exchange, self.memory, self.num_local_experts, num_slots, exchange)
@@ -125,8 +125,7 @@ class SymmMemFusedDispatcher(SymmMemDispatcher):
     def start_combine(self, y: Any, exchange: SymmMemExchange) -> Pending:
         if not isinstance(y, CombinedOutput):
             return super().start_combine(y, exchange)
-        if self.capacity.is_bounded:
-            self.capacity.record_overflow(y.overflowed)
+        self.capacity.record_overflow(y.overflowed)
         return y.y_TD
 
 
@@ -221,7 +220,7 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
     return x_TD.new_empty(x_TD.shape), index(), x_SD, hidden_R2F, *slots, index(num_local_experts)
 
 
-@torch.library.custom_op("titan_moe::expert_mlp_fetched_backward", mutates_args=())
+@torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_backward", mutates_args=())
 def _backward(
     dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, is_trained: bool,
@@ -289,7 +288,7 @@ def _count(x: Any, scores: Any, plan: Any, weights: Any, *rest: Any, **_: Any) -
     return stages.flops_of_a_pass(Sizes(*rest[-1]).num_slots, ExpertWeights.of(weights).gate_up.own)
 
 
-@register_flop_formula(torch.ops.titan_moe.expert_mlp_fetched_backward)
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_backward)
 def _count_backward(dy: Any, plan: Any, weights: Any, kept: Any, *rest: Any, **_: Any) -> int:
     is_trained, hidden = rest[-1], kept[1]
     return (1 + is_trained) * stages.flops_of_a_pass(hidden[0], ExpertWeights.of(weights).gate_up.own)

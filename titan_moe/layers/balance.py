@@ -20,7 +20,7 @@ from titan_moe.kernels.router.routing import Routing
 class _AttachAuxLoss(torch.autograd.Function):
     """Identity on the scores. Its backward accumulates counts and auxiliary loss, and starts the loss's gradient.
 
-    Backward runs exactly once per microbatch, also if forward is recomputed, and never in validation.
+    Backward runs exactly once per microbatch, however often forward runs, and never in validation.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ from titan_moe.metrics.throughput import Throughput, peak_memory_gib
 class Meter:
     """Count every step. Log the first one after a start, every `metrics.every_steps`-th, and the last of the run.
 
-    Other steps do not synchronise with the device, so the host can run ahead. All ranks make the same calls, but only
+    On other steps it reads nothing from the device, so the host can run ahead. All ranks make the same calls, but only
     rank 0 writes. `loss`, `grad_norm` and the counts must already be reduced over ranks: no collective is called here.
     """
 
@@ -32,13 +32,11 @@ class Meter:
         device: torch.device,
         num_ranks: int,
         is_main: bool,
-        total_steps: int,
     ) -> None:
         self.recipe = recipe
         self.run_folder = Path(run_folder)
         self.device = device
         self.is_main = is_main
-        self.total_steps = total_steps
         self.throughput = Throughput(flops_per_token, device, num_ranks)
         self.tokens_seen = 0
         self.next_is_first = True
@@ -79,7 +77,7 @@ class Meter:
         if self.console is not None:
             self.console.advance()
         is_first, self.next_is_first = self.next_is_first, False
-        if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.total_steps):
+        if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.recipe.train.steps):
             return None
         loads = expert_loads(tokens_per_expert)
         scalars = read_scalars([loss, aux_loss, grad_norm, num_skipped, *loads.values()])
@@ -130,7 +128,7 @@ class Meter:
         if self.recipe.metrics.tensorboard:
             self.tensorboard = TensorBoard(self.run_folder / "tensorboard", step)
         unit = "GPU" if self.device.type == "cuda" else "process"
-        self.console = Console(self.total_steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
+        self.console = Console(self.recipe.train.steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
 
     def _write(self, record: dict[str, Any]) -> None:
         for output in (self.jsonl, self.tensorboard, self.console):

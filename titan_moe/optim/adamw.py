@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_moe.optim.state import local, make_state, put_lr_on_device
+from titan_moe.optim.state import make_state, put_lr_on_device
+from titan_moe.parameters import local
 
 
 class AdamW(torch.optim.AdamW):

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_moe.kernels.optim.adamw import Rule, Shard, adamw
-from titan_moe.optim.state import local, make_state, put_lr_on_device
+from titan_moe.optim.state import make_state, put_lr_on_device
+from titan_moe.parameters import local, shard_offsets
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -62,9 +61,5 @@ class FusedAdamW(torch.optim.Optimizer):
 
 def shard_seed(parameter: Tensor, number: int, seed: int) -> int:
     """63 bits, unique to a shard of a run and equal on all of its replicas."""
-    offsets: tuple[int, ...] = ()
-    if isinstance(parameter, DTensor):
-        layout = (parameter.shape, parameter.device_mesh, parameter.placements)
-        offsets = tuple(compute_local_shape_and_global_offset(*layout)[1])
-    key = f"{seed}/{number}/{'.'.join(map(str, offsets))}"
+    key = f"{seed}/{number}/{'.'.join(map(str, shard_offsets(parameter)))}"
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1

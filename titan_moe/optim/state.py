@@ -1,8 +1,6 @@
 """The state of AdamW, allocated at the start and updated in place."""
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 
 def make_state(optimizer: torch.optim.Optimizer, moments: torch.dtype | None = None) -> None:
@@ -27,8 +25,3 @@ def put_lr_on_device(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         device = group["params"][0].device
         group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The local shard of a DTensor, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

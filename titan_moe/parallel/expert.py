@@ -15,9 +15,9 @@ from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
-from titan_moe.optim.state import local
 from titan_moe.parallel.dispatchers import DispatcherInputs, build_dispatcher
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.parameters import local
 
 
 def apply(

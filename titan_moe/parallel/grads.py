@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_moe.optim.state import local
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.parameters import local
 
 
 @torch.no_grad()

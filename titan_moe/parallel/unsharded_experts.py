@@ -19,7 +19,7 @@ from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.experts.delayed_weight_grads import can_delay
 from titan_moe.kernels.optim.accumulate import Accumulate
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.optim.state import local
+from titan_moe.parameters import local
 
 
 class CastCache:

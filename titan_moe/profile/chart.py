@@ -58,11 +58,11 @@ def area_curve(points: Sequence[tuple[float, float]], *, unit_x: str, unit_y: st
     )
 
 
-def downsample(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
+def downsample(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """Keep the lowest and the highest point of each interval, so that no peak is lost."""
-    if len(points) <= max_points:
+    if len(points) <= MAX_POINTS:
         return list(points)
-    stride = -(-2 * len(points) // max_points)
+    stride = -(-2 * len(points) // MAX_POINTS)
     kept = []
     for first in range(0, len(points), stride):
         numbered = list(enumerate(points[first : first + stride], first))

@@ -42,7 +42,6 @@ _TORCHTITAN_MODULES = {
     "HuggingFaceTokenizer": "components.tokenizer",
     "GarbageCollection": "tools.utils",
 }
-__all__ = [*_TORCHTITAN_MODULES, "build_checkpoint_manager", "import_torchtitan"]
 
 
 def __getattr__(name: str) -> Any:

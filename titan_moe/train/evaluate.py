@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_moe.data.loader import Batch
-from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
+from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.parallel import fsdp
 
 

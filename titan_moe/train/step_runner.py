@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
-from titan_moe.optim.state import local
+from titan_moe.parameters import local
 from titan_moe.train.forward_backward import ForwardBackward
 from titan_moe.train.step import StepResult, TrainStep
 

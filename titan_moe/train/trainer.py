@@ -101,7 +101,6 @@ class Trainer:
             device=device,
             num_ranks=dist.get_world_size(),
             is_main=self.is_main,
-            total_steps=recipe.train.steps,
         )
 
     @property

@@ -126,7 +126,7 @@ def matrices(weights: ExpertWeights) -> list[Tensor]:
     Raises: ValueError for experts with biases.
     """
     if weights.names() != MATRICES:
-        raise ValueError(f'fused experts know no parameters but {MATRICES}, not {weights.names()}; take "grouped_mm"')
+        raise ValueError(f'fused experts have no parameters but {MATRICES}, not {weights.names()}; take "grouped_mm"')
     own, clones = weights.tensors()[:2], weights.tensors()[2:]  # which are joined anyway
     return [*(weight.contiguous() for weight in own), *clones]
 

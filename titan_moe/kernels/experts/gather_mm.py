@@ -95,7 +95,7 @@ def gather_mm(
     # the last columns are cut half as wide where that is enough
     is_half_enough = 0 < out_width % cut.outputs <= cut.outputs // 2
     last = cut.outputs // 2 if is_half_enough else cut.outputs
-    # weights come by TMA: their pointers would take the registers that the sums want
+    # weights come by TMA: their pointers would take the registers that the sums need
     weights = [TensorDescriptor.from_tensor(weight_eIO, [1, cut.inner, outputs]) for outputs in (cut.outputs, last)]
     copies, sizes = get_arguments(schedule, copy_blocks, width)
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(out_width, cut.outputs),)](

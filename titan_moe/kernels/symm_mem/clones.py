@@ -146,7 +146,7 @@ def stage_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArr
 
     Shapes: weights [e, ...], concatenated in an expert's N elements; experts_Pc int64 [P, c].
     """
-    for weight, first, grid in _parts(weights, staged, experts_Pc.numel()):
+    for weight, first, grid in _parts(weights, experts_Pc.numel()):
         _stage_kernel[grid](
             weight, experts_Pc, staged.local[:, first:], rank, len(weight), experts_Pc.numel(), weight[0].numel(),
             N=staged.local.shape[1], BLOCK=BLOCK,
@@ -157,7 +157,7 @@ def pull_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArra
     """Read the clones of this rank's replica slots, [c, ...] of each weight; the read phase of weights. Empty replica
     slots are not written."""
     clones = []
-    for weight, first, grid in _parts(weights, staged, experts_Pc.shape[1]):
+    for weight, first, grid in _parts(weights, experts_Pc.shape[1]):
         clone = weight.new_empty(experts_Pc.shape[1], *weight.shape[1:])
         _pull_kernel[grid](
             clone, experts_Pc, staged.peer_ptrs_P, staged.offset_bytes, first, rank, len(weight), len(clone),
@@ -169,14 +169,14 @@ def pull_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArra
 
 def stage_gradients(clones: Sequence[Tensor], staged: SymmArray) -> None:
     """Stage the gradients of this rank's clones, [c, ...] of each weight; the write phase of gradients."""
-    for clone, first, _ in _parts(clones, staged, 1):
+    for clone, first, _ in _parts(clones, 1):
         staged.local[: len(clone), first : first + clone[0].numel()].copy_(clone.flatten(1))
 
 
 def add_gradients(own: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> None:
     """Add the gradients of clones to those of this rank's experts, [e, ...] of each weight, contiguous, in place; the
     read phase of gradients. Sums are in at least fp32, in the order of replica slots, and rounded once."""
-    for grad, first, grid in _parts(own, staged, experts_Pc.numel()):
+    for grad, first, grid in _parts(own, experts_Pc.numel()):
         _add_kernel[grid](
             grad, experts_Pc, staged.peer_ptrs_P, staged.offset_bytes, first, rank, len(grad), experts_Pc.shape[1],
             experts_Pc.numel(), grad[0].numel(), N=staged.local.shape[1], BLOCK=BLOCK,
@@ -184,7 +184,7 @@ def add_gradients(own: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, 
         )  # fmt: skip
 
 
-def _parts(weights: Sequence[Tensor], staged: SymmArray, num_slots: int) -> list[tuple[Tensor, int, tuple[int, int]]]:
+def _parts(weights: Sequence[Tensor], num_slots: int) -> list[tuple[Tensor, int, tuple[int, int]]]:
     """Each weight, its first element among an expert's, and the grid that moves it for `num_slots` replica slots."""
     firsts = [sum(weight[0].numel() for weight in weights[:index]) for index in range(len(weights))]
     grids = [(triton.cdiv(weight[0].numel(), BLOCK), num_slots) for weight in weights]
