@@ -107,6 +107,16 @@ def top_k_fits_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+@rule("a weight divided by itself is 1, whatever its score")
+def one_weight_is_not_normalised(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe = recipe.model.moe
+    if moe.num_experts > 0 and moe.top_k == 1 and moe.normalize_topk:
+        yield (
+            "model.moe.top_k = 1 with model.moe.normalize_topk = true gives the router no gradient through the scores; "
+            "set normalize_topk = false, or take a top_k of at least 2"
+        )
+
+
 @rule("every group holds the same number of experts")
 def groups_divide_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
