@@ -180,6 +180,8 @@ def routing(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         sample("groups_by_two", (2, 19, 12), in_groups),
         sample("groups_by_max", (2, 19, 12), in_groups._replace(group_score="max")),
         sample("deepseek_v3", (1, 6, 256), in_groups._replace(top_k=8, num_groups=8, top_k_groups=4)),
+        sample("by_score", (2, 19, 12), sigmoid._replace(counts_by_score=True)),
+        sample("groups_by_score", (2, 19, 20), in_groups._replace(counts_by_score=True)),
         sample("every_expert", (2, 3, 4), softmax._replace(top_k=4)),
         sample("forced", (2, 19, 5), softmax, is_forced=True),
         sample("one_token", (1, 1, 5), softmax),
@@ -292,9 +294,10 @@ def shards_of(device: torch.device, dtype: torch.dtype, moments: torch.dtype) ->
 
 def flat_routing(routing: Routing) -> tuple[Tensor, ...]:
     """All outputs of a router in one tensor, a token's weights in expert order."""
-    scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = routing
-    weights_BNE = scores_BNK.new_zeros(*ids_BNK.shape[:2], counts_BE.shape[1]).scatter(-1, ids_BNK, scores_BNK)
-    return (torch.cat([out.flatten().to(scores_BNK.dtype) for out in (weights_BNE, counts_BE, shares_BE, z_sum)]),)
+    scores_BNK, ids_BNK, *others = routing
+    shape = (*ids_BNK.shape[:2], routing.counts_BE.shape[1])
+    weights_BNE = scores_BNK.new_zeros(shape).scatter(-1, ids_BNK, scores_BNK)
+    return (torch.cat([out.flatten().to(scores_BNK.dtype) for out in (weights_BNE, *others)]),)
 
 
 SAMPLES = {

@@ -25,6 +25,10 @@ CASES = {
     "not_normalised": (12, RoutingRule("softmax", 3, normalize_topk=False, route_scale=16.0)),
     "groups_of_one": (5, SIGMOID._replace(num_groups=5, top_k_groups=4)),
     "groups": (20, SIGMOID._replace(num_groups=4, top_k_groups=2)),
+    "softmax_by_score": (12, RoutingRule("softmax", 2, counts_by_score=True)),
+    "sigmoid_by_score": (40, SIGMOID._replace(counts_by_score=True)),
+    "groups_by_score": (20, SIGMOID._replace(num_groups=4, top_k_groups=2, counts_by_score=True)),
+    "padded_groups_by_score": (33, SIGMOID._replace(num_groups=3, top_k_groups=1, counts_by_score=True)),
 }
 
 
@@ -81,12 +85,29 @@ def test_route_tokens_gradient_of_each_output_equals_reference(field: str, name:
     torch.testing.assert_close(logits_BNE.grad.double(), wide_BNE.grad, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith("by_score")])
+def test_route_tokens_counts_by_score_are_those_without_bias_and_groups(name: str, device: torch.device) -> None:
+    num_experts, rule = CASES[name]
+    logits_BNE, bias_E = draw_logits(num_experts, device)
+    routing = route_tokens(logits_BNE, bias_E, rule)
+    plain = rule._replace(counts_by_score=False)
+    without = route_tokens(logits_BNE, torch.zeros_like(bias_E), plain._replace(num_groups=1, top_k_groups=1))
+    assert torch.equal(routing.aux_counts_BE, without.counts_BE)
+    assert torch.equal(without.aux_counts_BE, without.counts_BE)
+    assert not torch.equal(routing.aux_counts_BE, routing.counts_BE)
+    selected = route_tokens(logits_BNE, bias_E, plain)
+    for field in ("topk_scores_BNK", "topk_ids_BNK", "counts_BE"):
+        assert torch.equal(getattr(routing, field), getattr(selected, field)), f"{field} does not change"
+
+
 def test_route_tokens_with_forced_ids_equals_reference(device: torch.device) -> None:
     logits_BNE, bias_E = draw_logits(20, device)
     forced_BNK = torch.rand_like(logits_BNE).topk(3).indices
-    for rule in (SIGMOID, SIGMOID._replace(num_groups=4, top_k_groups=1)):
+    in_groups = SIGMOID._replace(num_groups=4, top_k_groups=1)
+    for rule in (SIGMOID, in_groups, in_groups._replace(counts_by_score=True)):
         actual = route_tokens(logits_BNE, bias_E, rule, forced_BNK.int())
         expected = route_tokens_reference(logits_BNE, bias_E, rule, forced_BNK)
+        assert torch.equal(actual.aux_counts_BE, actual.counts_BE)
         for got, expected_output in zip(actual, expected, strict=True):
             torch.testing.assert_close(got, expected_output)
 
@@ -97,6 +118,8 @@ def test_route_tokens_selects_lowest_expert_id_on_ties(device: torch.device) -> 
     bias_E[7] = 1.0
     in_groups = SIGMOID._replace(num_groups=4, top_k_groups=2)
     assert route_tokens(logits_BNE, bias_E, in_groups).topk_ids_BNK.tolist() == [[[7, 0, 1]] * 3]
+    by_score = route_tokens(logits_BNE, bias_E, in_groups._replace(counts_by_score=True)).aux_counts_BE
+    assert by_score.tolist() == [[3, 3, 3] + [0] * 9]
 
 
 @pytest.mark.parametrize("group_score", ["max", "top2_sum"])
@@ -109,15 +132,16 @@ def test_route_tokens_selects_distinct_experts_for_non_finite_logits(
     bias_E = torch.zeros(12, device=device)
     bias_E[2:] = float("-inf")  # two finite biases, top-3
     for rule in (SIGMOID, SIGMOID._replace(num_groups=3, top_k_groups=1, group_score=group_score)):
-        ids_BNK = route_tokens(logits_BNE, bias_E, rule).topk_ids_BNK
-        assert all(len(set(ids)) == 3 and set(ids) <= set(range(12)) for ids in ids_BNK[0].tolist())
+        routing = route_tokens(logits_BNE, bias_E, rule._replace(counts_by_score=True))
+        assert all(len(set(ids)) == 3 and set(ids) <= set(range(12)) for ids in routing.topk_ids_BNK[0].tolist())
+        assert routing.aux_counts_BE.sum() == 4 * 3 and routing.aux_counts_BE.max() <= 4
 
 
 def test_route_tokens_is_deterministic(device: torch.device) -> None:
     logits_BNE, bias_E = draw_logits(128, device, num_tokens=4096 if device.type == "cuda" else 9)
 
     def run() -> list[Tensor]:
-        routing = route_tokens(logits_BNE, bias_E, RoutingRule("softmax", 8))
+        routing = route_tokens(logits_BNE, bias_E, RoutingRule("softmax", 8, counts_by_score=True))
         loss = routing.topk_scores_BNK.square().sum() + routing.share_sums_BE.square().sum() + routing.z_sum
         return [*routing, *torch.autograd.grad(loss, logits_BNE)]
 
@@ -133,6 +157,7 @@ def test_route_tokens_refuses_logits_that_are_not_fp32(dtype: torch.dtype) -> No
 
 
 MOE = MoEConfig(num_experts=12, top_k=3, score_fn="sigmoid", aux_loss_coef=0.3, z_loss_coef=0.05)
+BY_SCORE = replace(MOE, bias_update_speed=1e-3, num_groups=4, top_k_groups=2)
 CONFIG = ModelConfig(hidden_size=16, moe=MOE)
 
 
@@ -148,8 +173,11 @@ def build_router(moe: MoEConfig, backend: Any, device: torch.device, is_forced: 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("is_forced", [False, True], ids=["free", "forced"])
-def test_router_layer_is_equal_with_both_kernels(is_forced: bool, mode: str, device: torch.device) -> None:
-    routers = [build_router(MOE, backend, device, is_forced) for backend in ("torch", "triton")]
+@pytest.mark.parametrize("moe", [MOE, BY_SCORE], ids=["plain", "by_score"])
+def test_router_layer_is_equal_with_both_kernels(
+    moe: MoEConfig, is_forced: bool, mode: str, device: torch.device
+) -> None:
+    routers = [build_router(moe, backend, device, is_forced) for backend in ("torch", "triton")]
     x_BND = torch.randn(2, 19, 16, device=device)
     torch._dynamo.reset()
     for router in routers:

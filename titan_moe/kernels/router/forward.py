@@ -6,7 +6,8 @@ Physics: memory-bound, reads 4·B·N·E bytes and writes 12·B·N·K; see routin
 logits of its tokens, so a reduction over experts stays within the warp. The top K are K passes over registers: find the
 largest key, find the first column that has it, remove that column. A key is a score mapped to an int32 of the same
 order: Hopper reduces integers over a warp in one instruction, and one int32 is below the key of every score, -inf and
-NaN too, so a token gets K different experts for any logits.
+NaN too, so a token gets K different experts for any logits. With `counts_by_score` K more passes take the largest keys
+of the scores alone. They read nothing, and a program writes 4·E bytes more.
 
 Sums over a sequence are deterministic: each program writes its tokens' sums, and a second kernel adds them in order.
 """
@@ -76,11 +77,22 @@ def _mask_groups(
 
 
 @triton.jit
+def _is_topk(key_TE, index_E, K: tl.constexpr):
+    """Whether a key is among the K largest of its token; the lowest index on a tie."""
+    is_topk_TE = tl.zeros(key_TE.shape, dtype=tl.int1)
+    for _ in tl.static_range(K):
+        is_best_TE = index_E[None, :] == _first_best(key_TE, index_E[None, :], 1)
+        is_topk_TE = is_topk_TE | is_best_TE
+        key_TE = tl.where(is_best_TE, REMOVED, key_TE)
+    return is_topk_TE
+
+
+@triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, forced_ptr, topk_scores_ptr, ids_ptr, counts_ptr, shares_ptr, z_ptr,
+    logits_ptr, bias_ptr, forced_ptr, topk_scores_ptr, ids_ptr, counts_ptr, aux_counts_ptr, shares_ptr, z_ptr,
     N, parts_per_sequence, route_scale,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, NUM_RANKED: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr, IS_FORCED: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr, IS_FORCED: tl.constexpr, COUNTS_BY_SCORE: tl.constexpr,
     PART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
@@ -96,6 +108,7 @@ def _route_kernel(
     bias_E = tl.load(bias_ptr + expert_E, mask=is_expert_E, other=0.0)
     k_K = tl.arange(0, BLOCK_K)[None, :]
     counts_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.int32)
+    aux_counts_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.int32)
     shares_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.float32)
     z = 0.0
     for begin in range(0, PART, BLOCK_T):
@@ -137,33 +150,46 @@ def _route_kernel(
         tl.store(ids_ptr + offset_TK, ids_TK.to(tl.int64), mask=keep_TK)
 
         counts_E += tl.sum(tl.where(is_token_T[:, None], counts_TE, 0), axis=0)
+        if COUNTS_BY_SCORE:
+            score_key_TE = tl.where(is_expert_E[None, :], _key(scores_TE), REMOVED)
+            is_counted_TE = _is_topk(score_key_TE, column_E, K) & is_token_T[:, None]
+            aux_counts_E += tl.sum(is_counted_TE.to(tl.int32), axis=0)
         if not IS_SOFTMAX:  # softmax scores sum to 1 already
             scores_TE = scores_TE / (tl.sum(scores_TE, axis=1) + 1e-20)[:, None]
         shares_E += tl.sum(tl.where(is_token_T[:, None], scores_TE, 0.0), axis=0)
         log_norm_T = max_T + tl.log(norm_T)
         z += tl.sum(tl.where(is_token_T, log_norm_T * log_norm_T, 0.0), axis=0)
     tl.store(counts_ptr + part * E + expert_E, counts_E, mask=is_expert_E)
+    if COUNTS_BY_SCORE:
+        tl.store(aux_counts_ptr + part * E + expert_E, aux_counts_E, mask=is_expert_E)
     tl.store(shares_ptr + part * E + expert_E, shares_E, mask=is_expert_E)
     tl.store(z_ptr + part, z)
 
 
 @triton.jit
 def _add_parts_kernel(
-    counts_ptr, shares_ptr, z_ptr, counts_BE_ptr, shares_BE_ptr, z_sum_ptr, E, num_parts, parts_per_sequence,
+    counts_ptr, aux_counts_ptr, shares_ptr, z_ptr, counts_BE_ptr, aux_counts_BE_ptr, shares_BE_ptr, z_sum_ptr,
+    E, num_parts, parts_per_sequence, COUNTS_BY_SCORE: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     expert_E = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     counts_PE = tl.zeros((BLOCK_P, BLOCK_E), dtype=tl.int32)
+    aux_counts_PE = tl.zeros((BLOCK_P, BLOCK_E), dtype=tl.int32)
     shares_PE = tl.zeros((BLOCK_P, BLOCK_E), dtype=tl.float32)
     for first in range(0, parts_per_sequence, BLOCK_P):
         part_P = first + tl.arange(0, BLOCK_P)
         keep_PE = (part_P < parts_per_sequence)[:, None] & (expert_E < E)[None, :]
         offset_PE = (sequence * parts_per_sequence + part_P)[:, None] * E + expert_E[None, :]
         counts_PE += tl.load(counts_ptr + offset_PE, mask=keep_PE, other=0)
+        if COUNTS_BY_SCORE:
+            aux_counts_PE += tl.load(aux_counts_ptr + offset_PE, mask=keep_PE, other=0)
         shares_PE += tl.load(shares_ptr + offset_PE, mask=keep_PE, other=0.0)
     counts_E = tl.sum(counts_PE, axis=0).to(tl.int64)
     tl.store(counts_BE_ptr + sequence * E + expert_E, counts_E, mask=expert_E < E)
+    if COUNTS_BY_SCORE:
+        aux_counts_E = tl.sum(aux_counts_PE, axis=0).to(tl.int64)
+        tl.store(aux_counts_BE_ptr + sequence * E + expert_E, aux_counts_E, mask=expert_E < E)
     tl.store(shares_BE_ptr + sequence * E + expert_E, tl.sum(shares_PE, axis=0), mask=expert_E < E)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         z_Z = tl.zeros((BLOCK_Z,), dtype=tl.float32)
@@ -191,9 +217,12 @@ def fit_tile(num_experts: int, num_groups: int) -> Tile:
 def route_forward(
     logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule, forced_ids_BNK: Tensor | None
 ) -> Routing:
-    """Route contiguous fp32 logits; forced ids are contiguous int64."""
+    """Route contiguous fp32 logits; forced ids are contiguous int64.
+
+    `aux_counts_BE` is empty without `counts_by_score`.
+    """
     num_sequences, num_tokens, num_experts = logits_BNE.shape
-    routing = empty_routing(logits_BNE, rule.top_k)
+    routing = empty_routing(logits_BNE, rule)
     if not logits_BNE.numel():
         return Routing(*routing[:2], *(out.zero_() for out in routing[2:]))
     tile = fit_tile(num_experts, rule.num_groups)
@@ -202,33 +231,38 @@ def route_forward(
     num_parts = num_sequences * parts_per_sequence
     shares_PE = logits_BNE.new_empty(num_parts, num_experts)
     counts_PE = torch.empty_like(shares_PE, dtype=torch.int32)
+    aux_counts_PE = torch.empty_like(counts_PE) if rule.counts_by_score else None
     z_P = logits_BNE.new_empty(num_parts)
     _route_kernel[(num_parts,)](
         logits_BNE, expert_bias_E, forced_ids_BNK, routing.topk_scores_BNK, routing.topk_ids_BNK,
-        counts_PE, shares_PE, z_P, num_tokens, parts_per_sequence, rule.route_scale,
+        counts_PE, aux_counts_PE, shares_PE, z_P, num_tokens, parts_per_sequence, rule.route_scale,
         E=num_experts, K=rule.top_k, GROUPS=rule.num_groups, TOP_GROUPS=rule.top_k_groups,
         NUM_RANKED=min(rule.num_ranked, num_experts // rule.num_groups), IS_SOFTMAX=rule.score_fn == "softmax",
-        NORMALIZES=rule.normalize_topk, IS_FORCED=forced_ids_BNK is not None, PART=tokens_per_part,
-        BLOCK_T=tile.tokens, BLOCK_G=tile.groups, BLOCK_S=tile.group_size, BLOCK_K=triton.next_power_of_2(rule.top_k),
-        num_warps=1,
+        NORMALIZES=rule.normalize_topk, IS_FORCED=forced_ids_BNK is not None,
+        COUNTS_BY_SCORE=rule.counts_by_score, PART=tokens_per_part, BLOCK_T=tile.tokens, BLOCK_G=tile.groups,
+        BLOCK_S=tile.group_size, BLOCK_K=triton.next_power_of_2(rule.top_k), num_warps=1,
     )  # fmt: skip
     block_e = 32
     _add_parts_kernel[(num_sequences, triton.cdiv(num_experts, block_e))](
-        counts_PE, shares_PE, z_P, routing.counts_BE, routing.share_sums_BE, routing.z_sum,
-        num_experts, num_parts, parts_per_sequence, BLOCK_P=64, BLOCK_E=block_e, BLOCK_Z=1024, num_warps=4,
+        counts_PE, aux_counts_PE, shares_PE, z_P,
+        routing.counts_BE, routing.aux_counts_BE, routing.share_sums_BE, routing.z_sum,
+        num_experts, num_parts, parts_per_sequence, COUNTS_BY_SCORE=rule.counts_by_score,
+        BLOCK_P=64, BLOCK_E=block_e, BLOCK_Z=1024, num_warps=4,
     )  # fmt: skip
     return routing
 
 
-def empty_routing(logits_BNE: Tensor, top_k: int) -> Routing:
+def empty_routing(logits_BNE: Tensor, rule: RoutingRule) -> Routing:
     """Uninitialised outputs for these logits."""
     num_sequences, num_tokens, num_experts = logits_BNE.shape
-    topk_scores_BNK = logits_BNE.new_empty(num_sequences, num_tokens, top_k)
+    topk_scores_BNK = logits_BNE.new_empty(num_sequences, num_tokens, rule.top_k)
     share_sums_BE = logits_BNE.new_empty(num_sequences, num_experts)
+    counts_BE = torch.empty_like(share_sums_BE, dtype=torch.int64)
     return Routing(
         topk_scores_BNK,
         torch.empty_like(topk_scores_BNK, dtype=torch.int64),
-        torch.empty_like(share_sums_BE, dtype=torch.int64),
+        counts_BE,
+        torch.empty_like(counts_BE) if rule.counts_by_score else counts_BE.new_empty(0),
         share_sums_BE,
         logits_BNE.new_empty(()),
     )

@@ -23,12 +23,15 @@ from titan_moe.kernels.router.routing import RouteTokens, Routing, RoutingRule, 
 def _route_tokens(
     logits_BNE: Tensor, expert_bias_E: Tensor, forced_ids_BNK: Tensor | None, score_fn: str, top_k: int,
     num_groups: int, top_k_groups: int, group_score: str, normalize_topk: bool, route_scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rule = RoutingRule(score_fn, top_k, num_groups, top_k_groups, group_score, normalize_topk, route_scale)
+    counts_by_score: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rule = RoutingRule(
+        score_fn, top_k, num_groups, top_k_groups, group_score, normalize_topk, route_scale, counts_by_score
+    )
     return tuple(route_forward(logits_BNE, expert_bias_E, rule, forced_ids_BNK))
 
 
-_route_tokens.register_fake(lambda logits, bias, forced, score_fn, top_k, *_: tuple(empty_routing(logits, top_k)))
+_route_tokens.register_fake(lambda logits, bias, forced, *rule: tuple(empty_routing(logits, RoutingRule(*rule))))
 _backward_op = torch.library.custom_op("titan_moe::route_tokens_backward", route_backward, mutates_args=())
 _backward_op.register_fake(lambda logits_BNE, *_: torch.empty_like(logits_BNE))
 
@@ -37,13 +40,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     routing = Routing(*output)
     ctx.save_for_backward(inputs[0], routing.topk_ids_BNK)
     ctx.rule = RoutingRule(*inputs[3:])
-    ctx.mark_non_differentiable(routing.topk_ids_BNK, routing.counts_BE)
+    ctx.mark_non_differentiable(routing.topk_ids_BNK, routing.counts_BE, routing.aux_counts_BE)
     ctx.set_materialize_grads(False)  # a missing gradient stays None, and nothing is computed for it
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     logits_BNE, ids_BNK = ctx.saved_tensors
-    dtopk, _, _, dshares, dz = (None if grad is None else grad.contiguous() for grad in grads)
+    dtopk, _, _, _, dshares, dz = (None if grad is None else grad.contiguous() for grad in grads)
     if dtopk is None:
         dtopk = logits_BNE.new_zeros(ids_BNK.shape)
     rule = ctx.rule
@@ -66,10 +69,12 @@ def route_tokens(
             f'the Triton router takes fp32 logits, got {logits_BNE.dtype}; take perf.override.router = "torch"'
         )
     if forced_ids_BNK is not None:
-        forced_ids_BNK = forced_ids_BNK.long().contiguous()
+        forced_ids_BNK, rule = forced_ids_BNK.long().contiguous(), rule._replace(counts_by_score=False)
     # the kernels index rows as contiguous
     bias_E = expert_bias_E.float().contiguous()
-    return Routing(*_route_tokens(logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule))
+    routing = Routing(*_route_tokens(logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule))
+    # an operation may not return one tensor twice
+    return routing if rule.counts_by_score else routing._replace(aux_counts_BE=routing.counts_BE)
 
 
 def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tuple[Tensor, ...]]:
@@ -78,9 +83,10 @@ def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tupl
     def op(
         x_BND: Tensor, weight_ED: Tensor, bias_E: Tensor, rule: RoutingRule, has_aux_loss: bool, has_z_loss: bool
     ) -> tuple[Tensor, ...]:
-        scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum = route(logits(x_BND, weight_ED), bias_E, rule, None)
-        shares_BE = shares_BE if has_aux_loss else shares_BE.detach()
-        return scores_BNK, ids_BNK, counts_BE, shares_BE, z_sum if has_z_loss else z_sum.detach()
+        routing = route(logits(x_BND, weight_ED), bias_E, rule, None)
+        shares_BE = routing.share_sums_BE if has_aux_loss else routing.share_sums_BE.detach()
+        z_sum = routing.z_sum if has_z_loss else routing.z_sum.detach()
+        return *routing[:4], shares_BE, z_sum
 
     return op
 
@@ -91,6 +97,7 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
     weight_ED = torch.randn(num_experts, width, device=device, dtype=torch.bfloat16) / width**0.5
     groups = (shape["groups"], shape["chosen_groups"], shape["group_score"] if shape["groups"] > 1 else "max")
     rule = RoutingRule(shape["score"], shape["choices"], *groups, shape["weights"] == "normalised")
+    rule = rule._replace(counts_by_score="by score" in shape["losses"])
     losses = ("aux loss" in shape["losses"], "z loss" in shape["losses"])
     return Sample("", (x_BND, weight_ED, torch.zeros(num_experts, device=device), rule, *losses), 2)
 

@@ -6,6 +6,9 @@ Physics: memory-bound. The fp32 logits are read once, 4·B·N·E bytes, and 12·
 Backward reads the logits again and writes their gradient. Torch operations take a dozen passes over [B, N, E] in each
 direction. Aim: one pass in each.
 
+The balancing loss counts each token's top-k by score alone, whatever the bias and the groups select (arXiv:2412.19437
+eq. 18; Megatron Core's `compute_routing_scores_for_aux_loss`). `counts_by_score` adds these counts.
+
 Ties: among equal scores `fused_router.py` takes the lowest expert id, torch's `topk` any. The last bit of a score may
 also differ between the two. So where a token's K-th and next scores are nearly equal, the two may select different
 experts. Training is correct either way: the kernel's selection depends on a token's logits alone, so recompute repeats
@@ -32,6 +35,8 @@ class RoutingRule(NamedTuple):
     """A group's score: its best expert score (`max`), or the sum of its two best (`top2_sum`)."""
     normalize_topk: bool = True
     route_scale: float = 1.0
+    counts_by_score: bool = False
+    """Also count each token's top-k by score alone, without bias and groups: the counts of the balancing loss."""
 
     @property
     def num_ranked(self) -> int:
@@ -48,6 +53,9 @@ class Routing(NamedTuple):
     """int64, the selected experts in any order."""
     counts_BE: Tensor
     """int64, number of a sequence's tokens that each expert gets."""
+    aux_counts_BE: Tensor
+    """int64, number of a sequence's tokens that have each expert among their top-k by score alone. Equal to `counts_BE`
+    without `counts_by_score`, and with forced ids."""
     share_sums_BE: Tensor
     """Each expert's share of a token's score sum, summed over a sequence's tokens."""
     z_sum: Tensor
@@ -65,17 +73,25 @@ def route_tokens_reference(
 
     The expert bias affects the selection, not the weights (arXiv:2408.15664). Forced ids are int64 and valid experts.
     """
+    num_experts = logits_BNE.shape[-1]
     scores_BNE = logits_BNE.softmax(dim=-1) if rule.score_fn == "softmax" else logits_BNE.sigmoid()
     ids_BNK = choose_experts(scores_BNE.detach() + expert_bias_E, rule) if forced_ids_BNK is None else forced_ids_BNK
     topk_scores_BNK = scores_BNE.gather(-1, ids_BNK)
     if rule.normalize_topk:
         topk_scores_BNK = topk_scores_BNK / (topk_scores_BNK.sum(-1, keepdim=True) + 1e-20)
-    num_sequences, _, num_experts = logits_BNE.shape
-    counts_BE = torch.zeros(num_sequences, num_experts, dtype=torch.int64, device=logits_BNE.device)
-    counts_BE.scatter_add_(1, ids_BNK.flatten(1), torch.ones_like(ids_BNK).flatten(1))
+    counts_BE = aux_counts_BE = count_tokens(ids_BNK, num_experts)
+    if rule.counts_by_score and forced_ids_BNK is None:
+        by_score_BNK = scores_BNE.detach().topk(rule.top_k, dim=-1, sorted=False).indices
+        aux_counts_BE = count_tokens(by_score_BNK, num_experts)
     shares_BNE = scores_BNE / (scores_BNE.sum(-1, keepdim=True) + 1e-20)
     z_sum = torch.logsumexp(logits_BNE, dim=-1).square().sum()
-    return Routing(topk_scores_BNK * rule.route_scale, ids_BNK, counts_BE, shares_BNE.sum(1), z_sum)
+    return Routing(topk_scores_BNK * rule.route_scale, ids_BNK, counts_BE, aux_counts_BE, shares_BNE.sum(1), z_sum)
+
+
+def count_tokens(ids_BNK: Tensor, num_experts: int) -> Tensor:
+    """Count the tokens of each expert: -> [B, E]."""
+    counts_BE = torch.zeros(ids_BNK.shape[0], num_experts, dtype=torch.int64, device=ids_BNK.device)
+    return counts_BE.scatter_add_(1, ids_BNK.flatten(1), torch.ones_like(ids_BNK).flatten(1))
 
 
 def choose_experts(ranked_BNE: Tensor, rule: RoutingRule) -> Tensor:
