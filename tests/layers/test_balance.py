@@ -63,6 +63,68 @@ def test_balance_losses_and_gradients_equal_the_published_formulas(which: str, s
     torch.testing.assert_close(router.balance.aux_loss, scale * loss.detach(), atol=1e-10, rtol=0)
 
 
+SELECTIONS = {
+    "bias": {"bias_update_speed": 1e-3},
+    "groups": {"num_groups": 4, "top_k_groups": 2},
+    "bias and groups": {"bias_update_speed": 1e-3, "num_groups": 4, "top_k_groups": 2},
+}
+"""What selects other experts than the scores do."""
+
+
+def build_biased(moe: MoEConfig) -> TopKRouter:
+    router = build(moe)
+    if moe.bias_update_speed:
+        router.expert_bias_E.copy_(torch.linspace(-0.4, 0.4, moe.num_experts))
+    return router
+
+
+def megatron_losses(logits_BNE: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    """Megatron Core's auxiliary loss of each sequence times its tokens, summed, and the counts of the top-k of scores.
+
+    As in `compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`.
+    """
+    if moe.score_fn == "softmax":
+        probs_BNE = logits_BNE.softmax(-1)
+    else:
+        probs_BNE = logits_BNE.sigmoid() / (logits_BNE.sigmoid().sum(-1, keepdim=True) + 1e-20)
+    is_topk_BNE = torch.zeros_like(probs_BNE).scatter(-1, probs_BNE.topk(moe.top_k).indices, 1.0)
+    factor = moe.num_experts * moe.aux_loss_coef / (moe.top_k * TOKENS * TOKENS)
+    return TOKENS * factor * (probs_BNE.sum(1) * is_topk_BNE.sum(1)).sum(), is_topk_BNE.sum((0, 1)).long()
+
+
+@pytest.mark.parametrize("score_fn", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_balance_loss_counts_the_topk_of_scores_and_the_load_the_selected_experts(
+    selection: str, score_fn: str
+) -> None:
+    moe = replace(LOSSES["aux"], score_fn=score_fn, **SELECTIONS[selection])
+    router, x_BND, scale = build_biased(moe), tokens(), 0.25
+    router.balance.scale.fill_(scale)
+    scores_TK, ids_TK = router(x_BND)
+    direction_TK = torch.randn_like(scores_TK)
+    actual = torch.autograd.grad((scores_TK * direction_TK).sum(), (x_BND, router.weight))
+
+    unbalanced = build_biased(replace(moe, aux_loss_coef=0.0))
+    plain = torch.autograd.grad((unbalanced(x_BND)[0] * direction_TK).sum(), (x_BND, unbalanced.weight))
+    loss, by_score_E = megatron_losses(x_BND @ router.weight.T, moe)
+    added = torch.autograd.grad(scale * loss, (x_BND, router.weight))
+    for got, main, balance in zip(actual, plain, added, strict=True):
+        assert balance.norm() > 1e-3
+        torch.testing.assert_close(got, main + balance, atol=1e-10, rtol=0)
+    torch.testing.assert_close(router.balance.aux_loss, scale * loss.detach(), atol=1e-10, rtol=0)
+
+    selected_E = torch.bincount(ids_TK.flatten(), minlength=moe.num_experts)
+    assert not torch.equal(selected_E, by_score_E)
+    assert torch.equal(router.balance.tokens_per_expert_E, selected_E)
+
+
+@pytest.mark.parametrize("selection", ["none", *SELECTIONS])
+@pytest.mark.parametrize("aux_loss_coef", [0.0, 0.3])
+def test_balance_counts_by_score_only_if_they_matter(aux_loss_coef: float, selection: str) -> None:
+    router = build(replace(MOE, aux_loss_coef=aux_loss_coef, **SELECTIONS.get(selection, {})))
+    assert router.rule.counts_by_score == (aux_loss_coef > 0 and selection != "none")
+
+
 def test_balance_loss_of_perfect_balance_is_the_coefficient() -> None:
     router = build(replace(MOE, z_loss_coef=0.0, top_k=8))  # all experts are selected: f is 1, and P sums to 1
     router(tokens())[0].sum().backward()

@@ -33,7 +33,7 @@ def test_kernel_shapes_of_every_operation() -> None:
         ("rotary", "--model.attention.qk_norm=false", OTHER_WORD),
         ("rotary", "--model.attention.qk_norm=false --model.attention.num_kv_heads=8", 2 * OTHER_WORD),
         ("router", "--model.moe.score_fn=sigmoid --model.moe.normalize_topk=false", OTHER_WORD**2),
-        ("router", "--model.moe.num_groups=8 --model.moe.top_k_groups=4", 8 * 4 * OTHER_WORD),
+        ("router", "--model.moe.num_groups=8 --model.moe.top_k_groups=4", 8 * 4 * OTHER_WORD**2),
         ("permute", "--compile.extent=block", OTHER_WORD),
         ("experts", "--compile.extent=block", 1),
         ("gradients", "--model.moe.ffn_hidden_size=384", 2),
@@ -85,7 +85,7 @@ def test_kernel_shape_of_the_router() -> None:
     changed = ("--model.moe.num_groups=8", "--model.moe.top_k_groups=4", "--model.moe.z_loss_coef=1e-3")
     router = shapes(*changed, "--model.moe.normalize_topk=false")["router"]
     assert (router["groups"], router["chosen_groups"], router["group_score"]) == (8, 4, "top2_sum")
-    assert (router["weights"], router["losses"]) == ("as scored", "aux loss and z loss")
+    assert (router["weights"], router["losses"]) == ("as scored", "aux loss by score and z loss")
 
 
 @pytest.mark.parametrize(

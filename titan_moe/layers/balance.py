@@ -2,9 +2,11 @@
 
 B batch · N sequence · E experts · K choices a token
 
-Per sequence: `L = coef · E / (K·N) · Σ_i count_i · P_i` with P_i the mean normalised score of expert i
-(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). A sequence is on one rank, so the loss does not
-depend on the layout.
+Per sequence: `L = coef · Σ_i f_i · P_i` with `f_i = E / (K·N) · count_i` and P_i the mean normalised score of expert i
+(arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). count_i is the number of tokens with expert i
+among the top K of their scores, without bias and groups (eq. 18). So the loss balances the scores, and a bias that
+balances the load does not hide their imbalance. The bias update and the load metrics count the selected experts.
+A sequence is on one rank, so the loss does not depend on the layout.
 """
 
 from collections.abc import Callable
@@ -48,7 +50,7 @@ class _AttachAuxLoss(torch.autograd.Function):
 
 
 class LoadBalance(nn.Module):
-    """Count the tokens of each expert and attach the balancing losses to the scores.
+    """Count the selected experts' tokens and attach the balancing losses to the scores.
 
     `scale` is the scale of the main loss (one over the tokens of the optimizer step, set by the step), so the gradients
     of both losses have equal weight for every layout and gradient accumulation. `sum_over_tokens` reduces per-rank sums
@@ -83,14 +85,15 @@ class LoadBalance(nn.Module):
         share_sums_BE = routing.share_sums_BE if self.aux_loss_coef else routing.share_sums_BE.detach()
         z_sum = routing.z_sum if self.z_loss_coef else routing.z_sum.detach()
         share_sums_BE = self.sum_over_tokens(share_sums_BE)
-        load_BE = self.sum_over_tokens(routing.counts_BE).to(share_sums_BE.dtype)
+        counts_BE = self.sum_over_tokens(routing.aux_counts_BE).to(share_sums_BE.dtype)
+        factor = self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens)
         # each sequence is weighted by its number of tokens, like the main loss
-        aux_loss = (load_BE * share_sums_BE).sum() * (self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens))
-        counts_E = routing.counts_BE.sum(0)
+        aux_loss = (counts_BE * share_sums_BE).sum() * factor
+        selected_counts_E = routing.counts_BE.sum(0)
         return _AttachAuxLoss.apply(
             routing.topk_scores_BNK,
             aux_loss + self.z_loss_coef * z_sum,
-            counts_E,
+            selected_counts_E,
             self.tokens_per_expert_E,
             self.aux_loss,
             self.scale,

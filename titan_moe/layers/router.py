@@ -40,6 +40,7 @@ class TopKRouter(nn.Module):
             moe.group_score,
             moe.normalize_topk,
             moe.route_scale,
+            moe.counts_by_score,
         )
         self.logits = ROUTER_LOGITS[kernels.router]
         self.route = ROUTE_TOKENS[kernels.router]

@@ -106,9 +106,10 @@ def _router(recipe: Recipe) -> Shape:
 
 
 def _balancing_losses(recipe: Recipe) -> str:
-    """Losses of the router with gradients: `aux loss and z loss`."""
+    """Losses of the router with gradients: `aux loss and z loss`, or `aux loss by score`."""
     moe = recipe.model.moe
-    losses = (("aux loss", moe.aux_loss_coef), ("z loss", moe.z_loss_coef))
+    aux_loss = "aux loss by score" if moe.counts_by_score else "aux loss"
+    losses = ((aux_loss, moe.aux_loss_coef), ("z loss", moe.z_loss_coef))
     return " and ".join(name for name, weight in losses if weight) or "no loss"
 
 
