@@ -27,6 +27,8 @@ class Compiled(NamedTuple):
     num_matrix_ops: int
     num_wide_stores: int
     """Global stores of 16 bytes a thread."""
+    num_wide_loads: int
+    """Global loads of 16 bytes a thread, into registers or shared memory."""
     key: str
     """Hash of the code: equal for launches of the same binary."""
 
@@ -62,5 +64,10 @@ def _inspect(binary: Any, path: Path) -> Compiled:
     path.write_bytes(binary.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
     spilled = sum(int(number) for number in re.findall(r"(?:STACK|LOCAL):(\d+)", usage.stdout))
-    num_matrix_ops, num_wide_stores = (binary.asm["ptx"].count(op) for op in ("wgmma.mma_async", "st.global.v4.b32"))
-    return Compiled(binary.metadata.name, binary.metadata.shared, spilled, num_matrix_ops, num_wide_stores, binary.hash)
+    patterns = (
+        r"wgmma\.mma_async",
+        r"st\.global\.v4\.b32",
+        r"ld\.global(\.\w+)*\.v4\.b32|cp\.async\.cg\.shared\.global",
+    )
+    counts = [len(re.findall(pattern, binary.asm["ptx"])) for pattern in patterns]
+    return Compiled(binary.metadata.name, binary.metadata.shared, spilled, *counts, binary.hash)

@@ -66,6 +66,11 @@ def route_grad(num_experts: int, rule: RoutingRule, *balance: Tensor | None) -> 
     return route_backward(single(2, S, num_experts), ids_BNK, single(2, S, rule.top_k), *balance, *of_scores)
 
 
+def base() -> Tensor:
+    """Where a layer begins in tensors of several layers."""
+    return torch.empty(2, dtype=torch.int64, device="meta")
+
+
 def tiles() -> Any:
     return plan_tiles(index(E), R, 128)
 
@@ -84,11 +89,24 @@ def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
 
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
+    "expert_up_with_base": lambda: expert_up(
+        half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), hidden=half(R, 2 * F), base=base()
+    ),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
     "gather_mm_narrow": lambda: gather_mm(half(S, D), index(R), half(E, D, 1408), tiles()),
     "expert_up_with_get": lambda: expert_up(
         half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), schedule=schedule()
     ),
+    "expert_up_with_get_and_base": lambda: expert_up(
+        half(S, D),
+        index(R),
+        single(R),
+        half(E, 2, F, D),
+        tiles(),
+        schedule=schedule(),
+        hidden=half(R, 2 * F),
+        base=base(),
+    ),  # fmt: skip
     "gather_mm_with_get": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), schedule=schedule()),
     "slot_mm_wide_with_put": lambda: slot_mm(half(R, 4 * D), half(E, 4 * D, 7168), tiles(), schedule=schedule()),
     "gather_mm_wide_with_get": lambda: gather_mm(
@@ -99,6 +117,9 @@ GEMMS: dict[str, Callable[[], object]] = {
     "slot_mm_down_with_put": lambda: slot_mm(half(R, F), half(E, D, F).mT, tiles(), schedule=schedule()),
     "slot_mm_up_with_put": lambda: slot_mm(half(R, 2 * F), half(E, 2 * F, D), tiles(), schedule=schedule()),
     "expert_weight_grad_up": lambda: expert_weight_grad(half(R, 2 * F), half(S, D), index(R), index(E)),
+    "expert_weight_grad_up_with_base": lambda: expert_weight_grad(
+        half(R, 2 * F), half(S, D), index(R), index(E), base=base()
+    ),
     "expert_weight_grad_down": lambda: expert_weight_grad(
         half(R, F), half(S, D), index(R), index(E), is_transposed=True
     ),
@@ -159,6 +180,12 @@ def exchange_rows(num_ranks: int, width: int, rank: int = 1) -> None:
     pick_scores(ids_TK, plan.sent_mask_TP, arrays.scores, num_local)
 
 
+def get_rows_of_a_layer(num_ranks: int, width: int, *, has_base: bool) -> None:
+    plan = RowPlan(half(S, num_ranks).bool(), index(num_ranks, S), index(num_ranks + 1), index())
+    out, begin = (half(S, width), base()) if has_base else (None, None)
+    get_rows(plan, symm_mem_arrays(num_ranks, width).rows, 1, num_ranks * S, out=out, base=begin)
+
+
 def tile_schedule(num_ranks: int) -> None:
     """The kernels of the tile schedule, and of rows without a slot."""
     arrays, slots_SK = symm_mem_arrays(num_ranks, D), index(S, K)
@@ -187,6 +214,8 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
         f"symm_mem_{p}_ranks_{d}": partial(exchange_rows, p, d)
         for p, d in ((2, 4096), (8, 2048), (8, 7168), (16, 2880))
     },
+    "get_rows": partial(get_rows_of_a_layer, 8, D, has_base=False),
+    "get_rows_with_base": partial(get_rows_of_a_layer, 8, D, has_base=True),
     "accumulate": lambda: launch_accumulate(single(R, D), half(R, D)),
     "accumulate_first": lambda: launch_accumulate(single(R, D), half(R, D), True),
     "accumulate_many": lambda: launch_accumulate(single(2**31 + 16), half(2**31 + 16)),
@@ -200,6 +229,7 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "scores_of_slots": lambda: scores_of_slots(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
     "slot_rows": lambda: slot_rows(half(S, D), index(R), index(E)),
+    "slot_rows_with_base": lambda: slot_rows(half(S, D), index(R), index(E), base()),
     "route_qwen3": lambda: route(128, QWEN3),
     "route_forced": lambda: route(128, QWEN3, single(2, S, 8).long()),
     "route_deepseek_v3": lambda: route(256, DEEPSEEK_V3),
@@ -213,6 +243,7 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "route_back_mixtral": lambda: route_grad(8, RoutingRule("softmax", 2), single(2, 8), single()),
     "route_back_many": lambda: route_grad(512, RoutingRule("sigmoid", 16), single(2, 512), single()),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
+    "swiglu_backward_with_base": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E), base()),
     "unrouted_swiglu_backward": lambda: swiglu_backward(half(S, F), half(S, 2 * F)),
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),
@@ -228,6 +259,19 @@ def test_kernel_compiles_for_h200(name: str, hopper: list[Any]) -> None:
     assert hopper
     assert all(kernel.fits for kernel in hopper), hopper
     assert name not in GEMMS or hopper[-1].num_matrix_ops > 0
+
+
+WITH_BASE = [name for name in GEMMS | MEMORY_BOUND if name.endswith("base")]
+
+
+@pytest.mark.parametrize("name", WITH_BASE)
+def test_a_base_on_the_device_keeps_wide_loads_and_stores(name: str, hopper: list[Any]) -> None:
+    for variant in (name, name.removesuffix("_and_base").removesuffix("_with_base")):
+        (GEMMS | MEMORY_BOUND)[variant]()
+    with_base, without = (hopper[i] for i in (len(hopper) // 2 - 1, -1))
+    assert with_base.key != without.key
+    assert (with_base.num_wide_loads, with_base.num_wide_stores) == (without.num_wide_loads, without.num_wide_stores)
+    assert without.num_wide_loads + without.num_wide_stores > 0
 
 
 def permute_and_multiply(num_rows: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import load
+from support import arenas, load
 from torch import Tensor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks
@@ -217,3 +217,21 @@ def test_many_slots_tiles_and_pieces(copy_blocks: CopyBlocks, device: str) -> No
 def test_no_slots_are_no_work() -> None:
     tiles = Tiles(*(torch.zeros(2, dtype=torch.int32) for _ in range(3)), 128)
     assert slot_mm(torch.zeros(0, 8), torch.zeros(2, 8, 16), tiles).shape == (0, 16)
+
+
+@pytest.mark.parametrize("device", symm.DEVICES)
+def test_rows_are_got_into_those_of_several_layers(device: str) -> None:
+    """A base on the device changes no bit, and nothing is written but the layer's rows and slots."""
+    batch = draw("skewed", 2, device)
+    up = torch.randn(symm.NUM_LOCAL, 2, HIDDEN, WIDTH, device=device).to(batch.x_PTD.dtype)
+    for mine in prepare(batch):
+        x_SD = torch.full((len(mine.slots_SK), WIDTH), float("nan"), device=device, dtype=up.dtype)
+        hidden_R2F = torch.full((len(mine.rows_R), 2 * HIDDEN), float("nan"), device=device, dtype=up.dtype)
+        rows, hidden = arenas.surround(x_SD, arenas.ROW), arenas.surround(hidden_R2F, arenas.SLOT)
+        args = (mine.rows_R, mine.scores_R, up, mine.tiles)
+        getting: Any = {"schedule": mine.schedule, "copy_blocks": FEW}
+        _, expected_RF = expert_up(x_SD, *args, **getting, hidden=hidden_R2F)
+        _, active_RF = expert_up(rows, *args, **getting, hidden=hidden, base=arenas.base(device))
+        assert same_slots(active_RF, expected_RF, mine.offsets_e[-1])
+        assert not x_SD.isnan().all() and arenas.same_bits(rows, arenas.surround(x_SD, arenas.ROW))
+        assert arenas.same_bits(hidden, arenas.surround(hidden_R2F, arenas.SLOT))

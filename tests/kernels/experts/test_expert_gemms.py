@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from support import arenas
 from support.kernel_samples import SAMPLES, sample_plans
 from torch import Tensor
 
 from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.swiglu import weighted_swiglu
-from titan_moe.kernels.experts.tiles import SLACK, GemmTiles, plan_tiles
+from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
+from titan_moe.kernels.experts.tiles import SLACK, GemmTiles, plan_tiles, plan_tiles_reference
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import WeightGradTiles, expert_weight_grad
 from titan_moe.kernels.permute.rows import plan_slots
@@ -160,3 +162,59 @@ def test_slots_behind_the_last_expert_are_zeros_where_weight_gradients_read_them
     for exact, *roomy in zip(*results, strict=True):
         for other in roomy:
             assert_close(other, exact, tolerance)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_and_pre_activations_may_be_those_of_several_layers(
+    name: str, device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """A base on the device changes no bit, and nothing is written but the layer's slots."""
+    rows_R, offsets_e, num_experts = plan(name, device)
+    num_slots, end, base = rows_R.numel(), int(offsets_e[-1]), arenas.base(device)
+    x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
+    scores_R = torch.rand(num_slots, device=device)
+    weight = torch.randn(num_experts, 2, HIDDEN, WIDTH, device=device, dtype=dtype) / 8
+    tiles, x_arena = plan_tiles(offsets_e, num_slots, 128), arenas.surround(x_SD, arenas.ROW)
+    hidden_R2F, active_RF = expert_up(x_SD, rows_R, scores_R, weight, tiles)
+    hidden_R2F[end:] = float("nan")
+    arena = arenas.surround(torch.full_like(hidden_R2F, float("nan")), arenas.SLOT)
+    written, active = expert_up(x_arena, rows_R, scores_R, weight, tiles, hidden=arena, base=base)
+    assert written is arena and arenas.same_bits(arena, arenas.surround(hidden_R2F, arenas.SLOT))
+    assert active.shape == active_RF.shape and torch.equal(active[:end], active_RF[:end])
+
+    dactive_RF = torch.randn(num_slots, HIDDEN, device=device, dtype=dtype)
+    expected = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
+    actual = swiglu_backward(dactive_RF, arena, scores_R, offsets_e, base)
+    for one, other in zip(actual, expected, strict=True):
+        assert one is not None and other is not None and one.shape == other.shape
+        assert torch.equal(one[:end], other[:end])
+
+    dhidden_R2F = actual[0]
+    dw = expert_weight_grad(dhidden_R2F, x_arena, rows_R, offsets_e, base=base)
+    assert torch.equal(dw, expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e))
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("gathers_from", [0, 10_000])
+def test_weight_gradients_of_rows_of_several_layers(
+    gathers_from: int, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an operation too, whose base is optional."""
+    monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", gathers_from)
+    rows_R, offsets_e, _ = plan("random", device)
+    x_SD, dy_SD = torch.randn(2, 17, WIDTH, device=device, dtype=dtype)
+    factors = [torch.randn(rows_R.numel(), width, device=device, dtype=dtype) for width in (2 * HIDDEN, HIDDEN)]
+    expected = torch.ops.titan_moe.expert_mlp_dw(dy_SD, x_SD, rows_R, offsets_e, *factors)
+    args = (dy_SD, arenas.surround(x_SD, arenas.ROW), rows_R, offsets_e, *factors, arenas.base(device))
+    for grads in (stages.dw(*args), torch.ops.titan_moe.expert_mlp_dw(*args)):
+        assert all(torch.equal(grad, other) for grad, other in zip(grads, expected, strict=True))
+    torch.library.opcheck(torch.ops.titan_moe.expert_mlp_dw, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_base_needs_the_tensor_that_it_is_a_place_in() -> None:
+    x_SD, scores_R, weight = torch.zeros(4, 8), torch.zeros(4), torch.zeros(1, 2, 8, 8)
+    index = torch.zeros(4, dtype=torch.int32)
+    tiles = plan_tiles_reference(index[:1], 4, 128)
+    with pytest.raises(ValueError, match="hidden"):
+        expert_up(x_SD, index, scores_R, weight, tiles, base=arenas.base("cpu"))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import arenas
 
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
 
@@ -47,5 +48,7 @@ def test_slot_rows_are_those_of_the_slots_that_there_are(width: int, device: str
         finally:
             torch.use_deterministic_algorithms(False)
         assert torch.equal(actual_RD[:end], x_SD[rows_R[:end].long()])
+        several = slot_rows(arenas.surround(x_SD, arenas.ROW), rows_R, offsets_e, arenas.base(device))
+        assert torch.equal(several[:end], actual_RD[:end])
         assert actual_RD[end:].isnan().all(), "what is past the last expert costs nothing"
     assert slot_rows(x_SD, rows_R[:0], offsets_e).shape == (0, width)

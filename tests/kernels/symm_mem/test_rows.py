@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support import arenas
 from torch import Tensor
 
 from titan_moe.kernels.symm_mem.arrays import SymmArrays, signal_bytes, symm_arrays, symm_bytes
@@ -284,6 +285,25 @@ def test_symm_mem_rows_without_room_are_not_exchanged(routing: str, device: str)
         expected = torch.where(is_sent_TK, batch.scores_PTK[rank], 0)
         assert torch.equal(pick_scores(ids_TK, p.sent_mask_TP, arrays[rank].scores, NUM_LOCAL), expected)
         torch.testing.assert_close(results[rank], batch.x_PTD[rank] * p.sent_mask_TP.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("routing", ["skewed", "nobody"])
+def test_symm_mem_rows_are_got_into_those_of_several_layers(routing: str, device: str) -> None:
+    torch.manual_seed(0)
+    batch, max_rows = draw(routing, 4, 13, 8, device, torch.float32), 4 * 13
+    arrays = share_memory(4, 13, 8, device, torch.float32)
+    plans = plan(batch, arrays)
+    received = get(batch.x_PTD, plans, arrays, max_rows)
+    for rank, (p, mine, x_SD) in enumerate(zip(plans, arrays, received, strict=True)):
+        x_SD[p.recv_offsets_Q[-1] :] = float("nan")
+        out = arenas.surround(torch.full_like(x_SD, float("nan")), arenas.ROW)
+        assert get_rows(p, mine.rows, rank, max_rows, out=out, base=arenas.base(device)) is out
+        assert arenas.same_bits(out, arenas.surround(x_SD, arenas.ROW))
+        out = torch.full_like(x_SD, float("nan"))
+        assert arenas.same_bits(get_rows(p, mine.rows, rank, max_rows, out=out), x_SD)
+        with pytest.raises(ValueError, match="out"):
+            get_rows(p, mine.rows, rank, max_rows, base=arenas.base(device))
 
 
 def test_symm_arrays_refuse_too_little_memory() -> None:

@@ -74,7 +74,9 @@ _dw = torch.library.custom_op("titan_moe::expert_mlp_dw", stages.dw, mutates_arg
 
 
 @_dw.register_fake
-def _(dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, _: Any, active_RF: Tensor) -> tuple[Tensor, ...]:
+def _(
+    dy_SD: Tensor, x_SD: Tensor, rows_R: Any, offsets_e: Tensor, _: Any, active_RF: Tensor, base: Any = None
+) -> tuple[Tensor, ...]:
     num_experts, hidden, width = offsets_e.shape[0], active_RF.shape[1], x_SD.shape[1]
     return x_SD.new_empty(num_experts, 2, hidden, width), x_SD.new_empty(num_experts, width, hidden)
 
@@ -137,7 +139,7 @@ def _count(rows: Any, slots: Any, weights: Any, *_: Any, **__: Any) -> int:
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_dw)
-def _count_dw(dy: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: Any, **_: Any) -> int:
+def _count_dw(dy: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: Any, *_: Any, **__: Any) -> int:
     return stages.flops_of_a_pass(rows[0], (offsets[0], 2, active[1], x[1]))
 
 

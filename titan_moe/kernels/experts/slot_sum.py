@@ -35,7 +35,9 @@ def slot_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
 
 
 @triton.jit
-def _slot_rows_kernel(x_ptr, rows_ptr, offsets_ptr, out_ptr, num_experts, D, BLOCK_D: tl.constexpr):
+def _slot_rows_kernel(x_ptr, rows_ptr, offsets_ptr, out_ptr, base_ptr, num_experts, D, BLOCK_D: tl.constexpr):
+    if base_ptr is not None:  # a product with the width keeps its alignment
+        x_ptr += tl.load(base_ptr) * D
     slot = tl.program_id(0).to(tl.int64)
     if slot >= tl.load(offsets_ptr + num_experts - 1):
         return
@@ -45,13 +47,16 @@ def _slot_rows_kernel(x_ptr, rows_ptr, offsets_ptr, out_ptr, num_experts, D, BLO
     tl.store(out_ptr + slot * D + columns, x, mask=columns < D)
 
 
-def slot_rows(x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor) -> Tensor:
-    """[S, D] -> [R, D], each slot's row; slots past the last expert are not written."""
+def slot_rows(x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, base: Tensor | None = None) -> Tensor:
+    """[S, D] -> [R, D], each slot's row; slots past the last expert are not written.
+
+    With `base`, int64 [2] on the device, x_SD is that of several layers; this layer's begins at row base[0].
+    """
     num_slots, width = rows_R.numel(), x_SD.shape[1]
     out_RD = x_SD.new_empty(num_slots, width)
     block_d = min(triton.next_power_of_2(width), 1024)
     if num_slots:
         _slot_rows_kernel[(num_slots, triton.cdiv(width, block_d))](
-            x_SD, rows_R, offsets_e, out_RD, offsets_e.numel(), width, BLOCK_D=block_d, num_warps=4
+            x_SD, rows_R, offsets_e, out_RD, base, offsets_e.numel(), width, BLOCK_D=block_d, num_warps=4
         )
     return out_RD

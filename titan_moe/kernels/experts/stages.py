@@ -37,10 +37,20 @@ SlotGemm = Callable[..., Tensor]
 
 
 def up(
-    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, tiles: Tiles, schedule: TileSchedule | None = None
+    x_SD: Tensor,
+    slots: ExpertSlots,
+    weights: ExpertWeights,
+    tiles: Tiles,
+    schedule: TileSchedule | None = None,
+    hidden: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pre-activation [R, 2F] and weighted activation [R, F]. With `schedule`, the launch gets rows into x."""
-    return expert_up(x_SD, slots.rows_R, slots.scores_R, weights.gate_up.join(), tiles, schedule=schedule)
+    """Pre-activation [R, 2F] and weighted activation [R, F]. With `schedule`, the launch gets rows into x.
+
+    With `base`, rows and the pre-activation, written into `hidden`, are those of several layers.
+    """
+    gate_up = weights.gate_up.join()
+    return expert_up(x_SD, slots.rows_R, slots.scores_R, gate_up, tiles, schedule=schedule, hidden=hidden, base=base)
 
 
 def down(active_RF: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = F.grouped_mm) -> Tensor:
@@ -55,10 +65,14 @@ def d_down(
     hidden_R2F: Tensor,
     tiles: Tiles,
     schedule: TileSchedule | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dhidden [R, 2F], weighted activation [R, F], dscores [R]. With `schedule`, the launch gets rows into dy."""
+    """dhidden [R, 2F], weighted activation [R, F], dscores [R]. With `schedule`, the launch gets rows into dy.
+
+    With `base`, the pre-activation is that of several layers.
+    """
     dactive_RF = gather_mm(dy_SD, slots.rows_R, weights.down.join(), tiles, schedule=schedule)
-    return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e)
+    return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, base)
 
 
 def d_up(dhidden_R2F: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = F.grouped_mm) -> Tensor:
@@ -67,14 +81,23 @@ def d_up(dhidden_R2F: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: 
 
 
 def dw(
-    dy_SD: Tensor, x_SD: Tensor, rows_R: Tensor, offsets_e: Tensor, dhidden_R2F: Tensor, active_RF: Tensor
+    dy_SD: Tensor,
+    x_SD: Tensor,
+    rows_R: Tensor,
+    offsets_e: Tensor,
+    dhidden_R2F: Tensor,
+    active_RF: Tensor,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate_up [e, 2, F, D] and down [e, D, F], in one piece."""
+    """Gradients of gate_up [e, 2, F, D] and down [e, D, F], in one piece.
+
+    With `base`, x_SD, but not dy_SD, is that of several layers.
+    """
     if active_RF.shape[1] >= GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM:
-        dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R, offsets_e), offs=offsets_e)
+        dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R, offsets_e, base), offs=offsets_e)
         ddown_eDF = F.grouped_mm(slot_rows(dy_SD, rows_R, offsets_e).T, active_RF, offs=offsets_e)
     else:
-        dgate_up = expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e, cut=UP_CUT)
+        dgate_up = expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e, cut=UP_CUT, base=base)
         ddown_eDF = expert_weight_grad(active_RF, dy_SD, rows_R, offsets_e, is_transposed=True, cut=DOWN_CUT)
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF
 

@@ -16,9 +16,11 @@ from titan_moe.kernels.experts.tiles import SLACK
 
 @triton.jit
 def _swiglu_backward_kernel(
-    dactive_ptr, hidden_ptr, scores_ptr, offsets_ptr, dhidden_ptr, active_ptr, dscores_ptr, num_experts,
+    dactive_ptr, hidden_ptr, scores_ptr, offsets_ptr, dhidden_ptr, active_ptr, dscores_ptr, num_experts, base_ptr,
     F: tl.constexpr, BLOCK_F: tl.constexpr, IS_ROUTED: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
+    if base_ptr is not None:  # products with a width keep their alignment
+        hidden_ptr += tl.load(base_ptr + 1) * (2 * F)
     slot = tl.program_id(0).to(tl.int64)
     hidden_ptr += slot * 2 * F
     dhidden_ptr += slot * 2 * F
@@ -60,20 +62,27 @@ def _clear(ptr, size: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def swiglu_backward(
-    dactive_RF: Tensor, hidden_R2F: Tensor, scores_R: Tensor | None = None, offsets_e: Tensor | None = None
+    dactive_RF: Tensor,
+    hidden_R2F: Tensor,
+    scores_R: Tensor | None = None,
+    offsets_e: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of the pre-activation [R, 2F], weighted activation [R, F], gradient of the scores [R].
 
     Slots past the last expert are not written, but for zeros in the first `SLACK` of the first two. Without scores and
     offsets, rows are not routed: all are slots of score 1.
+
+    With `base`, int64 [2] on the device, the pre-activation is that of several layers; this layer's begins at slot
+    base[1].
     """
-    dhidden_R2F, active_RF = torch.empty_like(hidden_R2F), torch.empty_like(dactive_RF)
-    dscores_R = None if scores_R is None else torch.empty_like(scores_R)
     num_slots, num_features = dactive_RF.shape
+    dhidden_R2F, active_RF = hidden_R2F.new_empty(num_slots, 2 * num_features), torch.empty_like(dactive_RF)
+    dscores_R = None if scores_R is None else torch.empty_like(scores_R)
     if num_slots:
         _swiglu_backward_kernel[(num_slots,)](
             dactive_RF, hidden_R2F, scores_R, offsets_e, dhidden_R2F, active_RF, dscores_R,
-            0 if offsets_e is None else offsets_e.numel(),
+            0 if offsets_e is None else offsets_e.numel(), base,
             F=num_features, BLOCK_F=min(triton.next_power_of_2(num_features), 1024), IS_ROUTED=offsets_e is not None,
             SLACK=SLACK, num_warps=4,
         )  # fmt: skip

@@ -28,11 +28,14 @@ GET_BLOCKS = CopyBlocks(36, 16_384)
 @triton.jit
 def _expert_up_kernel(
     x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
-    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr,
+    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, base_ptr,
     F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    if base_ptr is not None:  # products with a width keep their alignment
+        x_ptr += tl.load(base_ptr) * D
+        hidden_ptr += tl.load(base_ptr + 1) * (2 * F)
     program = tl.program_id(0) - COPY_BLOCKS
     if COPY_BLOCKS:
         if program < 0:
@@ -108,22 +111,34 @@ def expert_up(
     cut: GemmTiles = MEASURED,
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = GET_BLOCKS,
+    *,
+    hidden: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pre-activation [R, 2F] and weighted activation [R, F] of every slot; past the last expert nothing is written.
 
     With `schedule`, copy blocks of the launch get rows into x.
+
+    Args:
+        hidden: where the pre-activation is written, a new tensor if None.
+        base: int64 [2] on the device. x_SD and `hidden` are those of several layers; this layer's begin at row base[0]
+            and at slot base[1]. Indices count from there.
     """
     num_slots, (_, _, num_features, width) = scores_R.numel(), weight_e2FD.shape
-    hidden_R2F, active_RF = x_SD.new_empty(num_slots, 2 * num_features), x_SD.new_empty(num_slots, num_features)
+    if hidden is None:
+        if base is not None:
+            raise ValueError("base is a place in hidden, which is not given")
+        hidden = x_SD.new_empty(num_slots, 2 * num_features)
+    active_RF = x_SD.new_empty(num_slots, num_features)
     if not num_slots:
-        return hidden_R2F, active_RF
+        return hidden, active_RF
     # a block may run over the end of its expert's gate or up half: those columns are computed and not stored
     weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.outputs, cut.inner])
     copies, sizes = get_arguments(schedule, copy_blocks, width)
     _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(num_features, cut.outputs),)](
-        x_SD, rows_R, scores_R, weights, hidden_R2F, active_RF, *tiles[:3], *copies,
+        x_SD, rows_R, scores_R, weights, hidden, active_RF, *tiles[:3], *copies, base,
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.outputs, BLOCK_D=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
-    return hidden_R2F, active_RF
+    return hidden, active_RF

@@ -38,10 +38,12 @@ UP_CUT, DOWN_CUT = WeightGradTiles(group=2), WeightGradTiles(group=16)
 
 @triton.jit
 def _expert_weight_grad_kernel(
-    a_desc, b_ptr, rows_ptr, offsets_ptr, out_ptr,
+    a_desc, b_ptr, rows_ptr, offsets_ptr, out_ptr, base_ptr,
     A: tl.constexpr, B: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    if base_ptr is not None:  # products with a width keep their alignment
+        b_ptr += tl.load(base_ptr) * B
     tiles_a: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
     tiles_b: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
     expert, program = tl.program_id(0) // (tiles_a * tiles_b), tl.program_id(0) % (tiles_a * tiles_b)
@@ -79,10 +81,12 @@ def expert_weight_grad(
     *,
     is_transposed: bool = False,
     cut: WeightGradTiles = UP_CUT,
+    base: Tensor | None = None,
 ) -> Tensor:
     """Sum a's times b's over each expert's slots, b read through `rows_R`: -> [e, A, B], or [e, B, A] transposed.
 
-    `a` must be finite in the first `SLACK` slots past the last expert.
+    `a` must be finite in the first `SLACK` slots past the last expert. With `base`, int64 [2] on the device, b_SB is
+    that of several layers; this layer's begins at row base[0].
     """
     width_a, width_b, num_experts = a_RA.shape[1], b_SB.shape[1], offsets_e.numel()
     out = a_RA.new_empty(num_experts, *((width_b, width_a) if is_transposed else (width_a, width_b)))
@@ -93,7 +97,7 @@ def expert_weight_grad(
     a_desc = TensorDescriptor.from_tensor(a_RA, [cut.slots, cut.width_a])
     grid = (num_experts * triton.cdiv(width_a, cut.width_a) * triton.cdiv(width_b, cut.width_b),)
     _expert_weight_grad_kernel[grid](
-        a_desc, b_SB, rows_R, offsets_e, out,
+        a_desc, b_SB, rows_R, offsets_e, out, base,
         A=width_a, B=width_b, IS_TRANSPOSED=is_transposed,
         BLOCK_A=cut.width_a, BLOCK_B=cut.width_b, BLOCK_R=cut.slots, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,

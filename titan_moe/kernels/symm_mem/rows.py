@@ -68,9 +68,11 @@ def _find_rows(tokens_ptr, recv_offsets_ptr, rank, item, num_tokens, P: tl.const
 
 @triton.jit(do_not_specialize=SIZES)
 def _get_kernel(
-    out_ptr, tokens_ptr, recv_offsets_ptr, peer_ptrs_ptr, offset_bytes, rank, num_tokens, num_blocks, D,
+    out_ptr, tokens_ptr, recv_offsets_ptr, peer_ptrs_ptr, base_ptr, offset_bytes, rank, num_tokens, num_blocks, D,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    if base_ptr is not None:  # a product with the width keeps its alignment
+        out_ptr += tl.load(base_ptr) * D
     for item in range(tl.program_id(0), P * num_blocks, tl.num_programs(0)):
         source, row, token, end = _find_rows(tokens_ptr, recv_offsets_ptr, rank, item, num_tokens, P, ROWS)
         if tl.min(row, axis=0) < end:
@@ -127,18 +129,34 @@ def own_rows(rows: SymmArray) -> Tensor:
     return rows.local.flatten(0, 1)[: len(rows.local)]
 
 
-def get_rows(plan: RowPlan, rows: SymmArray, rank: int, max_rows: int) -> Tensor:
-    """Get the rows routed to this rank: [S, D]; the read phase of a get. Rows past the last are not written."""
+def get_rows(
+    plan: RowPlan,
+    rows: SymmArray,
+    rank: int,
+    max_rows: int,
+    *,
+    out: Tensor | None = None,
+    base: Tensor | None = None,
+) -> Tensor:
+    """Get the rows routed to this rank: [S, D]; the read phase of a get. Rows past the last are not written.
+
+    Args:
+        out: where they are written, a new tensor if None.
+        base: int64 [2] on the device. `out` is that of several layers; this layer's rows begin at row base[0].
+    """
     num_tokens, num_ranks, width = rows.local.shape
-    x_SD = rows.local.new_empty(max_rows, width)
+    if out is None:
+        if base is not None:
+            raise ValueError("base is a place in out, which is not given")
+        out = rows.local.new_empty(max_rows, width)
     if num_tokens and max_rows:
         tile = _tile(width, GET_ELEMENTS)
         num_blocks = triton.cdiv(num_tokens, tile["ROWS"])
         _get_kernel[(min(GET_BLOCKS, num_ranks * num_blocks),)](
-            x_SD, plan.recv_tokens_PT, plan.recv_offsets_Q, rows.peer_ptrs_P, rows.offset_bytes, rank, num_tokens,
+            out, plan.recv_tokens_PT, plan.recv_offsets_Q, rows.peer_ptrs_P, base, rows.offset_bytes, rank, num_tokens,
             num_blocks, width, P=num_ranks, **tile, num_warps=8,
         )  # fmt: skip
-    return x_SD
+    return out
 
 
 def put_rows(y_SD: Tensor, plan: RowPlan, rows: SymmArray, rank: int) -> None:
