@@ -71,8 +71,8 @@ def base() -> Tensor:
     return torch.empty(2, dtype=torch.int64, device="meta")
 
 
-def tiles() -> Any:
-    return plan_tiles(index(E), R, 128)
+def tiles(usual_slots: int | None = None) -> Any:
+    return plan_tiles(index(E), R, 128, usual_slots=usual_slots)
 
 
 def schedule() -> TileSchedule:
@@ -106,7 +106,25 @@ GEMMS: dict[str, Callable[[], object]] = {
         schedule=schedule(),
         hidden=half(R, 2 * F),
         base=base(),
-    ),  # fmt: skip
+    ),
+    "expert_up_loops": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles(S)),
+    "expert_up_loops_with_get_and_base": lambda: expert_up(
+        half(S, D),
+        index(R),
+        single(R),
+        half(E, 2, F, D),
+        tiles(S),
+        schedule=schedule(),
+        hidden=half(R, 2 * F),
+        base=base(),
+    ),
+    "gather_mm_loops": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(S)),
+    "gather_mm_narrow_loops_with_get": lambda: gather_mm(
+        half(S, D), index(R), half(E, D, 1408), tiles(S), schedule=schedule()
+    ),
+    "slot_mm_loops": lambda: slot_mm(half(R, F), half(E, D, F).mT, tiles(S)),
+    "slot_mm_loops_with_put": lambda: slot_mm(half(R, F), half(E, D, F).mT, tiles(S), schedule=schedule()),
+    "slot_mm_wide_loops_with_put": lambda: slot_mm(half(R, 4 * D), half(E, 4 * D, 7168), tiles(S), schedule=schedule()),
     "gather_mm_with_get": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), schedule=schedule()),
     "slot_mm_wide_with_put": lambda: slot_mm(half(R, 4 * D), half(E, 4 * D, 7168), tiles(), schedule=schedule()),
     "gather_mm_wide_with_get": lambda: gather_mm(
@@ -228,6 +246,7 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "counting_sort_512": lambda: sort_assignments(index(S, K).long(), single(S, K), 512, R),
     "scores_of_slots": lambda: scores_of_slots(single(R), index(S, K)),
     "slot_sum": lambda: slot_sum(half(R, D), index(S, K)),
+    "slot_sum_with_count": lambda: slot_sum(half(R, D), index(S, K), index(1)),
     "slot_rows": lambda: slot_rows(half(S, D), index(R), index(E)),
     "slot_rows_with_base": lambda: slot_rows(half(S, D), index(R), index(E), base()),
     "route_qwen3": lambda: route(128, QWEN3),
@@ -266,7 +285,7 @@ WITH_BASE = [name for name in GEMMS | MEMORY_BOUND if name.endswith("base")]
 
 @pytest.mark.parametrize("name", WITH_BASE)
 def test_a_base_on_the_device_keeps_wide_loads_and_stores(name: str, hopper: list[Any]) -> None:
-    for variant in (name, name.removesuffix("_and_base").removesuffix("_with_base")):
+    for variant in (name, name.removesuffix("_and_base").removesuffix("_with_base").replace("_loops", "")):
         (GEMMS | MEMORY_BOUND)[variant]()
     with_base, without = (hopper[i] for i in (len(hopper) // 2 - 1, -1))
     assert with_base.key != without.key

@@ -86,7 +86,8 @@ def test_rows_are_ordered_by_their_slots(routing: str, num_ranks: int, device: s
         assert mine.schedule.put_num_slots_S[:count].tolist() == [len(own) for own in slots]
         summed = mine.schedule.put_slots_SK[:count].tolist()
         assert [own[: len(real)] for own, real in zip(summed, slots, strict=True)] == slots
-        assert mine.schedule.required_rows_M.tolist() == wanted
+        num_tiles = int(mine.tiles.count)
+        assert mine.schedule.required_rows_M[:num_tiles].tolist() == wanted[:num_tiles]
 
 
 @pytest.mark.parametrize("device", symm.DEVICES)
@@ -214,8 +215,66 @@ def test_many_slots_tiles_and_pieces(copy_blocks: CopyBlocks, device: str) -> No
     assert torch.equal(sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows), expected)
 
 
+@pytest.mark.parametrize("device", symm.DEVICES)
+@pytest.mark.parametrize("usual", [1, 7, None])
+def test_thread_blocks_that_loop_over_tiles_take_and_put_rows_too(usual: int | None, device: str) -> None:
+    """Of fewer tiles than there are, or of more, within a bound with room for many more."""
+    mine, x_TD, x_SD = crowded(device)
+    num_slots, dtype, rows = len(mine.rows_R), x_TD.dtype, mine.tiles.rows
+    roomy = plan_tiles(mine.offsets_e, 3 * num_slots, rows, 2, 5)
+    roomy = roomy._replace(usual=usual or int(roomy.count) + 1)
+    assert roomy.looped() is not None
+    schedule = schedule_tiles(mine.rows_R, mine.slots_SK, roomy, mine.plan, mine.arrays.rows, 0)
+    num_rows = int(schedule.count)
+    assert num_rows == int(mine.schedule.count)
+    for actual, expected in zip(schedule[1:3], mine.schedule[1:3], strict=True):
+        assert torch.equal(actual[:num_rows], expected[:num_rows])
+    weight = torch.randn(len(mine.offsets_e), x_TD.shape[1], 40, device=device).to(dtype)
+    both = torch.randn(len(mine.offsets_e), 2, 24, x_TD.shape[1], device=device).to(dtype)
+    end, cut, copy_blocks = mine.offsets_e[-1], GemmTiles(outputs=16, group=2), CopyBlocks(3, 512)
+    if device == "cuda":
+        cut = GemmTiles(outputs=32, group=2)
+    getting: Any = {"schedule": schedule, "copy_blocks": copy_blocks}
+
+    own_rows(mine.arrays.rows).copy_(x_TD)
+    expected_RO = gather_mm(x_SD, mine.rows_R, weight, mine.tiles, cut)
+    assert same_slots(gather_mm(x_SD, mine.rows_R, weight, roomy, cut), expected_RO, end)
+    coming_SD = torch.full_like(x_SD, float("nan"))
+    assert same_slots(gather_mm(coming_SD, mine.rows_R, weight, roomy, cut, **getting), expected_RO, end)
+
+    expected_up = expert_up(x_SD, mine.rows_R, mine.scores_R, both, mine.tiles, cut)
+    for rows_SD, how in ((x_SD, {}), (torch.full_like(x_SD, float("nan")), getting)):
+        actual_up = expert_up(rows_SD, mine.rows_R, mine.scores_R, both, roomy, cut, **how)
+        assert all(same_slots(a, b, end) for a, b in zip(actual_up, expected_up, strict=True))
+
+    active_RF = torch.randn(num_slots, 40, device=device).to(dtype)
+    y_RD = slot_mm(active_RF, weight.mT, mine.tiles, cut=cut)
+    assert same_slots(slot_mm(active_RF, weight.mT, roomy, cut=cut), y_RD, end)
+    put_rows(slot_sum(y_RD, mine.slots_SK), mine.plan, mine.arrays.rows, 0)
+    expected = sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows)
+    mine.arrays.rows.local.fill_(float("nan"))
+    slot_mm(active_RF, weight.mT, roomy, **getting, cut=cut)
+    clear_rows_without_slots(mine.slots_SK, mine.plan, mine.arrays.rows, 0)
+    assert torch.equal(sum_partial_results(mine.plan.sent_mask_TP, mine.arrays.rows), expected)
+
+
+@pytest.mark.parametrize("device", symm.DEVICES)
+def test_without_a_slot_thread_blocks_that_loop_neither_work_nor_wait(device: str) -> None:
+    batch = draw("nobody", 2, device)
+    weight = torch.randn(symm.NUM_LOCAL, HIDDEN, WIDTH, device=device).to(batch.x_PTD.dtype)
+    for rank, mine in enumerate(prepare(batch)):
+        tiles = mine.tiles._replace(usual=1)
+        schedule = schedule_tiles(mine.rows_R, mine.slots_SK, tiles, mine.plan, mine.arrays.rows, rank)
+        assert int(schedule.count) == int(tiles.count) == 0
+        rows, active_RF = (torch.zeros(len(mine.rows_R), width, device=device) for width in (WIDTH, HIDDEN))
+        rows, active_RF = rows.to(weight.dtype), active_RF.to(weight.dtype)
+        gather_mm(rows, mine.rows_R, weight.mT.contiguous(), tiles, schedule=schedule, copy_blocks=FEW)
+        slot_mm(active_RF, weight, tiles, schedule=schedule, copy_blocks=FEW)
+
+
 def test_no_slots_are_no_work() -> None:
-    tiles = Tiles(*(torch.zeros(2, dtype=torch.int32) for _ in range(3)), 128)
+    empty, none = (torch.zeros(size, dtype=torch.int32) for size in (2, 1))
+    tiles = Tiles(empty, empty, empty, 128, none, 2)
     assert slot_mm(torch.zeros(0, 8), torch.zeros(2, 8, 16), tiles).shape == (0, 16)
 
 

@@ -11,10 +11,12 @@ from support.kernel_samples import SAMPLES, sample_plans
 from torch import Tensor
 
 from titan_moe.kernels.experts import stages
+from titan_moe.kernels.experts import swiglu_backward as swiglu_backward_file
 from titan_moe.kernels.experts.gather_mm import gather_mm
+from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.swiglu import weighted_swiglu
 from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
-from titan_moe.kernels.experts.tiles import SLACK, GemmTiles, plan_tiles, plan_tiles_reference
+from titan_moe.kernels.experts.tiles import SLACK, GemmTiles, Tiles, plan_tiles, plan_tiles_reference
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import WeightGradTiles, expert_weight_grad
 from titan_moe.kernels.permute.rows import plan_slots
@@ -218,3 +220,68 @@ def test_a_base_needs_the_tensor_that_it_is_a_place_in() -> None:
     tiles = plan_tiles_reference(index[:1], 4, 128)
     with pytest.raises(ValueError, match="hidden"):
         expert_up(x_SD, index, scores_R, weight, tiles, base=arenas.base("cpu"))
+
+
+LOADS = {
+    "even": [90, 180, 270, 360],
+    "empty_experts": [0, 100, 100, 300],
+    "all_on_one": [0, 0, 400, 400],
+    "full": [130, 260, 400, 512],
+    "nothing": [0, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("usual", [1, 3, 8, 11, 12])  # of 12 tiles
+@pytest.mark.parametrize("name", LOADS)
+def test_thread_blocks_that_loop_over_tiles_compute_the_same(
+    name: str, usual: int, device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    offsets_e, num_slots = torch.tensor(LOADS[name], device=device, dtype=torch.int32), 512
+    x_SD = torch.randn(17, WIDTH, device=device, dtype=dtype)
+    rows_R, scores_R = torch.randint(17, (num_slots,), device=device).int(), torch.rand(num_slots, device=device)
+    up = torch.randn(4, 2, HIDDEN, WIDTH, device=device, dtype=dtype) / 8
+    down = torch.randn(4, WIDTH, 232, device=device, dtype=dtype) / 8
+    slots = torch.randn(num_slots, WIDTH, device=device, dtype=dtype)
+    cut = GemmTiles(outputs=128, group=3)
+
+    def run(tiles: Tiles) -> list[Tensor]:
+        torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+        try:
+            of_up = expert_up(x_SD, rows_R, scores_R, up, tiles, GemmTiles(outputs=32, group=3))
+            gathered, multiplied = gather_mm(x_SD, rows_R, down, tiles, cut), slot_mm(slots, down, tiles, cut=cut)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return [*of_up, gathered, multiplied]
+
+    tiles = plan_tiles(offsets_e, num_slots, 64)
+    for actual, expected in zip(run(tiles._replace(usual=usual)), run(tiles), strict=True):
+        assert arenas.same_bits(actual, expected)
+        assert actual[offsets_e[-1] :].isnan().all(), "what is past the last expert is not written"
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("end", [0, 1, 20, 51])
+def test_programs_of_swiglu_backward_take_slots_in_turn(
+    end: int, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    num_slots = 2 * SLACK + 51
+    offsets_e = torch.tensor([end // 2, end], device=device, dtype=torch.int32)
+    dactive_RF, hidden_R2F, scores_R = (
+        torch.randn(num_slots, HIDDEN, device=device, dtype=dtype),
+        torch.randn(num_slots, 2 * HIDDEN, device=device, dtype=dtype),
+        torch.rand(num_slots, device=device),
+    )
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        expected = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
+        monkeypatch.setattr(swiglu_backward_file, "MAX_PROGRAMS", 3)
+        actual = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, other in zip(actual, expected, strict=True):
+        assert one is not None and other is not None and arenas.same_bits(one, other)
+    for cleared in actual[:2]:
+        assert cleared is not None and not cleared[end : end + SLACK].any() and cleared[end + SLACK :].isnan().all()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import arenas
 
+from titan_moe.kernels.experts import slot_sum as slot_sum_file
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -52,3 +53,26 @@ def test_slot_rows_are_those_of_the_slots_that_there_are(width: int, device: str
         assert torch.equal(several[:end], actual_RD[:end])
         assert actual_RD[end:].isnan().all(), "what is past the last expert costs nothing"
     assert slot_rows(x_SD, rows_R[:0], offsets_e).shape == (0, width)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [20, 1500])
+def test_programs_take_rows_in_turn_up_to_the_last_one(
+    width: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    slots_SK = torch.randperm(39, device=device).view(13, 3).int()
+    y_RD, rows_R = torch.randn(39, width, device=device), torch.randint(39, (39,), device=device).int()
+    offsets_e = torch.tensor([3, 30], dtype=torch.int32, device=device)
+    sums, rows = slot_sum(y_RD, slots_SK), slot_rows(y_RD, rows_R, offsets_e)
+    for count in (0, 5, 13, 99):
+        counts = torch.tensor([7, count], dtype=torch.int32, device=device)
+        torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+        try:
+            monkeypatch.setattr(slot_sum_file, "MAX_PROGRAMS", 5)
+            actual_SD, actual_RD = slot_sum(y_RD, slots_SK, counts[-1:]), slot_rows(y_RD, rows_R, offsets_e)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert torch.equal(actual_SD[:count], sums[:count]) and actual_SD[count:].isnan().all()
+        assert torch.equal(actual_RD[:30], rows[:30]) and actual_RD[30:].isnan().all()
+        assert torch.equal(slot_sum(y_RD, slots_SK), sums)

@@ -10,6 +10,12 @@ Copy blocks take blocks of rows in turn. *Get*: each counts the blocks that it h
 that it reads. *Put*: each waits for the tiles of a block's last slots; tiles signal completion by group. The
 interpreter runs thread blocks one by one, so copy blocks that wait come last there.
 
+No wait is endless. A launch gets or puts, never both. Where it gets, tiles wait for copy blocks, which are resident and
+wait for nothing in the launch. Where it puts, copy blocks wait for tiles, which wait for nothing. This holds whichever
+thread block computes a tile, and however many it computes in turn (tiles.py). Thread blocks that loop take tiles in
+ascending order, in which rows are got and put, so a wait delays no tile whose rows have been received. Such thread
+blocks compute and signal no tile past the last one, and put waits for none.
+
 Memory order: a sender's threads pass a barrier before the release, a receiver's after the acquire.
 
 kernels/symm_mem/tile_schedule.py computes the lists of rows. Rows are aligned to 16 bytes, as the GEMMs need them.
@@ -32,7 +38,7 @@ class TileSchedule(NamedTuple):
     get_addresses_S: Tensor
     """int64, their sources."""
     required_rows_M: Tensor
-    """int32, how many of them a tile waits for."""
+    """int32, how many of them a tile waits for; undefined past the last tile."""
     put_slots_SK: Tensor
     """int32, slots of each row in the order of choices, valid ones first; rows ordered by their last slots."""
     put_num_slots_S: Tensor

@@ -22,7 +22,7 @@ GET_BLOCKS = CopyBlocks(40, 16_384)
 @triton.jit
 def _gather_mm_kernel(
     x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
-    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr,
+    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, num_tiles_ptr,
     I: tl.constexpr, O: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
@@ -36,29 +36,56 @@ def _gather_mm_kernel(
             )  # fmt: skip
             return
     num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
-    tile, column = place_in_groups(program, (tl.num_programs(0) - COPY_BLOCKS) // num_columns, num_columns, GROUP)
-    expert = tl.load(experts_ptr + tile)
-    if expert < 0:
-        return
+    num_programs = tl.num_programs(0) - COPY_BLOCKS
+    if num_tiles_ptr is None:
+        tile, column = place_in_groups(program, num_programs // num_columns, num_columns, GROUP)
+        expert = tl.load(experts_ptr + tile)
+        if expert < 0:
+            return
+        _gather_mm_tile(
+            tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
+            required_rows_ptr, arrived_ptr, I, O, IS_INTERPRETED, BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I,
+            COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+        )  # fmt: skip
+    else:
+        num_tiles = tl.load(num_tiles_ptr)
+        for position in tl.range(program, num_tiles * num_columns, num_programs, num_stages=1):
+            tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
+            _gather_mm_tile(
+                tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, weight_desc, last_desc, out_ptr,
+                begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, I, O, IS_INTERPRETED,
+                BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gather_mm_tile(
+    tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
+    required_rows_ptr, arrived_ptr, I: tl.constexpr, O: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr,
+    COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of slots and columns, once its rows have been received."""
+    num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
     if COPY_BLOCKS:
         wait_for_rows(
             arrived_ptr, tl.load(required_rows_ptr + tile), COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, IS_INTERPRETED
         )
     begin, end = tl.load(begins_ptr + tile), tl.load(ends_ptr + tile)
     if BLOCK_LAST < BLOCK_O and column == num_columns - 1:
-        _gather_mm_tile(
+        _multiply(
             expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, last_desc, out_ptr, I, O,
             BLOCK_R, BLOCK_LAST, BLOCK_I,
         )  # fmt: skip
     else:
-        _gather_mm_tile(
+        _multiply(
             expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, I, O,
             BLOCK_R, BLOCK_O, BLOCK_I,
         )  # fmt: skip
 
 
 @triton.jit
-def _gather_mm_tile(
+def _multiply(
     expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, I: tl.constexpr, O: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -98,8 +125,8 @@ def gather_mm(
     # weights come by TMA: their pointers would take the registers that the sums need
     weights = [TensorDescriptor.from_tensor(weight_eIO, [1, cut.inner, outputs]) for outputs in (cut.outputs, last)]
     copies, sizes = get_arguments(schedule, copy_blocks, width)
-    _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(out_width, cut.outputs),)](
-        x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies,
+    _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(out_width, cut.outputs),)](
+        x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies, tiles.looped(),
         I=width, O=out_width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,

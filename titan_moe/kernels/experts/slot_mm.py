@@ -21,7 +21,7 @@ PUT_BLOCKS = CopyBlocks(36, 8192)
 @triton.jit(do_not_specialize=["num_tiles"])
 def _slot_mm_kernel(
     x_desc, weight_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
-    put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles,
+    put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles, num_tiles_ptr,
     I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, COPY_BLOCKS: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
@@ -29,9 +29,11 @@ def _slot_mm_kernel(
 ):  # fmt: skip
     num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
     program = tl.program_id(0)
+    if num_tiles_ptr is not None:
+        num_tiles = tl.load(num_tiles_ptr)
     if COPY_BLOCKS:
         # the interpreter runs thread blocks in order, so there tiles come first
-        first_copy_block = num_tiles * num_columns if IS_INTERPRETED else 0
+        first_copy_block = tl.num_programs(0) - COPY_BLOCKS if IS_INTERPRETED else 0
         copy_block = program - first_copy_block
         if (copy_block >= 0) & (copy_block < COPY_BLOCKS):
             put_in_order(
@@ -42,25 +44,48 @@ def _slot_mm_kernel(
             return
         if not IS_INTERPRETED:
             program -= COPY_BLOCKS
-    tile, column = place_in_groups(program, num_tiles, num_columns, GROUP)
-    expert = tl.load(experts_ptr + tile)
-    if expert >= 0:
-        begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
-        total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
-        for k in range(0, I, BLOCK_I):
-            x = x_desc.load([begin, k])
-            if IS_TRANSPOSED:
-                weight = weight_desc.load([expert, first, k]).reshape(BLOCK_O, BLOCK_I).T
-            else:
-                weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
-            total = tl.dot(x, weight, total, input_precision="ieee")
-        slots = begin + tl.arange(0, BLOCK_R)
-        columns = first + tl.arange(0, BLOCK_O)
-        out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
-        keep = (slots < tl.load(ends_ptr + tile))[:, None] & (columns < O)[None, :]
-        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
-    if COPY_BLOCKS:
-        signal(done_ptr + tile // GROUP)
+    num_programs = tl.num_programs(0) - COPY_BLOCKS
+    if num_tiles_ptr is None:
+        tile, column = place_in_groups(program, num_tiles, num_columns, GROUP)
+        expert = tl.load(experts_ptr + tile)
+        if expert >= 0:
+            _slot_mm_tile(
+                tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
+                I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+            )  # fmt: skip
+        if COPY_BLOCKS:
+            signal(done_ptr + tile // GROUP)
+    else:
+        for position in tl.range(program, num_tiles * num_columns, num_programs, num_stages=1):
+            tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
+            _slot_mm_tile(
+                tile, column, tl.load(experts_ptr + tile), x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
+                I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+            )  # fmt: skip
+            if COPY_BLOCKS:
+                signal(done_ptr + tile // GROUP)
+
+
+@triton.jit
+def _slot_mm_tile(
+    tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
+    I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
+    total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
+    for k in range(0, I, BLOCK_I):
+        x = x_desc.load([begin, k])
+        if IS_TRANSPOSED:
+            weight = weight_desc.load([expert, first, k]).reshape(BLOCK_O, BLOCK_I).T
+        else:
+            weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    slots = begin + tl.arange(0, BLOCK_R)
+    columns = first + tl.arange(0, BLOCK_O)
+    out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
+    keep = (slots < tl.load(ends_ptr + tile))[:, None] & (columns < O)[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
 def slot_mm(
@@ -94,8 +119,8 @@ def slot_mm(
         copies = (*schedule[4:], schedule.count, done_G)
         num_rows, num_choices = schedule.put_slots_SK.shape
         sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width)}
-    _slot_mm_kernel[(num_tiles * num_columns + sizes["COPY_BLOCKS"],)](
-        rows, weights, out_RO, *tiles[:3], *copies, num_tiles,
+    _slot_mm_kernel[(tiles.usual * num_columns + sizes["COPY_BLOCKS"],)](
+        rows, weights, out_RO, *tiles[:3], *copies, num_tiles, tiles.looped(),
         I=width, O=out_width, IS_TRANSPOSED=is_transposed,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_I=cut.inner, GROUP=cut.group,
         IS_INTERPRETED=knobs.runtime.interpret, **sizes, num_warps=cut.num_warps, num_stages=cut.num_stages,

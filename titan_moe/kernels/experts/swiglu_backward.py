@@ -2,8 +2,9 @@
 
 R slots · F hidden width
 
-Physics: memory-bound, reads 3·R·F elements and writes 3·R·F. A thread block owns a whole slot, so the gradient of its
-score, ⟨dA, silu(gate)·up⟩, is complete where it is computed; the expert's output is never needed for it.
+Physics: memory-bound, reads 3·R·F elements and writes 3·R·F. A thread block computes whole slots, so the gradient of a
+score, ⟨dA, silu(gate)·up⟩, is complete where it is computed; the expert's output is never needed for it. Thread blocks
+take slots in turn and stop after the last expert's, so that room for more slots costs nothing.
 """
 
 import torch
@@ -13,27 +14,41 @@ from torch import Tensor
 
 from titan_moe.kernels.experts.tiles import SLACK
 
+MAX_PROGRAMS = 16_384
+"""Thread blocks of a launch: several times those that a GPU holds, so that the last ones hardly matter."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["num_slots"])
 def _swiglu_backward_kernel(
-    dactive_ptr, hidden_ptr, scores_ptr, offsets_ptr, dhidden_ptr, active_ptr, dscores_ptr, num_experts, base_ptr,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, IS_ROUTED: tl.constexpr, SLACK: tl.constexpr,
+    dactive_ptr, hidden_ptr, scores_ptr, offsets_ptr, dhidden_ptr, active_ptr, dscores_ptr, num_slots, num_experts,
+    base_ptr, F: tl.constexpr, BLOCK_F: tl.constexpr, IS_ROUTED: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # products with a width keep their alignment
         hidden_ptr += tl.load(base_ptr + 1) * (2 * F)
-    slot = tl.program_id(0).to(tl.int64)
-    hidden_ptr += slot * 2 * F
-    dhidden_ptr += slot * 2 * F
-    dactive_ptr += slot * F
-    active_ptr += slot * F
-    score = 1.0
+    end = num_slots
     if IS_ROUTED:
         end = tl.load(offsets_ptr + num_experts - 1)
-        if slot >= end:
-            if slot < end + SLACK:
-                _clear(dhidden_ptr, 2 * F, BLOCK_F)
-                _clear(active_ptr, F, BLOCK_F)
-            return
+        num_slots = tl.minimum(num_slots, end + SLACK)
+    for index in range(tl.program_id(0), num_slots, tl.num_programs(0)):
+        slot = tl.cast(index, tl.int64)
+        dhidden_ptrs, active_ptrs = dhidden_ptr + slot * 2 * F, active_ptr + slot * F
+        if index < end:
+            _swiglu_backward_slot(
+                slot, dactive_ptr + slot * F, hidden_ptr + slot * 2 * F, scores_ptr, dhidden_ptrs, active_ptrs,
+                dscores_ptr, F, BLOCK_F, IS_ROUTED,
+            )  # fmt: skip
+        else:
+            _clear(dhidden_ptrs, 2 * F, BLOCK_F)
+            _clear(active_ptrs, F, BLOCK_F)
+
+
+@triton.jit
+def _swiglu_backward_slot(
+    slot, dactive_ptr, hidden_ptr, scores_ptr, dhidden_ptr, active_ptr, dscores_ptr,
+    F: tl.constexpr, BLOCK_F: tl.constexpr, IS_ROUTED: tl.constexpr,
+):  # fmt: skip
+    score = 1.0
+    if IS_ROUTED:
         score = tl.load(scores_ptr + slot)
     dscore = 0.0
     for first in range(0, F, BLOCK_F):
@@ -80,9 +95,9 @@ def swiglu_backward(
     dhidden_R2F, active_RF = hidden_R2F.new_empty(num_slots, 2 * num_features), torch.empty_like(dactive_RF)
     dscores_R = None if scores_R is None else torch.empty_like(scores_R)
     if num_slots:
-        _swiglu_backward_kernel[(num_slots,)](
+        _swiglu_backward_kernel[(min(num_slots, MAX_PROGRAMS),)](
             dactive_RF, hidden_R2F, scores_R, offsets_e, dhidden_R2F, active_RF, dscores_R,
-            0 if offsets_e is None else offsets_e.numel(), base,
+            num_slots, 0 if offsets_e is None else offsets_e.numel(), base,
             F=num_features, BLOCK_F=min(triton.next_power_of_2(num_features), 1024), IS_ROUTED=offsets_e is not None,
             SLACK=SLACK, num_warps=4,
         )  # fmt: skip

@@ -28,7 +28,7 @@ GET_BLOCKS = CopyBlocks(36, 16_384)
 @triton.jit
 def _expert_up_kernel(
     x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, experts_ptr, begins_ptr, ends_ptr,
-    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, base_ptr,
+    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, base_ptr, num_tiles_ptr,
     F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
@@ -45,10 +45,36 @@ def _expert_up_kernel(
             )  # fmt: skip
             return
     num_columns: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    tile, column = place_in_groups(program, (tl.num_programs(0) - COPY_BLOCKS) // num_columns, num_columns, GROUP)
-    expert = tl.load(experts_ptr + tile)
-    if expert < 0:
-        return
+    num_programs = tl.num_programs(0) - COPY_BLOCKS
+    if num_tiles_ptr is None:
+        tile, column = place_in_groups(program, num_programs // num_columns, num_columns, GROUP)
+        expert = tl.load(experts_ptr + tile)
+        if expert < 0:
+            return
+        _expert_up_tile(
+            tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, begins_ptr,
+            ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED, BLOCK_R, BLOCK_F, BLOCK_D,
+            COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+        )  # fmt: skip
+    else:
+        num_tiles = tl.load(num_tiles_ptr)
+        for position in tl.range(program, num_tiles * num_columns, num_programs, num_stages=1):
+            tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
+            _expert_up_tile(
+                tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr,
+                active_ptr, begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, F, D, IS_INTERPRETED,
+                BLOCK_R, BLOCK_F, BLOCK_D, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _expert_up_tile(
+    tile, column, expert, x_ptr, rows_ptr, scores_ptr, weight_desc, hidden_ptr, active_ptr, begins_ptr, ends_ptr,
+    required_rows_ptr, arrived_ptr, F: tl.constexpr, D: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
+    COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of slots and columns, once its rows have been received."""
     if COPY_BLOCKS:
         wait_for_rows(
             arrived_ptr, tl.load(required_rows_ptr + tile), COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, IS_INTERPRETED
@@ -135,8 +161,8 @@ def expert_up(
     # a block may run over the end of its expert's gate or up half: those columns are computed and not stored
     weights = TensorDescriptor.from_tensor(weight_e2FD.flatten(0, 1), [2, cut.outputs, cut.inner])
     copies, sizes = get_arguments(schedule, copy_blocks, width)
-    _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.experts_M.numel() * triton.cdiv(num_features, cut.outputs),)](
-        x_SD, rows_R, scores_R, weights, hidden, active_RF, *tiles[:3], *copies, base,
+    _expert_up_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(num_features, cut.outputs),)](
+        x_SD, rows_R, scores_R, weights, hidden, active_RF, *tiles[:3], *copies, base, tiles.looped(),
         F=num_features, D=width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_F=cut.outputs, BLOCK_D=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,

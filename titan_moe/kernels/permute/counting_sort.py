@@ -84,7 +84,9 @@ def _place_kernel(
     block = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     experts = _load_experts(ids_ptr, block * BLOCK + index, num_assignments, num_experts)
-    keys = tl.sort(experts * BLOCK + index)  # keys are distinct, so the sort is stable
+    keys = experts * BLOCK + index  # distinct, so the sort is stable
+    if tl.min(experts, axis=0) < num_experts:  # else they are sorted, as in all blocks past the last row
+        keys = tl.sort(keys)
     expert, assignment = keys // BLOCK, block * BLOCK + keys % BLOCK
     slot = tl.load(shifts_ptr + expert.to(tl.int64) * num_blocks + block) + index
     is_assignment, is_slot = assignment < num_assignments, slot < num_slots

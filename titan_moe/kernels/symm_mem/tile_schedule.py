@@ -10,6 +10,7 @@ and backward share them: backward gets the gradients of results as forward gets 
 forward puts results.
 
 Physics: latency-bound, two launches, each reads K integers a slot. 28 bytes a row and 4 an assignment are written.
+Thread blocks past the last tile return at once.
 """
 
 import torch
@@ -24,7 +25,7 @@ from titan_moe.kernels.symm_mem.assignments import find_tokens
 from titan_moe.kernels.symm_mem.row_plan import RowPlan
 
 BLOCK, CHUNK = 64, 1024
-SIZES = ["rank", "num_tokens", "num_tiles"]
+SIZES = ["rank", "num_tokens", "max_tiles"]
 
 
 def schedule_tiles_reference(rows_R: Tensor, slots_SK: Tensor, tiles: Tiles) -> tuple[list[int], list[int], list[int]]:
@@ -59,30 +60,36 @@ def _read_tile(tile, rows_ptr, slots_ptr, begins_ptr, ends_ptr, K: tl.constexpr,
 
 @triton.jit(do_not_specialize=SIZES)
 def _count_kernel(
-    counts_ptr, rows_ptr, slots_ptr, begins_ptr, ends_ptr, num_tiles,
+    counts_ptr, rows_ptr, slots_ptr, begins_ptr, ends_ptr, num_tiles_ptr, max_tiles,
     K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
+    if tile >= tl.load(num_tiles_ptr):
+        return
     _, _, is_first, is_last = _read_tile(tile, rows_ptr, slots_ptr, begins_ptr, ends_ptr, K, K2, ROWS)
     tl.store(counts_ptr + tile, tl.sum(is_first, axis=0))
-    tl.store(counts_ptr + num_tiles + tile, tl.sum(is_last, axis=0))
+    tl.store(counts_ptr + max_tiles + tile, tl.sum(is_last, axis=0))
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _schedule_kernel(
-    counts_ptr, rows_ptr, slots_ptr, begins_ptr, ends_ptr, tokens_ptr, row_ends_ptr, peer_ptrs_ptr,
+    counts_ptr, rows_ptr, slots_ptr, begins_ptr, ends_ptr, num_tiles_ptr, tokens_ptr, row_ends_ptr, peer_ptrs_ptr,
     offset_bytes, count_ptr, get_rows_ptr, get_addresses_ptr, required_rows_ptr,
     put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr,
-    rank, num_tokens, num_tiles, row_bytes,
+    rank, num_tokens, max_tiles, row_bytes,
     P: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
+    num_tiles = tl.load(num_tiles_ptr)
+    tl.store(count_ptr, 0, mask=(num_tiles == 0) & (tile == 0))
+    if tile >= num_tiles:
+        return
     num_first = tl.zeros((), dtype=tl.int32)
     num_last = tl.zeros((), dtype=tl.int32)
     for begin in range(0, tile, CHUNK):
         earlier = begin + tl.arange(0, CHUNK)
         num_first += tl.sum(tl.load(counts_ptr + earlier, mask=earlier < tile, other=0), axis=0)
-        num_last += tl.sum(tl.load(counts_ptr + num_tiles + earlier, mask=earlier < tile, other=0), axis=0)
+        num_last += tl.sum(tl.load(counts_ptr + max_tiles + earlier, mask=earlier < tile, other=0), axis=0)
     row, slots, is_first, is_last = _read_tile(tile, rows_ptr, slots_ptr, begins_ptr, ends_ptr, K, K2, ROWS)
     source, token, _ = find_tokens(row, tokens_ptr, row_ends_ptr, num_tokens, P)
     row_ptrs = tl.load(peer_ptrs_ptr + source) + offset_bytes
@@ -135,20 +142,20 @@ def schedule_tiles(
 ) -> TileSchedule:
     """Compute the schedule of all rows that have slots. `rows` is the array that they are got from and put to."""
     num_rows, top_k = slots_SK.shape
-    (num_tokens, num_ranks, width), num_tiles = rows.local.shape, tiles.experts_M.numel()
-    counts_2M, count = rows_R.new_empty(2, num_tiles), rows_R.new_empty(1)
+    (num_tokens, num_ranks, width), max_tiles = rows.local.shape, tiles.experts_M.numel()
+    counts_2M, count = rows_R.new_empty(2, max_tiles), rows_R.new_empty(1)
     get_rows_S, put_num_slots_S, put_tiles_S = (rows_R.new_empty(num_rows) for _ in range(3))
     put_slots_SK = rows_R.new_empty(num_rows, top_k)
     get_addresses_S, put_addresses_S = (rows_R.new_empty(num_rows, dtype=torch.int64) for _ in range(2))
-    required_rows_M = rows_R.new_empty(num_tiles)
+    required_rows_M = rows_R.new_empty(max_tiles)
     sizes = {"K": top_k, "K2": triton.next_power_of_2(top_k), "ROWS": tiles.rows}
-    tile_args = (rows_R, slots_SK, tiles.begins_M, tiles.ends_M)
-    _count_kernel[(num_tiles,)](counts_2M, *tile_args, num_tiles, **sizes)
-    _schedule_kernel[(num_tiles,)](
+    tile_args = (rows_R, slots_SK, tiles.begins_M, tiles.ends_M, tiles.count)
+    _count_kernel[(max_tiles,)](counts_2M, *tile_args, max_tiles, **sizes)
+    _schedule_kernel[(max_tiles,)](
         counts_2M, *tile_args, plan.recv_tokens_PT, plan.recv_offsets_Q, rows.peer_ptrs_P, rows.offset_bytes,
         count, get_rows_S, get_addresses_S, required_rows_M,
         put_slots_SK, put_num_slots_S, put_addresses_S, put_tiles_S,
-        rank, num_tokens, num_tiles, width * rows.local.dtype.itemsize, P=num_ranks, CHUNK=CHUNK, **sizes,
+        rank, num_tokens, max_tiles, width * rows.local.dtype.itemsize, P=num_ranks, CHUNK=CHUNK, **sizes,
     )  # fmt: skip
     return TileSchedule(
         count, get_rows_S, get_addresses_S, required_rows_M, put_slots_SK, put_num_slots_S, put_addresses_S, put_tiles_S
