@@ -12,6 +12,7 @@ from titan_moe.config.schema import all_keys
 
 RESULTS = Path(__file__).parents[1] / "tools" / "RESULTS.md"
 MEASURED = {
+    "model.embedding_init_std": "| the same, embeddings of deviation 1, 60 steps",
     "model.moe.aux_loss_coef": "with `aux_loss_coef = 1e-3` the load is back",
     "parallel.ep": "ep = GPUs",
     "parallel.dispatcher": "| `symm_mem` (predicted 2.10 ms)",
@@ -49,7 +50,8 @@ KEPT = {
     "model.ffn_hidden_size": "width of dense layers: DeepSeek, and models without experts",
     "model.norm_eps": "families differ: 1e-5 and 1e-6",
     "model.embeddings_are_tied": "small Qwen3, Gemma",
-    "model.init_std": "families differ; natural routing depends on it",
+    "model.init_std": "families differ",
+    "model.embedding_multiplier": "Gemma; gives tied embeddings the size of untied ones",
     "model.attention.kind": "MLA in DeepSeek, GQA elsewhere",
     "model.attention.num_heads": "shape of every model",
     "model.attention.num_kv_heads": "shape of gqa",
@@ -110,6 +112,7 @@ KEPT = {
     "optim.beta2": "AdamW",
     "optim.eps": "AdamW",
     "optim.weight_decay": "AdamW",
+    "optim.embeddings_decay": "off in OLMo 2",
     "optim.max_grad_norm": "clipping",
     "optim.warmup_steps": "schedule",
     "optim.decay_steps": "schedule",

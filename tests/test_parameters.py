@@ -8,7 +8,7 @@ from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.models.transformer import Transformer
-from titan_moe.parameters import ParameterKind, kind_of, named_kinds, residual_ends
+from titan_moe.parameters import ParameterKind, kind_of, named_kinds, residual_ends, untied_embeddings
 
 MOE = MoEConfig(num_experts=4, ffn_hidden_size=8, shared_ffn_hidden_size=8, shared_expert_gate=True, latent_size=8)
 GQA = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True, qkv_bias=True)
@@ -58,6 +58,11 @@ def test_residual_ends_are_declared_by_layers(attention: AttentionConfig) -> Non
 def test_parameter_kind_of_a_tied_weight_is_of_its_first_owner() -> None:
     kinds = {name: kind for name, _, kind in named_kinds(built(GQA, embeddings_are_tied=True))}
     assert kinds["embed.weight"] is ParameterKind.EMBEDDING and "head.weight" not in kinds
+
+
+def test_embeddings_that_are_not_tied() -> None:
+    assert untied_embeddings(built(GQA)) == untied_embeddings(built(GQA, embedding_multiplier=4.0)) == {"embed.weight"}
+    assert untied_embeddings(built(GQA, embeddings_are_tied=True)) == set()
 
 
 class BiasedExperts(GroupedExperts):

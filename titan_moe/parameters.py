@@ -4,6 +4,7 @@ Initialisation, weight decay and sharding treat a bias of experts, [e, D], diffe
 parameter cannot carry its kind, because parallelism replaces it by a DTensor.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
 
@@ -57,6 +58,16 @@ def named_kinds(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parameter
     for name, parameter in model.named_parameters():
         owner, _, attribute = name.rpartition(".")
         yield name, parameter, kind_of(model.get_submodule(owner), attribute)
+
+
+def untied_embeddings(model: nn.Module) -> set[str]:
+    """Names of the embeddings that are the weight of one module only."""
+    num_owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {
+        name
+        for name, parameter, kind in named_kinds(model)
+        if kind is ParameterKind.EMBEDDING and num_owners[id(parameter)] == 1
+    }
 
 
 def residual_ends(model: nn.Module) -> set[str]:

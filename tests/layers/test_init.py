@@ -29,13 +29,20 @@ RESIDUAL_ENDS = (
 )
 
 
-def built(seed: int = 0, attention: AttentionConfig = GQA, garbage: float = float("nan")) -> Transformer:
+def built(
+    seed: int = 0,
+    attention: AttentionConfig = GQA,
+    garbage: float = float("nan"),
+    embedding_std: float | None = None,
+    is_tied: bool = False,
+) -> Transformer:
     config = ModelConfig(
         vocab_size=128,
         num_layers=LAYERS,
         num_dense_layers=1,
         hidden_size=64,
         ffn_hidden_size=96,
+        embeddings_are_tied=is_tied,
         attention=attention,
         moe=MOE,
     )
@@ -44,7 +51,9 @@ def built(seed: int = 0, attention: AttentionConfig = GQA, garbage: float = floa
     model.to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().fill_(garbage if tensor.is_floating_point() else 7)
-    init_weights(model, seed, STD, LAYERS)
+    if is_tied:
+        model.head.weight = model.embed.weight  # to_empty makes two of a shared parameter
+    init_weights(model, seed, STD, LAYERS, embedding_std=embedding_std)
     return model
 
 
@@ -100,6 +109,14 @@ def test_init_deviation_of_every_parameter(attention: AttentionConfig) -> None:
             assert parameter.abs().max() < 3.0001 * spread, name
             ends |= {end for end in RESIDUAL_ENDS if name.endswith(end)}
     assert ends == set(RESIDUAL_ENDS), "each kind of end was there"
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_init_deviation_of_embeddings(is_tied: bool) -> None:
+    usual, wide = (dict(built(embedding_std=std, is_tied=is_tied).named_parameters()) for std in (None, 1.0))
+    expected = 0.9975 * (STD if is_tied else 1.0)
+    assert wide["embed.weight"].std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * 128 * 64))
+    assert all(torch.equal(wide[name], usual[name]) for name in usual if name != "embed.weight" or is_tied)
 
 
 def test_init_of_expert_biases_is_zero() -> None:

@@ -316,7 +316,8 @@ def test_parity_of_recipes_with_published_models(name: str) -> None:
     family, settings = FAMILIES[PUBLISHED[name][0]], PUBLISHED[name][1]
     published = getattr(transformers, family.config_class)(**settings)
     recipe = load_recipe(RECIPES / f"{name}.toml").model
-    free = {"name": recipe.name, "init_std": recipe.init_std}  # how a run is trained, not what the model is
+    fields = ("name", "init_std", "embedding_init_std")  # how a run is trained, not what the model is
+    free = {field: getattr(recipe, field) for field in fields}
     expected = replace(family.ours(published), **free)
     balance = {"aux_loss_coef": recipe.moe.aux_loss_coef, "group_score": recipe.moe.group_score}
     assert recipe == replace(expected, moe=replace(expected.moe, **balance))

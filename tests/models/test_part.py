@@ -15,6 +15,7 @@ CONFIG = ModelConfig(
     num_layers=4,
     num_dense_layers=1,
     hidden_size=16,
+    embedding_multiplier=4.0,
     ffn_hidden_size=24,
     # every other layer has a window: what a layer sees depends on its number
     attention=AttentionConfig(

@@ -44,6 +44,17 @@ def test_generate_is_repeatable_with_a_seed(model: Transformer, prompt_BN: torch
     assert write(1) == write(1) != write(2)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_transformer_multiplies_embeddings(prompt_BN: torch.Tensor, is_tied: bool) -> None:
+    configs = [replace(CONFIG, embeddings_are_tied=is_tied, embedding_multiplier=factor) for factor in (1.0, 4.0)]
+    plain, scaled = map(Transformer, configs)
+    init_weights(plain, seed=0, std=0.3, num_layers=CONFIG.num_layers)
+    scaled.load_state_dict(plain.state_dict())
+    assert torch.equal(scaled.embed(prompt_BN), 4 * plain.embed(prompt_BN))
+    assert (scaled.head.weight is scaled.embed.weight) == is_tied
+    assert not torch.allclose(scaled(prompt_BN), plain(prompt_BN))
+
+
 MLA = AttentionConfig(kind="mla", num_heads=2, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 SHARED = replace(CONFIG.moe, shared_ffn_hidden_size=8, shared_expert_gate=True, latent_size=8)
 

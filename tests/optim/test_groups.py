@@ -1,5 +1,6 @@
 """Matrices decay; scales and biases do not, whatever their shape."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -20,6 +21,18 @@ def test_decay_groups_by_kind() -> None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert [names[id(p)] for p in decayed["params"]] == ["0.weight", "1.weight", "3.gate_up", "3.down"]
     assert [names[id(p)] for p in spared["params"]] == ["1.bias", "2.weight", "3.down_bias"]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_decay_groups_without_embeddings(is_tied: bool) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "norm": nn.RMSNorm(4), "head": nn.Linear(4, 8, bias=False)})
+    if is_tied:
+        model["head"].weight = model["embed"].weight
+    decayed, spared = decay_groups(model, 0.1, embeddings_decay=False)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = [[names[id(p)] for p in group["params"]] for group in (decayed, spared)]
+    expected = [["embed.weight"], ["norm.weight"]] if is_tied else [["head.weight"], ["embed.weight", "norm.weight"]]
+    assert found == expected
 
 
 def test_decay_groups_are_not_empty() -> None:

@@ -134,8 +134,8 @@ class ModelConfig:
     class_: str = "titan_moe.models.transformer:Transformer"
     """The class of the model as `package.module:Class`; a module in the working folder is found too. It is called as
     `Class(model_config, kernels=..., loss_chunk_tokens=...)`; the easiest way is a subclass of the default. Matrices
-    are initialised from a normal distribution with `init_std`, vectors with one, parameters named `bias` with zero,
-    unless the module that owns them defines `parameter_kinds`."""
+    are initialised from a normal distribution with `init_std`, weights of an `nn.Embedding` with `embedding_init_std`,
+    vectors with one, parameters named `bias` with zero, unless the module that owns them defines `parameter_kinds`."""
     name: str = "custom"
     """The name of the model in logs and reports."""
     vocab_size: int = 256
@@ -152,9 +152,16 @@ class ModelConfig:
     """Epsilon of every RMSNorm."""
     embeddings_are_tied: bool = False
     """Share the weight of embedding and output head."""
+    embedding_multiplier: float = 1.0
+    """Factor on the output of the embedding; sqrt(hidden_size) in Gemma, "Scaled Embed" in arXiv:2312.16903. It gives
+    tied embeddings the size that `embedding_init_std` gives untied ones."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 * num_layers) for the output projections of residual
     branches."""
+    embedding_init_std: float = 1.0
+    """Standard deviation of the initial embeddings (arXiv:2312.16903). The first attention outputs are averages, nearly
+    equal for all tokens; beside small embeddings they dominate the residual stream, and routers send all tokens to the
+    same experts. Tied embeddings are initialised with `init_std`, because they are the weight of the head too."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """The attention layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)

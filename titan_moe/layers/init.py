@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from titan_moe.parameters import ParameterKind, named_kinds, residual_ends
+from titan_moe.parameters import ParameterKind, named_kinds, residual_ends, untied_embeddings
 
 
 class Slice(NamedTuple):
@@ -30,17 +30,25 @@ def unsharded_slice(parameter: Tensor) -> Slice:
 
 @torch.no_grad()
 def init_weights(
-    model: nn.Module, seed: int, std: float, num_layers: int, slice_of: Callable[[Tensor], Slice] = unsharded_slice
+    model: nn.Module,
+    seed: int,
+    std: float,
+    num_layers: int,
+    slice_of: Callable[[Tensor], Slice] = unsharded_slice,
+    *,
+    embedding_std: float | None = None,
 ) -> None:
     """Fill every parameter and buffer of a materialised model.
 
     Matrices are normal with deviation `std`, clamped at three deviations; norms are 1, biases 0. The deviation of
-    matrices that end a residual branch is divided by sqrt(2 · layers) (GPT-2). `slice_of` finds this rank's part of a
-    parameter.
+    matrices that end a residual branch is divided by sqrt(2 · layers) (GPT-2). Untied embeddings have the deviation
+    `embedding_std` if it is given. `slice_of` finds this rank's part of a parameter.
     """
-    ends = residual_ends(model)
+    spreads = dict.fromkeys(residual_ends(model), std / math.sqrt(2 * num_layers))
+    if embedding_std is not None:
+        spreads |= dict.fromkeys(untied_embeddings(model), embedding_std)
     for name, parameter, kind in named_kinds(model):
-        spread = std / math.sqrt(2 * num_layers) if name in ends else std
+        spread = spreads.get(name, std)
         values, offsets = slice_of(parameter)
         match kind:
             case ParameterKind.SCALE:

@@ -29,7 +29,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.make_mask = MASKS[kernels.attention]
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed = _embedding(config)
         num_dense = config.num_layers - config.num_moe_layers
         blocks = [self.block_class(config, is_dense=i < num_dense, kernels=kernels) for i in range(config.num_layers)]
         self.layers = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
@@ -80,6 +80,24 @@ class Transformer(nn.Module):
             next_B1 = _choose(self(tokens_BN)[:, -1], temperature, generator)
             tokens_BN = torch.cat([tokens_BN, next_B1], dim=1)
         return tokens_BN
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose output is multiplied."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, multiplier: float) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self.multiplier = multiplier
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 [...] -> [..., D]."""
+        return super().forward(tokens) * self.multiplier
+
+
+def _embedding(config: ModelConfig) -> nn.Embedding:
+    if config.embedding_multiplier == 1.0:
+        return nn.Embedding(config.vocab_size, config.hidden_size)
+    return ScaledEmbedding(config.vocab_size, config.hidden_size, config.embedding_multiplier)
 
 
 def _choose(logits_BV: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

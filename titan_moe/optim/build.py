@@ -27,16 +27,19 @@ Builder = Callable[[nn.Module, OptimConfig, RunOptions], torch.optim.Optimizer]
 
 
 def build_adamw(part: nn.Module, config: OptimConfig, run: RunOptions) -> AdamW:
-    return AdamW(decay_groups(part, config.weight_decay), capturable=run.capturable, **_adam_options(config))
+    return AdamW(_groups(part, config), capturable=run.capturable, **_adam_options(config))
 
 
 def build_fused_adamw(part: nn.Module, config: OptimConfig, run: RunOptions) -> FusedAdamW:
-    groups = decay_groups(part, config.weight_decay)
-    return FusedAdamW(groups, moments=run.moments, seed=run.seed, **_adam_options(config))
+    return FusedAdamW(_groups(part, config), moments=run.moments, seed=run.seed, **_adam_options(config))
 
 
 BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "fused_adamw": build_fused_adamw}
 """`optim.kind` -> builder; config/optimizers.py has the facts for rules."""
+
+
+def _groups(part: nn.Module, config: OptimConfig) -> list[dict[str, Any]]:
+    return decay_groups(part, config.weight_decay, embeddings_decay=config.embeddings_decay)
 
 
 def _adam_options(config: OptimConfig) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: 
             delay_weight_grads_of_experts=delays_weight_grads(recipe, device),
         )
         part.to_empty(device=device)
-        init_weights(part, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers, local_slice)
+        seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
+        init_weights(part, seed, num_layers=recipe.model.num_layers, slice_of=local_slice, **stds)
         if recipe.train.forced_routing:
             force_routing(part, recipe.train.forced_routing, recipe.model.moe, recipe.parallel.ep, device)
     return parts

@@ -43,7 +43,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
     "model": {
         "vocab_size num_layers hidden_size": POSITIVE,
         "num_dense_layers ffn_hidden_size": ZERO_OR_MORE,
-        "norm_eps init_std": ABOVE_ZERO,
+        "norm_eps init_std embedding_init_std embedding_multiplier": ABOVE_ZERO,
     },
     "model.attention": {
         "num_heads num_kv_heads head_dim yarn_factor yarn_original_tokens": POSITIVE,
