@@ -3,7 +3,7 @@
 import io
 import sys
 
-from titan_moe.metrics.console import Console, format_line
+from titan_moe.metrics.console import Console, format_line, format_start
 
 RECORD = {
     "step": 20,
@@ -14,12 +14,14 @@ RECORD = {
     "tokens_seen": 1,
     "skipped_steps": 0,
     "rerun_steps": 0,
+    "rerun_share": 0.0,
     "tokens_per_second_per_gpu": 12345.6,
     "tflops_per_gpu": 284.0,
     "mfu": 0.2871,
     "memory_gib": 91.234,
     "step_ms": 654.3,
     "expert_load": {"layers.0": 1.2, "layers.1": 2.25},
+    "idle_experts": {"sum": 0, "max": 0},
 }
 
 
@@ -36,8 +38,23 @@ def test_console_line_omits_missing_values():
 
 
 def test_console_line_counts_skipped_and_repeated_steps() -> None:
-    line = format_line(RECORD | {"skipped_steps": 2, "rerun_steps": 1}, 20, "GPU")
-    assert line.endswith("SKIPPED 2 steps, their gradients were not finite  1 steps rerun")
+    line = format_line(RECORD | {"skipped_steps": 2, "rerun_steps": 1, "rerun_share": 0.05}, 20, "GPU")
+    assert line.endswith("SKIPPED 2 steps, their gradients were not finite  1 steps rerun (5.0%)")
+
+
+def test_console_line_has_idle_experts_and_overload() -> None:
+    overload = {"avg": 1.1, "max": 1.4, "cum": 1.05}
+    line = format_line(RECORD | {"idle_experts": {"sum": 3, "max": 2}, "overload": overload}, 20, "GPU")
+    assert line.endswith("expert load 2.25  3 idle experts  overload 1.40")
+
+
+def test_console_start_line() -> None:
+    record = RECORD | {"idle_experts": {"sum": 3, "max": 2}, "busiest_rank": 5}
+    record["overload"] = {"avg": 1.1, "max": 1.4, "cum": 1.05}
+    assert format_start(record, 1024) == (
+        "routing at the start: busiest expert 2.25 times the mean (layers.1); 3 of 1,024 experts idle; "
+        "overload of ranks avg 1.10, max 1.40, cum 1.05, busiest rank 5"
+    )
 
 
 def test_console_line_warns_of_forced_routing():

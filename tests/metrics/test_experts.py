@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from titan_moe.metrics.experts import expert_loads, rank_loads, read_scalars
+from titan_moe.metrics.experts import (
+    expert_loads,
+    idle_experts,
+    load_map,
+    overload_factors,
+    rank_loads,
+    read_scalars,
+    read_values,
+)
 
 
 def test_expert_loads():
@@ -29,6 +37,29 @@ def test_rank_loads_sum_over_their_experts():
     assert rank_loads(counts, 8)["skewed"] == expert_loads(counts)["skewed"] == 4.0
 
 
+def test_idle_experts_have_no_token():
+    counts = {"even": torch.ones(4), "skewed": torch.tensor([6, 0, 0, 1])}
+    assert {layer: number.item() for layer, number in idle_experts(counts).items()} == {"even": 0, "skewed": 2}
+
+
+def test_overload_factors_of_two_layers():
+    counts = {"a": torch.tensor([6, 0, 1, 1]), "b": torch.tensor([0, 2, 8, 6])}
+    overload = overload_factors(counts, 2)
+    assert [factor.item() for factor in overload] == pytest.approx([(6 / 4 + 14 / 8) / 2, 14 / 8, 16 / 12, 1])
+    assert [factor.item() for factor in overload_factors(counts, 1)] == [1, 1, 1, 0]
+
+
+def test_load_map_is_relative_to_each_layer():
+    loads_LE = load_map({"a": torch.tensor([1, 3]), "b": torch.tensor([20, 20]), "none": torch.tensor([0, 0])})
+    assert loads_LE.tolist() == [[0.5, 1.5], [1.0, 1.0], [0.0, 0.0]]
+
+
+def test_read_values_keeps_shapes():
+    scalar, counts_E = read_values([2, torch.arange(6).view(2, 3)])
+    assert scalar.item() == 2.0 and counts_E.tolist() == [[0, 1, 2], [3, 4, 5]] and counts_E.dtype == torch.float64
+    assert read_values([]) == []
+
+
 def test_expert_loads_beyond_the_integers_of_fp32():
     big = 2**24
     assert expert_loads({"layer": torch.tensor([big + 1, big - 1])})["layer"].item() == pytest.approx(
@@ -38,8 +69,8 @@ def test_expert_loads_beyond_the_integers_of_fp32():
 
 def test_read_scalars_keeps_order_and_transfers_once(monkeypatch):
     transfers = []
-    tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: transfers.append(self) or tolist(self))
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: transfers.append(self) or cpu(self))
     assert read_scalars([torch.tensor(1.5), 2, torch.tensor([3], dtype=torch.int64), 4.5]) == [1.5, 2.0, 3.0, 4.5]
     assert len(transfers) == 1
     assert read_scalars([1.0]) == [1.0] and len(transfers) == 1

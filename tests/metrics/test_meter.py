@@ -1,23 +1,33 @@
 """The meter: device reads only at logged steps, complete records, continuation after a resume."""
 
+import io
 import json
+import logging
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titan_moe.config import Recipe
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.train import MetricsConfig, TrainConfig
 from titan_moe.metrics.meter import Meter
+from titan_moe.metrics.tensorboard import CELL_PIXELS, WHITE_LOAD
 
 FIELDS = {
     "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
-    "memory_gib", "step_ms", "expert_load", "skipped_steps", "rerun_steps",
+    "memory_gib", "step_ms", "expert_load", "idle_experts", "skipped_steps", "rerun_steps", "rerun_share",
 }  # fmt: skip
+COUNTS = {"layers.1.moe": torch.tensor([1, 3]), "layers.2.moe": torch.tensor([2, 2])}
 
 
-def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, force=False):
+def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, force=False, ep=1):
     recipe = Recipe(
+        model=ModelConfig(moe=MoEConfig(num_experts=8, top_k=2)),
+        parallel=ParallelConfig(ep=ep),
         metrics=MetricsConfig(every_steps=every_steps, tensorboard=tensorboard),
         train=TrainConfig(steps=total_steps, force_balanced_routing=force),
     )
@@ -26,8 +36,7 @@ def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False
     return Meter(recipe, folder, **options)
 
 
-def log(meter, step):
-    counts = {"layers.1.moe": torch.tensor([1, 3]), "layers.2.moe": torch.tensor([2, 2])}
+def log(meter, step, counts=COUNTS):
     scalars = {"loss": torch.tensor(2.0 + step), "aux_loss": 0.0, "grad_norm": torch.tensor(0.5), "lr": 1e-3}
     guard = {"num_skipped": torch.tensor(2), "num_reruns": 1}
     return meter.log(step, **scalars, num_tokens=64, tokens_per_expert=counts, **guard)
@@ -48,7 +57,9 @@ def test_meter_records(tmp_path, capsys):
     assert last.keys() == FIELDS
     assert (last["loss"], last["grad_norm"], last["lr"], last["tokens_seen"]) == (12.0, 0.5, 1e-3, 640)
     assert (last["skipped_steps"], last["rerun_steps"]) == (2, 1)
+    assert last["rerun_share"] == 0.1
     assert last["expert_load"] == {"layers.1.moe": 1.5, "layers.2.moe": 1.0}
+    assert last["idle_experts"] == {"sum": 0, "max": 0}
     assert last["tokens_per_second_per_gpu"] == pytest.approx(64 / last["step_ms"] * 1e3 / 2)
     assert last["tflops_per_gpu"] == pytest.approx(last["tokens_per_second_per_gpu"] * 1e-6)
     assert len(capsys.readouterr().out.splitlines()) == 4
@@ -96,6 +107,65 @@ def test_meter_other_ranks_write_nothing(tmp_path, capsys):
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
 
 
+def test_meter_records_the_loads_of_ranks(tmp_path, capsys):
+    meter = build(tmp_path, ep=2)
+    meter.start(0, 0)
+    record = log(meter, 1, {"a": torch.tensor([4, 0, 0, 2]), "b": torch.tensor([0, 0, 0, 6])})
+    assert record["idle_experts"] == {"sum": 5, "max": 3}
+    assert record["overload"] == pytest.approx({"avg": (4 / 3 + 2) / 2, "max": 2.0, "cum": 8 / 6})
+    assert record["busiest_rank"] == 1
+    assert "5 idle experts  overload 2.00" in capsys.readouterr().out
+
+
+def test_meter_of_a_dense_model(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "titan_moe")
+    meter = build(tmp_path, ep=2)
+    meter.start(0, 0)
+    record = log(meter, 1, {})
+    assert record["expert_load"] == record["idle_experts"] == {} and "overload" not in record
+    assert not caplog.messages
+
+
+def test_meter_describes_the_routing_of_a_new_run_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "titan_moe")
+    meter = build(tmp_path, every_steps=1)
+    meter.start(0, 0)
+    for step in (1, 2):
+        log(meter, step)
+    assert caplog.messages == [
+        "routing at the start: busiest expert 1.50 times the mean (layers.1.moe); 0 of 4 experts idle"
+    ]
+    resumed = build(tmp_path, every_steps=1)
+    resumed.start(2, 128)
+    log(resumed, 3)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_meter_warns_of_a_collapse(tmp_path, caplog, force):
+    meter = build(tmp_path, every_steps=1, force=force)
+    meter.start(0, 0)
+    for step in range(1, 8):
+        log(meter, step, {"layers.1.moe": torch.tensor([8, 8, 0, 0, 0, 0, 0, 0])})
+    assert len(caplog.messages) == (0 if force else 1)
+
+
+def test_meter_draws_loads_now_and_then(tmp_path):
+    meter = build(tmp_path, every_steps=1, total_steps=21, tensorboard=True)
+    meter.start(0, 0)
+    for step in range(1, 22):
+        log(meter, step)
+    meter.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    images = events.Images("expert_load")
+    assert [image.step for image in images] == [1, 11, 21]
+    pixels = np.array(Image.open(io.BytesIO(images[0].encoded_image_string)).convert("L"))
+    assert pixels.shape == (2 * CELL_PIXELS, 2 * CELL_PIXELS)
+    cells = pixels[::CELL_PIXELS, ::CELL_PIXELS] * WHITE_LOAD / 255
+    assert cells == pytest.approx(np.array([[0.5, 1.5], [1.0, 1.0]]), abs=0.01)
+
+
 def test_meter_records_forced_routing(tmp_path, capsys):
     meter = build(tmp_path, force=True)
     meter.start(0, 0)
@@ -113,8 +183,10 @@ def test_meter_writes_tensorboard_scalars(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert tags == FIELDS - {"step", "mfu", "expert_load"} | {
+    assert tags == FIELDS - {"step", "mfu", "expert_load", "idle_experts"} | {
         "validation_loss",
+        "idle_experts/sum",
+        "idle_experts/max",
         "expert_load/layers.1.moe",
         "expert_load/layers.2.moe",
     }

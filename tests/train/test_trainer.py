@@ -21,7 +21,8 @@ from titan_moe.train.build import Assembly, assemble
 
 FIELDS = {
     "step", "loss", "aux_loss", "grad_norm", "lr", "tokens_seen", "tokens_per_second_per_gpu", "tflops_per_gpu", "mfu",
-    "memory_gib", "step_ms", "expert_load", "skipped_steps", "rerun_steps",
+    "memory_gib", "step_ms", "expert_load", "idle_experts", "skipped_steps", "rerun_steps",
+    "rerun_share",
 }  # fmt: skip
 ROUTER = "layers.1.feed_forward.router"
 TEXT = ("--data.source=text", "--model.vocab_size=256", "--data.holdout_fraction=0.2", "--validation.num_sequences=4")

@@ -160,7 +160,8 @@ class MetricsConfig:
     every_steps: int = 10
     """Steps between log lines. On other steps, metrics read nothing from the device."""
     tensorboard: bool = True
-    """Write TensorBoard event files into the run folder."""
+    """Write TensorBoard event files into the run folder, with an image of the expert loads (a row for each layer, white
+    from 4 times the mean) at every tenth logged step."""
     progress_bar: bool = True
     """Show a progress bar on rank 0 if standard error is a terminal."""
     sample_tokens: int = 0

@@ -38,7 +38,8 @@ class Console:
 
 
 def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
-    """Format a record as one line with the largest expert load, without a zero auxiliary loss or an unknown MFU."""
+    """Format a record as one line with the largest load of experts and of ranks (`overload`), without numbers that are
+    zero or unknown."""
     words = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     if "validation_loss" in record:
         return "  ".join([*words, f"validation loss {record['validation_loss']:.4f}"])
@@ -52,13 +53,30 @@ def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
     words += [f"{record['memory_gib']:.2f} GiB", f"{record['step_ms']:.0f} ms"]
     if record["expert_load"]:
         words.append(f"expert load {max(record['expert_load'].values()):.2f}")
+        if num_idle := record["idle_experts"]["sum"]:
+            words.append(f"{num_idle} idle experts")
+    if "overload" in record:
+        words.append(f"overload {record['overload']['max']:.2f}")
     if record["skipped_steps"]:
         words.append(f"SKIPPED {record['skipped_steps']} steps, their gradients were not finite")
     if record["rerun_steps"]:
-        words.append(f"{record['rerun_steps']} steps rerun")
+        words.append(f"{record['rerun_steps']} steps rerun ({record['rerun_share']:.1%})")
     if "forced_routing" in record:
         words.append(f"ROUTING FORCED TO BE {record['forced_routing'].upper()}")
     return "  ".join(words)
+
+
+def format_start(record: dict[str, Any], num_experts: int) -> str:
+    """Describe the routing of a run's first step; `num_experts` are those of all layers."""
+    layer, load = max(record["expert_load"].items(), key=lambda item: item[1])
+    words = [
+        f"routing at the start: busiest expert {load:.2f} times the mean ({layer})",
+        f"{record['idle_experts']['sum']:,} of {num_experts:,} experts idle",
+    ]
+    if "overload" in record:
+        factors = ", ".join(f"{name} {factor:.2f}" for name, factor in record["overload"].items())
+        words.append(f"overload of ranks {factors}, busiest rank {record['busiest_rank']}")
+    return "; ".join(words)
 
 
 def format_postfix(record: dict[str, Any], unit: str) -> str:

@@ -1,5 +1,6 @@
 """Write one record per logged step to the outputs of `[metrics]`: console, JSON lines, TensorBoard."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,18 +10,25 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.metrics.console import Console
-from titan_moe.metrics.experts import expert_loads, read_scalars
+from titan_moe.metrics.collapse import CollapseWarning
+from titan_moe.metrics.console import Console, format_start
+from titan_moe.metrics.experts import expert_loads, idle_experts, load_map, overload_factors, read_scalars, read_values
 from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.metrics.tensorboard import TensorBoard
 from titan_moe.metrics.throughput import Throughput, peak_memory_gib
+
+logger = logging.getLogger("titan_moe")
+
+LOGGED_STEPS_PER_IMAGE = 10
+"""Logged steps for each image of the loads in TensorBoard; the first one has one."""
 
 
 class Meter:
     """Count every step. Log the first one after a start, every `metrics.every_steps`-th, and the last of the run.
 
-    On other steps it reads nothing from the device, so the host can run ahead. All ranks make the same calls, but only
-    rank 0 writes. `loss`, `grad_norm` and the counts must already be reduced over ranks: no collective is called here.
+    On other steps it reads nothing from the device, so the host can run ahead. A logged step takes one copy from the
+    device: scalars and token counts. All ranks make the same calls, but only rank 0 writes. `loss`, `grad_norm` and the
+    counts must already be reduced over ranks: no collective is called here.
     """
 
     def __init__(
@@ -40,6 +48,9 @@ class Meter:
         self.throughput = Throughput(flops_per_token, device, num_ranks)
         self.tokens_seen = 0
         self.next_is_first = True
+        self.num_steps, self.num_logged = 0, 0  # of this process
+        self.is_new_run = True
+        self.collapse = CollapseWarning(recipe.model.moe)
         self.jsonl: JsonLines | None = None
         self.tensorboard: TensorBoard | None = None
         self.console: Console | None = None
@@ -49,6 +60,7 @@ class Meter:
         later steps, written before an interruption, are removed, so the file keeps one line per step."""
         self.tokens_seen = tokens_seen
         self.next_is_first = True
+        self.is_new_run = step == 0
         if self.is_main:
             self._open_outputs(step)
         self.throughput.start()
@@ -73,15 +85,16 @@ class Meter:
         start of this process.
         """
         self.tokens_seen += num_tokens
+        self.num_steps += 1
         self.throughput.count(num_tokens)
         if self.console is not None:
             self.console.advance()
         is_first, self.next_is_first = self.next_is_first, False
         if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.recipe.train.steps):
             return None
-        loads = expert_loads(tokens_per_expert)
-        scalars = read_scalars([loss, aux_loss, grad_norm, num_skipped, *loads.values()])
+        values = read_values([loss, aux_loss, grad_norm, num_skipped, *tokens_per_expert.values()])
         measured = self.throughput.measure()  # after the read: the device has finished the step
+        scalars, counts = [value.item() for value in values[:4]], dict(zip(tokens_per_expert, values[4:], strict=True))
         record: dict[str, Any] = {
             "step": step,
             **dict(zip(("loss", "aux_loss", "grad_norm"), scalars[:3], strict=True)),
@@ -89,13 +102,17 @@ class Meter:
             "tokens_seen": self.tokens_seen,
             **measured,
             "memory_gib": peak_memory_gib(self.device),
-            "expert_load": dict(zip(loads, scalars[4:], strict=True)),
+            **routing_record(counts, self.recipe.parallel.ep),
             "skipped_steps": int(scalars[3]),
             "rerun_steps": num_reruns,
+            "rerun_share": num_reruns / self.num_steps,
         }
         if forced := self.recipe.train.forced_routing:
             record["forced_routing"] = forced
         self._write(record)
+        if self.is_main and counts:
+            self._report_routing(record, counts, is_start=is_first and self.is_new_run)
+        self.num_logged += 1
         return record
 
     def log_validation(self, step: int, loss: Tensor | float) -> dict[str, Any]:
@@ -130,7 +147,35 @@ class Meter:
         unit = "GPU" if self.device.type == "cuda" else "process"
         self.console = Console(self.recipe.train.steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
 
+    def _report_routing(self, record: dict[str, Any], counts: dict[str, Tensor], *, is_start: bool) -> None:
+        """Describe the routing of a new run once, warn of a collapse, and draw the loads now and then."""
+        if is_start:
+            logger.info("%s", format_start(record, sum(map(len, counts.values()))))
+        if not self.recipe.train.forced_routing:
+            self.collapse.see(record["step"], record["expert_load"])
+        if self.tensorboard is not None and self.num_logged % LOGGED_STEPS_PER_IMAGE == 0:
+            self.tensorboard.write_loads(load_map(counts), record["step"])
+
     def _write(self, record: dict[str, Any]) -> None:
         for output in (self.jsonl, self.tensorboard, self.console):
             if output is not None:
                 output.write(record)
+
+
+def routing_record(tokens_per_expert: dict[str, Tensor], ep: int) -> dict[str, Any]:
+    """The fields of a record about routing, from counts on the host.
+
+    `expert_load` is the busiest expert over the mean, by layer. `idle_experts` had no token: their number in all layers
+    and in the worst one. With several ep ranks, `overload` has Megatron Core's overload factors and `busiest_rank` the
+    ep rank with the most tokens.
+    """
+    idle = [int(number) for number in idle_experts(tokens_per_expert).values()]
+    record: dict[str, Any] = {
+        "expert_load": {layer: load.item() for layer, load in expert_loads(tokens_per_expert).items()},
+        "idle_experts": {"sum": sum(idle), "max": max(idle)} if idle else {},
+    }
+    if ep > 1 and tokens_per_expert:
+        overload = overload_factors(tokens_per_expert, ep)
+        record["overload"] = {name: getattr(overload, name).item() for name in ("avg", "max", "cum")}
+        record["busiest_rank"] = int(overload.busiest_rank)
+    return record

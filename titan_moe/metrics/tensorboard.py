@@ -3,7 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+
+WHITE_LOAD = 4.0
+"""Load of a white cell. Black is an idle expert, a quarter of white is balanced."""
+CELL_PIXELS = 8
 
 
 class TensorBoard:
@@ -17,6 +23,13 @@ class TensorBoard:
         """Add the numbers of a record at its step. Other values (None, strings, booleans) are skipped."""
         for name, value in _scalars(record).items():
             self.writer.add_scalar(name, value, record["step"])
+
+    def write_loads(self, loads_LE: Tensor, step: int) -> None:
+        """Add the loads of experts as an image: a row for each layer, a column for each expert."""
+        gray_HW = (loads_LE.clamp(max=WHITE_LOAD) * (255 / WHITE_LOAD)).round().to(torch.uint8)
+        for dim in (0, 1):
+            gray_HW = gray_HW.repeat_interleave(CELL_PIXELS, dim)
+        self.writer.add_image("expert_load", gray_HW, step, dataformats="HW")
 
     def close(self) -> None:
         """Flush and close the file."""
