@@ -30,7 +30,8 @@ def test_step_over_parts_equals_the_step_over_the_model(tmp_path: Path) -> None:
         model = build_on_meta(recipe)
         parts = [part_of(model, kept).to_empty(device=CPU) for kept in CUT]
         for part in parts:
-            init_weights(part, recipe.run.seed, recipe.model.init_std, recipe.model.num_layers)
+            stds = {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
+            init_weights(part, recipe.run.seed, num_layers=recipe.model.num_layers, **stds)
 
         def chained(batch: Batch, scale: Tensor) -> Tensor:
             losses = []

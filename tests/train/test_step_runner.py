@@ -39,6 +39,7 @@ RECIPE = Recipe(
         attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
         moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=8, score_fn="sigmoid", bias_update_speed=1e-2),
         init_std=0.2,
+        embedding_init_std=0.2,  # so that some steps overflow
     ),
     perf=PerfConfig(kernels="reference", loss_chunk_tokens=5),
     precision=PrecisionConfig("fp64", "fp64", "fp64"),
