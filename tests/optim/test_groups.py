@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from titan_moe.config.train import OptimConfig
 from titan_moe.layers.experts import GroupedExperts
+from titan_moe.optim.build import build_optimizer
 from titan_moe.optim.groups import decay_groups
 
 
@@ -33,6 +35,22 @@ def test_decay_groups_without_embeddings(is_tied: bool) -> None:
     found = [[names[id(p)] for p in group["params"]] for group in (decayed, spared)]
     expected = [["embed.weight"], ["norm.weight"]] if is_tied else [["head.weight"], ["embed.weight", "norm.weight"]]
     assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused_adamw"])
+def test_states_keep_their_names_whether_embeddings_decay_or_not(kind: str) -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "norm": nn.RMSNorm(4), "head": nn.Linear(4, 8, bias=False)})
+    one, other = (
+        build_optimizer([model], OptimConfig(kind=kind, weight_decay=0.5, embeddings_decay=decays))
+        for decays in (True, False)
+    )
+    for step, state in enumerate(one.optimizers[0].state.values()):
+        state["exp_avg"].fill_(step + 1.0)
+    other.load_state_dict(one.state_dict())
+    assert one.state_dict().keys() == other.state_dict().keys()
+    assert all(torch.equal(value, one.state_dict()[name]) for name, value in other.state_dict().items())
+    decays = {id(p): group["weight_decay"] for group in other.optimizers[0].param_groups for p in group["params"]}
+    assert [decays[id(parameter)] for parameter in model.parameters()] == [0.0, 0.0, 0.5]
 
 
 def test_decay_groups_are_not_empty() -> None:

@@ -53,7 +53,7 @@ class LayerSignals(NamedTuple):
 def observe_forward(model: nn.Module, *inputs: Tensor | None) -> tuple[float, list[LayerSignals]]:
     """Run one forward of an uncompiled model on tokens, labels and document ids.
 
-    Returns: the model's output, a summed loss, and the signals of each block. The device is read once.
+    Returns: the model's output, a summed loss, and the signals of each block.
     """
     blocks = dict(model.get_submodule("layers").named_children())
     seen: dict[str, dict[str, Tensor]] = {name: {} for name in blocks}
