@@ -236,8 +236,8 @@ def test_train_benchmark_candidates_in_one_launch_are_independent(
     assert ["error" in row.result for row in rows] == [False, False, True, False]
     assert f"{tmp_path}/none*" in rows[2].result["error"]
     losses = [row.result.get("losses") for row in rows]
-    assert losses[0] == losses[3] and losses[1] == pytest.approx(losses[0], rel=1e-5), (
-        "the second run has another microbatch size"
+    assert losses[0] == losses[3] and losses[1] == pytest.approx(losses[0], rel=1e-4), (
+        "the second run has another microbatch size, so tokens are forced to other experts"
     )
     rows = [line.split(" | ")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("| quickstart")]
     assert len(rows) == 8 and rows[:4] == rows[4:], "each row when it is available, and all rows at the end"
