@@ -10,7 +10,7 @@ from titan_moe.config.schema import all_keys
 
 
 def test_ranges_cover_every_number() -> None:
-    numbers = {key.dotted for key in all_keys(Recipe).values() if key.type in (int, float)}
+    numbers = {key.dotted for key in all_keys(Recipe).values() if key.plain_type in (int, float)}
     assert set(RANGES) == numbers
 
 

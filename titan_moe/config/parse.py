@@ -177,10 +177,12 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
 
 
 def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
-    value = _from_text(key.type, setting.value) if setting.is_text else setting.value
-    if key.type is float and type(value) is int:
+    value = _from_text(key.plain_type, setting.value) if setting.is_text else setting.value
+    if key.plain_type is float and type(value) is int:
         value = float(str(value))  # an integer of 400 digits becomes infinite; float(value) would raise
-    if (type(value) is str and value in key.choices) if key.choices else type(value) is key.type:
+    if (type(value) is str and value in key.choices) if key.choices else type(value) is key.plain_type:
+        return value
+    if key.word and value == key.word:
         return value
     shown = setting.value if setting.is_text else in_toml(setting.value)
     removed = REMOVED.get(f"{key.dotted} = {in_toml(value)}")

@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
 class OneOf(NamedTuple):
@@ -28,7 +29,8 @@ class Key:
     attribute: str
     """Name of the field in Python: `class_` for the key `class`."""
     type: Any
-    """`int`, `float`, `bool`, `str`, a `Literal`, a string annotated with `OneOf`, or the dataclass of a section."""
+    """`int`, `float`, `bool`, `str`, a `Literal`, a string annotated with `OneOf`, a number or one word
+    (`float | Literal["auto"]`), or the dataclass of a section."""
     default: Any
     """Default of a field; None for a section."""
     owner: type
@@ -52,6 +54,21 @@ class Key:
         if get_origin(self.type) is Annotated:
             return {name: row.purpose for name, row in get_args(self.type)[1].table.items()}
         return {}
+
+    @property
+    def word(self) -> str:
+        """The word that may stand for a number; empty for other types."""
+        literals = [choice for choice in self._alternatives if get_origin(choice) is Literal]
+        return get_args(literals[0])[0] if literals else ""
+
+    @property
+    def plain_type(self) -> Any:
+        """The type, without a word that may stand for it."""
+        return self._alternatives[0] if self.word else self.type
+
+    @property
+    def _alternatives(self) -> tuple[Any, ...]:
+        return get_args(self.type) if get_origin(self.type) in (Union, UnionType) else ()
 
 
 def keys_of(section: type, prefix: str = "") -> list[Key]:
@@ -87,7 +104,8 @@ def type_in_words(key: Key) -> str:
     """Describe the type of a value: `an integer`, `one of "bf16", "fp32"`."""
     if key.choices:
         return "one of " + ", ".join(in_toml(choice) for choice in key.choices)
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.type]
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.plain_type]
+    return f"{words} or {in_toml(key.word)}" if key.word else words
 
 
 def in_toml(value: Any) -> str:

@@ -90,7 +90,7 @@ RANGES = {
 def numbers_are_in_range(recipe: Recipe, world_size: int) -> Iterator[str]:
     for dotted, allowed in RANGES.items():
         value = attrgetter(dotted)(recipe)
-        if value not in allowed:
+        if not isinstance(value, str) and value not in allowed:  # a word, such as "auto"
             yield f"{dotted} = {value} must be {'' if math.isfinite(value) else 'finite and '}{allowed}"
 
 
