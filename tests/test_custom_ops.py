@@ -34,15 +34,18 @@ from titan_moe.dispatch import (
     CloningDispatcher,
     clone_weights,
     symm_mem,
-    symm_mem_fused,
+    symm_mem_mlp,
 )
 from titan_moe.dispatch.base import TokenDispatcher
+from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.choose import PERMUTE
+from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.moe import MoE
+from titan_moe.plan.loads import LayerLoads
 
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
 NUM_EXPERTS, WIDTH = 4, 16
@@ -75,6 +78,7 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.of: defaultdict[str, dict[str, tuple[OpOverload, tuple[Any, ...]]]] = defaultdict(dict)
+        self.capacities: list[ExpertCapacity] = []  # live as long as the calls
 
     def __torch_dispatch__(self, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = op(*args, **(kwargs or {}))
@@ -115,18 +119,25 @@ def run(kernel: Kernel, sample: Sample) -> None:
             kernel.op(*sample.args)
 
 
-def run_layers(device: torch.device, dtype: torch.dtype) -> None:
-    """A layer with Triton's kernels behind each dispatcher, without clones and with them, trained and frozen."""
-    group = dist.group.WORLD
+def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]:
+    """A layer with Triton's kernels behind each dispatcher, without clones and with them, trained and frozen; returns
+    what owns the arenas, one a run: operations know them by number, and find there what forward has left."""
+    group, capacities = dist.group.WORLD, []
     memory = torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device=device)
     shared = SymmMemory(memory, torch.tensor([memory.data_ptr()], device=device), 0)
+
+    def in_an_arena(*args: Any, **options: Any) -> TokenDispatcher:
+        capacities.append(with_arena(device, dtype))
+        return SymmMemFusedDispatcher(*args, memory=shared, capacity=capacities[-1], **options)
+
     kinds: list[tuple[Callable[..., TokenDispatcher], Any]] = [
         (partial(AllGatherDispatcher, group=group), CollectiveCloneWeights(group)),
         (partial(AllToAllDispatcher, group=group), CollectiveCloneWeights(group)),
         (partial(SymmMemDispatcher, memory=shared), SymmMemCloneWeights(shared)),
         (partial(SymmMemFusedDispatcher, memory=shared), SymmMemCloneWeights(shared)),
+        (in_an_arena, SymmMemCloneWeights(shared)),
     ]
-    for (kind, gather_weights), num_replicas in product(kinds, (0, 1)):
+    for (kind, gather_weights), num_replicas, is_trained in product(kinds, (0, 1), (True, False)):
         layer = MoE(MODEL, PRESETS["fused"]).to(device, dtype)
         layer.dispatcher = kind(NUM_EXPERTS + num_replicas, permute=PERMUTE["triton"])
         if num_replicas:
@@ -134,9 +145,17 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> None:
             layer.experts.gather_weights = gather_weights
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-        for is_trained in (True, False):
-            layer.experts.requires_grad_(is_trained)
-            layer(torch.randn(2, 4, WIDTH, device=device, dtype=dtype, requires_grad=True)).sum().backward()
+        layer.experts.requires_grad_(is_trained)
+        layer(torch.randn(2, 4, WIDTH, device=device, dtype=dtype, requires_grad=True)).sum().backward()
+    return capacities
+
+
+def with_arena(device: torch.device, dtype: torch.dtype) -> ExpertCapacity:
+    """The capacity of a layer whose rows lie in an arena."""
+    capacity = ExpertCapacity(1.0, device)
+    arena = Arena(WIDTH, MODEL.moe.ffn_hidden_size, dtype, device)
+    capacity.use_arena(arena, LayerLoads(1, 8, 8 * MODEL.moe.top_k, 8, 8 * MODEL.moe.top_k))
+    return capacity
 
 
 def its_own_peer(lay_out: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,14 +179,14 @@ def calls() -> Iterator[Callable[[str], Calls]]:
             made[device] = Calls()
             with made[device]:
                 run_registry(torch.device(device))
-                run_layers(torch.device(device), dtype)
+                made[device].capacities = run_layers(torch.device(device), dtype)
         return made[device]
 
     has_gpus = torch.cuda.is_available()
     with ExitStack() as patches:
         for module, name in (
             (symm_mem, "symm_arrays"),
-            (symm_mem_fused, "symm_arrays"),
+            (symm_mem_mlp, "symm_arrays"),
             (clone_weights, "clone_arrays"),
         ):
             patches.enter_context(mock.patch.object(module, name, its_own_peer(getattr(module, name))))

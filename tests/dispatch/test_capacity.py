@@ -1,8 +1,14 @@
 """Expert capacity: number of slots, bounds, the overflow flag."""
 
+import copy
+import gc
+
+import pytest
 import torch
 
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.experts.arena import Arena
+from titan_moe.plan.loads import LayerLoads
 
 IDS_SK = torch.tensor([[0, 3], [-1, 2], [-1, -1]])
 
@@ -20,7 +26,7 @@ def test_capacity_is_a_multiple_of_tiles_up_to_worst_case() -> None:
     assert capacity.num_slots(IDS_SK, balanced=10, worst=20) == 20
 
 
-def test_unbounded_capacity_is_exact() -> None:
+def test_lifted_capacity_is_exact() -> None:
     capacity = ExpertCapacity(1.5)
     with capacity.unbounded():
         assert capacity.num_slots(IDS_SK, balanced=1000, worst=8000) == 3 and not capacity.is_bounded, (
@@ -33,7 +39,7 @@ def test_unbounded_capacity_is_exact() -> None:
     assert capacity.is_bounded
 
 
-def test_unbounded_capacity_reads_nothing_under_compile() -> None:
+def test_lifted_capacity_reads_nothing_under_compile() -> None:
     capacity = ExpertCapacity(1.5)
     permute = torch.compile(
         lambda ids: ids.new_empty(capacity.num_slots(ids, 1000, 8000)), fullgraph=True, backend="eager"
@@ -42,10 +48,54 @@ def test_unbounded_capacity_reads_nothing_under_compile() -> None:
         assert len(permute(IDS_SK)) == 8000
 
 
-def test_overflow_of_one_layer_is_recorded_until_reset() -> None:
+def test_overflow_and_need_of_layers_are_recorded_until_reset() -> None:
     capacity = ExpertCapacity(1.5)
-    for overflowed in (False, True, False):
-        capacity.record_overflow(torch.tensor(overflowed))
-    assert bool(capacity.overflowed)
+    for used, overflowed in ((40, False), (150, True), (90, False)):
+        capacity.record_load(torch.tensor(used), 100, torch.tensor(overflowed))
+    assert bool(capacity.overflowed) and float(capacity.needed_factor()) == 1.5
     capacity.reset()
-    assert not bool(capacity.overflowed)
+    assert not bool(capacity.overflowed) and float(capacity.needed_factor()) == 0
+    with capacity.unbounded():
+        capacity.record_load(torch.tensor(220), 100, torch.tensor(True))
+    assert not bool(capacity.overflowed) and float(capacity.needed_factor()) == pytest.approx(2.2)
+
+
+def test_room_of_an_arena_is_at_least_one_layer() -> None:
+    loads = LayerLoads(4, rows=10.5, slots=20, worst_rows=16, worst_slots=80)
+    assert loads.room(0.0) == (16, 80)
+    assert loads.room(1.5) == (63, 120)
+
+
+def test_an_arena_is_resized_with_the_factor_and_sizes_of_layers_are_the_worst_case() -> None:
+    capacity = ExpertCapacity()
+    arena = Arena(8, 4, torch.float32, "cpu")
+    capacity.use_arena(arena, LayerLoads(4, 10.0, 20, 16, 40))
+    assert (arena.rows_AD.shape, arena.hidden_B2F.shape) == ((16, 8), (40, 8))
+    capacity.resize(1.5)
+    assert (arena.rows_AD.shape, arena.hidden_B2F.shape) == ((60, 8), (120, 8))
+    assert arena.num_bytes == 4 * 8 * 180 and capacity.is_bounded
+    assert capacity.num_rows(expected=10, worst=16) == 16
+    arena.need.copy_(torch.tensor([50, 90]))
+    assert float(capacity.needed_factor()) == pytest.approx(1.25)
+    with capacity.unbounded():
+        assert not capacity.is_bounded and not capacity.is_suspended and arena.backward_recomputes
+    assert not arena.backward_recomputes
+
+
+def test_an_arena_of_recomputed_layers_has_room_for_one() -> None:
+    capacity, arena = ExpertCapacity(1.5), Arena(8, 4, torch.float32, "cpu", is_checkpointed=True)
+    capacity.use_arena(arena, LayerLoads(4, 10.0, 20, 16, 40))
+    assert len(arena.rows_AD) == 16 and not arena.keeps and not arena.backward_recomputes
+    with capacity.unbounded():
+        assert not arena.backward_recomputes
+    assert not arena.keeps
+
+
+def test_a_handle_finds_its_arena_as_long_as_it_lives() -> None:
+    arena = Arena(8, 4, torch.float32, "cpu")
+    assert Arena.of(arena.handle) is arena and Arena.of(0) is None and copy.deepcopy(arena) is arena
+    handle = arena.handle
+    del arena
+    gc.collect()
+    with pytest.raises(KeyError):
+        Arena.of(handle)

@@ -17,7 +17,7 @@ from support import load
 from torch import Tensor
 
 from titan_moe.dispatch import capacity as capacity_module
-from titan_moe.dispatch import symm_mem_fused
+from titan_moe.dispatch import symm_mem_mlp
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import SymmMemCloneWeights
@@ -67,11 +67,11 @@ def run_both(
     folder: str | None,
     routings: tuple[str, ...],
     num_replicas: int = 0,
-    most_slots: float = symm_mem_fused.MAX_SLOTS_PER_ROW_OVERLAPPED,
+    most_slots: float = symm_mem_mlp.MAX_SLOTS_PER_ROW_OVERLAPPED,
 ) -> list[tuple[list[Tensor], ...]]:
     """Of each routing, results where rows have arrived and where they travel (on GPUs twice), one after the other in
     the same memory; sums leave early up to so many slots a row."""
-    with mock.patch.object(symm_mem_fused, "MAX_SLOTS_PER_ROW_OVERLAPPED", most_slots):
+    with mock.patch.object(symm_mem_mlp, "MAX_SLOTS_PER_ROW_OVERLAPPED", most_slots):
         return _run_both(folder, routings, num_replicas)
 
 
@@ -208,7 +208,7 @@ def stress(num_layers: int) -> tuple[int, float]:
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("most_slots", [0.0, symm_mem_fused.MAX_SLOTS_PER_ROW_OVERLAPPED])
+@pytest.mark.parametrize("most_slots", [0.0, symm_mem_mlp.MAX_SLOTS_PER_ROW_OVERLAPPED])
 def test_files_equal_dense_oracle(ranks, tmp_path: Path, most_slots: float) -> None:
     routings = ("skewed", "dropped_choices") if most_slots else ("one_rank_empty",)
     check_both(ranks(2, run_both, str(tmp_path), routings, 0, most_slots), routings, 1e-5)

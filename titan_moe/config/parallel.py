@@ -35,8 +35,7 @@ class ParallelConfig:
     etp: int = 1
     """Tensor-parallel ranks inside an expert. Only 1 works today."""
     dispatcher: Annotated[str, OneOf(DISPATCHERS)] = "local"
-    """How rows are sent to their experts. Set `expert_rank_capacity_factor` with one that can be bounded: the rows and
-    slots of a large model's worst case fit no GPU. One of your own: titan_moe.register_dispatcher."""
+    """How rows are sent to their experts. One of your own: titan_moe.register_dispatcher."""
     overlap: Literal["none", "tile", "microbatch"] = "none"
     """What hides communication behind compute; the numbers are the same.
 
@@ -49,10 +48,12 @@ class ParallelConfig:
     are delayed until the gradients of rows are sent. Needs `accumulate_unsharded`, two or more microbatches a step and
     our own blocks in pieces; keeps the activations of little more than one microbatch.
     """
-    expert_rank_capacity_factor: float = 0.0
-    """Expert slots of a rank over its balanced load, for a dispatcher that can be bounded; where ranks share memory,
-    also the rows kept for backward over those of random routing. 0: sizes of the worst case. Nothing is dropped: a step
-    that overflows is taken again without the bound, and counted in the metrics."""
+    expert_rank_capacity_factor: float | Literal["auto"] = "auto"
+    """Room for the rows and expert slots of a rank, over its balanced load, for a dispatcher that can be bounded.
+    Nothing is dropped: a step that needs more is taken again without the bound, and counted in the metrics. Where ranks
+    share memory and experts are fused, it is the room of all layers together for what backward needs (the arena);
+    elsewhere that of each layer. With "auto" it follows the need of past steps, with a margin, up to what memory holds;
+    the first steps run without a bound. A number is a fixed bound; 0: sizes of the worst case."""
     expert_clones: int = 0
     """Replica slots of a rank: for every exchange, hot experts are cloned onto ranks with a lower load and share their
     tokens with the clones, so that the most loaded rank delays the others less (Megatron's ECHO). Exact. 0 is off; 1 or
@@ -72,6 +73,17 @@ class ParallelConfig:
     in precision.compute and unsharded gradients in precision.reduce, in which microbatches are summed. Saves
     communication, and copies on a single rank. Unsharded experts (edp = 1) are cast once a step instead of once a use;
     their gradients are always summed in precision.master."""
+
+    @property
+    def has_auto_capacity(self) -> bool:
+        """Whether the capacity follows the load."""
+        return self.expert_rank_capacity_factor == "auto" and self.facts.can_be_bounded
+
+    @property
+    def fixed_capacity_factor(self) -> float:
+        """The capacity factor that the recipe gives; 0 for none, and for `auto`."""
+        factor = self.expert_rank_capacity_factor
+        return 0.0 if isinstance(factor, str) else factor
 
     @property
     def facts(self) -> DispatcherFacts:

@@ -81,7 +81,7 @@ class CompileConfig:
     `pieces`: The dense part, the router, the experts and the shared experts are one graph each; dispatch and combine
     stay eager.
     `block`: A whole block. Needs a dispatcher without host reads. A trace has one part per block. With a capacity
-    bound, blocks run eagerly while the bound is suspended (rerun steps, validation)."""
+    bound on each layer, blocks run eagerly while the bound is suspended (rerun steps, validation)."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Capture GPU work as a CUDA graph and replay it, so that the host launches one graph instead of every kernel.
     `titan-moe check` names what in a recipe prevents it.

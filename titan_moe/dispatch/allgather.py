@@ -72,11 +72,8 @@ class AllGatherDispatcher(TokenDispatcher):
         is_local_SK = ids_SK // self.num_local_experts == self.rank
         local_ids_SK = torch.where(is_local_SK, ids_SK % self.num_local_experts, -1)
         num_rows, top_k = ids_SK.shape
-        num_slots = self.capacity.num_slots(
-            local_ids_SK,
-            balanced=num_rows * top_k // self.group.size(),
-            worst=num_rows * min(top_k, self.num_local_experts),
-        )
+        balanced, worst = num_rows * top_k // self.group.size(), num_rows * min(top_k, self.num_local_experts)
+        num_slots = self.capacity.num_slots(local_ids_SK, balanced, worst)
         slots = self.permute(local_ids_SK, scores_SK, self.num_local_experts, num_slots)
-        self.capacity.record_overflow(slots.overflowed)
+        self.capacity.record_load(slots.offsets_e[-1], balanced, slots.overflowed)
         return slots

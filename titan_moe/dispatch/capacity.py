@@ -1,11 +1,16 @@
-"""Expert capacity: how many slots and rows a rank has room for, where sizes depend on routing and must be static.
+"""Expert capacity: how many rows and slots a rank has room for, where sizes depend on routing and must be static.
 
 S rows received · K experts a token
 
 In the worst case all rows of the group are routed to one rank: P times the balanced load for P ranks, mostly empty. A
-small factor times the balanced load (Megatron's expert-rank capacity factor) makes sizes static and small, without a
-host read. No token is dropped: rows and assignments that do not fit set a flag on the device, and the optimizer step is
-skipped and repeated without the bound, at sizes that the host reads.
+factor times the balanced load (Megatron's expert-rank capacity factor) makes sizes static and small, without a host
+read. No token is dropped: a step that does not fit sets a flag on the device, changes nothing, and is taken again with
+the bound lifted.
+
+Without an arena the factor bounds the rows and slots of each layer, and while it is lifted the host reads exact sizes.
+With an arena (kernels/experts/arena.py) it bounds the sum over layers, each layer's temporaries have the size of the
+worst case, and while it is lifted backward computes the rows and hidden states of a layer again: nothing is kept, so
+any load fits, and no size is read.
 """
 
 import math
@@ -14,6 +19,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from titan_moe.kernels.experts.arena import NONE, Arena
+from titan_moe.plan.loads import LayerLoads
 
 SLOTS_ALIGNMENT = 128
 """Numbers of slots and rows are multiples of a tile of the expert kernels."""
@@ -30,21 +38,50 @@ class ExpertCapacity:
     def __init__(self, capacity_factor: float = 0.0, device: torch.device | str = "cpu") -> None:
         self.capacity_factor = capacity_factor
         self.is_unbounded = False
+        self.arena: Arena | None = None
+        self.loads: LayerLoads | None = None
+        self.balanced = torch.ones(2, dtype=torch.float64, device=device)
+        """Rows and slots of a balanced load of all layers, where there is an arena."""
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """On the device: whether a layer has overflowed since `reset`. A recomputed forward sets it again, alike."""
+        self.need = torch.zeros((), dtype=torch.float32, device=device)
+        """On the device: the largest factor that a layer has needed since `reset`; without an arena."""
         self.failed: Tensor | None = None
         """On the device, where exchanges can fail: not 0 once one has failed."""
         self.check: Callable[[], None] = lambda: None
         """Raise the error of a failed exchange. Reads nothing on the device."""
 
+    def use_arena(self, arena: Arena, loads: LayerLoads) -> None:
+        """Bound what all layers together keep for backward, in this arena."""
+        self.arena, self.loads = arena, loads
+        self.balanced.copy_(torch.tensor(loads.of_all_layers()))
+        self.resize(self.capacity_factor)
+
+    def resize(self, capacity_factor: float) -> None:
+        """Set the factor, and the size of the arena: 0 leaves room for one layer, and nothing is kept for backward."""
+        self.capacity_factor = capacity_factor
+        if self.arena is not None and self.loads is not None:
+            factor = 0.0 if self.arena.is_checkpointed else capacity_factor
+            self.arena.resize(*self.loads.room(factor))
+            self.arena.keeps = factor > 0
+
+    @property
+    def arena_handle(self) -> int:
+        """The handle of the arena, for operations."""
+        return NONE if self.arena is None else self.arena.handle
+
+    # the arena is asked first: what a compiler traces must not depend on a factor that changes
+
     @property
     def is_suspended(self) -> bool:
-        """Whether there is a bound that is lifted for now (`unbounded`)."""
-        return self.capacity_factor > 0 and self.is_unbounded
+        """Whether there is a bound on each layer that is lifted for now (`unbounded`)."""
+        return self.arena is None and self.capacity_factor > 0 and self.is_unbounded
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a step may overflow, so that `overflowed` must be checked."""
+        """Whether a step may overflow, so that its flag must be read."""
+        if self.arena is not None and self.arena.is_checkpointed:
+            return False
         return self.capacity_factor > 0 and not self.is_unbounded
 
     @property
@@ -58,7 +95,7 @@ class ExpertCapacity:
 
     def num_rows(self, expected: float, worst: int) -> int:
         """Number of rows to allocate, given those that random routing sends and those of the worst case."""
-        if not self.is_bounded:
+        if self.arena is not None or not self.is_bounded:
             return worst
         bounded = math.ceil(expected * self.capacity_factor / SLOTS_ALIGNMENT) * SLOTS_ALIGNMENT
         return min(bounded, worst)
@@ -66,22 +103,48 @@ class ExpertCapacity:
     @property
     def invalidates_step(self) -> Tensor:
         """On the device: whether the current step must be skipped."""
-        return self.overflowed if self.failed is None else self.overflowed | (self.failed[0] != 0)
+        overflowed = self.overflowed
+        if self.arena is not None:
+            overflowed = overflowed | self.arena.overflowed
+        return overflowed if self.failed is None else overflowed | (self.failed[0] != 0)
+
+    def needed_factor(self) -> Tensor:
+        """On the device: the factor that the step since `reset` needed, fp32. Exact if nothing has overflowed, and with
+        an arena in any case."""
+        if self.arena is None or self.arena.is_checkpointed:  # which counts the forward of recompute too
+            return self.need
+        return (self.arena.need / self.balanced).max().float()
 
     def reset(self) -> None:
-        """Clear the overflow flag."""
+        """Clear the overflow flag and the need."""
         self.overflowed.zero_()
+        self.need.zero_()
+        if self.arena is not None:
+            self.arena.reset()
 
-    def record_overflow(self, overflowed: Tensor) -> None:
-        """Record a layer's overflow flag, if there is a bound."""
-        if self.is_bounded:
-            self.overflowed.logical_or_(overflowed)
+    def start_forward(self) -> None:
+        """Take from the beginning of the arena again: before the forward of a microbatch."""
+        if self.arena is not None:
+            self.arena.start_forward()
+
+    def record_load(self, used: Tensor, balanced: float, overflowed: Tensor) -> None:
+        """Record the rows or slots that a layer has used, an int scalar, those of a balanced load, and its overflow
+        flag."""
+        if self.arena is None and self.capacity_factor > 0:
+            self.need.copy_(torch.maximum(self.need, used.float() / max(balanced, 1)))
+            if not self.is_unbounded:
+                self.overflowed.logical_or_(overflowed)
 
     @contextmanager
     def unbounded(self) -> Iterator[None]:
-        """Lift the bound within a `with` block: sizes are exact, and the host waits for each of them."""
+        """Lift the bound within a `with` block: nothing overflows."""
         was_unbounded, self.is_unbounded = self.is_unbounded, True
+        arena, kept = self.arena, self.arena is not None and self.arena.keeps
+        if arena is not None:
+            arena.keeps = False
         try:
             yield
         finally:
             self.is_unbounded = was_unbounded
+            if arena is not None:
+                arena.keeps = kept

@@ -3,8 +3,8 @@
 P ranks of the group · T tokens on each rank · K experts a token · S rows that a rank has room for · D width
 
 It moves the bytes of `alltoall` without its host read: counts are exchanged and read on the device, and sizes are those
-of the worst case, P·T rows, or of random routing times a capacity factor. Only a step that has overflowed, and is taken
-again without the bound, reads its sizes on the host: the worst case of a large model exceeds the memory.
+of the worst case, P·T rows, or of random routing times a capacity factor. Only while that bound is lifted, as for a
+step that has overflowed, the host reads sizes: the worst case of a large model exceeds the memory.
 kernels/symm_mem/arrays.py explains the phases of an exchange, and why two barriers make its memory free for the next.
 
 Each custom op here is a complete exchange, barriers included; so are those of clones (clone_weights.py). The contents
@@ -39,7 +39,7 @@ from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, 
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.row_plan import RowPlan, exchange_counts, plan_rows
 from titan_moe.kernels.symm_mem.rows import get_rows, own_rows, put_rows, sum_partial_results
-from titan_moe.plan.roofline import visit_probability
+from titan_moe.plan.loads import visit_probability
 
 
 class SymmMemory(NamedTuple):
@@ -141,14 +141,22 @@ class SymmMemDispatcher(TokenDispatcher):
         self.num_local_experts = num_experts // self.num_ranks
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> SymmMemExchange:
-        num_tokens, top_k = topk_ids_TK.shape
-        worst = self.num_ranks * num_tokens
-        visits = visit_probability(self.num_routed_experts, self.num_routed_experts // self.num_ranks, top_k)
-        max_rows = self.capacity.num_rows(expected=visits * worst, worst=worst)
+        max_rows = self.capacity.num_rows(self.expected_rows(topk_ids_TK), worst=self.num_ranks * len(topk_ids_TK))
         plan = RowPlan(*_plan(topk_ids_TK, *self.memory, self.num_local_experts, max_rows))
         if self.capacity.reads_sizes_on_host:
             max_rows = int(plan.recv_offsets_Q[-1])
         return SymmMemExchange(topk_ids_TK, topk_scores_TK, plan, max_rows)
+
+    def expected_rows(self, ids_TK: Tensor) -> float:
+        """The rows that a rank receives under random routing."""
+        num_tokens, top_k = ids_TK.shape
+        visits = visit_probability(self.num_routed_experts, self.num_routed_experts // self.num_ranks, top_k)
+        return visits * self.num_ranks * num_tokens
+
+    def record_rows(self, exchange: SymmMemExchange) -> None:
+        """Record the rows of an exchange, and whether they fit."""
+        plan = exchange.plan
+        self.capacity.record_load(plan.recv_offsets_Q[-1], self.expected_rows(exchange.ids_TK), plan.overflowed)
 
     def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:
         ids_TK, scores_TK, plan, max_rows = exchange
@@ -160,8 +168,8 @@ class SymmMemDispatcher(TokenDispatcher):
             ids_SK, balanced=exchange.ids_TK.numel(), worst=len(x_SD) * min(ids_SK.shape[1], self.num_local_experts)
         )
         slots = self.permute(ids_SK, scores_SK, self.num_local_experts, num_slots)
-        self.capacity.record_overflow(exchange.plan.overflowed)
-        self.capacity.record_overflow(slots.overflowed)
+        self.record_rows(exchange)
+        self.capacity.record_load(slots.offsets_e[-1], exchange.ids_TK.numel(), slots.overflowed)
         return routed(x_SD, slots, exchange)
 
     def start_combine(self, y_SD: Tensor, exchange: SymmMemExchange) -> Pending:

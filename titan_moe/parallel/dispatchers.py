@@ -26,7 +26,7 @@ class DispatcherInputs(NamedTuple):
     group: dist.ProcessGroup  # the ep group
     permute: Permute  # sorts received assignments by expert
     capacity: ExpertCapacity  # of all layers together, for a dispatcher that can be bounded
-    overlap: str = "none"  # `parallel.overlap`
+    overlap: str = "none"  # `parallel.overlap`; "tile" needs fused experts, as an arena does
     memory: SymmMemory | None = None  # for a dispatcher that shares memory
 
 
@@ -48,8 +48,10 @@ def _alltoall(inputs: DispatcherInputs) -> TokenDispatcher:
 
 def _symm_mem(inputs: DispatcherInputs) -> TokenDispatcher:
     assert inputs.memory is not None, "parallel.symm_memory opens it"
-    dispatcher = SymmMemFusedDispatcher if inputs.overlap == "tile" else SymmMemDispatcher
-    return dispatcher(inputs.num_experts, inputs.memory, inputs.permute, inputs.capacity, inputs.num_routed_experts)
+    of = (inputs.num_experts, inputs.memory, inputs.permute, inputs.capacity, inputs.num_routed_experts)
+    if inputs.capacity.arena is None and inputs.overlap != "tile":
+        return SymmMemDispatcher(*of)
+    return SymmMemFusedDispatcher(*of, overlaps=inputs.overlap == "tile")
 
 
 BUILDERS: dict[str, Builder] = {

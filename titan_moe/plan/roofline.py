@@ -4,7 +4,6 @@ FLOPs follow `plan.count`: forward and backward, causal attention halved, nothin
 random and even. Norms, softmax and other passes over activations are left out: a lower bound, not a prediction.
 """
 
-import math
 from dataclasses import dataclass
 
 from titan_moe.config.optimizers import OPTIMIZERS
@@ -18,6 +17,7 @@ from titan_moe.plan.count import (
     expert_width,
 )
 from titan_moe.plan.hardware import Hardware
+from titan_moe.plan.loads import visit_probability
 from titan_moe.plan.memory import parameters_per_rank
 
 FORWARD_AND_BACKWARD = 6
@@ -92,11 +92,6 @@ def copies_on_the_wire(recipe: Recipe) -> float:
     if sends == "every_row":
         return num_ranks - 1
     return (num_ranks - 1) * visit_probability(moe.num_experts, moe.num_experts // num_ranks, moe.top_k)
-
-
-def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:
-    """The probability that random routing gives a token one of a rank's experts."""
-    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
 
 
 def sharding_bytes(recipe: Recipe, world_size: int) -> float:

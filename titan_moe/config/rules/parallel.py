@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
+from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
@@ -118,10 +119,16 @@ def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterato
         )
     for need in recipe.model.moe.unmet_needs_of_fused:
         yield f'{setting} needs fused experts, which need {need}; take overlap = "none"'
-    if p.expert_clones and recipe.compile.compiles_blocks():
+
+
+@rule("the graph of a block does not order the exchange of clones' weights after the plan of their rows")
+def clones_of_fused_dispatch_run_in_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    is_fused = p.overlap == "tile" or has_arena(recipe, experts_of(recipe))
+    if p.expert_clones and is_fused and recipe.compile.compiles_blocks():
         yield (
-            f'{setting} with parallel.expert_clones needs compile.extent = "pieces": the graph of a block does not '
-            "order the exchange of clones' weights after the plan of their rows"
+            f'parallel.expert_clones = {p.expert_clones} with compile.extent = "block": fused experts exchange rows '
+            'themselves; take "pieces", or parallel.overlap = "none" and parallel.expert_rank_capacity_factor = 0'
         )
 
 
@@ -189,7 +196,7 @@ def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> I
 
 @rule("it bounds sizes that depend on the routing and that the host does not read")
 def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, factor = recipe.parallel, recipe.parallel.expert_rank_capacity_factor
+    p, factor = recipe.parallel, recipe.parallel.fixed_capacity_factor
     if factor != 0 and not p.facts.can_be_bounded:
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} bounds nothing with parallel.dispatcher = "
@@ -199,7 +206,7 @@ def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iter
     if 0 < factor < 1:
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} is less than a balanced load, so every step would be "
-            "taken twice; take 1.25 or more, or 0 for the worst case"
+            'taken twice; take "auto", 1.25 or more, or 0 for the worst case'
         )
 
 

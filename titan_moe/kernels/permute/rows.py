@@ -48,6 +48,8 @@ def plan_slots(ids_SK: Tensor, num_experts: int, num_slots: int) -> tuple[Tensor
 
 def gather_sum(y_RD: Tensor, slots_SK: Tensor) -> Tensor:
     """Sum each row's slots in at least fp32, in y's dtype; 0 for a row without a slot. Not differentiable."""
+    if y_RD.shape[0] == 0:  # an index needs an entry, even where it is not used
+        return y_RD.new_zeros(slots_SK.shape[0], y_RD.shape[1])
     wide = torch.promote_types(y_RD.dtype, torch.float32)
     total_SD = y_RD.new_zeros(slots_SK.shape[0], y_RD.shape[1], dtype=wide)
     for slots_S in slots_SK.unbind(1):
@@ -92,6 +94,7 @@ class _PlaceScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None]:
         (slots_SK,) = ctx.saved_tensors
+        grad_R = grad_R if grad_R.shape[0] else grad_R.new_zeros(1)
         return torch.where(slots_SK >= 0, grad_R[slots_SK.clamp(min=0)], 0), None, None
 
 

@@ -1,0 +1,163 @@
+"""Layers whose rows lie in an arena give the bits of layers whose rows autograd keeps: kept, lifted, recomputed,
+after an overflow, compiled, with clones.
+
+Ranks and kernels are those of test_symm_mem_fused.py.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import load
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from titan_moe.dispatch.base import TokenDispatcher
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.kernels.experts.arena import Arena
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.plan.loads import LayerLoads
+
+equal_local, symm_mem, fused = (
+    load(f"dispatch/{name}") for name in ("test_equal_local", "test_symm_mem", "test_symm_mem_fused")
+)
+ROUTINGS = ("skewed", "all_to_one_rank")
+"""Of the layers of a microbatch."""
+WAYS = {
+    # name: factor, whether the bound is lifted, recomputed, compiled
+    "kept": (2.0, False, "none"),
+    "lifted": (2.0, True, "none"),
+    "too small": (1.0, False, "none"),
+    "checkpointed": (1.0, False, "checkpoint"),
+    "compiled": (2.0, False, "compile"),
+    "compiled, lifted": (2.0, True, "compile"),
+}
+T, K, D, F = equal_local.NUM_TOKENS, equal_local.TOP_K, equal_local.WIDTH, equal_local.HIDDEN
+
+
+def capacity_with_arena(
+    factor: float, num_ranks: int, device: torch.device, *, is_checkpointed: bool = False, num_replicas: int = 0
+) -> ExpertCapacity:
+    """The arena's memory is NaN: what is not written must not be read."""
+    capacity = ExpertCapacity(factor, device)
+    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed)
+    worst = num_ranks * T
+    num_local = equal_local.NUM_EXPERTS // num_ranks + num_replicas
+    capacity.use_arena(arena, LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local)))
+    arena.rows_AD.fill_(float("nan"))
+    arena.hidden_B2F.fill_(float("nan"))
+    return capacity
+
+
+def draw_layers(device: torch.device) -> list[list[Tensor]]:
+    """This rank's inputs of each layer."""
+    return [fused.my_inputs(routing, device) for routing in ROUTINGS]
+
+
+def run_layers(
+    dispatcher: TokenDispatcher,
+    module: GroupedExperts,
+    drawn: list[list[Tensor]],
+    wrap: Callable[..., Any] | None = None,
+) -> list[Tensor]:
+    """Output and gradients of a microbatch of layers with routings of their own."""
+    module.zero_grad()
+    x_TD, grad_TD = drawn[0][0].requires_grad_(), drawn[0][3]
+    scores = [scores_TK.requires_grad_() for _, _, scores_TK, _ in drawn]
+
+    def layer(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> Tensor:
+        inputs = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
+        return x_TD + dispatcher.combine(module(inputs), inputs)
+
+    dispatcher.capacity.start_forward()
+    y_TD = x_TD
+    for (_, ids_TK, _, _), scores_TK in zip(drawn, scores, strict=True):
+        y_TD = (wrap(layer) if wrap else layer)(y_TD, ids_TK, scores_TK)
+    y_TD.backward(grad_TD)
+    tensors = (y_TD, x_TD.grad, *(scores_TK.grad for scores_TK in scores), module.gate_up.grad, module.down.grad)
+    return [tensor.detach().cpu() for tensor in tensors]
+
+
+def recomputed(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return partial(checkpoint, layer, use_reentrant=False)
+
+
+def compiled(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    return torch.compile(layer, fullgraph=True, backend=backend, dynamic=False)
+
+
+WRAPS: dict[str, Any] = {"none": None, "checkpoint": recomputed, "compile": compiled}
+
+
+def run_ways(
+    folder: str | None, ways: tuple[str, ...], overlaps: bool, num_replicas: int = 0
+) -> tuple[list[Tensor], dict[str, tuple[list[Tensor], bool, float]]]:
+    """The results of a microbatch that autograd keeps; and by way, those in an arena, whether the step is void, and the
+    factor that it needed."""
+    memory, device = symm_mem.share(folder)
+    module, num_ranks = fused.my_experts(device), memory.peer_ptrs_P.numel()
+    for parameter in module.parameters():
+        parameter.data /= 4
+    kind = partial(SymmMemFusedDispatcher, overlaps=overlaps)
+    dispatcher = fused.dispatcher_of(kind, memory, module, num_replicas)
+    inner = dispatcher.inner if num_replicas else dispatcher
+    kept_by_autograd = run_layers(dispatcher, module, draw_layers(device))
+    answers = {}
+    for way in ways:
+        factor, is_lifted, wrap = WAYS[way]
+        capacity = capacity_with_arena(
+            factor, num_ranks, device, is_checkpointed=wrap == "checkpoint", num_replicas=num_replicas
+        )
+        dispatcher.capacity = inner.capacity = capacity
+        with capacity.unbounded() if is_lifted else nullcontext():
+            symm_mem.poison(memory)
+            results = run_layers(dispatcher, module, draw_layers(device), WRAPS[wrap])
+        answers[way] = results, bool(capacity.invalidates_step), float(capacity.needed_factor())
+    return kept_by_autograd, answers
+
+
+def check_ways(ranks: list[Any]) -> None:
+    for kept_by_autograd, answers in ranks:
+        for way, (results, is_void, _) in answers.items():
+            if way == "too small":  # forward is right, and everything is finite
+                assert torch.equal(results[0], kept_by_autograd[0])
+                assert all(bool(tensor.isfinite().all()) for tensor in results)
+            else:
+                assert all(map(torch.equal, results, kept_by_autograd)) and not is_void, way
+        needs = {need for way, (*_, need) in answers.items() if way != "checkpointed"}
+        assert len(needs) <= 1, "the need is exact in any case"
+    if "too small" in ranks[0][1]:
+        assert any(answers["too small"][1] for _, answers in ranks)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("ways", "overlaps"), [(("kept", "too small"), True), (("kept", "lifted"), False)])
+def test_files_of_an_arena_give_the_same_bits(
+    ranks: Any, tmp_path: Path, ways: tuple[str, ...], overlaps: bool
+) -> None:
+    check_ways(ranks(2, run_ways, str(tmp_path), ways, overlaps))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("way", ["checkpointed", "compiled, lifted"])
+def test_files_of_an_arena_give_the_same_bits_recomputed_and_compiled(ranks: Any, tmp_path: Path, way: str) -> None:
+    check_ways(ranks(2, run_ways, str(tmp_path), (way,), True))
+
+
+@pytest.mark.interpreted
+def test_files_of_an_arena_with_clones_give_the_same_bits(ranks: Any, tmp_path: Path) -> None:
+    check_ways(ranks(2, run_ways, str(tmp_path), ("kept", "lifted"), True, symm_mem.MOST_SPARE))
+
+
+@fused.with_gpus
+@pytest.mark.parametrize(("overlaps", "num_replicas"), [(True, 0), (False, 0), (True, 1)])
+def test_gpus_of_an_arena_give_the_same_bits(
+    ranks_of_a_size: Any, num_ranks: int, overlaps: bool, num_replicas: int
+) -> None:
+    check_ways(ranks_of_a_size(num_ranks, run_ways, None, tuple(WAYS), overlaps, num_replicas))

@@ -1,0 +1,63 @@
+"""Rows and expert slots of a rank under expert parallelism: balanced, and in the worst case."""
+
+import math
+from typing import NamedTuple
+
+from titan_moe.config.recipe import Recipe, max_batch_tokens
+
+
+class LayerLoads(NamedTuple):
+    """What the layers of a model have of rows and slots on a rank, for one microbatch."""
+
+    num_layers: int
+    """MoE layers."""
+    rows: float
+    """Of a layer under random routing."""
+    slots: int
+    """Of a layer with a balanced load."""
+    worst_rows: int
+    """Of a layer whose tokens all choose experts of this rank, in the largest batch."""
+    worst_slots: int
+
+    def of_all_layers(self) -> tuple[float, int]:
+        """Rows and slots of all layers together, balanced."""
+        return self.num_layers * self.rows, self.num_layers * self.slots
+
+    def room(self, factor: float) -> tuple[int, int]:
+        """Rows and slots of an arena of this capacity factor: at least those of one layer's worst case, at most those
+        of all layers'."""
+        rows, slots = (balanced * factor for balanced in self.of_all_layers())
+        return self._limit(rows, self.worst_rows), self._limit(slots, self.worst_slots)
+
+    def largest_factor(self, row_bytes: int, slot_bytes: int, num_bytes: float) -> float:
+        """The largest factor whose room takes no more than `num_bytes`, in steps of 1/8; infinite if all layers' worst
+        case does, 0 if one layer's does not."""
+
+        def size(factor: float) -> float:
+            rows, slots = self.room(factor)
+            return rows * row_bytes + slots * slot_bytes
+
+        if size(math.inf) <= num_bytes:
+            return math.inf
+        factor = 0.0
+        while size(factor + 1 / 8) <= num_bytes:
+            factor += 1 / 8
+        return factor
+
+    def _limit(self, number: float, worst: int) -> int:
+        return math.ceil(min(max(number, worst), self.num_layers * worst))
+
+
+def layer_loads(recipe: Recipe) -> LayerLoads:
+    """The loads of a recipe whose dispatcher sends a row once to each rank."""
+    p, train, moe = recipe.parallel, recipe.train, recipe.model.moe
+    num_tokens, num_local = train.micro_batch_sequences * train.seq_len_tokens, moe.num_experts // p.ep
+    rows = p.ep * num_tokens * visit_probability(moe.num_experts, num_local, moe.top_k)
+    worst_rows = p.ep * max_batch_tokens(recipe)
+    worst_slots = worst_rows * min(moe.top_k, num_local + p.expert_clones)
+    return LayerLoads(recipe.model.num_moe_layers, rows, num_tokens * moe.top_k, worst_rows, worst_slots)
+
+
+def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:
+    """The probability that random routing gives a token one of a rank's experts."""
+    return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)
