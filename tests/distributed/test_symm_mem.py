@@ -25,7 +25,10 @@ from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, Preci
 from titan_moe.dispatch import symm_mem
 from titan_moe.kernels.symm_mem import barrier
 from titan_moe.parallel import symm_memory
+from titan_moe.train import capacity_control
 from titan_moe.train.build import assemble
+from titan_moe.train.capacity_control import CapacityControl
+from titan_moe.train.step_runner import StepRunner
 
 pytestmark = pytest.mark.interpreted
 STEPS = 3
@@ -46,7 +49,7 @@ def on_files(folder: str, module: str, name: str, *args: Any) -> Any:
     return answer
 
 
-EP2 = ParallelConfig(ep=2, dispatcher="symm_mem")
+EP2 = ParallelConfig(ep=2, dispatcher="symm_mem", expert_rank_capacity_factor=0.0)
 
 
 def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
@@ -90,6 +93,30 @@ def all_tensors(run: Any) -> list[torch.Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
+def follow_load(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], list[float]]:
+    """A trace, and the capacity factor after each step; the first is chosen after one step."""
+    factors, follow = [], CapacityControl.follow
+
+    def noted(control: CapacityControl, *args: Any) -> float:
+        factors.append(follow(control, *args))
+        return factors[-1]
+
+    with (
+        mock.patch.object(capacity_control, "CALIBRATION_STEPS", 1),
+        mock.patch.object(CapacityControl, "follow", noted),
+    ):
+        return one_loss.train(candidate, -1, num_steps), factors
+
+
+def count_reruns(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
+    """A trace, and the number of steps that were taken again."""
+    with mock.patch.object(StepRunner, "_take_again", autospec=True, side_effect=StepRunner._take_again) as again:
+        fields = one_loss.train(candidate, -1, num_steps)
+    return fields, again.call_count
+
+
+again = SimpleNamespace(count_reruns=count_reruns)
+following = SimpleNamespace(follow_load=follow_load)
 late = SimpleNamespace(train_and_count=train_and_count)
 missing = SimpleNamespace(miss_a_step=miss_a_step)
 
@@ -142,6 +169,30 @@ def test_symm_mem_tile_overlap_trains_as_one_process(ranks: Any, tmp_path: Path)
     )
     for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train", candidate, -1, 1):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
+
+
+def test_symm_mem_arena_follows_the_load_and_trains_as_one_process(ranks: Any, tmp_path: Path) -> None:
+    """One step without a bound, then one with rows in the arena."""
+    alone = one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 2)[0])
+    parallel = replace(EP2, expert_rank_capacity_factor="auto")
+    candidate = in_one_microbatch(with_fused_experts(parallel), num_ranks=2)
+    for fields, factors in ranks(2, on_files, str(tmp_path), "following", "follow_load", candidate, 2):
+        one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
+        assert min(factors) >= 1.0
+
+
+def test_symm_mem_arena_overflow_takes_the_step_again(ranks: Any, tmp_path: Path) -> None:
+    """A bound that no step fits: each is taken again, and the loss and norm are those of one process."""
+
+    def deeper(candidate: Recipe) -> Recipe:
+        return replace(candidate, model=replace(one_loss.MODEL, num_layers=one_loss.MODEL.num_dense_layers + 2))
+
+    alone = ranks(1, one_loss.train, deeper(with_fused_experts(ParallelConfig())), -1, 1)[0] | {"grads": {}}
+    bounded = replace(EP2, overlap="tile", expert_rank_capacity_factor=1.0)
+    candidate = deeper(in_one_microbatch(with_fused_experts(bounded), num_ranks=2))
+    for fields, reruns in ranks(2, on_files, str(tmp_path), "again", "count_reruns", candidate, 1):
+        one_loss.assert_same(one_loss.Trace(**(fields | {"grads": {}})), one_loss.Trace(**alone), 2e-5)
+        assert reruns == 1
 
 
 def test_symm_mem_delayed_weight_grads_are_equal(ranks: Any, tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from titan_moe.layers.block import Block
 from titan_moe.models.transformer import Transformer
 from titan_moe.train import step_runner
 from titan_moe.train.build import assemble
+from titan_moe.train.capacity_control import CapacityControl
+from titan_moe.train.trainer import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +50,7 @@ RECIPE = Recipe(
     optim=OptimConfig(lr=1e-2, max_grad_norm=0.5, warmup_steps=3, decay_steps=2),
 )
 FACTOR = 1.75
-SPREAD = ParallelConfig(ep=4, dispatcher="allgather")
+SPREAD = ParallelConfig(ep=4, dispatcher="allgather", expert_rank_capacity_factor=0.0)
 
 
 class Repeater:
@@ -91,19 +93,22 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[
         return loss
 
     step = run.step.step if poisoned_step < 0 else replace(run.step.step, forward_backward=run_batch)
-    take = step_runner.StepRunner(step, run.schedule, extent, Repeater)
-    losses, norms, reruns = [], [], []
+    take = step_runner.StepRunner(step, run.schedule, extent, Repeater, run.step.control)
+    losses, norms, reruns, factors = [], [], [], []
     for index in range(STEPS):
         is_poisoned = index == poisoned_step
         result = take(batch_of(index))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         reruns.append(take.num_reruns)
+        factors.append(take.capacity_factor)
     moments = [whole(state["exp_avg"]) for optimizer in run.optimizers for state in optimizer.state.values()]
     return {
         "losses": losses,
         "norms": norms,
         "reruns": reruns,
+        "factors": factors,
+        "need": take.largest_need,
         "skipped": int(result.num_skipped),
         "weights": {name: whole(p).detach() for part in run.parts for name, p in part.named_parameters()},
         "biases": [router.expert_bias_E for router in run.step.step.balancer.routers.values()],
@@ -159,6 +164,18 @@ def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, extent: st
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])
+def test_step_runner_follows_the_load(ranks: Any, extent: str) -> None:
+    """Without a bound at first, then with one that holds; the numbers are those of no bound."""
+    exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
+    runs = ranks(4, train, replace(RECIPE, parallel=replace(SPREAD, expert_rank_capacity_factor="auto")), extent)
+    for other in runs:
+        assert_equal(exact, other, 1e-12)
+        assert other["factors"] == runs[0]["factors"] and other["reruns"] == runs[0]["reruns"]
+    factors = runs[0]["factors"]
+    assert factors[:3] == [0.0] * 3 and 1.0 <= runs[0]["need"] and factors[-1] >= 1.0
+
+
+@pytest.mark.parametrize("extent", ["off", "step"])
 def test_a_step_taken_again_draws_the_same_random_numbers(ranks: Any, extent: str) -> None:
     bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
     plain = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
@@ -190,10 +207,23 @@ def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, extent: s
     assert sick["losses"][:4] == well["losses"][:4] and sick["losses"][4] != well["losses"][4]
 
 
+def test_step_runner_goes_on_with_the_factor_of_an_earlier_run() -> None:
+    step: Any = SimpleNamespace(capacity=capacity.ExpertCapacity())
+    take = step_runner.StepRunner(step, SimpleNamespace(), control=CapacityControl())  # type: ignore[arg-type]
+    assert take.capacity_factor == 0.0, "calibrates"
+    before = Progress()
+    before.capacity_factor = 1.625
+    after = Progress()
+    after.load_state_dict(before.state_dict())
+    take.resume(after.capacity_factor)
+    assert take.capacity_factor == 0.0, "one step shows the memory that is left"
+    assert take.control is not None and take.control.follow(1.2, False) == 1.625
+
+
 def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture) -> None:
     class Void(SimpleNamespace):
         def __call__(self, batch: Batch) -> Any:
-            return SimpleNamespace(has_overflowed=torch.tensor(True))
+            return SimpleNamespace(has_overflowed=torch.tensor(True), needed_factor=torch.tensor(1.5))
 
     step: Any = Void(capacity=capacity.ExpertCapacity(1.25))
     take = step_runner.StepRunner(step, Void(step=lambda: None))  # type: ignore[arg-type]
@@ -202,4 +232,4 @@ def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture)
         for _ in range(30):
             take(batch)
     (record,) = caplog.records
-    assert "10 of 10 steps were taken again" in record.message and "capacity_factor above 1.25" in record.message
+    assert "10 of 10 steps were taken again" in record.message and "a number above 1.25" in record.message

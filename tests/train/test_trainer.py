@@ -77,9 +77,9 @@ def test_trainer_releases_graphs_before_the_process_group(tiny, monkeypatch: pyt
 
 def test_trainer_run_folder_repeats_the_run(tiny, tmp_path: Path) -> None:
     run = tiny("--train.steps=3", "--run.device=auto" if not torch.cuda.is_available() else "--run.device=cpu")
-    assert run.train("--optim.lr=3e-3", "--model.moe.top_k", "1") == 0
+    assert run.train("--optim.lr=3e-3", "--model.moe.top_k", "3") == 0
     recipe = load_recipe(run.folder / "recipe.toml", [])
-    assert (recipe.optim.lr, recipe.model.moe.top_k, recipe.run.device) == (3e-3, 1, "cpu")
+    assert (recipe.optim.lr, recipe.model.moe.top_k, recipe.run.device) == (3e-3, 3, "cpu")
     assert (run.folder / "recipe.toml").read_text() == dump_recipe(recipe), "every field is written"
     environment = json.loads((run.folder / "environment.json").read_text())
     assert environment["torch"] == torch.__version__ and environment["world_size"] == 1

@@ -14,13 +14,14 @@ NUM_LOGGED_STEPS = 5
 
 
 class CollapseWarning:
-    """Warn once for each collapse of a layer."""
+    """Warn once of each layer: one that recovers often collapses again."""
 
     def __init__(self, moe: MoEConfig) -> None:
         self.largest_load = moe.num_experts / moe.top_k
         # from K = E / 2 on, a balanced expert already has half of the tokens
         self.is_possible = moe.num_experts >= 2 * moe.top_k
         self.num_steps: Counter[str] = Counter()
+        self.told: set[str] = set()
 
     def see(self, step: int, expert_loads: dict[str, float]) -> None:
         """Take the loads of a logged step, by layer."""
@@ -29,7 +30,8 @@ class CollapseWarning:
                 del self.num_steps[layer]
                 continue
             self.num_steps[layer] += 1
-            if self.num_steps[layer] == NUM_LOGGED_STEPS:
+            if self.num_steps[layer] == NUM_LOGGED_STEPS and layer not in self.told:
+                self.told.add(layer)
                 logger.warning(
                     "%s has collapsed: at step %d and in the %d logged steps before, its busiest expert had %.1f times "
                     "the mean load (%.1f is every token); raise model.moe.aux_loss_coef or lower optim.lr, and for a "

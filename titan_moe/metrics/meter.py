@@ -46,7 +46,7 @@ class Meter:
         self.device = device
         self.is_main = is_main
         self.throughput = Throughput(flops_per_token, device, num_ranks)
-        self.tokens_seen = 0
+        self.tokens_seen, self.peak_gib = 0, 0.0
         self.next_is_first = True
         self.num_steps, self.num_logged = 0, 0  # of this process
         self.is_new_run = True
@@ -77,12 +77,15 @@ class Meter:
         tokens_per_expert: dict[str, Tensor],
         num_skipped: Tensor | int,
         num_reruns: int,
+        capacity_factor: float = 0.0,
+        needed_factor: float = 0.0,
     ) -> dict[str, Any] | None:
         """Count step `step` (the first is 1). If it is logged, write and return its record.
 
         Shapes: `loss`, `aux_loss`, `grad_norm`, `num_skipped` 0-dim; `tokens_per_expert` layer name -> [E].
         Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped` and `num_reruns` are steps since the
-        start of this process.
+        start of this process. `capacity_factor` bounds the next step (0: nothing does), `needed_factor` is what this
+        step needed.
         """
         self.tokens_seen += num_tokens
         self.num_steps += 1
@@ -93,6 +96,9 @@ class Meter:
         if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.recipe.train.steps):
             return None
         values = read_values([loss, aux_loss, grad_norm, num_skipped, *tokens_per_expert.values()])
+        self.peak_gib = max(
+            self.peak_gib, peak_memory_gib(self.device)
+        )  # the arena starts a new peak when it is resized
         measured = self.throughput.measure()  # after the read: the device has finished the step
         scalars, counts = [value.item() for value in values[:4]], dict(zip(tokens_per_expert, values[4:], strict=True))
         record: dict[str, Any] = {
@@ -101,12 +107,14 @@ class Meter:
             "lr": lr,
             "tokens_seen": self.tokens_seen,
             **measured,
-            "memory_gib": peak_memory_gib(self.device),
+            "memory_gib": self.peak_gib,
             **routing_record(counts, self.recipe.parallel.ep),
             "skipped_steps": int(scalars[3]),
             "rerun_steps": num_reruns,
             "rerun_share": num_reruns / self.num_steps,
         }
+        if needed_factor:
+            record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
         if forced := self.recipe.train.forced_routing:
             record["forced_routing"] = forced
         self._write(record)

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from titan_moe.memory import recompute
 from titan_moe.metrics import regions
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
-from titan_moe.parallel import expert, fsdp, symm_memory
+from titan_moe.parallel import arena, expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.shards import local_slice
+from titan_moe.train.capacity_control import CapacityControl, largest_factor
 from titan_moe.train.forward_backward import build_forward_backward
 from titan_moe.train.step import TrainStep
 from titan_moe.train.step_runner import StepRunner
@@ -41,7 +43,7 @@ class Assembly(NamedTuple):
 def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     """Build model, optimizer and step of a recipe; the process group must exist."""
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
-    capacity = ExpertCapacity(recipe.parallel.expert_rank_capacity_factor, device)
+    capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
     parts = build_parts(recipe, meshes, device, capacity)
     moments, is_captured = fsdp.DTYPES[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
@@ -50,13 +52,19 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     forward_backward = build_forward_backward(parts, recipe.parallel)
     num_skipped = torch.zeros((), dtype=torch.int64, device=device)
     step = TrainStep(forward_backward, optimizers, balancer, capacity, recipe.optim.max_grad_norm, meshes, num_skipped)
-    return Assembly(meshes, parts, optimizers, schedule, StepRunner(step, schedule, recipe.compile.cudagraph))
+    follows_load = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0
+    control = None
+    if follows_load and (capacity.arena is None or not capacity.arena.is_checkpointed):
+        control = CapacityControl(largest=partial(largest_factor, capacity, device))
+    runner = StepRunner(step, schedule, recipe.compile.cudagraph, control=control)
+    return Assembly(meshes, parts, optimizers, schedule, runner)
 
 
 def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> list[nn.Module]:
     """Build, shard, compile and initialise this rank's part of the model of a recipe."""
     model = build_on_meta(recipe)
     memory = symm_memory.share_memory(model, recipe, meshes, device, capacity)
+    arena.give_arena(model, recipe, device, capacity)
     parts = [model]  # a pipeline splits here, before sharding: a rank shards only its own stages
     for part in parts:
         expert.apply(part, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP

@@ -27,7 +27,8 @@ class StepResult(NamedTuple):
     aux_loss: Tensor  # balancing losses, on the same scale
     grad_norm: Tensor  # global norm before clipping
     tokens_per_expert: dict[str, Tensor]  # router name -> tokens of each expert over all ranks [E]
-    has_overflowed: Tensor  # bool: rows of some rank overflowed their slots or did not arrive: nothing was changed
+    has_overflowed: Tensor  # bool: rows of some rank overflowed their room or did not arrive: nothing was changed
+    needed_factor: Tensor  # fp32: capacity factor that the step needed, the largest of all ranks
     num_skipped: Tensor  # int64: steps so far that were skipped because gradients were not finite
 
 
@@ -54,9 +55,9 @@ class TrainStep:
         loss = self.forward_backward(batch, scale)
         losses = torch.stack([loss, self.balancer.aux_loss(loss)])
         dist.all_reduce(losses, group=self.meshes.data_group)
-        num_overflowed = self.capacity.invalidates_step.float()
-        dist.all_reduce(num_overflowed, group=self.meshes.world_group)
-        has_overflowed = num_overflowed > 0
+        loads = torch.stack([self.capacity.invalidates_step.float(), self.capacity.needed_factor()])
+        dist.all_reduce(loads, dist.ReduceOp.MAX, group=self.meshes.world_group)
+        has_overflowed = loads[0] > 0
         with region("clip"):
             norm = grad_norm(self.optimizers.parameters, self.meshes)
         skips_update = has_overflowed | ~norm.isfinite()
@@ -66,7 +67,7 @@ class TrainStep:
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
         self.num_skipped.add_(skips_update & ~has_overflowed)
-        return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, self.num_skipped)
+        return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, loads[1], self.num_skipped)
 
     def count_labels(self, batch: Batch) -> Tensor:
         """Label tokens of the batches of all ranks, at least 1, on the device."""

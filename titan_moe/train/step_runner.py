@@ -11,20 +11,23 @@ from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
 from titan_moe.parameters import local
+from titan_moe.train.capacity_control import CapacityControl
 from titan_moe.train.forward_backward import ForwardBackward
 from titan_moe.train.step import StepResult, TrainStep
 
 logger = logging.getLogger("titan_moe")
 
 MANY_RERUNS, MANY_RERUNS_SHARE = 10, 0.03
-"""At the tenth rerun, if reruns are more than this share of all steps, the bound costs more than it saves."""
+"""At the tenth rerun of a fixed bound, if reruns are more than this share of all steps, it costs more than it saves."""
+UNUSED_FACTOR = 1.25
+"""Of a bound that is lifted before it was ever chosen."""
 
 
 class StepRunner:
     """Takes the steps of a run, from a CUDA graph where the recipe says so.
 
-    Where slots are bounded, the host reads one flag after each step. A step that overflowed has changed nothing: it is
-    taken again without the bound, launched kernel by kernel, from the same random state.
+    Where rows are bounded, the host reads a flag and the need after each step. A step that overflowed has changed
+    nothing: it is taken again without the bound, launched kernel by kernel, from the same random state.
     """
 
     def __init__(
@@ -33,18 +36,23 @@ class StepRunner:
         schedule: Schedules,
         extent: str = "off",
         make_recorder: Callable[[], Recorder] = Recorder,
+        control: CapacityControl | None = None,
     ) -> None:
-        """`extent` is the recipe's `compile.cudagraph`."""
-        self.step, self.schedule = step, schedule
+        """`extent` is the recipe's `compile.cudagraph`; without `control` the capacity factor is the recipe's."""
+        self.step, self.schedule, self.control = step, schedule, control
         self.num_steps, self.num_reruns = 0, 0  # so far
-        self.num_warm_ups = 0
+        self.needed_factor, self.largest_need = 0.0, 0.0  # of the last step, and of all
+        self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
         self.replay: Callable[[Batch], StepResult] = step
         self.release: Callable[[], None] = lambda: None
         if extent != "off":
             self._capture(extent, make_recorder())
+        self.bound = 0.0  # by the control
+        if control is not None and step.capacity.arena is None:
+            step.capacity.resize(UNUSED_FACTOR)
 
     def _capture(self, extent: str, recorder: Recorder) -> None:
-        self.num_warm_ups = NUM_WARM_UPS
+        self.num_warm_ups = self.num_warm_ups_before = NUM_WARM_UPS
         self.warm_up = recorder.run
         if extent == "step":
             captured = Captured(self.step, recorder)
@@ -54,31 +62,70 @@ class StepRunner:
             self.replay = replace(self.step, forward_backward=microbatches)
             self.release = microbatches.release
 
+    def resume(self, capacity_factor: float) -> None:
+        """Go on with the bound that an earlier run had chosen."""
+        if self.control is not None and capacity_factor:
+            self.control.resume(capacity_factor)
+
+    @property
+    def capacity_factor(self) -> float:
+        """The bound of the next step; 0 without one."""
+        return self.step.capacity.capacity_factor if self.control is None else self.control.factor
+
     def __call__(self, batch: Batch) -> StepResult:
         """Take a step; its result is valid until the next one."""
         self.num_steps += 1
-        is_bounded = self.step.capacity.is_bounded
-        random_states = _random_states(batch.tokens_MBN.device) if is_bounded else []
-        result = self._take(batch)
-        has_overflowed = is_bounded and bool(result.has_overflowed)
-        self.step.capacity.check()  # the step may be void because a rank is missing: it would not come again
-        if has_overflowed:
-            result = self._take_again(batch, random_states)
+        capacity = self.step.capacity
+        if self.control is None and not capacity.is_bounded:
+            result = self._take(batch)
+            capacity.check()
+        else:
+            random_states = _random_states(batch.tokens_MBN.device)
+            result = self._take(batch)
+            has_overflowed, self.needed_factor = _read_loads(result)
+            capacity.check()  # the step may be void because a rank is missing: it would not come again
+            if has_overflowed:
+                result = self._take_again(batch, random_states)
+                _, self.needed_factor = _read_loads(result)
+            self.largest_need = max(self.largest_need, self.needed_factor)
+            if self.control is not None:
+                self._bound(self.control.follow(self.needed_factor, has_overflowed))
         self.schedule.step()
         return result
 
     def _take(self, batch: Batch) -> StepResult:
+        if self.control is not None and not self.control.factor:
+            with self.step.capacity.unbounded():
+                return self.step(batch)
         if self.num_warm_ups == 0:
             return self.replay(batch)
         self.num_warm_ups -= 1
         return self.warm_up(lambda: self.step(batch))
 
+    def _bound(self, factor: float) -> None:
+        """Bound the next steps by a factor; 0 lifts the bound."""
+        capacity, before = self.step.capacity, self.bound
+        self.bound = factor
+        if factor == before:
+            return
+        if self.num_steps:
+            what = f"capacity factor {factor:g}" if factor else "no capacity bound"
+            logger.info("%s from step %d on; the last step needed %.3g", what, self.num_steps + 1, self.needed_factor)
+        if capacity.arena is None and not factor:
+            return  # the sizes stay, for the steps after
+        self.release()  # a recording has other sizes or addresses
+        capacity.resize(factor)
+        if capacity.arena is None:  # compiled graphs have the sizes of layers
+            torch._dynamo.reset()
+            self.num_warm_ups = self.num_warm_ups_before
+
     def _take_again(self, batch: Batch, random_states: list[Tensor]) -> StepResult:
         self.num_reruns += 1
-        if self.num_reruns == MANY_RERUNS and self.num_reruns > self.num_steps * MANY_RERUNS_SHARE:
+        is_fixed = self.control is None
+        if is_fixed and self.num_reruns == MANY_RERUNS and self.num_reruns > self.num_steps * MANY_RERUNS_SHARE:
             logger.warning(
-                "%d of %d steps were taken again, because rows overflowed their slots; a "
-                "parallel.expert_rank_capacity_factor above %g lowers the number",
+                "%d of %d steps were taken again, because rows overflowed their room; "
+                'parallel.expert_rank_capacity_factor = "auto", or a number above %g, lowers the number',
                 self.num_reruns,
                 self.num_steps,
                 self.step.capacity.capacity_factor,
@@ -113,6 +160,12 @@ class CapturedMicrobatches:
         """Free the memory of the graph and the gradients."""
         self.gradients = []
         self.captured.release()
+
+
+def _read_loads(result: StepResult) -> tuple[bool, float]:
+    """Whether a step has overflowed, and the factor that it needed, in one copy from the device."""
+    has_overflowed, needed_factor = torch.stack([result.has_overflowed.float(), result.needed_factor]).tolist()
+    return bool(has_overflowed), needed_factor
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -28,6 +28,7 @@ from titan_moe.plan.count import count_parameters, training_flops_per_token
 from titan_moe.profile.trace import StepTracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.train.build import assemble
+from titan_moe.train.capacity_control import round_up
 from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
 from titan_moe.train.resolve_kernels import resolve_kernels
@@ -56,17 +57,18 @@ def run(recipe: Recipe) -> None:
 
 
 class Progress:
-    """Steps and tokens of a run so far; saved in its checkpoints."""
+    """Steps and tokens of a run so far, and its capacity factor; saved in its checkpoints."""
 
     def __init__(self) -> None:
         self.step = 0
         self.tokens_seen = 0
+        self.capacity_factor = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "tokens_seen": self.tokens_seen}
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.tokens_seen = state["step"], state["tokens_seen"]
+        vars(self).update((name, state[name]) for name in vars(self))
 
 
 class Trainer:
@@ -133,11 +135,14 @@ class Trainer:
             write_environment(self.run_folder)
         if self.progress.step > 0:
             logger.info("continuing after step %d", self.progress.step)
+        self.step.resume(self.progress.capacity_factor)
         with StopSignal() as stop:
             self._run_steps(stop)
             if self.recipe.checkpoint.every_steps or not self.is_finished:
                 self.checkpointer.save(self.progress.step, is_last=True)
         self.meter.close()
+        if need := self.step.largest_need:
+            logger.info("steps needed a capacity factor of up to %.3g; %g would have sufficed", need, round_up(need))
         if not self.is_finished:
             name, recipe_file = Signals(stop.number).name, self.run_folder / "recipe.toml"
             logger.info(
@@ -169,6 +174,7 @@ class Trainer:
             batch = self.loader.next_step()
         result: StepResult = self.step(batch.to(self.device))
         progress.step += 1
+        progress.capacity_factor = self.step.capacity_factor
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
         self.meter.log(
@@ -181,6 +187,8 @@ class Trainer:
             tokens_per_expert=result.tokens_per_expert,
             num_skipped=result.num_skipped,
             num_reruns=self.step.num_reruns,
+            capacity_factor=self.step.capacity_factor,
+            needed_factor=self.step.needed_factor,
         )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.meter.paused():

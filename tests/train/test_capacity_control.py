@@ -1,0 +1,94 @@
+"""The capacity factor follows the need of steps."""
+
+import math
+
+import pytest
+
+from titan_moe.train.capacity_control import (
+    CALIBRATION_STEPS,
+    MANY_OVERFLOWS,
+    QUIET_STEPS,
+    WINDOW_STEPS,
+    CapacityControl,
+    round_up,
+)
+
+
+def run(control: CapacityControl, needs: list[float]) -> tuple[list[float], int]:
+    """The factors after each step, and the number of overflows, where a bound below the need overflows."""
+    factors, num_overflows = [], 0
+    for need in needs:
+        overflows = 0 < control.factor < need
+        num_overflows += overflows
+        factors.append(control.follow(need, overflows))
+    return factors, num_overflows
+
+
+@pytest.mark.parametrize(("factor", "rounded"), [(0.2, 1.0), (1.0, 1.0), (1.01, 1.125), (1.25, 1.25), (1.26, 1.375)])
+def test_factors_are_multiples_of_an_eighth(factor: float, rounded: float) -> None:
+    assert round_up(factor) == rounded
+
+
+def test_control_calibrates_without_a_bound_and_then_leaves_a_margin() -> None:
+    factors, _ = run(CapacityControl(), [1.0, 1.3, 1.2, 1.1, 1.1])
+    assert factors[: CALIBRATION_STEPS - 1] == [0.0] * (CALIBRATION_STEPS - 1)
+    assert factors[CALIBRATION_STEPS - 1 :] == [1.5, 1.5]  # 1.3 * 1.1 = 1.43
+
+
+def test_control_grows_from_the_exact_need_and_by_more_each_time() -> None:
+    control = CapacityControl()
+    factors, num_overflows = run(control, [1.0] * CALIBRATION_STEPS + [1.5, 1.5, 2.0])
+    assert factors[CALIBRATION_STEPS - 1 :] == [
+        1.125,
+        round_up(1.5 * 1.21),
+        round_up(1.5 * 1.21),
+        round_up(2.0 * 1.331),
+    ]
+    assert num_overflows == 2
+
+
+def test_control_lifts_the_bound_while_the_load_changes_too_fast() -> None:
+    control = CapacityControl()
+    needs = [1.0] * CALIBRATION_STEPS + [1.5**n for n in range(1, MANY_OVERFLOWS + 1)]
+    factors, num_overflows = run(control, needs)
+    assert num_overflows == MANY_OVERFLOWS and factors[-1] == 0.0
+    later, num_overflows = run(control, [1.2] * (WINDOW_STEPS + 1))
+    assert num_overflows == 0 and later[WINDOW_STEPS - 2] == 0.0
+    assert later[WINDOW_STEPS - 1] == later[-1] == round_up(1.2 * 1.1), "it comes back"
+
+
+def test_control_takes_what_memory_holds_or_no_bound() -> None:
+    control = CapacityControl(lambda: 1.3)
+    factors, _ = run(control, [1.2] * (CALIBRATION_STEPS + 1))
+    assert factors[-1] == 1.25, "less than the margin, but enough"
+    factors, num_overflows = run(control, [1.6] * (WINDOW_STEPS - 1))
+    assert num_overflows == 1 and set(factors) == {0.0}
+    factors, _ = run(control, [1.0] * (3 * WINDOW_STEPS))
+    assert factors[-1] == 1.125, "it comes back once the need fits"
+
+
+def test_control_shrinks_only_after_a_long_quiet_time() -> None:
+    control = CapacityControl()
+    run(control, [2.0] * CALIBRATION_STEPS)
+    factors, _ = run(control, [1.2] * (2 * QUIET_STEPS))
+    assert factors[QUIET_STEPS // 2] == round_up(2.2) and factors[-1] == round_up(1.2 * 1.1)
+    factors, _ = run(control, [1.15] * (2 * QUIET_STEPS))
+    assert factors[-1] == round_up(1.2 * 1.1), "a step of an eighth is not worth a new recording"
+
+
+def test_control_goes_on_with_the_factor_of_an_earlier_run() -> None:
+    control = CapacityControl()
+    control.resume(1.75)
+    assert run(control, [1.2, 1.3])[0] == [1.75, 1.75], "after one step without a bound"
+
+
+def test_control_does_not_go_on_with_what_memory_no_longer_holds() -> None:
+    control = CapacityControl(lambda: 1.5)
+    control.resume(1.75)
+    assert run(control, [1.2])[0] == [0.0]
+
+
+def test_control_survives_needs_that_are_not_finite() -> None:
+    control = CapacityControl(lambda: 4.0)
+    factors, _ = run(control, [math.inf] * (CALIBRATION_STEPS + 1))
+    assert set(factors) == {0.0}

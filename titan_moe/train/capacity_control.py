@@ -1,0 +1,107 @@
+"""`parallel.expert_rank_capacity_factor = "auto"`: the factor follows the need of past steps."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from titan_moe.dispatch.capacity import ExpertCapacity
+
+CALIBRATION_STEPS = 4
+"""Steps without a bound before the first factor is chosen."""
+MARGIN = 1.1
+"""Room over the need; more after each overflow of late."""
+STEPS_OF_FACTOR = 8
+"""Factors are multiples of 1/8."""
+WINDOW_STEPS = 50
+"""An overflow counts as late for so long."""
+MANY_OVERFLOWS = 4
+"""So many late overflows lift the bound: the load changes too fast to follow."""
+QUIET_STEPS = 500
+"""The factor shrinks if the steps of so long a time needed less."""
+RESERVED_SHARE = 0.05
+"""Share of a GPU's memory that is left to fragments and workspaces."""
+
+
+class CapacityControl:
+    """Chooses the factor from what each step needed. All ranks decide alike, from reduced numbers.
+
+    `factor` is the bound of the next step, 0 while there is none: at the start, while the load changes fast, or if
+    memory cannot hold what it needs.
+    """
+
+    def __init__(self, largest: Callable[[], float] = lambda: math.inf) -> None:
+        """`largest` is the largest factor that the memory of every rank holds."""
+        self.factor, self.largest = 0.0, largest
+        self.step = 0
+        self.steps_to_wait = CALIBRATION_STEPS
+        self.pause_steps = WINDOW_STEPS
+        self.needs: deque[float] = deque(maxlen=QUIET_STEPS)
+        self.overflows: deque[int] = deque()
+
+    def resume(self, factor: float) -> None:
+        """Begin with the factor of an earlier run, after one step, from which the memory that is left is known."""
+        self.needs.append(factor / MARGIN)
+        self.steps_to_wait = 1
+
+    def follow(self, need: float, has_overflowed: bool) -> float:
+        """Take note of a step, and choose the factor of the next: `factor`."""
+        self.step += 1
+        self.needs.append(need)
+        while self.overflows and self.overflows[0] <= self.step - WINDOW_STEPS:
+            self.overflows.popleft()
+        if has_overflowed:
+            self._grow()
+        elif not self.factor:
+            self.steps_to_wait -= 1
+            if self.steps_to_wait <= 0:
+                self.factor = self._choose(max(list(self.needs)[-WINDOW_STEPS:]))
+        elif self.step % QUIET_STEPS == 0 and len(self.needs) == QUIET_STEPS:
+            smaller = round_up(max(self.needs) * MARGIN)
+            if smaller <= self.factor - 2 / STEPS_OF_FACTOR:
+                self.factor = smaller
+        return self.factor
+
+    def _grow(self) -> None:
+        self.overflows.append(self.step)
+        if len(self.overflows) < MANY_OVERFLOWS:
+            self.factor = self._choose(max(list(self.needs)[-WINDOW_STEPS:]))
+        else:
+            self._pause()
+
+    def _pause(self) -> None:
+        """Lift the bound for a while, each time for longer."""
+        self.factor, self.steps_to_wait = 0.0, self.pause_steps
+        self.pause_steps = min(2 * self.pause_steps, 20 * WINDOW_STEPS)
+        self.overflows.clear()
+
+    def _choose(self, need: float) -> float:
+        """The factor for a need: with a margin if memory holds it, else what it holds, else none."""
+        wanted = round_up(need * MARGIN ** (1 + len(self.overflows))) if math.isfinite(need) else need
+        largest = math.floor(min(self.largest(), 1e6) * STEPS_OF_FACTOR) / STEPS_OF_FACTOR
+        if wanted <= largest:
+            return wanted
+        if need <= largest:
+            return largest
+        self._pause()
+        return 0.0
+
+
+def round_up(factor: float) -> float:
+    """The next multiple of 1/8, at least 1."""
+    return max(math.ceil(factor * STEPS_OF_FACTOR - 1e-6) / STEPS_OF_FACTOR, 1.0)
+
+
+def largest_factor(capacity: ExpertCapacity, device: torch.device) -> float:
+    """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far; infinite
+    without an arena or a GPU. A collective call."""
+    if capacity.arena is None or capacity.loads is None or device.type != "cuda":
+        return math.inf
+    free, total = torch.cuda.mem_get_info(device)
+    of_others = total - free - torch.cuda.memory_reserved(device)
+    room = total * (1 - RESERVED_SHARE) - of_others - capacity.arena.peak_beside()
+    factor = torch.tensor(capacity.loads.largest_factor(*capacity.arena.row_bytes, room), device=device)
+    dist.all_reduce(factor, dist.ReduceOp.MIN)
+    return factor.item()
