@@ -1,5 +1,6 @@
 """The report of `titan-moe check`: shape, cost, meshes and kernels of a recipe."""
 
+from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules.capture import obstacles
@@ -7,9 +8,18 @@ from titan_moe.config.schema import in_toml
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
 from titan_moe.plan.kernel_choice import choose_for, describe_choices
 from titan_moe.plan.kernel_table import measured_devices
-from titan_moe.plan.memory import gathered_bytes_per_rank, shared_bytes_per_rank, state_bytes_per_rank
+from titan_moe.plan.memory import (
+    arena_bytes_per_rank,
+    gathered_bytes_per_rank,
+    shared_bytes_per_rank,
+    state_bytes_per_rank,
+    temporary_bytes_per_rank,
+)
+from titan_moe.plan.peak import peak_bytes_per_rank
 
 LABEL_WIDTH = 12
+BALANCED_FACTOR = 1.125
+"""The capacity factor that "auto" takes for a balanced load."""
 
 
 def describe(recipe: Recipe, world_size: int) -> str:
@@ -25,6 +35,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         *_parallel_rows(recipe, world_size),
         ("step", _step(recipe, world_size)),
         ("memory", _memory(recipe, world_size)),
+        *_peak_rows(recipe, world_size),
         *_capture_rows(recipe),
         *_kernel_rows(recipe, world_size),
     ]
@@ -124,6 +135,24 @@ def _memory(recipe: Recipe, world_size: int) -> str:
     shared = shared_bytes_per_rank(recipe) / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""
     return f"{gib:.3g} GiB a rank: {kept};{during_a_step}{among_ranks} activations come on top"
+
+
+def _peak_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    """The peak of a step, and what of it lies in the arena of fused experts."""
+    if recipe.run.device == "cpu":
+        return []
+    experts, factor = experts_of(recipe), recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
+    peak = peak_bytes_per_rank(recipe, world_size, factor, experts) / 2**30
+    if not has_arena(recipe, experts):
+        return [("", f"about {peak:.3g} GiB at the peak of a step")]
+    arena, eighth = (arena_bytes_per_rank(recipe, at) / 2**30 for at in (factor, factor + 0.125))
+    temporary = temporary_bytes_per_rank(recipe) / 2**30
+    is_fixed = bool(recipe.parallel.fixed_capacity_factor) or recipe.memory.recompute != "none"
+    grows = "" if is_fixed else f" at a capacity factor of {factor:g}, {eighth - arena:.3g} GiB more for each eighth,"
+    return [
+        ("", f"about {peak:.3g} GiB at the peak of a step; of it {arena:.3g} GiB in the arena of rows{grows}"),
+        ("", f"and {temporary:.3g} GiB of one layer's temporaries"),
+    ]
 
 
 def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:

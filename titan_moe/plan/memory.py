@@ -4,6 +4,7 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.perf import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, max_batch_tokens
 from titan_moe.plan.count import count_parameters, expert_width, parameters_of_an_expert
+from titan_moe.plan.loads import layer_loads
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
@@ -44,6 +45,21 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
     place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4
     rows = max_batch_tokens(recipe) * (recipe.parallel.ep * place + 4 * top_k)
     return max(rows, _clone_bytes(recipe))
+
+
+def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float) -> int:
+    """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs."""
+    rows, slots = layer_loads(recipe).room(0.0 if recipe.memory.recompute != "none" else capacity_factor)
+    element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], 2 * recipe.model.moe.ffn_hidden_size
+    return (rows * expert_width(recipe.model) + slots * hidden) * element
+
+
+def temporary_bytes_per_rank(recipe: Recipe) -> int:
+    """Count the bytes of one layer's temporaries where there is an arena, for the worst case: in backward the gradients
+    of rows and hidden states, the activation and its gradient, or the gradients of slots."""
+    loads, width, hidden = layer_loads(recipe), expert_width(recipe.model), recipe.model.moe.ffn_hidden_size
+    elements = loads.worst_rows * width + loads.worst_slots * (3 * hidden + max(hidden, width))
+    return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def _clone_bytes(recipe: Recipe) -> int:

@@ -1,0 +1,58 @@
+"""Estimated peaks of memory are near those that were measured (tools/RESULTS.md, section 2)."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import load_recipe
+from titan_moe.plan.loads import LayerLoads
+from titan_moe.plan.memory import arena_bytes_per_rank, temporary_bytes_per_rank
+from titan_moe.plan.peak import peak_bytes_per_rank
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+FOUR = ("--train.micro_batch_sequences=4", "--train.global_batch_sequences=32", "--parallel.accumulate_unsharded=false")
+TWICE = ("--train.micro_batch_sequences=4", "--train.global_batch_sequences=64", "--parallel.accumulate_unsharded=true")
+EP2 = ("--parallel.ep=2", "--model.num_layers=12", "--train.global_batch_sequences=8")
+MEASURED = {
+    # recipe, overrides, ranks, capacity factor, GiB
+    "Qwen3 on 8": ("qwen3_30b_a3b", (), 8, 1.05, 108.6),
+    "Qwen3 on 8, two microbatches": ("qwen3_30b_a3b", TWICE, 8, 1.05, 129.5),
+    "Qwen3, 12 layers on 2": ("qwen3_30b_a3b", EP2, 2, 1.125, 56.4),
+    "V2-Lite on 8": ("deepseek_v2_lite", FOUR, 8, 1.05, 68.8),
+    "V2-Lite on 8, two microbatches": ("deepseek_v2_lite", TWICE, 8, 1.05, 82.0),
+    "Mixtral on 8": ("mixtral_8x7b", (), 8, 1.05, 109.0),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_peak_is_within_five_percent_of_what_was_measured(name: str) -> None:
+    recipe, overrides, num_ranks, factor, measured_gib = MEASURED[name]
+    peak = peak_bytes_per_rank(load_recipe(RECIPES / f"{recipe}.toml", [*overrides]), num_ranks, factor)
+    assert peak / 2**30 == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_arena_and_temporaries_of_qwen3_on_eight_ranks() -> None:
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [])
+    tokens, layers, width, hidden = 16_384, 48, 2048, 768
+    rows = 8 * tokens * (1 - 0.3333)  # the probability that none of 8 choices falls into 16 of 128 experts is about 1/3
+    arena = layers * (rows * width + 8 * tokens * 2 * hidden) * 2
+    assert arena_bytes_per_rank(recipe, 1.0) == pytest.approx(arena, rel=0.01)
+    worst_slots = 8 * tokens * 8
+    assert temporary_bytes_per_rank(recipe) == (8 * tokens * width + worst_slots * (3 * hidden + width)) * 2
+
+
+def test_recomputed_layers_need_the_arena_of_one() -> None:
+    whole, again = (
+        load_recipe(RECIPES / "qwen3_30b_a3b.toml", [f"--memory.recompute={what}"]) for what in ("none", "experts")
+    )
+    assert arena_bytes_per_rank(again, 1.5) == arena_bytes_per_rank(whole, 0.0) < arena_bytes_per_rank(whole, 1.0) / 5
+
+
+def test_room_of_an_arena_is_between_the_worst_case_of_one_layer_and_of_all() -> None:
+    loads = LayerLoads(4, rows=10.5, slots=20, worst_rows=16, worst_slots=80)
+    assert loads.room(0.0) == (16, 80)
+    assert loads.room(1.5) == (63, 120)
+    assert loads.room(100.0) == (64, 320)
+    assert loads.largest_factor(1, 2, 63 + 240) == 1.5
+    assert loads.largest_factor(1, 2, 64 + 640) == math.inf and loads.largest_factor(1, 2, 10) == 0.0

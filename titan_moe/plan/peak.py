@@ -1,0 +1,87 @@
+"""The peak of a rank's memory in a step, estimated.
+
+A step has two peaks. Where a microbatch's backward begins, all its activations are there, and the gradients of the
+microbatches before. Where it ends, all gradients are there and activations are gone, but the arena stays. Counted are
+the tensors that compiled blocks keep; workspaces of libraries, fragments and memory that ranks share are not.
+"""
+
+from titan_moe.config.arena import has_arena
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import resolve
+from titan_moe.config.perf import BYTES_OF_DTYPE
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.count import count_parameters, expert_width
+from titan_moe.plan.loads import layer_loads
+from titan_moe.plan.memory import (
+    arena_bytes_per_rank,
+    gathered_bytes_per_rank,
+    parameters_per_rank,
+    temporary_bytes_per_rank,
+)
+
+
+def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
+    """Estimate the peak with this implementation of the experts. Where the capacity is "auto" the factor is the load's,
+    with its margin."""
+    p, count = recipe.precision, count_parameters(recipe.model)
+    parameters = parameters_per_rank(recipe, world_size)
+    state = parameters * (BYTES_OF_DTYPE[p.master] + 2 * BYTES_OF_DTYPE[p.moments_dtype])
+    gradients = parameters * BYTES_OF_DTYPE[p.master]
+    gathered = gathered_bytes_per_rank(recipe, world_size)
+    # what FSDP gathers for all of forward and backward
+    root = 0 if recipe.parallel.accumulate_unsharded else (count.embedding + count.head) * BYTES_OF_DTYPE[p.compute]
+    arena, temporary = 0, 0
+    if has_arena(recipe, experts):
+        arena, temporary = arena_bytes_per_rank(recipe, capacity_factor), temporary_bytes_per_rank(recipe)
+    activations = activation_bytes_per_rank(recipe, experts)
+    begin: float = gathered + arena + activations + _loss_bytes(recipe)
+    if num_microbatches(recipe, world_size) > 1:  # the sums of the microbatches before; unsharded ones are gathered
+        experts_alone = count.routed_experts / resolve(recipe.parallel, world_size).ep * BYTES_OF_DTYPE[p.master]
+        begin += experts_alone if recipe.parallel.accumulate_unsharded else gradients
+    end = gradients + arena + temporary + (gathered if recipe.parallel.accumulate_unsharded else 0)
+    return round(state + root + max(begin, end))
+
+
+def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused") -> int:
+    """Count the bytes that the blocks of a microbatch keep for backward, without the arena."""
+    m, num_tokens = recipe.model, recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
+    if recipe.memory.recompute == "block":
+        elements = m.num_layers * m.hidden_size * num_tokens
+    else:
+        of_blocks = m.num_layers * _attention_elements(m)
+        of_dense = (m.num_layers - m.num_moe_layers) * 2 * m.ffn_hidden_size
+        of_moe = m.num_moe_layers * (2 * m.moe.shared_ffn_hidden_size + 2 * m.moe.num_experts)  # logits are fp32
+        elements = (of_blocks + of_dense + of_moe) * num_tokens
+        if not has_arena(recipe, experts) and recipe.memory.recompute == "none":
+            elements += m.num_moe_layers * _expert_elements(recipe)
+    return elements * BYTES_OF_DTYPE[recipe.precision.compute]
+
+
+def _attention_elements(m: ModelConfig) -> int:
+    """Elements of a token that attention and the norms of a block keep: inputs and outputs of both norms, projections
+    before and after the rotation, the result."""
+    a = m.attention
+    if a.kind == "gqa":
+        projections = 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        result = a.num_heads * a.head_dim
+    else:
+        head = a.qk_nope_head_dim + a.qk_rope_head_dim
+        latents = 2 * a.kv_lora_rank + a.qk_rope_head_dim + 2 * a.q_lora_rank
+        values = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
+        projections = 2 * a.num_heads * head + latents + values + a.num_heads * head
+        result = a.num_heads * a.v_head_dim
+    return 4 * m.hidden_size + projections + result
+
+
+def _expert_elements(recipe: Recipe) -> int:
+    """Elements of a layer's rows and hidden states under a balanced load; rows that are not sent are the norm's."""
+    loads, is_sent = layer_loads(recipe), recipe.parallel.facts.moves_rows
+    rows = loads.rows if recipe.parallel.facts.sends == "once_a_rank" else recipe.parallel.ep * loads.slots
+    return round(is_sent * rows * expert_width(recipe.model)) + loads.slots * 2 * recipe.model.moe.ffn_hidden_size
+
+
+def _loss_bytes(recipe: Recipe) -> int:
+    """Bytes of a chunk of logits."""
+    num_tokens = recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
+    chunk = min(recipe.perf.loss_chunk_tokens or num_tokens, num_tokens)
+    return chunk * recipe.model.vocab_size * BYTES_OF_DTYPE[recipe.precision.compute]
