@@ -125,3 +125,16 @@ def test_kernels_agree() -> None:
     routed = laid_out(*choices(torch.float32))
     fast, loop = (built(kernels=kernels, dtype=torch.float32)(routed) for kernels in ("grouped_mm", "reference"))
     torch.testing.assert_close(fast, loop)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "grouped_mm"])
+def test_rows_without_any_slot_are_zero(kernels: str) -> None:
+    """A rank that no token has chosen, with exact sizes."""
+    experts = built(kernels=kernels, dtype=torch.float32)
+    x_SD, ids_SK, scores_SK = choices(torch.float32)
+    routed = laid_out(x_SD, torch.full_like(ids_SK, -1), scores_SK)
+    assert routed.sizes == (ROWS, 0)
+    y_SD = experts(routed)
+    y_SD.sum().backward()
+    for tensor in (y_SD, x_SD.grad, scores_SK.grad, experts.gate_up.grad, experts.down.grad):
+        assert not tensor.any()
