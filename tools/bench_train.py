@@ -1,11 +1,11 @@
 """Time whole optimizer steps of recipes on this host's GPUs, each beside its variants and torchtitan's own Trainer.
 
     python tools/bench_train.py recipes/qwen3_30b_a3b.toml recipes/deepseek_v2_lite.toml --nproc 8 --peer \\
-        --train.force_balanced_routing=true --vary "--compile.cudagraph=step --parallel.dispatcher=allgather" \\
-        --append tools/RESULTS.md
+        --vary "--compile.cudagraph=step --parallel.dispatcher=allgather" --append tools/RESULTS.md
 
 Every recipe runs as given, then once for each `--vary` (or line of `--variants`) with those overrides too, then, with
-`--peer`, as torchtitan's model with the same number of tokens. The table has them in this order. Invalid recipes are
+`--peer`, as torchtitan's model with the same number of tokens; all that with natural and with forced balanced routing,
+unless `--routings` or an override names one. The table has them in this order. Invalid recipes are
 reported before anything starts. All candidates of this package run in the same processes (tools/time_steps.py), each
 peer in its own. A candidate that fails or takes too long is reported in its row; the next ones run in new processes.
 The figure is the median of the steps after the warmup.
@@ -34,6 +34,8 @@ from titan_moe.config.parse import split_overrides
 WORKER = Path(__file__).with_name("time_steps.py")
 PEER = Path(__file__).with_name("peer_torchtitan.py")
 PEER_MODELS = {"qwen3_30b_a3b": "qwen3_30b_a3b", "deepseek_v2_lite": "deepseek_v2_lite"}
+ROUTINGS = {"natural": (), "forced": ("--train.force_balanced_routing=true",)}
+"""Routing -> its overrides."""
 TAKES_ARGUMENTS = ("--vary", "--peer-args")
 """Options whose values are command-line arguments themselves, which start with dashes."""
 
@@ -45,6 +47,8 @@ class Candidate:
     recipe: Path
     overrides: tuple[str, ...]
     name: str
+    group: str
+    """Recipe and routing: rows of one group are compared."""
     is_peer: bool = False
 
 
@@ -72,7 +76,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--nproc", type=int, default=1, help="GPUs")
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before the timed ones")
+    parser.add_argument("--routings", nargs="+", choices=ROUTINGS, default=[*ROUTINGS], help="of all candidates")
     parser.add_argument("--vary", action="append", default=[], metavar="ARGS", help="overrides of one more candidate")
     parser.add_argument("--variants", type=Path, help="file with such overrides, one candidate a line; # for comments")
     parser.add_argument("--timeout", type=float, default=1200, help="seconds per candidate, and per launch")
@@ -86,14 +91,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def candidates(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Candidate]:
-    """The candidates of each recipe: as given, the variants, the peer."""
+    """The candidates of each recipe and routing: as given, the variants, the peer."""
     variants = [*args.vary, *(_lines(args.variants) if args.variants else [])]
+    is_named = any(word.startswith("--train.force_") for text in (*overrides, *variants) for word in shlex.split(text))
     for recipe in args.recipes:
-        yield Candidate(recipe, tuple(overrides), recipe.stem)
-        for text in variants:
-            yield Candidate(recipe, (*overrides, *shlex.split(text)), f"{recipe.stem}, {text.replace('--', '')}")
-        if args.peer:
-            yield Candidate(recipe, tuple(overrides), f"{recipe.stem}, torchtitan", is_peer=True)
+        for routing in ("",) if is_named else args.routings:
+            given, name = (*overrides, *ROUTINGS.get(routing, ())), " ".join([recipe.stem, routing]).strip()
+            yield Candidate(recipe, given, name, name)
+            for text in variants:
+                yield Candidate(recipe, (*given, *shlex.split(text)), f"{name}, {text.replace('--', '')}", name)
+            if args.peer:
+                yield Candidate(recipe, given, f"{name}, torchtitan", name, is_peer=True)
 
 
 def run(candidates: Sequence[Candidate], args: argparse.Namespace) -> Iterator[tuple[int, Row]]:
@@ -103,7 +111,7 @@ def run(candidates: Sequence[Candidate], args: argparse.Namespace) -> Iterator[t
         try:
             recipes[number] = _checked(candidate, args)
         except RecipeError as error:
-            yield number, Row(candidate.name, candidate.recipe.stem, {"error": "; ".join(error.problems)})
+            yield number, Row(candidate.name, candidate.group, {"error": "; ".join(error.problems)})
     own = {number: recipe for number, recipe in recipes.items() if not candidates[number].is_peer}
     for number, result in _time_own(own, candidates, args):
         yield number, _row(candidates[number], recipes[number], result, facts_of(recipes[number], args.nproc))
@@ -113,7 +121,7 @@ def run(candidates: Sequence[Candidate], args: argparse.Namespace) -> Iterator[t
 
 
 def _row(candidate: Candidate, recipe: Recipe, result: Result, facts: dict[str, str]) -> Row:
-    return Row(candidate.name, candidate.recipe.stem, result, facts, flops_per_token(recipe))
+    return Row(candidate.name, candidate.group, result, facts, flops_per_token(recipe))
 
 
 def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:

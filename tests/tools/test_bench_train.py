@@ -77,17 +77,34 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def test_train_benchmark_takes_both_routings(bench: Any) -> None:
+    module, runs = bench
+    rows = module.main([QWEN3, "--nproc=8", "--peer", "--vary", "--compile.cudagraph=step"])
+    forced = "--train.force_balanced_routing=true"
+    assert [json.loads(job)["overrides"] for job in runs[0][3:]] == [
+        *([], ["--compile.cudagraph=step"]),
+        *([forced], [forced, "--compile.cudagraph=step"]),
+    ]
+    assert [command[-1] for command in runs[1:]] == ["--natural", "--forced-balance"]
+    assert [row.name for row in rows] == [
+        f"qwen3_30b_a3b {routing}{name}"
+        for routing in ("natural", "forced")
+        for name in ("", ", compile.cudagraph=step", ", torchtitan")
+    ]
+    assert [row.facts["routing"] for row in rows] == ["natural (synthetic)"] * 3 + ["balanced"] * 3
+
+
 def test_train_benchmark_runs_recipes_variants_and_peers(bench: Any, tmp_path: Path) -> None:
     module, runs = bench
     variants = tmp_path / "variants"
     variants.write_text("# nothing\n\n--memory.recompute=experts  # more room\n")
-    graph = "--compile.cudagraph=step --parallel.dispatcher=allgather"
+    graph = "--compile.cudagraph=step --parallel.dispatcher=allgather --parallel.overlap=none"
     options = ["--nproc", "8", "--vary", graph, "--variants", str(variants), "--peer", "--peer-args", "--no-compile"]
     rows = module.main([QWEN3, MIXTRAL, *options, "--train.force_balanced_routing=true"])
     balanced = "--train.force_balanced_routing=true"
     assert [command[1] for command in runs[1:]] == ["--model=qwen3_30b_a3b"], "one launch for this package"
     jobs = [json.loads(job) for job in runs[0][3:]]
-    assert runs[0][1:3] == ["--steps=10", "--warmup=5"]
+    assert runs[0][1:3] == ["--steps=10", "--warmup=10"]
     assert [job["recipe"] for job in jobs] == [QWEN3] * 3 + [MIXTRAL] * 3
     assert [job["overrides"] for job in jobs] == 2 * [
         [balanced],
@@ -95,7 +112,7 @@ def test_train_benchmark_runs_recipes_variants_and_peers(bench: Any, tmp_path: P
         [balanced, "--memory.recompute=experts"],
     ]
     assert runs[1][1:] == [
-        *("--model=qwen3_30b_a3b", "--steps=10", "--warmup=5", "--num-layers=48", "--seq=4096", "--batch=4", "--ep=8"),
+        *("--model=qwen3_30b_a3b", "--steps=10", "--warmup=10", "--num-layers=48", "--seq=4096", "--batch=4", "--ep=8"),
         *("--forced-balance", "--no-compile"),
     ]
     names = ["", f", {graph.replace('--', '')}", ", memory.recompute=experts", ", torchtitan"]
@@ -103,7 +120,7 @@ def test_train_benchmark_runs_recipes_variants_and_peers(bench: Any, tmp_path: P
         f"{stem}{name}" for stem in ("qwen3_30b_a3b", "mixtral_8x7b") for name in names
     ]
     assert rows[-1].result == {"error": "torchtitan has no mixtral_8x7b"}
-    assert [row.facts["overlap"] for row in rows[:4]] == ["none"] * 4
+    assert [row.facts["overlap"] for row in rows[:4]] == ["tile", "none", "tile", "none"]
     assert rows[1].facts["dispatcher"] == "allgather, ep 8" and rows[1].facts["CUDA graph"] == "step (pieces)"
 
 
