@@ -93,6 +93,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     whole, half = f"--parallel.ep={num_ranks}", f"--parallel.ep={num_ranks // 2}"
     spread = f"--parallel.ep={max(num_ranks // 2, 2)}"
     symm_mem, bounded = "--parallel.dispatcher=symm_mem", "--parallel.expert_rank_capacity_factor=1.25"
+    worst = "--parallel.expert_rank_capacity_factor=0"
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
@@ -116,12 +117,16 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "captured_microbatch": (whole, allgather, "--compile.cudagraph=microbatch"),
         "symm_mem": (whole, symm_mem),
         "symm_mem_edp2": (spread, symm_mem, plain),
+        "symm_mem_fused": (whole, symm_mem, "--perf.kernels=fused"),
+        "symm_mem_worst_case": (whole, symm_mem, worst, plain),
         "symm_mem_recompute": (whole, symm_mem, "--memory.recompute=block", bounded, plain),
         "symm_mem_blocks": (whole, symm_mem, "--compile.extent=block", bounded),
         "symm_mem_captured": (whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
         "symm_mem_captured_blocks": (whole, symm_mem, "--compile.cudagraph=step", "--compile.extent=block"),
         "symm_mem_captured_microbatch": (whole, symm_mem, "--compile.cudagraph=microbatch", plain),
         "tiles": (*tiled, *gated),
+        "tiles_auto_captured": (*tiled, "--compile.cudagraph=step", *validated),
+        "tiles_worst_case": (*tiled, worst, plain),
         "tiles_edp2": (spread, *tiled[1:], "--memory.recompute=block", plain),
         "tiles_captured": (*tiled, "--compile.cudagraph=step", bounded, *validated, plain),
         "tiles_captured_blocks": (*tiled, "--compile.cudagraph=step", "--compile.extent=block", bounded),
@@ -136,7 +141,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "clones_blocks": (whole, allgather, "--parallel.expert_clones=1", "--compile.extent=block"),
         "clones_captured": (whole, allgather, "--parallel.expert_clones=1", bounded, "--compile.cudagraph=step", plain),
         "clones_symm_mem": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.cudagraph=step", bounded, plain),
-        "clones_symm_mem_blocks": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.extent=block"),
+        "clones_symm_mem_blocks": (whole, symm_mem, worst, "--parallel.expert_clones=1", "--compile.extent=block"),
         "clones_symm_mem_edp2": (spread, symm_mem, "--parallel.expert_clones=2", "--memory.recompute=experts", plain),
         "clones_interleaved": (spread, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
         "gathered_once": (half, alltoall, "--parallel.accumulate_unsharded=true", plain),
