@@ -114,7 +114,7 @@ def check(name: str, case: Case, device: torch.device, num_calls: int) -> dict[s
         checked = replace(case, tokens=min(case.tokens, CHECKED_TOKENS), routing=routing)
         expected, actual = (_values(dispatcher, checked, device) for dispatcher in ("alltoall", name))
         error = max(((a - e).norm() / e.norm()).item() for a, e in zip(actual, expected, strict=True))
-        distances[routing] = _max_over_ranks([error], device)[0]
+        distances[routing] = max_over_ranks([error], device)[0]
     return {"distances": distances, "agrees": all(error < TOLERANCE for error in distances.values())}
 
 
@@ -143,7 +143,7 @@ def median_ms(call: Call, device: torch.device, num_calls: int) -> float:
     for _ in range(WARM_UP_CALLS):
         call()
     time_calls = _time_on_gpu if device.type == "cuda" else _time_on_host
-    return statistics.median(_max_over_ranks(time_calls(call, device, num_calls), device))
+    return statistics.median(max_over_ranks(time_calls(call, device, num_calls), device))
 
 
 def _time_on_gpu(call: Call, device: torch.device, num_calls: int) -> list[float]:
@@ -174,11 +174,11 @@ def _values(name: str, case: Case, device: torch.device) -> list[Tensor]:
     ids_TK, (x_TD, scores_TK) = draw_choices(case, device), draw_rows(case, device, torch.float32)
     (y_TD,) = run(x_TD, ids_TK, scores_TK)
     values = [y_TD.detach(), *torch.autograd.grad(y_TD, [x_TD, scores_TK], y_TD.detach().cos())]
-    _max_over_ranks([0.0], device)  # a barrier: memory must not be freed while a peer still reads it
+    max_over_ranks([0.0], device)  # a barrier: memory must not be freed while a peer still reads it
     return values
 
 
-def _max_over_ranks(values: list[float], device: torch.device) -> list[float]:
+def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
     """The maximum of each value over ranks."""
     maxima = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from cleanup import GIB, free_memory
 from dispatch_candidates import TILED, Case, build_dispatcher
 from rank_processes import append_result, reporting_errors
-from time_dispatch import facts_of
+from time_dispatch import facts_of, max_over_ranks
 from torch import Tensor
 
 from titan_moe.config.kernels import PRESETS
@@ -121,7 +121,7 @@ def time_load(
             times_ms.append(milliseconds)
             needs.append(runner.needed_factor)
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    *times_ms, peak_bytes = _max_over_ranks([*times_ms, float(peak_bytes)], device)
+    *times_ms, peak_bytes = max_over_ranks([*times_ms, float(peak_bytes)], device)
     arena = runner.step.capacity.arena
     return {
         "mean_ms": statistics.mean(times_ms),
@@ -200,13 +200,6 @@ def _time_step(runner: StepRunner, batch: Any, device: torch.device) -> float:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The maximum of each value over ranks."""
-    maxima = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    return maxima.tolist()
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ the bound lifted.
 
 Without an arena the factor bounds the rows and slots of each layer, and while it is lifted the host reads exact sizes.
 With an arena (kernels/experts/arena.py) it bounds the sum over layers, each layer's temporaries have the size of the
-worst case, and while it is lifted backward computes the rows and hidden states of a layer again: nothing is kept, so
-any load fits, and no size is read.
+worst case, and while it is lifted backward computes the rows and hidden states of a layer again: nothing is kept, and
+no size is read.
 """
 
 import math

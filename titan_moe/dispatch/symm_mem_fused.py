@@ -26,13 +26,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
-from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory
 from titan_moe.dispatch.symm_mem_mlp import Sizes, forward
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
 from titan_moe.kernels.experts.weights import ExpertWeights
-from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 
 USUAL_LOAD = 1.25
 """Slots over the balanced load for which launches have a thread block each; those of more slots take turns."""
@@ -86,18 +84,10 @@ class SymmMemFusedDispatcher(SymmMemDispatcher):
     """The experts get rows and put results. Without an arena, a step that is repeated at sizes that the host reads runs
     as in the parent."""
 
-    def __init__(
-        self,
-        num_experts: int,
-        memory: SymmMemory,
-        permute: Permute = sort_by_expert,
-        capacity: ExpertCapacity | None = None,
-        num_routed_experts: int | None = None,
-        *,
-        overlaps: bool = True,
-    ) -> None:
-        """`overlaps`: copy blocks of the experts' GEMMs move rows; without it, rows are moved before and after."""
-        super().__init__(num_experts, memory, permute, capacity, num_routed_experts)
+    def __init__(self, *args: Any, overlaps: bool = True, **options: Any) -> None:
+        """Arguments are the parent's. `overlaps`: copy blocks of the experts' GEMMs move rows; without it, rows are
+        moved before and after."""
+        super().__init__(*args, **options)
         self.overlaps = overlaps
 
     def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:

@@ -96,9 +96,8 @@ class Meter:
         if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.recipe.train.steps):
             return None
         values = read_values([loss, aux_loss, grad_norm, num_skipped, *tokens_per_expert.values()])
-        self.peak_gib = max(
-            self.peak_gib, peak_memory_gib(self.device)
-        )  # the arena starts a new peak when it is resized
+        # a resized arena starts a new peak of the allocator
+        self.peak_gib = max(self.peak_gib, peak_memory_gib(self.device))
         measured = self.throughput.measure()  # after the read: the device has finished the step
         scalars, counts = [value.item() for value in values[:4]], dict(zip(tokens_per_expert, values[4:], strict=True))
         record: dict[str, Any] = {
@@ -161,7 +160,8 @@ class Meter:
             logger.info("%s", format_start(record, sum(map(len, counts.values()))))
         if not self.recipe.train.forced_routing:
             self.collapse.see(record["step"], record["expert_load"])
-        if self.tensorboard is not None and self.num_logged % LOGGED_STEPS_PER_IMAGE == 0:
+        has_one_width = len({len(count_E) for count_E in counts.values()}) == 1
+        if self.tensorboard is not None and has_one_width and self.num_logged % LOGGED_STEPS_PER_IMAGE == 0:
             self.tensorboard.write_loads(load_map(counts), record["step"])
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -47,7 +47,6 @@ class StepRunner:
         self.release: Callable[[], None] = lambda: None
         if extent != "off":
             self._capture(extent, make_recorder())
-        self.bound = 0.0  # by the control
         if control is not None and step.capacity.arena is None:
             step.capacity.resize(UNUSED_FACTOR)
 
@@ -89,7 +88,10 @@ class StepRunner:
                 _, self.needed_factor = _read_loads(result)
             self.largest_need = max(self.largest_need, self.needed_factor)
             if self.control is not None:
-                self._bound(self.control.follow(self.needed_factor, has_overflowed))
+                before = self.control.factor
+                after = self.control.follow(self.needed_factor, has_overflowed)
+                if after != before:
+                    self._bound(after)
         self.schedule.step()
         return result
 
@@ -104,13 +106,10 @@ class StepRunner:
 
     def _bound(self, factor: float) -> None:
         """Bound the next steps by a factor; 0 lifts the bound."""
-        capacity, before = self.step.capacity, self.bound
-        self.bound = factor
-        if factor == before:
-            return
-        if self.num_steps:
-            what = f"capacity factor {factor:g}" if factor else "no capacity bound"
-            logger.info("%s from step %d on; the last step needed %.3g", what, self.num_steps + 1, self.needed_factor)
+        capacity = self.step.capacity
+        what = f"capacity factor {factor:g}" if factor else "no capacity bound"
+        # counted since the start of this process
+        logger.info("%s from step %d on; the last step needed %.3g", what, self.num_steps + 1, self.needed_factor)
         if capacity.arena is None and not factor:
             return  # the sizes stay, for the steps after
         self.release()  # a recording has other sizes or addresses

@@ -3,15 +3,15 @@
 S rows · R expert slots · K choices a row · D width
 
 Physics: memory-bound, reads at most S·K·D elements and writes S·D; a choice without a slot reads nothing.
-Thread blocks take rows or slots in turn up to the last one, so that room for more costs nothing.
+Thread blocks take rows or slots in turn up to the last one, so that room for more is free.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_PROGRAMS = 16_384
-"""Thread blocks of a launch: several times those that a GPU holds, so that the last ones hardly matter."""
+from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
+
 COPIED_ROWS = 4
 """Rows that a thread block of `slot_rows` has in flight."""
 

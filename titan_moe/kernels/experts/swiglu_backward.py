@@ -4,7 +4,7 @@ R slots · F hidden width
 
 Physics: memory-bound, reads 3·R·F elements and writes 3·R·F. A thread block computes whole slots, so the gradient of a
 score, ⟨dA, silu(gate)·up⟩, is complete where it is computed; the expert's output is never needed for it. Thread blocks
-take slots in turn and stop after the last expert's, so that room for more slots costs nothing.
+take slots in turn and stop after the last expert's, so that room for more slots is free.
 """
 
 import torch
@@ -12,10 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.tiles import SLACK
-
-MAX_PROGRAMS = 16_384
-"""Thread blocks of a launch: several times those that a GPU holds, so that the last ones hardly matter."""
+from titan_moe.kernels.experts.tiles import MAX_PROGRAMS, SLACK
 
 
 @triton.jit(do_not_specialize=["num_slots"])

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+MAX_PROGRAMS = 16_384
+"""Thread blocks of a memory-bound launch: several times those that a GPU holds, so that the last ones hardly matter."""
 SLACK = 64
 """Slots past the last expert's that a weight gradient may read: numbers, if they are not to spoil it."""
 
