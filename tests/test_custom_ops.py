@@ -33,6 +33,7 @@ from titan_moe.dispatch import (
     AllToAllDispatcher,
     CloningDispatcher,
     clone_weights,
+    cloning,
     symm_mem,
     symm_mem_mlp,
 )
@@ -141,7 +142,8 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
         layer = MoE(MODEL, PRESETS["fused"]).to(device, dtype)
         layer.dispatcher = kind(NUM_EXPERTS + num_replicas, permute=PERMUTE["triton"])
         if num_replicas:
-            layer.dispatcher = CloningDispatcher(layer.dispatcher, NUM_EXPERTS, num_replicas, group)
+            over = shared if isinstance(gather_weights, SymmMemCloneWeights) else None
+            layer.dispatcher = CloningDispatcher(layer.dispatcher, NUM_EXPERTS, num_replicas, group, over)
             layer.experts.gather_weights = gather_weights
         for parameter in layer.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
@@ -188,6 +190,7 @@ def calls() -> Iterator[Callable[[str], Calls]]:
             (symm_mem, "symm_arrays"),
             (symm_mem_mlp, "symm_arrays"),
             (clone_weights, "clone_arrays"),
+            (cloning, "count_arrays"),
         ):
             patches.enter_context(mock.patch.object(module, name, its_own_peer(getattr(module, name))))
         backend = "cpu:gloo,cuda:nccl" if has_gpus else "gloo"

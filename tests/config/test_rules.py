@@ -103,10 +103,6 @@ BROKEN = {
         "--parallel.expert_rank_capacity_factor=1.5",
         'parallel.dispatcher = "alltoall", whose slots are exact; set it to 0, or take "allgather" or "symm_mem"',
     ),
-    "clones_of_fused_dispatch_run_in_pieces": (
-        "--parallel.dispatcher=symm_mem --parallel.expert_clones=1 --compile.extent=block",
-        'take "pieces", or parallel.overlap = "none" and parallel.expert_rank_capacity_factor = 0',
-    ),
     "clones_need_other_ranks": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank has of its own"),
     "graphs_can_be_captured": ("--compile.cudagraph=step", "reads the counts of every layer"),
     "edp_divides_expert_width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
@@ -193,11 +189,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "--parallel.overlap=tile --parallel.dispatcher=symm_mem --perf.kernels=grouped_mm",
             8,
             'perf.kernels chose "grouped_mm" for experts; take "fused", or overlap = "none"',
-        ),
-        (
-            "--parallel.overlap=tile --parallel.dispatcher=symm_mem --parallel.expert_clones=1 --compile.extent=block",
-            8,
-            'take "pieces", or parallel.overlap = "none" and parallel.expert_rank_capacity_factor = 0',
         ),
         (
             "--parallel.dp_replicate=3",

@@ -72,7 +72,7 @@ def build_dispatcher(memory: SymmMemory, module: GroupedExperts, num_replicas: i
         return inner
     group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
     module.gather_weights = SymmMemCloneWeights(memory)
-    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_replicas, group)
+    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_replicas, group, memory)
 
 
 def run_routings(folder: str | None, routings: tuple[str, ...], num_replicas: int = 0) -> list[list[Tensor]]:
@@ -136,16 +136,26 @@ def run_and_compile(
 def find_dependencies(folder: str) -> tuple[bool, bool]:
     """In the graph of a layer with clones: whether the clones' weights depend on the received rows, and the put of the
     rows' gradients on the clones' gradients."""
+    memory, device = share(folder)
+    module = my_experts(device)
+    forward, backward = graphs_of_layer(build_dispatcher(memory, module, 1), module, my_inputs("skewed", device))
+    return (
+        depends_on(forward, "symm_get_clones", "symm_get"),
+        depends_on(backward, "symm_put_gradients", "symm_add_clones"),
+    )
+
+
+def graphs_of_layer(
+    dispatcher: TokenDispatcher, module: GroupedExperts, inputs: list[Tensor]
+) -> tuple[torch.fx.Graph, ...]:
+    """The graphs of a layer's forward and backward."""
     graphs: list[torch.fx.Graph] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         graphs.append(graph.graph)
         return make_boxed_func(graph.forward)
 
-    memory, device = share(folder)
-    module = my_experts(device)
-    dispatcher = build_dispatcher(memory, module, 1)
-    x_TD, ids_TK, scores_TK, _ = my_inputs("skewed", device)
+    x_TD, ids_TK, scores_TK, _ = inputs
 
     def layer(x_TD: Tensor) -> Tensor:
         routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
@@ -153,11 +163,7 @@ def find_dependencies(folder: str) -> tuple[bool, bool]:
 
     compiled = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
     compiled(x_TD.requires_grad_()).sum().backward()
-    forward, backward = graphs
-    return (
-        depends_on(forward, "symm_get_clones", "symm_get"),
-        depends_on(backward, "symm_put_gradients", "symm_add_clones"),
-    )
+    return tuple(graphs)
 
 
 def depends_on(graph: torch.fx.Graph, later: str, earlier: str) -> bool:

@@ -60,7 +60,7 @@ def dispatcher_of(
         return inner
     group = dist.new_group(backend="nccl") if memory.local.is_cuda else dist.group.WORLD
     module.gather_weights = SymmMemCloneWeights(memory)
-    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_replicas, group)
+    return CloningDispatcher(inner, equal_local.NUM_EXPERTS, num_replicas, group, memory)
 
 
 def run_both(
@@ -235,6 +235,25 @@ def refuse(folder: str) -> str:
     with pytest.raises(ValueError) as not_fused:
         module(dispatcher.dispatch(*my_inputs("random", device)[:3]))
     return str(not_fused.value)
+
+
+def find_dependencies(folder: str) -> tuple[bool, bool, bool]:
+    """In the graph of a layer with clones: whether their weights depend on the plan of the rows, the rows on them, and
+    the clones' gradients on the rows' gradients."""
+    memory, device = symm_mem.share(folder)
+    module = my_experts(device)
+    dispatcher = dispatcher_of(SymmMemFusedDispatcher, memory, module, 1)
+    forward, backward = symm_mem.graphs_of_layer(dispatcher, module, my_inputs("skewed", device))
+    return (
+        symm_mem.depends_on(forward, "symm_get_clones", "symm_plan"),
+        symm_mem.depends_on(forward, "expert_mlp_over_symm_mem", "symm_get_clones"),
+        symm_mem.depends_on(backward, "symm_add_clones", "expert_mlp_over_symm_mem_backward"),
+    )
+
+
+@pytest.mark.interpreted
+def test_exchanges_of_a_graph_depend_on_each_other(ranks, tmp_path: Path) -> None:
+    assert ranks(2, find_dependencies, str(tmp_path)) == [(True, True, True)] * 2
 
 
 @pytest.mark.interpreted

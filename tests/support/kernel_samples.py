@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.clones.plan import plan_clones_reference
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
 from titan_moe.kernels.optim.accumulate import BLOCK
 from titan_moe.kernels.optim.adamw import Rule, Shard
@@ -109,6 +110,35 @@ def assignments(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         drawn("no rows", 0, 5, 0),
         Sample("strided", (*strided(scores_SK, ids_SK), *sizes), 1),
     ]
+
+
+def loads_of_ranks(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    def drawn(name: str, num_ranks: int, num_experts: int, num_replicas: int, hottest: int) -> Sample:
+        counts_PE = torch.randint(0, 9, (num_ranks, num_experts), device=device, dtype=torch.int32)
+        counts_PE[:, :2] += hottest
+        return Sample(name, (counts_PE, num_replicas, num_ranks - 1), 0)
+
+    return [
+        drawn("two ranks", 2, 6, 1, 50),
+        drawn("three", 3, 6, 2, 9),
+        drawn("even", 4, 8, 1, 0),
+        drawn("one", 1, 4, 1, 9),
+    ]
+
+
+def reassignments(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    samples = []
+    for name, num_tokens, num_replicas in (("random", 65, 1), ("two blocks", 700, 2), ("no tokens", 0, 1)):
+        ids_TK = torch.rand(num_tokens, 6, device=device).topk(2).indices
+        ids_TK[::3, 0] = -1
+        ids_TK[1::2, 1] = 4
+        _, slots_TK, offsets_E, _ = plan_slots(ids_TK, 6, ids_TK.numel())
+        others_PE = torch.tensor([[1, 1, 1, 1, 40, 2], [2, 2, 2, 2, 30, 1]], device=device, dtype=torch.int32)
+        counts_PE = torch.cat([others_PE, offsets_E.diff(prepend=offsets_E.new_zeros(1))[None]])
+        plan = plan_clones_reference(counts_PE, num_replicas, 2)
+        samples.append(Sample(name, (ids_TK, slots_TK, offsets_E, *plan), 0))
+    ids_TK, slots_TK, *rest = samples[0].args
+    return [*samples, Sample("strided", (*strided(ids_TK, slots_TK), *rest), 0)]
 
 
 def expert_mlp(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -305,6 +335,8 @@ SAMPLES = {
     "sum_slots": Samples(slots, valid_grad=assigned_slots),
     "place_scores": Samples(scores, FP32),
     "counting_sort": Samples(assignments, FP32, outputs=lambda permutation: (permutation.scores_R,)),
+    "plan_clones": Samples(loads_of_ranks, FP32),
+    "reassign": Samples(reassignments, FP32),
     "fused_expert_mlp": Samples(expert_mlp),
     "grouped_mm": Samples(grouped_mm, valid=slots_of_experts, valid_grad=slots_of_experts),
     "grouped_mm_loop": Samples(

@@ -56,7 +56,6 @@ def _compile_pieces(module: nn.Module) -> None:
     elif isinstance(module, MoE):  # in a block of any class, also a user's
         for piece in (module.router, module.shared_experts):
             piece.forward = _compile(piece.forward)  # type: ignore[method-assign]
-        module.dispatcher.compile_pieces(_compile)
         module.experts.compute = _compile_experts(module)  # type: ignore
     elif isinstance(module, Block):
         module.front = _compile(module.front)  # type: ignore[method-assign]

@@ -8,7 +8,6 @@ experts' GEMMs compute slots, which are sorted by local expert; a slot refers to
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
 from torch import Tensor
@@ -125,9 +124,6 @@ class TokenDispatcher(ABC):
         """`permute` sorts received (token, expert) assignments into slots: one of `PERMUTE` in kernels/choose.py.
         `capacity` bounds rows or slots; None allocates for the worst case."""
         self.permute, self.capacity = permute, capacity or ExpertCapacity()
-
-    def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:  # noqa: B027, most have none
-        """Compile the tensor arithmetic of the exchange, for runs that do not compile it as part of a block."""
 
     @abstractmethod
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Exchange:

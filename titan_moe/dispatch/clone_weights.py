@@ -29,17 +29,20 @@ class CloneWeights(ABC):
 
     Own weights pass through it, so that gradients of clones are added to theirs in one place. Rows pass through it, so
     that exchanges over symmetric memory keep their order in a graph: rows before clones, and gradients in reverse.
-    (Rows of fused communication are this rank's own, and no graph orders them.)
     """
 
     def __call__(self, x_SD: Tensor, weights: ExpertWeights, exchange: CloningExchange) -> tuple[Tensor, ExpertWeights]:
         """Rows [S, D], or this rank's own, and own weights [e, ...] -> the same, with clones [c, ...]; differentiable.
         The clone in an empty slot is undefined."""
-        x_SD, *tensors = _GetClones.apply(self, x_SD, exchange.experts_Pc, *weights.tensors())
+        x_SD, *tensors = _GetClones.apply(self, x_SD, exchange.experts_Pc, self.after(exchange), *weights.tensors())
         return x_SD, ExpertWeights.of(tensors, weights.names())
 
+    def after(self, exchange: CloningExchange) -> Tensor:
+        """A tensor, beside the rows, that orders the weights after the exchanges before theirs; none by default."""
+        return exchange.experts_Pc[:0]
+
     @abstractmethod
-    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor) -> Tensors:
+    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor, after: Tensor) -> Tensors:
         """Own weights -> those of clones, after the rows of the exchange."""
 
     @abstractmethod
@@ -52,17 +55,17 @@ class _GetClones(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, clone_weights: CloneWeights, *tensors: Tensor) -> tuple[Tensor, ...]:
         # for Dynamo of torch 2.11, as in kernels/experts/fused_mlp.py
-        x_SD, experts_Pc, *own = tensors
+        x_SD, experts_Pc, after, *own = tensors
         ctx.save_for_backward(experts_Pc)
         ctx.clone_weights = clone_weights
-        clones = clone_weights.get(x_SD, own, experts_Pc)
+        clones = clone_weights.get(x_SD, own, experts_Pc, after)
         return x_SD.view_as(x_SD), *[weight.view_as(weight) for weight in own], *clones
 
     @staticmethod
     def backward(ctx: Any, dx_SD: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (experts_Pc,) = ctx.saved_tensors
         own, clones = grads[: len(grads) // 2], grads[len(grads) // 2 :]
-        return None, dx_SD, None, *ctx.clone_weights.add(dx_SD, own, clones, experts_Pc)
+        return None, dx_SD, None, None, *ctx.clone_weights.add(dx_SD, own, clones, experts_Pc)
 
 
 class CollectiveCloneWeights(CloneWeights):
@@ -71,7 +74,7 @@ class CollectiveCloneWeights(CloneWeights):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank = group, dist.get_rank(group)
 
-    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor) -> Tensors:
+    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor, after: Tensor) -> Tensors:
         num_experts, (num_ranks, num_replicas) = own[0].shape[0], experts_Pc.shape
         # where this rank is not the owner, any expert: it is not read
         sent_I = (experts_Pc % num_experts).flatten()
@@ -112,8 +115,12 @@ class SymmMemCloneWeights(CloneWeights):
     def __init__(self, memory: SymmMemory) -> None:
         self.memory = memory
 
-    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor) -> Tensors:
-        return _get_clones(x_SD, own, experts_Pc, *self.memory)
+    def after(self, exchange: CloningExchange) -> Tensor:
+        # fused experts get their rows after the weights, and before them there is the plan alone
+        return exchange.inner.plan.recv_offsets_Q
+
+    def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor, after: Tensor) -> Tensors:
+        return _get_clones(x_SD, after, own, experts_Pc, *self.memory)
 
     def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
         # sums are in place: nothing else reads these gradients
@@ -126,9 +133,9 @@ class SymmMemCloneWeights(CloneWeights):
 
 @torch.library.custom_op("titan_moe::symm_get_clones", mutates_args=())
 def _get_clones(
-    x_SD: Tensor, own: Tensors, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
+    x_SD: Tensor, after: Tensor, own: Tensors, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
 ) -> list[Tensor]:
-    """The rows are not read; they order this after their exchange."""
+    """Rows and `after` are not read; they order this after their exchanges."""
     own, experts_Pc = [weight.contiguous() for weight in own], experts_Pc.contiguous()
     signals, staged = _place_for(own, len(own[0]), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)
@@ -138,7 +145,7 @@ def _get_clones(
 
 
 @_get_clones.register_fake
-def _(x_SD: Tensor, own: Tensors, experts_Pc: Tensor, *_: Any) -> list[Tensor]:
+def _(x_SD: Tensor, after: Tensor, own: Tensors, experts_Pc: Tensor, *_: Any) -> list[Tensor]:
     return [weight.new_empty(experts_Pc.shape[1], *weight.shape[1:]) for weight in own]
 
 

@@ -3,24 +3,26 @@
 P ranks of the group · E experts · e experts that each rank owns · c replica slots of each rank · T tokens on this rank
 K experts a token
 
-The inner dispatcher sees e + c experts on a rank: its own, and those in its replica slots. This file plans the clones
-and reassigns assignments to them; clone_weights.py exchanges the weights. Beside the inner dispatcher's communication,
-a table of P·E counts is gathered. The host reads nothing.
-
-The plan is some 70 small operations, and 50 for each replica slot. Launching them one by one costs the host more than
-clones save. So the plan is compiled, and clones pay only in recorded steps.
+The inner dispatcher sees e + c experts on a rank: its own, and those in its replica slots. This file has the clones
+planned and assignments reassigned to them (kernels/clones/); clone_weights.py exchanges the weights. Beside the inner
+dispatcher's communication, a table of P·E counts is gathered, over symmetric memory if there is any. The host reads
+nothing.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending, TokenDispatcher
-from titan_moe.dispatch.clone_plan import plan_clones, reassign, replica_slots
 from titan_moe.dispatch.collectives import all_gather
+from titan_moe.dispatch.symm_mem import SymmMemory
+from titan_moe.kernels.clones.plan import ClonePlan, empty_plan, launch_plan, plan_clones, plan_clones_reference
+from titan_moe.kernels.clones.reassign import reassign, reassign_reference
+from titan_moe.kernels.permute.counting_sort import counting_sort
+from titan_moe.kernels.symm_mem.barrier import symm_barrier
+from titan_moe.kernels.symm_mem.clones import count_arrays, send_counts
 
 
 class CloningExchange(NamedTuple):
@@ -34,24 +36,30 @@ class CloningExchange(NamedTuple):
 class CloningDispatcher(TokenDispatcher):
     """Plan clones for every exchange; the inner dispatcher sends the rows to them."""
 
-    def __init__(self, inner: TokenDispatcher, num_experts: int, num_replicas: int, group: dist.ProcessGroup) -> None:
-        """`num_experts` is the layer's total; `inner` must be built for `group.size() * num_replicas` more."""
+    def __init__(
+        self,
+        inner: TokenDispatcher,
+        num_experts: int,
+        num_replicas: int,
+        group: dist.ProcessGroup,
+        memory: SymmMemory | None = None,
+    ) -> None:
+        """`num_experts` is the layer's total; `inner` must be built for `group.size() * num_replicas` more. Counts are
+        exchanged over `memory`, that of `inner`, or by a collective of `group` without it."""
         super().__init__(inner.permute, inner.capacity)
-        self.inner, self.group = inner, group
+        self.inner, self.group, self.memory = inner, group, memory
         self.facts = inner.facts
         self.num_experts, self.num_replicas = num_experts, num_replicas
         self.rank = dist.get_rank(group)
-        self.assign_replicas = assign_replicas
-
-    def compile_pieces(self, compiled: Callable[[Any], Any]) -> None:
-        self.assign_replicas = compiled(self.assign_replicas)
-        self.inner.compile_pieces(compiled)
+        is_triton = memory is not None or inner.permute is counting_sort
+        self.plan_clones = plan_clones if is_triton else plan_clones_reference
+        self.reassign = reassign if is_triton else reassign_reference
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> CloningExchange:
-        index_TK, counts_E = self._index_within_expert(topk_ids_TK, topk_scores_TK.detach())
-        counts_PE = all_gather(counts_E[None], self.group)
-        ids_TK, experts_Pc = self.assign_replicas(topk_ids_TK, index_TK, counts_PE, self.num_replicas, self.rank)
-        return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), experts_Pc)
+        slots = self.permute(topk_ids_TK, topk_scores_TK.detach(), self.num_experts, topk_ids_TK.numel())
+        plan = self._plan(slots.offsets_e)
+        ids_TK = self.reassign(topk_ids_TK, slots.slots_SK, slots.offsets_e, *plan)
+        return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), plan.experts_Pc)
 
     def start_dispatch(self, x_TD: Tensor, exchange: CloningExchange) -> Pending:
         return self.inner.start_dispatch(x_TD, exchange.inner)
@@ -66,26 +74,25 @@ class CloningDispatcher(TokenDispatcher):
     def finish_combine(self, y: Pending, exchange: CloningExchange) -> Tensor:
         return self.inner.finish_combine(y, exchange.inner)
 
-    def _index_within_expert(self, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Index of each assignment among this rank's assignments to its expert, in token order; int64 counts [E]."""
-        slots = self.permute(ids_TK, scores_TK, self.num_experts, ids_TK.numel())
-        ends_E = slots.offsets_e.long()
-        counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
-        return slots.slots_SK - (ends_E - counts_E)[ids_TK.long().clamp(min=0)], counts_E
+    def _plan(self, offsets_E: Tensor) -> ClonePlan:
+        """The plan, from the running ends of this rank's assignments to each expert."""
+        if self.memory is not None:
+            return ClonePlan(*_plan_over_symm_mem(offsets_E, *self.memory, self.num_replicas))
+        counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
+        return self.plan_clones(all_gather(counts_E[None], self.group), self.num_replicas, self.rank)
 
 
-def assign_replicas(
-    ids_TK: Tensor, index_TK: Tensor, counts_PE: Tensor, num_replicas: int, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Plan the clones, and reassign this rank's assignments.
+@torch.library.custom_op("titan_moe::symm_plan_clones", mutates_args=())
+def _plan_over_symm_mem(
+    offsets_E: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_replicas: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    signals, counts = count_arrays(memory, peer_ptrs_P, len(offsets_E))
+    symm_barrier(signals, rank)
+    send_counts(offsets_E.contiguous(), counts, rank)
+    symm_barrier(signals, rank)
+    return tuple(launch_plan(counts.local, num_replicas, rank))
 
-    Returns: ids of the inner dispatcher's experts, where a rank's replica slots follow its own experts, -1 for none;
-    and the experts in the replica slots [P, c].
-    """
-    plan = plan_clones(counts_PE, num_replicas)
-    replica_TK = replica_slots(ids_TK, index_TK, reassign(counts_PE, plan, rank, stride=ids_TK.numel() + 1))
-    num_own = counts_PE.shape[1] // counts_PE.shape[0]
-    owner_TK = ids_TK // num_own * (num_own + num_replicas) + ids_TK % num_own
-    clone_TK = replica_TK // num_replicas * (num_own + num_replicas) + num_own + replica_TK % num_replicas
-    ids_TK = torch.where(ids_TK < 0, -1, torch.where(replica_TK < 0, owner_TK, clone_TK.to(ids_TK.dtype)))
-    return ids_TK, plan.experts_Pc
+
+@_plan_over_symm_mem.register_fake
+def _(offsets_E: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_replicas: int) -> tuple[Tensor, ...]:
+    return tuple(empty_plan(offsets_E.new_empty(peer_ptrs_P.numel(), len(offsets_E)), num_replicas))

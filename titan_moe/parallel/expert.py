@@ -119,7 +119,7 @@ def _set_dispatcher(
     inputs = DispatcherInputs(num_slots, num_experts, group, moe.dispatcher.permute, capacity, config.overlap, memory)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)
     if num_replicas:
-        moe.dispatcher = CloningDispatcher(moe.dispatcher, num_experts, num_replicas, group)
+        moe.dispatcher = CloningDispatcher(moe.dispatcher, num_experts, num_replicas, group, memory)
         moe.experts.gather_weights = CollectiveCloneWeights(group) if memory is None else SymmMemCloneWeights(memory)
 
 

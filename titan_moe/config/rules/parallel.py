@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
-from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ranks_of_a_node, smallest_world
@@ -119,17 +118,6 @@ def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterato
         )
     for need in recipe.model.moe.unmet_needs_of_fused:
         yield f'{setting} needs fused experts, which need {need}; take overlap = "none"'
-
-
-@rule("the graph of a block does not order the exchange of clones' weights after the plan of their rows")
-def clones_of_fused_dispatch_run_in_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    is_fused = p.overlap == "tile" or has_arena(recipe, experts_of(recipe))
-    if p.expert_clones and is_fused and recipe.compile.compiles_blocks():
-        yield (
-            f'parallel.expert_clones = {p.expert_clones} with compile.extent = "block": fused experts exchange rows '
-            'themselves; take "pieces", or parallel.overlap = "none" and parallel.expert_rank_capacity_factor = 0'
-        )
 
 
 @rule("its kernels are for GPUs")

@@ -7,6 +7,7 @@ The experts in the replica slots are known on the device alone; every rank has t
 barriers are those of arrays.py, over the same memory:
 
     exchange    write phase                            read phase
+    counts      its own to each expert, to every peer  those of all ranks
     weights     its own experts that are cloned        the clones in its replica slots, from their owners
     gradients   of the clones in its replica slots     of all clones of its own experts, added to their own
 
@@ -19,6 +20,7 @@ Qwen3-30B-A3B in bf16 each, 30 microseconds at 320 GB/s. In the worst case one r
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import triton
@@ -36,7 +38,8 @@ def clone_bytes(
 ) -> int:
     """Bytes of symmetric memory that each rank needs; any of its experts may be cloned by the others."""
     num_places = _num_places(num_ranks, num_local_experts, num_replicas)
-    return signal_bytes(num_ranks) + num_places * num_elements * dtype.itemsize
+    counts = num_ranks * num_ranks * num_local_experts * torch.int32.itemsize
+    return signal_bytes(num_ranks) + max(num_places * num_elements * dtype.itemsize, counts)
 
 
 def clone_arrays(
@@ -58,10 +61,24 @@ def clone_arrays(
             f"{num_replicas} clones of {num_elements} elements in {dtype} on each of {num_ranks} ranks need {needed} "
             f"bytes of symmetric memory, but {memory.numel()} are allocated; allocate clone_bytes(...)"
         )
-    scratch, begin = memory.data, signal_bytes(num_ranks)
+    num_places = _num_places(num_ranks, num_local_experts, num_replicas)
+    return _signals_and(memory, peer_ptrs_P, (num_places, num_elements), dtype)
+
+
+def count_arrays(memory: Tensor, peer_ptrs_P: Tensor, num_experts: int) -> tuple[SymmArray, SymmArray]:
+    """View a rank's memory as the barrier's signals and every rank's number of assignments to each expert, int32
+    [P, E]. Memory that fits clones fits it."""
+    return _signals_and(memory, peer_ptrs_P, (peer_ptrs_P.numel(), num_experts), torch.int32)
+
+
+def _signals_and(
+    memory: Tensor, peer_ptrs_P: Tensor, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[SymmArray, SymmArray]:
+    num_ranks, scratch = peer_ptrs_P.numel(), memory.data
+    begin = signal_bytes(num_ranks)
     signals = SymmArray(scratch[: (HEADER_WORDS + num_ranks) * 4].view(torch.int32), peer_ptrs_P, 0)
-    staged_JN = scratch[begin:needed].view(dtype).view(-1, num_elements)
-    return signals, SymmArray(staged_JN, peer_ptrs_P, begin)
+    array = scratch[begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    return signals, SymmArray(array, peer_ptrs_P, begin)
 
 
 def _num_places(num_ranks: int, num_local_experts: int, num_replicas: int) -> int:
@@ -139,6 +156,29 @@ def _add_kernel(
                 offset = (other % num_replicas).to(tl.int64) * N + element
                 total += tl.load(staged_ptr + offset, mask=element < M, other=0.0).to(TOTAL)
         tl.store(own_ptrs, total.to(own_ptr.dtype.element_ty), mask=element < M)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _send_counts_kernel(
+    offsets_ptr, counts_ptr, peer_ptrs_ptr, offset_bytes, rank, num_experts, BLOCK: tl.constexpr
+):  # fmt: skip
+    expert = tl.arange(0, BLOCK)
+    end = tl.load(offsets_ptr + expert, mask=expert < num_experts, other=0)
+    begin = tl.load(offsets_ptr + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
+    there_ptr = peer_array(peer_ptrs_ptr, tl.program_id(0), offset_bytes, counts_ptr)
+    tl.store(there_ptr + rank * num_experts + expert, end - begin, mask=expert < num_experts)
+
+
+def send_counts(offsets_E: Tensor, counts: SymmArray, rank: int) -> None:
+    """Write this rank's number of assignments to each expert to every peer; the write phase of counts.
+
+    Shapes: offsets int32 [E], their running ends, contiguous.
+    """
+    num_ranks, num_experts = counts.local.shape
+    _send_counts_kernel[(num_ranks,)](
+        offsets_E, counts.local, counts.peer_ptrs_P, counts.offset_bytes, rank, num_experts,
+        BLOCK=triton.next_power_of_2(num_experts),
+    )  # fmt: skip
 
 
 def stage_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> None:

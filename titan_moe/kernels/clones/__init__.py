@@ -1,0 +1,1 @@
+"""Clones of hot experts: which experts, on which ranks, for which assignments."""
