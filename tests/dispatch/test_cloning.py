@@ -106,7 +106,7 @@ def sum_gradients_in_bf16() -> tuple[Tensor, ...]:
     experts_Pc = torch.full((num_ranks, 1), 0)
     experts_Pc[0] = -1
     weights = [torch.zeros(1, *shape, dtype=torch.bfloat16, requires_grad=True) for shape in SHAPES.values()]
-    own, exchange = ExpertWeights.of(weights, tuple(SHAPES)), CloningExchange(None, experts_Pc)
+    own, exchange = ExpertWeights.of(weights, tuple(SHAPES)), CloningExchange(None, experts_Pc, 1)
     _, with_clones = CollectiveCloneWeights(dist.group.WORLD)(torch.zeros(2, 64), own, exchange)
     grads = gradients_of(rank)
     grads = [*grads, *(grad * 0 if rank == 0 else grad for grad in grads)]

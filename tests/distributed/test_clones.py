@@ -9,9 +9,10 @@ from support import load
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PrecisionConfig
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.kernels.clones.plan import ClonePlan
+from titan_moe.parallel.unsharded_experts import CastCache
 
 one_loss = load("distributed/test_one_loss")
 STEPS = 3
@@ -76,3 +77,30 @@ def test_clones_inside_graphs_change_nothing(
         trace = one_loss.Trace(**fields)
         one_loss.assert_same(trace, alone[4], 1e-9)
         assert trace.num_graphs == [num_graphs] * 2, "clones come and go without a new graph"
+
+
+def train_with_room(run: Recipe, has_room: bool) -> tuple[dict[str, Any], set[int]]:
+    """The trace, with room for clones behind the copies of own weights or without, and the lengths of the copies."""
+    cast, lengths = CastCache.__call__, set()
+
+    def of_a_length(self: CastCache, weight: Any) -> Any:
+        self.room *= has_room
+        copy = cast(self, weight)
+        lengths.add(len(copy))
+        return copy
+
+    with mock.patch.object(CastCache, "__call__", of_a_length):
+        return one_loss.train(run, 4, STEPS), lengths
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(("keeps", "what"), [(False, "none"), (True, "none"), (False, "experts"), (False, "block")])
+def test_clones_behind_own_weights_train_as_apart(ranks, dispatcher: str, keeps: bool, what: str) -> None:
+    parallel = replace(CLONES, ep=2, dispatcher=dispatcher, accumulate_unsharded=keeps, expert_clones=2)
+    mixed = PrecisionConfig(compute="bf16", master="fp32", reduce="fp32")
+    candidate = one_loss.recipe(parallel, precision=mixed, memory=MemoryConfig(what))
+    apart, behind = (ranks(2, train_with_room, candidate, has_room) for has_room in (False, True))
+    num_own = one_loss.MODEL.moe.num_experts // 2
+    for (expected, lengths), (fields, lengths_of_roomy) in zip(apart, behind, strict=True):
+        assert (lengths, lengths_of_roomy) == ({num_own}, {num_own + 2})
+        one_loss.assert_same(one_loss.Trace(**fields), one_loss.Trace(**expected), 0.0)

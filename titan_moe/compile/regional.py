@@ -97,15 +97,15 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
     compute = moe.experts.compute
 
     @wraps(compute)
-    def unbounded_experts(inputs: ExpertInputs, weights: ExpertWeights) -> Any:
-        return compute(inputs, weights)
+    def unbounded_experts(inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
+        return compute(inputs, rows, weights)
 
     compiled, compiled_unbounded = _compile(compute), _compile(unbounded_experts)
 
     @wraps(compute)
-    def select_graph(inputs: ExpertInputs, weights: ExpertWeights) -> Any:
+    def select_graph(inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
         if min(inputs.sizes) <= 1:
-            return compute(inputs, weights)
-        return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(inputs, weights)
+            return compute(inputs, rows, weights)
+        return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(inputs, rows, weights)
 
     return select_graph

@@ -9,6 +9,7 @@ Qwen3-30B-A3B in bf16 with 8 ranks and one replica slot. Over symmetric memory i
 """
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,11 @@ class CloneWeights(ABC):
 
     def __call__(self, x_SD: Tensor, weights: ExpertWeights, exchange: CloningExchange) -> tuple[Tensor, ExpertWeights]:
         """Rows [S, D], or this rank's own, and own weights [e, ...] -> the same, with clones [c, ...]; differentiable.
-        The clone in an empty slot is undefined."""
-        x_SD, *tensors = _GetClones.apply(self, x_SD, exchange.experts_Pc, self.after(exchange), *weights.tensors())
+        Weights with room, [e + c, ...], have the clones in it: a GEMM needs no copy. The clone in an empty slot is
+        undefined."""
+        has_room = len(weights.gate_up.own) > exchange.num_own
+        function = partial(_FillRoom.apply, self, exchange.num_own) if has_room else partial(_GetClones.apply, self)
+        x_SD, *tensors = function(x_SD, exchange.experts_Pc, self.after(exchange), *weights.tensors())
         return x_SD, ExpertWeights.of(tensors, weights.names())
 
     def after(self, exchange: CloningExchange) -> Tensor:
@@ -66,6 +70,29 @@ class _GetClones(torch.autograd.Function):
         (experts_Pc,) = ctx.saved_tensors
         own, clones = grads[: len(grads) // 2], grads[len(grads) // 2 :]
         return None, dx_SD, None, None, *ctx.clone_weights.add(dx_SD, own, clones, experts_Pc)
+
+
+class _FillRoom(torch.autograd.Function):
+    """Clones in the room behind own weights, not for graphs: it writes what it is given, gradients too."""
+
+    @staticmethod
+    def forward(ctx: Any, clone_weights: CloneWeights, num_own: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        x_SD, experts_Pc, after, *roomy = tensors
+        ctx.save_for_backward(experts_Pc)
+        ctx.clone_weights, ctx.num_own = clone_weights, num_own
+        clones = clone_weights.get(x_SD, [weight[:num_own] for weight in roomy], experts_Pc, after)
+        for weight, clone in zip(roomy, clones, strict=True):
+            weight[num_own:] = clone
+        return x_SD.view_as(x_SD), *[weight.view_as(weight) for weight in roomy]
+
+    @staticmethod
+    def backward(ctx: Any, dx_SD: Tensor, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (experts_Pc,) = ctx.saved_tensors
+        own, clones = zip(*[(grad[: ctx.num_own], grad[ctx.num_own :]) for grad in grads], strict=True)
+        for grad, total in zip(own, ctx.clone_weights.add(dx_SD, own, clones, experts_Pc), strict=True):
+            if total.data_ptr() != grad.data_ptr():
+                grad.copy_(total)
+        return None, None, dx_SD, None, None, *grads
 
 
 class CollectiveCloneWeights(CloneWeights):

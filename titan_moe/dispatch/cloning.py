@@ -31,6 +31,8 @@ class CloningExchange(NamedTuple):
     inner: Exchange
     experts_Pc: Tensor
     """int64, the expert in each replica slot, -1 for none."""
+    num_own: int
+    """Experts that each rank owns."""
 
 
 class CloningDispatcher(TokenDispatcher):
@@ -59,7 +61,8 @@ class CloningDispatcher(TokenDispatcher):
         slots = self.permute(topk_ids_TK, topk_scores_TK.detach(), self.num_experts, topk_ids_TK.numel())
         plan = self._plan(slots.offsets_e)
         ids_TK = self.reassign(topk_ids_TK, slots.slots_SK, slots.offsets_e, *plan)
-        return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), plan.experts_Pc)
+        num_own = self.num_experts // self.group.size()
+        return CloningExchange(self.inner.prepare(ids_TK, topk_scores_TK), plan.experts_Pc, num_own)
 
     def start_dispatch(self, x_TD: Tensor, exchange: CloningExchange) -> Pending:
         return self.inner.start_dispatch(x_TD, exchange.inner)

@@ -70,11 +70,11 @@ class GroupedExperts(nn.Module):
         """The partial result of each row, [S, L], zero without a slot; or what else the dispatcher combines."""
         if delayed is not None:  # not compiled: a compiled backward is one piece
             return inputs.run_mlp(delayed.mlp, inputs.rows, delayed.weights)
-        return self.compute(inputs, self.weights())
+        rows, weights = self.gather_weights(inputs.rows, self.weights(), inputs.exchange)
+        return self.compute(inputs, rows, weights)
 
-    def compute(self, inputs: ExpertInputs, weights: ExpertWeights) -> Any:
-        """The same with given weights; compiled by itself where blocks run in pieces."""
-        rows, weights = self.gather_weights(inputs.rows, weights, inputs.exchange)
+    def compute(self, inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
+        """The same with given rows and weights; compiled by itself where blocks run in pieces."""
         return inputs.run_mlp(self.mlp, rows, weights)
 
 

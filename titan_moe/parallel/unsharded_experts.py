@@ -25,10 +25,12 @@ from titan_moe.parameters import local
 class CastCache:
     """`GroupedExperts.local` of unsharded experts: master parameters -> plain tensors in compute's dtype."""
 
-    def __init__(self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = ACCUMULATE["torch"]) -> None:
+    def __init__(
+        self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = ACCUMULATE["torch"], room: int = 0
+    ) -> None:
         """With `keeps`, a copy lasts for every use inside `caching_casts`, else for one use and its backward.
-        `accumulate` adds gradients up."""
-        self.dtype, self.keeps, self.accumulate = dtype, keeps, accumulate
+        `accumulate` adds gradients up. A copy has `room` for as many clones behind the experts."""
+        self.dtype, self.keeps, self.accumulate, self.room = dtype, keeps, accumulate, room
         self.is_keeping = False
         self.copies: dict[int, Tensor] = {}
 
@@ -39,7 +41,9 @@ class CastCache:
         copy = self.copies.get(id(weight))
         if copy is None:
             with torch.no_grad():
-                copy = local(weight).to(self.dtype)
+                master = local(weight)
+                copy = master.new_empty((len(master) + self.room, *master.shape[1:]), dtype=self.dtype)
+                copy[: len(master)] = master
             if self.keeps and self.is_keeping:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
@@ -60,7 +64,7 @@ class _Cast(torch.autograd.Function):
         if is_first:
             fresh = torch.empty_like(local(master))
             master.grad = _spread(fresh, master.device_mesh, master.placements)
-        ctx.accumulate(local(master.grad), grad, is_first)
+        ctx.accumulate(local(master.grad), grad[: len(local(master))], is_first)
         return None, None, None
 
 
@@ -72,18 +76,20 @@ def use_unsharded_experts(
     keeps: bool,
     gradients: Backend = "torch",
     delay_weight_grads_of_experts: bool = False,
+    room: int = 0,
 ) -> None:
     """Use a layer's parameters as they are, in place of FSDP on a mesh of one rank.
 
     Parameters are DTensors of the ep mesh or, where ep = 1, become DTensors on `mesh`. `dtype` is compute's if it
     differs from the master's; `keeps` lets a copy last for more than one use; `gradients` names the implementation that
     accumulates; `delay_weight_grads_of_experts` computes them while those of rows are sent, if the experts' MLP can.
+    Copies have `room` for clones.
     """
     for name, weight in list(experts.named_parameters(recurse=False)):
         if not isinstance(weight, DTensor):
             spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    copies = None if dtype is None else CastCache(dtype, keeps=keeps, accumulate=ACCUMULATE[gradients])
+    copies = None if dtype is None else CastCache(dtype, keeps=keeps, accumulate=ACCUMULATE[gradients], room=room)
     experts.local = copies or local
     experts.delays_weight_grads = delay_weight_grads_of_experts and can_delay(experts.mlp)
 
