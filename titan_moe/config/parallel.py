@@ -54,12 +54,12 @@ class ParallelConfig:
     share memory and experts are fused, it is the room of all layers together for what backward needs (the arena);
     elsewhere that of each layer. With "auto" it follows the need of past steps, with a margin, up to what memory holds;
     the first steps run without a bound. A number is a fixed bound; 0: sizes of the worst case."""
-    expert_clones: int = 0
-    """Replica slots of a rank: for every exchange, hot experts are cloned onto ranks with a lower load and share their
-    tokens with the clones, so that the most loaded rank delays the others less (Megatron's ECHO). Exact. 0 is off; 1 or
-    2 are enough where the most loaded rank has 1.2 times the mean. A rank receives expert_clones experts of a layer in
-    forward and sends as many gradients in backward, over collectives (ep - 1) times as many, and copies its own experts
-    for the GEMMs."""
+    expert_clones: int | Literal["auto"] = "auto"
+    """Replica slots of a rank: for every exchange whose fullest rank has more than 1.05 times the mean load, hot
+    experts are cloned onto ranks with a lower load, which share their tokens (Megatron's ECHO). Exact. "auto": 2 where
+    ranks share memory, microbatches are large enough and own weights need no copy, else 0. 0 is off. A rank receives up
+    to expert_clones experts of a layer in forward and sends as many gradients in backward, over collectives (ep - 1)
+    times as many; it copies its own experts for the GEMMs if they are sharded, or not a copy for compute already."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
@@ -84,6 +84,11 @@ class ParallelConfig:
         """The capacity factor that the recipe gives; 0 for none, and for `auto`."""
         factor = self.expert_rank_capacity_factor
         return 0.0 if isinstance(factor, str) else factor
+
+    @property
+    def fixed_expert_clones(self) -> int:
+        """The replica slots that the recipe gives; 0 for `auto`, which config/clones.py resolves."""
+        return 0 if isinstance(self.expert_clones, str) else self.expert_clones
 
     @property
     def facts(self) -> DispatcherFacts:

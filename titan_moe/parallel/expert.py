@@ -114,7 +114,7 @@ def _set_dispatcher(
     moe: MoE, config: ParallelConfig, group: dist.ProcessGroup, capacity: ExpertCapacity, memory: SymmMemory | None
 ) -> None:
     """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
-    num_experts, num_replicas = moe.router.weight.shape[0], config.expert_clones
+    num_experts, num_replicas = moe.router.weight.shape[0], config.fixed_expert_clones
     num_slots = num_experts + config.ep * num_replicas
     inputs = DispatcherInputs(num_slots, num_experts, group, moe.dispatcher.permute, capacity, config.overlap, memory)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)

@@ -59,7 +59,7 @@ def apply(
                     gradients=gradients,
                     delay_weight_grads_of_experts=delay_weight_grads_of_experts,
                     # interleaved microbatches share copies that are kept, and have clones of their own
-                    room=0 if config.overlap == "microbatch" else config.expert_clones,
+                    room=0 if config.overlap == "microbatch" else config.fixed_expert_clones,
                 )
                 unsharded.update(experts.parameters())
             else:

@@ -41,7 +41,7 @@ def share_memory(
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
-    num_clones = recipe.parallel.expert_clones
+    num_clones = recipe.parallel.fixed_expert_clones
     if num_clones:
         for weights in [list(moe.experts.parameters()) for moe in layers]:
             num_local, elements = len(weights[0]) // num_ranks, sum(weight[0].numel() for weight in weights)

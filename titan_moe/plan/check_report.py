@@ -1,6 +1,7 @@
 """The report of `titan-moe check`: shape, cost, meshes and kernels of a recipe."""
 
 from titan_moe.config.arena import experts_of, has_arena
+from titan_moe.config.clones import resolve_clones
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules.capture import obstacles
@@ -24,6 +25,7 @@ BALANCED_FACTOR = 1.125
 
 def describe(recipe: Recipe, world_size: int) -> str:
     """Describe a recipe that passed its rules."""
+    recipe = resolve_clones(recipe, world_size)
     seq_len_tokens = recipe.train.seq_len_tokens
     gflop = training_flops_per_token(recipe.model, seq_len_tokens) / 1e9
     rows = [
@@ -97,8 +99,10 @@ def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
 
 def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     s = resolve(recipe.parallel, world_size)
+    num_clones = recipe.parallel.fixed_expert_clones
+    clones = f"; up to {num_clones} clones of other ranks' experts on each" if num_clones else ""
     return [
-        ("ranks", f"{s.world}; dispatcher {recipe.parallel.dispatcher}"),
+        ("ranks", f"{s.world}; dispatcher {recipe.parallel.dispatcher}{clones}"),
         ("", f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {s.cp} · tp {s.tp}"),
         ("", f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}"),
     ]

@@ -54,7 +54,7 @@ def layer_loads(recipe: Recipe) -> LayerLoads:
     num_tokens, num_local = train.micro_batch_sequences * train.seq_len_tokens, moe.num_experts // p.ep
     rows = p.ep * num_tokens * visit_probability(moe.num_experts, num_local, moe.top_k)
     worst_rows = p.ep * max_batch_tokens(recipe)
-    worst_slots = worst_rows * min(moe.top_k, num_local + p.expert_clones)
+    worst_slots = worst_rows * min(moe.top_k, num_local + p.fixed_expert_clones)
     return LayerLoads(recipe.model.num_moe_layers, rows, num_tokens * moe.top_k, worst_rows, worst_slots)
 
 

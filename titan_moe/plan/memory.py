@@ -26,7 +26,9 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     dense, experts = count.total - count.routed_experts, count.routed_experts / sizes.ep
     is_unsharded = sizes.experts_are_unsharded(precision)
-    copy = compute if precision.compute != precision.master else 0
+    copy = float(compute) if precision.compute != precision.master else 0.0
+    if is_unsharded and recipe.model.num_moe_layers:  # a copy has room for clones
+        copy *= 1 + sizes.ep * recipe.parallel.fixed_expert_clones / recipe.model.moe.num_experts
     if not recipe.parallel.accumulate_unsharded:
         stays = recipe.memory.recompute == "none"
         return round(experts * copy) if is_unsharded and stays else 0
@@ -64,7 +66,7 @@ def temporary_bytes_per_rank(recipe: Recipe) -> int:
 
 def _clone_bytes(recipe: Recipe) -> int:
     """Bytes of the most experts that can be cloned: all of a rank's, or as many as there are replica slots."""
-    num_ranks, num_replicas, moe = recipe.parallel.ep, recipe.parallel.expert_clones, recipe.model.moe
+    num_ranks, num_replicas, moe = recipe.parallel.ep, recipe.parallel.fixed_expert_clones, recipe.model.moe
     num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_replicas), num_replicas)
     return num_cloned * parameters_of_an_expert(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
 

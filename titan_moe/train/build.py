@@ -97,7 +97,7 @@ def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
     """
     p, is_fused = recipe.parallel, recipe.perf.chosen_kernels.experts == "fused"
     fixes_order = recipe.memory.recompute != "none" or recipe.compile.compiles_blocks(device.type)
-    return p.overlap == "microbatch" and is_fused and not p.expert_clones and not fixes_order
+    return p.overlap == "microbatch" and is_fused and not p.fixed_expert_clones and not fixes_order
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
+from titan_moe.config.clones import resolve_clones
 from titan_moe.config.parse import dump_recipe
 from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
 from titan_moe.data.loader import build_loader
@@ -80,7 +81,7 @@ class Trainer:
         self.is_main = dist.get_rank() == 0
         if self.is_main:
             self._log_start()
-        self.recipe = recipe = resolve_kernels(recipe, device)
+        self.recipe = recipe = resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data

@@ -201,13 +201,13 @@ def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iter
 @rule("a replica slot is for an expert of another rank, and costs communication even if unused")
 def clones_need_other_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_experts = recipe.parallel, recipe.model.moe.num_experts
-    if p.expert_clones > 0 and (p.ep <= 1 or not p.facts.moves_rows):
+    if p.fixed_expert_clones > 0 and (p.ep <= 1 or not p.facts.moves_rows):
         yield (
             f"parallel.expert_clones = {p.expert_clones} clones experts onto other ranks, but parallel.ep = {p.ep} and "
             f'parallel.dispatcher = "{p.dispatcher}" leave them all on one; set it to 0, or spread the experts with '
             f"{dispatchers_that(lambda facts: facts.moves_rows)}"
         )
-    elif p.expert_clones > 0 and p.expert_clones > num_experts // p.ep:
+    elif p.fixed_expert_clones > 0 and p.fixed_expert_clones > num_experts // p.ep:
         yield (
             f"parallel.expert_clones = {p.expert_clones} exceeds the {num_experts // p.ep} experts that a rank has of "
             f"its own (model.moe.num_experts / parallel.ep = {num_experts} / {p.ep}); take 1 or 2"

@@ -1,0 +1,39 @@
+"""How many replica slots `parallel.expert_clones = "auto"` means.
+
+Where it is not 0, every exchange decides on the device whether a clone pays: a balanced one has none, and pays for the
+exchange of counts alone.
+"""
+
+from dataclasses import replace
+
+from titan_moe.config.parallel import resolve
+from titan_moe.config.recipe import Recipe
+
+NUM_CLONES = 2
+"""With two replica slots a rank, loads up to twice the mean come down to 1.05 times it nearly always."""
+MIN_SLOTS = 50_000
+"""Slots of a rank from which clones pay. To fetch an expert and return its gradient takes as long as some 2,500 slots
+of any expert (bf16, NVLink), and a twentieth of a rank's slots is the least that is moved."""
+
+
+def num_clones(recipe: Recipe, world_size: int) -> int:
+    """Replica slots of a rank.
+
+    "auto" takes none where weights of clones would come by collectives, where a GEMM would need a copy of own weights
+    with them (dispatch/clone_weights.py), or where they would be fetched again for recomputation.
+    """
+    p, moe, train = recipe.parallel, recipe.model.moe, recipe.train
+    if p.expert_clones != "auto":
+        return p.fixed_expert_clones
+    is_a_copy = recipe.precision.compute != recipe.precision.master
+    are_unsharded = resolve(p, world_size).experts_are_unsharded(recipe.precision)
+    has_room = is_a_copy and are_unsharded and not recipe.compile.compiles_blocks(recipe.run.device)
+    is_plain = p.overlap != "microbatch" and recipe.memory.recompute == "none"
+    num_slots = train.micro_batch_sequences * train.seq_len_tokens * moe.top_k
+    pays = p.facts.shares_memory and p.ep > 1 and num_slots >= MIN_SLOTS and recipe.model.num_moe_layers > 0
+    return min(NUM_CLONES, moe.num_experts // p.ep) if pays and has_room and is_plain else 0
+
+
+def resolve_clones(recipe: Recipe, world_size: int) -> Recipe:
+    """Replace "auto" by the number that it means."""
+    return replace(recipe, parallel=replace(recipe.parallel, expert_clones=num_clones(recipe, world_size)))
