@@ -34,8 +34,9 @@ pytestmark = pytest.mark.interpreted
 STEPS = 3
 
 
-one_loss, step_runner, mapped_files = map(
-    load, ("distributed/test_one_loss", "train/test_step_runner", "support/mapped_files")
+one_loss, clones, step_runner, mapped_files = map(
+    load,
+    ("distributed/test_one_loss", "distributed/test_clones", "train/test_step_runner", "support/mapped_files"),
 )
 
 
@@ -147,6 +148,19 @@ def test_symm_mem_trains_as_one_process(
     candidate = in_one_microbatch(one_loss.recipe(parallel, memory=MemoryConfig(what)), num_ranks)
     for fields in ranks(num_ranks, on_files, str(tmp_path), "one_loss", "train", candidate, -1, STEPS):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
+
+
+def test_symm_mem_clones_behind_own_weights_train_as_apart(ranks: Any, tmp_path: Path) -> None:
+    mixed = PrecisionConfig(compute="fp32", master="fp64", reduce="fp64")
+    candidate = in_one_microbatch(one_loss.recipe(replace(EP2, expert_clones=2), precision=mixed), 2)
+    answers = []
+    for has_room in (False, True):
+        folder = tmp_path / str(has_room)
+        folder.mkdir()
+        answers.append(ranks(2, on_files, str(folder), "clones", "train_with_room", candidate, has_room))
+    for (expected, lengths), (fields, lengths_of_roomy) in zip(*answers, strict=True):
+        assert len(lengths | lengths_of_roomy) == 2
+        one_loss.assert_same(one_loss.Trace(**fields), one_loss.Trace(**expected), 0.0)
 
 
 def with_fused_experts(parallel: ParallelConfig, **others: Any) -> Recipe:
