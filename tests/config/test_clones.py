@@ -31,6 +31,6 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 def test_auto_takes_clones_where_they_pay(
     name: str, overrides: tuple[str, ...], world_size: int, expected: int
 ) -> None:
-    recipe = load_recipe(RECIPES / f"{name}.toml", list(overrides))
+    recipe = load_recipe(RECIPES / f"{name}.toml", ["--parallel.expert_clones=auto", *overrides])
     assert num_clones(recipe, world_size) == expected
     assert resolve_clones(recipe, world_size).parallel.expert_clones == expected

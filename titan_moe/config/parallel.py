@@ -54,7 +54,7 @@ class ParallelConfig:
     share memory and experts are fused, it is the room of all layers together for what backward needs (the arena);
     elsewhere that of each layer. With "auto" it follows the need of past steps, with a margin, up to what memory holds;
     the first steps run without a bound. A number is a fixed bound; 0: sizes of the worst case."""
-    expert_clones: int | Literal["auto"] = "auto"
+    expert_clones: int | Literal["auto"] = 0
     """Replica slots of a rank: for every exchange whose fullest rank has more than 1.05 times the mean load, hot
     experts are cloned onto ranks with a lower load, which share their tokens (Megatron's ECHO). Exact. "auto": 2 where
     ranks share memory, microbatches are large enough and own weights need no copy, else 0. 0 is off. A rank receives up
