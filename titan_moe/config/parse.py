@@ -16,6 +16,8 @@ from titan_moe.config.renamed import REMOVED, RENAMED
 from titan_moe.config.schema import Key, all_keys, in_toml, keys_of, type_in_words
 
 COMMAND_LINE = "command line"
+BESIDE_A_RUNS_RECIPE = "environment.json"
+"""A `recipe.toml` beside a file of this name is the resolved recipe of a run."""
 
 
 class RecipeError(Exception):
@@ -40,12 +42,13 @@ class Setting(NamedTuple):
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file with its bases, and apply overrides.
 
-    `overrides` are command-line arguments: `--train.steps=50`, or `--train.steps` followed by `50`.
+    `overrides` are command-line arguments: `--train.steps=50`, or `--train.steps` followed by `50`. The recipe that a
+    run wrote into its folder means this folder, also if it was moved since; a copy elsewhere is an ordinary recipe.
 
     Raises: RecipeError with all problems.
     """
     problems: list[str] = []
-    settings = _read_with_bases(Path(path), (), problems)
+    settings = _read_with_bases(Path(path), (), problems) | _run_folder(Path(path))
     settings |= _read_overrides(overrides, problems)
     recipe = _build(Recipe, "", settings, problems)
     if problems:
@@ -109,6 +112,14 @@ def _read_with_bases(path: Path, children: tuple[Path, ...], problems: list[str]
     if base is not None:
         problems.append(f"{path}: base = {in_toml(base)} must be a string, the path of a recipe relative to this file")
     return settings
+
+
+def _run_folder(path: Path) -> dict[str, Setting]:
+    """The folder of the run that wrote this recipe, as a setting; empty if it is no run's."""
+    if path.name != "recipe.toml" or not path.with_name(BESIDE_A_RUNS_RECIPE).is_file():
+        return {}
+    folder = path.parent if path.parent.name else path.absolute().parent  # not "."
+    return {"run.folder": Setting(str(folder), str(path))}
 
 
 def _read_toml(path: Path, children: tuple[Path, ...], problems: list[str]) -> dict[str, Any]:

@@ -13,7 +13,8 @@ class RunConfig:
 
     folder: str = "runs/default"
     """Folder for recipe, environment, metrics, traces, checkpoints and, without `data.cache_folder`, tokenised data. If
-    it has checkpoints, the run resumes from the newest one."""
+    it has checkpoints, the run resumes from the newest one. If it has records without a checkpoint, they are moved into
+    its folder `attempt-1` (or -2, ...). The `recipe.toml` in the folder means this folder, wherever it is moved."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -38,6 +39,10 @@ class TrainConfig:
     The quotient is the number of microbatches."""
     micro_batch_sequences: int = 8
     """Sequences per forward pass on one rank (B)."""
+    max_skipped_in_row: int = 20
+    """Steps skipped in a row, because their gradients are not finite, after which the run stops with exit code 1; 0
+    never stops it. The count is read at logged steps, before saves, and whenever the step is a multiple of this number.
+    Nothing is saved, and no older checkpoint removed, while the last step was skipped."""
     force_balanced_routing: bool = False
     """Benchmarks only: replace the router's selection by a balanced one, so that runs are comparable. The log and the
     metrics mention it."""
@@ -143,7 +148,9 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every_steps: int = 0
-    """Steps between saves; 0 saves only at SIGTERM and Ctrl-C."""
+    """Steps between saves; 0 saves only at SIGTERM, Ctrl-C and, with `save_last_step`, the end of the run."""
+    save_last_step: bool = True
+    """Save after the last step. Benchmarks set it to false."""
     keep_latest: int = 2
     """Number of newest checkpoints to keep, at least 2; 0 keeps all."""
     is_async: bool = False

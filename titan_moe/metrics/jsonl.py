@@ -14,10 +14,15 @@ class JsonLines:
         self.path = path
 
     def drop_after(self, step: int) -> None:
-        """Remove records of later steps, which a resumed run writes again, and an incomplete last line."""
+        """Move records of later steps, which a resumed run writes again, and an incomplete last line into the file
+        `metrics.dropped.jsonl`."""
         if not self.path.exists():
             return
-        kept = [line for line in self.path.read_text().splitlines() if _step_of(line) <= step]
+        lines = self.path.read_text().splitlines()
+        kept, dropped = ([line for line in lines if (_step_of(line) <= step) is is_kept] for is_kept in (True, False))
+        if dropped:
+            with self.path.with_suffix(".dropped.jsonl").open("a") as file:
+                file.writelines(f"{line}\n" for line in dropped)
         new = self.path.with_suffix(".new")
         new.write_text("".join(f"{line}\n" for line in kept))
         os.replace(new, self.path)

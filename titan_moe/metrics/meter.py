@@ -13,6 +13,7 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.metrics.collapse import CollapseWarning
 from titan_moe.metrics.console import Console, format_start
 from titan_moe.metrics.experts import expert_loads, idle_experts, load_map, overload_factors, read_scalars, read_values
+from titan_moe.metrics.explosion import ExplosionWarning
 from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.metrics.tensorboard import TensorBoard
 from titan_moe.metrics.throughput import Throughput, peak_memory_gib
@@ -50,14 +51,17 @@ class Meter:
         self.next_is_first = True
         self.num_steps, self.num_logged = 0, 0  # of this process
         self.is_new_run = True
+        self.last_losses: dict[str, float] = {}
+        """The newest training and validation loss."""
         self.collapse = CollapseWarning(recipe.model.moe)
+        self.explosion = ExplosionWarning(recipe.model.vocab_size)
         self.jsonl: JsonLines | None = None
         self.tensorboard: TensorBoard | None = None
         self.console: Console | None = None
 
     def start(self, step: int, tokens_seen: int) -> None:
         """Start the clock after `step` steps: 0 for a new run, the checkpoint's step for a resumed one. Records of
-        later steps, written before an interruption, are removed, so the file keeps one line per step."""
+        later steps, written before an interruption, move to another file, so that one line per step is left."""
         self.tokens_seen = tokens_seen
         self.next_is_first = True
         self.is_new_run = step == 0
@@ -117,8 +121,12 @@ class Meter:
         if forced := self.recipe.train.forced_routing:
             record["forced_routing"] = forced
         self._write(record)
+        self.last_losses["loss"] = record["loss"]
+        is_start = is_first and self.is_new_run
+        if self.is_main:
+            self.explosion.see(step, record["loss"], is_start=is_start)
         if self.is_main and counts:
-            self._report_routing(record, counts, is_start=is_first and self.is_new_run)
+            self._report_routing(record, counts, is_start=is_start)
         self.num_logged += 1
         return record
 
@@ -126,6 +134,7 @@ class Meter:
         """Write the loss on held-out sequences after `step` steps."""
         record = {"step": step, "validation_loss": read_scalars([loss])[0]}
         self._write(record)
+        self.last_losses["validation loss"] = record["validation_loss"]
         return record
 
     @contextmanager

@@ -50,8 +50,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(parts, recipe.model.moe.bias_update_speed, meshes.stage_group)
     forward_backward = build_forward_backward(parts, recipe.parallel)
-    num_skipped = torch.zeros((), dtype=torch.int64, device=device)
-    step = TrainStep(forward_backward, optimizers, balancer, capacity, recipe.optim.max_grad_norm, meshes, num_skipped)
+    skips = torch.zeros(2, dtype=torch.int64, device=device).unbind()
+    step = TrainStep(forward_backward, optimizers, balancer, capacity, recipe.optim.max_grad_norm, meshes, *skips)
     follows_load = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0
     control = None
     if follows_load and (capacity.arena is None or not capacity.arena.is_checkpointed):

@@ -30,6 +30,7 @@ class StepResult(NamedTuple):
     has_overflowed: Tensor  # bool: rows of some rank overflowed their room or did not arrive: nothing was changed
     needed_factor: Tensor  # fp32: capacity factor that the step needed, the largest of all ranks
     num_skipped: Tensor  # int64: steps so far that were skipped because gradients were not finite
+    num_skipped_in_row: Tensor  # int64: of those, the ones since the last update
 
 
 @dataclass
@@ -47,6 +48,7 @@ class TrainStep:
     max_grad_norm: float
     meshes: Meshes
     num_skipped: Tensor
+    num_skipped_in_row: Tensor
 
     def __call__(self, batch: Batch) -> StepResult:
         scale = 1.0 / self.count_labels(batch)
@@ -66,8 +68,15 @@ class TrainStep:
             factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else None
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
+        self._count_skips(skips_update, has_overflowed)
+        counts = self.num_skipped, self.num_skipped_in_row
+        return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, loads[1], *counts)
+
+    def _count_skips(self, skips_update: Tensor, has_overflowed: Tensor) -> None:
+        """Count a step that had no update. One that overflowed is not counted: it is taken again."""
         self.num_skipped.add_(skips_update & ~has_overflowed)
-        return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, loads[1], self.num_skipped)
+        in_row = torch.where(skips_update, self.num_skipped_in_row + ~has_overflowed, 0)
+        self.num_skipped_in_row.copy_(in_row)
 
     def count_labels(self, batch: Batch) -> Tensor:
         """Label tokens of the batches of all ranks, at least 1, on the device."""

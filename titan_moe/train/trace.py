@@ -41,6 +41,8 @@ def run(recipe: Recipe) -> None:
     rank = int(os.environ.get("RANK", "0"))
     path = trace_path(short.profile, folder, rank)
     path.unlink(missing_ok=True)
+    if rank == 0:  # a trace takes the place of the one before
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
     start_records()
     trainer.run(short)
     if rank > 0 or not path.exists():  # no trace: the run was stopped before the traced steps
@@ -71,7 +73,7 @@ def shortened(recipe: Recipe) -> Recipe:
         train=replace(recipe.train, steps=steps),
         data=replace(recipe.data, cache_folder=recipe.data.cache_folder or str(run_folder / "cache")),
         validation=replace(recipe.validation, every_steps=0),
-        checkpoint=replace(recipe.checkpoint, every_steps=0),
+        checkpoint=replace(recipe.checkpoint, every_steps=0, save_last_step=False),
         metrics=replace(recipe.metrics, every_steps=steps, tensorboard=False, progress_bar=False, sample_tokens=0),
         profile=replace(recipe.profile, start_step=first_step, num_steps=num_traced),
     )

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -30,6 +31,7 @@ from titan_moe.profile.trace import StepTracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.train.build import assemble
 from titan_moe.train.capacity_control import round_up
+from titan_moe.train.earlier_records import set_aside
 from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
 from titan_moe.train.resolve_kernels import resolve_kernels
@@ -38,12 +40,15 @@ from titan_moe.train.step import StepResult
 
 logger = logging.getLogger("titan_moe")
 
+EXIT_FAILED = 1
+
 
 def run(recipe: Recipe) -> None:
     """Train a recipe to its last step, resuming if its run folder has a checkpoint.
 
     Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, missing data, a checkpoint
-    that does not fit, a run folder in use. SystemExit after Ctrl-C, once the run is saved; after SIGTERM it returns.
+    that does not fit, a run folder in use. SystemExit after Ctrl-C, once the run is saved, and if the last step was
+    skipped: the run is then not saved. After SIGTERM it returns.
     """
     with process_group(recipe.run) as device:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
@@ -52,9 +57,9 @@ def run(recipe: Recipe) -> None:
             raise RecipeError(problems)
         with ExitStack() as lock, attention_backend(recipe.perf.attention):
             run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))
-            stopped_by = Trainer(recipe, device).train()
-    if stopped_by == SIGINT:
-        raise SystemExit(EXIT_BY_SIGNAL + stopped_by)
+            exit_code = Trainer(recipe, device).train()
+    if exit_code:
+        raise SystemExit(exit_code)
 
 
 class Progress:
@@ -94,6 +99,8 @@ class Trainer:
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
             self.loader = build_loader(recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier)
         self.progress = Progress()
+        self.num_skipped_in_row = 0
+        """Steps without an update since the last one with it, as far as read from the device."""
         self.checkpointer = Checkpointer(
             recipe.checkpoint, self.run_folder, self.parts, optimizers, self.schedule, self.loader, self.progress
         )
@@ -111,16 +118,22 @@ class Trainer:
         """Whether all steps of the recipe are done (or more, if the recipe was shortened since)."""
         return self.progress.step >= self.recipe.train.steps
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether so many steps were skipped in a row that the run stops."""
+        return 0 < self.recipe.train.max_skipped_in_row <= self.num_skipped_in_row
+
     def train(self) -> int:
         """Run the remaining steps, save, and print a sample.
 
-        Returns: the number of the signal that stopped it early, or 0.
+        Returns: the exit code.
         """
         with _as_recipe_errors(ValueError, CheckpointMismatch):
             self.checkpointer.load()
         stopped_by, step = 0, self.progress.step
         if self.is_finished:
-            logger.info("%s is finished after step %d; a larger train.steps goes on", self.run_folder, step)
+            ways_on = "a larger train.steps goes on, another run.folder starts anew"
+            logger.info("%s is finished after step %d; %s", self.run_folder, step, ways_on)
         else:
             try:
                 stopped_by = self._train_remaining_steps()
@@ -128,38 +141,54 @@ class Trainer:
                 self.checkpointer.finish_save_after_failure()
                 raise
         self.checkpointer.close()
-        return stopped_by
+        if self.num_skipped_in_row and self.is_main:
+            logger.error("%s", self._describe_skipped())
+        if stopped_by == SIGINT:
+            return EXIT_BY_SIGNAL + stopped_by
+        return EXIT_FAILED if self.num_skipped_in_row else 0
 
     def _train_remaining_steps(self) -> int:
         if self.is_main:  # only now: a refused recipe leaves the one in the run folder as it was
-            (self.run_folder / "recipe.toml").write_text(dump_recipe(self.recipe))
-            write_environment(self.run_folder)
-        if self.progress.step > 0:
+            self._open_run_folder()
+        first_step, start = self.progress.step + 1, time.monotonic()
+        if first_step > 1:
             logger.info("continuing after step %d", self.progress.step)
         self.step.resume(self.progress.capacity_factor)
         with StopSignal() as stop:
             self._run_steps(stop)
-            if self.recipe.checkpoint.every_steps or not self.is_finished:
-                self.checkpointer.save(self.progress.step, is_last=True)
+            self._read_skipped()
+            if self.recipe.checkpoint.save_last_step or not self.is_finished:
+                self._save(is_last=True)
         self.meter.close()
         if need := self.step.largest_need:
             logger.info("steps needed a capacity factor of up to %.3g; %g would have sufficed", need, round_up(need))
+        if self.has_diverged:
+            return 0
         if not self.is_finished:
             name, recipe_file = Signals(stop.number).name, self.run_folder / "recipe.toml"
             logger.info(
                 "stopped by %s after step %d; to go on: titan-moe train %s", name, self.progress.step, recipe_file
             )
             return stop.number
-        if self.recipe.metrics.sample_tokens:
-            self._write_sample()
+        if self.num_skipped_in_row == 0:
+            if self.recipe.metrics.sample_tokens:
+                self._write_sample()
+            self._log_end(first_step, time.monotonic() - start)
         return 0
+
+    def _open_run_folder(self) -> None:
+        """Write what the run is made of. Records of an attempt that left no checkpoint are kept."""
+        if self.progress.step == 0 and (aside := set_aside(self.run_folder)):
+            logger.warning("%s has records and no checkpoint: they are now in %s", self.run_folder, aside)
+        write_environment(self.run_folder)  # beside it, recipe.toml means this folder
+        (self.run_folder / "recipe.toml").write_text(dump_recipe(self.recipe))
 
     def _run_steps(self, stop: StopSignal) -> None:
         garbage = GarbageCollection(100)  # every 100 steps, at the same ones on all ranks
         tracer = StepTracer(self.recipe.profile, self.run_folder, dist.get_rank(), self.progress.step + 1)
         self.meter.start(self.progress.step, self.progress.tokens_seen)
         try:
-            while not self.is_finished and not stop.poll():
+            while not self.is_finished and not self.has_diverged and not stop.poll():
                 self._take_step()
                 tracer.step()
                 garbage.run(self.progress.step)
@@ -178,7 +207,7 @@ class Trainer:
         progress.capacity_factor = self.step.capacity_factor
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
-        self.meter.log(
+        record = self.meter.log(
             progress.step,
             loss=result.loss,
             aux_loss=result.aux_loss,
@@ -198,9 +227,21 @@ class Trainer:
                     loss = validation_loss(self.parts, batches, self.device, self.meshes.data_group)
                 self.meter.log_validation(progress.step, loss)
                 self.step.step.capacity.check()  # validation has exchanges too
-        if self._is_due(recipe.checkpoint.every_steps):
+        is_saved = self._is_due(recipe.checkpoint.every_steps)
+        if record or is_saved or self._is_due(recipe.train.max_skipped_in_row):
+            self._read_skipped()
+        if is_saved:
             with self.meter.paused():
-                self.checkpointer.save(progress.step)
+                self._save()
+
+    def _read_skipped(self) -> None:
+        """Read the steps skipped in a row, which are equal on all ranks. Waits for the device."""
+        self.num_skipped_in_row = int(self.step.step.num_skipped_in_row)
+
+    def _save(self, is_last: bool = False) -> None:
+        """Save, unless the last step was skipped: the run may have diverged, and a save removes older checkpoints."""
+        if self.num_skipped_in_row == 0:
+            self.checkpointer.save(self.progress.step, is_last=is_last)
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.progress.step % every_steps == 0
@@ -220,6 +261,27 @@ class Trainer:
             prompt, text = tokens_BN[0].split([prompt_BN.shape[1], metrics.sample_tokens])
             print(f"--- held-out prompt ---\n{tokenizer.decode(prompt.tolist())}")
             print(f"--- the model continues ---\n{tokenizer.decode(text.tolist())}", flush=True)
+
+    def _log_end(self, first_step: int, seconds: float) -> None:
+        """Log the final losses, the time taken, and the place of the model."""
+        losses = ", ".join(f"{name} {loss:.4f}" for name, loss in self.meter.last_losses.items())
+        took = timedelta(seconds=round(seconds))
+        logger.info("finished steps %d to %d in %s: %s", first_step, self.progress.step, took, losses)
+        if self.progress.step in self.checkpointer.folders.complete_steps():
+            logger.info("the model is in %s", self.checkpointer.folders.path(self.progress.step))
+        else:
+            logger.info("the model is not saved: checkpoint.save_last_step = false")
+
+    def _describe_skipped(self) -> str:
+        """Why the run ended in skipped steps, and the ways out."""
+        steps = self.checkpointer.folders.complete_steps()
+        last = "the last step" if self.num_skipped_in_row == 1 else f"the last {self.num_skipped_in_row} steps"
+        found = f"continues after step {steps[-1]}, its newest checkpoint" if steps else "starts again"
+        return (
+            f"{self.run_folder} ended at step {self.progress.step}: the gradients of {last} were not finite, so "
+            "nothing was updated or saved; lower optim.lr, raise optim.warmup_steps, or take other weights with "
+            f"checkpoint.load_from in another run.folder (titan-moe train {self.run_folder / 'recipe.toml'} {found})"
+        )
 
     def _log_start(self) -> None:
         """Log model, ranks and folder, and warn of ignored data and forced routing."""

@@ -64,7 +64,10 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "expert_clones expert_rank_capacity_factor": ZERO_OR_MORE,
     },
     "perf": {"loss_chunk_tokens": ZERO_OR_MORE},
-    "train": {"steps seq_len_tokens global_batch_sequences micro_batch_sequences": POSITIVE},
+    "train": {
+        "steps seq_len_tokens global_batch_sequences micro_batch_sequences": POSITIVE,
+        "max_skipped_in_row": ZERO_OR_MORE,
+    },
     "optim": {
         "lr eps": ABOVE_ZERO,
         "beta1 beta2": SHARE_BELOW_ONE,
