@@ -8,6 +8,7 @@ import pytest
 
 from titan_moe.config import Recipe, RecipeError, dump_recipe, load_recipe
 from titan_moe.config.schema import all_keys
+from titan_moe.config.train import RunConfig
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -193,3 +194,23 @@ def test_parse_huge_integer_for_a_float_is_infinite(tmp_path: Path) -> None:
     for sign in (1, -1):
         recipe = load_recipe(write(tmp_path, "r.toml", f"[optim]\nlr = {sign * 10**400}"))
         assert recipe.optim.lr == sign * math.inf
+
+
+def test_the_recipe_that_a_run_wrote_means_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = dump_recipe(Recipe())
+    resolved = write(tmp_path / "moved", "recipe.toml", text)
+    write(tmp_path / "moved", "environment.json", "{}")
+    assert load_recipe(resolved) == dataclasses.replace(Recipe(), run=RunConfig(folder=str(tmp_path / "moved")))
+    assert load_recipe(resolved, ["--run.folder=elsewhere"]).run.folder == "elsewhere"
+    monkeypatch.chdir(tmp_path)
+    assert load_recipe("moved/recipe.toml").run.folder == "moved"
+    monkeypatch.chdir(tmp_path / "moved")
+    assert load_recipe("recipe.toml").run.folder == str(tmp_path / "moved")
+
+
+def test_a_copy_of_a_runs_recipe_is_an_ordinary_recipe(tmp_path: Path) -> None:
+    for name in ("recipe.toml", "copy.toml"):
+        write(tmp_path / name, name, dump_recipe(Recipe()))
+    write(tmp_path / "copy.toml", "environment.json", "{}")
+    for name in ("recipe.toml", "copy.toml"):
+        assert load_recipe(tmp_path / name / name).run.folder == RunConfig().folder

@@ -29,6 +29,8 @@ def test_jsonl_resume_removes_later_records(tmp_path):
     assert steps(lines.path) == [1, 2, 2, 3]
     lines.drop_after(0)
     assert lines.path.read_text() == ""
+    dropped = (tmp_path / "metrics.dropped.jsonl").read_text().splitlines()
+    assert dropped[:3] == ['{"step": 3}', '{"step": 4}', '{"step": 1, "lo'] and len(dropped) == 7, "none is lost"
 
 
 def test_jsonl_writes_nan_as_null(tmp_path):

@@ -94,7 +94,7 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[
 
     step = run.step.step if poisoned_step < 0 else replace(run.step.step, forward_backward=run_batch)
     take = step_runner.StepRunner(step, run.schedule, extent, Repeater, run.step.control)
-    losses, norms, reruns, factors = [], [], [], []
+    losses, norms, reruns, factors, in_row = [], [], [], [], []
     for index in range(STEPS):
         is_poisoned = index == poisoned_step
         result = take(batch_of(index))
@@ -102,6 +102,7 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[
         norms.append(result.grad_norm.item())
         reruns.append(take.num_reruns)
         factors.append(take.capacity_factor)
+        in_row.append(int(step.num_skipped_in_row))
     moments = [whole(state["exp_avg"]) for optimizer in run.optimizers for state in optimizer.state.values()]
     return {
         "losses": losses,
@@ -110,6 +111,7 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[
         "factors": factors,
         "need": take.largest_need,
         "skipped": int(result.num_skipped),
+        "skipped_in_row": in_row,
         "weights": {name: whole(p).detach() for part in run.parts for name, p in part.named_parameters()},
         "biases": [router.expert_bias_E for router in run.step.step.balancer.routers.values()],
         "moments": moments,
@@ -159,7 +161,7 @@ def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, extent: st
     runs = ranks(4, train, replace(RECIPE, parallel=bounded), extent)
     for other in runs:
         assert_equal(exact, other, 1e-12)
-        assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0
+        assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0 and not any(other["skipped_in_row"])
     assert 0 < runs[0]["reruns"][-1] < STEPS, "some steps fit and some do not"
 
 
@@ -197,9 +199,10 @@ def test_random_states_of_host_and_device_are_restored(device: str) -> None:
     assert all(map(torch.equal, first, draw())) and not any(map(torch.equal, first, other))
 
 
-@pytest.mark.parametrize("extent", ["off", "step"])
+@pytest.mark.parametrize("extent", ["off", "step", "microbatch"])
 def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
-    sick = ranks(2, train, RECIPE, extent, 3)[0]
+    sick, other = ranks(2, train, RECIPE, extent, 3)
+    assert sick["skipped_in_row"] == other["skipped_in_row"] == [0, 0, 0, 1, 0, 0, 0]
     assert sick["skipped"] == 1 and not math.isfinite(sick["norms"][3])
     assert all(torch.isfinite(weight).all() for weight in sick["weights"].values())
     assert torch.isfinite(torch.tensor(sick["losses"])).all()

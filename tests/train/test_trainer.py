@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_trainer_releases_graphs_before_the_process_group(tiny, monkeypatch: pyt
     assert gc.isenabled(), "a run collects garbage at its own steps, and only while it runs"
 
 
-def test_trainer_run_folder_repeats_the_run(tiny, tmp_path: Path) -> None:
+def test_trainer_run_folder_repeats_the_run(tiny) -> None:
     run = tiny("--train.steps=3", "--run.device=auto" if not torch.cuda.is_available() else "--run.device=cpu")
     assert run.train("--optim.lr=3e-3", "--model.moe.top_k", "3") == 0
     recipe = load_recipe(run.folder / "recipe.toml", [])
@@ -83,11 +84,32 @@ def test_trainer_run_folder_repeats_the_run(tiny, tmp_path: Path) -> None:
     assert (run.folder / "recipe.toml").read_text() == dump_recipe(recipe), "every field is written"
     environment = json.loads((run.folder / "environment.json").read_text())
     assert environment["torch"] == torch.__version__ and environment["world_size"] == 1
-    before = run.trace
-    assert run.again() == 0
-    assert run.trace == before, "without a checkpoint the recipe is a rerun"
-    assert run.again(f"--run.folder={tmp_path / 'elsewhere'}", "--train.steps=2", "--optim.lr=1e-3") == 0
-    assert run.trace == before and (tmp_path / "elsewhere" / "metrics.jsonl").exists()
+    before, rerun = run.trace, tiny()
+    assert run.again(f"--run.folder={rerun.folder}") == 0
+    assert rerun.trace == run.trace == before, "in another folder the recipe is a rerun"
+
+
+def test_trainer_keeps_the_model_and_says_how_it_ended(tiny, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="titan_moe")
+    run = tiny("--train.steps=4", "--validation.every_steps=3", "--validation.num_sequences=4")
+    assert run.train() == 0 and run.saved_steps == [4]
+    loss, validation_loss = run.column("loss")[-1], run.column("validation_loss")[-1]
+    finished, place = caplog.messages[-2:]
+    expected = f"finished steps 1 to 4 in 0:0\\d:\\d\\d: loss {loss:.4f}, validation loss {validation_loss:.4f}"
+    assert re.fullmatch(expected, finished)
+    model = Path(place.removeprefix("the model is in "))
+    assert model == run.folder / "checkpoints" / "step-4" and (model / ".metadata").exists()
+    assert run.again("--train.steps=6") == 0
+    assert caplog.messages[-2].startswith("finished steps 5 to 6 in ")
+    assert tiny("--train.steps=1").train(f"--checkpoint.load_from={model}") == 0
+
+
+def test_trainer_without_a_last_save(tiny, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="titan_moe")
+    run = tiny("--checkpoint.save_last_step=false", "--checkpoint.keep_latest=0")
+    assert run.train("--train.steps=2") == 0 and run.saved_steps == []
+    assert caplog.messages[-1] == "the model is not saved: checkpoint.save_last_step = false"
+    assert run.train("--train.steps=5", "--checkpoint.every_steps=2") == 0 and run.saved_steps == [2, 4]
 
 
 def test_trainer_is_repeatable_by_seed(tiny) -> None:
@@ -219,6 +241,7 @@ def test_trainer_tensorboard_has_the_same_numbers(tiny) -> None:
 
 def test_trainer_sample_is_printed_and_repeatable(tiny, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny(*TEXT, text, "--train.steps=30", "--metrics.sample_tokens=40", "--optim.decay_steps=0")
+    run.words.append("--checkpoint.save_last_step=false")
 
     def sample(*words: str) -> str:
         assert run.train(*words) == 0
