@@ -108,6 +108,7 @@ KEPT = {
     "train.global_batch_sequences": "shape of a batch",
     "train.micro_batch_sequences": "shape of a batch",
     "train.max_skipped_in_row": "a diverged run costs time and leaves no model",
+    "train.spike_sigmas": "OLMo 2: a bad batch moves no weight",
     "optim.lr": "AdamW",
     "optim.beta1": "AdamW",
     "optim.beta2": "AdamW",

@@ -76,14 +76,16 @@ def test_a_diverged_run_ends_on_all_ranks(tiny) -> None:
     [
         (["skip", "skip", "update", "skip"], [1, 2, 0, 1]),
         (["skip", "overflow", "skip", "overflow", "update"], [1, 1, 2, 2, 0]),
+        (["skip", "spike", "skip"], [1, 0, 1]),
     ],
 )
 def test_a_step_that_overflowed_does_not_count(steps: list[str], expected: list[int]) -> None:
     step = TrainStep.__new__(TrainStep)
-    step.num_skipped, step.num_skipped_in_row = torch.zeros(2, dtype=torch.int64).unbind()
+    step.num_skipped, step.num_skipped_in_row, step.num_spikes = torch.zeros(3, dtype=torch.int64).unbind()
     counts = []
     for what in steps:
-        step._count_skips(torch.tensor(what != "update"), torch.tensor(what == "overflow"))
+        norm = torch.tensor(1.0 if what in ("update", "spike") else float("nan"))
+        step._count_skips(norm, torch.tensor(what == "spike"), torch.tensor(what == "overflow"))
         counts.append(int(step.num_skipped_in_row))
     assert counts == expected and int(step.num_skipped) == steps.count("skip")
 

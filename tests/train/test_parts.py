@@ -45,8 +45,8 @@ def test_step_over_parts_equals_the_step_over_the_model(tmp_path: Path) -> None:
 
         balancer = ExpertBalancer(parts, recipe.model.moe.bias_update_speed, whole.meshes.stage_group)
         limits = ExpertCapacity(), recipe.optim.max_grad_norm
-        skips = torch.zeros(2, dtype=torch.int64).unbind()
-        step = TrainStep(chained, build_optimizer(parts, recipe.optim), balancer, *limits, whole.meshes, *skips)
+        counts = torch.zeros(3, dtype=torch.int64).unbind()
+        step = TrainStep(chained, build_optimizer(parts, recipe.optim), balancer, *limits, whole.meshes, None, *counts)
         for number in range(4):
             tokens = torch.randint(64, (2, 2, 17), generator=torch.Generator().manual_seed(number))
             batch = Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)

@@ -25,7 +25,7 @@ from titan_moe.dispatch import capacity
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.models.transformer import Transformer
-from titan_moe.train import step_runner
+from titan_moe.train import spikes, step_runner
 from titan_moe.train.build import assemble
 from titan_moe.train.capacity_control import CapacityControl
 from titan_moe.train.trainer import Progress
@@ -80,16 +80,16 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[str, Any]:
+def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1, poison: float = math.inf) -> dict[str, Any]:
     """Losses, norms, weights, moments and counters after all steps; slots are bounded to the slot."""
-    capacity.SLOTS_ALIGNMENT = 1
+    capacity.SLOTS_ALIGNMENT, spikes.WINDOW_STEPS = 1, 4
     run = assemble(recipe, torch.device("cpu"))
     is_poisoned = False
 
     def run_batch(*args: Any) -> Tensor:
         loss = run.step.step.forward_backward(*args)
         if is_poisoned:
-            run.optimizers.parameters[0].grad.mul_(float("inf"))
+            run.optimizers.parameters[0].grad.mul_(poison)
         return loss
 
     step = run.step.step if poisoned_step < 0 else replace(run.step.step, forward_backward=run_batch)
@@ -112,6 +112,7 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1) -> dict[
         "need": take.largest_need,
         "skipped": int(result.num_skipped),
         "skipped_in_row": in_row,
+        "spikes": int(result.num_spikes),
         "weights": {name: whole(p).detach() for part in run.parts for name, p in part.named_parameters()},
         "biases": [router.expert_bias_E for router in run.step.step.balancer.routers.values()],
         "moments": moments,
@@ -208,6 +209,25 @@ def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, extent: s
     assert torch.isfinite(torch.tensor(sick["losses"])).all()
     well = ranks(2, train, RECIPE, extent)[0]
     assert sick["losses"][:4] == well["losses"][:4] and sick["losses"][4] != well["losses"][4]
+
+
+@pytest.mark.parametrize("extent", ["off", "step", "microbatch"])
+def test_step_runner_skips_a_spike_like_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
+    recipe = replace(RECIPE, train=replace(RECIPE.train, spike_sigmas=50.0))
+    void = ranks(2, train, recipe, extent, 3)[0]
+    for spiked in ranks(2, train, recipe, extent, 3, 1e6):
+        assert spiked["spikes"] == 1 and spiked["skipped"] == 0 and not any(spiked["skipped_in_row"])
+        for name in ("losses", "weights", "biases", "moments"):
+            torch.testing.assert_close(spiked[name], void[name], rtol=0, atol=0)
+
+
+def test_step_runner_does_not_take_an_overflow_for_a_spike(ranks: Any) -> None:
+    watchful = replace(RECIPE, train=replace(RECIPE.train, spike_sigmas=50.0))
+    bounded = replace(watchful, parallel=replace(SPREAD, expert_rank_capacity_factor=FACTOR))
+    exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
+    for other in ranks(4, train, bounded):
+        assert_equal(exact, other, 1e-12)
+        assert other["reruns"][-1] > 0 and other["spikes"] == 0
 
 
 def test_step_runner_goes_on_with_the_factor_of_an_earlier_run() -> None:

@@ -43,6 +43,10 @@ class TrainConfig:
     """Steps skipped in a row, because their gradients are not finite, after which the run stops with exit code 1; 0
     never stops it. The count is read at logged steps, before saves, and whenever the step is a multiple of this number.
     Nothing is saved, and no older checkpoint removed, while the last step was skipped."""
+    spike_sigmas: float = 0.0
+    """Skip the update of a step whose loss or gradient norm is this many standard deviations above the mean of the last
+    128 steps; 0 skips none. OLMo-core's SkipStepOptimizer has 6. The rule begins after 64 steps, and accepts a level
+    that lasts after a few skipped steps."""
     force_balanced_routing: bool = False
     """Benchmarks only: replace the router's selection by a balanced one, so that runs are comparable. The log and the
     metrics mention it."""

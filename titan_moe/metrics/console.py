@@ -59,6 +59,8 @@ def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
         words.append(f"overload {record['overload']['max']:.2f}")
     if record["skipped_steps"]:
         words.append(f"SKIPPED {record['skipped_steps']} steps, their gradients were not finite")
+    if record.get("spikes"):
+        words.append(f"SKIPPED {record['spikes']} spikes")
     if record["rerun_steps"]:
         words.append(f"{record['rerun_steps']} steps rerun ({record['rerun_share']:.1%})")
     if "forced_routing" in record:

@@ -80,16 +80,18 @@ class Meter:
         num_tokens: int,
         tokens_per_expert: dict[str, Tensor],
         num_skipped: Tensor | int,
+        num_spikes: Tensor | int = 0,
         num_reruns: int,
         capacity_factor: float = 0.0,
         needed_factor: float = 0.0,
     ) -> dict[str, Any] | None:
         """Count step `step` (the first is 1). If it is logged, write and return its record.
 
-        Shapes: `loss`, `aux_loss`, `grad_norm`, `num_skipped` 0-dim; `tokens_per_expert` layer name -> [E].
-        Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped` and `num_reruns` are steps since the
-        start of this process. `capacity_factor` bounds the next step (0: nothing does), `needed_factor` is what this
-        step needed.
+        Shapes: `loss`, `aux_loss`, `grad_norm`, `num_skipped`, `num_spikes` 0-dim; `tokens_per_expert` layer name ->
+        [E].
+        Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped`, `num_spikes` and `num_reruns` are
+        steps since the start of this process. `capacity_factor` bounds the next step (0: nothing does), `needed_factor`
+        is what this step needed.
         """
         self.tokens_seen += num_tokens
         self.num_steps += 1
@@ -99,11 +101,11 @@ class Meter:
         is_first, self.next_is_first = self.next_is_first, False
         if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.recipe.train.steps):
             return None
-        values = read_values([loss, aux_loss, grad_norm, num_skipped, *tokens_per_expert.values()])
+        values = read_values([loss, aux_loss, grad_norm, num_skipped, num_spikes, *tokens_per_expert.values()])
         # a resized arena starts a new peak of the allocator
         self.peak_gib = max(self.peak_gib, peak_memory_gib(self.device))
         measured = self.throughput.measure()  # after the read: the device has finished the step
-        scalars, counts = [value.item() for value in values[:4]], dict(zip(tokens_per_expert, values[4:], strict=True))
+        scalars, counts = [value.item() for value in values[:5]], dict(zip(tokens_per_expert, values[5:], strict=True))
         record: dict[str, Any] = {
             "step": step,
             **dict(zip(("loss", "aux_loss", "grad_norm"), scalars[:3], strict=True)),
@@ -116,6 +118,8 @@ class Meter:
             "rerun_steps": num_reruns,
             "rerun_share": num_reruns / self.num_steps,
         }
+        if self.recipe.train.spike_sigmas:
+            record["spikes"] = int(scalars[4])
         if needed_factor:
             record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
         if forced := self.recipe.train.forced_routing:

@@ -26,6 +26,7 @@ from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.shards import local_slice
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
 from titan_moe.train.forward_backward import build_forward_backward
+from titan_moe.train.spikes import Spikes
 from titan_moe.train.step import TrainStep
 from titan_moe.train.step_runner import StepRunner
 
@@ -50,8 +51,10 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(parts, recipe.model.moe.bias_update_speed, meshes.stage_group)
     forward_backward = build_forward_backward(parts, recipe.parallel)
-    skips = torch.zeros(2, dtype=torch.int64, device=device).unbind()
-    step = TrainStep(forward_backward, optimizers, balancer, capacity, recipe.optim.max_grad_norm, meshes, *skips)
+    counts = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    spikes = Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None
+    max_grad_norm = recipe.optim.max_grad_norm
+    step = TrainStep(forward_backward, optimizers, balancer, capacity, max_grad_norm, meshes, spikes, *counts)
     follows_load = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0
     control = None
     if follows_load and (capacity.arena is None or not capacity.arena.is_checkpointed):

@@ -18,6 +18,7 @@ from titan_moe.parallel.grads import clip_factor, grad_norm
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.profile.region import region
 from titan_moe.train.forward_backward import ForwardBackward
+from titan_moe.train.spikes import Spikes
 
 
 class StepResult(NamedTuple):
@@ -30,15 +31,16 @@ class StepResult(NamedTuple):
     has_overflowed: Tensor  # bool: rows of some rank overflowed their room or did not arrive: nothing was changed
     needed_factor: Tensor  # fp32: capacity factor that the step needed, the largest of all ranks
     num_skipped: Tensor  # int64: steps so far that were skipped because gradients were not finite
-    num_skipped_in_row: Tensor  # int64: of those, the ones since the last update
+    num_skipped_in_row: Tensor  # int64: of those, the ones since the last step with finite gradients
+    num_spikes: Tensor  # int64: steps so far that were skipped as spikes
 
 
 @dataclass
 class TrainStep:
     """One optimizer step, without a host read.
 
-    A step with gradients that are not finite, or rows that overflowed their slots, changes no weights, moments, step
-    counts or biases on any rank.
+    A step with gradients that are not finite, rows that overflowed their slots, or a spike, if `spikes` looks for them,
+    changes no weights, moments, step counts or biases on any rank.
     """
 
     forward_backward: ForwardBackward
@@ -47,8 +49,10 @@ class TrainStep:
     capacity: ExpertCapacity
     max_grad_norm: float
     meshes: Meshes
+    spikes: Spikes | None
     num_skipped: Tensor
     num_skipped_in_row: Tensor
+    num_spikes: Tensor
 
     def __call__(self, batch: Batch) -> StepResult:
         scale = 1.0 / self.count_labels(batch)
@@ -62,21 +66,31 @@ class TrainStep:
         has_overflowed = loads[0] > 0
         with region("clip"):
             norm = grad_norm(self.optimizers.parameters, self.meshes)
-        skips_update = has_overflowed | ~norm.isfinite()
+        is_spike = self._find_spike(losses[0], norm, has_overflowed)
+        skips_update = has_overflowed | ~norm.isfinite() | is_spike
         tokens_per_expert = self.balancer.finish(skips_update)
         with region("optimizer"):
             factor = clip_factor(norm, self.max_grad_norm) if self.max_grad_norm > 0 else None
             self.optimizers.step(found_inf=skips_update.float(), grad_factor=factor)
             self.optimizers.zero_grad()
-        self._count_skips(skips_update, has_overflowed)
-        counts = self.num_skipped, self.num_skipped_in_row
+        self._count_skips(norm, is_spike, has_overflowed)
+        counts = self.num_skipped, self.num_skipped_in_row, self.num_spikes
         return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, loads[1], *counts)
 
-    def _count_skips(self, skips_update: Tensor, has_overflowed: Tensor) -> None:
-        """Count a step that had no update. One that overflowed is not counted: it is taken again."""
-        self.num_skipped.add_(skips_update & ~has_overflowed)
-        in_row = torch.where(skips_update, self.num_skipped_in_row + ~has_overflowed, 0)
+    def _find_spike(self, loss: Tensor, norm: Tensor, has_overflowed: Tensor) -> Tensor:
+        if self.spikes is None:
+            return torch.zeros_like(has_overflowed)
+        is_spike = self.spikes.find(loss, norm) & norm.isfinite() & ~has_overflowed
+        self.spikes.record(loss, norm, ~has_overflowed)
+        return is_spike
+
+    def _count_skips(self, norm: Tensor, is_spike: Tensor, has_overflowed: Tensor) -> None:
+        """Count a step without an update. One that overflowed is not counted: it is taken again."""
+        is_void = ~norm.isfinite()
+        self.num_skipped.add_(is_void & ~has_overflowed)
+        in_row = torch.where(has_overflowed, self.num_skipped_in_row, (self.num_skipped_in_row + 1) * is_void)
         self.num_skipped_in_row.copy_(in_row)
+        self.num_spikes.add_(is_spike)
 
     def count_labels(self, batch: Batch) -> Tensor:
         """Label tokens of the batches of all ranks, at least 1, on the device."""

@@ -63,12 +63,13 @@ def run(recipe: Recipe) -> None:
 
 
 class Progress:
-    """Steps and tokens of a run so far, and its capacity factor; saved in its checkpoints."""
+    """Steps and tokens of a run so far, its capacity factor and its window of spikes; saved in its checkpoints."""
 
     def __init__(self) -> None:
         self.step = 0
         self.tokens_seen = 0
         self.capacity_factor = 0.0
+        self.spikes = ""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -154,6 +155,8 @@ class Trainer:
         if first_step > 1:
             logger.info("continuing after step %d", self.progress.step)
         self.step.resume(self.progress.capacity_factor)
+        if (spikes := self.step.step.spikes) is not None:
+            spikes.load_state(self.progress.spikes)
         with StopSignal() as stop:
             self._run_steps(stop)
             self._read_skipped()
@@ -216,6 +219,7 @@ class Trainer:
             num_tokens=num_tokens,
             tokens_per_expert=result.tokens_per_expert,
             num_skipped=result.num_skipped,
+            num_spikes=result.num_spikes,
             num_reruns=self.step.num_reruns,
             capacity_factor=self.step.capacity_factor,
             needed_factor=self.step.needed_factor,
@@ -240,6 +244,8 @@ class Trainer:
 
     def _save(self, is_last: bool = False) -> None:
         """Save, unless the last step was skipped: the run may have diverged, and a save removes older checkpoints."""
+        if (spikes := self.step.step.spikes) is not None:
+            self.progress.spikes = spikes.state()
         if self.num_skipped_in_row == 0:
             self.checkpointer.save(self.progress.step, is_last=is_last)
 

@@ -66,7 +66,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
     "perf": {"loss_chunk_tokens": ZERO_OR_MORE},
     "train": {
         "steps seq_len_tokens global_batch_sequences micro_batch_sequences": POSITIVE,
-        "max_skipped_in_row": ZERO_OR_MORE,
+        "max_skipped_in_row spike_sigmas": ZERO_OR_MORE,
     },
     "optim": {
         "lr eps": ABOVE_ZERO,
