@@ -1,6 +1,7 @@
 """A diverged run stops, says why, and leaves the checkpoints from before."""
 
 import logging
+import signal
 
 import pytest
 import torch
@@ -60,6 +61,14 @@ def test_a_run_that_ends_in_a_skipped_step_is_not_saved(tiny, caplog: pytest.Log
     train_to_failure(run)
     assert skipped_steps(run)[-1] == 10 and run.saved_steps == []
     assert "recipe.toml starts again" in caplog.text and "the model is in" not in caplog.text
+
+
+def test_a_run_stopped_after_a_skipped_step_is_not_saved(tiny) -> None:
+    run = tiny(*DIVERGING, "--train.steps=100000", "--train.max_skipped_in_row=0")
+    process = run.start_signalled(30, signal.SIGTERM, 0.0)
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 1 and run.saved_steps == []
+    assert "stopped by SIGTERM after step" in stderr and "nothing was updated or saved" in stderr
 
 
 def test_a_diverged_run_ends_on_all_ranks(tiny) -> None:

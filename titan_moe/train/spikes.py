@@ -37,9 +37,8 @@ class Spikes:
         """Add a step to the window, unless `is_taken`, a bool on the device, is false: the step is taken again."""
         now_2 = torch.stack([loss.double(), norm.double()])
         counts = is_taken & now_2.isfinite().all()
-        column = (self.num_seen % WINDOW_STEPS).unsqueeze(0)
-        before_2 = self.recent_2W.index_select(1, column).squeeze(1)
-        self.recent_2W.index_copy_(1, column, torch.where(counts, now_2, before_2).unsqueeze(1))
+        is_oldest_W = torch.arange(WINDOW_STEPS, device=counts.device) == self.num_seen % WINDOW_STEPS
+        self.recent_2W.copy_(torch.where(is_oldest_W & counts, now_2[:, None], self.recent_2W))
         self.num_seen.add_(counts)
 
     def state(self) -> str:

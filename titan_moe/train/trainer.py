@@ -125,13 +125,10 @@ class Trainer:
         return 0 < self.recipe.train.max_skipped_in_row <= self.num_skipped_in_row
 
     def train(self) -> int:
-        """Run the remaining steps, save, and print a sample.
-
-        Returns: the exit code.
-        """
+        """Run the remaining steps, save, print a sample, and say how the run ended. Returns the exit code."""
         with _as_recipe_errors(ValueError, CheckpointMismatch):
             self.checkpointer.load()
-        stopped_by, step = 0, self.progress.step
+        stopped_by, step, start = 0, self.progress.step, time.monotonic()
         if self.is_finished:
             ways_on = "a larger train.steps goes on, another run.folder starts anew"
             logger.info("%s is finished after step %d; %s", self.run_folder, step, ways_on)
@@ -142,8 +139,11 @@ class Trainer:
                 self.checkpointer.finish_save_after_failure()
                 raise
         self.checkpointer.close()
-        if self.num_skipped_in_row and self.is_main:
-            logger.error("%s", self._describe_skipped())
+        if self.num_skipped_in_row:
+            if self.is_main:
+                logger.error("%s", self._describe_skipped())
+        elif self.is_finished and step < self.progress.step:
+            self._log_end(step + 1, time.monotonic() - start)
         if stopped_by == SIGINT:
             return EXIT_BY_SIGNAL + stopped_by
         return EXIT_FAILED if self.num_skipped_in_row else 0
@@ -151,8 +151,7 @@ class Trainer:
     def _train_remaining_steps(self) -> int:
         if self.is_main:  # only now: a refused recipe leaves the one in the run folder as it was
             self._open_run_folder()
-        first_step, start = self.progress.step + 1, time.monotonic()
-        if first_step > 1:
+        if self.progress.step > 0:
             logger.info("continuing after step %d", self.progress.step)
         self.step.resume(self.progress.capacity_factor)
         if (spikes := self.step.step.spikes) is not None:
@@ -173,10 +172,8 @@ class Trainer:
                 "stopped by %s after step %d; to go on: titan-moe train %s", name, self.progress.step, recipe_file
             )
             return stop.number
-        if self.num_skipped_in_row == 0:
-            if self.recipe.metrics.sample_tokens:
-                self._write_sample()
-            self._log_end(first_step, time.monotonic() - start)
+        if self.recipe.metrics.sample_tokens and self.num_skipped_in_row == 0:
+            self._write_sample()
         return 0
 
     def _open_run_folder(self) -> None:
