@@ -32,7 +32,9 @@ _MODULES = {
     "load_recipe": "titan_moe.config.parse",
     "open_symm_memory": "titan_moe.dispatch.symm_mem",
     "register_dispatcher": "titan_moe.parallel.dispatchers",
+    "scale_balancing_losses": "titan_moe.parallel.balance",
     "symm_bytes": "titan_moe.kernels.symm_mem.arrays",
+    "update_expert_biases": "titan_moe.parallel.balance",
 }
 
 __all__ = [*_MODULES]  # noqa: PLE0604

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from titan_moe import ModelConfig, MoE, MoEConfig, apply_expert_parallel
+from titan_moe import ModelConfig, MoE, MoEConfig, apply_expert_parallel, scale_balancing_losses
 from titan_moe.config.kernels import Kernels
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.local import LocalDispatcher
 
 README = Path(__file__).parents[2] / "README.md"
 (SNIPPET,) = (code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "WORLD" in code)
@@ -26,7 +27,9 @@ class Block(nn.Module):
 
     def __init__(self, num_experts: int = 4) -> None:
         super().__init__()
-        moe = MoEConfig(num_experts=num_experts, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=8)
+        moe = MoEConfig(
+            num_experts=num_experts, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=8, aux_loss_coef=0.1
+        )
         self.norm = nn.RMSNorm(WIDTH)
         self.moe = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), Kernels(experts="reference"))
 
@@ -42,15 +45,17 @@ def built(num_experts: int = 4) -> Block:
     return block
 
 
-def run(block: Block) -> dict[str, Tensor]:
-    """Outputs and gradients of this rank's share of the sequences."""
+def run(block: Block, reduction: str = "mean") -> dict[str, Tensor]:
+    """Outputs and gradients of this rank's share of the sequences; the loss and gradients are means, or sums."""
+    scale_balancing_losses(block, reduction=reduction)
     x_BND = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     y_BND = block(x_BND.chunk(dist.get_world_size())[dist.get_rank()])
-    y_BND.square().sum().backward()
+    getattr(y_BND.square().sum(-1), reduction)().backward()
     grads = {name: weight.grad for name, weight in block.named_parameters()}
     whole = {name: grad.full_tensor() for name, grad in grads.items() if isinstance(grad, DTensor)}
     for name in grads.keys() - whole.keys():
         dist.all_reduce(grads[name])
+        grads[name] /= dist.get_world_size() if reduction == "mean" else 1
     return {"y": y_BND.detach(), **grads, **whole}
 
 
@@ -63,23 +68,28 @@ def over_a_mesh(block: Block) -> None:
     apply_expert_parallel(block.moe, mesh["ep"], "allgather", capacity=ExpertCapacity(8.0))
 
 
-WAYS = {"README": by_readme, "a mesh": over_a_mesh}
+def summed(block: Block) -> None:
+    apply_expert_parallel(block, dist.group.WORLD, gradients="sum")
+
+
+WAYS = {"README": by_readme, "a mesh": over_a_mesh, "summed": summed}
+REDUCTIONS = {"README": "mean", "a mesh": "mean", "summed": "sum"}
 
 
 def run_spread(way: str) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
     """The result of `run`, and the shapes of this rank's expert weights."""
     block = built()
     WAYS[way](block)
-    return run(block), [tuple(weight.to_local().shape) for weight in block.moe.experts.parameters()]
+    return run(block, REDUCTIONS[way]), [tuple(weight.to_local().shape) for weight in block.moe.experts.parameters()]
 
 
-def run_alone() -> dict[str, Tensor]:
-    return run(built())
+def run_alone(way: str) -> dict[str, Tensor]:
+    return run(built(), REDUCTIONS[way])
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_apply_expert_parallel_on_two_ranks_equals_one(ranks, way: str) -> None:
-    (expected,) = ranks(1, run_alone)
+    (expected,) = ranks(1, run_alone, way)
     spread = ranks(2, run_spread, way)
     torch.testing.assert_close(torch.cat([result["y"] for result, _ in spread]), expected.pop("y"))
     for result, shapes in spread:
@@ -107,6 +117,16 @@ def sharded(num_experts: int) -> Block:
     return block
 
 
+class Ours(LocalDispatcher):
+    """A dispatcher of one's own."""
+
+
+def dispatching(num_experts: int) -> Block:
+    block = built(num_experts)
+    block.moe.dispatcher = Ours(num_experts)
+    return block
+
+
 def dense(num_experts: int) -> nn.Module:
     return nn.Linear(num_experts, 1)
 
@@ -122,6 +142,8 @@ BROKEN: dict[str, tuple[Callable[[int], nn.Module], int, Callable[[], Any], dict
     "two axes": (built, 4, two_axes, {}, "the mesh has 2 axes"),
     "no device": (on_meta, 4, world, {}, "has no device, and the experts are on meta; give a DeviceMesh"),
     "no experts": (dense, 4, world, {}, "the model has no titan_moe.MoE layer"),
+    "an own one": (dispatching, 4, world, {}, '"alltoall" would replace Ours in moe.dispatcher; set your own after'),
+    "no reduction": (built, 4, world, {"gradients": "max"}, 'gradients = "max" is neither "mean" nor "sum"'),
     "twice": (sharded, 4, world, {}, "the experts are sharded already"),
 }
 

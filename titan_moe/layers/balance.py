@@ -7,16 +7,22 @@ Per sequence: `L = coef · Σ_i f_i · P_i` with `f_i = E / (K·N) · count_i` a
 among the top K of their scores, without bias and groups (eq. 18). So the loss balances the scores, and a bias that
 balances the load does not hide their imbalance. The bias update and the load metrics count the selected experts.
 A sequence is on one rank, so the loss does not depend on the layout.
+
+A mean over sequences, this is Megatron Core's `seq_aux_loss`, summed over layers, and with one sequence its `aux_loss`.
+Mixtral's in transformers is K times as large, a mean over layers, and counts all tokens of a batch together.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.model import MoEConfig
 from titan_moe.kernels.router.routing import Routing
+
+LossReduction = Literal["mean", "sum"]
+"""Whether the main loss of a forward is a mean over its tokens, or a sum."""
 
 
 class _AttachAuxLoss(torch.autograd.Function):
@@ -52,9 +58,10 @@ class _AttachAuxLoss(torch.autograd.Function):
 class LoadBalance(nn.Module):
     """Count the selected experts' tokens and attach the balancing losses to the scores.
 
-    `scale` is the scale of the main loss (one over the tokens of the optimizer step, set by the step), so the gradients
-    of both losses have equal weight for every layout and gradient accumulation. `sum_over_tokens` reduces per-rank sums
-    if a layout splits sequences; the default is the identity.
+    `reduction` is that of the main loss over the tokens of a forward, and `scale` the factor on it; the balancing
+    losses follow both. The defaults are those of a plain mean. The trainer sets a sum, and one over the tokens of the
+    optimizer step. So the gradients of both losses have equal weight for every layout and gradient accumulation.
+    `sum_over_tokens` reduces per-rank sums if a layout splits sequences; the default is the identity.
     """
 
     tokens_per_expert_E: Tensor
@@ -65,6 +72,7 @@ class LoadBalance(nn.Module):
         super().__init__()
         self.aux_loss_coef, self.z_loss_coef = config.aux_loss_coef, config.z_loss_coef
         self.num_experts, self.top_k = config.num_experts, config.top_k
+        self.reduction: LossReduction = "mean"
         self.sum_over_tokens: Callable[[Tensor], Tensor] = _identity
         self.register_buffer(
             "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
@@ -80,19 +88,20 @@ class LoadBalance(nn.Module):
 
     def forward(self, routing: Routing) -> Tensor:
         """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward."""
-        num_tokens = routing.topk_ids_BNK.shape[1]
+        num_sequences, num_tokens = routing.topk_ids_BNK.shape[:2]
+        weight = 1.0 / max(num_sequences * num_tokens, 1) if self.reduction == "mean" else 1.0
         # a loss with coefficient 0 is detached: its backward would only add zeros
         share_sums_BE = routing.share_sums_BE if self.aux_loss_coef else routing.share_sums_BE.detach()
         z_sum = routing.z_sum if self.z_loss_coef else routing.z_sum.detach()
         share_sums_BE = self.sum_over_tokens(share_sums_BE)
         counts_BE = self.sum_over_tokens(routing.aux_counts_BE).to(share_sums_BE.dtype)
-        factor = self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens)
+        factor = weight * self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens)
         # each sequence is weighted by its number of tokens, like the main loss
         aux_loss = (counts_BE * share_sums_BE).sum() * factor
         selected_counts_E = routing.counts_BE.sum(0)
         return _AttachAuxLoss.apply(
             routing.topk_scores_BNK,
-            aux_loss + self.z_loss_coef * z_sum,
+            aux_loss + weight * self.z_loss_coef * z_sum,
             selected_counts_E,
             self.tokens_per_expert_E,
             self.aux_loss,

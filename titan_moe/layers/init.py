@@ -7,49 +7,29 @@ numbers.
 
 import hashlib
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from titan_moe.parameters import ParameterKind, named_kinds, residual_ends, untied_embeddings
-
-
-class Slice(NamedTuple):
-    """A rank's part of a parameter."""
-
-    values: Tensor
-    offsets: tuple[int, ...]  # of its first element in the full parameter, by dimension
-
-
-def unsharded_slice(parameter: Tensor) -> Slice:
-    """All of a parameter that is not sharded."""
-    return Slice(parameter.data, (0,) * parameter.ndim)
+from titan_moe.parameters import ParameterKind, local, named_kinds, residual_ends, shard_offsets, untied_embeddings
 
 
 @torch.no_grad()
 def init_weights(
-    model: nn.Module,
-    seed: int,
-    std: float,
-    num_layers: int,
-    slice_of: Callable[[Tensor], Slice] = unsharded_slice,
-    *,
-    embedding_std: float | None = None,
+    model: nn.Module, seed: int, std: float, num_layers: int, *, embedding_std: float | None = None
 ) -> None:
     """Fill every parameter and buffer of a materialised model.
 
     Matrices are normal with deviation `std`, clamped at three deviations; norms are 1, biases 0. The deviation of
     matrices that end a residual branch is divided by sqrt(2 · layers) (GPT-2). Untied embeddings have the deviation
-    `embedding_std` if it is given. `slice_of` finds this rank's part of a parameter.
+    `embedding_std` if it is given. Of a DTensor parameter only this rank's shard is filled.
     """
     spreads = dict.fromkeys(residual_ends(model), std / math.sqrt(2 * num_layers))
     if embedding_std is not None:
         spreads |= dict.fromkeys(untied_embeddings(model), embedding_std)
     for name, parameter, kind in named_kinds(model):
         spread = spreads.get(name, std)
-        values, offsets = slice_of(parameter)
+        values, offsets = local(parameter).data, shard_offsets(parameter) or (0,) * parameter.ndim
         match kind:
             case ParameterKind.SCALE:
                 values.fill_(1.0)

@@ -3,6 +3,7 @@
 B batch · N sequence · T tokens (B·N) · D model width · L latent width · K choices a token
 """
 
+import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
@@ -11,6 +12,7 @@ from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.init import init_weights
 from titan_moe.layers.mlp import MLP, GatedMLP, NoMLP, add_shared
 from titan_moe.layers.router import TopKRouter
 
@@ -21,12 +23,14 @@ class MoE(nn.Module):
     An absent part is an object without effect: `nn.Identity` for no latent, `NoMLP` for no shared experts,
     `LocalDispatcher` for no expert parallelism. With experts on other ranks, `dispatcher` is another one.
 
+    The balancing losses of the config act through the gradient of the scores: no loss is returned. They suit a main
+    loss that is a mean over tokens; `titan_moe.scale_balancing_losses` is for any other scale.
+
     Example:
         >>> import torch
         >>> from titan_moe.config.model import ModelConfig, MoEConfig
         >>> config = ModelConfig(hidden_size=64, moe=MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=32))
         >>> layer = MoE(config)
-        >>> _ = [torch.nn.init.normal_(p, std=0.02) for p in layer.parameters()]
         >>> layer(torch.randn(2, 16, 64)).shape
         torch.Size([2, 16, 64])
     """
@@ -35,6 +39,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
+        self.config = config
         moe, width = config.moe, config.moe.latent_size or config.hidden_size
         self.router = TopKRouter(config, kernels)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, PERMUTE[kernels.permute])
@@ -43,6 +48,17 @@ class MoE(nn.Module):
         self.shared_experts = _shared_experts(config, kernels)
         self.latent_down = nn.Linear(config.hidden_size, width, bias=False) if moe.latent_size else nn.Identity()
         self.latent_up = nn.Linear(width, config.hidden_size, bias=False) if moe.latent_size else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw initial weights (`init_weights`, with `init_std` and `num_layers` of the config) and reset all buffers.
+
+        The seed comes from torch's default generator. Sharded parameters become parts of the same matrices if all ranks
+        have the same seed. On the meta device nothing is drawn: call this again after `to_empty`.
+        """
+        if not any(parameter.is_meta for parameter in self.parameters()):
+            seed = int(torch.randint(2**62, (), device="cpu"))
+            init_weights(self, seed, self.config.init_std, self.config.num_layers)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]."""

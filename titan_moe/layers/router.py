@@ -46,10 +46,19 @@ class TopKRouter(nn.Module):
         self.route = ROUTE_TOKENS[kernels.router]
         self.force: Callable[[Tensor], Tensor | None] = _no_forced_routing
         self.balance = LoadBalance(moe)
+        self.bias_update_speed = moe.bias_update_speed
 
     def reset_buffers(self) -> None:
         """Zero the expert bias."""
         self.expert_bias_E.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKRouter":
+        """Convert or move the module, but keep the expert bias in fp32: steps of 1e-3 are lost in bf16."""
+        bias_E = self.expert_bias_E
+        super()._apply(fn, recurse)
+        if self.expert_bias_E.dtype.itemsize < bias_E.dtype.itemsize:
+            self.expert_bias_E = bias_E.to(self.expert_bias_E.device)
+        return self
 
     def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
         """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K]."""

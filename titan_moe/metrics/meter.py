@@ -171,6 +171,8 @@ class Meter:
         """Describe the routing of a new run once, warn of a collapse, and draw the loads now and then."""
         if is_start:
             logger.info("%s", format_start(record, sum(map(len, counts.values()))))
+            for layer in (layer for layer, count_E in counts.items() if not count_E.any()):
+                logger.warning("%s counts no tokens: its router does not pass its routing to `self.balance`", layer)
         if not self.recipe.train.forced_routing:
             self.collapse.see(record["step"], record["expert_load"])
         has_one_width = len({len(count_E) for count_E in counts.values()}) == 1

@@ -1,44 +1,129 @@
-"""Auxiliary-loss-free balancing over all ranks (arXiv:2408.15664): each optimizer step updates the expert biases."""
+"""Balancing from outside the layers: the scale of the balancing losses, and the biases of auxiliary-loss-free balancing
+(arXiv:2408.15664), which each optimizer step updates from the token counts of all ranks."""
+
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titan_moe.layers.balance import LossReduction
 from titan_moe.layers.router import TopKRouter
 
 
-class ExpertBalancer:
-    """Sums the routers' token counts of a step and updates their biases."""
+def scale_balancing_losses(model: nn.Module, scale: float | Tensor = 1.0, reduction: LossReduction = "mean") -> None:
+    """Give the balancing losses of all routers the scale of the main loss.
 
-    def __init__(self, parts: list[nn.Module], bias_update_speed: float, group: dist.ProcessGroup) -> None:
-        modules = ((name, module) for part in parts for name, module in part.named_modules())
-        self.routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
-        self.bias_update_speed, self.group = bias_update_speed, group
+    Needed where the loss that `backward` starts from is not a mean over the tokens of one forward. Call it before the
+    forward and, for a model that is compiled, before the first.
+
+    Args:
+        model: a `MoE` layer, or a module that contains some.
+        scale: the factor on the main loss, a number or a scalar tensor: 1 / n for n accumulated microbatches whose
+            losses are divided by n; times the factor of a gradient scaler.
+        reduction: of the main loss over the tokens of a forward, before that factor. A sum over tokens that is divided
+            by a count of the whole batch is "sum" with scale 1 / count.
+
+    Raises: ValueError if the model has no router of ours, or for another reduction.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction = "{reduction}" is neither "mean" nor "sum"; name what the main loss is')
+    for router in _routers_of(model).values():
+        router.balance.reduction = reduction
+        router.balance.scale.fill_(scale)
+
+
+@torch.no_grad()
+def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    """End an optimizer step of load balancing: update the expert biases, and start the counts anew.
+
+    Call it once a step, after the last backward, beside `optimizer.step()`. It adds `u · sign(mean - count)` to the
+    bias of each expert; u is the `bias_update_speed` of the router's config. With u = 0 it only counts. The sums of
+    the balancing losses (`router.balance.aux_loss`) are zeroed too: read them before.
+
+    Args:
+        model: a `MoE` layer, or a module that contains some.
+        group: the ranks whose tokens are counted, all of which call this; their biases stay equal. Without it all ranks
+            of the default process group, if there is one. A pipeline needs the group of the stage.
+
+    DDP needs `broadcast_buffers=False`, or its forwards replace the counts of all ranks by those of rank 0.
+
+    Returns: name of each router -> tokens of each expert in the step, int64 [E], over all ranks of the group.
+
+    Raises: ValueError if the model has no router of ours.
+    """
+    routers = _routers_of(model)
+    counts = _update_biases(routers, group)
+    _reset_sums(routers)
+    return counts
+
+
+class ExpertBalancer:
+    """The balancing of the trainer's steps.
+
+    The main loss of a microbatch is a sum over tokens, so the balancing losses of all routers become sums too.
+    """
+
+    def __init__(self, parts: list[nn.Module], group: dist.ProcessGroup) -> None:
+        self.routers = {name: router for part in parts for name, router in _named_routers(part).items()}
+        self.group = group
+        for router in self.routers.values():
+            router.balance.reduction = "sum"
 
     def start(self, scale: Tensor) -> None:
-        """Zero the counts and set the scale of the auxiliary losses to the main loss's (one over the step's tokens)."""
+        """Zero the counts and set the scale of the balancing losses to the main loss's (one over the step's tokens)."""
+        _reset_sums(self.routers)
         for router in self.routers.values():
-            router.balance.tokens_per_expert_E.zero_()
-            router.balance.aux_loss.zero_()
             router.balance.scale.copy_(scale)
 
     @torch.no_grad()
     def finish(self, skips_update: Tensor) -> dict[str, Tensor]:
-        """Sum the counts over ranks, add `u · sign(mean - count)` to every bias; returns the counts by router name.
+        """Sum the counts over ranks and update every bias; returns the counts by router name.
 
         Where `skips_update`, a bool on the device, is true, the biases stay.
         """
-        if not self.routers:
-            return {}
-        counts_LE = torch.stack([router.balance.tokens_per_expert_E for router in self.routers.values()])
-        dist.all_reduce(counts_LE, group=self.group)
-        load_LE = counts_LE.float()
-        updates_LE = self.bias_update_speed * torch.sign(load_LE.mean(1, keepdim=True) - load_LE) * ~skips_update
-        for router, update_E in zip(self.routers.values(), updates_LE, strict=True):
-            router.expert_bias_E.add_(update_E)
-        return dict(zip(self.routers, counts_LE, strict=True))
+        return _update_biases(self.routers, self.group, skips_update)
 
     def aux_loss(self, like: Tensor) -> Tensor:
-        """This rank's auxiliary losses of the step, summed over layers."""
+        """This rank's balancing losses of the step, summed over layers."""
         losses = [router.balance.aux_loss for router in self.routers.values()]
         return torch.stack(losses).sum().to(like.dtype) if losses else torch.zeros_like(like)
+
+
+def _named_routers(model: nn.Module) -> dict[str, TopKRouter]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
+
+
+def _routers_of(model: nn.Module) -> dict[str, TopKRouter]:
+    routers = _named_routers(model)
+    if not routers:
+        raise ValueError("the model has no titan_moe.TopKRouter; use titan_moe.MoE as its feed-forward layer")
+    return routers
+
+
+def _reset_sums(routers: dict[str, TopKRouter]) -> None:
+    for router in routers.values():
+        router.balance.tokens_per_expert_E.zero_()
+        router.balance.aux_loss.zero_()
+
+
+def _update_biases(
+    routers: dict[str, TopKRouter], group: dist.ProcessGroup | None, skips_update: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Sum the counts over ranks, in one message for all layers with equally many experts, and update the biases."""
+    by_num_experts: defaultdict[int, dict[str, TopKRouter]] = defaultdict(dict)
+    for name, router in routers.items():
+        by_num_experts[len(router.expert_bias_E)][name] = router
+    counts: dict[str, Tensor] = {}
+    for alike in by_num_experts.values():
+        counts_LE = torch.stack([router.balance.tokens_per_expert_E for router in alike.values()])
+        if dist.is_initialized():
+            dist.all_reduce(counts_LE, group=group)
+        load_LE = counts_LE.float()
+        signs_LE = torch.sign(load_LE.mean(1, keepdim=True) - load_LE)
+        if skips_update is not None:
+            signs_LE *= ~skips_update
+        for router, sign_E in zip(alike.values(), signs_LE, strict=True):
+            router.expert_bias_E.add_(sign_E, alpha=router.bias_update_speed)
+        counts |= zip(alike, counts_LE, strict=True)
+    return {name: counts[name] for name in routers}

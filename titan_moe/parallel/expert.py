@@ -1,17 +1,20 @@
 """Expert parallelism: a rank holds a share of every layer's experts; a dispatcher sends rows to them."""
 
 from collections.abc import Iterator
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_moe.config.dispatchers import dispatchers_that, facts_of
+from titan_moe.config.dispatchers import LOCAL, dispatchers_that, facts_of
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
@@ -25,12 +28,14 @@ def apply(
 ) -> None:
     """Shard the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
 
-    The new dispatcher keeps the permute of the one that it replaces. All layers share one `capacity`, with one flag for
-    overflow in any of them, and the `memory` of the ep group if the dispatcher shares memory.
+    The new dispatcher keeps the permute of the one that it replaces; with "local" each layer keeps its own. All layers
+    share one `capacity`, with one flag for overflow in any of them, and the `memory` of the ep group if the dispatcher
+    shares memory.
     """
     for module in model.modules():
         if isinstance(module, MoE):
-            _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory)
+            if config.dispatcher != LOCAL.name:
+                _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory)
             if config.ep > 1:
                 _shard(module.experts, meshes.ep)
 
@@ -42,11 +47,12 @@ def apply_expert_parallel(
     *,
     capacity: ExpertCapacity | None = None,
     memory: SymmMemory | None = None,
+    gradients: Literal["mean", "sum"] = "mean",
 ) -> None:
     """Shard the experts of every MoE layer in a model of your own over ranks, as `Shard(0)` DTensors.
 
-    Expert gradients are sums over the tokens of all ranks. Reduce the gradients of all other parameters as before, and
-    leave experts out of it (`ignored_params` of FSDP2).
+    Expert gradients need no reduction: they come from the tokens of all ranks. Reduce the gradients of all other
+    parameters as before, and leave experts out of it (`ignored_params` of FSDP2).
 
     Args:
         model: a `MoE` layer, or a module that contains some. All ranks have the same weights; each keeps its part.
@@ -54,18 +60,50 @@ def apply_expert_parallel(
         dispatcher: a value of `parallel.dispatcher`, registered ones too.
         capacity: a bound on slots, for a dispatcher that can be bounded; the worst case without it.
         memory: from `open_symm_memory`, for a dispatcher that shares memory.
+        gradients: how those of other parameters are reduced over ranks, so that experts have the same scale: their mean
+            (DDP, FSDP2; each rank's loss is a mean over its tokens), or their sum.
 
     Raises: ValueError with all problems and their ways out.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     mesh = _mesh_of(ranks, layers)
     problems = dict.fromkeys(_problems(layers, mesh, dispatcher, capacity, memory))
+    if gradients not in ("mean", "sum"):
+        problems[f'gradients = "{gradients}" is neither "mean" nor "sum"; name how the others are reduced'] = None
     if problems:
         raise ValueError("\n".join(problems))
     config, capacity = ParallelConfig(ep=mesh.size(), dispatcher=dispatcher), capacity or ExpertCapacity()
     for moe in layers:
         _set_dispatcher(moe, config, mesh.get_group(), capacity, memory)
         _shard(moe.experts, mesh)
+        if gradients == "mean":
+            moe.experts.local = _LocalWithMeanGradient(mesh.size())
+
+
+def has_own_dispatcher(moe: MoE) -> bool:
+    """Whether a layer has another dispatcher than the one that it is built with."""
+    return type(moe.dispatcher) is not LocalDispatcher
+
+
+class _LocalWithMeanGradient:
+    """`GroupedExperts.local`: the local experts, with the mean over ranks of their gradients."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return _DivideGradient.apply(local(weight), self.num_ranks)
+
+
+class _DivideGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, divisor: int) -> Tensor:
+        ctx.divisor = divisor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.divisor, None
 
 
 def _mesh_of(ranks: DeviceMesh | dist.ProcessGroup, layers: list[MoE]) -> DeviceMesh:
@@ -103,6 +141,9 @@ def _problems(
         bounded = dispatchers_that(lambda facts: facts.can_be_bounded)
         yield f'dispatcher = "{name}" has exact sizes, which no capacity bounds; leave it out, or take {bounded}'
     for moe in layers:
+        if has_own_dispatcher(moe) and not isinstance(moe.experts.down, DTensor):
+            own = type(moe.dispatcher).__name__
+            yield f'dispatcher = "{name}" would replace {own} in moe.dispatcher; set your own after this call'
         for weight in moe.experts.parameters(recurse=False):
             if isinstance(weight, DTensor):
                 yield "the experts are sharded already; call apply_expert_parallel once, and before FSDP"
@@ -114,7 +155,7 @@ def _set_dispatcher(
     moe: MoE, config: ParallelConfig, group: dist.ProcessGroup, capacity: ExpertCapacity, memory: SymmMemory | None
 ) -> None:
     """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
-    num_experts, num_replicas = moe.router.weight.shape[0], config.fixed_expert_clones
+    num_experts, num_replicas = len(moe.experts.down), config.fixed_expert_clones
     num_slots = num_experts + config.ep * num_replicas
     inputs = DispatcherInputs(num_slots, num_experts, group, moe.dispatcher.permute, capacity, config.overlap, memory)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)

@@ -1,8 +1,5 @@
 """The assembly: the order of the transforms of a model, and the parts of a run around it."""
 
-import importlib
-import inspect
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_moe.compile import regional
-from titan_moe.config import Recipe, RecipeError
+from titan_moe.config import Recipe
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.layers.forced_routing import force_routing
@@ -23,9 +20,9 @@ from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.parallel import arena, expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
-from titan_moe.parallel.shards import local_slice
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
 from titan_moe.train.forward_backward import build_forward_backward
+from titan_moe.train.model_class import check_interface, import_model_class
 from titan_moe.train.spikes import Spikes
 from titan_moe.train.step import TrainStep
 from titan_moe.train.step_runner import StepRunner
@@ -49,7 +46,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     moments, is_captured = fsdp.DTYPES[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
-    balancer = ExpertBalancer(parts, recipe.model.moe.bias_update_speed, meshes.stage_group)
+    balancer = ExpertBalancer(parts, meshes.stage_group)
     forward_backward = build_forward_backward(parts, recipe.parallel)
     counts = torch.zeros(3, dtype=torch.int64, device=device).unbind()
     spikes = Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None
@@ -87,7 +84,7 @@ def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: 
         )
         part.to_empty(device=device)
         seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
-        init_weights(part, seed, num_layers=recipe.model.num_layers, slice_of=local_slice, **stds)
+        init_weights(part, seed, num_layers=recipe.model.num_layers, **stds)
         if recipe.train.forced_routing:
             force_routing(part, recipe.train.forced_routing, recipe.model.moe, recipe.parallel.ep, device)
     return parts
@@ -106,9 +103,9 @@ def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
 def build_on_meta(recipe: Recipe) -> nn.Module:
     """Build the plain model on the meta device, in the dtype that the optimizer updates.
 
-    Raises: RecipeError if the class cannot be imported or called, or lacks what the transforms need.
+    Raises: RecipeError if the class cannot be imported or called, or breaks its contract.
     """
-    model_class = _model_class(recipe.model.class_)
+    model_class = import_model_class(recipe.model.class_)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(fsdp.DTYPES[recipe.precision.master])
     try:
@@ -118,50 +115,5 @@ def build_on_meta(recipe: Recipe) -> nn.Module:
             )
     finally:
         torch.set_default_dtype(previous)
-    problems = [f'model.class = "{recipe.model.class_}": {problem}' for problem in _interface_problems(model)]
-    if problems:
-        raise RecipeError(problems)
+    check_interface(model, recipe)
     return model
-
-
-def _interface_problems(model: object) -> Iterator[str]:
-    """What would fail late, or train on uninitialised memory, each with a way out."""
-    if not isinstance(model, nn.Module):
-        yield "makes no nn.Module; name a class of models"
-        return
-    if type(model).forward is nn.Module.forward:
-        yield "has no `forward`; let it take tokens and labels, as titan_moe.models.transformer:Transformer does"
-    if not isinstance(getattr(model, "layers", None), nn.Module):
-        yield "has no `layers`; keep its blocks in an nn.ModuleDict of that name, which is sharded block by block"
-    without_reset = {
-        type(module).__name__: name
-        for module in model.modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if not hasattr(module, "reset_buffers")
-    }
-    for owner, buffer in without_reset.items():
-        yield (
-            f"{owner} has a buffer `{buffer}` and no method `reset_buffers`; a model is built without memory, so what "
-            "its constructor writes is lost: let reset_buffers() fill its buffers"
-        )
-
-
-def _model_class(path: str) -> type[nn.Module]:
-    """Import `package.module:Class`.
-
-    Raises: RecipeError with key and reason if it cannot be imported, or not be called as a model is.
-    """
-    module_name, _, class_name = path.partition(":")
-    try:
-        model_class = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        way_out = 'write it as "package.module:Class"'
-        if isinstance(error, ModuleNotFoundError) and not f"{module_name}.".startswith(f"{error.name}."):
-            way_out = f"install {error.name}, which it imports"
-        raise RecipeError([f'model.class = "{path}" cannot be imported: {error}; {way_out}']) from error
-    try:
-        inspect.signature(model_class).bind(None, kernels=None, loss_chunk_tokens=0)
-    except (TypeError, ValueError) as error:
-        call = "Class(model_config, kernels=..., loss_chunk_tokens=...)"
-        raise RecipeError([f'model.class = "{path}" cannot be called as {call}: {error}; let it take these']) from error
-    return model_class

@@ -19,6 +19,7 @@ from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.clones import resolve_clones
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.parse import dump_recipe
 from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
 from titan_moe.data.loader import build_loader
@@ -33,6 +34,7 @@ from titan_moe.train.build import assemble
 from titan_moe.train.capacity_control import round_up
 from titan_moe.train.earlier_records import set_aside
 from titan_moe.train.evaluate import evaluating, validation_loss
+from titan_moe.train.model_class import check_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
 from titan_moe.train.resolve_kernels import resolve_kernels
 from titan_moe.train.run_lock import run_lock
@@ -90,6 +92,9 @@ class Trainer:
         self.recipe = recipe = resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
+        if recipe.model.class_ != ModelConfig.class_:
+            with self.step.step.capacity.unbounded():
+                check_loss(self.parts, recipe, device)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         if recipe.metrics.sample_tokens and not all(hasattr(part, "generate") for part in self.parts):
             problem = f'model.class = "{recipe.model.class_}" has no `generate`'

@@ -1,0 +1,142 @@
+"""`model.class`: the import of a model of one's own, and the checks of its contract (`--explain model.class`)."""
+
+import importlib
+import inspect
+import logging
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.dispatchers import LOCAL
+from titan_moe.config.model import MoEConfig
+from titan_moe.layers.moe import MoE
+from titan_moe.layers.router import TopKRouter
+from titan_moe.parallel.expert import has_own_dispatcher
+from titan_moe.train.evaluate import evaluating
+
+logger = logging.getLogger("titan_moe")
+
+MIN_LABELS = 8
+"""With fewer labels a mean and a sum are too close to tell apart."""
+
+
+def import_model_class(path: str) -> type[nn.Module]:
+    """Import `package.module:Class`.
+
+    Raises: RecipeError with key and reason if it cannot be imported, or not be called as a model is.
+    """
+    module_name, _, class_name = path.partition(":")
+    try:
+        model_class = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        way_out = 'write it as "package.module:Class"'
+        if isinstance(error, ModuleNotFoundError) and not f"{module_name}.".startswith(f"{error.name}."):
+            way_out = f"install {error.name}, which it imports"
+        raise RecipeError([f'model.class = "{path}" cannot be imported: {error}; {way_out}']) from error
+    try:
+        inspect.signature(model_class).bind(None, kernels=None, loss_chunk_tokens=0)
+    except (TypeError, ValueError) as error:
+        call = "Class(model_config, kernels=..., loss_chunk_tokens=...)"
+        raise RecipeError([f'model.class = "{path}" cannot be called as {call}: {error}; let it take these']) from error
+    return model_class
+
+
+def check_interface(model: object, recipe: Recipe) -> None:
+    """Refuse a model that would fail late, train on uninitialised memory, or lose what it brings.
+
+    Raises: RecipeError with all problems and their ways out.
+    """
+    problems = list(_interface_problems(model))
+    if isinstance(model, nn.Module):
+        problems += [*_dispatcher_problems(model, recipe), *_router_problems(model, recipe.model.moe)]
+    if problems:
+        raise RecipeError([f'model.class = "{recipe.model.class_}": {problem}' for problem in problems])
+
+
+def _interface_problems(model: object) -> Iterator[str]:
+    if not isinstance(model, nn.Module):
+        yield "makes no nn.Module; name a class of models"
+        return
+    if type(model).forward is nn.Module.forward:
+        yield "has no `forward`; let it take tokens and labels, as titan_moe.models.transformer:Transformer does"
+    if not isinstance(getattr(model, "layers", None), nn.Module):
+        yield "has no `layers`; keep its blocks in an nn.ModuleDict of that name, which is sharded block by block"
+    without_reset = {
+        type(module).__name__: name
+        for module in model.modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if not hasattr(module, "reset_buffers")
+    }
+    for owner, buffer in without_reset.items():
+        yield (
+            f"{owner} has a buffer `{buffer}` and no method `reset_buffers`; a model is built without memory, so what "
+            "its constructor writes is lost: let reset_buffers() fill its buffers"
+        )
+
+
+def _dispatcher_problems(model: nn.Module, recipe: Recipe) -> Iterator[str]:
+    """A dispatcher that the model brings stays, unless the recipe names one: then one of the two would be lost."""
+    name = recipe.parallel.dispatcher
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for own in sorted({type(layer.dispatcher).__name__ for layer in layers if has_own_dispatcher(layer)}):
+        if name != LOCAL.name:
+            yield (
+                f'sets {own} as the dispatcher of its MoE layers, and parallel.dispatcher = "{name}" would replace it; '
+                f"register {own} with titan_moe.register_dispatcher and name it there, or do not set it"
+            )
+
+
+def _router_problems(model: nn.Module, moe: MoEConfig) -> Iterator[str]:
+    """A router that is none of ours has no balancing losses, counts or bias."""
+    coefficients = {name: getattr(moe, name) for name in ("aux_loss_coef", "z_loss_coef", "bias_update_speed")}
+    asked = ", ".join(f"model.moe.{name} = {value:g}" for name, value in coefficients.items() if value)
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    foreign = sorted({type(layer.router).__name__ for layer in layers if not isinstance(layer.router, TopKRouter)})
+    for router in foreign:
+        if asked:
+            yield (
+                f"routes with {router}, to which {asked} cannot apply; derive it from titan_moe.TopKRouter, or set "
+                "them to 0 and balance in the router itself"
+            )
+        else:
+            logger.info("%s is no titan_moe.TopKRouter: the trainer neither balances nor logs its loads", router)
+    if moe.num_experts and not layers:
+        what = f"{asked} and logs of loads" if asked else "logs of loads"
+        logger.info("%s has no titan_moe.MoE layer: %s do not apply to it", type(model).__name__, what)
+
+
+@torch.no_grad()
+def check_loss(parts: list[nn.Module], recipe: Recipe, device: torch.device) -> None:
+    """Refuse a model whose loss is not a sum over label tokens.
+
+    It sees one random microbatch, in evaluation mode. Labels are uniform and independent of the tokens, so no model has
+    a mean cross entropy much below log(vocab_size), however it was trained. A loss that is a mean over tokens or
+    sequences already is smaller by their number.
+
+    Raises: RecipeError if it is one, or no scalar.
+    """
+    (model,) = parts
+    train, vocab_size = recipe.train, recipe.model.vocab_size
+    shape = (train.micro_batch_sequences, train.seq_len_tokens)
+    generator = torch.Generator().manual_seed(recipe.run.seed)
+    tokens_BN, labels_BN = (torch.randint(vocab_size, shape, generator=generator).to(device) for _ in range(2))
+    has_documents = recipe.data.document_attention
+    document_ids_BN = torch.zeros(shape, dtype=torch.int32, device=device) if has_documents else None
+    with evaluating(parts):
+        loss = model(tokens_BN, labels_BN, document_ids_BN)
+    key = f'model.class = "{recipe.model.class_}"'
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise RecipeError([f"{key} returns {found} for tokens and labels; let it return the loss, a scalar"])
+    num_labels = labels_BN.numel()
+    if num_labels >= MIN_LABELS and loss < 0.5 * math.log(vocab_size) * num_labels:
+        raise RecipeError(
+            [
+                f"{key} returns {loss.item():.4g} for {num_labels} random labels, and the sum of their losses is about "
+                f"{math.log(vocab_size) * num_labels:.4g} or more; return the sum over label tokens, not a mean: the "
+                "trainer divides by the label tokens of the whole step"
+            ]
+        )
