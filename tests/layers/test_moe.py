@@ -1,6 +1,8 @@
 """The MoE layer against its formula, and in a user's own model."""
 
 import doctest
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +16,6 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.kernels.permute.counting_sort import counting_sort
 from titan_moe.kernels.permute.permutation import sort_by_expert
 from titan_moe.layers import moe as module
-from titan_moe.layers.init import init_weights
 from titan_moe.layers.moe import MoE
 
 WIDTH = 16
@@ -108,7 +109,6 @@ def test_moe_trains_in_a_users_module_without_a_process_group() -> None:
     assert not dist.is_initialized()
     torch.manual_seed(0)
     model = Composed()
-    init_weights(model, seed=0, std=0.3, num_layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x_BN4 = torch.randn(4, 16, 4)
     target_BN4 = x_BN4.sin().roll(1, dims=-1) * x_BN4.sign()
@@ -121,6 +121,50 @@ def test_moe_trains_in_a_users_module_without_a_process_group() -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.2 * losses[0], losses[::30]
     assert model.moe.router.balance.tokens_per_expert_E.sum() == 150 * 4 * 16 * PLAIN.top_k
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that is not written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+WITH_BIASES = replace(VARIANTS["everything"], latent_size=32, expert_mlp_bias=True)
+INIT_CONFIG = ModelConfig(hidden_size=48, num_layers=8, init_std=0.1, moe=WITH_BIASES)
+RESIDUAL_ENDS = ("latent_up.weight", "experts.down", "shared_experts.mlp.down.weight")
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_moe_comes_initialised() -> None:
+    torch.manual_seed(0)
+    first, second = MoE(INIT_CONFIG), MoE(INIT_CONFIG)
+    for name, parameter in first.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        else:
+            spread = 0.1 / 4 if name in RESIDUAL_ENDS else 0.1
+            assert parameter.std().item() == pytest.approx(spread, rel=5 / math.sqrt(2 * parameter.numel())), name
+            assert not torch.equal(parameter, second.get_parameter(name)), "layers differ"
+    assert not any(buffer.any() for name, buffer in first.named_buffers() if not name.endswith("scale"))
+    assert first(torch.randn(2, 3, 48)).isfinite().all()
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_moe_on_meta_is_initialised_after_to_empty() -> None:
+    expected = MoE(INIT_CONFIG)
+    with torch.device("meta"):
+        layer = MoE(INIT_CONFIG)
+    layer.to_empty(device="cpu")
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        tensor.detach().fill_(7)
+    for each in (expected, layer):
+        torch.manual_seed(5)
+        each.reset_parameters()
+    torch.testing.assert_close(dict(layer.named_parameters()), dict(expected.named_parameters()), rtol=0, atol=0)
+    torch.testing.assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+    assert layer.router.balance.scale == 1
 
 
 def test_moe_docstring_example_runs() -> None:

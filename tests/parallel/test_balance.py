@@ -1,0 +1,128 @@
+"""The public calls of load balancing, on one process and on several ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from titan_moe import ModelConfig, MoE, MoEConfig, scale_balancing_losses, update_expert_biases
+from titan_moe.config.kernels import Kernels
+
+WIDTH, SPEED = 16, 0.01
+
+
+def layer(num_experts: int = 8, **moe: Any) -> MoE:
+    config = MoEConfig(num_experts, top_k=2, ffn_hidden_size=8, **moe)
+    return MoE(ModelConfig(hidden_size=WIDTH, init_std=0.5, moe=config), Kernels(experts="reference"))
+
+
+def model() -> nn.Sequential:
+    """Layers that differ in their experts and speeds."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        layer(score_fn="sigmoid", bias_update_speed=SPEED),
+        layer(num_experts=4),
+        layer(score_fn="sigmoid", bias_update_speed=10 * SPEED),
+    )
+
+
+def data(num_steps: int = 5) -> Tensor:
+    return torch.randn(num_steps, 4, 6, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def train(trained: nn.Module, rank: int = 0, num_ranks: int = 1, **options: Any) -> tuple[list[Any], list[Tensor]]:
+    """Counts of each step, and the biases after it; two microbatches a step."""
+    counts = []
+    for x_BND in data():
+        for x in x_BND.chunk(num_ranks)[rank].chunk(2):
+            trained(x).square().mean().backward()
+        counts.append(update_expert_biases(trained, **options))
+    return counts, [module.expert_bias_E for module in trained.modules() if hasattr(module, "expert_bias_E")]
+
+
+def test_biases_follow_the_counts_of_each_step() -> None:
+    assert not dist.is_initialized()
+    counts, biases = train(model())
+    assert [list(step) for step in counts] == [["0.router", "1.router", "2.router"]] * 5
+    for index, (speed, bias_E) in enumerate(zip((SPEED, 0.0, 10 * SPEED), biases, strict=True)):
+        expected_E = torch.zeros_like(bias_E)
+        for step in counts:
+            count_E = step[f"{index}.router"]
+            assert int(count_E.sum()) == 2 * 4 * 6, "two microbatches, and no step before"
+            expected_E += speed * (count_E.float().mean() - count_E).sign()
+        torch.testing.assert_close(bias_E, expected_E)
+        assert bool(bias_E.any()) == (speed > 0)
+
+
+def test_sums_start_anew() -> None:
+    trained = nn.Sequential(layer(aux_loss_coef=0.1))
+    (balance,) = (module.balance for module in trained.modules() if hasattr(module, "balance"))
+    for _ in range(2):
+        trained(data()[0]).sum().backward()
+        assert balance.aux_loss.item() == pytest.approx(0.1, rel=0.5), "the coefficient, if the load is even"
+        update_expert_biases(trained)
+        assert not balance.tokens_per_expert_E.any() and balance.aux_loss == 0
+
+
+def on_ranks(wrapper: str) -> tuple[list[Any], list[Tensor]]:
+    trained: nn.Module = model()
+    if wrapper == "ddp":
+        trained = DistributedDataParallel(trained, broadcast_buffers=False)
+    group = dist.group.WORLD if wrapper == "a group" else None
+    counts, biases = train(trained, dist.get_rank(), dist.get_world_size(), group=group)
+    return [{name.removeprefix("module."): c_E for name, c_E in step.items()} for step in counts], biases
+
+
+@pytest.mark.parametrize("wrapper", ["none", "a group", "ddp"])
+def test_ranks_count_the_tokens_of_all(ranks, wrapper: str) -> None:
+    expected = train(model())
+    for result in ranks(2, on_ranks, wrapper):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def in_groups_of_one() -> list[Tensor]:
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return train(model(), dist.get_rank(), dist.get_world_size(), group=groups[dist.get_rank()])[1]
+
+
+def test_ranks_outside_the_group_do_not_count(ranks) -> None:
+    first, second = ranks(2, in_groups_of_one)
+    assert not torch.equal(first[0], second[0])
+
+
+@pytest.mark.parametrize("call", [scale_balancing_losses, update_expert_biases])
+def test_a_model_without_routers_is_refused(call: Any) -> None:
+    with pytest.raises(ValueError, match="the model has no titan_moe.TopKRouter; use titan_moe.MoE"):
+        call(nn.Linear(2, 2))
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(ValueError, match='reduction = "none" is neither "mean" nor "sum"'):
+        scale_balancing_losses(layer(), 1.0, "none")  # type: ignore[arg-type]
+
+
+def test_the_factor_of_a_gradient_scaler_is_followed() -> None:
+    torch.manual_seed(0)
+    plain, scaled = layer(aux_loss_coef=0.1), layer(aux_loss_coef=0.1)
+    scaled.load_state_dict(plain.state_dict())
+    scale_balancing_losses(scaled, torch.tensor(1024.0))
+    plain(data()[0]).mean().backward()
+    (scaled(data()[0]).mean() * 1024).backward()
+    torch.testing.assert_close(scaled.router.weight.grad, 1024 * plain.router.weight.grad)
+
+
+def test_biases_stay_fp32_in_a_bf16_model() -> None:
+    trained = model().to(torch.bfloat16)
+    biases = [module.router.expert_bias_E for module in trained]
+    for bias_E in biases:
+        bias_E.fill_(0.5)
+    trained(data()[0].bfloat16()).sum().backward()
+    update_expert_biases(trained)
+    assert all(bias_E.dtype == torch.float32 for bias_E in biases)
+    assert (biases[0] - 0.5).abs().max() == pytest.approx(SPEED), "bf16 has 0.5117, and nothing nearer"
+    meta = trained.to("meta").to_empty(device="cpu")
+    assert all(module.router.expert_bias_E.device.type == "cpu" for module in meta)
+    assert model().double()[0].router.expert_bias_E.dtype == torch.float64

@@ -1,0 +1,199 @@
+"""Models of one's own in the trainer: what breaks the contract of `model.class` is refused, and nothing else is."""
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+OWN_MODELS = '''
+import torch.nn.functional as F
+from torch import nn
+from titan_moe import Block, LocalDispatcher, MoE, TopKRouter, Transformer
+
+
+class Own(Transformer):
+    """Computes its loss itself, from logits."""
+
+    def forward(self, tokens_BN, labels_BN=None, document_ids_BN=None):
+        logits_BNV = super().forward(tokens_BN, None, document_ids_BN)
+        return logits_BNV if labels_BN is None else self.loss(logits_BNV.flatten(0, 1), labels_BN.flatten())
+
+
+class Summed(Own):
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+
+class Smoothed(Own):
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+
+
+class Dropping(Summed):
+    def loss(self, logits, labels):
+        return super().loss(F.dropout(logits, 0.5, self.training), labels)
+
+
+class Confident(Summed):
+    """Far worse than a uniform guess."""
+
+    def loss(self, logits, labels):
+        return super().loss(100 * logits, labels)
+
+
+class Mean(Own):
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels)
+
+
+class MeanOfTokens(Own):
+    """Of all tokens, also those without a label."""
+
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum") / labels.numel()
+
+
+class MeanOfSequence(Own):
+    """A sum over sequences of their means."""
+
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, reduction="none").unflatten(0, (2, -1)).mean(1).sum()
+
+
+class Logits(Own):
+    def loss(self, logits, labels):
+        return logits
+
+
+class Output(Own):
+    def loss(self, logits, labels):
+        return {"loss": F.cross_entropy(logits, labels, reduction="sum")}
+
+
+NUM_EXCHANGES = 0
+
+
+class Counting(LocalDispatcher):
+    def prepare(self, topk_ids_TK, topk_scores_TK):
+        global NUM_EXCHANGES
+        NUM_EXCHANGES += 1
+        return super().prepare(topk_ids_TK, topk_scores_TK)
+
+
+class Dispatching(Transformer):
+    def __init__(self, config, **options):
+        super().__init__(config, **options)
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.dispatcher = Counting(config.moe.num_experts)
+
+
+class LinearRouter(nn.Module):
+    """Softmax and top-k, without balance."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.top_k, self.linear = config.moe.top_k, nn.Linear(config.hidden_size, config.moe.num_experts, bias=False)
+
+    def forward(self, x_BND):
+        scores_TK, ids_TK = self.linear(x_BND).flatten(0, 1).softmax(-1).topk(self.top_k)
+        return scores_TK, ids_TK
+
+
+class Forgetful(TopKRouter):
+    """One of ours that does not pass its routing to `balance`."""
+
+    def forward(self, x_BND):
+        routing = self.route(self.logits(x_BND, self.weight), self.expert_bias_E, self.rule, None)
+        return routing.topk_scores_BNK.flatten(0, 1), routing.topk_ids_BNK.flatten(0, 1)
+
+
+class Routing(Transformer):
+    router = LinearRouter
+
+    def __init__(self, config, **options):
+        super().__init__(config, **options)
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.router = self.router(config)
+
+
+class RoutingForgetfully(Routing):
+    router = Forgetful
+'''
+UNBALANCED = ("--model.moe.aux_loss_coef=0", "--model.moe.bias_update_speed=0")
+
+
+@pytest.fixture(autouse=True)
+def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_models.py").write_text(OWN_MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
+
+
+def own(tiny, name: str, *words: str, steps: int = 3):
+    return tiny(f"--train.steps={steps}", f"--model.class=own_models:{name}", *words)
+
+
+@pytest.mark.parametrize("name", ["Mean", "MeanOfTokens", "MeanOfSequence"])
+def test_a_mean_loss_is_refused(tiny, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = own(tiny, name)
+    assert run.train() == 2
+    error = capsys.readouterr().err
+    assert f'model.class = "own_models:{name}" returns' in error and "for 64 random labels" in error
+    assert "return the sum over label tokens, not a mean" in error
+    assert not (run.folder / "recipe.toml").exists()
+
+
+@pytest.mark.parametrize(("name", "found"), [("Logits", "a tensor of shape [64, 64]"), ("Output", "a dict")])
+def test_what_is_no_loss_is_refused(tiny, name: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert own(tiny, name).train() == 2
+    assert f"returns {found} for tokens and labels; let it return the loss, a scalar" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--data.document_attention=true",), ("--train.seq_len_tokens=2",)])
+@pytest.mark.parametrize("name", ["Summed", "Smoothed", "Dropping", "Confident"])
+def test_a_summed_loss_is_trained(tiny, name: str, words: tuple[str, ...]) -> None:
+    assert own(tiny, name, *words).train() == 0
+
+
+def test_a_model_of_ones_own_trains_as_ours_and_is_resumed(tiny) -> None:
+    """The check changes no number, also after training: random labels stay as hard."""
+    plain, run = tiny("--train.steps=30"), own(tiny, "Summed", steps=30)
+    assert plain.train() == 0 and run.train("--checkpoint.every_steps=30") == 0
+    assert run.column("loss") == pytest.approx(plain.column("loss"), rel=1e-4)
+    assert run.again("--train.steps=31") == 0 and run.column("step")[-1] == 31
+
+
+def test_a_dispatcher_of_ones_own_is_kept(tiny) -> None:
+    assert own(tiny, "Dispatching").train() == 0
+    assert sys.modules["own_models"].NUM_EXCHANGES >= 3 * 2, "steps and microbatches"
+
+
+def test_a_dispatcher_of_ones_own_is_not_replaced(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert own(tiny, "Dispatching", "--parallel.dispatcher=alltoall").train() == 2
+    error = capsys.readouterr().err
+    assert 'sets Counting as the dispatcher of its MoE layers, and parallel.dispatcher = "alltoall" would' in error
+    assert "register Counting with titan_moe.register_dispatcher and name it there" in error
+
+
+def test_a_router_without_balance_is_refused_if_the_recipe_balances(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert own(tiny, "Routing").train() == 2
+    error = capsys.readouterr().err
+    asked = "model.moe.aux_loss_coef = 0.001, model.moe.bias_update_speed = 0.001"
+    assert f"routes with LinearRouter, to which {asked} cannot apply; derive it from titan_moe.TopKRouter" in error
+
+
+def test_a_router_without_balance_is_told(tiny, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="titan_moe")
+    run = own(tiny, "Routing", *UNBALANCED)
+    assert run.train() == 0 and run.column("expert_load")[0] == {}
+    assert "LinearRouter is no titan_moe.TopKRouter: the trainer neither balances nor logs its loads" in caplog.messages
+
+
+def test_a_router_that_counts_nothing_is_told(tiny, caplog: pytest.LogCaptureFixture) -> None:
+    assert own(tiny, "RoutingForgetfully").train() == 0
+    (message,) = (message for message in caplog.messages if "counts no tokens" in message)
+    assert message.startswith("layers.1.feed_forward.router counts no tokens: its router does not pass")
