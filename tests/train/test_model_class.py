@@ -89,15 +89,15 @@ class Dispatching(Transformer):
                 module.dispatcher = Counting(config.moe.num_experts)
 
 
-class LinearRouter(nn.Module):
+class LinearRouter(nn.Linear):
     """Softmax and top-k, without balance."""
 
     def __init__(self, config):
-        super().__init__()
-        self.top_k, self.linear = config.moe.top_k, nn.Linear(config.hidden_size, config.moe.num_experts, bias=False)
+        super().__init__(config.hidden_size, config.moe.num_experts, bias=False)
+        self.top_k = config.moe.top_k
 
     def forward(self, x_BND):
-        scores_TK, ids_TK = self.linear(x_BND).flatten(0, 1).softmax(-1).topk(self.top_k)
+        scores_TK, ids_TK = super().forward(x_BND).flatten(0, 1).softmax(-1).topk(self.top_k)
         return scores_TK, ids_TK
 
 
