@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 OWN_MODELS = '''
+from dataclasses import replace
 import torch.nn.functional as F
 from torch import nn
 from titan_moe import Block, LocalDispatcher, MoE, TopKRouter, Transformer
@@ -23,6 +24,13 @@ class Own(Transformer):
 class Summed(Own):
     def loss(self, logits, labels):
         return F.cross_entropy(logits, labels, reduction="sum")
+
+
+class Narrow(Summed):
+    """Has rows for the tokenizer's ids alone."""
+
+    def __init__(self, config, **options):
+        super().__init__(replace(config, vocab_size=256), **options)
 
 
 class Smoothed(Own):
@@ -157,6 +165,12 @@ def test_what_is_no_loss_is_refused(tiny, name: str, found: str, capsys: pytest.
 @pytest.mark.parametrize("name", ["Summed", "Smoothed", "Dropping", "Confident"])
 def test_a_summed_loss_is_trained(tiny, name: str, words: tuple[str, ...]) -> None:
     assert own(tiny, name, *words).train() == 0
+
+
+def test_a_model_with_rows_for_the_tokenizer_alone_is_trained(tiny, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("0123456789 " * 500)
+    text = ("--data.source=text", f"--data.path={tmp_path}/text", "--model.vocab_size=300")
+    assert own(tiny, "Narrow", *text).train() == 0
 
 
 def test_a_model_of_ones_own_trains_as_ours_and_is_resumed(tiny) -> None:

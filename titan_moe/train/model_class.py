@@ -109,18 +109,17 @@ def _router_problems(model: nn.Module, moe: MoEConfig) -> Iterator[str]:
 
 
 @torch.no_grad()
-def check_loss(parts: list[nn.Module], recipe: Recipe, device: torch.device) -> None:
+def check_loss(parts: list[nn.Module], recipe: Recipe, vocab_size: int, device: torch.device) -> None:
     """Refuse a model whose loss is not a sum over label tokens.
 
-    It sees one random microbatch, in evaluation mode. Labels are uniform and independent of the tokens, so no model has
-    a mean cross entropy much below log(vocab_size), however it was trained. A loss that is a mean over tokens or
-    sequences already is smaller by their number.
+    It sees one random microbatch, in evaluation mode, with ids below `vocab_size`, the tokenizer's. Labels are uniform
+    and independent of the tokens, so no model has a mean cross entropy much below log(vocab_size), however it was
+    trained. A loss that is a mean over tokens already is smaller by their number.
 
     Raises: RecipeError if it is one, or no scalar.
     """
     (model,) = parts
-    train, vocab_size = recipe.train, recipe.model.vocab_size
-    shape = (train.micro_batch_sequences, train.seq_len_tokens)
+    shape = (recipe.train.micro_batch_sequences, recipe.train.seq_len_tokens)
     generator = torch.Generator().manual_seed(recipe.run.seed)
     tokens_BN, labels_BN = (torch.randint(vocab_size, shape, generator=generator).to(device) for _ in range(2))
     has_documents = recipe.data.document_attention

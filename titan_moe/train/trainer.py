@@ -92,10 +92,6 @@ class Trainer:
         self.recipe = recipe = resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
-        if recipe.model.class_ != ModelConfig.class_:
-            with self.step.step.capacity.unbounded():
-                check_loss(self.parts, recipe, device)
-        torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         if recipe.metrics.sample_tokens and not all(hasattr(part, "generate") for part in self.parts):
             problem = f'model.class = "{recipe.model.class_}" has no `generate`'
             raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
@@ -104,6 +100,10 @@ class Trainer:
         barrier = partial(dist.barrier, tokenising)
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
             self.loader = build_loader(recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier)
+        if recipe.model.class_ != ModelConfig.class_:
+            with self.step.step.capacity.unbounded():
+                check_loss(self.parts, recipe, self.loader.tokenizer.vocab_size, device)
+        torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         self.progress = Progress()
         self.num_skipped_in_row = 0
         """Steps without an update since the last one with it, as far as read from the device."""
