@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer
+from titan_moe.config import Recipe
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 from titan_moe.optim.build import build_optimizer
 from titan_moe.optim.schedule import build_schedule
@@ -31,6 +32,9 @@ class Cursor:
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"sample": 0, "order": "first", "window": torch.zeros(2)}
+
+    def fingerprint(self) -> str:
+        return "100 tokens"
 
     def state_dict(self) -> dict[str, Any]:
         return self.state
@@ -65,7 +69,8 @@ class CheckpointCase:
         self.schedules = build_schedule(self.optimizers, optim, TOTAL_STEPS)
         self.loader, self.train_state = Cursor(), Cursor()
         parts = (self.optimizers, self.schedules, self.loader, self.train_state)
-        self.checkpointer = Checkpointer(config, folder, [self.model], *parts)
+        recipe = Recipe(checkpoint=config, optim=optim)
+        self.checkpointer = Checkpointer(recipe, folder, [self.model], *parts)
 
     def train(self, num_steps: int = 1) -> list[float]:
         """Take steps. Return, for each, one random number and the learning rate."""

@@ -1,22 +1,28 @@
 """Save and resume a run with torch.distributed.checkpoint. The last complete checkpoint is never lost."""
 
 import logging
+import pickle
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
+from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
+from titan_moe.checkpoint.manifest import Manifest, find_damage, read_manifest
+from titan_moe.checkpoint.metadata import read_metadata
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.rng import RngState
-from titan_moe.config.train import CheckpointConfig
+from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.resume import compare, flatten
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
 from titan_moe.titan.checkpoints import MODEL_KEY
 
@@ -31,28 +37,41 @@ class CheckpointMismatch(RuntimeError):
     """A checkpoint of another model or of other states, or a damaged one."""
 
 
+class DataPosition(Protocol):
+    """The position of a run in its data."""
+
+    def fingerprint(self) -> str:
+        """Describe the content of the data. Called on rank 0."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
 class Checkpointer:
     """Save and load the full state of a run: weights, buffers, optimizer, schedule, data position, random states.
 
     torchtitan's CheckpointManager writes and reads the files. This class decides on rank 0 which checkpoints exist.
     The constructor and all methods are collective. A save is complete when its metadata file is written, which happens
-    after all ranks' data. Older checkpoints are removed only after a newer one is complete, and a step that is already
-    saved is not written again.
+    after all ranks' data and after the manifest: recipe, fingerprint of the data, and a hash of every file. Older
+    checkpoints are removed only after a newer one is complete, and a step that is already saved is not written again.
+
+    A load reads every file once to compare its hash, the files divided over the ranks, and runs nothing that a file
+    names. `config.resume` is the table of the fields of the recipe that may differ.
 
     `loader` and `train_state` are Stateful; their state dicts are equal on all ranks and have constant keys.
     """
 
     def __init__(
         self,
-        config: CheckpointConfig,
+        recipe: Recipe,
         run_folder: Path,
         model_parts: list[nn.Module],
         optimizers: OptimizersContainer,
         schedulers: LRSchedulersContainer,
-        loader: Stateful,
+        loader: DataPosition,
         train_state: Stateful,
     ) -> None:
-        self.config, self.model_parts = config, model_parts
+        self.recipe, self.config, self.model_parts, self.loader = recipe, recipe.checkpoint, model_parts, loader
         self.folders = CheckpointFolders(Path(run_folder).absolute() / "checkpoints")
         self.group = dist.new_group(backend="gloo")  # host objects are exchanged without device synchronisation
         self.is_main = dist.get_rank() == 0
@@ -67,24 +86,32 @@ class Checkpointer:
             schedulers=schedulers,
             loader=loader,
             states={"train_state": train_state, "rng": RngState(device, self.group)},
-            is_async=config.is_async,
+            is_async=self.config.is_async,
+            save=self._write,
+            load=storage.load,
         )
 
     def load(self) -> bool:
         """Resume from the run's newest complete checkpoint. Without one, load the weights of `checkpoint.load_from`.
 
         Returns: whether anything was loaded. A resume also loads `train_state`.
-        Raises: ValueError if `checkpoint.load_from` is not a checkpoint; CheckpointMismatch if one does not fit.
+        Raises: ValueError if `checkpoint.load_from` is not a checkpoint; CheckpointMismatch if one does not fit or is
+        damaged; RecipeError if the recipe or the data has changed in a way that a resume does not allow.
         """
         steps = run_on_rank_zero(self.folders.complete_steps, self.group)
         if steps:
+            folder = self.folders.path(steps[-1])
             earlier = f", or remove it if it is damaged: step-{steps[-2]} exists too" if len(steps) > 1 else ""
             way_out = f"restore the recipe that wrote it, or set another run.folder for a fresh start{earlier}"
-            self._read(self.folders.path(steps[-1]), lambda: self.manager.load(step=steps[-1]), way_out)
+            manifest = self._verified(folder, f"restore it from a copy{earlier or ', or set another run.folder'}")
+            run_on_rank_zero(lambda: self._compare_with(folder, manifest), self.group)
+            self._read(folder, lambda: self.manager.load(step=steps[-1]), way_out)
             return True
         if self.config.load_from:
             folder = Path(self.config.load_from).expanduser().absolute()
             self._require_checkpoint(folder)
+            manifest = self._verified(folder, "correct checkpoint.load_from, or restore it from a copy")
+            run_on_rank_zero(lambda: self._compare_model_with(folder, manifest), self.group)
             way_out = "correct checkpoint.load_from, or use the [model] that it was written with"
             self._read(folder, lambda: self._load_weights(folder), way_out)
         return bool(self.config.load_from)
@@ -131,7 +158,58 @@ class Checkpointer:
 
     def _load_weights(self, folder: Path) -> None:
         weights = self.manager.states[MODEL_KEY].state_dict()
-        self.manager.dcp_load(weights, checkpoint_id=str(folder), from_hf=False, from_quantized=False)
+        self.manager.dcp_load(weights, str(folder))
+
+    @cached_property
+    def _data(self) -> str:
+        return self.loader.fingerprint()
+
+    def _write(self, state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> Future[Any] | None:
+        data = self._data if self.is_main else ""
+        return storage.save(state, folder, Manifest(flatten(self.recipe), data, files={}), group)
+
+    def _verified(self, folder: Path, way_out: str) -> Manifest | None:
+        """Read the manifest, and every file to compare its hash. Collective.
+
+        Raises: CheckpointMismatch, which names the damaged files.
+        """
+        manifest, problem = run_on_rank_zero(lambda: _try_read_manifest(folder), self.group)
+        problems: list[Any] = [[problem]] if problem else []
+        if manifest is not None:
+            rank, num_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+            problems = [None] * num_ranks
+            mine = sorted(manifest.files.items(), key=lambda file: -file[1].num_bytes)[rank::num_ranks]
+            dist.all_gather_object(problems, find_damage(folder, mine), group=self.group)
+        if damage := [name for rank_problems in problems for name in rank_problems]:
+            raise CheckpointMismatch(f"checkpoint {folder} is damaged: {'; '.join(sorted(damage))}; {way_out}")
+        return manifest
+
+    def _compare_with(self, folder: Path, manifest: Manifest | None) -> None:
+        """Compare recipe and data with those of a run's checkpoint.
+
+        Raises: RecipeError for what may not change. The log names what may.
+        """
+        if manifest is None:
+            logger.warning("%s has no manifest: its files, its recipe and its data cannot be compared", folder)
+            return
+        changes = compare(manifest.recipe, self.recipe)
+        refused = [f"{change} differs from {folder}, and may not change in a run" for change in changes.refused]
+        if manifest.data != self._data and not refused:
+            refused = [f"the data differs from that of {folder}: it was {manifest.data}, it is {self._data}"]
+        if refused:
+            way_out = "set it back, or start another run.folder from its weights with checkpoint.load_from"
+            raise RecipeError([f"{problem}; {way_out}" for problem in refused])
+        if changes.told:
+            logger.warning("the recipe has changed since %s: %s", folder, "; ".join(changes.told))
+
+    def _compare_model_with(self, folder: Path, manifest: Manifest | None) -> None:
+        """Log how `[model]` differs from that of a checkpoint of which only the weights are loaded."""
+        if manifest is None:
+            logger.warning("%s has no manifest: its files and its [model] cannot be compared", folder)
+            return
+        changes = [change for change in compare(manifest.recipe, self.recipe).refused if change.startswith("model.")]
+        if changes:
+            logger.warning("the model differs from that of %s: %s", folder, "; ".join(changes))
 
     def _read(self, folder: Path, read: Callable[[], object], way_out: str) -> None:
         """Load with `read`, and fail if the checkpoint has a weight that the model lacks.
@@ -152,8 +230,7 @@ class Checkpointer:
         try:
             read()
         except CheckpointException as error:
-            failures = [failure[0] for failure in error.failures.values()]
-            reasons = "; ".join(sorted({str(failure) or type(failure).__name__ for failure in failures}))
+            reasons = "; ".join(sorted({_reason(failure[0]) for failure in error.failures.values()}))
             raise CheckpointMismatch(
                 f"checkpoint {folder} does not fit this run's model or states, or is damaged: {reasons}; {way_out}"
             ) from error
@@ -189,6 +266,21 @@ class Checkpointer:
 def _saved_names(folder: Path) -> tuple[set[str], str]:
     """The names of all tensors and values in a checkpoint, or an error message for its metadata file."""
     try:
-        return set(FileSystemReader(folder).read_metadata().state_dict_metadata), ""
-    except Exception as error:  # the file is a pickle: a damaged one may raise anything
-        return set(), f"{METADATA_FILE}: {error or type(error).__name__}"
+        return set(read_metadata(folder / METADATA_FILE).state_dict_metadata), ""
+    except ValueError as error:
+        return set(), str(error)
+
+
+def _try_read_manifest(folder: Path) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint, or an error message for it."""
+    try:
+        return read_manifest(folder), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _reason(failure: BaseException) -> str:
+    """One sentence for the failure of a rank to load a checkpoint."""
+    if isinstance(failure, pickle.UnpicklingError):
+        return f"a tensor {storage.what_is_named(failure)}"
+    return str(failure) or type(failure).__name__

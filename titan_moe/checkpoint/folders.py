@@ -4,7 +4,8 @@ import re
 import shutil
 from pathlib import Path
 
-METADATA_FILE = ".metadata"  # torch.distributed.checkpoint writes it last: a folder with this file is complete
+METADATA_FILE = ".metadata"
+"""torch.distributed.checkpoint's description of the tensors. It gets its name last: a folder with it is complete."""
 
 
 class CheckpointFolders:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-_FORMAT = 1  # increase it when the contents of an entry change
+_FORMAT = 2  # increase it when the contents of an entry change
 _ABANDONED_AFTER_SECONDS = 3600.0
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,6 @@
 """Memory-mapped tokens with their document boundaries, and the fixed-length samples cut from them."""
 
+import hashlib
 import os
 from array import array
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,9 @@ from titan_moe.data.packing import Sample
 
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.idx"
+HASH_FILE = "sha256"
+_SAMPLE_TOKENS = 1 << 15
+_NUM_SAMPLES = 1024
 
 
 class Corpus:
@@ -19,8 +23,11 @@ class Corpus:
     `document_ends[i]` is the position after the last token of document i. The end-of-document token belongs to it.
     """
 
-    def __init__(self, parts: Sequence[np.ndarray], document_ends: np.ndarray, vocab_size: int) -> None:
+    def __init__(
+        self, parts: Sequence[np.ndarray], document_ends: np.ndarray, vocab_size: int, content_hash: str = ""
+    ) -> None:
         self.document_ends = document_ends
+        self._content_hash = content_hash
         self._parts = parts
         self._part_ends = np.cumsum([len(part) for part in parts])
         self._vocab_size = vocab_size
@@ -45,6 +52,19 @@ class Corpus:
         boundaries = self.document_ends[first:last]
         document_ids = np.searchsorted(boundaries, np.arange(start, stop), side="right").astype(np.int32)
         return Sample(tokens, document_ids)
+
+    def fingerprint(self) -> str:
+        """Describe the content: the number of tokens and a hash. A corpus that `write_corpus` wrote has a hash of all
+        tokens and document ends. Of other files at most _NUM_SAMPLES evenly spaced pieces are read and hashed."""
+        if self._content_hash:
+            return f"{self.num_tokens} tokens, sha256 {self._content_hash}"
+        last = max(0, self.num_tokens - _SAMPLE_TOKENS)
+        count = min(_NUM_SAMPLES, last // _SAMPLE_TOKENS + 2)
+        sha256 = hashlib.sha256()
+        for start in np.linspace(0, last, count, dtype=np.int64).tolist():
+            for tokens in self._slices(start, min(start + _SAMPLE_TOKENS, self.num_tokens)):
+                sha256.update(tokens.tobytes())
+        return f"{self.num_tokens} tokens, sha256 of samples {sha256.hexdigest()}"
 
     def _slices(self, start: int, stop: int) -> Iterable[np.ndarray]:
         number = int(np.searchsorted(self._part_ends, start, side="right"))
@@ -103,17 +123,23 @@ def split_holdout(corpus: Corpus, holdout_fraction: float, seq_len_tokens: int) 
 
 
 def write_corpus(folder: Path, documents: Iterable[np.ndarray], dtype: np.dtype) -> None:
-    """Write tokenised documents one after another, and their ends. Documents without tokens are skipped."""
+    """Write tokenised documents one after another, their ends, and a hash of both. Documents without tokens are
+    skipped."""
     ends = array("q")
     num_tokens = 0
+    sha256 = hashlib.sha256()
     with open(folder / TOKENS_FILE, "wb") as file:
         for document in documents:
             if len(document) > 0:
-                file.write(document.astype(dtype).tobytes())
+                tokens = document.astype(dtype).tobytes()
+                file.write(tokens)
+                sha256.update(tokens)
                 num_tokens += len(document)
                 ends.append(num_tokens)
         file.flush()
         os.fsync(file.fileno())
+    sha256.update(ends)
+    (folder / HASH_FILE).write_text(sha256.hexdigest())
     write_document_ends(folder, np.frombuffer(ends, dtype=np.int64))
 
 
@@ -128,14 +154,32 @@ def write_document_ends(folder: Path, ends: np.ndarray) -> None:
 def open_corpus(folder: Path, dtype: np.dtype, vocab_size: int) -> Corpus:
     """Memory-map the files of `write_corpus`.
 
-    Raises: ValueError for a corpus without tokens.
+    Raises: ValueError for a corpus without tokens, or with a damaged file.
     """
     document_ends = open_document_ends(folder)
     if len(document_ends) == 0:
         raise ValueError("data.path gives no token: every document is empty; give files or a column that contain text")
-    return Corpus([np.memmap(folder / TOKENS_FILE, dtype=dtype, mode="r")], document_ends, vocab_size)
+    file, num_bytes = folder / TOKENS_FILE, int(document_ends[-1]) * dtype.itemsize
+    if file.stat().st_size != num_bytes:
+        raise _damaged(file, f"it has {file.stat().st_size:,} bytes instead of {num_bytes:,}")
+    content_hash = (folder / HASH_FILE).read_text()
+    return Corpus([np.memmap(file, dtype=dtype, mode="r")], document_ends, vocab_size, content_hash)
 
 
 def open_document_ends(folder: Path) -> np.ndarray:
-    """Memory-map the file of `write_document_ends`."""
-    return np.load(folder / DOCUMENTS_FILE, mmap_mode="r", allow_pickle=False)
+    """Memory-map the file of `write_document_ends`.
+
+    Raises: ValueError if it does not contain integers. Nothing in it is run.
+    """
+    file = folder / DOCUMENTS_FILE
+    try:
+        ends = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise _damaged(file, "it is not an array of numbers") from error
+    if not isinstance(ends, np.ndarray) or ends.dtype != np.int64 or ends.ndim != 1:
+        raise _damaged(file, "it is not a list of 64-bit integers")
+    return ends
+
+
+def _damaged(file: Path, problem: str) -> ValueError:
+    return ValueError(f"{file} is damaged: {problem}; remove the folder {file.parent}, and it is built again")

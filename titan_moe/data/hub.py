@@ -5,15 +5,27 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from titan_moe.config.train import DataConfig
 from titan_moe.data.cache import describe_files
+from titan_moe.data.corpus import Corpus
 from titan_moe.data.text import find_files
 
 
 def describe_dataset(data: DataConfig) -> list[object]:
     """Make the cache key of a dataset. A hub name is not resolved to a revision: a cached copy stays in use."""
-    files = find_files(data.files, "data.files") if data.files else sorted(Path(data.path).rglob("*"))
-    return [data.path, data.subset, data.split, data.text_column, describe_files(files)]
+    return [data.path, data.subset, data.split, data.text_column, describe_files(_local_files(data))]
+
+
+def fingerprint(data: DataConfig) -> str:
+    """Describe the content of a dataset: its part and samples of its local files. Data on the hub has only its name."""
+    part = f"{data.subset or 'default'}, {data.split}, {data.text_column}"
+    files = [file for file in _local_files(data) if file.is_file() and file.stat().st_size > 0]
+    if not files:
+        return f"{data.path}, {part}"
+    contents = [np.memmap(file, dtype=np.uint8, mode="r") for file in files]
+    return f"{part}, bytes as {Corpus(contents, np.empty(0), 256).fingerprint()}"
 
 
 def read_documents(data: DataConfig) -> Iterator[str]:
@@ -77,6 +89,8 @@ def _load(data: DataConfig) -> Any:
             "data.source = 'datasets' needs the package `datasets`: pip install datasets; "
             "or read local files with data.source = 'text'"
         ) from error
+    if data.path == "pandas":
+        raise ValueError('data.path = "pandas" reads pickles, which can run code; give the data as parquet or json')
     files = [str(file) for file in find_files(data.files, "data.files")] if data.files else None
     try:
         return datasets.load_dataset(
@@ -86,6 +100,10 @@ def _load(data: DataConfig) -> Any:
         reason = error.__cause__ or error
         problem = f"`datasets` cannot load this: {type(reason).__name__}: {reason}"
         raise ValueError(f"{_describe_origin(data)}: {problem}") from error
+
+
+def _local_files(data: DataConfig) -> list[Path]:
+    return find_files(data.files, "data.files") if data.files else sorted(Path(data.path).rglob("*"))
 
 
 def _describe_origin(data: DataConfig) -> str:

@@ -25,7 +25,7 @@ class Loader:
 
     def __init__(self, recipe: Recipe, dp_rank: int, dp_size: int, tokenizer: Tokenizer, source: Source) -> None:
         self.tokenizer = tokenizer
-        self._training, self._validation = source
+        self._training, self._validation, self._fingerprint = source
         self._recipe = recipe
         self._dp_rank = dp_rank
         self._dp_size = dp_size
@@ -65,6 +65,10 @@ class Loader:
             batch = self._pack(samples + [padding] * (size - len(samples)))
             batch.labels_MBN[:, len(samples) :] = IGNORE_LABEL
             yield batch
+
+    def fingerprint(self) -> str:
+        """Describe the content of the data: equal for equal data in another place. It may read some megabytes."""
+        return self._fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as integers and one string, equal on all ranks."""

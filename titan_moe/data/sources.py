@@ -1,5 +1,6 @@
 """Open the training and held-out samples of a recipe's `[data]`."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,8 @@ class Source(NamedTuple):
 
     training: Samples
     validation: IndexedSamples
+    fingerprint: Callable[[], str]
+    """Describes the content of the data, wherever it lies. It may read some megabytes."""
 
 
 def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
@@ -50,14 +53,15 @@ def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
             f"data.holdout_fraction = {recipe.data.holdout_fraction} holds out no sequence of "
             f"{recipe.train.seq_len_tokens} tokens; raise data.holdout_fraction, or set sample_tokens = 0"
         )
-    return Source(EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled), held_out)
+    return Source(EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled), held_out, corpus.fingerprint)
 
 
 def _open_synthetic(recipe: Recipe) -> Source:
     vocab_size, seq_len, seed = recipe.model.vocab_size, recipe.train.seq_len_tokens, recipe.run.seed
     held_out = SyntheticSamples(vocab_size, seq_len, seed, is_validation=True)
     count = recipe.validation.num_sequences
-    return Source(SyntheticSamples(vocab_size, seq_len, seed), held_out.take(0, count, range(count)))
+    training = SyntheticSamples(vocab_size, seq_len, seed)
+    return Source(training, held_out.take(0, count, range(count)), lambda: f"{vocab_size} synthetic ids, seed {seed}")
 
 
 def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
@@ -80,7 +84,8 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             f"data.path = {recipe.data.path!r}, which is streamed; lower validation.num_sequences"
         )
     num_reserved = held_out.num_documents_touched if count else 0
-    return Source(StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens, num_reserved), validation)
+    training = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens, num_reserved)
+    return Source(training, validation, lambda: f"{hub.fingerprint(recipe.data)}, tokenizer {tokenizer.fingerprint}")
 
 
 def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Corpus:

@@ -1,10 +1,13 @@
 """A file of records, one JSON object per line. A resumed run continues it without gaps or repetitions."""
 
 import json
+import logging
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class JsonLines:
@@ -14,17 +17,20 @@ class JsonLines:
         self.path = path
 
     def drop_after(self, step: int) -> None:
-        """Move records of later steps, which a resumed run writes again, and an incomplete last line into the file
-        `metrics.dropped.jsonl`."""
+        """Move records of later steps, which a resumed run writes again, and lines that are no records, such as an
+        incomplete last one after a crash, into the file `metrics.dropped.jsonl`."""
         if not self.path.exists():
             return
-        lines = self.path.read_text().splitlines()
-        kept, dropped = ([line for line in lines if (_step_of(line) <= step) is is_kept] for is_kept in (True, False))
-        if dropped:
-            with self.path.with_suffix(".dropped.jsonl").open("a") as file:
-                file.writelines(f"{line}\n" for line in dropped)
+        lines = [(line, _step_of(line)) for line in self.path.read_bytes().split(b"\n") if line]
+        aside = self.path.with_suffix(".dropped.jsonl")
+        if dropped := [line for line, found in lines if found is None or found > step]:
+            with aside.open("ab") as file:
+                file.write(b"".join(line + b"\n" for line in dropped))
+        if num_damaged := sum(found is None for _, found in lines):
+            count = "1 line is not a record" if num_damaged == 1 else f"{num_damaged} lines are not records"
+            logger.warning("%s: %s; moved to %s", self.path, count, aside.name)
         new = self.path.with_suffix(".new")
-        new.write_text("".join(f"{line}\n" for line in kept))
+        new.write_bytes(b"".join(line + b"\n" for line, found in lines if found is not None and found <= step))
         os.replace(new, self.path)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -33,11 +39,13 @@ class JsonLines:
             file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> int | None:
+    """The step of a record, or None for anything else."""
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return None
+    return step if type(step) is int else None
 
 
 def _finite(value: Any) -> Any:

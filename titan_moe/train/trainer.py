@@ -108,7 +108,7 @@ class Trainer:
         self.num_skipped_in_row = 0
         """Steps without an update since the last one with it, as far as read from the device."""
         self.checkpointer = Checkpointer(
-            recipe.checkpoint, self.run_folder, self.parts, optimizers, self.schedule, self.loader, self.progress
+            recipe, self.run_folder, self.parts, optimizers, self.schedule, self.loader, self.progress
         )
         self.meter = Meter(
             recipe,

@@ -1,0 +1,169 @@
+"""Write and read the files of a checkpoint with torch.distributed.checkpoint. Files are hashed as they are written."""
+
+import hashlib
+import io
+import os
+import pickle
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future as SaveFuture
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from titan_moe.checkpoint.folders import METADATA_FILE
+from titan_moe.checkpoint.manifest import FileHash, Manifest
+from titan_moe.checkpoint.metadata import read_metadata
+
+
+def save(
+    state: dict[str, Any], folder: Path, description: Manifest, group: dist.ProcessGroup | None = None
+) -> SaveFuture[Any] | None:
+    """Save a state dict. With a `group` for its messages, copy the state to host memory and save in the background.
+
+    Collective. `description` is needed on rank 0 and has no files yet.
+    """
+    writer, planner = _Writer(folder, description), _PlainSavePlanner()
+    if group is None:
+        dcp.save(state, storage_writer=writer, planner=planner)
+        return None
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    future = dcp.async_save(state, storage_writer=writer, planner=planner, process_group=group, async_stager=stager)
+    future.add_done_callback(lambda _: stager.close())
+    return future
+
+
+def load(state: dict[str, Any], folder: Path) -> None:
+    """Load a checkpoint into a state dict. Nothing that the files name is run. Collective."""
+    dcp.load(state, storage_reader=_Reader(folder), planner=_PlainLoadPlanner())
+
+
+@dataclass(frozen=True)
+class _HashedResult(WriteResult):
+    """What a rank has written, with the hash of its file. DCP gathers these on rank 0."""
+
+    file: FileHash
+
+
+class _HashedFile(io.BufferedWriter):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self._sha256 = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._sha256.update(data)
+        self._num_bytes += memoryview(data).nbytes
+        return super().write(data)
+
+    @property
+    def hash(self) -> FileHash:
+        return FileHash(self._num_bytes, self._sha256.hexdigest())
+
+
+class _HashingFiles(FileSystem):
+    """Local files. The manifest is written when all other files are there but the metadata has not its name yet."""
+
+    def __init__(self, description: Manifest) -> None:
+        self.hashes: dict[str, FileHash] = {}
+        self._description = description
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _HashedFile(path) as file:
+            yield file
+        self.hashes[Path(path).name] = file.hash
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Name the finished metadata file, which makes the checkpoint complete."""
+        path, new_path = Path(path), Path(new_path)
+        read_metadata(path)  # a save that could not be loaded fails now
+        self.hashes[new_path.name] = self.hashes.pop(path.name)
+        replace(self._description, files=self.hashes).write(path.parent)
+        super().rename(path, new_path)
+
+
+class _Writer(FileSystemWriter):
+    """DCP's writer of files, with a manifest."""
+
+    def __init__(self, folder: Path, description: Manifest) -> None:
+        super().__init__(folder)
+        self.fs = _HashingFiles(description)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        hashed: Future[list[WriteResult]] = Future()
+        hashed.set_result([self._add_hash(result) for result in results])
+        return hashed
+
+    def _add_hash(self, result: WriteResult) -> _HashedResult:
+        hash_ = self.fs.hashes[result.storage_data.relative_path]
+        return _HashedResult(result.index, result.size_in_bytes, result.storage_data, hash_)
+
+    def finish(self, metadata: Metadata, results: list[list[_HashedResult]]) -> None:
+        self.fs.hashes = {result.storage_data.relative_path: result.file for rank in results for result in rank}
+        super().finish(metadata, results)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader of files, which would run what the metadata file names."""
+
+    def read_metadata(self) -> Metadata:
+        metadata = read_metadata(Path(self.path) / METADATA_FILE)
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _PlainSavePlanner(DefaultSavePlanner):
+    """Refuse to save what could not be loaded: values that are not plain data."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        saved = super().transform_object(write_item, object)
+        if isinstance(saved, io.BytesIO):
+            _load_plain(saved, write_item.index.fqn)
+        return saved
+
+
+class _PlainLoadPlanner(DefaultLoadPlanner):
+    """Load numbers, strings, tensors, and lists and dicts of them. DCP's planner would run what a value names."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(_load_plain(value, read_item.storage_index.fqn), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)  # which unpickles what has just been pickled here
+
+
+def what_is_named(error: pickle.UnpicklingError) -> str:
+    """One sentence for the refusal of torch.load, whose own text suggests to run the file."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named is None:
+        return "is damaged, or is not plain data"
+    return f"names {named[1]}, which is not data; nothing of it was run"
+
+
+def _load_plain(value: io.BytesIO, name: str) -> Any:
+    value.seek(0)
+    try:
+        return torch.load(value, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{name} {what_is_named(error)}") from error

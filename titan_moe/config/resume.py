@@ -1,0 +1,113 @@
+"""Which fields of a recipe may change when a run goes on from its checkpoint: one table."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.schema import all_keys, in_toml, keys_of
+
+
+class Change(Enum):
+    """What a resume does with a field that differs from the checkpoint's."""
+
+    FREE = "free"
+    """It changes no number that the run trains on, beyond rounding of sums over ranks. Nothing is said."""
+    TOLD = "told"
+    """It is a choice that may change within a run. The log names the old and the new value."""
+    REFUSED = "refused"
+    """The weights, the optimizer's state or the position in the data would mean something else."""
+
+
+FREE, TOLD, REFUSED = Change.FREE, Change.TOLD, Change.REFUSED
+
+CHANGES: dict[str, Change] = {
+    "run": TOLD,
+    "run.folder": FREE,
+    "run.seed": REFUSED,  # the order of the data
+    "model": REFUSED,
+    "model.class": TOLD,  # a class may move; its weights must fit
+    "model.name": FREE,
+    "model.init_std": FREE,
+    "model.embedding_init_std": FREE,
+    "model.moe.aux_loss_coef": TOLD,
+    "model.moe.z_loss_coef": TOLD,
+    "model.moe.bias_update_speed": TOLD,
+    "parallel": FREE,
+    "perf": TOLD,
+    "perf.loss_chunk_tokens": FREE,
+    "precision": TOLD,
+    "precision.master": REFUSED,  # the dtype of the weights that are saved
+    "compile": TOLD,
+    "memory": FREE,
+    "train": TOLD,
+    "train.seq_len_tokens": REFUSED,
+    "train.micro_batch_sequences": FREE,
+    "optim": TOLD,
+    "data": TOLD,
+    "data.source": REFUSED,
+    "data.path": FREE,  # the place of the data: its fingerprint is compared instead
+    "data.files": FREE,
+    "data.is_streamed": REFUSED,
+    "data.is_shuffled": REFUSED,
+    "data.holdout_fraction": REFUSED,
+    "data.cache_folder": FREE,
+    "validation": TOLD,
+    "validation.every_steps": FREE,
+    "checkpoint": FREE,
+    "metrics": FREE,
+    "profile": FREE,
+}
+"""Section or field -> what a resume does with a change in it. The longest entry that a field lies in decides."""
+
+DEFAULT = TOLD
+"""For sections without an entry."""
+
+
+@dataclass(frozen=True)
+class RecipeChanges:
+    """The fields in which a recipe differs from that of a checkpoint, as one text each: `optim.lr = 0.1 (was 0.2)`."""
+
+    told: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """With the dotted key first."""
+
+
+def change_of(dotted: str) -> Change:
+    """Look up what a resume does with a change of a field."""
+    entry = dotted
+    while entry:
+        if entry in CHANGES:
+            return CHANGES[entry]
+        entry = entry.rpartition(".")[0]
+    return DEFAULT
+
+
+def flatten(recipe: Recipe) -> dict[str, Any]:
+    """All fields of a recipe by dotted key, as a checkpoint stores them."""
+    return dict(_fields(recipe, ""))
+
+
+def compare(saved: Mapping[str, Any], recipe: Recipe) -> RecipeChanges:
+    """Compare a recipe with the fields of a checkpoint's.
+
+    A field that the checkpoint lacks is newer than it, and had its default. Fields that no longer exist are ignored.
+    """
+    changes = RecipeChanges()
+    lists = {TOLD: changes.told, REFUSED: changes.refused}
+    keys = all_keys(Recipe)
+    for dotted, value in flatten(recipe).items():
+        before = saved.get(dotted, keys[dotted].default)
+        if before != value and (found := lists.get(change_of(dotted))) is not None:
+            found.append(f"{dotted} = {in_toml(value)} (was {in_toml(before)})")
+    return changes
+
+
+def _fields(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key in keys_of(type(section), prefix):
+        value = getattr(section, key.attribute)
+        if key.is_section:
+            yield from _fields(value, f"{key.dotted}.")
+        else:
+            yield key.dotted, value
