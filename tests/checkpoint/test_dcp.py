@@ -1,17 +1,28 @@
 """Checkpoints resume a run exactly: on more or fewer ranks, and after a kill in the middle of a save."""
 
+import hashlib
 import json
 import os
+import pickle
+import random
+import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import checkpoint_case
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.api import CheckpointException
 
+from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.dcp import CheckpointMismatch
+from titan_moe.checkpoint.manifest import MANIFEST_FILE, FileHash, read_manifest
+from titan_moe.config import RecipeError
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 
 pytestmark = pytest.mark.slow
@@ -63,6 +74,34 @@ def snapshot(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return torch.load(folder / f"{name}.pt")
 
 
+class Command:
+    """An object whose pickle runs a command when it is loaded: it makes a file."""
+
+    def __init__(self, makes: Path) -> None:
+        self.makes = makes
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.makes}",)
+
+
+def saved(folder: Path, *steps: int) -> checkpoint_case.CheckpointCase:
+    """A run with checkpoints of these steps."""
+    run = checkpoint_case.CheckpointCase(folder, CheckpointConfig())
+    for step in steps or (1,):
+        run.train()
+        run.checkpointer.save(step)
+    return run
+
+
+def seal_again(folder: Path) -> None:
+    """Make the manifest fit the files of a checkpoint, as an attacker would."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST_FILE}
+    hashes = {name: FileHash(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    replace(manifest, files=hashes).write(folder)
+
+
 def test_checkpoint_resumes_on_another_number_of_ranks(one_rank, two_ranks_folder):
     run = checkpoint_case.CheckpointCase(two_ranks_folder / "run", CheckpointConfig())
     assert run.checkpointer.load()
@@ -103,10 +142,15 @@ def test_checkpoint_async_save_keeps_the_values_of_its_step(one_rank, two_ranks_
     run.checkpointer.close()
 
 
-def test_checkpoint_killed_save_is_removed(one_rank, tmp_path):
-    assert launch(1, tmp_path, "die_while_saving") == [-9]
+@pytest.mark.parametrize(
+    ("phase", "leaves_manifest"),
+    [("die_before_metadata", False), ("die_before_manifest", False), ("die_after_manifest", True)],
+)
+def test_checkpoint_killed_save_is_removed(one_rank, tmp_path, phase, leaves_manifest):
+    assert launch(1, tmp_path, phase) == [-9]
     folder = tmp_path / "killed" / "checkpoints"
     assert list((folder / "step-4").glob("*.distcp")) and not (folder / "step-4" / ".metadata").exists()
+    assert (folder / "step-4" / MANIFEST_FILE).exists() == leaves_manifest
     run = checkpoint_case.CheckpointCase(tmp_path / "killed", CheckpointConfig())
     assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-3"]
     assert run.checkpointer.load()
@@ -216,12 +260,140 @@ def test_checkpoint_damaged_is_refused(one_rank, tmp_path):
         run.checkpointer.save(step)
     (data,) = run.checkpointer.folders.path(2).glob("*.distcp")
     data.write_bytes(b"")
-    with pytest.raises(CheckpointMismatch, match=r"or is damaged: \S.*; .*remove it if it is damaged: step-1 exists"):
+    with pytest.raises(CheckpointMismatch, match=r"is damaged: __0_0.distcp has 0 bytes .*or remove it: step-1 exists"):
         run.checkpointer.load()
-    (run.checkpointer.folders.path(2) / ".metadata").write_bytes(b"junk")
+    data.unlink()
+    with pytest.raises(CheckpointMismatch, match=r"is damaged: __0_0.distcp cannot be read: No such file"):
+        run.checkpointer.load()
+    run.checkpointer.close()
+
+
+def test_checkpoint_without_a_manifest_is_loaded_with_a_warning(one_rank, tmp_path, caplog):
+    """As those of earlier versions."""
+    run = saved(tmp_path, 1, 2)
+    expected, folder = run.snapshot(), run.checkpointer.folders.path(2)
+    (folder / MANIFEST_FILE).unlink()
+    run.train()
+    assert run.checkpointer.load()
+    assert_equal(run.snapshot(), expected)
+    assert f"{folder} has no manifest" in caplog.text
+    (data,) = folder.glob("*.distcp")
+    data.write_bytes(b"")
+    with pytest.raises(CheckpointMismatch, match=r"or is damaged: \S.*; .*or remove it: step-1 exists"):
+        run.checkpointer.load()
+    (folder / ".metadata").write_bytes(b"junk")
     with pytest.raises(CheckpointMismatch, match=r"cannot be read: .metadata: \S"):
         run.checkpointer.load()
     run.checkpointer.close()
+
+
+def test_checkpoint_manifest_has_the_hash_of_every_file(two_ranks_folder):
+    for folder in (two_ranks_folder / "run" / "checkpoints/step-3", two_ranks_folder / "background/checkpoints/step-2"):
+        manifest = read_manifest(folder)
+        assert manifest is not None and manifest.data == "100 tokens" and manifest.recipe["optim.warmup_steps"] == 3
+        files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST_FILE}
+        assert files.keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+        expected = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+        assert manifest.files == expected
+
+
+@pytest.mark.parametrize("field", ["resume", "load_from"])
+def test_checkpoint_with_a_flipped_bit_is_refused_by_name(one_rank, two_ranks_folder, tmp_path, field):
+    rng = random.Random(seed := random.randrange(10**6))
+    print(f"seed {seed}")
+    folder = tmp_path / "run" / "checkpoints" / "step-3"
+    shutil.copytree(two_ranks_folder / "run" / "checkpoints" / "step-3", folder)
+    config = CheckpointConfig() if field == "resume" else CheckpointConfig(load_from=str(folder))
+    run = checkpoint_case.CheckpointCase(tmp_path / ("run" if field == "resume" else "other"), config)
+    before = run.snapshot()
+    files = sorted(folder.iterdir())
+    assert len(files) == 4
+    for file in files * 15:
+        data = bytearray(file.read_bytes())
+        bit = rng.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        whole = file.read_bytes()
+        file.write_bytes(data)
+        with pytest.raises(CheckpointMismatch, match=rf"step-3 is damaged: {re.escape(file.name)} .*restore it"):
+            run.checkpointer.load()
+        file.write_bytes(whole)
+    assert_equal(run.snapshot(), before)
+    assert run.checkpointer.load()
+    run.checkpointer.close()
+
+
+def load_on_a_rank(folder: str) -> str:
+    run = checkpoint_case.CheckpointCase(Path(folder), CheckpointConfig())
+    try:
+        run.checkpointer.load()
+    except CheckpointMismatch as error:
+        return str(error)
+    finally:
+        run.checkpointer.close()
+    return ""
+
+
+def test_checkpoint_damage_is_known_to_all_ranks(ranks, two_ranks_folder, tmp_path):
+    folder = tmp_path / "run" / "checkpoints" / "step-3"
+    shutil.copytree(two_ranks_folder / "run" / "checkpoints" / "step-3", folder)
+    assert ranks(2, load_on_a_rank, str(tmp_path / "run")) == ["", ""]
+    file = folder / "__1_0.distcp"
+    file.write_bytes(b"x" + file.read_bytes()[1:])
+    said = ranks(2, load_on_a_rank, str(tmp_path / "run"))
+    assert said[0] == said[1] and "is damaged: __1_0.distcp is not as it was written" in said[0]
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("field", ["resume", "load_from"])
+def test_checkpoint_with_crafted_metadata_runs_nothing(one_rank, tmp_path, field, has_manifest):
+    source = saved(tmp_path / "source")
+    source.checkpointer.close()
+    folder = source.checkpointer.folders.path(1)
+    (folder / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "made")))
+    if has_manifest:
+        seal_again(folder)
+    else:
+        (folder / MANIFEST_FILE).unlink()
+    config = CheckpointConfig() if field == "resume" else CheckpointConfig(load_from=str(folder))
+    run = checkpoint_case.CheckpointCase(tmp_path / ("source" if field == "resume" else "run"), config)
+    with pytest.raises(
+        CheckpointMismatch, match=r"cannot be read: .metadata: it names posix.system, which is not data"
+    ):
+        run.checkpointer.load()
+    assert not (tmp_path / "made").exists()
+    run.checkpointer.close()
+
+
+def test_checkpoint_with_a_crafted_value_or_tensor_runs_nothing(one_rank, tmp_path, monkeypatch):
+    run = saved(tmp_path)
+    run.loader.state["order"] = Command(tmp_path / "made")
+    with pytest.raises(CheckpointException, match="dataloader.order names posix.system, which is not data"):
+        run.checkpointer.save(2)
+    assert run.checkpointer.folders.complete_steps() == [1]
+    with monkeypatch.context() as careless:
+        careless.setattr(storage, "_PlainSavePlanner", DefaultSavePlanner)
+        run.checkpointer.save(3)
+    with pytest.raises(CheckpointMismatch, match=r"dataloader.order names posix.system, which is not data; .*step-1"):
+        run.checkpointer.load()
+    run.loader.state["order"] = "first"
+    with monkeypatch.context() as careless:
+        careless.setattr(storage, "_PlainSavePlanner", DefaultSavePlanner)
+        careless.setattr(torch, "save", lambda _, file, save=torch.save: save(Command(tmp_path / "made"), file))
+        run.checkpointer.save(4)
+    with pytest.raises(CheckpointMismatch, match=r"names posix.system, which is not data"):
+        run.checkpointer.load()
+    assert not (tmp_path / "made").exists()
+    run.checkpointer.close()
+
+
+def test_checkpoint_of_other_data_is_refused(one_rank, tmp_path, monkeypatch):
+    run = saved(tmp_path)
+    run.checkpointer.close()
+    other = checkpoint_case.CheckpointCase(tmp_path, CheckpointConfig())
+    monkeypatch.setattr(other.loader, "fingerprint", lambda: "99 tokens")
+    with pytest.raises(RecipeError, match="the data differs .*it was 100 tokens, it is 99 tokens; set it back, or"):
+        other.checkpointer.load()
+    other.checkpointer.close()
 
 
 def test_checkpoint_resume_uses_optimizer_settings_of_the_recipe(one_rank, tmp_path):

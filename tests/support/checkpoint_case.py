@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_moe.checkpoint.dcp import Checkpointer
+from titan_moe.checkpoint.manifest import Manifest
 from titan_moe.config import Recipe
 from titan_moe.config.train import CheckpointConfig, OptimConfig
 from titan_moe.optim.build import build_optimizer
@@ -119,8 +122,6 @@ def straight(folder: Path) -> None:
 
 def background(folder: Path) -> None:
     """Save asynchronously. The write starts only after training has changed every tensor."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
     write = FileSystemWriter.write_data
     trained = Event()
 
@@ -151,17 +152,15 @@ def resume(folder: Path) -> None:
     case.checkpointer.close()
 
 
-def die_while_saving(folder: Path) -> None:
-    """Save steps 1 to 3. Kill the process when the fourth save has written its data but not its metadata."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
+def die_while_saving(folder: Path, owner: type, method: str) -> None:
+    """Save steps 1 to 3. Kill the process when the fourth save calls a method."""
     case = CheckpointCase(folder / "killed", CheckpointConfig())
     for step in (1, 2, 3):
         case.train()
         case.checkpointer.save(step)
     _write_snapshot(folder, "killed_at_3", case)
     case.train()
-    FileSystemWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    setattr(owner, method, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     case.checkpointer.save(4)
 
 
@@ -177,8 +176,14 @@ if __name__ == "__main__":
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, num_ranks), rank=int(os.environ["RANK"]), world_size=num_ranks
     )
+    phases = {
+        "straight": straight,
+        "background": background,
+        "resume": resume,
+        "die_before_metadata": partial(die_while_saving, owner=FileSystemWriter, method="finish"),
+        "die_before_manifest": partial(die_while_saving, owner=Manifest, method="write"),
+        "die_after_manifest": partial(die_while_saving, owner=FileSystem, method="rename"),
+    }
     for phase in sys.argv[2:]:
-        {"straight": straight, "background": background, "resume": resume, "die_while_saving": die_while_saving}[phase](
-            Path(sys.argv[1])
-        )
+        phases[phase](Path(sys.argv[1]))
     dist.destroy_process_group()

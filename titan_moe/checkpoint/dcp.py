@@ -101,9 +101,9 @@ class Checkpointer:
         steps = run_on_rank_zero(self.folders.complete_steps, self.group)
         if steps:
             folder = self.folders.path(steps[-1])
-            earlier = f", or remove it if it is damaged: step-{steps[-2]} exists too" if len(steps) > 1 else ""
-            way_out = f"restore the recipe that wrote it, or set another run.folder for a fresh start{earlier}"
-            manifest = self._verified(folder, f"restore it from a copy{earlier or ', or set another run.folder'}")
+            earlier = f"or remove it: step-{steps[-2]} exists too" if len(steps) > 1 else "or set another run.folder"
+            manifest = self._verified(folder, f"restore it from a copy, {earlier}")
+            way_out = f"restore the recipe that wrote it, {earlier}"
             run_on_rank_zero(lambda: self._compare_with(folder, manifest), self.group)
             self._read(folder, lambda: self.manager.load(step=steps[-1]), way_out)
             return True

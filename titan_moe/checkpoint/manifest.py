@@ -55,10 +55,13 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not file.exists():
         return None
     contents = _unseal(file.read_bytes())
-    if contents["format"] != FORMAT:
-        raise ValueError(f"{MANIFEST_FILE}: its format is {contents['format']}, but this version reads {FORMAT}")
-    files = {name: FileHash(*file) for name, file in contents["files"].items()}
-    return Manifest(contents["recipe"], contents["data"], files)
+    if contents.get("format") != FORMAT:
+        raise ValueError(f"{MANIFEST_FILE} has the format {contents.get('format')}, but this version reads {FORMAT}")
+    try:
+        files = {name: FileHash(*file) for name, file in contents["files"].items()}
+        return Manifest(dict(contents["recipe"]), contents["data"], files)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST_FILE} lacks a part") from error
 
 
 def find_damage(folder: Path, files: Iterable[tuple[str, FileHash]]) -> list[str]:

@@ -140,7 +140,8 @@ class ModelConfig:
     themselves. A dispatcher that it sets is kept with `parallel.dispatcher = "local"` and refused with any other.
     Matrices are initialised from a normal distribution with `init_std`, weights of an `nn.Embedding` with
     `embedding_init_std`, vectors with one, parameters named `bias` with zero, unless the module that owns them defines
-    `parameter_kinds`."""
+    `parameter_kinds`. The class is code: a run imports and executes it. Nothing else that a run reads is executed,
+    neither checkpoints nor data."""
     name: str = "custom"
     """The name of the model in logs and reports."""
     vocab_size: int = 256
