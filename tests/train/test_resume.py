@@ -156,8 +156,8 @@ def test_resume_refuses_what_does_not_fit(tiny, capsys: pytest.CaptureFixture[st
     assert run.train() == 0
     recipe = (run.folder / "recipe.toml").read_text()
     for override, expected in {
-        "--model.hidden_size=48": "does not fit this run's model",
-        "--train.seq_len_tokens=16": "set train.seq_len_tokens back",
+        "--model.hidden_size=48": "model.hidden_size = 48 (was 32)",
+        "--train.seq_len_tokens=16": "train.seq_len_tokens = 16 (was 32)",
     }.items():
         assert run.again("--train.steps=8", override) == 2
         assert expected in capsys.readouterr().err
@@ -197,9 +197,10 @@ def test_resume_from_weights_starts_another_run(tiny, capsys: pytest.CaptureFixt
     assert "step-2, step-4" in capsys.readouterr().err
 
 
-def test_resume_refuses_another_model_or_order(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_without_a_manifest_refuses_another_model_or_order(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     run = tiny("--train.steps=2", "--checkpoint.every_steps=2")
     assert run.train() == 0
+    (run.folder / "checkpoints" / "step-2" / "manifest.json").unlink()
     for change, said in (
         ("--model.num_layers=1", "this run's model, which lacks"),
         ("--model.embeddings_are_tied=true", "(embed.weight, head.weight)"),

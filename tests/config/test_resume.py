@@ -1,0 +1,72 @@
+"""The table of what a resume does with a changed field."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from titan_moe.config import Recipe
+from titan_moe.config.recipe import Recipe as RecipeType
+from titan_moe.config.resume import CHANGES, DEFAULT, Change, change_of, compare, flatten
+from titan_moe.config.schema import all_keys
+
+
+def test_every_entry_is_a_section_or_a_field() -> None:
+    assert sorted(CHANGES.keys() - all_keys(RecipeType).keys()) == []
+
+
+def test_every_section_has_an_entry() -> None:
+    sections = {key.partition(".")[0] for key in all_keys(RecipeType)}
+    assert sorted(sections - CHANGES.keys()) == []
+
+
+@pytest.mark.parametrize(
+    ("dotted", "expected"),
+    [
+        ("model.moe.top_k", Change.REFUSED),  # by its section
+        ("model.moe.aux_loss_coef", Change.TOLD),
+        ("model.name", Change.FREE),
+        ("run.seed", Change.REFUSED),
+        ("parallel.ep", Change.FREE),
+        ("model.moe.a_new_field", Change.REFUSED),
+        ("parallel.a_new_field", Change.FREE),
+        ("a_new_section.field", DEFAULT),
+    ],
+)
+def test_the_longest_entry_decides(dotted: str, expected: Change) -> None:
+    assert change_of(dotted) is expected
+
+
+def test_no_entry_repeats_that_of_its_section() -> None:
+    nested = {key: key.rpartition(".")[0] for key in CHANGES if "." in key}
+    assert [key for key, section in nested.items() if CHANGES[key] is change_of(section)] == []
+
+
+def test_equal_recipes_do_not_differ_after_json() -> None:
+    recipe = Recipe()
+    changes = compare(json.loads(json.dumps(flatten(recipe))), recipe)
+    assert (changes.told, changes.refused) == ([], [])
+    assert flatten(recipe).keys() == {name for name, key in all_keys(RecipeType).items() if not key.is_section}
+
+
+def test_changes_name_both_values() -> None:
+    before = Recipe()
+    moe = replace(before.model.moe, top_k=3, aux_loss_coef=0.01)
+    after = replace(
+        before,
+        model=replace(before.model, moe=moe, name="other"),
+        run=replace(before.run, folder="elsewhere", device="cpu"),
+    )
+    changes = compare(flatten(before), after)
+    assert changes.refused == ["model.moe.top_k = 3 (was 2)"]
+    assert changes.told == ['run.device = "cpu" (was "auto")', "model.moe.aux_loss_coef = 0.01 (was 0.0)"]
+
+
+def test_fields_of_other_versions() -> None:
+    saved = flatten(Recipe())
+    saved["model.gone"] = 1
+    del saved["model.moe.top_k"], saved["optim.lr"]
+    assert compare(saved, Recipe()).refused == []
+    recipe = Recipe()
+    other = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, top_k=4)))
+    assert compare(saved, other).refused == ["model.moe.top_k = 4 (was 2)"]
