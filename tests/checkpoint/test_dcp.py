@@ -391,7 +391,7 @@ def test_checkpoint_of_other_data_is_refused(one_rank, tmp_path, monkeypatch):
     run.checkpointer.close()
     other = checkpoint_case.CheckpointCase(tmp_path, CheckpointConfig())
     monkeypatch.setattr(other.loader, "fingerprint", lambda: "99 tokens")
-    with pytest.raises(RecipeError, match="the data differs .*it was 100 tokens, it is 99 tokens; set it back, or"):
+    with pytest.raises(RecipeError, match="the data differs .*it was 100 tokens, it is 99 tokens; restore it, or"):
         other.checkpointer.load()
     other.checkpointer.close()
 

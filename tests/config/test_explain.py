@@ -40,6 +40,10 @@ def test_explain_field_with_an_underscore_has_its_name_in_recipes() -> None:
     assert explain("model.class").startswith("model.class: a string")
 
 
+def test_explain_says_that_the_class_of_a_model_is_code() -> None:
+    assert "The class is code: a run imports and executes it." in " ".join(explain("model.class").split())
+
+
 def test_explain_section_lists_fields_and_inner_sections() -> None:
     text = explain("model")
     assert "hidden_size = 128" in text and "[model.moe]" in text and "decoder-only" in text

@@ -1,5 +1,7 @@
 """Corpora on disk and their samples, compared with a brute-force reading of the same documents."""
 
+import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +77,34 @@ def test_corpus_id_outside_the_vocabulary_is_refused() -> None:
     assert corpus.read(0, 2).tokens.tolist() == [1, 2]
     with pytest.raises(ValueError, match="token id 300.*below 256"):
         corpus.read(1, 3)
+
+
+class Command:
+    """An object whose pickle makes a file when it is loaded."""
+
+    def __init__(self, makes: Path) -> None:
+        self.makes = makes
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.makes}",)
+
+
+@pytest.mark.parametrize("kind", ["array of objects", "pickle", "numbers of another kind", "empty"])
+def test_corpus_with_a_crafted_file_runs_nothing(corpus: Corpus, tmp_path: Path, kind: str) -> None:
+    made, file = tmp_path / "made", tmp_path / "documents.idx"
+    with file.open("wb") as stream:
+        if kind == "array of objects":
+            np.save(stream, np.array([Command(made)], dtype=object), allow_pickle=True)
+        elif kind == "pickle":
+            pickle.dump(Command(made), stream)
+        elif kind == "numbers of another kind":
+            np.save(stream, np.array([[1.5]]))
+    with pytest.raises(ValueError, match=rf"{file} is damaged: .*; remove the folder {tmp_path}, and it is"):
+        open_corpus(tmp_path, np.dtype("u1"), vocab_size=256)
+    assert not made.exists()
+
+
+def test_corpus_that_was_shortened_is_refused(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "tokens.bin").write_bytes((tmp_path / "tokens.bin").read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"tokens.bin is damaged: it has 17 bytes instead of 18; remove the folder"):
+        open_corpus(tmp_path, np.dtype("u1"), vocab_size=256)

@@ -176,3 +176,14 @@ def test_datasets_unreadable_row_error_names_the_file(
     for is_streamed in (False, True):
         with pytest.raises(ValueError, match=r"data.files = '.*/b.jsonl': "):
             open_loader(json_recipe(is_streamed=is_streamed, files=str(tmp_path / "b.jsonl"))).next_step()
+
+
+def test_datasets_of_pickles_are_refused(
+    tmp_path: Path, json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    (tmp_path / "a.pkl").write_bytes(b"cposix\nsystem\n(S'touch " + str(tmp_path / "made").encode() + b"'\ntR.")
+    for is_streamed in (True, False):
+        recipe = json_recipe(path="pandas", files=str(tmp_path / "a.pkl"), is_streamed=is_streamed)
+        with pytest.raises(ValueError, match='data.path = "pandas" reads pickles, which can run code'):
+            open_loader(recipe).next_step()
+    assert not (tmp_path / "made").exists()

@@ -193,12 +193,15 @@ class Checkpointer:
             logger.warning("%s has no manifest: its files, its recipe and its data cannot be compared", folder)
             return
         changes = compare(manifest.recipe, self.recipe)
-        refused = [f"{change} differs from {folder}, and may not change in a run" for change in changes.refused]
+        refused = [
+            f"{change} differs from {folder} and may not change in a run; set it back" for change in changes.refused
+        ]
         if manifest.data != self._data and not refused:
-            refused = [f"the data differs from that of {folder}: it was {manifest.data}, it is {self._data}"]
+            difference = f"it was {manifest.data}, it is {self._data}"
+            refused = [f"the data differs from that of {folder}: {difference}; restore it"]
         if refused:
-            way_out = "set it back, or start another run.folder from its weights with checkpoint.load_from"
-            raise RecipeError([f"{problem}; {way_out}" for problem in refused])
+            way_out = "or start another run.folder from its weights with checkpoint.load_from"
+            raise RecipeError([f"{problem}, {way_out}" for problem in refused])
         if changes.told:
             logger.warning("the recipe has changed since %s: %s", folder, "; ".join(changes.told))
 

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures import Future as SaveFuture
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from torch.futures import Future
 from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.checkpoint.manifest import FileHash, Manifest
 from titan_moe.checkpoint.metadata import read_metadata
+
+_LARGE_BYTES = 1 << 20
 
 
 def save(
@@ -58,15 +61,25 @@ class _HashedResult(WriteResult):
 
 
 class _HashedFile(io.BufferedWriter):
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    """A new file with the hash of what is written to it. Large tensors are hashed while they are written."""
+
+    def __init__(self, path: str | os.PathLike[str], hasher: Executor) -> None:
         super().__init__(io.FileIO(path, "w"))
+        self._hasher = hasher
         self._sha256 = hashlib.sha256()
         self._num_bytes = 0
 
     def write(self, data: Any) -> int:
-        self._sha256.update(data)
-        self._num_bytes += memoryview(data).nbytes
-        return super().write(data)
+        num_bytes = memoryview(data).nbytes
+        self._num_bytes += num_bytes
+        if num_bytes < _LARGE_BYTES:
+            self._sha256.update(data)
+            return super().write(data)
+        hashing = self._hasher.submit(self._sha256.update, data)
+        try:
+            return super().write(data)
+        finally:
+            hashing.result()  # `data` is valid until this call returns
 
     @property
     def hash(self) -> FileHash:
@@ -86,7 +99,7 @@ class _HashingFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _HashedFile(path) as file:
+        with ThreadPoolExecutor(1) as hasher, _HashedFile(path, hasher) as file:
             yield file
         self.hashes[Path(path).name] = file.hash
 
