@@ -293,7 +293,7 @@ def test_checkpoint_manifest_has_the_hash_of_every_file(two_ranks_folder):
         assert manifest is not None and manifest.data == "100 tokens" and manifest.recipe["optim.warmup_steps"] == 3
         files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST_FILE}
         assert files.keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
-        expected = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+        expected = {name: FileHash(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
         assert manifest.files == expected
 
 

@@ -29,6 +29,9 @@ class Counter:
     def __init__(self):
         self.count = 0
 
+    def fingerprint(self):
+        return "random numbers"
+
     def state_dict(self):
         return {"count": self.count}
 
@@ -46,9 +49,9 @@ class Run:
         self.optimizers = build_optimizer([self.model], OPTIM)
         self.schedules = build_schedule(self.optimizers, OPTIM, 8)
         self.loader, self.counter = Counter(), Counter()
-        config = CheckpointConfig(is_async=is_async)
+        recipe = Recipe(checkpoint=CheckpointConfig(is_async=is_async), optim=OPTIM)
         states = (self.optimizers, self.schedules, self.loader, self.counter)
-        self.checkpointer = Checkpointer(config, folder, [self.model], *states)
+        self.checkpointer = Checkpointer(recipe, folder, [self.model], *states)
 
     def train(self, num_steps):
         losses = []

@@ -11,14 +11,15 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 """Increase it when an older version could not read, or would misread, a checkpoint."""
 
 
-class FileHash(NamedTuple):
+@dataclass(frozen=True)
+class FileHash:
     """Size and hash of a file, as it was written."""
 
     num_bytes: int
@@ -58,7 +59,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     if contents.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST_FILE} has the format {contents.get('format')}, but this version reads {FORMAT}")
     try:
-        files = {name: FileHash(*file) for name, file in contents["files"].items()}
+        files = {name: FileHash(**file) for name, file in contents["files"].items()}
         return Manifest(dict(contents["recipe"]), contents["data"], files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{MANIFEST_FILE} lacks a part") from error
