@@ -13,6 +13,7 @@ def test_explain_field_shows_type_default_purpose_and_values() -> None:
         "    The function of router logits that gives scores.",
         '    "softmax" Softmax over all experts.',
         '    "sigmoid" Sigmoid of each logit (arXiv:2408.15664).',
+        "    A resume may not change it.",
     ]
 
 

@@ -6,6 +6,7 @@ import textwrap
 
 from titan_moe.config.parse import RecipeError, unknown_key
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.resume import change_of
 from titan_moe.config.schema import Key, all_keys, docstring_of, in_toml, keys_of, type_in_words
 
 LINE_WIDTH = 100
@@ -14,7 +15,8 @@ VALUE = re.compile(r"^`([^`]+)`: ", re.MULTILINE)
 
 
 def explain(dotted_key: str) -> str:
-    """Describe a field (type, default, purpose, values) or a section (its purpose and its fields).
+    """Describe a field (type, default, purpose, values, whether a resume may change it) or a section (its
+    purpose and its fields).
 
     Raises: RecipeError for an unknown key, with the nearest known one.
     """
@@ -22,7 +24,8 @@ def explain(dotted_key: str) -> str:
     if key is None:
         raise RecipeError([unknown_key(dotted_key)])
     if not key.is_section:
-        return f"{key.dotted}: {type_in_words(key)}, {in_toml(key.default)} by default\n{_purpose(key)}"
+        title = f"{key.dotted}: {type_in_words(key)}, {in_toml(key.default)} by default"
+        return f"{title}\n{_purpose(key)}\n{_wrap(change_of(key.dotted).value)}"
     lines = [f"[{key.dotted}]", textwrap.indent(inspect.getdoc(key.type) or "", "    "), ""]
     for inner in keys_of(key.type, f"{key.dotted}."):
         title = f"[{inner.dotted}]" if inner.is_section else f"{inner.name} = {in_toml(inner.default)}"

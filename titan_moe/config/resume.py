@@ -10,13 +10,13 @@ from titan_moe.config.schema import all_keys, in_toml, keys_of
 
 
 class Change(Enum):
-    """What a resume does with a field that differs from the checkpoint's."""
+    """What a resume does with a field that differs from the checkpoint's, as `--explain` says it."""
 
-    FREE = "free"
+    FREE = "A resume may change it."
     """It changes no number that the run trains on, beyond rounding of sums over ranks. Nothing is said."""
-    TOLD = "told"
+    TOLD = "A resume may change it; the log names both values."
     """It is a choice that may change within a run. The log names the old and the new value."""
-    REFUSED = "refused"
+    REFUSED = "A resume may not change it."
     """The weights, the optimizer's state or the position in the data would mean something else."""
 
 
