@@ -373,14 +373,16 @@ def test_checkpoint_with_a_crafted_value_or_tensor_runs_nothing(one_rank, tmp_pa
     with monkeypatch.context() as careless:
         careless.setattr(storage, "_PlainSavePlanner", DefaultSavePlanner)
         run.checkpointer.save(3)
-    with pytest.raises(CheckpointMismatch, match=r"dataloader.order names posix.system, which is not data; .*step-1"):
+    with pytest.raises(CheckpointMismatch, match=r"__0_0.distcp: dataloader.order names posix.system, .*step-1"):
         run.checkpointer.load()
     run.loader.state["order"] = "first"
     with monkeypatch.context() as careless:
         careless.setattr(storage, "_PlainSavePlanner", DefaultSavePlanner)
-        careless.setattr(torch, "save", lambda _, file, save=torch.save: save(Command(tmp_path / "made"), file))
+        save = torch.save
+        crafted = lambda value: Command(tmp_path / "made") if isinstance(value, torch.Tensor) else value  # noqa: E731
+        careless.setattr(torch, "save", lambda value, file: save(crafted(value), file))
         run.checkpointer.save(4)
-    with pytest.raises(CheckpointMismatch, match=r"names posix.system, which is not data"):
+    with pytest.raises(CheckpointMismatch, match=r"__0_0.distcp: a tensor names posix.system, which is not data"):
         run.checkpointer.load()
     assert not (tmp_path / "made").exists()
     run.checkpointer.close()

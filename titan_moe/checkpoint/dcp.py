@@ -1,7 +1,6 @@
 """Save and resume a run with torch.distributed.checkpoint. The last complete checkpoint is never lost."""
 
 import logging
-import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -233,7 +232,8 @@ class Checkpointer:
         try:
             read()
         except CheckpointException as error:
-            reasons = "; ".join(sorted({_reason(failure[0]) for failure in error.failures.values()}))
+            failures = [failure[0] for failure in error.failures.values()]
+            reasons = "; ".join(sorted({str(failure) or type(failure).__name__ for failure in failures}))
             raise CheckpointMismatch(
                 f"checkpoint {folder} does not fit this run's model or states, or is damaged: {reasons}; {way_out}"
             ) from error
@@ -280,10 +280,3 @@ def _try_read_manifest(folder: Path) -> tuple[Manifest | None, str]:
         return read_manifest(folder), ""
     except ValueError as error:
         return None, str(error)
-
-
-def _reason(failure: BaseException) -> str:
-    """One sentence for the failure of a rank to load a checkpoint."""
-    if isinstance(failure, pickle.UnpicklingError):
-        return f"a tensor {storage.what_is_named(failure)}"
-    return str(failure) or type(failure).__name__

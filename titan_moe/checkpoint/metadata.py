@@ -56,7 +56,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
             return ALLOWED[module, name]
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not data; nothing of it was run")
 

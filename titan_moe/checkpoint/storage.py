@@ -137,8 +137,26 @@ class _Writer(FileSystemWriter):
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
 
+class _NamingFiles(FileSystem):
+    """Local files. What is wrong with the content of one is told with its name."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            try:
+                yield stream
+            except pickle.UnpicklingError as error:
+                raise ValueError(f"{Path(path).name}: a tensor {_what_is_named(error)}") from error
+            except ValueError as error:
+                raise ValueError(f"{Path(path).name}: {error}") from error
+
+
 class _Reader(FileSystemReader):
     """DCP's reader of files, which would run what the metadata file names."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _NamingFiles()
 
     def read_metadata(self) -> Metadata:
         metadata = read_metadata(Path(self.path) / METADATA_FILE)
@@ -166,7 +184,7 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, plain)  # which unpickles what has just been pickled here
 
 
-def what_is_named(error: pickle.UnpicklingError) -> str:
+def _what_is_named(error: pickle.UnpicklingError) -> str:
     """One sentence for the refusal of torch.load, whose own text suggests to run the file."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     if named is None:
@@ -179,4 +197,4 @@ def _load_plain(value: io.BytesIO, name: str) -> Any:
     try:
         return torch.load(value, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{name} {what_is_named(error)}") from error
+        raise ValueError(f"{name} {_what_is_named(error)}") from error
