@@ -41,6 +41,7 @@ KEPT = {
     "run.seed": "another seed is another run",
     "run.device": "a GPU host can try a recipe on its CPU",
     "run.is_deterministic": "two runs that differ in nothing: how a defect is found",
+    "run.step_timeout_minutes": "a hung run ends; how long a step may take differs by run",
     "model.class": "a model of one's own",
     "model.name": "what the logs call a shape",
     "model.vocab_size": "shape of every model",

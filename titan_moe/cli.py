@@ -16,6 +16,8 @@ from titan_moe.config.explain import explain
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.parse import nearest_key, split_overrides
 from titan_moe.plan.check_report import describe
+from titan_moe.train.failure import EXIT_FAILED, plain_words
+from titan_moe.train.parent_death import die_with_parent
 
 EXIT_BAD_RECIPE = 2
 EXIT_INTERRUPTED = 130
@@ -86,6 +88,8 @@ def _closed_pipe_ignored() -> Iterator[None]:
 def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     """Train or trace, in this process or on ranks started by torchrun."""
     world_size = int(os.environ.get("WORLD_SIZE", nproc or 1))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
     if nproc not in (None, world_size):
         problem = f"--nproc {nproc}, but WORLD_SIZE = {world_size} is set, as for a rank of a launcher"
         raise RecipeError([f"{problem}; omit --nproc, or unset WORLD_SIZE and RANK"])
@@ -103,7 +107,15 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
             from titan_moe.train.trace import run
         else:
             from titan_moe.train.trainer import run
-    run(recipe)
+    try:
+        run(recipe)
+    except (RecipeError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # not every error of torch.distributed.checkpoint is an Exception
+        if words := plain_words(error, recipe.run.folder):
+            print(f"titan-moe: {words}", file=sys.stderr)
+            return EXIT_FAILED
+        raise
     return 0
 
 

@@ -1,5 +1,9 @@
 """Ranks started by `--nproc`: their messages and exit codes are those of the command."""
 
+import os
+import signal
+import time
+
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -42,3 +46,54 @@ def test_launch_returns_the_signal_of_a_killed_rank(tiny, tmp_path) -> None:
     stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + 9
     assert "titan-moe: rank 1 was ended by SIGKILL" in stderr
+
+
+def test_launch_prints_the_first_failure_last(tiny, tmp_path) -> None:
+    (tmp_path / "failing.py").write_text(
+        "import os\n"
+        "from titan_moe.models.transformer import Transformer\n"
+        "class Model(Transformer):\n"
+        "    num_calls = 0\n"
+        "    def forward(self, *args, **kwargs):\n"
+        "        self.num_calls += 1\n"
+        "        if self.num_calls == 3 and os.environ['RANK'] == '1':\n"
+        "            raise ArithmeticError('these are the words')\n"
+        "        return super().forward(*args, **kwargs)\n"
+    )
+    process = tiny().start("--nproc", "2", "--model.class=failing:Model", folder=tmp_path)
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 1
+    last_line = stderr.strip().splitlines()[-1]
+    assert last_line == "titan-moe: rank 1 failed first: ArithmeticError: these are the words"
+    assert "torch/distributed/elastic" not in stderr
+
+
+def test_launch_ranks_end_with_a_killed_launcher(tiny) -> None:
+    run = tiny("--train.steps=100000")
+    process = run.start("--nproc", "2")
+    while process.poll() is None and len(run.column("loss")) < 3:
+        time.sleep(0.05)
+    ranks = children_of(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 60
+    while any(is_running(rank) for rank in ranks) and time.monotonic() < end:
+        time.sleep(0.1)
+    left = [rank for rank in ranks if is_running(rank)]
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert left == []
+
+
+def children_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(word) for word in file.read().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

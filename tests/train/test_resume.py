@@ -71,7 +71,7 @@ def test_resume_after_kills_at_random_steps(tiny, straight, saves: str, rng: ran
     assert_same_state(run.checkpoint(STEPS), straight.checkpoint(STEPS))
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (signal.SIGHUP, 0)])
 def test_resume_of_a_stopped_run(tiny, straight, number: signal.Signals, exit_code: int, rng: random.Random) -> None:
     run = tiny(*RUN, "--checkpoint.every_steps=0")
     said = finish(run.start_signalled(rng.randrange(1, 60), number, rng.uniform(0, 0.03)), exit_code)

@@ -1,6 +1,9 @@
 """The run lock: one run at a time in a folder, and no folder after a refusal."""
 
+import os
+import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -14,12 +17,14 @@ pytestmark = pytest.mark.slow
 
 def test_run_lock_refuses_a_second_run(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
+    holder = rf"is in use by another run \(process {os.getpid()} on {re.escape(socket.gethostname())}\)"
     with run_lock(folder):
-        with pytest.raises(RecipeError, match="is in use by another run"), run_lock(folder):
+        with pytest.raises(RecipeError, match=holder), run_lock(folder):
             pass
         (folder / "recipe.toml").write_text("")
     with run_lock(folder):
         assert (folder / "recipe.toml").exists()
+    assert [path.name for path in folder.iterdir()] == ["recipe.toml"]
 
 
 def test_run_lock_is_released_by_a_killed_run(tiny) -> None:

@@ -24,6 +24,11 @@ class RunConfig:
     `cuda`: GPUs; an error without one."""
     is_deterministic: bool = False
     """Allow only deterministic algorithms, which are slower on GPUs. CPU runs are deterministic without it."""
+    step_timeout_minutes: float = 10.0
+    """Limit of a step, in minutes; fractions are allowed. A rank that waits longer ends with exit code 1 and names the
+    rank that is late, its step and the collective; so do all ranks, if a rank is stopped or lost. The first step, which
+    compiles, and saves and validations may take six times as long; the start of a run has no limit of its own. An
+    exchange over symmetric memory waits half of it. 0 sets no limit."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Memory-mapped tokens with their document boundaries, and the fixed-length samples cut from them."""
+"""Tokens with their document boundaries, and the fixed-length samples cut from them."""
 
 import hashlib
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_moe.data.packing import Sample
+from titan_moe.data.token_file import TokenFile
 
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.idx"
@@ -18,13 +19,17 @@ _NUM_SAMPLES = 1024
 
 
 class Corpus:
-    """One long sequence of tokens, memory-mapped from one or more files, and the end of each document.
+    """One long sequence of tokens, read from one or more files, and the end of each document.
 
     `document_ends[i]` is the position after the last token of document i. The end-of-document token belongs to it.
     """
 
     def __init__(
-        self, parts: Sequence[np.ndarray], document_ends: np.ndarray, vocab_size: int, content_hash: str = ""
+        self,
+        parts: Sequence[np.ndarray | TokenFile],
+        document_ends: np.ndarray,
+        vocab_size: int,
+        content_hash: str = "",
     ) -> None:
         self.document_ends = document_ends
         self._content_hash = content_hash
@@ -152,7 +157,7 @@ def write_document_ends(folder: Path, ends: np.ndarray) -> None:
 
 
 def open_corpus(folder: Path, dtype: np.dtype, vocab_size: int) -> Corpus:
-    """Memory-map the files of `write_corpus`.
+    """Open the files of `write_corpus`.
 
     Raises: ValueError for a corpus without tokens, or with a damaged file.
     """
@@ -163,7 +168,7 @@ def open_corpus(folder: Path, dtype: np.dtype, vocab_size: int) -> Corpus:
     if file.stat().st_size != num_bytes:
         raise _damaged(file, f"it has {file.stat().st_size:,} bytes instead of {num_bytes:,}")
     content_hash = (folder / HASH_FILE).read_text()
-    return Corpus([np.memmap(file, dtype=dtype, mode="r")], document_ends, vocab_size, content_hash)
+    return Corpus([TokenFile(file, dtype)], document_ends, vocab_size, content_hash)
 
 
 def open_document_ends(folder: Path) -> np.ndarray:

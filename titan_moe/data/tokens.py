@@ -1,4 +1,4 @@
-"""Pre-tokenised corpora: flat binary files of token ids, memory-mapped."""
+"""Pre-tokenised corpora: flat binary files of token ids."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +9,7 @@ from titan_moe.config.train import DataConfig
 from titan_moe.data.cache import Cache, describe_files
 from titan_moe.data.corpus import Corpus, open_document_ends, write_document_ends
 from titan_moe.data.text import find_files
+from titan_moe.data.token_file import TokenFile
 from titan_moe.data.tokenizer import Tokenizer
 
 _PROBE_TOKENS = 4096
@@ -17,7 +18,7 @@ _SCAN_TOKENS = 1 << 24
 
 
 def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Corpus:
-    """Map the files of `data.path` as one corpus, in sorted order.
+    """Open the files of `data.path` as one corpus, in sorted order.
 
     A document ends after the tokenizer's end-of-document id and at the end of its file. The ends are needed only for
     document attention and for a holdout; finding them reads every byte once, and the result is cached.
@@ -25,7 +26,7 @@ def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Co
     Raises: FileNotFoundError if no file matches; ValueError for files of another dtype or vocabulary.
     """
     files = find_files(data.path, "data.path")
-    parts = [_map_file(file, data, tokenizer) for file in files]
+    parts = [_open_file(file, data, tokenizer) for file in files]
     if not (data.document_attention or data.holdout_fraction > 0):
         return Corpus(parts, np.cumsum([len(part) for part in parts]), tokenizer.vocab_size)
     key = [describe_files(files), data.token_dtype, tokenizer.end_of_document]
@@ -36,7 +37,7 @@ def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Co
     return Corpus(parts, open_document_ends(cache.get("tokens", key, build)), tokenizer.vocab_size)
 
 
-def _map_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
+def _open_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> TokenFile:
     dtype = np.dtype(data.token_dtype).newbyteorder("<")
     size_bytes = file.stat().st_size
     if size_bytes == 0 or size_bytes % dtype.itemsize != 0:
@@ -44,7 +45,7 @@ def _map_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> np.ndarray:
             f"data.path: {file} has {size_bytes} bytes, not a multiple of the {dtype.itemsize} bytes of an id of "
             f"data.token_dtype = {data.token_dtype!r}; remove the file or correct data.token_dtype"
         )
-    tokens = np.memmap(file, dtype=dtype, mode="r")
+    tokens = TokenFile(file, dtype)
     _check_dtype(tokens[:_PROBE_TOKENS], file, data, tokenizer)
     return tokens
 
@@ -69,11 +70,11 @@ def _check_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokenizer: To
         raise ValueError(f"data.path: {found}, {rule}")
 
 
-def _find_document_ends(parts: list[np.ndarray], end_of_document: int | None) -> Iterator[np.ndarray]:
+def _find_document_ends(parts: list[TokenFile], end_of_document: int | None) -> Iterator[np.ndarray]:
     start = 0
     for part in parts:
         for offset in range(0, len(part) if end_of_document is not None else 0, _SCAN_TOKENS):
             yield np.flatnonzero(part[offset : offset + _SCAN_TOKENS] == end_of_document) + (start + offset + 1)
         start += len(part)
-        if part[-1] != end_of_document:
+        if part[-1:][0] != end_of_document:
             yield np.array([start])

@@ -1,13 +1,20 @@
 """Console output: one line per logged step and, on a terminal, a progress bar."""
 
+import logging
+import os
 import sys
 from typing import Any
 
 from tqdm import tqdm
 
+logger = logging.getLogger("titan_moe")
+
 
 class Console:
-    """Print lines to standard output. The progress bar goes to standard error, and only if that is a terminal."""
+    """Print lines to standard output. The progress bar goes to standard error, and only if that is a terminal.
+
+    A run goes on without its console: a lost terminal, a closed pipe or a full disk must not keep it from saving.
+    """
 
     def __init__(self, total_steps: int, first_step: int, unit: str, *, has_bar: bool) -> None:
         self.total_steps = total_steps
@@ -22,6 +29,19 @@ class Console:
 
     def write(self, record: dict[str, Any]) -> None:
         """Print a record as a line, above the bar if there is one."""
+        try:
+            self._print(record)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.bar = None
+            logger.warning("standard output is lost (%s); the run goes on, its records are in metrics.jsonl", error)
+
+    def close(self) -> None:
+        """Close the bar. It stays visible."""
+        if self.bar is not None:
+            self.bar.close()
+
+    def _print(self, record: dict[str, Any]) -> None:
         line = format_line(record, self.total_steps, self.unit)
         if self.bar is None:
             print(line, flush=True)
@@ -30,11 +50,6 @@ class Console:
             sys.stdout.flush()
             if "loss" in record:
                 self.bar.set_postfix_str(format_postfix(record, self.unit))
-
-    def close(self) -> None:
-        """Close the bar. It stays visible."""
-        if self.bar is not None:
-            self.bar.close()
 
 
 def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:

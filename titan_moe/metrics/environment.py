@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from titan_moe.metrics.whole_file import write_whole
+
 PACKAGES = ("titan_moe", "torch", "triton", "torchtitan", "torchao")
 
 
@@ -20,7 +22,7 @@ def write_environment(run_folder: Path) -> dict[str, Any]:
     no user name, because run folders are published."""
     environment = describe_environment()
     run_folder.mkdir(parents=True, exist_ok=True)
-    (run_folder / "environment.json").write_text(json.dumps(environment, indent=2) + "\n")
+    write_whole(run_folder / "environment.json", json.dumps(environment, indent=2) + "\n")
     return environment
 
 

@@ -11,6 +11,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.missing_rank import MissingRank
 from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
+from titan_moe.kernels.symm_mem.barrier import SPIN_LIMIT_SECONDS
 from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.fsdp import DTYPES
@@ -52,6 +53,8 @@ def share_memory(
         others = dispatchers_that(lambda facts: facts.moves_rows and not facts.shares_memory)
         setting = f'parallel.dispatcher = "{recipe.parallel.dispatcher}"'
         raise RecipeError([f"{setting} cannot share memory here: {error}; take {others}"]) from error
-    missing = MissingRank(memory.local, dist.get_process_group_ranks(group))
+    # half: then the ranks that are not late end within the limit of a step, with the name of the one that is
+    limit_seconds = 60 * recipe.run.step_timeout_minutes / 2 or SPIN_LIMIT_SECONDS
+    missing = MissingRank(memory.local, dist.get_process_group_ranks(group), limit_seconds)
     capacity.failed, capacity.check = missing.failed, missing.check
     return memory

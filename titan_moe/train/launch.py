@@ -4,35 +4,77 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
 
+from titan_moe.train.failure import EXIT_BAD_RECIPE, Failure, recorded_failures
+from titan_moe.train.parent_death import LAUNCHER_PID
 from titan_moe.train.process import EXIT_BY_SIGNAL
+
+SIGNALS_OPTION = "--signals-to-handle"
+CONSEQUENCE_S = 5.0
+"""When a rank is killed, others report a broken connection within this time. After a failure torchrun sends SIGTERM to
+all ranks, and later than this SIGKILL to those that do not end."""
 
 
 def launch(num_ranks: int, argv: Sequence[str]) -> int:
     """Run `titan-moe` with these arguments on every rank. Returns the exit code of the first rank that failed, or 0.
 
     For a failed rank or a signal, torchrun prints a traceback of its own and exits with 1. Here the ranks' own messages
-    and exit code remain. After SIGTERM the ranks save, for which torchrun waits 30 seconds;
+    and exit code remain, and the last line has the words of the first failure: other ranks fail because of it, and
+    print more. After SIGTERM or SIGHUP the ranks save, for which torchrun waits 30 seconds;
     TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.13) sets another limit, also for ranks that hang after another one failed.
     """
     sys.stdout.flush()
     # divide the cores between ranks: torchrun would set one thread per rank, with a long warning
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    try:
-        torchrun(["--standalone", "--nproc-per-node", str(num_ranks), "-m", "titan_moe", *argv])
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode > 0:
-            return failure.exitcode
-        print(f"titan-moe: rank {rank} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
-        return EXIT_BY_SIGNAL - failure.exitcode
-    except SignalException as stopped:
-        return EXIT_BY_SIGNAL + stopped.sigval
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    for name in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="titan_moe-") as logs:
+        options = ["--standalone", "--nproc-per-node", str(num_ranks), "--log-dir", logs, *_signals_to_handle()]
+        try:
+            torchrun([*options, "-m", "titan_moe", *argv])
+        except ChildFailedError as error:
+            return _report(error, Path(logs))
+        except SignalException as stopped:
+            return EXIT_BY_SIGNAL + stopped.sigval
+        finally:
+            del os.environ[LAUNCHER_PID]
     return 0
+
+
+def _report(error: ChildFailedError, logs: Path) -> int:
+    """Print the first failure of all ranks, unless all have refused the same recipe; returns its exit code."""
+    failures = recorded_failures(logs)
+    for rank, ended in error.failures.items():
+        if ended.exitcode < 0 and not _is_ended_by_torchrun(ended, failures):
+            print(f"titan-moe: rank {rank} was ended by {signal.Signals(-ended.exitcode).name}", file=sys.stderr)
+            return EXIT_BY_SIGNAL - ended.exitcode
+    if not failures:
+        return error.get_first_failure()[1].exitcode
+    first = failures[0]
+    if first.exit_code != EXIT_BAD_RECIPE or len({failure.words for failure in failures}) > 1:
+        print(f"titan-moe: rank {first.rank} failed first: {first.words}", file=sys.stderr)
+    return first.exit_code
+
+
+def _is_ended_by_torchrun(ended: ProcessFailure, failures: list[Failure]) -> bool:
+    """Whether torchrun has ended a rank by a signal, because another one has failed."""
+    if not failures:
+        return False
+    return -ended.exitcode == signal.SIGTERM or ended.timestamp > failures[0].time_s + CONSEQUENCE_S
+
+
+def _signals_to_handle() -> list[str]:
+    """Options that leave SIGHUP ignored, as under `nohup`, where torchrun would end the ranks."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    is_known = SIGNALS_OPTION in get_args_parser()._option_string_actions
+    return [SIGNALS_OPTION, "SIGTERM,SIGINT,SIGQUIT"] if is_ignored and is_known else []

@@ -3,31 +3,41 @@
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import FrameType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
+from titan_moe.train.failure import record_failure
 
 EXIT_BY_SIGNAL = 128
 """The exit code of a process ended by a signal is this plus the signal's number."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PATIENCE = 6
+"""Limit of the first step, which compiles, and of saves and validations, over that of a step."""
+LEAST_TIMEOUT_MINUTES = 30.0
+"""PyTorch's default for gloo."""
 
 
 @contextmanager
 def process_group(config: RunConfig) -> Iterator[torch.device]:
     """Initialise the process group, of torchrun's ranks or of this process alone. Yields this rank's device.
 
+    An error of the enclosed code is recorded for the launcher, and stays the one that is raised.
+
     Raises: RecipeError if the recipe needs CUDA and this rank has no GPU.
     """
     device = _device(config)
     # gloo beside NCCL: stop signals and checkpoint plans are exchanged on the host
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with _determinism(config.is_deterministic):
+    with _determinism(config.is_deterministic), _timeouts(config.step_timeout_minutes):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if "RANK" in os.environ:
@@ -39,10 +49,20 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
             if device.type == "cuda":  # all ranks: symmetric memory must not be freed while a peer still reads it
                 torch.cuda.synchronize(device)
                 dist.all_reduce(torch.zeros(1))
+        except BaseException as error:  # not every error of torch.distributed.checkpoint is an Exception
+            record_failure(error, config.folder)
+            with suppress(Exception):  # the first error's words are the last ones printed
+                _destroy_groups()
+            raise
         finally:
-            dist.destroy_process_group()
-            # DTensor's caches keep meshes, and with them process groups, alive
-            _clear_sharding_prop_cache()
+            if dist.is_initialized():
+                _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    dist.destroy_process_group()
+    # DTensor's caches keep meshes, and with them process groups, alive
+    _clear_sharding_prop_cache()
 
 
 def _device(config: RunConfig) -> torch.device:
@@ -59,6 +79,23 @@ def _device(config: RunConfig) -> torch.device:
 
 
 @contextmanager
+def _timeouts(minutes: float) -> Iterator[None]:
+    """Set the timeouts of NCCL and gloo for every group that is made meanwhile, meshes included. They are a last
+    resort: the watchdog's limits are shorter, and a backend names no late rank."""
+    defaults = ("default_pg_timeout", "default_pg_nccl_timeout")
+    previous = {name: getattr(distributed_c10d, name) for name in defaults}
+    timeout = timedelta(minutes=max(LEAST_TIMEOUT_MINUTES, (PATIENCE + 1) * minutes))
+    for name in defaults:
+        if previous[name] is not None:  # a build without NCCL
+            setattr(distributed_c10d, name, timeout)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            setattr(distributed_c10d, name, value)
+
+
+@contextmanager
 def _determinism(is_on: bool) -> Iterator[None]:
     """Set PyTorch's deterministic mode. cuBLAS reads its workspace setting at its first use."""
     if is_on:
@@ -72,10 +109,12 @@ def _determinism(is_on: bool) -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGTERM or Ctrl-C, reduced over ranks: all stop after the same step, also if they receive it at different ones.
+    """SIGTERM, SIGHUP or Ctrl-C, reduced over ranks: all stop after the same step, also if they receive it at different
+    ones.
 
-    A context manager; on exit it restores the previous handlers. A second Ctrl-C ends the run at once. A second SIGTERM
-    does not, because under SLURM the ranks receive it twice, from SLURM and from torchrun.
+    A context manager; on exit it restores the previous handlers. SIGHUP, which a lost terminal sends, stays ignored
+    under `nohup`. A second Ctrl-C ends the run at once. A second SIGTERM does so only some seconds later (watchdog.py),
+    because under SLURM the ranks receive it twice, from SLURM and from torchrun.
     """
 
     def __init__(self) -> None:
@@ -86,7 +125,8 @@ class StopSignal:
         self._work: dist.Work | None = None
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._previous = {number: signal.signal(number, self._receive) for number in heard}
         return self
 
     def __exit__(self, *_: Any) -> None:

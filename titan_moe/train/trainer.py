@@ -26,6 +26,7 @@ from titan_moe.data.loader import build_loader
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.environment import write_environment
 from titan_moe.metrics.meter import Meter
+from titan_moe.metrics.whole_file import write_whole
 from titan_moe.plan.check_report import abbreviate
 from titan_moe.plan.count import count_parameters, training_flops_per_token
 from titan_moe.profile.trace import StepTracer
@@ -39,6 +40,7 @@ from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
 from titan_moe.train.resolve_kernels import resolve_kernels
 from titan_moe.train.run_lock import run_lock
 from titan_moe.train.step import StepResult
+from titan_moe.train.watchdog import Watchdog
 
 logger = logging.getLogger("titan_moe")
 
@@ -52,14 +54,14 @@ def run(recipe: Recipe) -> None:
     that does not fit, a run folder in use. SystemExit after Ctrl-C, once the run is saved, and if the last step was
     skipped: the run is then not saved. After SIGTERM it returns.
     """
-    with process_group(recipe.run) as device:
+    with process_group(recipe.run) as device, Watchdog(recipe.run) as watchdog:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
         problems = check_rules(recipe, dist.get_world_size())
         if problems:
             raise RecipeError(problems)
         with ExitStack() as lock, attention_backend(recipe.perf.attention):
             run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))
-            exit_code = Trainer(recipe, device).train()
+            exit_code = Trainer(recipe, device, watchdog).train()
     if exit_code:
         raise SystemExit(exit_code)
 
@@ -83,8 +85,8 @@ class Progress:
 class Trainer:
     """One run on this rank: model, data, optimizer, checkpoints, metrics."""
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device = recipe, device
+    def __init__(self, recipe: Recipe, device: torch.device, watchdog: Watchdog) -> None:
+        self.recipe, self.device, self.watchdog = recipe, device, watchdog
         self.run_folder = Path(recipe.run.folder)
         self.is_main = dist.get_rank() == 0
         if self.is_main:
@@ -163,6 +165,7 @@ class Trainer:
             spikes.load_state(self.progress.spikes)
         with StopSignal() as stop:
             self._run_steps(stop)
+            self.watchdog.begin("the end of the run")
             self._read_skipped()
             if self.recipe.checkpoint.save_last_step or not self.is_finished:
                 self._save(is_last=True)
@@ -186,14 +189,17 @@ class Trainer:
         if self.progress.step == 0 and (aside := set_aside(self.run_folder)):
             logger.warning("%s has records and no checkpoint: they are now in %s", self.run_folder, aside)
         write_environment(self.run_folder)  # beside it, recipe.toml means this folder
-        (self.run_folder / "recipe.toml").write_text(dump_recipe(self.recipe))
+        write_whole(self.run_folder / "recipe.toml", dump_recipe(self.recipe))
 
     def _run_steps(self, stop: StopSignal) -> None:
         garbage = GarbageCollection(100)  # every 100 steps, at the same ones on all ranks
         tracer = StepTracer(self.recipe.profile, self.run_folder, dist.get_rank(), self.progress.step + 1)
         self.meter.start(self.progress.step, self.progress.tokens_seen)
         try:
-            while not self.is_finished and not self.has_diverged and not stop.poll():
+            while not self.is_finished and not self.has_diverged:
+                self.watchdog.begin_step(self.progress.step + 1)
+                if stop.poll():
+                    break
                 self._take_step()
                 tracer.step()
                 garbage.run(self.progress.step)
@@ -227,7 +233,7 @@ class Trainer:
             needed_factor=self.step.needed_factor,
         )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
-            with self.meter.paused():
+            with self.watchdog.during("a validation"), self.meter.paused():
                 batches = self.loader.validation_batches()
                 with self.step.step.capacity.unbounded():
                     loss = validation_loss(self.parts, batches, self.device, self.meshes.data_group)
@@ -237,7 +243,7 @@ class Trainer:
         if record or is_saved or self._is_due(recipe.train.max_skipped_in_row):
             self._read_skipped()
         if is_saved:
-            with self.meter.paused():
+            with self.watchdog.during("a save"), self.meter.paused():
                 self._save()
 
     def _read_skipped(self) -> None:

@@ -36,9 +36,10 @@ from torch import Tensor
 
 ALIGNMENT = 256
 """Arrays begin at multiples of it, in bytes."""
-HEADER_WORDS = 4
+HEADER_WORDS = 6
 """int32 words before the signals. Word 0 is 0 until a barrier on any rank gives up on a rank, then that rank + 1. Words
-2 and 3 are the address of an int32 in this rank's host memory that gets the same value, or 0."""
+2 and 3 are the address of an int32 in this rank's host memory that gets the same value, or 0. Words 4 and 5 are the
+limit of a barrier in nanoseconds, or 0 for the default."""
 
 
 class SymmArray(NamedTuple):

@@ -18,9 +18,10 @@ a smaller sum p + j. Beside other kernels the P programs, one warp each, start w
 acquires them, both at system scope, which includes peers; later kernels read after the wait. Signals must be 0 at
 first. Barriers over the same words must be launched in the same order on every rank, on one stream.
 
-*Timeout*: after SPIN_LIMIT_SECONDS a program gives up on its peer, writes that rank into the header of every rank's
-memory and to its host (dispatch/missing_rank.py), and leaves. From then on a barrier waits for a missing peer at most a
-millisecond, plans hold no rows (row_plan.py), and exchanged data are stale: the step is skipped.
+*Timeout*: after the limit in its header, or SPIN_LIMIT_SECONDS without one, a program gives up on its peer, writes that
+rank into the header of every rank's memory and to its host (dispatch/missing_rank.py), and leaves. From then on a
+barrier waits for a missing peer at most a millisecond, plans hold no rows (row_plan.py), and exchanged data are stale:
+the step is skipped.
 
 Physics: a round trip of atomics over the links, 4.6 microseconds between 8 H200s. Clock and header are read once in
 POLLS_PER_LOOK polls, so that a barrier without late ranks pays nothing.
@@ -33,7 +34,7 @@ from triton import knobs
 from titan_moe.kernels.symm_mem.arrays import HEADER_WORDS, SymmArray, peer_array
 
 SPIN_LIMIT_SECONDS = 300.0
-"""Half of NCCL's default timeout, whose watchdog ends the process and names no rank."""
+"""Default limit: half of NCCL's default timeout, whose watchdog ends the process and names no rank."""
 POLLS_PER_LOOK = 256
 
 
@@ -48,8 +49,8 @@ def _nanoseconds(num_polls, IS_INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _turn(
-    signal_ptr, old, new, header_ptr,
-    SEM: tl.constexpr, LIMIT_NS: tl.constexpr, POLLS_PER_LOOK: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    signal_ptr, old, new, header_ptr, limit_ns,
+    SEM: tl.constexpr, POLLS_PER_LOOK: tl.constexpr, IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Spin until a signal is swapped from `old` to `new`; returns whether it was in time."""
     is_turned = tl.atomic_cas(signal_ptr, old, new, sem=SEM, scope="sys") == old
@@ -62,22 +63,25 @@ def _turn(
         if num_polls % POLLS_PER_LOOK == 0:
             now_ns = _nanoseconds(num_polls, IS_INTERPRETED)
             begin_ns = tl.where(begin_ns == 0, now_ns, begin_ns)
-            gives_up = (now_ns - begin_ns > LIMIT_NS) | (tl.load(header_ptr, volatile=True) != 0)
+            gives_up = (now_ns - begin_ns > limit_ns) | (tl.load(header_ptr, volatile=True) != 0)
     return is_turned
 
 
 @triton.jit(do_not_specialize=["rank"])
 def _barrier_kernel(
     header_ptr, peer_ptrs_ptr, offset_bytes, rank,
-    HEADER_WORDS: tl.constexpr, LIMIT_NS: tl.constexpr, POLLS_PER_LOOK: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    HEADER_WORDS: tl.constexpr, DEFAULT_LIMIT_NS: tl.constexpr, POLLS_PER_LOOK: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     peer = tl.program_id(0)
     has_failed = tl.load(header_ptr) != 0  # an earlier barrier, on any rank
+    limit_ns = tl.load(header_ptr.to(tl.pointer_type(tl.int64)) + 2)  # read at run time, for recorded graphs too
+    limit_ns = tl.where(limit_ns == 0, DEFAULT_LIMIT_NS, limit_ns)
     there = peer_array(peer_ptrs_ptr, peer, offset_bytes, header_ptr) + HEADER_WORDS + rank
-    has_come = _turn(there, 0, 1, header_ptr, "release", LIMIT_NS, POLLS_PER_LOOK, IS_INTERPRETED)
+    has_come = _turn(there, 0, 1, header_ptr, limit_ns, "release", POLLS_PER_LOOK, IS_INTERPRETED)
     if has_come:
         here = header_ptr + HEADER_WORDS + peer
-        has_come = _turn(here, 1, 0, header_ptr, "acquire", LIMIT_NS, POLLS_PER_LOOK, IS_INTERPRETED)
+        has_come = _turn(here, 1, 0, header_ptr, limit_ns, "acquire", POLLS_PER_LOOK, IS_INTERPRETED)
     if has_failed | (has_come == 0):
         missing = tl.atomic_cas(header_ptr, 0, peer + 1)
         if missing == 0:  # all ranks report the first missing rank
@@ -94,6 +98,6 @@ def symm_barrier(signals: SymmArray, rank: int) -> None:
     num_ranks = signals.peer_ptrs_P.numel()
     _barrier_kernel[(num_ranks,)](
         signals.local, signals.peer_ptrs_P, signals.offset_bytes, rank,
-        HEADER_WORDS=HEADER_WORDS, LIMIT_NS=int(SPIN_LIMIT_SECONDS * 1e9), POLLS_PER_LOOK=POLLS_PER_LOOK,
+        HEADER_WORDS=HEADER_WORDS, DEFAULT_LIMIT_NS=int(SPIN_LIMIT_SECONDS * 1e9), POLLS_PER_LOOK=POLLS_PER_LOOK,
         IS_INTERPRETED=knobs.runtime.interpret, num_warps=1,
     )  # fmt: skip

@@ -1,0 +1,65 @@
+"""The first failure of a run is told in its own words, disk full and the like in one sentence."""
+
+import errno
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titan_moe.config import RecipeError
+from titan_moe.train.failure import plain_words, record_failure, recorded_failures
+
+
+def full(path: str | None = None) -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device", path)
+
+
+def test_failure_recorded_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, errors in enumerate([[RecipeError(["no data"])], [ArithmeticError("first"), RuntimeError("second")]]):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        for error in errors:
+            record_failure(error)
+    found = recorded_failures(tmp_path)
+    assert [tuple(failure[:3]) for failure in found] == [(0, "no data", 2), (1, "ArithmeticError: first", 1)]
+    stored = json.loads((tmp_path / "1" / "error.json").read_text())["message"]
+    assert "first" in stored["extraInfo"]["py_callstack"], "torchrun reads it too"
+
+
+def test_failure_disk_full_is_one_sentence() -> None:
+    told = "the disk is full: {} cannot be written (No space left on device); free some space and start the run again"
+    by_file, by_folder = told.format("a/b"), told.format("runs/x")
+    assert plain_words(full("a/b"), "runs/x").startswith(by_file)
+    in_save = CheckpointException("write", {0: (full(), None)})
+    assert plain_words(in_save, "runs/x").startswith(by_folder)
+    wrapped = RuntimeError("save failed")
+    wrapped.__cause__ = full()
+    assert plain_words(wrapped, "runs/x").startswith(by_folder)
+    assert plain_words(RuntimeError("another"), "runs/x") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "saves", [(), ("--checkpoint.every_steps=3",), ("--checkpoint.every_steps=3", "--checkpoint.is_async=true")]
+)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_failure_of_a_full_disk_is_the_last_line(tiny, saves: tuple[str, ...], num_ranks: int) -> None:
+    """The kernel's limit of a file's size fails like a full disk, in metrics or in a save."""
+    if num_ranks == 2 and len(saves) == 2:
+        pytest.skip("as with one rank")
+    run = tiny("--train.steps=200", *saves)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        process = run.start(*(("--nproc", "2") if num_ranks == 2 else ()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    stderr = process.communicate(timeout=180)[1]
+    assert process.returncode == 1
+    last_line = stderr.strip().splitlines()[-1]
+    assert last_line.startswith("titan-moe: ") and "disk is" in last_line and "free some space" in last_line
+    assert "Traceback" not in stderr or num_ranks == 2, "ranks that lost their peer say so before"
+    assert (run.folder / "recipe.toml").read_text().strip()

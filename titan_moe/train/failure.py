@@ -1,0 +1,90 @@
+"""The words of a run's first failure: recorded by the rank that fails, printed last by the launcher."""
+
+import errno
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from titan_moe.config import RecipeError
+
+EXIT_FAILED = 1
+EXIT_BAD_RECIPE = 2
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file in which torchrun expects a rank's error."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WRITER_FAILED = ("inline_container.cc", "PytorchStreamWriter failed")
+"""Words of torch.save after an OSError of its file. It does not keep the OSError."""
+
+
+class Failure(NamedTuple):
+    """The recorded failure of a rank."""
+
+    rank: int
+    words: str
+    exit_code: int
+    time_s: float
+    """When it was recorded, in seconds since the epoch."""
+
+
+def record_failure(error: BaseException | str, folder: str = "") -> None:
+    """Write the error of this rank into torchrun's error file, at once: cleaning up may take long, and makes other
+    ranks fail. The first one stays. Without torchrun it does nothing."""
+    path = os.environ.get(ERROR_FILE)
+    if not path or Path(path).exists() or isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return
+    words = error if isinstance(error, str) else plain_words(error, folder) or f"{type(error).__name__}: {error}"
+    stack = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    record = {
+        "message": {"message": words, "extraInfo": extra},
+        "rank": int(os.environ.get("RANK", "0")),
+        "exit_code": EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED,
+    }
+    with suppress(OSError):
+        Path(path).write_text(json.dumps(record))
+
+
+def recorded_failures(folder: Path) -> list[Failure]:
+    """The failures of all ranks below torchrun's log folder, the first one first."""
+    failures = []
+    for file in sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns):
+        with suppress(ValueError, KeyError):  # an interrupted write
+            record = json.loads(file.read_text())
+            words = record["message"]["message"]
+            failures.append(Failure(record["rank"], words, record["exit_code"], file.stat().st_mtime))
+    return failures
+
+
+def plain_words(error: BaseException, folder: str) -> str:
+    """One sentence for an error that the recipe did not cause and a traceback does not explain; else an empty string.
+
+    `folder` is the run folder.
+    """
+    if isinstance(error, RecipeError):
+        return "; ".join(error.problems)
+    way_out = "free some space and start the run again, which goes on from its newest complete checkpoint"
+    for cause in _causes(error):
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+            return f"the disk is full: {cause.filename or folder} cannot be written ({cause.strerror}); {way_out}"
+        if isinstance(cause, RuntimeError) and any(words in str(cause) for words in WRITER_FAILED):
+            return f"a checkpoint in {folder} cannot be written, the disk is probably full; {way_out}"
+    return ""
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and what it was raised from, on any rank."""
+    todo, seen = [error], set()
+    while todo:
+        cause = todo.pop()
+        if id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        yield cause
+        todo += [other for other in (cause.__cause__, cause.__context__) if other is not None]
+        # of torch.distributed.checkpoint: rank -> (error, stack)
+        todo += [failure[0] for failure in getattr(cause, "failures", {}).values() if isinstance(failure, tuple)]
