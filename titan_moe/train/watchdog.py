@@ -159,11 +159,12 @@ class Watchdog:
     def _describe_hang(self) -> str:
         with suppress(Exception):
             self._collective = pending_collective()
-        times = "" if self._allowed_s <= self.limit_s else f"{PATIENCE} times "
-        limit = f"{times}run.step_timeout_minutes = {self.minutes:g}"
-        words = [f"rank {self.rank} has not finished {self._task} within {limit}"]
+        limit = f"run.step_timeout_minutes = {self.minutes:g}"
         if self.heartbeat is not None and self.heartbeat.silence_s > self.limit_s:
-            words = [f"rank {self.rank} in {self._task}: rank {self.heartbeat.next_rank} gave no sign for {limit}"]
+            words = [f"rank {self.rank} ends in {self._task}: another rank was silent for {limit}"]
+        else:
+            times = f"{PATIENCE} times " if self._allowed_s > self.limit_s else ""
+            words = [f"rank {self.rank} has not finished {self._task} within {times}{limit}"]
         words += self._describe_others()
         if self._collective:
             words.append(f"rank {self.rank} waits in {self._collective}")
