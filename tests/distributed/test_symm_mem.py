@@ -23,7 +23,6 @@ from titan_moe.config.kernels import KernelOverrides
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
 from titan_moe.dispatch import symm_mem
-from titan_moe.kernels.symm_mem import barrier
 from titan_moe.parallel import symm_memory
 from titan_moe.train import capacity_control
 from titan_moe.train.build import assemble
@@ -72,10 +71,8 @@ def miss_a_step(candidate: Recipe) -> tuple[str, bool, list[bool]]:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     results, said, take = [], "", run.step.step
     run.step.replay = lambda batch: results.append(take(batch)) or results[-1]
-    with (
-        mock.patch.object(barrier, "SPIN_LIMIT_SECONDS", 0.1),
-        mock.patch.object(symm_mem, "symm_barrier", lambda *_: None) if is_last else nullcontext(),
-    ):
+    run.step.step.capacity.check.__self__.set_limit(0.1)
+    with mock.patch.object(symm_mem, "symm_barrier", lambda *_: None) if is_last else nullcontext():
         try:
             run.step(one_loss.batch_of(1, candidate.train.micro_batch_sequences))
         except RuntimeError as error:

@@ -1,6 +1,8 @@
 """Console output: the line of a step, and the progress bar."""
 
 import io
+import os
+import subprocess
 import sys
 
 from titan_moe.metrics.console import Console, format_line, format_start
@@ -84,3 +86,23 @@ def test_console_bar_only_on_a_terminal(monkeypatch, capsys):
         console.close()
         assert capsys.readouterr().out == format_line(RECORD, 10, "GPU") + "\n"
     assert "5/10" in stream.getvalue() and "loss 2.346" in stream.getvalue()
+
+
+def test_console_that_is_lost_does_not_end_a_run() -> None:
+    """A closed pipe, as of `titan-moe train ... | head`; the process then ends without an error."""
+    program = (
+        "import logging\n"
+        "from titan_moe.metrics.console import Console\n"
+        "RECORD = {record!r}\n"
+        "logging.basicConfig(format='%(message)s')\n"
+        "console = Console(20, 0, 'GPU', has_bar=False)\n"
+        "for _ in range(3):\n"
+        "    console.write(RECORD)\n"
+    )
+    program = program.replace("{record!r}", repr(RECORD))
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr.count("standard output is lost ([Errno 32] Broken pipe); the run goes on") == 1

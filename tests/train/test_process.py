@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -38,6 +39,16 @@ def test_process_group_clears_cached_meshes(monkeypatch: pytest.MonkeyPatch) -> 
             mesh = init_device_mesh("cpu", (1,))
             x = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
             assert (x * 2).device_mesh is mesh
+
+
+def test_process_group_sets_the_timeouts_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the limits of the watchdog, which names the late rank."""
+    monkeypatch.delenv("RANK", raising=False)
+    for minutes, hours in ((10.0, 70 / 60), (60.0, 7.0), (0.0, 0.5)):
+        with process_group(RunConfig(device="cpu", step_timeout_minutes=minutes)):
+            group = dist.new_group(backend="gloo")
+            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=hours)
+    assert dist.distributed_c10d.default_pg_timeout == timedelta(minutes=30)
 
 
 def stop_step() -> int:

@@ -139,8 +139,8 @@ def test_resume_past_garbage_in_metrics(tiny, caplog: pytest.LogCaptureFixture) 
     file.write_bytes(lines[0] + b"".join(garbage[:4]) + lines[1] + garbage[4])
     assert run.train("--optim.decay_steps=10") == 0
     assert run.column("step") == [1, 2, 3, 4]
-    assert f"{file}: 5 lines are not records; moved to metrics.jsonl.damaged" in caplog.text
-    assert (run.folder / "metrics.jsonl.damaged").read_bytes() == b"".join(garbage) + b"\n"
+    assert f"{file}: 5 lines are not records; moved to metrics.dropped.jsonl" in caplog.text
+    assert (run.folder / "metrics.dropped.jsonl").read_bytes() == b"".join(garbage) + b"\n"
 
 
 def test_checkpoint_has_the_resolved_recipe(base) -> None:

@@ -20,24 +20,28 @@ from titan_moe.kernels.symm_mem import barrier
 logger = logging.getLogger("titan_moe")
 
 SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_END = 300.0
+"""Time for the main thread to raise the error and end the run, before the watcher ends the process."""
 
 
 class MissingRank:
     """The first missing rank of this rank's group, if any."""
 
     def __init__(self, memory: Tensor, ranks: Sequence[int], limit_seconds: float = barrier.SPIN_LIMIT_SECONDS) -> None:
-        """`memory` is this rank's own part of the symmetric memory; `ranks` are the group's global ranks.
-
-        A barrier waits for `limit_seconds`. The main thread then has as long to raise the error and end the run, before
-        the watcher ends the process.
-        """
-        self.ranks, self.limit_seconds = ranks, limit_seconds
+        """`memory` is this rank's own part of the symmetric memory; `ranks` are the group's global ranks."""
+        self.ranks = ranks
         self.word = torch.zeros(1, dtype=torch.int32, pin_memory=memory.is_cuda)
         self.failed = memory.data[:4].view(torch.int32)
         """On the device, int32 [1]: not 0 once an exchange has failed."""
         memory.data[8:16].view(torch.int64).fill_(self.word.data_ptr())
-        memory.data[16:24].view(torch.int64).fill_(int(limit_seconds * 1e9))
+        self._limit_ns = memory.data[16:24].view(torch.int64)
+        self.set_limit(limit_seconds)
         Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+
+    def set_limit(self, seconds: float) -> None:
+        """Let the barriers from now on wait so long for a rank, also those of recorded graphs."""
+        self.limit_seconds = seconds
+        self._limit_ns.fill_(int(seconds * 1e9))
 
     @property
     def message(self) -> str:
@@ -61,10 +65,10 @@ class MissingRank:
 def _watch(reference: "weakref.ref[MissingRank]") -> None:
     """Log the error, and end the process if nothing else does."""
     while (missing := reference()) is not None:
-        message, limit_seconds, missing = missing.message, missing.limit_seconds, None
+        message, missing = missing.message, None
         if message:
             logger.critical(message)
-            time.sleep(limit_seconds)
+            time.sleep(SECONDS_TO_END)
             if reference() is not None:
                 os._exit(1)
             return
