@@ -76,7 +76,7 @@ def test_launch_ranks_end_with_a_killed_launcher(tiny) -> None:
     ranks = children_of(process.pid)
     assert len(ranks) == 2
     process.kill()
-    process.communicate()
+    process.wait()
     end = time.monotonic() + 60
     while any(is_running(rank) for rank in ranks) and time.monotonic() < end:
         time.sleep(0.1)
