@@ -18,19 +18,20 @@ class JsonLines:
 
     def drop_after(self, step: int) -> None:
         """Move records of later steps, which a resumed run writes again, and lines that are no records, such as an
-        incomplete last one after a crash, into the file `metrics.dropped.jsonl`."""
+        incomplete last one, into the file `metrics.dropped.jsonl`."""
         if not self.path.exists():
             return
-        lines = [(line, _step_of(line)) for line in self.path.read_bytes().split(b"\n") if line]
+        lines = [(line + b"\n", _step_of(line)) for line in self.path.read_bytes().split(b"\n") if line]
+        kept = [line for line, found in lines if found is not None and found <= step]
         aside = self.path.with_suffix(".dropped.jsonl")
         if dropped := [line for line, found in lines if found is None or found > step]:
             with aside.open("ab") as file:
-                file.write(b"".join(line + b"\n" for line in dropped))
+                file.writelines(dropped)
         if num_damaged := sum(found is None for _, found in lines):
             count = "1 line is not a record" if num_damaged == 1 else f"{num_damaged} lines are not records"
             logger.warning("%s: %s; moved to %s", self.path, count, aside.name)
         new = self.path.with_suffix(".new")
-        new.write_bytes(b"".join(line + b"\n" for line, found in lines if found is not None and found <= step))
+        new.write_bytes(b"".join(kept))
         os.replace(new, self.path)
 
     def write(self, record: dict[str, Any]) -> None:
