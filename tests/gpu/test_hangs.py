@@ -28,7 +28,7 @@ from titan_moe.models.transformer import Transformer
 class Model(Transformer):
     num_calls = 0
     def forward(self, *args, **kwargs):
-        self.num_calls += 1
+        self.num_calls += self.training
         if self.num_calls == {call} and os.environ["RANK"] == "1":
             blocks = list(self.layers.children())
             blocks[1].register_forward_hook(self.act)  # the next block's exchanges lack this rank

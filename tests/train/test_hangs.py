@@ -22,7 +22,7 @@ from titan_moe.models.transformer import Transformer
 class Model(Transformer):
     num_calls = 0
     def forward(self, *args, **kwargs):
-        self.num_calls += 1
+        self.num_calls += self.training
         if self.num_calls == 4 and os.environ.get("RANK", "1") == "1":
             open("reached", "w").close()
             {act}
