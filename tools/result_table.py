@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config import Recipe
+from titan_moe.config.clones import num_clones
 from titan_moe.config.recipe import num_microbatches
 from titan_moe.plan.count import training_flops_per_token
 from titan_moe.plan.hardware import find_hardware
@@ -63,6 +64,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
         "routing": train.forced_routing or f"natural ({recipe.data.source})",
         "kernels": f"{recipe.perf.kernels}{overridden}",
         "dispatcher": f"{recipe.parallel.dispatcher}, ep {recipe.parallel.ep}",
+        "clones": str(num_clones(recipe, num_ranks)),
         "overlap": recipe.parallel.overlap,
         "CUDA graph": f"{graph} ({compiled})",
     }

@@ -38,7 +38,7 @@ from titan_moe.metrics.throughput import peak_memory_gib
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.train.build import Assembly, assemble
 from titan_moe.train.process import process_group
-from titan_moe.train.resolve_kernels import resolve_kernels
+from titan_moe.train.resolve_kernels import resolve_auto
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def run_job(job: str, recipe: Recipe, device: torch.device, args: argparse.Names
     if args.profile:
         file = args.profile / f"{fields.get('number', 0):02}-{stem}.txt"
         output = ProfileOutput(file, " ".join([stem, *fields["overrides"]]))
-    return measure(resolve_kernels(recipe, device), device, args.warmup, args.out.parent, output)
+    return measure(resolve_auto(recipe, device), device, args.warmup, args.out.parent, output)
 
 
 class ProfileOutput(NamedTuple):

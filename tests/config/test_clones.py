@@ -25,6 +25,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         ("qwen3_30b_a3b", ("--parallel.ep=4",), 8, 0),  # experts are sharded
         ("qwen3_30b_a3b", ("--precision.master=bf16", "--precision.reduce=bf16"), 8, 0),  # no copy for compute
         ("qwen3_30b_a3b", ("--compile.extent=block",), 8, 0),
+        ("qwen3_30b_a3b", ("--compile.extent=block", "--run.device=auto"), 8, 0),
         ("qwen3_30b_a3b", ("--memory.recompute=block",), 8, 0),
     ],
 )

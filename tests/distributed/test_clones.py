@@ -26,7 +26,7 @@ def alone(ranks: Any) -> dict[int, Any]:
     return {starved: one_loss.Trace(**ranks(1, one_loss.train, one, starved, STEPS)[0]) for starved in (-1, 1, 4)}
 
 
-def train_with_clones(run: Recipe, num_starved: int) -> tuple[dict[str, Any], int]:
+def train_with_clones(run: Recipe, num_starved: int, num_steps: int = STEPS) -> tuple[dict[str, Any], int]:
     """The trace, and how many clones were planned in all exchanges."""
     planned: list[int] = []
 
@@ -38,7 +38,7 @@ def train_with_clones(run: Recipe, num_starved: int) -> tuple[dict[str, Any], in
         return made
 
     with mock.patch.object(CloningDispatcher, "_plan", plan):
-        fields = one_loss.train(run, num_starved, STEPS)
+        fields = one_loss.train(run, num_starved, num_steps)
     return fields, sum(planned)
 
 
@@ -79,8 +79,9 @@ def test_clones_inside_graphs_change_nothing(
         assert trace.num_graphs == [num_graphs] * 2, "clones come and go without a new graph"
 
 
-def train_with_room(run: Recipe, has_room: bool) -> tuple[dict[str, Any], set[int]]:
-    """The trace, with room for clones behind the copies of own weights or without, and the lengths of the copies."""
+def train_with_room(run: Recipe, has_room: bool, num_steps: int = STEPS) -> tuple[dict[str, Any], int, set[int]]:
+    """The trace, with room for clones behind the copies of own weights or without; how many clones were planned; and
+    the lengths of the copies."""
     cast, lengths = CastCache.__call__, set()
 
     def of_a_length(self: CastCache, weight: Any) -> Any:
@@ -90,7 +91,7 @@ def train_with_room(run: Recipe, has_room: bool) -> tuple[dict[str, Any], set[in
         return copy
 
     with mock.patch.object(CastCache, "__call__", of_a_length):
-        return one_loss.train(run, 4, STEPS), lengths
+        return *train_with_clones(run, 4, num_steps), lengths
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
@@ -101,6 +102,6 @@ def test_clones_behind_own_weights_train_as_apart(ranks, dispatcher: str, keeps:
     candidate = one_loss.recipe(parallel, precision=mixed, memory=MemoryConfig(what))
     apart, behind = (ranks(2, train_with_room, candidate, has_room) for has_room in (False, True))
     num_own = one_loss.MODEL.moe.num_experts // 2
-    for (expected, lengths), (fields, lengths_of_roomy) in zip(apart, behind, strict=True):
-        assert (lengths, lengths_of_roomy) == ({num_own}, {num_own + 2})
+    for (expected, num_clones, lengths), (fields, _, lengths_of_roomy) in zip(apart, behind, strict=True):
+        assert num_clones > 0 and (lengths, lengths_of_roomy) == ({num_own}, {num_own + 2})
         one_loss.assert_same(one_loss.Trace(**fields), one_loss.Trace(**expected), 0.0)

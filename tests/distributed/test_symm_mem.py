@@ -148,15 +148,17 @@ def test_symm_mem_trains_as_one_process(
 
 
 def test_symm_mem_clones_behind_own_weights_train_as_apart(ranks: Any, tmp_path: Path) -> None:
+    """Two microbatches, whose clones differ, share the copies of own weights."""
     mixed = PrecisionConfig(compute="fp32", master="fp64", reduce="fp64")
-    candidate = in_one_microbatch(one_loss.recipe(replace(EP2, expert_clones=2), precision=mixed), 2)
+    candidate = one_loss.recipe(replace(EP2, expert_clones=2, accumulate_unsharded=True), precision=mixed)
+    candidate = replace(candidate, train=replace(candidate.train, micro_batch_sequences=one_loss.SEQUENCES // 4))
     answers = []
     for has_room in (False, True):
         folder = tmp_path / str(has_room)
         folder.mkdir()
-        answers.append(ranks(2, on_files, str(folder), "clones", "train_with_room", candidate, has_room))
-    for (expected, lengths), (fields, lengths_of_roomy) in zip(*answers, strict=True):
-        assert len(lengths | lengths_of_roomy) == 2
+        answers.append(ranks(2, on_files, str(folder), "clones", "train_with_room", candidate, has_room, 1))
+    for (expected, num_clones, lengths), (fields, _, lengths_of_roomy) in zip(*answers, strict=True):
+        assert num_clones > 0 and len(lengths | lengths_of_roomy) == 2
         one_loss.assert_same(one_loss.Trace(**fields), one_loss.Trace(**expected), 0.0)
 
 

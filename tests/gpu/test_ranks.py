@@ -143,6 +143,12 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "clones_symm_mem": (whole, symm_mem, "--parallel.expert_clones=1", "--compile.cudagraph=step", bounded, plain),
         "clones_symm_mem_blocks": (whole, symm_mem, worst, "--parallel.expert_clones=1", "--compile.extent=block"),
         "clones_tiles_blocks": (*tiled, "--parallel.expert_clones=1", "--compile.extent=block", bounded, plain),
+        "clones_kept": (
+            *tiled,
+            "--parallel.expert_clones=2",
+            "--parallel.accumulate_unsharded=true",
+            "--train.micro_batch_sequences=1",
+        ),
         "clones_symm_mem_edp2": (spread, symm_mem, "--parallel.expert_clones=2", "--memory.recompute=experts", plain),
         "clones_interleaved": (spread, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
         "gathered_once": (half, alltoall, "--parallel.accumulate_unsharded=true", plain),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.clones.plan import launch_plan
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
@@ -28,7 +29,7 @@ from titan_moe.kernels.router.routing import Routing, RoutingRule
 from titan_moe.kernels.symm_mem.arrays import HEADER_WORDS, SymmArray, SymmArrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, pick_scores, put_scores
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
-from titan_moe.kernels.symm_mem.clones import add_gradients, pull_weights, stage_weights
+from titan_moe.kernels.symm_mem.clones import add_gradients, pull_weights, send_counts, stage_gradients, stage_weights
 from titan_moe.kernels.symm_mem.row_plan import RowPlan, exchange_counts, plan_rows
 from titan_moe.kernels.symm_mem.rows import get_rows, put_rows, sum_partial_results
 from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule, clear_rows_without_slots, schedule_tiles
@@ -221,7 +222,12 @@ def exchange_clones(num_ranks: int, num_replicas: int, width: int, hidden: int) 
     staged = SymmArray(half(num_ranks * num_replicas, 3 * hidden * width), peer_ptrs_P, 256)
     stage_weights(weights, experts_Pc, staged, 1)
     pull_weights(weights, experts_Pc, staged, 1)
+    stage_gradients([weight[:num_replicas] for weight in weights], experts_Pc, staged, 1)
     add_gradients(weights, experts_Pc, staged, 1)
+    counts = SymmArray(index(num_ranks, 128), peer_ptrs_P, 256)
+    send_counts(index(128), counts, 1)
+    launch_plan(counts.local, num_replicas, 1)
+    launch_plan(counts.local, num_replicas, 1, index(4))
 
 
 MEMORY_BOUND: dict[str, Callable[[], object]] = {

@@ -1,7 +1,7 @@
 """How many replica slots `parallel.expert_clones = "auto"` means.
 
-Where it is not 0, every exchange decides on the device whether a clone pays: a balanced one has none, and pays for the
-exchange of counts alone.
+Where it is not 0, every exchange decides on the device how many clones it has. A balanced one has none, and pays for
+six barriers and some twenty small launches in forward and backward, but moves no weights.
 """
 
 from dataclasses import replace
@@ -19,15 +19,17 @@ of any expert (bf16, NVLink), and a twentieth of a rank's slots is the least tha
 def num_clones(recipe: Recipe, world_size: int) -> int:
     """Replica slots of a rank.
 
-    "auto" takes none where weights of clones would come by collectives, where a GEMM would need a copy of own weights
-    with them (dispatch/clone_weights.py), or where they would be fetched again for recomputation.
+    "auto" takes none where weights of clones would come by collectives; where a GEMM would need a copy of own weights
+    with them (dispatch/clone_weights.py): if experts are sharded, if compute has the master's dtype, or if blocks are
+    graphs; and where they would be fetched again for recomputation, or by two interleaved microbatches at once.
     """
     p, moe, train = recipe.parallel, recipe.model.moe, recipe.train
     if p.expert_clones != "auto":
         return p.fixed_expert_clones
     is_a_copy = recipe.precision.compute != recipe.precision.master
     are_unsharded = resolve(p, world_size).experts_are_unsharded(recipe.precision)
-    has_room = is_a_copy and are_unsharded and not recipe.compile.compiles_blocks(recipe.run.device)
+    device = "cpu" if recipe.run.device == "cpu" else "cuda"
+    has_room = is_a_copy and are_unsharded and not recipe.compile.compiles_blocks(device)
     is_plain = p.overlap != "microbatch" and recipe.memory.recompute == "none"
     num_slots = train.micro_batch_sequences * train.seq_len_tokens * moe.top_k
     pays = p.facts.shares_memory and p.ep > 1 and num_slots >= MIN_SLOTS and recipe.model.num_moe_layers > 0

@@ -56,10 +56,11 @@ class ParallelConfig:
     the first steps run without a bound. A number is a fixed bound; 0: sizes of the worst case."""
     expert_clones: int | Literal["auto"] = 0
     """Replica slots of a rank: for every exchange whose fullest rank has more than 1.05 times the mean load, hot
-    experts are cloned onto ranks with a lower load, which share their tokens (Megatron's ECHO). Exact. "auto": 2 where
-    ranks share memory, microbatches are large enough and own weights need no copy, else 0. 0 is off. A rank receives up
-    to expert_clones experts of a layer in forward and sends as many gradients in backward, over collectives (ep - 1)
-    times as many; it copies its own experts for the GEMMs if they are sharded, or not a copy for compute already."""
+    experts are cloned onto ranks with a lower load, which share their tokens (Megatron's ECHO). Exact. "auto": up to 2
+    where ranks share memory, microbatches are large and the GEMMs need no copy of a rank's own weights with the clones
+    (not if experts are sharded, blocks are graphs, or something is recomputed), else 0. 0 is off. A rank receives up to
+    expert_clones experts of a layer in forward and sends as many gradients in backward, over collectives (ep - 1) times
+    as many."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""

@@ -49,6 +49,11 @@ class CloneWeights(ABC):
     def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor, after: Tensor) -> Tensors:
         """Own weights -> those of clones, after the rows of the exchange."""
 
+    def fill(self, room: Tensors, x_SD: Tensor, own: Tensors, experts_Pc: Tensor, after: Tensor) -> None:
+        """Write the clones into the room behind own weights, [c, ...]; not in a graph."""
+        for place, clone in zip(room, self.get(x_SD, own, experts_Pc, after), strict=True):
+            place.copy_(clone)
+
     @abstractmethod
     def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
         """Add the gradients of all ranks' clones to those of own weights: in rank order, in at least fp32, rounded
@@ -80,9 +85,9 @@ class _FillRoom(torch.autograd.Function):
         x_SD, experts_Pc, after, *roomy = tensors
         ctx.save_for_backward(experts_Pc)
         ctx.clone_weights, ctx.num_own = clone_weights, num_own
-        clones = clone_weights.get(x_SD, [weight[:num_own] for weight in roomy], experts_Pc, after)
-        for weight, clone in zip(roomy, clones, strict=True):
-            weight[num_own:] = clone
+        own, room = zip(*[(weight[:num_own], weight[num_own:]) for weight in roomy], strict=True)
+        clone_weights.fill(room, x_SD, own, experts_Pc, after)
+        torch.autograd.graph.increment_version(roomy)  # a backward that still needs other clones there must fail
         return x_SD.view_as(x_SD), *[weight.view_as(weight) for weight in roomy]
 
     @staticmethod
@@ -149,6 +154,9 @@ class SymmMemCloneWeights(CloneWeights):
     def get(self, x_SD: Tensor, own: Tensors, experts_Pc: Tensor, after: Tensor) -> Tensors:
         return _get_clones(x_SD, after, own, experts_Pc, *self.memory)
 
+    def fill(self, room: Tensors, x_SD: Tensor, own: Tensors, experts_Pc: Tensor, after: Tensor) -> None:
+        _exchange_weights(own, experts_Pc, *self.memory, room)
+
     def add(self, dx_SD: Tensor, own: Tensors, clones: Tensors, experts_Pc: Tensor) -> Tensors:
         # sums are in place: nothing else reads these gradients
         own = [grad.contiguous() for grad in own]
@@ -158,17 +166,24 @@ class SymmMemCloneWeights(CloneWeights):
         return own
 
 
-@torch.library.custom_op("titan_moe::symm_get_clones", mutates_args=())
-def _get_clones(
-    x_SD: Tensor, after: Tensor, own: Tensors, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
+def _exchange_weights(
+    own: Tensors, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, room: Tensors | None = None
 ) -> list[Tensor]:
-    """Rows and `after` are not read; they order this after their exchanges."""
+    """Clones from their owners, in `room` if it is given."""
     own, experts_Pc = [weight.contiguous() for weight in own], experts_Pc.contiguous()
     signals, staged = _place_for(own, len(own[0]), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)
     stage_weights(own, experts_Pc, staged, rank)
     symm_barrier(signals, rank)
-    return list(pull_weights(own, experts_Pc, staged, rank))
+    return list(pull_weights(own, experts_Pc, staged, rank, room))
+
+
+@torch.library.custom_op("titan_moe::symm_get_clones", mutates_args=())
+def _get_clones(
+    x_SD: Tensor, after: Tensor, own: Tensors, experts_Pc: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int
+) -> list[Tensor]:
+    """Rows and `after` are not read; they order this after their exchanges."""
+    return _exchange_weights(own, experts_Pc, memory, peer_ptrs_P, rank)
 
 
 @_get_clones.register_fake
@@ -185,7 +200,7 @@ def _add_clones(
     experts_Pc = experts_Pc.contiguous()
     signals, staged = _place_for(clones, len(own[0]), experts_Pc, memory, peer_ptrs_P)
     symm_barrier(signals, rank)
-    stage_gradients(clones, staged)
+    stage_gradients([clone.contiguous() for clone in clones], experts_Pc, staged, rank)
     symm_barrier(signals, rank)
     add_gradients(own, experts_Pc, staged, rank)
 

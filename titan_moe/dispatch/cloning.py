@@ -93,7 +93,7 @@ def _plan_over_symm_mem(
     symm_barrier(signals, rank)
     send_counts(offsets_E.contiguous(), counts, rank)
     symm_barrier(signals, rank)
-    return tuple(launch_plan(counts.local, num_replicas, rank))
+    return tuple(launch_plan(counts.local, num_replicas, rank, signals.local))
 
 
 @_plan_over_symm_mem.register_fake

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard
 from titan_moe.config.kernels import Backend
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PrecisionConfig
+from titan_moe.dispatch.clone_weights import CloneWeights
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
@@ -58,8 +59,7 @@ def apply(
                     keeps=config.accumulate_unsharded,
                     gradients=gradients,
                     delay_weight_grads_of_experts=delay_weight_grads_of_experts,
-                    # interleaved microbatches share copies that are kept, and have clones of their own
-                    room=0 if config.overlap == "microbatch" else config.fixed_expert_clones,
+                    room=_room(experts, config),
                 )
                 unsharded.update(experts.parameters())
             else:
@@ -73,6 +73,13 @@ def apply(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
+
+
+def _room(experts: GroupedExperts, config: ParallelConfig) -> int:
+    """Replica slots behind the copies of experts. Interleaved microbatches share a kept copy, and have different
+    clones."""
+    has_clones = isinstance(experts.gather_weights, CloneWeights) and config.overlap != "microbatch"
+    return config.fixed_expert_clones if has_clones else 0
 
 
 def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:

@@ -26,13 +26,19 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
     dense, experts = count.total - count.routed_experts, count.routed_experts / sizes.ep
     is_unsharded = sizes.experts_are_unsharded(precision)
-    copy = float(compute) if precision.compute != precision.master else 0.0
-    if is_unsharded and recipe.model.num_moe_layers:  # a copy has room for clones
-        copy *= 1 + sizes.ep * recipe.parallel.fixed_expert_clones / recipe.model.moe.num_experts
+    copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.accumulate_unsharded:
-        stays = recipe.memory.recompute == "none"
-        return round(experts * copy) if is_unsharded and stays else 0
-    return round(dense * (compute + reduce) + experts * (copy if is_unsharded else compute + reduce))
+        if recipe.memory.recompute != "none":
+            return 0
+        return round(experts * copy if is_unsharded else 0) + _clones_of_all_layers(recipe)
+    gathered = dense * (compute + reduce) + experts * (copy if is_unsharded else compute + reduce)
+    return round(gathered) + _clones_of_all_layers(recipe)
+
+
+def _clones_of_all_layers(recipe: Recipe) -> int:
+    """Bytes of the replica slots of all layers, which are there from a layer's forward to its backward."""
+    num_slots = recipe.model.num_moe_layers * recipe.parallel.fixed_expert_clones
+    return num_slots * parameters_of_an_expert(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def shared_bytes_per_rank(recipe: Recipe) -> int:

@@ -1,4 +1,4 @@
-"""Replace `perf.kernels = "auto"` by the chosen kernels, so that the saved recipe contains what runs."""
+"""Replace "auto" by what it means on this machine, so that the saved recipe contains what runs."""
 
 import logging
 from dataclasses import replace
@@ -8,10 +8,19 @@ import torch.distributed as dist
 
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe
+from titan_moe.config.clones import resolve_clones
 from titan_moe.config.perf import PerfConfig
 from titan_moe.plan.kernel_choice import as_overrides, choose_for, describe_choices
 
 logger = logging.getLogger("titan_moe")
+
+
+def resolve_auto(recipe: Recipe, device: torch.device) -> Recipe:
+    """Resolve `perf.kernels` and `parallel.expert_clones`. (`expert_rank_capacity_factor` follows the load of a run.)
+
+    Raises: RecipeError if a table of kernels cannot be read.
+    """
+    return resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
 
 
 def resolve_kernels(recipe: Recipe, device: torch.device) -> Recipe:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
-from titan_moe.config.clones import resolve_clones
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parse import dump_recipe
 from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
@@ -37,7 +36,7 @@ from titan_moe.train.earlier_records import set_aside
 from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.model_class import check_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
-from titan_moe.train.resolve_kernels import resolve_kernels
+from titan_moe.train.resolve_kernels import resolve_auto
 from titan_moe.train.run_lock import run_lock
 from titan_moe.train.step import StepResult
 from titan_moe.train.watchdog import Watchdog
@@ -91,7 +90,7 @@ class Trainer:
         self.is_main = dist.get_rank() == 0
         if self.is_main:
             self._log_start()
-        self.recipe = recipe = resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
+        self.recipe = recipe = resolve_auto(recipe, device)
         torch.manual_seed(recipe.run.seed)
         self.meshes, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
         if recipe.metrics.sample_tokens and not all(hasattr(part, "generate") for part in self.parts):

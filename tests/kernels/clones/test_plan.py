@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.clones.plan import TOLERANCE, ClonePlan, plan_clones, plan_clones_reference
+from titan_moe.kernels.clones.plan import TOLERANCE, ClonePlan, launch_plan, plan_clones, plan_clones_reference
 from titan_moe.kernels.clones.reassign import reassign, reassign_reference
 from titan_moe.kernels.permute.permutation import sort_by_expert
 
@@ -213,6 +213,27 @@ def check_kernels(num_ranks: int, num_experts: int, device: str) -> None:
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 4), (2, 8), (8, 64), (5, 20)])
 def test_kernels_equal_references(num_ranks: int, num_experts: int) -> None:
     check_kernels(num_ranks, num_experts, "cpu")
+
+
+def check_stale_counts(device: str) -> None:
+    """After a failed barrier, whatever the counts are, no clone is planned."""
+    counts_PE = torch.randint(-(2**31), 2**31 - 1, (3, 6), dtype=torch.int32, device=device)
+    for word, is_planned in ((0, True), (2, False)):
+        header = torch.tensor([word, 0, 0, 0], dtype=torch.int32, device=device)
+        counts = counts_PE if word else torch.tensor([[90, 0, 0, 0, 0, 0]] * 3, dtype=torch.int32, device=device)
+        plan = launch_plan(counts, 2, 1, header)
+        assert bool((plan.experts_Pc >= 0).any()) is is_planned
+        assert bool((plan.ends_I > plan.begins_I).any()) is is_planned
+
+
+@pytest.mark.interpreted
+def test_stale_counts_give_no_clones() -> None:
+    check_stale_counts("cpu")
+
+
+@pytest.mark.gpu
+def test_stale_counts_give_no_clones_on_gpu() -> None:
+    check_stale_counts("cuda")
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """Kernels that exchange clones over symmetric memory. One process runs all ranks, phase by phase."""
 
+import operator
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,9 @@ from titan_moe.kernels.symm_mem.clones import (
     add_gradients,
     clone_arrays,
     clone_bytes,
+    count_arrays,
     pull_weights,
+    send_counts,
     stage_gradients,
     stage_weights,
 )
@@ -60,7 +64,10 @@ def test_clone_weights_are_read_and_their_gradients_added(
     for rank, (own, staged) in enumerate(zip(weights, shared, strict=True)):
         stage_weights(own, experts_Pc, staged, rank)
     for rank, (own, staged) in enumerate(zip(weights, shared, strict=True)):
+        place = tuple(torch.zeros(num_replicas, *shape, device=device, dtype=dtype) for shape in SHAPES)
+        assert all(map(operator.is_, pull_weights(own, experts_Pc, staged, rank, place), place))
         for index, clones in enumerate(pull_weights(own, experts_Pc, staged, rank)):
+            assert torch.equal(clones[experts_Pc[rank] >= 0], place[index][experts_Pc[rank] >= 0])
             for replica, expert in enumerate(experts_Pc[rank].tolist()):
                 if expert >= 0:
                     owner = weights[expert // num_local][index]
@@ -75,12 +82,30 @@ def test_clone_weights_are_read_and_their_gradients_added(
         )
         for index in range(len(SHAPES))
     ]
-    for clones, staged in zip(clone_grads, shared, strict=True):
-        stage_gradients(clones, staged)
+    for rank, (clones, staged) in enumerate(zip(clone_grads, shared, strict=True)):
+        stage_gradients(clones, experts_Pc, staged, rank)
     for rank, (own, staged) in enumerate(zip(own_grads, shared, strict=True)):
         add_gradients(own, experts_Pc, staged, rank)
         for index, grad in enumerate(own):
             assert torch.equal(grad.flatten(1), expected[index][rank]), "equal sums in equal order"
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_counts_of_all_ranks_are_exchanged(device: str, dtype: torch.dtype) -> None:
+    num_ranks, num_experts = 3, 12
+    counts_PE = torch.randint(0, 9, (num_ranks, num_experts), device=device, dtype=torch.int32)
+    memories = [torch.full((4096,), 255, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+    peer_ptrs_P = torch.tensor([memory.data_ptr() for memory in memories], device=device)
+    shared = [count_arrays(memory, peer_ptrs_P, num_experts)[1] for memory in memories]
+    for rank, counts in enumerate(shared):
+        send_counts(counts_PE[rank].cumsum(0).int(), counts, rank)
+    assert all(torch.equal(counts.local, counts_PE) for counts in shared)
+
+
+def test_count_arrays_refuse_too_little_memory() -> None:
+    memory, peer_ptrs_P = torch.zeros(300, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="the loads of 12 experts on 2 ranks need 352 bytes"):
+        count_arrays(memory, peer_ptrs_P, 12)
 
 
 def test_clone_arrays_refuse_too_little_memory() -> None:

@@ -90,15 +90,19 @@ def _at(values, indices, index):
 
 @triton.jit(do_not_specialize=SIZES)
 def _plan_kernel(
-    counts_ptr, experts_ptr, begins_ptr, ends_ptr, rank,
+    counts_ptr, header_ptr, experts_ptr, begins_ptr, ends_ptr, rank,
+    HAS_HEADER: tl.constexpr,
     P: tl.constexpr, E: tl.constexpr, C: tl.constexpr, P2: tl.constexpr, E2: tl.constexpr, I2: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):  # fmt: skip
     expert_E, rank_P, slot_I = tl.arange(0, E2), tl.arange(0, P2), tl.arange(0, I2)
     owner_E = expert_E // (E // P)  # past the last expert, no rank's
+    is_valid = True
+    if HAS_HEADER:
+        is_valid = tl.load(header_ptr) == 0
     load_E = tl.zeros((E2,), dtype=tl.int32)
     for source in range(P):
-        load_E += tl.load(counts_ptr + source * E + expert_E, mask=expert_E < E, other=0)
+        load_E += tl.load(counts_ptr + source * E + expert_E, mask=is_valid & (expert_E < E), other=0)
     load_P = tl.sum(tl.where(owner_E[None, :] == rank_P[:, None], load_E[None, :], 0), axis=1)
     mean = (tl.sum(load_E, axis=0) + P - 1) // P
     free_P = tl.where(rank_P < P, C, 0)
@@ -125,25 +129,27 @@ def _plan_kernel(
     begins_I = tl.sum(tl.where(is_earlier_II, moved_I[None, :], 0), axis=1)
     for source in range(P):
         is_before_I = (source + P - first_I) % P < (rank + P - first_I) % P
-        begins_I -= tl.load(counts_ptr + source * E + cloned_I, mask=is_before_I, other=0)
-    own_I = tl.load(counts_ptr + rank * E + cloned_I)
+        begins_I -= tl.load(counts_ptr + source * E + cloned_I, mask=is_valid & is_before_I, other=0)
+    own_I = tl.where(is_valid, tl.load(counts_ptr + rank * E + cloned_I), 0)
     is_slot_I = slot_I < P * C
     tl.store(experts_ptr + slot_I, experts_I.to(tl.int64), mask=is_slot_I)
     tl.store(begins_ptr + slot_I, tl.minimum(tl.maximum(begins_I, 0), own_I), mask=is_slot_I)
     tl.store(ends_ptr + slot_I, tl.minimum(tl.maximum(begins_I + moved_I, 0), own_I), mask=is_slot_I)
 
 
-def launch_plan(counts_PE: Tensor, num_replicas: int, rank: int) -> ClonePlan:
+def launch_plan(counts_PE: Tensor, num_replicas: int, rank: int, header: Tensor | None = None) -> ClonePlan:
     """The plan of a rank, in one launch.
 
-    Shapes: counts int32 [P, E], contiguous. Numbers that a failed barrier has left there give some plan, and it ends.
+    Shapes: counts int32 [P, E], contiguous; `header` int32, of symmetric memory. If its first word is not 0, a barrier
+    has failed, the counts are stale, and the plan has no clones.
     """
     num_ranks, num_experts = counts_PE.shape
     num_slots = num_ranks * num_replicas
     plan = empty_plan(counts_PE, num_replicas)
     sizes = {"P2": num_ranks, "E2": num_experts, "I2": num_slots}
     _plan_kernel[(1,)](
-        counts_PE, *plan, rank, P=num_ranks, E=num_experts, C=num_replicas, TOLERANCE=TOLERANCE,
+        counts_PE, counts_PE if header is None else header, *plan, rank, HAS_HEADER=header is not None,
+        P=num_ranks, E=num_experts, C=num_replicas, TOLERANCE=TOLERANCE,
         **{name: triton.next_power_of_2(size) for name, size in sizes.items()},
     )  # fmt: skip
     return plan

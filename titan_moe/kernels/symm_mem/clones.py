@@ -67,7 +67,17 @@ def clone_arrays(
 
 def count_arrays(memory: Tensor, peer_ptrs_P: Tensor, num_experts: int) -> tuple[SymmArray, SymmArray]:
     """View a rank's memory as the barrier's signals and every rank's number of assignments to each expert, int32
-    [P, E]. Memory that fits clones fits it."""
+    [P, E]. Memory that fits clones fits it.
+
+    Raises: ValueError if the memory is too small.
+    """
+    num_ranks = peer_ptrs_P.numel()
+    needed = signal_bytes(num_ranks) + num_ranks * num_experts * torch.int32.itemsize
+    if memory.numel() < needed:
+        raise ValueError(
+            f"the loads of {num_experts} experts on {num_ranks} ranks need {needed} bytes of symmetric memory, but "
+            f"{memory.numel()} are allocated; allocate clone_bytes(...)"
+        )
     return _signals_and(memory, peer_ptrs_P, (peer_ptrs_P.numel(), num_experts), torch.int32)
 
 
@@ -193,12 +203,18 @@ def stage_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArr
         )  # fmt: skip
 
 
-def pull_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> tuple[Tensor, ...]:
-    """Read the clones of this rank's replica slots, [c, ...] of each weight; the read phase of weights. Empty replica
-    slots are not written."""
-    clones = []
-    for weight, first, grid in _parts(weights, experts_Pc.shape[1]):
-        clone = weight.new_empty(experts_Pc.shape[1], *weight.shape[1:])
+def pull_weights(
+    weights: Sequence[Tensor],
+    experts_Pc: Tensor,
+    staged: SymmArray,
+    rank: int,
+    out: Sequence[Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """Read the clones of this rank's replica slots, [c, ...] of each weight, into `out` if it is given; the read phase
+    of weights. Empty replica slots are not written."""
+    num_replicas, clones = experts_Pc.shape[1], []
+    for index, (weight, first, grid) in enumerate(_parts(weights, num_replicas)):
+        clone = weight.new_empty(num_replicas, *weight.shape[1:]) if out is None else out[index]
         _pull_kernel[grid](
             clone, experts_Pc, staged.peer_ptrs_P, staged.offset_bytes, first, rank, len(weight), len(clone),
             experts_Pc.numel(), weight[0].numel(), N=staged.local.shape[1], BLOCK=BLOCK,
@@ -207,10 +223,24 @@ def pull_weights(weights: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArra
     return tuple(clones)
 
 
-def stage_gradients(clones: Sequence[Tensor], staged: SymmArray) -> None:
-    """Stage the gradients of this rank's clones, [c, ...] of each weight; the write phase of gradients."""
-    for clone, first, _ in _parts(clones, 1):
-        staged.local[: len(clone), first : first + clone[0].numel()].copy_(clone.flatten(1))
+@triton.jit(do_not_specialize=SIZES)
+def _stage_gradients_kernel(
+    clones_ptr, experts_ptr, staged_ptr, rank, num_replicas, M, N: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    replica = tl.program_id(1).to(tl.int64)
+    if tl.load(experts_ptr + rank * num_replicas + replica) >= 0:
+        element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        grad = tl.load(clones_ptr + replica * M + element, mask=element < M, other=0.0)
+        tl.store(staged_ptr + replica * N + element, grad, mask=element < M)
+
+
+def stage_gradients(clones: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> None:
+    """Stage the gradients of this rank's clones, [c, ...] of each weight, contiguous; the write phase of gradients."""
+    for clone, first, grid in _parts(clones, experts_Pc.shape[1]):
+        _stage_gradients_kernel[grid](
+            clone, experts_Pc, staged.local[:, first:], rank, len(clone), clone[0].numel(),
+            N=staged.local.shape[1], BLOCK=BLOCK,
+        )  # fmt: skip
 
 
 def add_gradients(own: Sequence[Tensor], experts_Pc: Tensor, staged: SymmArray, rank: int) -> None:
