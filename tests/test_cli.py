@@ -41,7 +41,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[str]]]:
     """Numbers of ranks and arguments of `launch` calls. The exit code of the ranks is 7."""
     calls: list[tuple[int, list[str]]] = []
 
-    def launch(num_ranks: int, argv: list[str]) -> int:
+    def launch(num_ranks: int, argv: list[str], limit_s: float) -> int:
+        assert limit_s == 600
         calls.append((num_ranks, argv))
         return 7
 

@@ -97,7 +97,7 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     if world_size > 1 and "WORLD_SIZE" not in os.environ:  # every rank runs this function again, with WORLD_SIZE
         with _imports_frozen():
             from titan_moe.train.launch import launch
-        return launch(world_size, [verb, path, *overrides])
+        return launch(world_size, [verb, path, *overrides], 60 * recipe.run.step_timeout_minutes)
     # before torch is imported: OpenMP threads that spin while waiting slow down other processes on the same cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     _set_up_logging()

@@ -60,7 +60,7 @@ def test_hang_of_a_stopped_rank_ends_all_ranks(tiny, tmp_path: Path, monkeypatch
     assert process.returncode == 1, stderr
     (line,) = [line for line in stderr.splitlines() if line.startswith("titan-moe: rank 0 ")][:1]
     assert "run.step_timeout_minutes = 0.1" in line
-    assert "; rank 1 in step " in line and " gives no sign: its process is stopped or its host is lost" in line
+    assert "; rank 1 (last seen in " in line and ") gives no sign: its process is stopped or its host is lost" in line
     assert "; rank 0 waits in gloo:" in line, "the flight recorder names the collective"
     assert stderr.strip().splitlines()[-1].startswith("titan-moe: rank 0 failed first: rank 0 "), stderr
     assert "step_runner.py" in (run.folder / "hangs" / "rank-0.txt").read_text(), "the stacks of this rank"

@@ -54,6 +54,12 @@ def test_heartbeat_of_a_stopped_rank_is_missed() -> None:
         beat.leave()
 
 
+def test_heartbeat_of_a_rank_that_never_came_is_missed() -> None:
+    beat = Heartbeat(CuttableStore(), 0, 2, INTERVAL_S, Sign)
+    wait_until(lambda: beat.silence_s > 5 * INTERVAL_S)
+    beat.leave()
+
+
 def test_heartbeat_of_a_rank_that_has_left_is_not_missed() -> None:
     store = CuttableStore()
     beats = [Heartbeat(store, rank, 2, INTERVAL_S, Sign) for rank in range(2)]

@@ -86,6 +86,23 @@ def test_launch_ranks_end_with_a_killed_launcher(tiny) -> None:
     assert left == []
 
 
+def test_launch_kills_a_rank_that_is_stopped_after_the_run(tiny, tmp_path) -> None:
+    """Its work is done and it gives no sign any more: no other rank waits for it, but the launcher does."""
+    (tmp_path / "stopping.py").write_text(
+        "import atexit, os, signal\n"
+        "from titan_moe.models.transformer import Transformer as Model\n"
+        "os.environ['RANK'] == '1' and atexit.register(os.kill, os.getpid(), signal.SIGSTOP)\n"
+    )
+    words = ("--train.steps=3", "--run.step_timeout_minutes=0.2", "--model.class=stopping:Model")
+    process = tiny(*words).start("--nproc", "2", folder=tmp_path)
+    try:
+        stderr = process.communicate(timeout=180)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 128 + 9
+    assert "titan-moe: 1 of 2 ranks have not ended 12 seconds after another; killed" in stderr
+
+
 def children_of(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(word) for word in file.read().split()]

@@ -54,6 +54,7 @@ class Heartbeat:
     def __post_init__(self) -> None:
         self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
         self.next_rank = (self.rank + 1) % self.num_ranks
+        self.give()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
@@ -95,7 +96,7 @@ class Heartbeat:
                 read_at = time.monotonic()
                 continue
             now = time.monotonic()
-            if sign is None or sign != seen or sign.has_left:
+            if sign != seen or (sign is not None and sign.has_left):
                 self.silence_s = 0.0
             else:
                 self.silence_s += min(now - read_at, 2 * self.interval_s)

@@ -5,8 +5,11 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -18,19 +21,22 @@ from titan_moe.train.failure import EXIT_BAD_RECIPE, Failure, recorded_failures
 from titan_moe.train.parent_death import LAUNCHER_PID
 from titan_moe.train.process import EXIT_BY_SIGNAL
 
+STRAGGLERS_S = 1.0
+"""Between two looks at which ranks are left."""
 SIGNALS_OPTION = "--signals-to-handle"
 CONSEQUENCE_S = 5.0
 """When a rank is killed, others report a broken connection within this time. After a failure torchrun sends SIGTERM to
 all ranks, and later than this SIGKILL to those that do not end."""
 
 
-def launch(num_ranks: int, argv: Sequence[str]) -> int:
+def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
     """Run `titan-moe` with these arguments on every rank. Returns the exit code of the first rank that failed, or 0.
 
     For a failed rank or a signal, torchrun prints a traceback of its own and exits with 1. Here the ranks' own messages
     and exit code remain, and the last line has the words of the first failure: other ranks fail because of it, and
     print more. After SIGTERM or SIGHUP the ranks save, for which torchrun waits 30 seconds;
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.13) sets another limit, also for ranks that hang after another one failed.
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.13) sets another limit. A rank that has not ended `limit_s` seconds after
+    another one has is killed; 0 sets no limit.
     """
     sys.stdout.flush()
     # divide the cores between ranks: torchrun would set one thread per rank, with a long warning
@@ -38,6 +44,8 @@ def launch(num_ranks: int, argv: Sequence[str]) -> int:
     os.environ[LAUNCHER_PID] = str(os.getpid())
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    if limit_s:
+        Thread(target=_kill_stragglers, args=(num_ranks, limit_s), daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="titan_moe-") as logs:
         options = ["--standalone", "--nproc-per-node", str(num_ranks), "--log-dir", logs, *_signals_to_handle()]
         try:
@@ -49,6 +57,25 @@ def launch(num_ranks: int, argv: Sequence[str]) -> int:
         finally:
             del os.environ[LAUNCHER_PID]
     return 0
+
+
+def _kill_stragglers(num_ranks: int, limit_s: float) -> None:
+    """Kill the ranks that are left when others have ended long ago: stopped ones, after their last step."""
+    main_thread = os.getpid()
+    children = Path(f"/proc/{main_thread}/task/{main_thread}/children")  # torchrun starts its ranks from this thread
+    have_started, last_full = False, time.monotonic()
+    while children.exists():  # Linux
+        ranks = [int(pid) for pid in children.read_text().split()]
+        have_started |= len(ranks) == num_ranks
+        if not have_started or len(ranks) in (0, num_ranks):
+            last_full = time.monotonic()
+        elif time.monotonic() - last_full > limit_s:
+            message = f"{len(ranks)} of {num_ranks} ranks have not ended {limit_s:g} seconds after another; killed"
+            print(f"titan-moe: {message}", file=sys.stderr, flush=True)
+            for pid in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(STRAGGLERS_S)
 
 
 def _report(error: ChildFailedError, logs: Path) -> int:

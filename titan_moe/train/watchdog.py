@@ -182,7 +182,7 @@ class Watchdog:
             others = list(self.heartbeat.others())
         except RuntimeError:
             return ["the store that the ranks share does not answer"]
-        silent = [f"rank {rank} in {sign.task}" for rank, sign, runs in others if not runs]
+        silent = [f"rank {rank} (last seen in {sign.task})" for rank, sign, runs in others if not runs]
         if silent:
             return [f"{', '.join(silent)} gives no sign: its process is stopped or its host is lost"]
         left = [f"rank {rank}" for rank, sign, _ in others if sign.has_left]
