@@ -44,9 +44,9 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
     os.environ[LAUNCHER_PID] = str(os.getpid())
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
-    if limit_s:
-        Thread(target=_kill_stragglers, args=(num_ranks, limit_s), daemon=True).start()
     with tempfile.TemporaryDirectory(prefix="titan_moe-") as logs:
+        if limit_s:
+            Thread(target=_kill_stragglers, args=(num_ranks, limit_s, Path(logs)), daemon=True).start()
         options = ["--standalone", "--nproc-per-node", str(num_ranks), "--log-dir", logs, *_signals_to_handle()]
         try:
             torchrun([*options, "-m", "titan_moe", *argv])
@@ -59,12 +59,13 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
     return 0
 
 
-def _kill_stragglers(num_ranks: int, limit_s: float) -> None:
-    """Kill the ranks that are left when others have ended long ago: stopped ones, after their last step."""
+def _kill_stragglers(num_ranks: int, limit_s: float, logs: Path) -> None:
+    """Kill the ranks that are left when others have ended long ago: stopped ones, after their last step. After a
+    failure torchrun ends them."""
     main_thread = os.getpid()
     children = Path(f"/proc/{main_thread}/task/{main_thread}/children")  # torchrun starts its ranks from this thread
     have_started, last_full = False, time.monotonic()
-    while children.exists():  # Linux
+    while children.exists() and not recorded_failures(logs):  # Linux
         ranks = [int(pid) for pid in children.read_text().split()]
         have_started |= len(ranks) == num_ranks
         if not have_started or len(ranks) in (0, num_ranks):
