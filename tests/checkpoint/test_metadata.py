@@ -81,3 +81,14 @@ def test_metadata_cannot_point_outside_of_its_folder(file: Path) -> None:
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(ValueError, match=r"points to ../../secret, outside of the checkpoint"):
         read_metadata(file)
+
+
+def test_metadata_cannot_change_a_class(tmp_path: Path) -> None:
+    module, name = b"torch.distributed.checkpoint.metadata", b"MetadataIndex"
+    named = b"\x8c" + bytes([len(module)]) + module + b"\x8c" + bytes([len(name)]) + name + b"\x93"
+    state = b"N}\x8c\x08__hash__Ns\x86"  # (None, {"__hash__": None})
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + named + state + b"b.")
+    before = MetadataIndex.__hash__
+    with pytest.raises(ValueError, match="it changes a class"):
+        read_metadata(tmp_path / ".metadata")
+    assert MetadataIndex.__hash__ is before

@@ -51,6 +51,7 @@ def test_set_aside_finds_records_after_an_interrupted_move(tmp_path: Path, monke
         set_aside(tmp_path)
     monkeypatch.undo()
     assert set_aside(tmp_path) == tmp_path / "attempt-2"
-    moved = sorted(path.name for path in tmp_path.glob("attempt-*/*"))
-    assert moved == sorted(names) and not [path for path in tmp_path.iterdir() if path.is_file()]
+    kept = {path.name for path in tmp_path.glob("attempt-*/*")}
+    left = [path.name for path in tmp_path.iterdir() if path.is_file()]
+    assert kept == names and left == ["recipe.toml"], "the recipe still names this folder"
     assert set_aside(tmp_path) is None

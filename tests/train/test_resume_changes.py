@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from titan_moe.checkpoint import storage
 from titan_moe.config.resume import FREE, REFUSED, TOLD, Change, change_of
+from titan_moe.train.trainer import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -147,3 +149,15 @@ def test_checkpoint_has_the_resolved_recipe(base) -> None:
     manifest = json.loads((base.folder / "checkpoints" / "step-2" / "manifest.json").read_text())
     assert manifest["format"] == 1 and manifest["recipe"]["model.moe.num_experts"] == 4
     assert manifest["recipe"]["run.device"] == "cpu"
+
+
+def test_checkpoint_of_an_earlier_version_lacks_the_newest_states(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny("--train.steps=4", "--checkpoint.every_steps=2")
+    newest = {name.removeprefix("train_state.") for name in storage.NEWER_STATES}
+    with monkeypatch.context() as patch:
+        state = Progress.state_dict
+        patch.setattr(Progress, "state_dict", lambda self: {k: v for k, v in state(self).items() if k not in newest})
+        assert run.train("--train.steps=2", "--optim.decay_steps=0") == 0
+    (run.folder / "checkpoints" / "step-2" / "manifest.json").unlink()
+    assert run.train("--optim.decay_steps=0") == 0
+    assert run.column("step") == [1, 2, 3, 4]

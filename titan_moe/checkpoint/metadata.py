@@ -52,7 +52,18 @@ ALLOWED: dict[tuple[str, str], Any] = {
 """(module, name) -> what a metadata file may use. dtypes are allowed too."""
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
+    """In Python, because the one in C lets a file set attributes of the classes that it names."""
+
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type):  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("it changes a class; nothing of it was run")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
             return ALLOWED[module, name]
@@ -76,7 +87,7 @@ def read_metadata(file: Path) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        raise ValueError(f"{METADATA_FILE}: {error or type(error).__name__}") from error
+        raise ValueError(f"{METADATA_FILE}: {str(error) or type(error).__name__}") from error
     if not is_sound:
         raise ValueError(f"{METADATA_FILE}: it is not the metadata of a checkpoint")
     if outside:

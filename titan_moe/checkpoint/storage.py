@@ -29,6 +29,8 @@ from titan_moe.checkpoint.manifest import FileHash, Manifest
 from titan_moe.checkpoint.metadata import read_metadata
 
 _LARGE_BYTES = 1 << 20
+NEWER_STATES = ("train_state.spikes",)
+"""States that checkpoints of earlier versions lack. They keep their start values."""
 
 
 def save(
@@ -176,6 +178,14 @@ class _PlainSavePlanner(DefaultSavePlanner):
 
 class _PlainLoadPlanner(DefaultLoadPlanner):
     """Load numbers, strings, tensors, and lists and dicts of them. DCP's planner would run what a value names."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        for name in NEWER_STATES:
+            if metadata is not None and name not in metadata.state_dict_metadata:
+                self.state_dict.pop(name, None)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()

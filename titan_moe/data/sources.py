@@ -85,7 +85,12 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
         )
     num_reserved = held_out.num_documents_touched if count else 0
     training = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens, num_reserved)
-    return Source(training, validation, lambda: f"{hub.fingerprint(recipe.data)}, tokenizer {tokenizer.fingerprint}")
+
+    def fingerprint() -> str:
+        held_out = f"the first {num_reserved} documents held out"
+        return f"{hub.fingerprint(recipe.data)}, tokenizer {tokenizer.fingerprint}, {held_out}"
+
+    return Source(training, validation, fingerprint)
 
 
 def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Corpus:

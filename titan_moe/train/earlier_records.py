@@ -1,9 +1,10 @@
 """Records of an earlier attempt in a run folder. A run that starts anew keeps them."""
 
+import shutil
 from itertools import count
 from pathlib import Path
 
-RECORDS = ("recipe.toml", "environment.json", "tensorboard", "traces", "metrics.dropped.jsonl", "metrics.jsonl")
+RECORDS = ("environment.json", "tensorboard", "traces", "hangs", "metrics.dropped.jsonl", "metrics.jsonl")
 """The metrics are moved last: after an interrupted move they are still found."""
 
 
@@ -17,6 +18,9 @@ def set_aside(run_folder: Path) -> Path | None:
         return None
     aside = next(path for number in count(1) if not (path := run_folder / f"attempt-{number}").exists())
     aside.mkdir()
+    recipe = run_folder / "recipe.toml"
+    if recipe.exists():  # a copy: the run writes its own over it, and until then it still names this folder
+        shutil.copy2(recipe, aside)
     for name in RECORDS:
         if (run_folder / name).exists():
             (run_folder / name).rename(aside / name)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -45,19 +46,24 @@ def record_failure(error: BaseException | str, folder: str = "") -> None:
         "rank": int(os.environ.get("RANK", "0")),
         "exit_code": EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED,
     }
+    unfinished = Path(f"{path}.{threading.get_ident()}")
     with suppress(OSError):
-        Path(path).write_text(json.dumps(record))
+        try:
+            unfinished.write_text(json.dumps(record))
+            os.link(unfinished, path)  # whole, and only if there is none
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def recorded_failures(folder: Path) -> list[Failure]:
     """The failures of all ranks below torchrun's log folder, the first one first."""
     failures = []
-    for file in sorted(folder.rglob("error.json"), key=lambda file: file.stat().st_mtime_ns):
-        with suppress(ValueError, KeyError):  # an interrupted write
+    for file in folder.rglob("error.json"):
+        with suppress(OSError, ValueError, KeyError):  # a folder that is being removed; a file of torchrun's own
             record = json.loads(file.read_text())
             words = record["message"]["message"]
             failures.append(Failure(record["rank"], words, record["exit_code"], file.stat().st_mtime))
-    return failures
+    return sorted(failures, key=lambda failure: failure.time_s)
 
 
 def plain_words(error: BaseException, folder: str) -> str:

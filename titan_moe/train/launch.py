@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -44,9 +44,10 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
     os.environ[LAUNCHER_PID] = str(os.getpid())
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
+    have_ended = Event()
     with tempfile.TemporaryDirectory(prefix="titan_moe-") as logs:
         if limit_s:
-            Thread(target=_kill_stragglers, args=(num_ranks, limit_s, Path(logs)), daemon=True).start()
+            Thread(target=_kill_stragglers, args=(num_ranks, limit_s, Path(logs), have_ended), daemon=True).start()
         options = ["--standalone", "--nproc-per-node", str(num_ranks), "--log-dir", logs, *_signals_to_handle()]
         try:
             torchrun([*options, "-m", "titan_moe", *argv])
@@ -55,17 +56,18 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
         except SignalException as stopped:
             return EXIT_BY_SIGNAL + stopped.sigval
         finally:
+            have_ended.set()
             del os.environ[LAUNCHER_PID]
     return 0
 
 
-def _kill_stragglers(num_ranks: int, limit_s: float, logs: Path) -> None:
+def _kill_stragglers(num_ranks: int, limit_s: float, logs: Path, have_ended: Event) -> None:
     """Kill the ranks that are left when others have ended long ago: stopped ones, after their last step. After a
     failure torchrun ends them."""
     main_thread = os.getpid()
     children = Path(f"/proc/{main_thread}/task/{main_thread}/children")  # torchrun starts its ranks from this thread
     have_started, last_full = False, time.monotonic()
-    while children.exists() and not recorded_failures(logs):  # Linux
+    while not have_ended.wait(STRAGGLERS_S) and children.exists() and not recorded_failures(logs):  # Linux
         ranks = [int(pid) for pid in children.read_text().split()]
         have_started |= len(ranks) == num_ranks
         if not have_started or len(ranks) in (0, num_ranks):
@@ -76,7 +78,7 @@ def _kill_stragglers(num_ranks: int, limit_s: float, logs: Path) -> None:
             for pid in ranks:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(STRAGGLERS_S)
+            last_full = time.monotonic()
 
 
 def _report(error: ChildFailedError, logs: Path) -> int:

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,13 @@ def _router_problems(model: nn.Module, moe: MoEConfig) -> Iterator[str]:
 
 
 @torch.no_grad()
-def check_loss(parts: list[nn.Module], recipe: Recipe, vocab_size: int, device: torch.device) -> None:
+def check_loss(
+    parts: list[nn.Module],
+    recipe: Recipe,
+    vocab_size: int,
+    device: torch.device,
+    check_exchanges: Callable[[], object],
+) -> None:
     """Refuse a model whose loss is not a sum over label tokens.
 
     It sees one random microbatch, in evaluation mode, with ids below `vocab_size`, the tokenizer's. Labels are uniform
@@ -126,6 +132,7 @@ def check_loss(parts: list[nn.Module], recipe: Recipe, vocab_size: int, device: 
     document_ids_BN = torch.zeros(shape, dtype=torch.int32, device=device) if has_documents else None
     with evaluating(parts):
         loss = model(tokens_BN, labels_BN, document_ids_BN)
+    check_exchanges()  # without all ranks the loss says nothing
     key = f'model.class = "{recipe.model.class_}"'
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"

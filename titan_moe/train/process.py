@@ -46,9 +46,7 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield device
-            if device.type == "cuda":  # all ranks: symmetric memory must not be freed while a peer still reads it
-                torch.cuda.synchronize(device)
-                dist.all_reduce(torch.zeros(1))
+            wait_for_all_ranks(device)
         except BaseException as error:  # not every error of torch.distributed.checkpoint is an Exception
             record_failure(error, config.folder)
             with suppress(Exception):  # the first error's words are the last ones printed
@@ -57,6 +55,13 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
         finally:
             if dist.is_initialized():
                 _destroy_groups()
+
+
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Wait on GPUs until all ranks are here: symmetric memory must not be freed while a peer still reads it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        dist.all_reduce(torch.zeros(1))
 
 
 def _destroy_groups() -> None:

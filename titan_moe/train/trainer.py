@@ -34,8 +34,9 @@ from titan_moe.train.build import assemble
 from titan_moe.train.capacity_control import round_up
 from titan_moe.train.earlier_records import set_aside
 from titan_moe.train.evaluate import evaluating, validation_loss
+from titan_moe.train.failure import record_failure
 from titan_moe.train.model_class import check_loss
-from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group
+from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
 from titan_moe.train.resolve_kernels import resolve_auto
 from titan_moe.train.run_lock import run_lock
 from titan_moe.train.step import StepResult
@@ -61,6 +62,7 @@ def run(recipe: Recipe) -> None:
         with ExitStack() as lock, attention_backend(recipe.perf.attention):
             run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))
             exit_code = Trainer(recipe, device, watchdog).train()
+            wait_for_all_ranks(device)
     if exit_code:
         raise SystemExit(exit_code)
 
@@ -102,8 +104,9 @@ class Trainer:
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
             self.loader = build_loader(recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier)
         if recipe.model.class_ != ModelConfig.class_:
-            with self.step.step.capacity.unbounded():
-                check_loss(self.parts, recipe, self.loader.tokenizer.vocab_size, device)
+            capacity = self.step.step.capacity
+            with capacity.unbounded():
+                check_loss(self.parts, recipe, self.loader.tokenizer.vocab_size, device, capacity.check)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         self.progress = Progress()
         self.num_skipped_in_row = 0
@@ -141,7 +144,9 @@ class Trainer:
         else:
             try:
                 stopped_by = self._train_remaining_steps()
-            except Exception:
+            except Exception as error:
+                record_failure(error, self.recipe.run.folder)  # before others fail because of it
+                self.watchdog.begin("the save before its failure")
                 self.checkpointer.finish_save_after_failure()
                 raise
         self.checkpointer.close()

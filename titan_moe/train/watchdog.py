@@ -99,12 +99,12 @@ class Watchdog:
         outer = self._task, self._allowed_s, self._is_step
         self.begin(task)
         yield
-        self._task, self._allowed_s, self._is_step = outer
         self._spent_s = 0.0
+        self._task, self._allowed_s, self._is_step = outer
 
     def _begin(self, task: str, patience: int, is_step: bool = False) -> None:
+        self._spent_s = 0.0  # first: the watching thread compares it with the next line's limit
         self._task, self._allowed_s, self._is_step = task, patience * self.limit_s, is_step
-        self._spent_s = 0.0
 
     def _sign(self) -> Sign:
         place, is_waiting = main_thread_place()
