@@ -151,6 +151,7 @@ class Trainer:
                 raise
         self.checkpointer.close()
         if self.num_skipped_in_row:
+            record_failure(self._describe_skipped())
             if self.is_main:
                 logger.error("%s", self._describe_skipped())
         elif self.is_finished and step < self.progress.step:
