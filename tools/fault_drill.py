@@ -110,13 +110,17 @@ class Run:
         while self.pids() and time.monotonic() < begin + seconds:
             self.process.poll()
             time.sleep(0.05)
-        left = self.pids()
+        left, words = self.pids(), []
         for pid in left:
+            with suppress(OSError):
+                words.append((Path("/proc") / str(pid) / "cmdline").read_text().replace("\0", " "))
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         if left:
-            raise TimeoutError(f"{len(left)} processes were left after {seconds:.0f} s")
+            raise TimeoutError(
+                f"{len(left)} processes were left after {seconds:.0f} s: {'; '.join(words)}\n{self.said}"
+            )
         return time.monotonic() - begin
 
     def pids(self, rank: int | None = None) -> list[int]:
@@ -165,7 +169,7 @@ class Drill:
         self.num_folders = 0
         straight = self.new_run()
         straight.start()
-        straight.wait_for_end(600)
+        straight.wait_for_end(300)
         if straight.process.returncode:
             raise SystemExit(f"the undisturbed run on {num_ranks} ranks has failed:\n{straight.said}")
         self.straight, self.expected = straight, straight.losses

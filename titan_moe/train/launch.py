@@ -46,8 +46,9 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     have_ended = Event()
     with tempfile.TemporaryDirectory(prefix="titan_moe-") as logs:
+        watcher = Thread(target=_kill_stragglers, args=(num_ranks, limit_s, Path(logs), have_ended), daemon=True)
         if limit_s:
-            Thread(target=_kill_stragglers, args=(num_ranks, limit_s, Path(logs), have_ended), daemon=True).start()
+            watcher.start()
         options = ["--standalone", "--nproc-per-node", str(num_ranks), "--log-dir", logs, *_signals_to_handle()]
         try:
             torchrun([*options, "-m", "titan_moe", *argv])
@@ -58,6 +59,8 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
         finally:
             have_ended.set()
             del os.environ[LAUNCHER_PID]
+            if limit_s:  # it must not be at work in a folder, or on standard error, that are going away
+                watcher.join()
     return 0
 
 
