@@ -16,10 +16,9 @@ from titan_moe.config.explain import explain
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.parse import nearest_key, split_overrides
 from titan_moe.plan.check_report import describe
-from titan_moe.train.failure import EXIT_FAILED, plain_words
+from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, plain_words
 from titan_moe.train.parent_death import die_with_parent
 
-EXIT_BAD_RECIPE = 2
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_DELAY_S = 3.0
 """Delay of error messages on all ranks but the first of a node. Torchrun ends them earlier if the first one fails."""

@@ -12,8 +12,8 @@ from titan_moe.config.recipe import Recipe
 NUM_CLONES = 2
 """With two replica slots a rank, loads up to twice the mean come down to 1.05 times it nearly always."""
 MIN_SLOTS = 50_000
-"""Slots of a rank from which clones pay. To fetch an expert and return its gradient takes as long as some 2,500 slots
-of any expert (bf16, NVLink), and a twentieth of a rank's slots is the least that is moved."""
+"""Slots of a rank from which clones may pay, an estimate: to fetch an expert and return its gradient takes as long as
+some 2,500 slots of any expert (bf16, NVLink), and the fullest rank has at least a twentieth too many."""
 
 
 def num_clones(recipe: Recipe, world_size: int) -> int:

@@ -34,7 +34,7 @@ from titan_moe.train.build import assemble
 from titan_moe.train.capacity_control import round_up
 from titan_moe.train.earlier_records import set_aside
 from titan_moe.train.evaluate import evaluating, validation_loss
-from titan_moe.train.failure import record_failure
+from titan_moe.train.failure import EXIT_FAILED, record_failure
 from titan_moe.train.model_class import check_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
 from titan_moe.train.resolve_kernels import resolve_auto
@@ -43,8 +43,6 @@ from titan_moe.train.step import StepResult
 from titan_moe.train.watchdog import Watchdog
 
 logger = logging.getLogger("titan_moe")
-
-EXIT_FAILED = 1
 
 
 def run(recipe: Recipe) -> None:
