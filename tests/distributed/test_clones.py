@@ -9,7 +9,8 @@ from support import load
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, MemoryConfig, PrecisionConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.kernels.clones.plan import ClonePlan
 from titan_moe.parallel.unsharded_experts import CastCache

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
-from titan_moe.config.perf import CompileConfig, PrecisionConfig
+from titan_moe.config.perf import CompileConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch import Routed
 from titan_moe.dispatch.capacity import ExpertCapacity

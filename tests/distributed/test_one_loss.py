@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.layers.router import TopKRouter

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config import Recipe
 from titan_moe.config.kernels import KernelOverrides
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch import symm_mem
 from titan_moe.parallel import symm_memory
 from titan_moe.train import capacity_control

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.parallel import ParallelConfig, resolve
-from titan_moe.config.perf import PrecisionConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.optim.accumulate import accumulate, accumulate_reference
 from titan_moe.layers.experts import GroupedExperts

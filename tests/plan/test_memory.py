@@ -9,7 +9,8 @@ import torch
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import MemoryConfig, PrecisionConfig
+from titan_moe.config.perf import MemoryConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import max_batch_tokens
 from titan_moe.config.train import MetricsConfig
 from titan_moe.kernels.symm_mem.arrays import symm_bytes

@@ -8,7 +8,8 @@ import pytest
 from titan_moe.config import Recipe, load_recipe
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import PerfConfig, PrecisionConfig
+from titan_moe.config.perf import PerfConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
 from titan_moe.plan.hardware import find_hardware

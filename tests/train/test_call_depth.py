@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import titan_moe
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.config.perf import CompileConfig, PrecisionConfig
+from titan_moe.config.perf import CompileConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.data.packing import Batch
 from titan_moe.train.build import assemble
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, PerfConfig, PrecisionConfig
+from titan_moe.config.perf import CompileConfig, PerfConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.train.build import Assembly, assemble

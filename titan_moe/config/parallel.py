@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from titan_moe.config.dispatchers import DISPATCHERS, DispatcherFacts, facts_of
-from titan_moe.config.perf import BYTES_OF_DTYPE, PrecisionConfig
+from titan_moe.config.precision import BYTES_OF_DTYPE, PrecisionConfig
 from titan_moe.config.schema import OneOf
 
 

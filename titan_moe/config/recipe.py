@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ParallelConfig, resolve
-from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig, PrecisionConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import (
     SAMPLE_PROMPT_TOKENS,
     CheckpointConfig,

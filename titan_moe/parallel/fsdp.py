@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 
 from titan_moe.config.kernels import Backend
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import PrecisionConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch.clone_weights import CloneWeights
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes

@@ -1,7 +1,7 @@
 """GPU memory of a run without its activations."""
 
 from titan_moe.config.parallel import resolve
-from titan_moe.config.perf import BYTES_OF_DTYPE
+from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, max_batch_tokens
 from titan_moe.plan.count import count_parameters, expert_width, parameters_of_an_expert
 from titan_moe.plan.loads import layer_loads

@@ -8,7 +8,7 @@ the tensors that compiled blocks keep; workspaces of libraries, fragments and me
 from titan_moe.config.arena import has_arena
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import resolve
-from titan_moe.config.perf import BYTES_OF_DTYPE
+from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import count_parameters, expert_width
 from titan_moe.plan.loads import layer_loads

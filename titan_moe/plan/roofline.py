@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
-from titan_moe.config.perf import BYTES_OF_DTYPE
+from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import (
     attention_core_flops_per_token,

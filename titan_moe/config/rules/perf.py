@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
-from titan_moe.config.perf import BYTES_OF_DTYPE
+from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import obstacles, without_host_reads
 from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
