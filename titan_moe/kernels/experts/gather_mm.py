@@ -6,6 +6,7 @@ Physics: 2·R·I·O FLOPs, bound by the matrix units from about 200 slots an exp
 GEMM loads its tiles, so no permuted copy of them exists.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,16 +23,18 @@ GET_BLOCKS = CopyBlocks(40, 16_384)
 @triton.jit
 def _gather_mm_kernel(
     x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
-    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, num_tiles_ptr,
-    I: tl.constexpr, O: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, num_tiles_ptr, scales_ptr, base_ptr,
+    I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    if base_ptr is not None:  # a product with the width keeps its alignment
+        x_ptr += tl.load(base_ptr) * ROW
     program = tl.program_id(0) - COPY_BLOCKS
     if COPY_BLOCKS:
         if program < 0:
             get_in_order(
-                program + COPY_BLOCKS, x_ptr, get_addresses_ptr, get_rows_ptr, count_ptr, arrived_ptr, I,
+                program + COPY_BLOCKS, x_ptr, get_addresses_ptr, get_rows_ptr, count_ptr, arrived_ptr, ROW,
                 COPY_BLOCKS, COPIED_ROWS, COPIED_COLUMNS,
             )  # fmt: skip
             return
@@ -44,8 +47,8 @@ def _gather_mm_kernel(
             return
         _gather_mm_tile(
             tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
-            required_rows_ptr, arrived_ptr, I, O, IS_INTERPRETED, BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I,
-            COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
+            required_rows_ptr, arrived_ptr, scales_ptr, I, O, ROW, IS_INTERPRETED,
+            BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
         )  # fmt: skip
     else:
         num_tiles = tl.load(num_tiles_ptr)
@@ -53,7 +56,7 @@ def _gather_mm_kernel(
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _gather_mm_tile(
                 tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, weight_desc, last_desc, out_ptr,
-                begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, I, O, IS_INTERPRETED,
+                begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, scales_ptr, I, O, ROW, IS_INTERPRETED,
                 BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
             )  # fmt: skip
 
@@ -61,7 +64,8 @@ def _gather_mm_kernel(
 @triton.jit
 def _gather_mm_tile(
     tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
-    required_rows_ptr, arrived_ptr, I: tl.constexpr, O: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    required_rows_ptr, arrived_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr,
+    IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -74,20 +78,20 @@ def _gather_mm_tile(
     begin, end = tl.load(begins_ptr + tile), tl.load(ends_ptr + tile)
     if BLOCK_LAST < BLOCK_O and column == num_columns - 1:
         _multiply(
-            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, last_desc, out_ptr, I, O,
-            BLOCK_R, BLOCK_LAST, BLOCK_I,
+            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, last_desc, out_ptr, scales_ptr, I, O,
+            ROW, BLOCK_R, BLOCK_LAST, BLOCK_I,
         )  # fmt: skip
     else:
         _multiply(
-            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, I, O,
-            BLOCK_R, BLOCK_O, BLOCK_I,
+            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I, O,
+            ROW, BLOCK_R, BLOCK_O, BLOCK_I,
         )  # fmt: skip
 
 
 @triton.jit
 def _multiply(
-    expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, I: tl.constexpr, O: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr,
+    ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     slots = begin + tl.arange(0, BLOCK_R)
     is_slot = slots < end
@@ -95,11 +99,19 @@ def _multiply(
     inner = tl.arange(0, BLOCK_I)
     total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
     for k in range(0, I, BLOCK_I):
-        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * I + (k + inner)[None, :]
+        x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * ROW + (k + inner)[None, :]
         x = tl.load(x_ptrs, mask=is_slot[:, None] & (inner < I - k)[None, :], other=0.0)
-        weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
+        if scales_ptr is None:
+            weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
+        else:  # the matrix units read fp8 along the summed dimension alone
+            weight = weight_desc.load([expert, first, k]).reshape(BLOCK_O, BLOCK_I).T
         total = tl.dot(x, weight, total, input_precision="ieee")
     columns = first + tl.arange(0, BLOCK_O)
+    if scales_ptr is not None:
+        row_scales_ptr = (x_ptr + rows.to(tl.int64) * ROW + I).to(tl.pointer_type(tl.float32), bitcast=True)
+        row_scale = tl.load(row_scales_ptr, mask=is_slot, other=0.0)
+        column_scale = tl.load(scales_ptr + expert * O + columns, mask=columns < O, other=0.0)
+        total = total * row_scale[:, None] * column_scale[None, :]
     out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None] & (columns < O)[None, :])
 
@@ -112,22 +124,35 @@ def gather_mm(
     cut: GemmTiles = MEASURED,
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = GET_BLOCKS,
+    *,
+    scales_eO: Tensor | None = None,
+    base: Tensor | None = None,
 ) -> Tensor:
     """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
     With `schedule`, copy blocks of the launch get rows into x.
+
+    Args:
+        scales_eO: fp32, scales of weights in fp8, which are the transpose of what is contiguous. Then x_SI holds rows
+            in fp8 with their scales behind them (kernels/experts/fp8/rows.py), and results are bf16.
+        base: int64 [2] on the device. x_SI is that of several layers; this layer's begins at row base[0].
     """
     _, width, out_width = weight_eIO.shape
-    out_RO = x_SI.new_empty(rows_R.numel(), out_width)
+    dtype = x_SI.dtype if scales_eO is None else torch.bfloat16
+    out_RO = x_SI.new_empty(rows_R.numel(), out_width, dtype=dtype)
     # the last columns are cut half as wide where that is enough
     is_half_enough = 0 < out_width % cut.outputs <= cut.outputs // 2
     last = cut.outputs // 2 if is_half_enough else cut.outputs
     # weights come by TMA: their pointers would take the registers that the sums need
-    weights = [TensorDescriptor.from_tensor(weight_eIO, [1, cut.inner, outputs]) for outputs in (cut.outputs, last)]
-    copies, sizes = get_arguments(schedule, copy_blocks, width)
+    if scales_eO is None:
+        stored, blocks = weight_eIO, [[1, cut.inner, outputs] for outputs in (cut.outputs, last)]
+    else:
+        stored, blocks = weight_eIO.mT, [[1, outputs, cut.inner] for outputs in (cut.outputs, last)]
+    weights = [TensorDescriptor.from_tensor(stored, block) for block in blocks]
+    copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1])
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(out_width, cut.outputs),)](
-        x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies, tiles.looped(),
-        I=width, O=out_width, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
+        x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies, tiles.looped(), scales_eO, base,
+        I=width, O=out_width, ROW=x_SI.shape[1], IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip

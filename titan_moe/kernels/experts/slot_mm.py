@@ -5,6 +5,7 @@ S rows · R expert slots, sorted by expert · K choices a row · e local experts
 Physics: 2·R·I·O FLOPs, bound by the matrix units from about 200 slots an expert on.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,7 +23,7 @@ PUT_BLOCKS = CopyBlocks(36, 8192)
 def _slot_mm_kernel(
     x_desc, weight_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
     put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles, num_tiles_ptr,
-    I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, COPY_BLOCKS: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
@@ -51,7 +52,7 @@ def _slot_mm_kernel(
         if expert >= 0:
             _slot_mm_tile(
                 tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-                I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+                row_scales_ptr, scales_ptr, I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
         if COPY_BLOCKS:
             signal(done_ptr + tile // GROUP)
@@ -60,7 +61,7 @@ def _slot_mm_kernel(
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _slot_mm_tile(
                 tile, column, tl.load(experts_ptr + tile), x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-                I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+                row_scales_ptr, scales_ptr, I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
             if COPY_BLOCKS:
                 signal(done_ptr + tile // GROUP)
@@ -69,7 +70,7 @@ def _slot_mm_kernel(
 @triton.jit
 def _slot_mm_tile(
     tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-    I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
@@ -83,6 +84,10 @@ def _slot_mm_tile(
         total = tl.dot(x, weight, total, input_precision="ieee")
     slots = begin + tl.arange(0, BLOCK_R)
     columns = first + tl.arange(0, BLOCK_O)
+    if scales_ptr is not None:
+        row_scale = tl.load(row_scales_ptr + slots, mask=slots < tl.load(ends_ptr + tile), other=0.0)
+        column_scale = tl.load(scales_ptr + expert * O + columns, mask=columns < O, other=0.0)
+        total = total * row_scale[:, None] * column_scale[None, :]
     out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
     keep = (slots < tl.load(ends_ptr + tile))[:, None] & (columns < O)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
@@ -96,15 +101,20 @@ def slot_mm(
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = PUT_BLOCKS,
     cut: GemmTiles = MEASURED,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
     The weight is contiguous, or the transpose of what is. With `schedule`, the sum of each row's slots in fp32 is
     put to its destination as soon as they are done.
+
+    Args:
+        scales: fp32, scales of slots [R] and of weights [e, O] in fp8. The weight is then the transpose of what is
+            contiguous, and results are bf16.
     """
     num_slots, width = x_RI.shape
     is_transposed, out_width = weight_eIO.stride(2) != 1, weight_eIO.shape[2]
-    out_RO = x_RI.new_empty(num_slots, out_width)
+    out_RO = x_RI.new_empty(num_slots, out_width, dtype=x_RI.dtype if scales is None else torch.bfloat16)
     if not num_slots:
         return out_RO
     num_tiles, num_columns = tiles.experts_M.numel(), triton.cdiv(out_width, cut.outputs)
@@ -120,7 +130,7 @@ def slot_mm(
         num_rows, num_choices = schedule.put_slots_SK.shape
         sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width)}
     _slot_mm_kernel[(tiles.usual * num_columns + sizes["COPY_BLOCKS"],)](
-        rows, weights, out_RO, *tiles[:3], *copies, num_tiles, tiles.looped(),
+        rows, weights, out_RO, *tiles[:3], *copies, num_tiles, tiles.looped(), *(scales or (None, None)),
         I=width, O=out_width, IS_TRANSPOSED=is_transposed,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_I=cut.inner, GROUP=cut.group,
         IS_INTERPRETED=knobs.runtime.interpret, **sizes, num_warps=cut.num_warps, num_stages=cut.num_stages,

@@ -1,0 +1,123 @@
+"""The expert MLP in fp8: `fused_mlp.py` with operands in e4m3.
+
+S rows · R expert slots, sorted by expert · e experts that the rank computes · D width of a row · F hidden width
+
+Physics: the GEMMs have twice the rate of bf16; what stands beside them are passes over S·D elements to quantise rows,
+over R·F to quantise activations and gradients, and over R·(D + 3·F) bytes to transpose what the gradients of weights
+sum. Kept for backward are rows and pre-activations in e4m3, S·D + 2·R·F bytes, half of bf16's. The reference is the
+composite of composite_mlp.py with emulated GEMMs; scales here are powers of two, and an expert's in gradients of
+weights (swiglu_backward.py).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_moe.kernels.experts.fp8 import stages
+from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, quantize_rows
+from titan_moe.kernels.experts.fp8.stages import HiddenGradients, QuantizedExperts
+from titan_moe.kernels.experts.slot_sum import slot_sum
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
+from titan_moe.kernels.experts.up import TILE_ROWS
+from titan_moe.kernels.experts.weights import Tensors
+
+
+def _tiles(slots: ExpertSlots) -> Tiles:
+    return plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS)
+
+
+@torch.library.custom_op("titan_moe::fp8_expert_mlp", mutates_args=())
+def _forward(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """y_SD, and the packed rows and pre-activations that backward needs."""
+    at, of = ExpertSlots(*slots), QuantizedExperts.of(quantized)
+    tiles, x = _tiles(at), quantize_rows(x_SD)
+    active, kept = stages.up(x, at, of, tiles)
+    return slot_sum(stages.down(active, of, tiles), at.slots_SK), x, kept
+
+
+@_forward.register_fake
+def _(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    num_slots, both = ExpertSlots(*slots).rows_R.shape[0], QuantizedExperts.of(quantized).gate_up.codes_eOI.shape[1]
+    x = x_SD.new_empty(x_SD.shape[0], x_SD.shape[1] + TAIL_BYTES, dtype=CODES)
+    return torch.empty_like(x_SD), x, x_SD.new_empty(num_slots, both + TAIL_BYTES, dtype=CODES)
+
+
+@torch.library.custom_op("titan_moe::fp8_expert_mlp_dx", mutates_args=())
+def _backward(
+    dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Tensors, kept: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx_SD, dscores_R, packed dy and `HiddenGradients`."""
+    at, of = ExpertSlots(*slots), QuantizedExperts.of(quantized)
+    tiles, dy = _tiles(at), quantize_rows(dy_SD)
+    gradients, dscores_R = stages.d_down(dy, x, at, of, kept, tiles)
+    return slot_sum(stages.d_up(gradients, of, tiles), at.slots_SK), dscores_R, dy, *gradients
+
+
+@_backward.register_fake
+def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor) -> tuple[Tensor, ...]:
+    scores_R, (num_slots, width) = ExpertSlots(*slots).scores_R, kept.shape
+    both = width - TAIL_BYTES
+    gradients = (
+        kept.new_empty(num_slots, both),
+        torch.empty_like(scores_R),
+        dy_SD.new_empty(num_slots, both // 2, dtype=torch.bfloat16),
+        scores_R.new_empty(num_slots, 2),
+    )
+    return torch.empty_like(dy_SD), torch.empty_like(scores_R), torch.empty_like(x), *gradients
+
+
+@torch.library.custom_op("titan_moe::fp8_expert_mlp_dw", mutates_args=())
+def _dw(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor) -> tuple[Tensor, Tensor]:
+    at = ExpertSlots(*slots)
+    return stages.dw(dy, x, at, HiddenGradients(*gradients), kept, _tiles(at))
+
+
+@_dw.register_fake
+def _(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor) -> tuple[Tensor, Tensor]:
+    num_experts, dactive_RF = ExpertSlots(*slots).offsets_e.shape[0], HiddenGradients(*gradients).dactive_RF
+    hidden, width = dactive_RF.shape[1], x.shape[1] - TAIL_BYTES
+    return dactive_RF.new_empty(num_experts, 2, hidden, width), dactive_RF.new_empty(num_experts, width, hidden)
+
+
+class _Fp8ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, *tensors: Tensor) -> Tensor:
+        slots, quantized = tensors[:4], tensors[6:]
+        y_SD, x, kept = _forward(x_SD, slots, quantized)
+        ctx.save_for_backward(x, kept, *slots, *quantized)
+        return y_SD
+
+    @staticmethod
+    def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
+        x, kept, *saved = ctx.saved_tensors
+        slots, quantized = saved[:4], saved[4:]
+        dx_SD, dscores_R, dy, *gradients = _backward(dy_SD.contiguous(), x, slots, quantized, kept)
+        grads = _dw(dy, x, slots, gradients, kept) if any(ctx.needs_input_grad[5:7]) else (None, None)
+        return dx_SD, None, None, dscores_R, None, *grads, *(None,) * len(quantized)
+
+
+def fp8_expert_mlp(
+    x_SD: Tensor, slots: ExpertSlots, gate_up: Tensor, down: Tensor, quantized: QuantizedExperts
+) -> Tensor:
+    """The MLP with operands in e4m3, sums in fp32 and results in bf16, on a GPU.
+
+    Gradients of weights are those of `gate_up` [e, 2, F, D] and `down` [e, D, F], whose contents are not read:
+    `quantized` stands for them.
+    """
+    slots = slots._replace(scores_R=slots.scores_R.contiguous())
+    return _Fp8ExpertMLP.apply(x_SD.contiguous(), *slots, gate_up, down, *quantized.tensors())
+
+
+@register_flop_formula([torch.ops.titan_moe.fp8_expert_mlp, torch.ops.titan_moe.fp8_expert_mlp_dx])
+def _count(x: Any, *rest: Any, **_: Any) -> int:
+    slots, quantized = (rest[0], rest[1]) if len(rest) < 4 else (rest[1], rest[2])
+    num_experts, both, width = quantized[0]
+    return 2 * ExpertSlots(*slots).rows_R[0] * (both + both // 2) * width
+
+
+@register_flop_formula(torch.ops.titan_moe.fp8_expert_mlp_dw)
+def _count_dw(dy: Any, x: Any, slots: Any, gradients: Any, *_: Any, **__: Any) -> int:
+    return 2 * slots[0][0] * 3 * HiddenGradients(*gradients).dactive_RF[1] * (x[1] - TAIL_BYTES)

@@ -1,0 +1,88 @@
+"""Rows in fp8, with their scales behind them, so that a row travels and is kept as one piece.
+
+S rows · D width of a row
+
+A packed row is D codes in e4m3 and 16 bytes, of which the first four are its fp32 scale: code · scale is the number.
+Rows stay aligned to 16 bytes. Whatever moves rows moves packed rows, as rows of D / 2 + 8 elements of two bytes.
+
+Scales are powers of two: the quotient is exact, so that only the code is rounded, and a scale may move to another
+factor of a product without a second rounding. A row of zeros has scale 1.
+
+Physics: memory-bound, reads 2·S·D bytes and writes S·D.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
+
+CODES = torch.float8_e4m3fn
+LARGEST = tl.constexpr(448.0)
+"""The largest number of e4m3."""
+TAIL_BYTES = 16
+"""Bytes behind the codes of a row."""
+
+
+def quantize_rows_reference(x_SD: Tensor) -> Tensor:
+    """The definition: [S, D] -> [S, D + 16]."""
+    amax_S = x_SD.double().abs().amax(dim=1)
+    scale_S = torch.where(amax_S > 0, 2.0 ** torch.ceil(torch.log2(amax_S / LARGEST.value)), 1.0)
+    codes_SD = (x_SD.double() / scale_S[:, None]).float().to(CODES)
+    tail = torch.zeros(len(x_SD), TAIL_BYTES // 4, dtype=torch.float32, device=x_SD.device)
+    tail[:, 0] = scale_S
+    return torch.cat([codes_SD.view(torch.uint8), tail.view(torch.uint8)], dim=1).view(CODES)
+
+
+def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [S, D] and scales [S] of packed rows."""
+    codes, tail = packed[:, :-TAIL_BYTES], packed[:, -TAIL_BYTES:].view(torch.uint8).contiguous()
+    return codes, tail.view(torch.float32)[:, 0]
+
+
+def dequantize_rows(packed: Tensor) -> Tensor:
+    """Packed rows -> [S, D] in fp32."""
+    codes_SD, scales_S = unpack(packed)
+    return codes_SD.float() * scales_S[:, None]
+
+
+@triton.jit
+def power_of_two(amax):
+    """The smallest power of two that brings `amax`, fp32, to at most 448; 1 for 0."""
+    # amax / 448 rounded up to a power of two, by its bits: 448 = 1.75 * 2 ** 8
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scale = ((tl.maximum(exponent, -126) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(amax > 0, scale, 1.0)
+
+
+@triton.jit
+def scale_at(row_ptr, D: tl.constexpr):
+    """The address of a packed row's scale."""
+    return (row_ptr + D).to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_rows_kernel(x_ptr, out_ptr, num_rows, D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr):
+    columns = tl.arange(0, BLOCK_D)
+    keep = columns < D
+    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        x = tl.load(x_ptr + row * D + columns, mask=keep, other=0.0).to(tl.float32)
+        scale = power_of_two(tl.max(tl.abs(x), axis=0))
+        out_row_ptr = out_ptr + row * ROW
+        tl.store(out_row_ptr + columns, (x / scale).to(out_ptr.dtype.element_ty), mask=keep)
+        tl.store(scale_at(out_row_ptr, D), scale)
+
+
+def quantize_rows(x_SD: Tensor) -> Tensor:
+    """[S, D] -> packed rows [S, D + 16] in e4m3. D is a multiple of 16."""
+    num_rows, width = x_SD.shape
+    packed = torch.empty(num_rows, width + TAIL_BYTES, dtype=CODES, device=x_SD.device)
+    if num_rows:
+        _quantize_rows_kernel[(min(num_rows, MAX_PROGRAMS),)](
+            x_SD, packed, num_rows, D=width, ROW=packed.shape[1], BLOCK_D=triton.next_power_of_2(width),
+            num_warps=8 if width > 2048 else 4,
+        )  # fmt: skip
+    return packed

@@ -1,0 +1,149 @@
+"""The stages of the expert MLP in fp8, forward and backward.
+
+S rows · R expert slots, sorted by expert · e experts that the rank computes · D width of a row · F hidden width
+
+    stage    computes                                     from
+    up       activation, pre-activation for backward      rows, gate and up
+    down     results of slots                             activation, down
+    d_down   gradient of pre-activation, of scores        gradients of results, down, pre-activation
+    d_up     gradients of slots                           gradient of pre-activation, gate and up
+    dw       gradients of weights                         rows and their gradients, both factors of d_down transposed
+
+They are those of kernels/experts/stages.py, with rows, weights, activations and gradients in e4m3. Rows and slots have
+a scale each, weights one for each output. Results of GEMMs are bf16.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from titan_moe.kernels.experts.copy_blocks import TileSchedule
+from titan_moe.kernels.experts.fp8.swiglu import swiglu
+from titan_moe.kernels.experts.fp8.swiglu_backward import swiglu_backward, transposed_factors
+from titan_moe.kernels.experts.fp8.transposed_rows import transposed_rows
+from titan_moe.kernels.experts.fp8.weight_grad import weight_grad
+from titan_moe.kernels.experts.fp8.weights import QuantizedWeight
+from titan_moe.kernels.experts.gather_mm import gather_mm
+from titan_moe.kernels.experts.slot_mm import slot_mm
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles
+from titan_moe.kernels.experts.weights import Tensors
+
+CUT = GemmTiles(outputs=256, inner=128, num_stages=4)
+"""The matrix units' sums of fp8 have about 14 bits; adding them in fp32 every 128 products (arXiv:2412.19437, section
+3.3.2) costs 40 % of the rate, and errors are those of the codes, 2 ** -4."""
+
+
+class QuantizedExperts(NamedTuple):
+    """The weights of all experts in fp8."""
+
+    gate_up: QuantizedWeight
+    """[e, 2F, D]."""
+    down: QuantizedWeight
+    """[e, D, F]."""
+
+    def tensors(self) -> list[Tensor]:
+        """As operations take them."""
+        return [*self.gate_up, *self.down]
+
+    @staticmethod
+    def of(tensors: Tensors) -> "QuantizedExperts":
+        """The inverse of `tensors`."""
+        return QuantizedExperts(QuantizedWeight(*tensors[:4]), QuantizedWeight(*tensors[4:]))
+
+
+class Activations(NamedTuple):
+    """Weighted activations in e4m3."""
+
+    codes_RF: Tensor
+    scales_R: Tensor
+
+
+class HiddenGradients(NamedTuple):
+    """What `d_down` leaves for `d_up` and `dw`."""
+
+    codes_R2F: Tensor
+    scales_R: Tensor
+    dactive_RF: Tensor
+    amax_R2: Tensor
+
+
+def up(
+    x: Tensor,
+    slots: ExpertSlots,
+    weights: QuantizedExperts,
+    tiles: Tiles,
+    schedule: TileSchedule | None = None,
+    kept: Tensor | None = None,
+    base: Tensor | None = None,
+) -> tuple[Activations, Tensor]:
+    """Weighted activation, and the packed pre-activation [R, 2F + 16]. With `schedule`, the launch gets rows into x.
+
+    With `base`, packed rows and the pre-activation, written into `kept`, are those of several layers.
+    """
+    codes, scales, *_ = weights.gate_up
+    hidden_R2F = gather_mm(x, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales, base=base)
+    codes_RF, scales_R, kept = swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, kept, base)
+    return Activations(codes_RF, scales_R), kept
+
+
+def down(active: Activations, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None) -> Tensor:
+    """Results of slots, [R, D] in bf16."""
+    codes, scales, *_ = weights.down
+    return slot_mm(active.codes_RF, codes.mT, tiles, schedule=schedule, cut=CUT, scales=(active.scales_R, scales))
+
+
+def d_down(
+    dy: Tensor,
+    x: Tensor,
+    slots: ExpertSlots,
+    weights: QuantizedExperts,
+    kept: Tensor,
+    tiles: Tiles,
+    schedule: TileSchedule | None = None,
+    base: Tensor | None = None,
+) -> tuple[HiddenGradients, Tensor]:
+    """Gradient of the pre-activation, and dscores [R]. With `schedule`, the launch gets rows into dy.
+
+    With `base`, x and `kept`, but not dy, are those of several layers.
+    """
+    *_, codes, scales = weights.down
+    dactive_RF = gather_mm(dy, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales)
+    codes_R2F, scales_R, dscores_R, amax_R2 = swiglu_backward(
+        dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base
+    )
+    return HiddenGradients(codes_R2F, scales_R, dactive_RF, amax_R2), dscores_R
+
+
+def d_up(
+    gradients: HiddenGradients, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None
+) -> Tensor:
+    """Gradients of slots, [R, D] in bf16."""
+    *_, codes, scales = weights.gate_up
+    of_both = gradients.scales_R, scales
+    return slot_mm(gradients.codes_R2F, codes.mT, tiles, schedule=schedule, cut=CUT, scales=of_both)
+
+
+def dw(
+    dy: Tensor,
+    x: Tensor,
+    slots: ExpertSlots,
+    gradients: HiddenGradients,
+    kept: Tensor,
+    tiles: Tiles,
+    base: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up [e, 2, F, D] and down [e, D, F], in bf16.
+
+    With `base`, x and `kept`, but not dy, are those of several layers.
+    """
+    rows_R, _, scores_R, offsets_e = slots
+    dhidden, active, scales_e2 = transposed_factors(
+        gradients.dactive_RF, kept, scores_R, rows_R, offsets_e, x, dy, gradients.amax_R2, tiles, base
+    )
+    x_columns = transposed_rows(x, rows_R, tiles, base)
+    dgate_up = weight_grad(dhidden, x_columns, offsets_e, scales_e2[:, 0], tiles.rows)
+    del dhidden, x_columns
+    dy_columns = transposed_rows(dy, rows_R, tiles)
+    ddown_eDF = weight_grad(dy_columns, active, offsets_e, scales_e2[:, 1], tiles.rows)
+    return dgate_up.unflatten(1, (2, -1)), ddown_eDF

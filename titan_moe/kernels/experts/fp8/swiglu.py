@@ -1,0 +1,76 @@
+"""SwiGLU of pre-activations, quantised by slot: the activation for the down projection, and what backward keeps.
+
+R expert slots, sorted by expert · F hidden width
+
+Physics: memory-bound, reads 4·R·F bytes and writes 3·R·F. A scale needs the whole slot, so this is a pass of its own;
+a GEMM's thread block has 128 columns of it. The activation is made of the pre-activation as the GEMM wrote it; backward
+sees the pre-activation in e4m3, half the memory.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, power_of_two, scale_at
+from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
+
+
+@triton.jit
+def _swiglu_kernel(
+    hidden_ptr, scores_ptr, offsets_ptr, kept_ptr, active_ptr, scales_ptr, base_ptr, num_slots, num_experts,
+    F: tl.constexpr, ROW: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    if base_ptr is not None:  # a product with the width keeps its alignment
+        kept_ptr += tl.load(base_ptr + 1) * ROW
+    end = tl.minimum(num_slots, tl.load(offsets_ptr + num_experts - 1))
+    features = tl.arange(0, BLOCK_F)
+    for index in range(tl.program_id(0), end, tl.num_programs(0)):
+        slot = tl.cast(index, tl.int64)
+        gate_ptr, kept_row_ptr = hidden_ptr + slot * 2 * F, kept_ptr + slot * ROW
+        score = tl.load(scores_ptr + slot)
+        most_gate_up, most_active = 0.0, 0.0
+        for first in range(0, F, BLOCK_F):
+            keep = features < F - first
+            gate = tl.load(gate_ptr + first + features, mask=keep, other=0.0).to(tl.float32)
+            up = tl.load(gate_ptr + F + first + features, mask=keep, other=0.0).to(tl.float32)
+            active = gate * tl.sigmoid(gate) * up * score
+            most_gate_up = tl.maximum(most_gate_up, tl.max(tl.maximum(tl.abs(gate), tl.abs(up)), axis=0))
+            most_active = tl.maximum(most_active, tl.max(tl.abs(active), axis=0))
+        kept_scale, scale = power_of_two(most_gate_up), power_of_two(most_active)
+        for first in range(0, F, BLOCK_F):
+            keep = features < F - first
+            gate = tl.load(gate_ptr + first + features, mask=keep, other=0.0).to(tl.float32)
+            up = tl.load(gate_ptr + F + first + features, mask=keep, other=0.0).to(tl.float32)
+            active = gate * tl.sigmoid(gate) * up * score
+            element: tl.constexpr = active_ptr.dtype.element_ty
+            tl.store(active_ptr + slot * F + first + features, (active / scale).to(element), mask=keep)
+            tl.store(kept_row_ptr + first + features, (gate / kept_scale).to(element), mask=keep)
+            tl.store(kept_row_ptr + F + first + features, (up / kept_scale).to(element), mask=keep)
+        tl.store(scale_at(kept_row_ptr, 2 * F), kept_scale)
+        tl.store(scales_ptr + slot, scale)
+
+
+def swiglu(
+    hidden_R2F: Tensor,
+    scores_R: Tensor,
+    offsets_e: Tensor,
+    kept: Tensor | None = None,
+    base: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pre-activation [R, 2F] -> weighted activation [R, F] in e4m3, its scales [R], and the packed pre-activation.
+
+    Slots past the last expert are not written. With `kept` and `base`, int64 [2] on the device, the pre-activation is
+    written into `kept`, that of several layers, from slot base[1] on.
+    """
+    num_slots, num_features = hidden_R2F.shape[0], hidden_R2F.shape[1] // 2
+    if kept is None:
+        kept = hidden_R2F.new_empty(num_slots, 2 * num_features + TAIL_BYTES, dtype=CODES)
+    active_RF = hidden_R2F.new_empty(num_slots, num_features, dtype=CODES)
+    scales_R = torch.empty_like(scores_R)
+    if num_slots:
+        _swiglu_kernel[(min(num_slots, MAX_PROGRAMS),)](
+            hidden_R2F, scores_R, offsets_e, kept, active_RF, scales_R, base, num_slots, offsets_e.numel(),
+            F=num_features, ROW=kept.shape[1], BLOCK_F=min(triton.next_power_of_2(num_features), 2048), num_warps=4,
+        )  # fmt: skip
+    return active_RF, scales_R, kept

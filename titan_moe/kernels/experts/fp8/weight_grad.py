@@ -1,0 +1,89 @@
+"""Gradients of weights from transposed factors in fp8.
+
+M tiles of 128 slots · e experts · A, B widths of the two factors
+
+Physics: 2·R·A·B FLOPs, bound by the matrix units; both factors lie along the summed slots and come by TMA. An expert's
+last tile ends with zeros, so nothing is masked: at most 127 slots an expert more.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titan_moe.kernels.experts.tiles import place_in_groups
+
+
+class WeightGradTiles(NamedTuple):
+    """How the kernel cuts its work."""
+
+    width_a: int = 256
+    width_b: int = 128
+    group: int = 8
+    num_warps: int = 8
+    num_stages: int = 4
+
+
+MEASURED = WeightGradTiles()
+
+
+@triton.jit
+def _weight_grad_kernel(
+    a_desc, b_desc, offsets_ptr, scales_ptr, out_ptr, num_experts, stride_scale,
+    A: tl.constexpr, B: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    tiles_a: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
+    tiles_b: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
+    expert, program = tl.program_id(0) // (tiles_a * tiles_b), tl.program_id(0) % (tiles_a * tiles_b)
+    tile_a, tile_b = place_in_groups(program, tiles_a, tiles_b, GROUP)
+    lane = tl.arange(0, BLOCK_E)
+    ends = tl.load(offsets_ptr + lane, mask=lane <= expert, other=0)
+    begins = tl.load(offsets_ptr + lane - 1, mask=(lane <= expert) & (lane > 0), other=0)
+    num_tiles = (ends - begins + BLOCK_R - 1) // BLOCK_R
+    last = tl.sum(num_tiles, axis=0)
+    begin = last - tl.sum(tl.where(lane == expert, num_tiles, 0), axis=0)
+    total = tl.zeros((BLOCK_A, BLOCK_B), dtype=tl.float32)
+    for tile in range(begin, last):
+        a = a_desc.load([tile_a * BLOCK_A, tile * BLOCK_R])
+        b = b_desc.load([tile_b * BLOCK_B, tile * BLOCK_R])
+        total = tl.dot(a, b.T, total)
+    total *= tl.load(scales_ptr + expert * stride_scale)
+    columns_a = tile_a * BLOCK_A + tl.arange(0, BLOCK_A)
+    columns_b = tile_b * BLOCK_B + tl.arange(0, BLOCK_B)
+    out_ptrs = out_ptr + expert.to(tl.int64) * A * B + columns_a[:, None] * B + columns_b[None, :]
+    keep = (columns_a < A)[:, None] & (columns_b < B)[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+def weight_grad(
+    a: Tensor,
+    b: Tensor,
+    offsets_e: Tensor,
+    scales_e: Tensor,
+    rows: int,
+    *,
+    cut: WeightGradTiles = MEASURED,
+) -> Tensor:
+    """Sum a's times b's over each expert's slots, times its scale: [A, 128·M], [B, 128·M] -> bf16 [e, A, B].
+
+    Factors are those of `transposed_factors` and `transposed_rows`, whose tiles have `rows` slots.
+    """
+    num_experts, width_a, width_b = offsets_e.numel(), len(a), len(b)
+    out = a.new_empty(num_experts, width_a, width_b, dtype=torch.bfloat16)
+    if not a.shape[1]:
+        return out.zero_()
+    descriptors = (
+        TensorDescriptor.from_tensor(factor, [width, rows]) for factor, width in ((a, cut.width_a), (b, cut.width_b))
+    )
+    grid = (num_experts * triton.cdiv(width_a, cut.width_a) * triton.cdiv(width_b, cut.width_b),)
+    _weight_grad_kernel[grid](
+        *descriptors, offsets_e, scales_e, out, num_experts, scales_e.stride(0),
+        A=width_a, B=width_b, BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_A=cut.width_a, BLOCK_B=cut.width_b, BLOCK_R=rows, GROUP=cut.group,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,102 @@
+"""Weights of experts in fp8, as stored and transposed.
+
+e experts · O output width · I input width
+
+The matrix units read fp8 along the summed dimension alone. Forward sums over the input width, the gradient of rows over
+the output width: so each weight exists twice, once transposed, with scales along the dimension that stays. Together
+they have the bytes of one weight in bf16. They are made once an optimizer step where weights are kept that long.
+
+Physics: memory-bound; two passes read 2·(2 or 4)·e·O·I bytes and write 2·e·O·I.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_moe.kernels.experts.fp8.rows import CODES, LARGEST, power_of_two
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight of all experts: code · scale is the number."""
+
+    codes_eOI: Tensor
+    scales_eO: Tensor
+    transposed_eIO: Tensor
+    transposed_scales_eI: Tensor
+
+
+def quantize_weight_reference(weight_eOI: Tensor) -> QuantizedWeight:
+    """The definition."""
+
+    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+        amax = weight.double().abs().amax(dim=2)
+        scale = torch.where(amax > 0, 2.0 ** torch.ceil(torch.log2(amax / LARGEST.value)), 1.0)
+        return (weight.double() / scale[..., None]).float().to(CODES), scale.float()
+
+    return QuantizedWeight(*quantize(weight_eOI), *quantize(weight_eOI.mT.contiguous()))
+
+
+@triton.jit
+def _amax_kernel(
+    weight_ptr, row_ptr, column_ptr, O: tl.constexpr, I: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    outputs = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    row = tl.zeros((BLOCK_O,), tl.float32)
+    for first in range(0, I, BLOCK_I):
+        inputs = first + tl.arange(0, BLOCK_I)
+        keep = (outputs < O)[:, None] & (inputs < I)[None, :]
+        pointers = weight_ptr + (expert * O + outputs)[:, None] * I + inputs[None, :]
+        size = tl.abs(tl.load(pointers, mask=keep, other=0.0).to(tl.float32))
+        row = tl.maximum(row, tl.max(size, axis=1))
+        # sizes are positive, and sort as their bits do
+        column = tl.max(size, axis=0).to(tl.int32, bitcast=True)
+        tl.atomic_max(column_ptr + expert * I + inputs, column, mask=inputs < I, sem="relaxed")
+    tl.store(row_ptr + expert * O + outputs, power_of_two(row), mask=outputs < O)
+
+
+@triton.jit
+def _cast_kernel(
+    weight_ptr, row_ptr, column_ptr, codes_ptr, transposed_ptr, column_scales_ptr,
+    O: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    across: tl.constexpr = (I + BLOCK - 1) // BLOCK
+    outputs = tl.program_id(0) // across * BLOCK + tl.arange(0, BLOCK)
+    inputs = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    is_output, is_input = outputs < O, inputs < I
+    keep = is_output[:, None] & is_input[None, :]
+    place = (expert * O + outputs)[:, None] * I + inputs[None, :]
+    weight = tl.load(weight_ptr + place, mask=keep, other=0.0).to(tl.float32)
+    row = tl.load(row_ptr + expert * O + outputs, mask=is_output, other=1.0)
+    column = power_of_two(
+        tl.load(column_ptr + expert * I + inputs, mask=is_input, other=0).to(tl.float32, bitcast=True)
+    )
+    element: tl.constexpr = codes_ptr.dtype.element_ty
+    tl.store(codes_ptr + place, (weight / row[:, None]).to(element), mask=keep)
+    transposed = tl.trans((weight / column[None, :]).to(element))
+    transposed_place = (expert * I + inputs)[:, None] * O + outputs[None, :]
+    tl.store(transposed_ptr + transposed_place, transposed, mask=is_input[:, None] & is_output[None, :])
+    tl.store(column_scales_ptr + expert * I + inputs, column, mask=is_input & (tl.program_id(0) < across))
+
+
+def quantize_weight(weight_eOI: Tensor) -> QuantizedWeight:
+    """Weights in any dtype -> codes in e4m3 and powers of two, along both dimensions."""
+    weight_eOI = weight_eOI.contiguous()
+    num_experts, outputs, inputs = weight_eOI.shape
+    codes, transposed = (
+        weight_eOI.new_empty(shape, dtype=CODES) for shape in (weight_eOI.shape, (num_experts, inputs, outputs))
+    )
+    rows, columns = (weight_eOI.new_empty(num_experts, width, dtype=torch.float32) for width in (outputs, inputs))
+    amax_eI = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32)
+    block_o, block_i, block = 64, 128, 64
+    _amax_kernel[(triton.cdiv(outputs, block_o), num_experts)](
+        weight_eOI, rows, amax_eI, O=outputs, I=inputs, BLOCK_O=block_o, BLOCK_I=block_i, num_warps=4
+    )
+    _cast_kernel[(triton.cdiv(outputs, block) * triton.cdiv(inputs, block), num_experts)](
+        weight_eOI, rows, amax_eI, codes, transposed, columns, O=outputs, I=inputs, BLOCK=block, num_warps=4
+    )
+    return QuantizedWeight(codes, rows, transposed, columns)
