@@ -70,9 +70,9 @@ def test_an_arena_is_resized_with_the_factor_and_sizes_of_layers_are_the_worst_c
     capacity = ExpertCapacity()
     arena = Arena(8, 4, torch.float32, "cpu")
     capacity.use_arena(arena, LayerLoads(4, 10.0, 20, 16, 40))
-    assert (arena.rows_AD.shape, arena.hidden_B2F.shape) == ((16, 8), (40, 8))
+    assert (arena.rows_AW.shape, arena.hidden_BH.shape) == ((16, 8), (40, 8))
     capacity.resize(1.5)
-    assert (arena.rows_AD.shape, arena.hidden_B2F.shape) == ((60, 8), (120, 8))
+    assert (arena.rows_AW.shape, arena.hidden_BH.shape) == ((60, 8), (120, 8))
     assert arena.num_bytes == 4 * 8 * 180 and capacity.is_bounded
     assert capacity.num_rows(expected=10, worst=16) == 16
     arena.need.copy_(torch.tensor([50, 90]))
@@ -85,7 +85,7 @@ def test_an_arena_is_resized_with_the_factor_and_sizes_of_layers_are_the_worst_c
 def test_an_arena_of_recomputed_layers_has_room_for_one() -> None:
     capacity, arena = ExpertCapacity(1.5), Arena(8, 4, torch.float32, "cpu", is_checkpointed=True)
     capacity.use_arena(arena, LayerLoads(4, 10.0, 20, 16, 40))
-    assert len(arena.rows_AD) == 16 and not arena.keeps and not arena.backward_recomputes
+    assert len(arena.rows_AW) == 16 and not arena.keeps and not arena.backward_recomputes
     with capacity.unbounded():
         assert not arena.backward_recomputes
     assert not arena.keeps

@@ -233,8 +233,8 @@ def capacity_with_arena(case: Case, factor: float, device: torch.device) -> Expe
 
 def poison_arena(arena: Arena) -> None:
     """What is not written must not be read."""
-    arena.rows_AD.fill_(float("nan"))
-    arena.hidden_B2F.fill_(float("nan"))
+    arena.rows_AW.fill_(float("nan"))
+    arena.hidden_BH.fill_(float("nan"))
 
 
 def run_arenas(
@@ -361,7 +361,7 @@ def follow(folder: str | None, case: Case, load: str, steps: range, first_factor
         runner(SimpleNamespace(tokens_MBN=torch.empty(0, device=device), index=index))
         kept = arena_tests.run_layers(exact, module, layers_of(case, load, index, device))
         arena = step.capacity.arena
-        room = len(arena.rows_AD), len(arena.hidden_B2F)
+        room = len(arena.rows_AW), len(arena.hidden_BH)
         is_equal = all(map(torch.equal, step.results, kept))
         followed.append((is_equal, runner.needed_factor, runner.num_reruns, runner.capacity_factor, room))
     return followed

@@ -49,8 +49,8 @@ def capacity_with_arena(
     worst = num_ranks * T
     num_local = equal_local.NUM_EXPERTS // num_ranks + num_replicas
     capacity.use_arena(arena, LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local)))
-    arena.rows_AD.fill_(float("nan"))
-    arena.hidden_B2F.fill_(float("nan"))
+    arena.rows_AW.fill_(float("nan"))
+    arena.hidden_BH.fill_(float("nan"))
     return capacity
 
 

@@ -210,7 +210,7 @@ def tile_schedule(num_ranks: int) -> None:
     arrays, slots_SK = symm_mem_arrays(num_ranks, D), index(S, K)
     sent_mask_TP = torch.empty(S, num_ranks, dtype=torch.bool, device="meta")
     plan = RowPlan(sent_mask_TP, index(num_ranks, S), index(num_ranks + 1), index())
-    schedule_tiles(index(R), slots_SK, tiles(), plan, arrays.rows, 1)
+    schedule_tiles(index(R), slots_SK, tiles(), plan, arrays.rows, arrays.rows, 1)
     clear_rows_without_slots(slots_SK, plan, arrays.rows, 1)
 
 

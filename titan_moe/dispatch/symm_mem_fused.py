@@ -21,6 +21,7 @@ Used alone, with memory and calls as in symm_mem.py:
     y_TD = dispatcher.combine(experts(inputs), inputs)
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,9 +30,15 @@ from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory
 from titan_moe.dispatch.symm_mem_mlp import Sizes, forward
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, operands
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
 from titan_moe.kernels.experts.weights import ExpertWeights
 
+OPERANDS: dict[ExpertMLP, Callable[[ExpertWeights], list[Tensor]]] = {
+    fused_expert_mlp: matrices,
+    fp8_expert_mlp: operands,
+}
+"""What the operation takes of weights, for each MLP whose stages it has."""
 USUAL_LOAD = 1.25
 """Slots over the balanced load for which launches have a thread block each; those of more slots take turns."""
 
@@ -66,13 +73,13 @@ class PeerTokens(NamedTuple):
     def run_mlp(self, mlp: ExpertMLP, rows: Tensor, weights: ExpertWeights) -> CombinedOutput:
         """Get rows, compute their slots, and combine the results.
 
-        Raises: ValueError for experts with another MLP than the fused one.
+        Raises: ValueError for experts with another MLP than the fused ones.
         """
-        if mlp is not fused_expert_mlp:
+        if mlp not in OPERANDS:
             raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
         ids_TK, scores_TK, plan, _ = self.sent
         y_TD, overflowed, *_, offsets_e = forward(
-            rows, scores_TK, [ids_TK, *plan[:3]], matrices(weights), *self.memory, [*self.of]
+            rows, scores_TK, [ids_TK, *plan[:3]], OPERANDS[mlp](weights), *self.memory, [*self.of]
         )
         return CombinedOutput(y_TD, overflowed, offsets_e)
 

@@ -1,7 +1,7 @@
 """The expert MLP between two exchanges over symmetric memory, as one operation each way.
 
 P ranks of the group · T tokens on each of them · K choices · S rows that a rank has room for · R expert slots ·
-e experts on this rank · D width · F hidden width
+e experts on this rank · D width · W elements of a row as it is sent
 
 Forward gets the rows that are routed to this rank, computes their slots and puts each row's sum; backward does so with
 gradients. Each is two whole exchanges, barriers included, on the current stream: nothing is pending when it returns.
@@ -14,24 +14,24 @@ Operations take named tuples as lists of their tensors.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.dispatch.symm_mem import known_plan
-from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.stage_sets import Stages, row_width, split_gradients, stages_of
+from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
-from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
+from titan_moe.kernels.experts.weights import Tensors
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
-from titan_moe.kernels.symm_mem.arrays import SymmArrays, symm_arrays
+from titan_moe.kernels.symm_mem.arrays import SymmArray, SymmArrays, narrower, symm_arrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.row_plan import RowPlan
@@ -61,8 +61,8 @@ class Sizes(NamedTuple):
 class _Kept(NamedTuple):
     """What backward needs of the rows."""
 
-    x_SD: Tensor  # in an arena its rows
-    hidden_R2F: Tensor  # in an arena its hidden states
+    x_SW: Tensor  # in an arena its rows
+    hidden: Tensor  # in an arena its hidden states
     base: Tensor | None  # in an arena int64 [3], first row and slot of the layer, number of the forward
 
 
@@ -71,6 +71,8 @@ class _Peers(NamedTuple):
 
     plan: RowPlan
     arrays: SymmArrays
+    sent: SymmArray
+    """`arrays.rows` for rows as they are sent."""
     rank: int
     ids_TK: Tensor
     sizes: Sizes
@@ -78,9 +80,9 @@ class _Peers(NamedTuple):
     def barrier(self) -> None:
         symm_barrier(self.arrays.signals, self.rank)
 
-    def offer(self, x_TD: Tensor) -> None:
+    def offer(self, x_TW: Tensor) -> None:
         """Put this rank's rows where peers get them; the write phase of a get, without barriers."""
-        own_rows(self.arrays.rows).copy_(x_TD)
+        own_rows(self.sent).copy_(x_TW)
 
     def schedule(self, slots: ExpertSlots) -> tuple[Tiles, TileSchedule | None]:
         """The order of tiles and rows in both GEMMs: an expert's tiles begin where its rows are this rank's own."""
@@ -89,24 +91,24 @@ class _Peers(NamedTuple):
         tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS, self.rank, turns, self.sizes.usual_slots)
         if not self.sizes.overlaps:
             return tiles, None
-        return tiles, schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.arrays.rows, self.rank)
+        return tiles, schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.sent, self.arrays.rows, self.rank)
 
     def up(
         self,
+        stages: Stages,
         slots: ExpertSlots,
-        weights: ExpertWeights,
         tiles: Tiles,
         schedule: TileSchedule | None,
         place: _Kept | None,
-    ) -> tuple[_Kept, Tensor]:
-        """Get the rows, and compute hidden states and weighted activation [R, F] of their slots, the former two in
-        `place`; without it in new tensors."""
-        like, max_rows = self.arrays.rows.local, self.sizes.max_rows
-        x_SD, hidden, base = place or (like.new_empty(max_rows, like.shape[2]), None, None)
+    ) -> tuple[_Kept, Any]:
+        """Get the rows, and compute hidden states and weighted activations of their slots, the former two in `place`;
+        without it in new tensors."""
+        like, max_rows, num_slots = self.sent.local, self.sizes.max_rows, self.sizes.num_slots
+        kept = place or _Kept(like.new_empty(max_rows, like.shape[2]), stages.new_hidden(like, num_slots), None)
+        x_SW, hidden, base = kept
         if schedule is None:
-            get_rows(self.plan, self.arrays.rows, self.rank, max_rows, out=x_SD, base=base)
-        hidden_R2F, active_RF = stages.up(x_SD, slots, weights, tiles, schedule, hidden=hidden, base=base)
-        return _Kept(x_SD, hidden_R2F, base), active_RF
+            get_rows(self.plan, self.sent, self.rank, max_rows, out=x_SW, base=base)
+        return kept, stages.up(x_SW, slots, tiles, schedule, hidden, base)
 
     def overlaps_put(self) -> bool:
         """Whether sums are put beside the GEMM, by the expected number of slots of a row under random routing."""
@@ -117,31 +119,34 @@ class _Peers(NamedTuple):
 
     def put_sums(
         self,
-        stage: Callable[[stages.SlotGemm], Tensor],
+        stage: Callable[..., Tensor],
         slots: ExpertSlots,
         tiles: Tiles,
         schedule: TileSchedule | None,
     ) -> None:
         """Run a stage that computes slots, and put each row's sum of them, beside the stage's GEMM or after it."""
         if schedule is None or not self.overlaps_put():
-            y_RD = stage(F.grouped_mm if schedule is None else lambda x, weight, offs: slot_mm(x, weight, tiles))
+            y_RD = stage(slots, tiles, None, in_triton=schedule is not None)
             sums_SD = slot_sum(y_RD, slots.slots_SK, self.plan.recv_offsets_Q[-1:])
             put_rows(sums_SD, self.plan, self.arrays.rows, self.rank)
             return
-        stage(lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, tiles, schedule=schedule))
+        stage(slots, tiles, schedule, in_triton=True)
         num_rows, num_choices = slots.slots_SK.shape
         if slots.rows_R.numel() < num_rows * min(num_choices, self.sizes.num_local_experts):
             # a row may have overflowed: its step is skipped, but its result must be finite
             clear_rows_without_slots(slots.slots_SK, self.plan, self.arrays.rows, self.rank)
 
 
-def _peers(plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes, like_TD: Tensor) -> _Peers:
+def _peers(
+    plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes, like_TD: Tensor, weights: Tensors
+) -> _Peers:
     """View the arrays, whose layout is the same for a layer's rows and its gradients."""
     ids_TK, *of_rows = plan
     (num_tokens, width), num_choices = like_TD.shape, ids_TK.shape[1]
     scores = torch.promote_types(like_TD.dtype, torch.float32)
     arrays = symm_arrays(memory, peer_ptrs_P, num_tokens, width, num_choices, like_TD.dtype, scores)
-    return _Peers(known_plan(*of_rows), arrays, rank, ids_TK, sizes)
+    sent = narrower(arrays.rows, row_width(weights, width, like_TD.element_size()))
+    return _Peers(known_plan(*of_rows), arrays, sent, rank, ids_TK, sizes)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem", mutates_args=())
@@ -149,15 +154,16 @@ def forward(
     x_TD: Tensor, scores_TK: Tensor, plan: Tensors, weights: Tensors,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Results, whether slots overflowed, and what backward needs: x_SD, hidden_R2F, base, and slots.
+    """Results, whether slots overflowed, and what backward needs: rows, hidden states, base, and slots.
 
-    With an arena x_SD and hidden_R2F are empty, and base is int64 [3]. `plan` is ids_TK and the first three of a
-    `RowPlan`, `sizes` are `Sizes`.
+    With an arena rows and hidden states are empty, and base is int64 [3]. `plan` is ids_TK and the first three of a
+    `RowPlan`, `weights` are those of `stages_of`, `sizes` are `Sizes`.
     """
-    of = Sizes(*sizes)
-    peers = _peers(plan, memory, peer_ptrs_P, rank, of, x_TD)
+    of, stages = Sizes(*sizes), stages_of(weights)
+    peers = _peers(plan, memory, peer_ptrs_P, rank, of, x_TD, weights)
+    x_TW = stages.pack(x_TD)
     peers.barrier()
-    peers.offer(x_TD)
+    peers.offer(x_TW)
     peers.arrays.ids.local.copy_(peers.ids_TK)
     own_scores(peers.arrays.scores).copy_(scores_TK)
     peers.barrier()
@@ -165,21 +171,20 @@ def forward(
     *of_slots, overflowed = sort_assignments(ids_SK, scores_SK, of.num_local_experts, of.num_slots)
     slots = ExpertSlots(*of_slots)
     tiles, schedule = peers.schedule(slots)
-    joined = ExpertWeights.of(weights).join()
     arena, place = Arena.of(of.arena), None
     if arena is not None:
         base = arena.take(peers.plan.recv_offsets_Q[-1:], slots.offsets_e[-1:])
-        place = _Kept(arena.rows_AD, arena.hidden_B2F, base)
-    (x_SD, hidden_R2F, _), active_RF = peers.up(slots, joined, tiles, schedule, place)
+        place = _Kept(arena.rows_AW, arena.hidden_BH, base)
+    (x_SW, hidden, _), active = peers.up(stages, slots, tiles, schedule, place)
     peers.barrier()
-    peers.put_sums(lambda gemm: stages.down(active_RF, slots, joined, gemm), slots, tiles, schedule)
+    peers.put_sums(partial(stages.down, active), slots, tiles, schedule)
     peers.barrier()
     y_TD = sum_partial_results(peers.plan.sent_mask_TP, peers.arrays.rows)
     if arena is None:
         base = slots.offsets_e.new_empty(0, dtype=torch.int64)
     else:
-        x_SD, hidden_R2F = (tensor.new_empty(0, tensor.shape[1]) for tensor in (x_SD, hidden_R2F))
-    return y_TD, overflowed, x_SD, hidden_R2F, base, *slots
+        x_SW, hidden = (tensor.new_empty(0, tensor.shape[1]) for tensor in (x_SW, hidden))
+    return y_TD, overflowed, x_SW, hidden, base, *slots
 
 
 @forward.register_fake
@@ -189,11 +194,11 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
 
     of = Sizes(*rest[-1])
     num_kept, num_hidden = (0, 0) if of.arena else (of.max_rows, of.num_slots)
-    x_SD = x_TD.new_empty(num_kept, x_TD.shape[1])
-    hidden_R2F = x_TD.new_empty(num_hidden, 2 * ExpertWeights.of(weights).down.own.shape[2])
+    x_SW = x_TD.new_empty(num_kept, row_width(weights, x_TD.shape[1], x_TD.element_size()))
+    hidden = stages_of(weights).new_hidden(x_TD, num_hidden)
     base = index(3 if of.arena else 0, dtype=torch.int64)
     slots = (index(of.num_slots), index(of.max_rows, scores_TK.shape[1]), scores_TK.new_empty(of.num_slots))
-    return x_TD.new_empty(x_TD.shape), index(), x_SD, hidden_R2F, base, *slots, index(of.num_local_experts)
+    return x_TD.new_empty(x_TD.shape), index(), x_SW, hidden, base, *slots, index(of.num_local_experts)
 
 
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_backward", mutates_args=())
@@ -202,38 +207,37 @@ def backward(
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int], is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
-    of = Sizes(*sizes)
-    x_SD, hidden_R2F, base, *of_slots = kept
+    of, stages = Sizes(*sizes), stages_of(weights)
+    x_SW, hidden, base, *of_slots = kept
     slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
-    peers = _peers(plan, memory, peer_ptrs_P, rank, of, dy_TD)
-    joined = ExpertWeights.of(weights).join()
+    peers = _peers(plan, memory, peer_ptrs_P, rank, of, dy_TD, weights)
     tiles, schedule = peers.schedule(slots)
-    rows = _Kept(x_SD, hidden_R2F, None)
+    rows = _Kept(x_SW, hidden, None)
     if arena is not None:
-        rows = _Kept(arena.rows_AD, arena.hidden_B2F, base)
+        rows = _Kept(arena.rows_AW, arena.hidden_BH, base)
         arena.verify(base)
         if arena.backward_recomputes:
+            x_TW = stages.pack(x_TD)
             peers.barrier()
-            peers.offer(x_TD)
+            peers.offer(x_TW)
             peers.barrier()
-            peers.up(slots, joined, tiles, schedule, rows)
+            peers.up(stages, slots, tiles, schedule, rows)
+    dy_TW = stages.pack(dy_TD)
     peers.barrier()
-    peers.offer(dy_TD)
+    peers.offer(dy_TW)
     peers.barrier()
     if schedule is None:
-        dy_SD = get_rows(peers.plan, peers.arrays.rows, rank, of.max_rows)
+        dy_SW = get_rows(peers.plan, peers.sent, rank, of.max_rows)
     else:
-        dy_SD = dy_TD.new_empty(of.max_rows, dy_TD.shape[1])
-    dhidden_R2F, active_RF, dscores_R = stages.d_down(
-        dy_SD, slots, joined, rows.hidden_R2F, tiles, schedule, base=rows.base
-    )
+        dy_SW = dy_TW.new_empty(of.max_rows, dy_TW.shape[1])
+    gradients, dscores_R = stages.d_down(dy_SW, rows.x_SW, slots, rows.hidden, tiles, schedule, rows.base)
     peers.barrier()
     put_scores(scores_of_slots(dscores_R, slots.slots_SK), peers.plan, peers.arrays.scores, rank)
-    peers.put_sums(lambda gemm: stages.d_up(dhidden_R2F, slots, joined, gemm), slots, tiles, schedule)
+    peers.put_sums(partial(stages.d_up, gradients), slots, tiles, schedule)
     if is_trained:
-        grads = stages.dw(dy_SD, rows.x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF, base=rows.base)
+        grads = stages.dw(dy_SW, rows.x_SW, slots, gradients, rows.hidden, tiles, rows.base)
     else:
-        grads = dy_SD.new_empty(0), dy_SD.new_empty(0)
+        grads = dy_SW.new_empty(0), dy_SW.new_empty(0)
     peers.barrier()
     sent_mask_TP = peers.plan.sent_mask_TP
     dx_TD = sum_partial_results(sent_mask_TP, peers.arrays.rows)
@@ -270,7 +274,7 @@ def _autograd_backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ..
     dx_TD, dscores_TK, *grads = backward(
         dy_TD.contiguous(), x_TD, plan, weights, kept, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes, is_trained
     )
-    of_weights = ExpertWeights.of(weights).split(grads) if is_trained else [None] * len(weights)
+    of_weights = split_gradients(weights, grads) if is_trained else [None] * len(weights)
     return dx_TD, dscores_TK, [None] * 4, of_weights, *(None,) * 4
 
 
@@ -279,10 +283,10 @@ forward.register_autograd(_autograd_backward, setup_context=_save)
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem)
 def _count(x: Any, scores: Any, plan: Any, weights: Any, *rest: Any, **_: Any) -> int:
-    return stages.flops_of_a_pass(Sizes(*rest[-1]).num_slots, ExpertWeights.of(weights).gate_up.own)
+    return flops_of_a_pass(Sizes(*rest[-1]).num_slots, weights[0])
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_backward)
 def _count_backward(dy: Any, x: Any, plan: Any, weights: Any, kept: Any, *rest: Any, **_: Any) -> int:
     sizes, is_trained = rest[-2:]
-    return (1 + is_trained) * stages.flops_of_a_pass(Sizes(*sizes).num_slots, ExpertWeights.of(weights).gate_up.own)
+    return (1 + is_trained) * flops_of_a_pass(Sizes(*sizes).num_slots, weights[0])

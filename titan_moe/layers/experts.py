@@ -20,13 +20,18 @@ GatherWeights = Callable[[Tensor, ExpertWeights, Exchange], tuple[Tensor, Expert
 """Rows, own weights, exchange -> rows, and own weights with clones."""
 
 
+Quantize = Callable[[Tensor, Tensor, bool], list[Tensor]]
+"""gate_up, down, whether they are rounded to bf16 first -> `ExpertWeights.codes`."""
+
+
 class GroupedExperts(nn.Module):
     """SwiGLU experts that read rows by index, weigh them by their routing score and sum a row's slots.
 
     Gate and up are one parameter, so that one GEMM reads both. `local` maps a parameter to the plain tensor of this
     rank's experts in compute's dtype; it is identity unless experts are sharded. `gather_weights` adds planned clones;
     rows pass through it, so that it communicates after them. `delays_weight_grads` enables `delayed_weights`
-    (kernels/experts/delayed_weight_grads.py).
+    (kernels/experts/delayed_weight_grads.py). An `mlp` whose format is not that of the weights has `quantize`; `codes`
+    returns what it has made of them for several uses, if anything.
     """
 
     parameter_dims = {"gate_up": "e2FL", "down": "eLF", "gate_up_bias": "e2F", "down_bias": "eL"}
@@ -55,12 +60,15 @@ class GroupedExperts(nn.Module):
         self.mlp = mlp or choose_expert_mlp("grouped_mm", score_on="activation")
         self.local: Callable[[Tensor], Tensor] = _identity
         self.gather_weights: GatherWeights = _own
+        self.codes: Callable[[], tuple[Tensor, ...]] = tuple
+        self.quantize: Quantize | None = None
         self.delays_weight_grads = False
 
     def weights(self) -> ExpertWeights:
         """The parameters of this rank's experts, ready for compute."""
         names = [name for name in GroupedExperts.parameter_dims if getattr(self, name) is not None]
-        return ExpertWeights.of([self.local(getattr(self, name)) for name in names], tuple(names))
+        weights = ExpertWeights.of([self.local(getattr(self, name)) for name in names], tuple(names))
+        return weights._replace(codes=self.codes())
 
     def delayed_weights(self) -> DelayedWeights | None:
         """Weights whose gradients are delayed, for rows that are still pending; None if they are not delayed."""

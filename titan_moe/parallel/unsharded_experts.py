@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_moe.config.kernels import Backend
 from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.experts.delayed_weight_grads import can_delay
+from titan_moe.kernels.experts.weights import MATRICES
 from titan_moe.kernels.optim.accumulate import Accumulate
-from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.experts import GroupedExperts, Quantize
 from titan_moe.parameters import local
 
 
@@ -26,11 +27,19 @@ class CastCache:
     """`GroupedExperts.local` of unsharded experts: master parameters -> plain tensors in compute's dtype."""
 
     def __init__(
-        self, dtype: torch.dtype, *, keeps: bool, accumulate: Accumulate = ACCUMULATE["torch"], room: int = 0
+        self,
+        dtype: torch.dtype,
+        *,
+        keeps: bool,
+        accumulate: Accumulate = ACCUMULATE["torch"],
+        room: int = 0,
+        are_read: bool = True,
     ) -> None:
         """With `keeps`, a copy lasts for every use inside `caching_casts`, else for one use and its backward.
-        `accumulate` adds gradients up. A copy has `room` for as many clones behind the experts."""
+        `accumulate` adds gradients up. A copy has `room` for as many clones behind the experts. Where copies are not
+        read, because codes stand for them, they have no memory."""
         self.dtype, self.keeps, self.accumulate, self.room = dtype, keeps, accumulate, room
+        self.are_read = are_read
         self.is_keeping = False
         self.copies: dict[int, Tensor] = {}
 
@@ -38,6 +47,9 @@ class CastCache:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             # a graph has no cache; without gradients a copy could be stale
             return local(weight).to(self.dtype)
+        if not self.are_read:
+            master = local(weight)
+            return _Cast.apply(weight, master.new_empty((), dtype=self.dtype).expand_as(master), self.accumulate)
         copy = self.copies.get(id(weight))
         if copy is None:
             with torch.no_grad():
@@ -47,6 +59,28 @@ class CastCache:
             if self.keeps and self.is_keeping:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
+
+
+class CodesCache:
+    """`GroupedExperts.codes` of unsharded experts: master parameters -> codes for the MLP's format."""
+
+    def __init__(self, experts: GroupedExperts, quantize: Quantize, dtype: torch.dtype, *, keeps: bool) -> None:
+        """`keeps` is that of `CastCache`, `dtype` compute's."""
+        self.parameters = [getattr(experts, name) for name in MATRICES]
+        self.quantize, self.is_bf16, self.keeps = quantize, dtype == torch.bfloat16, keeps
+        self.is_keeping = False
+        self.copies: dict[int, tuple[Tensor, ...]] = {}
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return ()  # made of the weights anew, as `CastCache` says
+        codes = self.copies.get(0)
+        if codes is None:
+            gate_up, down = (local(parameter).detach() for parameter in self.parameters)
+            codes = tuple(self.quantize(gate_up, down, self.is_bf16))
+            if self.keeps and self.is_keeping:
+                self.copies[0] = codes
+        return codes
 
 
 class _Cast(torch.autograd.Function):
@@ -89,16 +123,23 @@ def use_unsharded_experts(
         if not isinstance(weight, DTensor):
             spread = _spread(weight.data, mesh, [Shard(0)] * mesh.ndim)
             experts.register_parameter(name, nn.Parameter(spread, requires_grad=weight.requires_grad))
-    copies = None if dtype is None else CastCache(dtype, keeps=keeps, accumulate=ACCUMULATE[gradients], room=room)
-    experts.local = copies or local
+    if dtype is None:
+        experts.local = local
+    else:
+        has_codes, adds = experts.quantize is not None, ACCUMULATE[gradients]
+        experts.local = CastCache(dtype, keeps=keeps, accumulate=adds, room=room, are_read=not has_codes)
+    if experts.quantize is not None:
+        experts.codes = CodesCache(experts, experts.quantize, dtype or experts.down.dtype, keeps=keeps)
     experts.delays_weight_grads = delay_weight_grads_of_experts and can_delay(experts.mlp)
 
 
 @contextmanager
 def caching_casts(model: nn.Module) -> Iterator[None]:
     """Keep casts for a microbatch or a step, and drop them at its end, also after an error."""
-    every = [experts.local for experts in model.modules() if isinstance(experts, GroupedExperts)]
-    keepers = [cast for cast in every if isinstance(cast, CastCache) and not cast.is_keeping]  # an outer call's stay
+    layers = [experts for experts in model.modules() if isinstance(experts, GroupedExperts)]
+    every = [cache for experts in layers for cache in (experts.local, experts.codes)]
+    caches = [cache for cache in every if isinstance(cache, CastCache | CodesCache)]
+    keepers = [cache for cache in caches if not cache.is_keeping]  # an outer call's stay
     for keeper in keepers:
         keeper.is_keeping = True
     try:

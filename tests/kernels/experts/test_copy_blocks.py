@@ -59,7 +59,7 @@ def prepare(batch: Any, num_slots: int | None = None) -> list[Rank]:
         num_slots = num_slots or max_rows * symm.NUM_LOCAL
         rows_R, slots_SK, offsets_e, _ = plan_slots(ids_SK, symm.NUM_LOCAL, num_slots)
         tiles = plan_tiles(offsets_e, num_slots, 128, rank, num_ranks)
-        schedule = schedule_tiles(rows_R, slots_SK, tiles, plan, mine.rows, rank)
+        schedule = schedule_tiles(rows_R, slots_SK, tiles, plan, mine.rows, mine.rows, rank)
         scores_R = torch.rand(num_slots, device=rows_R.device)
         ranks.append(Rank(mine, plan, rows_R, slots_SK, scores_R, offsets_e, tiles, schedule))
     return ranks
@@ -176,7 +176,7 @@ def crowded(device: str) -> tuple[Any, Tensor, Tensor]:
     rows_R, slots_SK, offsets_e, overflowed = plan_slots(ids_SK, num_experts, num_slots)
     assert overflowed
     tiles = plan_tiles(offsets_e, num_slots, 16 if device == "cpu" else 64, 2, 5)
-    schedule = schedule_tiles(rows_R, slots_SK, tiles, plan, arrays.rows, 0)
+    schedule = schedule_tiles(rows_R, slots_SK, tiles, plan, arrays.rows, arrays.rows, 0)
     scores_R = torch.rand(num_slots, device=device)
     mine = Rank(arrays, plan, rows_R, slots_SK, scores_R, offsets_e, tiles, schedule)
     x_TD = torch.randn(num_tokens, width, device=device).to(dtype)
@@ -224,7 +224,7 @@ def test_thread_blocks_that_loop_over_tiles_take_and_put_rows_too(usual: int | N
     roomy = plan_tiles(mine.offsets_e, 3 * num_slots, rows, 2, 5)
     roomy = roomy._replace(usual=usual or int(roomy.count) + 1)
     assert roomy.looped() is not None
-    schedule = schedule_tiles(mine.rows_R, mine.slots_SK, roomy, mine.plan, mine.arrays.rows, 0)
+    schedule = schedule_tiles(mine.rows_R, mine.slots_SK, roomy, mine.plan, mine.arrays.rows, mine.arrays.rows, 0)
     num_rows = int(schedule.count)
     assert num_rows == int(mine.schedule.count)
     for actual, expected in zip(schedule[1:3], mine.schedule[1:3], strict=True):
@@ -264,7 +264,9 @@ def test_without_a_slot_thread_blocks_that_loop_neither_work_nor_wait(device: st
     weight = torch.randn(symm.NUM_LOCAL, HIDDEN, WIDTH, device=device).to(batch.x_PTD.dtype)
     for rank, mine in enumerate(prepare(batch)):
         tiles = mine.tiles._replace(usual=1)
-        schedule = schedule_tiles(mine.rows_R, mine.slots_SK, tiles, mine.plan, mine.arrays.rows, rank)
+        schedule = schedule_tiles(
+            mine.rows_R, mine.slots_SK, tiles, mine.plan, mine.arrays.rows, mine.arrays.rows, rank
+        )
         assert int(schedule.count) == int(tiles.count) == 0
         rows, active_RF = (torch.zeros(len(mine.rows_R), width, device=device) for width in (WIDTH, HIDDEN))
         rows, active_RF = rows.to(weight.dtype), active_RF.to(weight.dtype)

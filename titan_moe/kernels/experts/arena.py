@@ -1,7 +1,7 @@
 """One persistent buffer for what backward needs of the rows and slots of all layers.
 
-A rows and B slots of the arena · S rows and R slots of a layer · D width of a row · F hidden width ·
-P ranks of the group · e experts that the rank computes
+A rows and B slots of the arena · S rows and R slots of a layer · W elements of a row and H of a slot, both as
+they are kept (stage_sets.py)
 
 The routing decides how many rows and slots a layer has, and a static tensor has room for the worst case. In the arena
 each layer takes what it needs, behind the layer before: its first row and slot are known on the device alone. So the
@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES
 
 _ARENAS: "WeakValueDictionary[int, Arena]" = WeakValueDictionary()
 _HANDLES = count(1)
@@ -88,10 +90,13 @@ class Arena:
         device: torch.device | str,
         *,
         is_checkpointed: bool = False,
+        is_fp8: bool = False,
     ) -> None:
-        """`hidden` is F; the arena has no room yet."""
-        self.rows_AD = torch.empty(0, width, dtype=dtype, device=device)
-        self.hidden_B2F = torch.empty(0, 2 * hidden, dtype=dtype, device=device)
+        """`hidden` is F; `is_fp8` as in stage_sets.py. The arena has no room yet."""
+        row = (width + TAIL_BYTES) // dtype.itemsize if is_fp8 else width
+        slot, of_slots = (2 * hidden + TAIL_BYTES, CODES) if is_fp8 else (2 * hidden, dtype)
+        self.rows_AW = torch.empty(0, row, dtype=dtype, device=device)
+        self.hidden_BH = torch.empty(0, slot, dtype=of_slots, device=device)
         self.head = torch.zeros(3, dtype=torch.int64, device=device)
         """Rows and slots that the layers of this forward have taken so far, or would have; its number."""
         self.need = torch.zeros(2, dtype=torch.int64, device=device)
@@ -124,32 +129,33 @@ class Arena:
     @property
     def num_bytes(self) -> int:
         """Bytes of the buffer."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.rows_AD, self.hidden_B2F))
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.rows_AW, self.hidden_BH))
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a row and of a slot."""
-        element = self.rows_AD.element_size()
-        return self.rows_AD.shape[1] * element, self.hidden_B2F.shape[1] * element
+        both = self.rows_AW, self.hidden_BH
+        row, slot = (tensor.shape[1] * tensor.element_size() for tensor in both)
+        return row, slot
 
     def resize(self, num_rows: int, num_slots: int) -> None:
         """Allocate room for so many rows and slots of all layers together; the old contents are lost."""
-        if (num_rows, num_slots) == (len(self.rows_AD), len(self.hidden_B2F)):
+        if (num_rows, num_slots) == (len(self.rows_AW), len(self.hidden_BH)):
             return
-        like, width, both = self.rows_AD, self.rows_AD.shape[1], self.hidden_B2F.shape[1]
+        rows, hidden = self.rows_AW[:0].clone(), self.hidden_BH[:0].clone()
         self.peak_bytes_beside = self.peak_beside()
-        # the old buffers are freed first
-        self.rows_AD, self.hidden_B2F = like.new_empty(0, width), like.new_empty(0, both)
-        if like.is_cuda:
+        self.rows_AW, self.hidden_BH = rows, hidden  # the old buffers are freed first
+        if rows.is_cuda:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(like.device)
-        self.rows_AD, self.hidden_B2F = like.new_empty(num_rows, width), like.new_empty(num_slots, both)
+            torch.cuda.reset_peak_memory_stats(rows.device)
+        self.rows_AW = rows.new_empty(num_rows, rows.shape[1])
+        self.hidden_BH = hidden.new_empty(num_slots, hidden.shape[1])
 
     def peak_beside(self) -> int:
         """The peak of a GPU's memory so far, in bytes, without the arena; 0 on a CPU."""
-        if not self.rows_AD.is_cuda:
+        if not self.rows_AW.is_cuda:
             return 0
-        return max(self.peak_bytes_beside, torch.cuda.max_memory_allocated(self.rows_AD.device) - self.num_bytes)
+        return max(self.peak_bytes_beside, torch.cuda.max_memory_allocated(self.rows_AW.device) - self.num_bytes)
 
     def start_forward(self) -> None:
         """Take from the beginning again: before the forward of a microbatch."""
@@ -169,7 +175,7 @@ class Arena:
         base = torch.empty_like(self.head)
         _take_kernel[(1,)](
             num_rows, num_slots, base, self.head, self.need, self.overflowed.view(torch.int8),
-            len(self.rows_AD), len(self.hidden_B2F), KEEPS=self.keeps,
+            len(self.rows_AW), len(self.hidden_BH), KEEPS=self.keeps,
         )  # fmt: skip
         return base
 

@@ -49,6 +49,13 @@ class TileSchedule(NamedTuple):
     """int32, tiles of their last slots."""
 
 
+def columns_at_a_time(width: int) -> int:
+    """The columns of a row that are copied at a time, a power of two; no piece is a tail of a few columns, as a scale
+    behind codes would be."""
+    most = 4096 if 2048 < width <= 2048 + 64 else 2048
+    return min(triton.next_power_of_2(max(width, 1)), most)
+
+
 class CopyBlocks(NamedTuple):
     """Thread blocks that copy rows beside a GEMM."""
 
@@ -58,7 +65,7 @@ class CopyBlocks(NamedTuple):
 
     def sizes(self, num_rows: int, width: int) -> dict[str, int]:
         """Launch arguments for `num_rows` rows: number of copy blocks, rows and columns copied at a time."""
-        columns = min(triton.next_power_of_2(max(width, 1)), 2048, self.elements)
+        columns = min(columns_at_a_time(width), self.elements)
         rows = min(self.elements // columns, 64)
         number = min(self.number, triton.next_power_of_2(max(triton.cdiv(num_rows, rows), 1)))  # few distinct values
         return {"COPY_BLOCKS": number, "COPIED_ROWS": rows, "COPIED_COLUMNS": columns}

@@ -33,10 +33,17 @@ def _gather_mm_kernel(
     program = tl.program_id(0) - COPY_BLOCKS
     if COPY_BLOCKS:
         if program < 0:
-            get_in_order(
-                program + COPY_BLOCKS, x_ptr, get_addresses_ptr, get_rows_ptr, count_ptr, arrived_ptr, ROW,
-                COPY_BLOCKS, COPIED_ROWS, COPIED_COLUMNS,
-            )  # fmt: skip
+            if scales_ptr is None:
+                get_in_order(
+                    program + COPY_BLOCKS, x_ptr, get_addresses_ptr, get_rows_ptr, count_ptr, arrived_ptr, ROW,
+                    COPY_BLOCKS, COPIED_ROWS, COPIED_COLUMNS,
+                )  # fmt: skip
+            else:  # codes in pairs
+                pairs_ptr = x_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+                get_in_order(
+                    program + COPY_BLOCKS, pairs_ptr, get_addresses_ptr, get_rows_ptr, count_ptr, arrived_ptr,
+                    ROW // 2, COPY_BLOCKS, COPIED_ROWS, COPIED_COLUMNS,
+                )  # fmt: skip
             return
     num_columns: tl.constexpr = (O + BLOCK_O - 1) // BLOCK_O
     num_programs = tl.num_programs(0) - COPY_BLOCKS
@@ -149,7 +156,7 @@ def gather_mm(
     else:
         stored, blocks = weight_eIO.mT, [[1, outputs, cut.inner] for outputs in (cut.outputs, last)]
     weights = [TensorDescriptor.from_tensor(stored, block) for block in blocks]
-    copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1])
+    copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1] // (1 if scales_eO is None else 2))
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(out_width, cut.outputs),)](
         x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies, tiles.looped(), scales_eO, base,
         I=width, O=out_width, ROW=x_SI.shape[1], IS_INTERPRETED=knobs.runtime.interpret, **sizes,

@@ -53,14 +53,18 @@ class ExpertWeights(NamedTuple):
     """[e, 2, F]."""
     down_bias: ExpertParameter | None = None
     """[e, D]."""
+    codes: tuple[Tensor, ...] = ()
+    """The weights in the format of the MLP, as its operations take them, where they are made once for several uses. The
+    contents of the parameters are then not read."""
 
     def names(self) -> tuple[str, ...]:
         """The parameters that are not None."""
-        return tuple([name for name, parameter in zip(self._fields, self, strict=True) if parameter is not None])
+        parameters = zip(self._fields[:-1], self[:-1], strict=True)
+        return tuple([name for name, parameter in parameters if parameter is not None])
 
     def tensors(self) -> list[Tensor]:
-        """As operations take them: own tensors in the order of `names`, then clones."""
-        parameters = [parameter for parameter in self if parameter is not None]
+        """As operations take them: own tensors in the order of `names`, then clones; without codes."""
+        parameters = self._parameters()
         clones = [parameter.clones for parameter in parameters if parameter.clones is not None]
         return [*(parameter.own for parameter in parameters), *clones]
 
@@ -73,7 +77,10 @@ class ExpertWeights(NamedTuple):
 
     def join(self) -> "ExpertWeights":
         """Join each parameter."""
-        return ExpertWeights.of([parameter.join() for parameter in self if parameter is not None], self.names())
+        return ExpertWeights.of([parameter.join() for parameter in self._parameters()], self.names())
+
+    def _parameters(self) -> list[ExpertParameter]:
+        return [parameter for parameter in self[:-1] if parameter is not None]
 
     def split(self, joined: Tensors) -> list[Tensor]:
         """Gradients of joined parameters -> those of `tensors`."""

@@ -139,6 +139,13 @@ def symm_arrays(
     return SymmArrays(*arrays)
 
 
+def narrower(rows: SymmArray, width: int) -> SymmArray:
+    """The same memory as an array [T, P, width] of narrower rows."""
+    num_tokens, num_ranks, _ = rows.local.shape
+    local = rows.local.flatten()[: num_tokens * num_ranks * width].view(num_tokens, num_ranks, width)
+    return rows._replace(local=local)
+
+
 @triton.jit
 def peer_array(peer_ptrs_ptr, peer, offset_bytes, like_ptr):
     """Pointer to a peer's array, with the element type of `like_ptr`."""

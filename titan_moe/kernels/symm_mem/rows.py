@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.kernels.experts.copy_blocks import columns_at_a_time
 from titan_moe.kernels.symm_mem.arrays import SymmArray, peer_array
 from titan_moe.kernels.symm_mem.row_plan import RowPlan
 
@@ -120,7 +121,7 @@ def _sum_kernel(
 
 def _tile(width: int, num_elements: int) -> dict[str, int]:
     """Rows and columns that a program moves at a time."""
-    columns = min(triton.next_power_of_2(max(width, 1)), 2048)
+    columns = columns_at_a_time(width)
     return {"ROWS": min(num_elements // columns, 64), "BLOCK_D": columns}
 
 

@@ -76,7 +76,7 @@ def _schedule_kernel(
     counts_ptr, rows_ptr, slots_ptr, begins_ptr, ends_ptr, num_tiles_ptr, tokens_ptr, row_ends_ptr, peer_ptrs_ptr,
     offset_bytes, count_ptr, get_rows_ptr, get_addresses_ptr, required_rows_ptr,
     put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr,
-    rank, num_tokens, max_tiles, row_bytes,
+    rank, num_tokens, max_tiles, get_bytes, put_bytes,
     P: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -95,14 +95,14 @@ def _schedule_kernel(
     row_ptrs = tl.load(peer_ptrs_ptr + source) + offset_bytes
     index = num_first + tl.cumsum(is_first, axis=0) - 1
     tl.store(get_rows_ptr + index, row, mask=is_first > 0)
-    tl.store(get_addresses_ptr + index, row_ptrs + token * row_bytes, mask=is_first > 0)
+    tl.store(get_addresses_ptr + index, row_ptrs + token * get_bytes, mask=is_first > 0)
     tl.store(required_rows_ptr + tile, num_first + tl.sum(is_first, axis=0))
     index = num_last + tl.cumsum(is_last, axis=0) - 1
     num_slots = tl.sum((slots >= 0).to(tl.int32), axis=1)
     offset = index[:, None] * K + tl.cumsum((slots >= 0).to(tl.int32), axis=1) - 1
     tl.store(put_slots_ptr + offset, slots, mask=(is_last > 0)[:, None] & (slots >= 0))
     tl.store(put_num_slots_ptr + index, num_slots, mask=is_last > 0)
-    tl.store(put_addresses_ptr + index, row_ptrs + (token * P + rank) * row_bytes, mask=is_last > 0)
+    tl.store(put_addresses_ptr + index, row_ptrs + (token * P + rank) * put_bytes, mask=is_last > 0)
     tl.store(put_tiles_ptr + index, tl.zeros_like(row) + tile, mask=is_last > 0)
     tl.store(count_ptr, num_first + tl.sum(is_first, axis=0), mask=tile == num_tiles - 1)
 
@@ -138,11 +138,13 @@ def clear_rows_without_slots(slots_SK: Tensor, plan: RowPlan, rows: SymmArray, r
 
 
 def schedule_tiles(
-    rows_R: Tensor, slots_SK: Tensor, tiles: Tiles, plan: RowPlan, rows: SymmArray, rank: int
+    rows_R: Tensor, slots_SK: Tensor, tiles: Tiles, plan: RowPlan, sent: SymmArray, rows: SymmArray, rank: int
 ) -> TileSchedule:
-    """Compute the schedule of all rows that have slots. `rows` is the array that they are got from and put to."""
+    """Compute the schedule of all rows that have slots, which are got from `sent` and whose sums are put to `rows`, the
+    same memory."""
     num_rows, top_k = slots_SK.shape
-    (num_tokens, num_ranks, width), max_tiles = rows.local.shape, tiles.experts_M.numel()
+    (num_tokens, num_ranks, _), max_tiles = rows.local.shape, tiles.experts_M.numel()
+    get_bytes, put_bytes = (array.local.shape[2] * array.local.dtype.itemsize for array in (sent, rows))
     counts_2M, count = rows_R.new_empty(2, max_tiles), rows_R.new_empty(1)
     get_rows_S, put_num_slots_S, put_tiles_S = (rows_R.new_empty(num_rows) for _ in range(3))
     put_slots_SK = rows_R.new_empty(num_rows, top_k)
@@ -155,7 +157,7 @@ def schedule_tiles(
         counts_2M, *tile_args, plan.recv_tokens_PT, plan.recv_offsets_Q, rows.peer_ptrs_P, rows.offset_bytes,
         count, get_rows_S, get_addresses_S, required_rows_M,
         put_slots_SK, put_num_slots_S, put_addresses_S, put_tiles_S,
-        rank, num_tokens, max_tiles, width * rows.local.dtype.itemsize, P=num_ranks, CHUNK=CHUNK, **sizes,
+        rank, num_tokens, max_tiles, get_bytes, put_bytes, P=num_ranks, CHUNK=CHUNK, **sizes,
     )  # fmt: skip
     return TileSchedule(
         count, get_rows_S, get_addresses_S, required_rows_M, put_slots_SK, put_num_slots_S, put_addresses_S, put_tiles_S

@@ -18,11 +18,12 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_moe.kernels.experts.fp8 import stages
 from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, quantize_rows
 from titan_moe.kernels.experts.fp8.stages import HiddenGradients, QuantizedExperts
+from titan_moe.kernels.experts.fp8.weights import quantize_weight
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
-from titan_moe.kernels.experts.weights import Tensors
+from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights, Tensors
 
 
 def _tiles(slots: ExpertSlots) -> Tiles:
@@ -82,6 +83,37 @@ def _(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor) -
     return dactive_RF.new_empty(num_experts, 2, hidden, width), dactive_RF.new_empty(num_experts, width, hidden)
 
 
+@torch.library.custom_op("titan_moe::quantize_experts", mutates_args=())
+def quantize_experts(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
+    """Codes and scales of own experts, [e, 2, F, D] and [e, D, F], as operations take them. With `is_bf16`, weights are
+    rounded to bf16 first, as other layouts gather them."""
+    dtype = torch.bfloat16 if is_bf16 else gate_up.dtype
+    both = (quantize_weight(weight, dtype) for weight in (gate_up.flatten(1, 2), down))
+    return QuantizedExperts(*both).tensors()
+
+
+@quantize_experts.register_fake
+def _(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
+    tensors = []
+    for weight in (gate_up.flatten(1, 2), down):
+        num_experts, outputs, inputs = weight.shape
+        for columns, rows in ((outputs, inputs), (inputs, outputs)):
+            tensors.append(weight.new_empty(num_experts, columns, rows, dtype=CODES))
+            tensors.append(weight.new_empty(num_experts, columns, dtype=torch.float32))
+    return tensors
+
+
+def operands(weights: ExpertWeights) -> list[Tensor]:
+    """What the operations take of weights: own ones, for their gradients, and codes.
+
+    Raises: ValueError for experts with biases or clones.
+    """
+    if weights.names() != MATRICES or weights.gate_up.clones is not None:
+        raise ValueError('experts in fp8 have no biases and no clones; take precision.experts = "compute"')
+    gate_up, down = weights.gate_up.own, weights.down.own
+    return [gate_up, down, *(weights.codes or quantize_experts(gate_up.detach(), down.detach(), False))]
+
+
 class _Fp8ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, *tensors: Tensor) -> Tensor:
@@ -99,16 +131,13 @@ class _Fp8ExpertMLP(torch.autograd.Function):
         return dx_SD, None, None, dscores_R, None, *grads, *(None,) * len(quantized)
 
 
-def fp8_expert_mlp(
-    x_SD: Tensor, slots: ExpertSlots, gate_up: Tensor, down: Tensor, quantized: QuantizedExperts
-) -> Tensor:
-    """The MLP with operands in e4m3, sums in fp32 and results in bf16, on a GPU.
+def fp8_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+    """The MLP with operands in e4m3, sums in fp32 and results in bf16, on a GPU. Weights with codes are not read.
 
-    Gradients of weights are those of `gate_up` [e, 2, F, D] and `down` [e, D, F], whose contents are not read:
-    `quantized` stands for them.
+    Raises: ValueError for experts with biases or clones.
     """
     slots = slots._replace(scores_R=slots.scores_R.contiguous())
-    return _Fp8ExpertMLP.apply(x_SD.contiguous(), *slots, gate_up, down, *quantized.tensors())
+    return _Fp8ExpertMLP.apply(x_SD.contiguous(), *slots, *operands(weights))
 
 
 @register_flop_formula([torch.ops.titan_moe.fp8_expert_mlp, torch.ops.titan_moe.fp8_expert_mlp_dx])

@@ -28,8 +28,9 @@ class QuantizedWeight(NamedTuple):
     transposed_scales_eI: Tensor
 
 
-def quantize_weight_reference(weight_eOI: Tensor) -> QuantizedWeight:
+def quantize_weight_reference(weight_eOI: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     """The definition."""
+    weight_eOI = weight_eOI.to(dtype)
 
     def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
         amax = weight.double().abs().amax(dim=2)
@@ -40,8 +41,17 @@ def quantize_weight_reference(weight_eOI: Tensor) -> QuantizedWeight:
 
 
 @triton.jit
+def _load(pointers, keep, IS_ROUNDED: tl.constexpr):
+    weight = tl.load(pointers, mask=keep, other=0.0)
+    if IS_ROUNDED:
+        weight = weight.to(tl.bfloat16)
+    return weight.to(tl.float32)
+
+
+@triton.jit
 def _amax_kernel(
-    weight_ptr, row_ptr, column_ptr, O: tl.constexpr, I: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
+    weight_ptr, row_ptr, column_ptr, O: tl.constexpr, I: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -50,7 +60,7 @@ def _amax_kernel(
         inputs = first + tl.arange(0, BLOCK_I)
         keep = (outputs < O)[:, None] & (inputs < I)[None, :]
         pointers = weight_ptr + (expert * O + outputs)[:, None] * I + inputs[None, :]
-        size = tl.abs(tl.load(pointers, mask=keep, other=0.0).to(tl.float32))
+        size = tl.abs(_load(pointers, keep, IS_ROUNDED))
         row = tl.maximum(row, tl.max(size, axis=1))
         # sizes are positive, and sort as their bits do
         column = tl.max(size, axis=0).to(tl.int32, bitcast=True)
@@ -61,7 +71,7 @@ def _amax_kernel(
 @triton.jit
 def _cast_kernel(
     weight_ptr, row_ptr, column_ptr, codes_ptr, transposed_ptr, column_scales_ptr,
-    O: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr,
+    O: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr, IS_ROUNDED: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1).to(tl.int64)
     across: tl.constexpr = (I + BLOCK - 1) // BLOCK
@@ -70,7 +80,7 @@ def _cast_kernel(
     is_output, is_input = outputs < O, inputs < I
     keep = is_output[:, None] & is_input[None, :]
     place = (expert * O + outputs)[:, None] * I + inputs[None, :]
-    weight = tl.load(weight_ptr + place, mask=keep, other=0.0).to(tl.float32)
+    weight = _load(weight_ptr + place, keep, IS_ROUNDED)
     row = tl.load(row_ptr + expert * O + outputs, mask=is_output, other=1.0)
     column = power_of_two(
         tl.load(column_ptr + expert * I + inputs, mask=is_input, other=0).to(tl.float32, bitcast=True)
@@ -83,8 +93,10 @@ def _cast_kernel(
     tl.store(column_scales_ptr + expert * I + inputs, column, mask=is_input & (tl.program_id(0) < across))
 
 
-def quantize_weight(weight_eOI: Tensor) -> QuantizedWeight:
-    """Weights in any dtype -> codes in e4m3 and powers of two, along both dimensions."""
+def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    """Weights of compute's dtype, or of a wider one, which are rounded to `dtype` first: -> codes in e4m3 and powers of
+    two, along both dimensions."""
+    is_rounded = dtype == torch.bfloat16 and weight_eOI.dtype != dtype
     weight_eOI = weight_eOI.contiguous()
     num_experts, outputs, inputs = weight_eOI.shape
     codes, transposed = (
@@ -94,9 +106,27 @@ def quantize_weight(weight_eOI: Tensor) -> QuantizedWeight:
     amax_eI = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32)
     block_o, block_i, block = 64, 128, 64
     _amax_kernel[(triton.cdiv(outputs, block_o), num_experts)](
-        weight_eOI, rows, amax_eI, O=outputs, I=inputs, BLOCK_O=block_o, BLOCK_I=block_i, num_warps=4
+        weight_eOI,
+        rows,
+        amax_eI,
+        O=outputs,
+        I=inputs,
+        BLOCK_O=block_o,
+        BLOCK_I=block_i,
+        IS_ROUNDED=is_rounded,
+        num_warps=4,
     )
     _cast_kernel[(triton.cdiv(outputs, block) * triton.cdiv(inputs, block), num_experts)](
-        weight_eOI, rows, amax_eI, codes, transposed, columns, O=outputs, I=inputs, BLOCK=block, num_warps=4
+        weight_eOI,
+        rows,
+        amax_eI,
+        codes,
+        transposed,
+        columns,
+        O=outputs,
+        I=inputs,
+        BLOCK=block,
+        IS_ROUNDED=is_rounded,
+        num_warps=4,
     )
     return QuantizedWeight(codes, rows, transposed, columns)

@@ -1,0 +1,238 @@
+"""The stages of the expert MLP with the weights that they read: in the dtype of compute, or in fp8.
+
+T tokens on this rank · S rows · R expert slots · D width of a row · F hidden width
+
+What runs the stages (dispatch/symm_mem_mlp.py) sends rows, keeps rows and pre-activations for backward, and does not
+look into them.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_moe.kernels.experts import stages
+from titan_moe.kernels.experts.copy_blocks import TileSchedule
+from titan_moe.kernels.experts.fp8 import stages as fp8_stages
+from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, quantize_rows
+from titan_moe.kernels.experts.fp8.stages import Activations, HiddenGradients, QuantizedExperts
+from titan_moe.kernels.experts.slot_mm import slot_mm
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.tiles import Tiles
+from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
+
+NUM_PARAMETERS = 2
+
+
+class Stages(Protocol):
+    """The stages, with weights. Rows are as `pack` makes them; `base` is as in kernels/experts/stages.py."""
+
+    def pack(self, x_TD: Tensor) -> Tensor:
+        """Rows as they are sent and kept, in the same dtype: [T, D] -> [T, W]."""
+
+    def new_hidden(self, like: Tensor, num_slots: int) -> Tensor:
+        """Memory for so many pre-activations as they are kept."""
+
+    def up(
+        self,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        tiles: Tiles,
+        schedule: TileSchedule | None,
+        hidden: Tensor,
+        base: Tensor | None,
+    ) -> Any:
+        """The activation; the pre-activation is written into `hidden`."""
+
+    def down(
+        self, active: Any, slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule | None, *, in_triton: bool
+    ) -> Tensor:
+        """Results of slots, [R, D]; with `schedule` or `in_triton` by a GEMM of Triton."""
+
+    def d_down(
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        hidden: Tensor,
+        tiles: Tiles,
+        schedule: TileSchedule | None,
+        base: Tensor | None,
+    ) -> tuple[Any, Tensor]:
+        """What `d_up` and `dw` need, and gradients of scores."""
+
+    def d_up(
+        self, gradients: Any, slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule | None, *, in_triton: bool
+    ) -> Tensor:
+        """Gradients of slots, [R, D]."""
+
+    def dw(
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        gradients: Any,
+        hidden: Tensor,
+        tiles: Tiles,
+        base: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of gate_up and down, in one piece each."""
+
+
+def stages_of(weights: Tensors) -> Stages:
+    """The stages for weights as operations take them: own ones and clones, or own ones and their codes in fp8."""
+    if _have_codes(weights):
+        return Fp8Stages(QuantizedExperts.of(weights[NUM_PARAMETERS:]))
+    return PlainStages(ExpertWeights.of(weights).join())
+
+
+def _have_codes(weights: Tensors) -> bool:
+    return len(weights) > NUM_PARAMETERS and weights[NUM_PARAMETERS].dtype == CODES
+
+
+def split_gradients(weights: Tensors, joined: Tensors) -> list[Tensor | None]:
+    """Gradients of joined parameters -> those of weights as operations take them; codes have none."""
+    if _have_codes(weights):
+        return [*joined, *(None,) * (len(weights) - NUM_PARAMETERS)]
+    return list(ExpertWeights.of(weights).split(joined))
+
+
+def row_width(weights: Tensors, width: int, element_bytes: int) -> int:
+    """The elements of a row of `width` as it is sent and kept (W)."""
+    return (width + TAIL_BYTES) // element_bytes if _have_codes(weights) else width
+
+
+class PlainStages(NamedTuple):
+    """In the dtype of compute."""
+
+    weights: ExpertWeights
+    """Joined."""
+
+    def pack(self, x_TD: Tensor) -> Tensor:
+        return x_TD
+
+    def new_hidden(self, like: Tensor, num_slots: int) -> Tensor:
+        return like.new_empty(num_slots, 2 * self.weights.down.own.shape[2])
+
+    def up(
+        self,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        tiles: Tiles,
+        schedule: TileSchedule | None,
+        hidden: Tensor,
+        base: Tensor | None,
+    ) -> Tensor:
+        return stages.up(x_SW, slots, self.weights, tiles, schedule, hidden, base)[1]
+
+    def down(
+        self, active: Tensor, slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule | None, *, in_triton: bool
+    ) -> Tensor:
+        return stages.down(active, slots, self.weights, _gemm(tiles, schedule, in_triton))
+
+    def d_down(
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        hidden: Tensor,
+        tiles: Tiles,
+        schedule: TileSchedule | None,
+        base: Tensor | None,
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        dhidden_R2F, active_RF, dscores_R = stages.d_down(dy_SW, slots, self.weights, hidden, tiles, schedule, base)
+        return (dhidden_R2F, active_RF), dscores_R
+
+    def d_up(
+        self,
+        gradients: tuple[Tensor, Tensor],
+        slots: ExpertSlots,
+        tiles: Tiles,
+        schedule: TileSchedule | None,
+        *,
+        in_triton: bool,
+    ) -> Tensor:
+        return stages.d_up(gradients[0], slots, self.weights, _gemm(tiles, schedule, in_triton))
+
+    def dw(
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        gradients: tuple[Tensor, Tensor],
+        hidden: Tensor,
+        tiles: Tiles,
+        base: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return stages.dw(dy_SW, x_SW, slots.rows_R, slots.offsets_e, *gradients, base)
+
+
+def _gemm(tiles: Tiles, schedule: TileSchedule | None, in_triton: bool) -> stages.SlotGemm:
+    if schedule is None and not in_triton:
+        return F.grouped_mm
+    return lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, tiles, schedule=schedule)
+
+
+class Fp8Stages(NamedTuple):
+    """In e4m3: rows travel and are kept as codes with their scales behind them."""
+
+    weights: QuantizedExperts
+
+    def pack(self, x_TD: Tensor) -> Tensor:
+        return quantize_rows(x_TD).view(x_TD.dtype)
+
+    def new_hidden(self, like: Tensor, num_slots: int) -> Tensor:
+        both = self.weights.gate_up.codes_eOI.shape[1]
+        return like.new_empty(num_slots, both + TAIL_BYTES, dtype=CODES)
+
+    def up(
+        self,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        tiles: Tiles,
+        schedule: TileSchedule | None,
+        hidden: Tensor,
+        base: Tensor | None,
+    ) -> Activations:
+        return fp8_stages.up(x_SW.view(CODES), slots, self.weights, tiles, schedule, hidden, base)[0]
+
+    def down(
+        self, active: Activations, slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule | None, *, in_triton: bool
+    ) -> Tensor:
+        return fp8_stages.down(active, self.weights, tiles, schedule)
+
+    def d_down(
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        hidden: Tensor,
+        tiles: Tiles,
+        schedule: TileSchedule | None,
+        base: Tensor | None,
+    ) -> tuple[HiddenGradients, Tensor]:
+        rows = dy_SW.view(CODES), x_SW.view(CODES)
+        return fp8_stages.d_down(*rows, slots, self.weights, hidden, tiles, schedule, base)
+
+    def d_up(
+        self,
+        gradients: HiddenGradients,
+        slots: ExpertSlots,
+        tiles: Tiles,
+        schedule: TileSchedule | None,
+        *,
+        in_triton: bool,
+    ) -> Tensor:
+        return fp8_stages.d_up(gradients, self.weights, tiles, schedule)
+
+    def dw(
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        slots: ExpertSlots,
+        gradients: HiddenGradients,
+        hidden: Tensor,
+        tiles: Tiles,
+        base: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        return fp8_stages.dw(dy_SW.view(CODES), x_SW.view(CODES), slots, gradients, hidden, tiles, base)
