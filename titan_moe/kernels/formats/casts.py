@@ -70,7 +70,7 @@ def quantize(
     """Round to codes and scales.
 
     `power_of_two_scales` rounds the scales of fp8 formats up to powers of two. `seed` is for stochastic rounding, of
-    gradients in nvfp4.
+    gradients in nvfp4: one, or [..., 1, 1, 1], one for each matrix.
 
     Raises: ValueError for `compute`, which has no codes.
     """

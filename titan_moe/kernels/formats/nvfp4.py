@@ -14,8 +14,6 @@ The random Hadamard transform mixes 16 elements along the summed dimension of bo
 signs D. It is orthogonal, so the product is unchanged; outliers are spread over their block.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -23,15 +21,16 @@ from titan_moe.kernels.formats.blocks import Block, is_rows, join, split, spread
 from titan_moe.kernels.optim.stochastic_rounding import WORD, philox_reference
 
 BLOCK = 16
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of the codes 0 to 7; 8 is the sign."""
 E2M1_MAX = 6.0
+"""Magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, codes 0 to 7; 8 is the sign."""
 E4M3 = torch.finfo(torch.float8_e4m3fn)
 MIN_TENSOR_SCALE = 2.0**-119
 """Its reciprocal, divided by the smallest block scale, is finite."""
-SIGNS = (1, 1, 1, -1, 1, -1, -1, 1, -1, 1, 1, 1, -1, -1, -1, -1)
-"""D, drawn once: one vector for all layers and steps does as well as more of them (arXiv:2509.25149, appendix C)."""
-LANE_FACTORS = tuple((0x9E3779B97F4A7C15 * (2 * lane + 1)) % 2**63 | 1 for lane in range(BLOCK))
+NEGATIVE_SIGNS = 0b1101_0111_1110_1000
+"""D, a bit for each of 16 elements. One fixed vector for all layers and steps (arXiv:2509.25149, section 4.2), the one
+of TransformerEngine."""
+LANE_FACTOR = 0x1E3779B97F4A7C15
+"""Odd, so that no multiple of it by an odd number loses bits modulo 2^64."""
 
 
 def tensor_scale_of(amax: Tensor) -> Tensor:
@@ -69,8 +68,9 @@ def to_e2m1(x: Tensor, random: Tensor | None = None) -> Tensor:
 
 def from_e2m1(codes: Tensor) -> Tensor:
     """The numbers of codes, fp32."""
-    values = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], device=codes.device)
-    return values[codes.int()]
+    code = (codes & 7).float()
+    magnitude = torch.where(code < 4, code / 2, torch.where(code < 6, code - 2, 2 * code - 8))
+    return torch.where(codes < 8, magnitude, -magnitude)
 
 
 def draw(x_MN: Tensor, dim: int, seed: Tensor | int) -> Tensor:
@@ -78,26 +78,23 @@ def draw(x_MN: Tensor, dim: int, seed: Tensor | int) -> Tensor:
     block: Block = (BLOCK, 1) if is_rows(dim, x_MN.ndim) else (1, BLOCK)
     content = split(x_MN.float(), block).movedim(-3, -2).flatten(-2)  # [..., m, n, 16]
     bits = content.contiguous().view(torch.int32).long()
-    key = (bits * torch.tensor(LANE_FACTORS, device=x_MN.device)).sum(-1, keepdim=True)
+    lane = torch.arange(BLOCK, device=x_MN.device)
+    key = (bits * (LANE_FACTOR * (2 * lane + 1))).sum(-1, keepdim=True)
     quarter = torch.arange(BLOCK // 4, device=x_MN.device).expand(*key.shape[:-1], -1)
-    seeds = torch.as_tensor(seed, device=x_MN.device).long().expand_as(quarter) & WORD
-    words = torch.cat(philox_reference(0, (key & WORD, key >> 32 & WORD, quarter, seeds)), dim=-1)
+    seeds = seed.long() & WORD if isinstance(seed, Tensor) else torch.full_like(key, seed & WORD)
+    words = torch.cat(philox_reference(0, (key & WORD, key >> 32 & WORD, quarter, seeds.expand_as(quarter))), dim=-1)
     random = (words >> 8).float() * 2.0**-24
     shape = (BLOCK, 1) if is_rows(dim, x_MN.ndim) else (1, BLOCK)
     return join(random.unflatten(-1, shape).movedim(-2, -3), x_MN)
 
 
-@cache
-def _hadamard() -> tuple[tuple[float, ...], ...]:
-    """H · D, rows of H scaled to length 1 (Sylvester's)."""
-    return tuple(
-        tuple(sign * (-1) ** (i & j).bit_count() / BLOCK**0.5 for j, sign in enumerate(SIGNS)) for i in range(BLOCK)
-    )
-
-
 def hadamard_matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """H · D, [16, 16]."""
-    return torch.tensor(_hadamard(), device=device, dtype=dtype)
+    """H · D, [16, 16]; H is Sylvester's, with rows of length 1. Computed on the device, as a CUDA graph needs it."""
+    row = torch.arange(BLOCK, device=device)
+    common = row[:, None] & row
+    common = common ^ common >> 2
+    is_negative = (common ^ common >> 1 ^ torch.full_like(row, NEGATIVE_SIGNS) >> row) & 1
+    return (1 - 2 * is_negative).to(dtype) / BLOCK**0.5
 
 
 def random_hadamard(x_MN: Tensor, dim: int) -> Tensor:
