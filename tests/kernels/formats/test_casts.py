@@ -231,7 +231,7 @@ def test_only_gradients_are_rounded_at_random() -> None:
 
 def test_hadamard_is_orthogonal_and_keeps_products() -> None:
     torch.manual_seed(0)
-    matrix = nvfp4.hadamard_matrix(torch.device("cpu"), torch.float64)
+    matrix = nvfp4.random_hadamard(torch.eye(16, dtype=torch.float64), -2)
     assert torch.equal(matrix @ matrix.T, torch.eye(16, dtype=torch.float64))
     grad_TO, x_TI = torch.randn(64, 24, dtype=torch.float64), torch.randn(64, 40, dtype=torch.float64)
     product = nvfp4.random_hadamard(grad_TO, -2).T @ nvfp4.random_hadamard(x_TI, -2)
@@ -244,7 +244,7 @@ def test_hadamard_is_torchaos() -> None:
 
     signs = tuple(-1 if nvfp4.NEGATIVE_SIGNS >> lane & 1 else 1 for lane in range(16))
     theirs = get_rht_matrix(signs, "cpu", torch.float64, 16)
-    assert torch.equal(nvfp4.hadamard_matrix(torch.device("cpu"), torch.float64), theirs.T)
+    assert torch.equal(nvfp4.random_hadamard(torch.eye(16, dtype=torch.float64), -2), theirs.T)
 
 
 def test_hadamard_spreads_outliers() -> None:

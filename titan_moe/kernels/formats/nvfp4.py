@@ -88,18 +88,17 @@ def draw(x_MN: Tensor, dim: int, seed: Tensor | int) -> Tensor:
     return join(random.unflatten(-1, shape).movedim(-2, -3), x_MN)
 
 
-def hadamard_matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """H · D, [16, 16]; H is Sylvester's, with rows of length 1. Computed on the device, as a CUDA graph needs it."""
-    row = torch.arange(BLOCK, device=device)
-    common = row[:, None] & row
-    common = common ^ common >> 2
-    is_negative = (common ^ common >> 1 ^ torch.full_like(row, NEGATIVE_SIGNS) >> row) & 1
-    return (1 - 2 * is_negative).to(dtype) / BLOCK**0.5
-
-
 def random_hadamard(x_MN: Tensor, dim: int) -> Tensor:
-    """Transform blocks of 16 along `dim`, whose length must be a multiple of 16, and round to x's dtype."""
+    """Transform blocks of 16 along `dim`, whose length must be a multiple of 16, and round to x's dtype.
+
+    H is Sylvester's, with rows of length 1. Sums have a fixed order, so devices agree to the bit.
+    """
     rows = is_rows(dim, x_MN.ndim)
     last = (x_MN.mT if rows else x_MN).to(torch.promote_types(x_MN.dtype, torch.float32)).unflatten(-1, (-1, BLOCK))
-    mixed = (last @ hadamard_matrix(last.device, last.dtype).T).flatten(-2).to(x_MN.dtype)
+    lane = torch.arange(BLOCK, device=x_MN.device)
+    mixed = last * (1 - 2 * (torch.full_like(lane, NEGATIVE_SIGNS) >> lane & 1))
+    for half in (1, 2, 4, 8):
+        left, right = mixed.unflatten(-1, (-1, 2, half)).unbind(-2)
+        mixed = torch.stack([left + right, left - right], dim=-2).flatten(-3)
+    mixed = (mixed / BLOCK**0.5).flatten(-2).to(x_MN.dtype)
     return mixed.mT if rows else mixed
