@@ -69,6 +69,18 @@ def test_noise_of_a_linear_layer(format: Format, dtype: torch.dtype) -> None:
     assert all(value >= floor for value, floor in zip(noise, floors, strict=True)), noise
 
 
+@pytest.mark.parametrize("format", ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"])
+def test_noise_with_scales_of_powers_of_two(format: Format) -> None:
+    x_RI, weight_eOI, offsets_e, grad_RO = draw((100, 333, 340, 500))
+    y_RO = emulated_grouped_mm(in_all(format), power_of_two_scales=True)(x_RI, weight_eOI, None, offsets_e)
+    y_alone = emulated_linear(x_RI[:100], weight_eOI[0], in_all(format), power_of_two_scales=True)
+    torch.testing.assert_close(y_RO[:100], y_alone, rtol=1e-5, atol=1e-6)
+    exact = grouped_mm_loop(x_RI, weight_eOI, None, offsets_e)
+    grads = [torch.autograd.grad(y, [x_RI, weight_eOI], grad_RO) for y in (y_RO, exact)]
+    noise = [decibels(y_RO, exact), *(decibels(*pair) for pair in zip(*grads, strict=True))]
+    assert all(value >= floor for value, floor in zip(noise, FLOORS[format], strict=True)), noise
+
+
 @pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
 def test_each_gemm_has_a_format_of_its_own(gemm: str) -> None:
     x, weight_1OI, _, grad = draw((500,))

@@ -2,8 +2,8 @@
 
 M rows · N columns · m, n blocks along each
 
-scale = amax / largest code, at least the smallest normal number; code = x · (1 / scale), clamped, rounded to nearest
-even. Both divisions are those of IEEE 754. So zeros stay zeros, and NaN or an infinity makes its block NaN.
+scale = amax / largest code, at least the smallest normal number, and 1 for zeros; code = x · (1 / scale), clamped,
+rounded to nearest even. Both divisions are those of IEEE 754. NaN in a block is NaN afterwards, as is an infinity.
 """
 
 import torch
@@ -17,6 +17,7 @@ MIN_SCALE = torch.finfo(torch.float32).tiny
 def scales_of(amax_mn: Tensor, dtype: torch.dtype, power_of_two_scales: bool) -> Tensor:
     """The fp32 scale of each block from its largest magnitude."""
     scales_mn = (amax_mn / torch.finfo(dtype).max).clamp(min=MIN_SCALE)
+    scales_mn = scales_mn.masked_fill(amax_mn == 0, 1.0)
     return power_of_two_above(scales_mn) if power_of_two_scales else scales_mn
 
 

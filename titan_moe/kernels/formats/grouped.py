@@ -11,7 +11,8 @@ and zeros fill its last one: at most R / b + e blocks, a size that the host know
 the operation can be captured in a CUDA graph. A batched product takes each block's weight, copied once a block: 1 GiB
 at a time. Like linear.py it is exact and not fast, and needs products in fp32 that are not TF32.
 
-Slots past `offsets_e[-1]` are not read. They are zero in outputs and gradients.
+Slots past `offsets_e[-1]` are not read. They are zero in outputs and gradients. NaN or an infinity in one expert's
+slots makes the weight gradients of all experts NaN.
 """
 
 from collections.abc import Callable, Iterator
