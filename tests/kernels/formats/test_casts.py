@@ -224,6 +224,19 @@ def test_stochastic_rounding_of_a_block_is_unbiased_over_seeds() -> None:
     assert torch.equal(round_to(x_MN, "nvfp4", "gradient", -1, seed=5), rounded[5])
 
 
+def test_stochastic_rounding_is_unbiased_over_blocks() -> None:
+    """With one seed, as GEMMs use it: the content of blocks alone makes their bits random."""
+    torch.manual_seed(0)
+    x_MN = torch.rand(8192, 64) * 12 - 6
+    x_MN[:, ::16] = 6.0
+    x_MN[:, 5::16] = 0.1  # the same number in all blocks
+    error = (round_to(x_MN, "nvfp4", "gradient", -1) - x_MN).double()
+    standard_error = error.std(0) / len(x_MN) ** 0.5
+    assert (error.mean(0).abs() <= 4.5 * standard_error + 1e-6).all()
+    correlation = (error * x_MN).mean() / (error.std() * x_MN.std())
+    assert correlation.abs() < 4 / error.numel() ** 0.5
+
+
 def check_unbiased(x: Tensor, rounded: Tensor) -> None:
     """The mean over the first dimension is within 4 standard errors of x for each element, and of all together."""
     num_draws = rounded.shape[0]

@@ -1,6 +1,5 @@
 """Formats in whole layers and models: routing after a rounded layer, and short training."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -89,17 +88,7 @@ def train(format: Format, num_steps: int = 60) -> float:
     return sum(losses[-10:]) / 10
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Threads wait for each other in operations as small as these."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 def test_short_training_in_emulated_formats() -> None:
     losses = {format: train(format) for format in ("compute", "mxfp8", "nvfp4")}
     print({format: round(loss, 4) for format, loss in losses.items()})

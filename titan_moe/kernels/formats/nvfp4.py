@@ -7,8 +7,10 @@ rounded weight. The bits are those of torchao's `nvfp4_quantize` where it has th
 stochastic rounding on other devices than Blackwell.
 
 Stochastic rounding takes its random bits from Philox, whose counter is the content of a block of 16 and a seed. So no
-state is kept: a replayed or recomputed step draws what the first one drew, and an element's bits do not depend on its
-place in a batch, hence not on how a model is spread over ranks. Equal blocks draw equal bits.
+state is kept: a recomputed or replayed step draws new bits if its numbers are new, and the same ones if they are not.
+Equal blocks draw equal bits, wherever they lie: the gradient of a token is rounded the same on any rank. (Blocks along
+tokens hold 16 of them, so they depend on the order of an expert's tokens.) A block's largest numbers are clamped where
+its e4m3 scale was rounded down, as torchao does; only there the expected result is not the number itself.
 
 The random Hadamard transform mixes 16 elements along the summed dimension of both operands, x -> H · D · x with random
 signs D. It is orthogonal, so the product is unchanged; outliers are spread over their block.
