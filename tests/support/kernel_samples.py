@@ -4,6 +4,7 @@ Letters as in the operation's file.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -160,6 +161,20 @@ def grouped_mm(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         x_RI[int(offsets_e[-1]) :] = float("nan")
         weight_eOI = torch.randn(num_experts, 24, 16, device=device, dtype=dtype)
         samples.append(Sample(name, (x_RI, weight_eOI, None, offsets_e), 2))
+    return samples
+
+
+def without_formats(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Emulated GEMMs that round nothing; rounding has no reference with gradients."""
+    samples = grouped_mm(device, dtype)
+    return [replace(sample, args=(*sample.args, "compute", "compute", "compute")) for sample in samples]
+
+
+def matrices_without_formats(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    samples = []
+    for num_tokens in (0, 13):
+        x_TI, weight_OI = (torch.randn(rows, 16, device=device, dtype=dtype) for rows in (num_tokens, 24))
+        samples.append(Sample(str(num_tokens), (x_TI, weight_OI, "compute", "compute", "compute"), 2))
     return samples
 
 
@@ -342,6 +357,10 @@ SAMPLES = {
     "grouped_mm_loop": Samples(
         grouped_mm, (*FP32, torch.float64, *BF16), valid=slots_of_experts, valid_grad=slots_of_experts
     ),
+    "emulated_grouped_mm": Samples(
+        without_formats, (*FP32, torch.float64, *BF16), valid=slots_of_experts, valid_grad=slots_of_experts
+    ),
+    "emulated_linear": Samples(matrices_without_formats, (*FP32, torch.float64, *BF16)),
     "add_bias": Samples(biases, valid=slots_of_experts, valid_grad=slots_of_experts),
     "weighted_swiglu": Samples(swiglu),
     "swiglu_down": Samples(swiglu_down),
