@@ -19,7 +19,7 @@ from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.permute.permutation import Permutation, sort_by_expert
 from titan_moe.layers.experts import GroupedExperts
 
-NUM_EXPERTS, TOP_K, NUM_TOKENS, WIDTH, HIDDEN = 8, 3, 12, 16, 8
+NUM_EXPERTS, TOP_K, NUM_TOKENS, WIDTH, HIDDEN = 8, 3, 12, 16, 16
 ROUTINGS = ("random", "skewed", "one_expert_empty", "one_rank_empty", "all_to_one_rank", "dropped_choices")
 KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
 

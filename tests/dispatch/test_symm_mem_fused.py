@@ -25,6 +25,8 @@ from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, close_symm_memory, open_symm_memory
 from titan_moe.dispatch.symm_mem_fused import PeerTokens, SymmMemFusedDispatcher
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 
@@ -36,9 +38,9 @@ def dtype_of(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def my_experts(device: torch.device) -> GroupedExperts:
+def my_experts(device: torch.device, mlp: ExpertMLP = fused_expert_mlp) -> GroupedExperts:
     module = symm_mem.my_experts(device).to(dtype_of(device))
-    module.mlp = choose_expert_mlp("fused", "activation")
+    module.mlp = mlp
     return module
 
 
@@ -68,16 +70,19 @@ def run_both(
     routings: tuple[str, ...],
     num_replicas: int = 0,
     most_slots: float = symm_mem_mlp.MAX_SLOTS_PER_ROW_OVERLAPPED,
+    mlp: ExpertMLP = fused_expert_mlp,
 ) -> list[tuple[list[Tensor], ...]]:
     """Of each routing, results where rows have arrived and where they travel (on GPUs twice), one after the other in
     the same memory; sums leave early up to so many slots a row."""
     with mock.patch.object(symm_mem_mlp, "MAX_SLOTS_PER_ROW_OVERLAPPED", most_slots):
-        return _run_both(folder, routings, num_replicas)
+        return _run_both(folder, routings, num_replicas, mlp)
 
 
-def _run_both(folder: str | None, routings: tuple[str, ...], num_replicas: int) -> list[tuple[list[Tensor], ...]]:
+def _run_both(
+    folder: str | None, routings: tuple[str, ...], num_replicas: int, mlp: ExpertMLP
+) -> list[tuple[list[Tensor], ...]]:
     memory, device = symm_mem.share(folder)
-    module, results = my_experts(device), []
+    module, results = my_experts(device, mlp), []
     arrived, travelling = (
         dispatcher_of(kind, memory, module, num_replicas) for kind in (SymmMemDispatcher, SymmMemFusedDispatcher)
     )

@@ -20,6 +20,9 @@ from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.experts.arena import Arena
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.plan.loads import LayerLoads
 
@@ -41,16 +44,22 @@ T, K, D, F = equal_local.NUM_TOKENS, equal_local.TOP_K, equal_local.WIDTH, equal
 
 
 def capacity_with_arena(
-    factor: float, num_ranks: int, device: torch.device, *, is_checkpointed: bool = False, num_replicas: int = 0
+    factor: float,
+    num_ranks: int,
+    device: torch.device,
+    *,
+    is_checkpointed: bool = False,
+    num_replicas: int = 0,
+    is_fp8: bool = False,
 ) -> ExpertCapacity:
     """The arena's memory is NaN: what is not written must not be read."""
     capacity = ExpertCapacity(factor, device)
-    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed)
+    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, is_fp8=is_fp8)
     worst = num_ranks * T
     num_local = equal_local.NUM_EXPERTS // num_ranks + num_replicas
     capacity.use_arena(arena, LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local)))
     arena.rows_AW.fill_(float("nan"))
-    arena.hidden_BH.fill_(float("nan"))
+    arena.hidden_BH.view(torch.uint8).fill_(0xFF)  # NaN in every format
     return capacity
 
 
@@ -96,12 +105,16 @@ WRAPS: dict[str, Any] = {"none": None, "checkpoint": recomputed, "compile": comp
 
 
 def run_ways(
-    folder: str | None, ways: tuple[str, ...], overlaps: bool, num_replicas: int = 0
+    folder: str | None,
+    ways: tuple[str, ...],
+    overlaps: bool,
+    num_replicas: int = 0,
+    mlp: ExpertMLP = fused_expert_mlp,
 ) -> tuple[list[Tensor], dict[str, tuple[list[Tensor], bool, float]]]:
     """The results of a microbatch that autograd keeps; and by way, those in an arena, whether the step is void, and the
     factor that it needed."""
     memory, device = symm_mem.share(folder)
-    module, num_ranks = fused.my_experts(device), memory.peer_ptrs_P.numel()
+    module, num_ranks = fused.my_experts(device, mlp), memory.peer_ptrs_P.numel()
     for parameter in module.parameters():
         parameter.data /= 4
     kind = partial(SymmMemFusedDispatcher, overlaps=overlaps)
@@ -112,7 +125,12 @@ def run_ways(
     for way in ways:
         factor, is_lifted, wrap = WAYS[way]
         capacity = capacity_with_arena(
-            factor, num_ranks, device, is_checkpointed=wrap == "checkpoint", num_replicas=num_replicas
+            factor,
+            num_ranks,
+            device,
+            is_checkpointed=wrap == "checkpoint",
+            num_replicas=num_replicas,
+            is_fp8=mlp is fp8_expert_mlp,
         )
         dispatcher.capacity = inner.capacity = capacity
         with capacity.unbounded() if is_lifted else nullcontext():

@@ -134,6 +134,7 @@ def gather_mm(
     *,
     scales_eO: Tensor | None = None,
     base: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
@@ -141,11 +142,11 @@ def gather_mm(
 
     Args:
         scales_eO: fp32, scales of weights in fp8, which are the transpose of what is contiguous. Then x_SI holds rows
-            in fp8 with their scales behind them (kernels/experts/fp8/rows.py), and results are bf16.
+            in fp8 with their scales behind them (kernels/experts/fp8/rows.py).
         base: int64 [2] on the device. x_SI is that of several layers; this layer's begins at row base[0].
+        dtype: of the result, if it is not that of x_SI.
     """
     _, width, out_width = weight_eIO.shape
-    dtype = x_SI.dtype if scales_eO is None else torch.bfloat16
     out_RO = x_SI.new_empty(rows_R.numel(), out_width, dtype=dtype)
     # the last columns are cut half as wide where that is enough
     is_half_enough = 0 < out_width % cut.outputs <= cut.outputs // 2

@@ -102,6 +102,7 @@ def slot_mm(
     copy_blocks: CopyBlocks = PUT_BLOCKS,
     cut: GemmTiles = MEASURED,
     scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
@@ -110,11 +111,12 @@ def slot_mm(
 
     Args:
         scales: fp32, scales of slots [R] and of weights [e, O] in fp8. The weight is then the transpose of what is
-            contiguous, and results are bf16.
+            contiguous.
+        dtype: of the result, if it is not that of x_RI.
     """
     num_slots, width = x_RI.shape
     is_transposed, out_width = weight_eIO.stride(2) != 1, weight_eIO.shape[2]
-    out_RO = x_RI.new_empty(num_slots, out_width, dtype=x_RI.dtype if scales is None else torch.bfloat16)
+    out_RO = x_RI.new_empty(num_slots, out_width, dtype=dtype)
     if not num_slots:
         return out_RO
     num_tiles, num_columns = tiles.experts_M.numel(), triton.cdiv(out_width, cut.outputs)

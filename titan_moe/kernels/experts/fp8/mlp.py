@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.experts.fp8 import stages
-from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, quantize_rows
+from titan_moe.kernels.experts.fp8.rows import CODES, RESULTS, TAIL_BYTES, quantize_rows
 from titan_moe.kernels.experts.fp8.stages import HiddenGradients, QuantizedExperts
 from titan_moe.kernels.experts.fp8.weights import quantize_weight
 from titan_moe.kernels.experts.slot_sum import slot_sum
@@ -64,7 +64,7 @@ def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor) ->
     gradients = (
         kept.new_empty(num_slots, both),
         torch.empty_like(scores_R),
-        dy_SD.new_empty(num_slots, both // 2, dtype=torch.bfloat16),
+        dy_SD.new_empty(num_slots, both // 2, dtype=RESULTS),
         scores_R.new_empty(num_slots, 2),
     )
     return torch.empty_like(dy_SD), torch.empty_like(scores_R), torch.empty_like(x), *gradients

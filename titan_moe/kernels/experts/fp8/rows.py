@@ -15,12 +15,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
 
 CODES = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
 """The largest number of e4m3."""
+RESULTS = torch.float32 if knobs.runtime.interpret else torch.bfloat16
+"""The dtype of results of GEMMs."""
 TAIL_BYTES = 16
 """Bytes behind the codes of a row."""
 

@@ -10,7 +10,7 @@ S rows · R expert slots, sorted by expert · e experts that the rank computes �
     dw       gradients of weights                         rows and their gradients, both factors of d_down transposed
 
 They are those of kernels/experts/stages.py, with rows, weights, activations and gradients in e4m3. Rows and slots have
-a scale each, weights one for each output. Results of GEMMs are bf16.
+a scale each, weights one for each output. Results of GEMMs are bf16 (fp32 in the interpreter).
 """
 
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
+from titan_moe.kernels.experts.fp8.rows import RESULTS
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
 from titan_moe.kernels.experts.fp8.swiglu_backward import swiglu_backward, transposed_factors
 from titan_moe.kernels.experts.fp8.transposed_rows import transposed_rows
@@ -82,7 +83,7 @@ def up(
     With `base`, packed rows and the pre-activation, written into `kept`, are those of several layers.
     """
     codes, scales, *_ = weights.gate_up
-    hidden_R2F = gather_mm(x, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales, base=base)
+    hidden_R2F = gather_mm(x, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales, base=base, dtype=RESULTS)
     codes_RF, scales_R, kept = swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, kept, base)
     return Activations(codes_RF, scales_R), kept
 
@@ -90,7 +91,9 @@ def up(
 def down(active: Activations, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None) -> Tensor:
     """Results of slots, [R, D] in bf16."""
     codes, scales, *_ = weights.down
-    return slot_mm(active.codes_RF, codes.mT, tiles, schedule=schedule, cut=CUT, scales=(active.scales_R, scales))
+    return slot_mm(
+        active.codes_RF, codes.mT, tiles, schedule=schedule, cut=CUT, scales=(active.scales_R, scales), dtype=RESULTS
+    )
 
 
 def d_down(
@@ -108,7 +111,7 @@ def d_down(
     With `base`, x and `kept`, but not dy, are those of several layers.
     """
     *_, codes, scales = weights.down
-    dactive_RF = gather_mm(dy, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales)
+    dactive_RF = gather_mm(dy, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales, dtype=RESULTS)
     codes_R2F, scales_R, dscores_R, amax_R2 = swiglu_backward(
         dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base
     )
@@ -121,7 +124,7 @@ def d_up(
     """Gradients of slots, [R, D] in bf16."""
     *_, codes, scales = weights.gate_up
     of_both = gradients.scales_R, scales
-    return slot_mm(gradients.codes_R2F, codes.mT, tiles, schedule=schedule, cut=CUT, scales=of_both)
+    return slot_mm(gradients.codes_R2F, codes.mT, tiles, schedule=schedule, cut=CUT, scales=of_both, dtype=RESULTS)
 
 
 def dw(

@@ -8,12 +8,12 @@ last tile ends with zeros, so nothing is masked: at most 127 slots an expert mor
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_moe.kernels.experts.fp8.rows import RESULTS
 from titan_moe.kernels.experts.tiles import place_in_groups
 
 
@@ -68,12 +68,12 @@ def weight_grad(
     *,
     cut: WeightGradTiles = MEASURED,
 ) -> Tensor:
-    """Sum a's times b's over each expert's slots, times its scale: [A, 128·M], [B, 128·M] -> bf16 [e, A, B].
+    """Sum a's times b's over each expert's slots, times its scale: [A, 128·M], [B, 128·M] -> [e, A, B].
 
     Factors are those of `transposed_factors` and `transposed_rows`, whose tiles have `rows` slots.
     """
     num_experts, width_a, width_b = offsets_e.numel(), len(a), len(b)
-    out = a.new_empty(num_experts, width_a, width_b, dtype=torch.bfloat16)
+    out = a.new_empty(num_experts, width_a, width_b, dtype=RESULTS)
     if not a.shape[1]:
         return out.zero_()
     descriptors = (

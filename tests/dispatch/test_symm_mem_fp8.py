@@ -1,0 +1,59 @@
+"""Rows that travel in fp8 give what they give where they arrive in compute's dtype and are rounded there.
+
+Ranks and kernels are those of test_symm_mem_fused.py; every expert multiplies in fp8.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import load
+
+from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+
+fused, in_arena = load("dispatch/test_symm_mem_fused"), load("dispatch/test_symm_mem_mlp")
+equal_local = fused.equal_local
+ROUTINGS = ("random", "skewed", "all_to_one_rank")
+TOLERANCE = 0.12
+"""Of a whole MLP, three products one after the other: about 19 dB."""
+
+
+def check_both(answers: list[Any]) -> None:
+    """Results and gradients of rows have the same bits; gradients of weights add their tiles in another order."""
+    num_ranks = len(answers)
+    for index, routing in enumerate(ROUTINGS):
+        drawn = equal_local.inputs(routing, num_ranks, [equal_local.NUM_TOKENS] * num_ranks)
+        oracle = equal_local.join([equal_local.dense_oracle(inputs) for inputs in drawn], experts_add_up=True)
+        arrived, *travelled = (
+            equal_local.join(list(parts), experts_add_up=False)
+            for parts in zip(*(answer[index] for answer in answers), strict=True)
+        )
+        fused.assert_near(arrived, oracle, TOLERANCE)
+        for results in travelled:
+            assert all(map(torch.equal, results[:3], arrived[:3])), routing
+            fused.assert_near(results, arrived, 1e-2 if torch.cuda.is_available() else 1e-6)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("most_slots", [0.0, 8.0])
+def test_files_carry_rows_in_fp8(ranks: Any, tmp_path: Path, most_slots: float) -> None:
+    check_both(ranks(2, fused.run_both, str(tmp_path), ROUTINGS, 0, most_slots, fp8_expert_mlp))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("ways", [("kept", "too small"), ("lifted",), ("checkpointed",), ("compiled",)])
+def test_files_of_an_arena_keep_rows_in_fp8(ranks: Any, tmp_path: Path, ways: tuple[str, ...]) -> None:
+    in_arena.check_ways(ranks(2, in_arena.run_ways, str(tmp_path), ways, True, 0, fp8_expert_mlp))
+
+
+@fused.with_gpus
+def test_gpus_carry_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int) -> None:
+    check_both(ranks_of_a_size(num_ranks, fused.run_both, None, ROUTINGS, 0, 8.0, fp8_expert_mlp))
+
+
+@fused.with_gpus
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_gpus_of_an_arena_keep_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int, overlaps: bool) -> None:
+    ways = tuple(in_arena.WAYS)
+    in_arena.check_ways(ranks_of_a_size(num_ranks, in_arena.run_ways, None, ways, overlaps, 0, fp8_expert_mlp))
