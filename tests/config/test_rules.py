@@ -138,6 +138,47 @@ BROKEN = {
         "--model.moe.num_experts=4 --model.moe.top_k=2 --train.force_skewed_routing=true",
         "take a parallel.ep of at most 2",
     ),
+    "options_of_formats_need_a_format": (
+        "--precision.wgrad=compute --precision.modules_in_compute=*.out",
+        'precision.wgrad = "compute", precision.modules_in_compute = ["*.out"] needs a format, and there is none',
+    ),
+    "formats_have_experts": (
+        "--model.num_dense_layers=4 --parallel.ep=1 --precision.experts=fp8_rowwise",
+        'this model has none; take "format", or precision.linears = "fp8_rowwise"',
+    ),
+    "formats_round_from_bf16": (
+        "--precision.linears=fp8_rowwise --precision.compute=fp32",
+        'precision.compute = "fp32" cannot be rounded to fp8_rowwise; take "bf16", or precision.backend = "emulated"',
+    ),
+    "native_formats_are_on_gpus": (
+        "--precision.linears=fp8_rowwise --run.device=cpu",
+        'precision.backend = "auto" does not compute fp8_rowwise with run.device = "cpu"; take "emulated"',
+    ),
+    "native_formats_have_kernels": (
+        "--precision.linears=mxfp8",
+        'or precision.linears = "compute" or "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"',
+    ),
+    "emulated_experts_are_composite": (
+        "--precision.experts=fp8_rowwise --precision.backend=emulated --perf.kernels=fused",
+        'replaces fused experts; take perf.kernels = "grouped_mm"',
+    ),
+    "tokens_are_aligned": (
+        "--precision.linears=fp8_rowwise --train.seq_len_tokens=20",
+        "* seq_len_tokens = 40 is not a multiple of 16, which weight gradients in fp8_rowwise need; take 32 or 48",
+    ),
+    "patterns_fit_modules": (
+        "--precision.linears=fp8_rowwise --precision.modules_in_compute=*.qvk",
+        "fits no module; there are layers.0 to layers.3, each with some of attention.qkv, attention.out, feed_forward.",
+    ),
+    "some_layers_have_formats": (
+        "--precision.linears=fp8_rowwise --precision.num_layers_at_start_in_compute=1 "
+        "--precision.num_layers_at_end_in_compute=3",
+        "= 4 keep all of model.num_layers = 4; take fewer",
+    ),
+    "gathered_formats_are_tensorwise": (
+        "--precision.linears=fp8_rowwise --precision.all_gather=format",
+        'needs precision.linears = "fp8_tensorwise", not "fp8_rowwise"',
+    ),
     "folder_is_named": ("--run.folder=", 'run.folder = ""'),
     "source_has_a_path": ("--data.path=", "nothing to read"),
     "datasets_options_need_datasets": ("--data.subset=en", 'data.subset = "en"'),
@@ -258,6 +299,19 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             "less than a balanced load",
         ),
+        ("--precision.format=fp8_rowwise", 8, 'precision.experts = "fp8_rowwise" has no native kernels yet'),
+        (
+            "--precision.linears=fp8_rowwise --precision.compute=fp64 --precision.backend=emulated",
+            8,
+            'precision.compute = "fp64" cannot be rounded to fp8_rowwise; take "bf16", or precision.format = "compute"',
+        ),
+        (
+            "--precision.experts=mxfp8 --precision.backend=emulated --parallel.overlap=tile "
+            "--parallel.dispatcher=symm_mem",
+            8,
+            'has no parallel.overlap = "tile"',
+        ),
+        ("--precision.linears=fp8_blockwise --precision.wgrad=compute", 8, "rounds all three GEMMs of a linear"),
     ],
 )
 def test_rules_with_several_cases_refuse_each(
@@ -300,6 +354,11 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",
         "--parallel.dispatcher=symm_mem --compile.extent=block --compile.cudagraph=step --run.device=cuda",
         "--parallel.dispatcher=symm_mem --compile.cudagraph=microbatch --memory.recompute=block --run.device=cuda",
+        "--precision.linears=fp8_tensorwise --precision.all_gather=format --precision.modules_in_compute=layers.0.*",
+        "--precision.linears=fp8_rowwise --precision.wgrad=compute --train.seq_len_tokens=20",
+        "--precision.format=nvfp4 --precision.backend=emulated --run.device=cpu --precision.compute=fp32",
+        "--precision.format=fp8_rowwise --precision.experts=compute",
+        "--precision.backend=native",  # of a run that had formats
         "--compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
     ],

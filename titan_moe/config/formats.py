@@ -27,3 +27,39 @@ class GemmFormats:
     """dx = dy · Wᵀ."""
     wgrad: Format = "compute"
     """dW = xᵀ · dy."""
+
+    def __str__(self) -> str:
+        """`fp8_rowwise`, or `fp8_rowwise (wgrad compute)`."""
+        kept = " and ".join(name for name in ("dgrad", "wgrad") if getattr(self, name) != self.fprop)
+        return f"{self.fprop} ({kept} compute)" if kept else self.fprop
+
+
+@dataclass(frozen=True)
+class FormatFacts:
+    """What a format needs, and where this package has it."""
+
+    multiple: int
+    """Widths of a GEMM, and the tokens of a microbatch, are multiples of this."""
+    native_multiple: int
+    """The same for matrix units."""
+    capability: tuple[int, int]
+    """The lowest CUDA compute capability with matrix units for it."""
+    has_native_linears: bool = False
+    """Whether dense linear layers have kernels for these units."""
+    has_native_experts: bool = False
+    """Whether routed experts have."""
+
+
+FORMAT_FACTS: dict[Format, FormatFacts] = {
+    "fp8_tensorwise": FormatFacts(16, 16, (9, 0), has_native_linears=True),
+    "fp8_rowwise": FormatFacts(16, 16, (9, 0), has_native_linears=True),
+    "fp8_blockwise": FormatFacts(128, 128, (9, 0), has_native_linears=True),
+    "mxfp8": FormatFacts(32, 32, (10, 0)),
+    "nvfp4": FormatFacts(16, 128, (10, 0)),
+}
+"""A row for each format but `compute`."""
+
+
+def formats_with(fact: str) -> str:
+    """List the formats of which a fact is true, for a way out: `"fp8_rowwise", "fp8_tensorwise"`."""
+    return ", ".join(f'"{name}"' for name, facts in FORMAT_FACTS.items() if getattr(facts, fact))

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_origin
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.renamed import REMOVED, RENAMED
@@ -189,6 +189,8 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
 
 def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
     value = _from_text(key.plain_type, setting.value) if setting.is_text else setting.value
+    if key.is_list and type(value) is list and all(type(entry) is str for entry in value):
+        return tuple(value)
     if key.plain_type is float and type(value) is int:
         value = float(str(value))  # an integer of 400 digits becomes infinite; float(value) would raise
     if (type(value) is str and value in key.choices) if key.choices else type(value) is key.plain_type:
@@ -211,7 +213,17 @@ def _from_text(annotation: Any, text: str) -> Any:
             return annotation(text)
         except ValueError:
             pass
+    if get_origin(annotation) is tuple:
+        return _list_from_text(text)
     return text
+
+
+def _list_from_text(text: str) -> Any:
+    """Convert a list of strings, as TOML or with commas: `["a", "b"]`, `a,b`."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 def _dump_section(section: Any, dotted: str) -> list[str]:

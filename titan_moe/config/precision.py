@@ -3,13 +3,19 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_moe.config.formats import Format, GemmFormats
+
 Dtype = Literal["bf16", "fp32", "fp64"]
 BYTES_OF_DTYPE: dict[Dtype, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
+FormatBackend = Literal["auto", "native", "emulated"]
+Part = Literal["experts", "linears"]
+"""The modules that a field of `PrecisionConfig` of this name gives a format."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """The dtypes of training. Norms, router, scores, softmax and loss are computed in fp32 or higher."""
+    """The dtypes of training, and the formats of its GEMMs. Norms, router, scores, softmax and loss are computed in
+    fp32 or higher. Parameters, gradients, moments and checkpoints have the same dtypes with every format."""
 
     compute: Dtype = "bf16"
     """Parameters and activations in forward and backward."""
@@ -22,8 +28,69 @@ class PrecisionConfig:
     `master`: The dtype of `master`.
     `bf16`: bf16, with stochastic rounding.
     `fp32`: fp32."""
+    format: Format = "compute"
+    """The format to which operands of GEMMs are rounded, in routed experts and dense linear layers. Embedding, head,
+    router, norms, gates and the attention core are never rounded. `titan-moe check` names the format of every module.
+    `compute`: None; operands have the dtype of `compute`.
+    `fp8_tensorwise`: e4m3, gradients e5m2; one scale a tensor.
+    `fp8_rowwise`: e4m3; one scale for each row of the left and each column of the right operand.
+    `fp8_blockwise`: e4m3; one scale for 1 x 128 of activations and gradients and 128 x 128 of weights (DeepSeek-V3,
+    arXiv:2412.19437).
+    `mxfp8`: e4m3; one power of two for 32 elements (OCP microscaling formats).
+    `nvfp4`: e2m1; one e4m3 scale for 16 elements and one fp32 scale a tensor (arXiv:2509.25149)."""
+    experts: Literal["format", Format] = "format"
+    """The format of routed experts; "format" means that of `precision.format`."""
+    linears: Literal["format", Format] = "format"
+    """The format of dense linear layers: attention projections (also MLA's), dense feed-forward layers, shared experts,
+    latent projections; "format" means that of `precision.format`."""
+    dgrad: Literal["format", "compute"] = "format"
+    """The GEMM that computes gradients of activations.
+    `format`: Operands are rounded as in forward.
+    `compute`: Operands are not rounded."""
+    wgrad: Literal["format", "compute"] = "format"
+    """The GEMM that computes gradients of weights. torchao's recipe "rowwise_with_gw_hp" does not round it.
+    `format`: Operands are rounded as in forward.
+    `compute`: Operands are not rounded."""
+    num_layers_at_start_in_compute: int = 0
+    """The first n layers have no format (Megatron: num_layers_at_start_in_bf16)."""
+    num_layers_at_end_in_compute: int = 0
+    """The last n layers have no format (Megatron: num_layers_at_end_in_bf16)."""
+    modules_in_compute: tuple[str, ...] = ()
+    """Modules without a format, as patterns of their names: ["layers.0.*", "*.attention.kv_down"]. `*` stands for any
+    characters, dots included. A pattern that fits no module is refused."""
+    only_where_faster: bool = True
+    """Give a module no format if its GEMMs were measured slower with it, quantisation included, at the nearest shape on
+    this GPU or its architecture. Without a measurement the format is used. The log and `titan-moe check` show both."""
+    all_gather: Literal["compute", "format"] = "compute"
+    """How FSDP gathers weights of dense linear layers.
+    `compute`: In the dtype of `compute`.
+    `format`: As codes of the format: half the bytes. Needs `linears` in fp8_tensorwise, because one scale a tensor is
+    known before the gather."""
+    backend: FormatBackend = "auto"
+    """What computes the GEMMs of formats.
+    `auto`: `native` on a GPU that can; any other device is refused.
+    `native`: Matrix units. fp8 needs compute capability 9.0 (Hopper), mxfp8 and nvfp4 10.0 (Blackwell).
+    `emulated`: Operands are rounded to the format and multiplied in a wider dtype, on any device: the numerics of a
+    format without its speed."""
 
     @property
     def moments_dtype(self) -> Dtype:
         """The dtype of the moments."""
         return self.master if self.moments == "master" else self.moments
+
+    def format_of(self, part: Part) -> Format:
+        """The format of routed experts or of dense linear layers."""
+        chosen: Literal["format", Format] = getattr(self, part)
+        return self.format if chosen == "format" else chosen
+
+    def gemm_formats(self, part: Part) -> GemmFormats:
+        """The formats of the three GEMMs of a part's modules."""
+        chosen = self.format_of(part)
+        of_gradient = {name: chosen if getattr(self, name) == "format" else "compute" for name in ("dgrad", "wgrad")}
+        return GemmFormats(chosen, **of_gradient)
+
+    @property
+    def formats(self) -> list[Format]:
+        """The formats of this recipe, without `compute`."""
+        parts: tuple[Part, ...] = ("experts", "linears")
+        return sorted({self.format_of(part) for part in parts} - {"compute"})

@@ -39,6 +39,8 @@ CHANGES: dict[str, Change] = {
     "perf.loss_chunk_tokens": FREE,
     "precision": TOLD,
     "precision.master": REFUSED,  # the dtype of the weights that are saved
+    "precision.all_gather": FREE,  # the same codes, made before the gather or after it
+    "precision.only_where_faster": FREE,  # the modules that it keeps are written into the recipe of the run
     "compile": TOLD,
     "memory": FREE,
     "train": TOLD,
@@ -99,6 +101,8 @@ def compare(saved: Mapping[str, Any], recipe: Recipe) -> RecipeChanges:
     keys = all_keys(Recipe)
     for dotted, value in flatten(recipe).items():
         before = saved.get(dotted, keys[dotted].default)
+        if keys[dotted].is_list:
+            before = tuple(before)  # JSON has lists
         if before != value and (found := lists.get(change_of(dotted))) is not None:
             found.append(f"{dotted} = {in_toml(value)} (was {in_toml(before)})")
     return changes

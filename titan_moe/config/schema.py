@@ -29,8 +29,8 @@ class Key:
     attribute: str
     """Name of the field in Python: `class_` for the key `class`."""
     type: Any
-    """`int`, `float`, `bool`, `str`, a `Literal`, a string annotated with `OneOf`, a number or one word
-    (`float | Literal["auto"]`), or the dataclass of a section."""
+    """`int`, `float`, `bool`, `str`, `tuple[str, ...]`, a `Literal`, a string annotated with `OneOf`, a number or one
+    word (`float | Literal["auto"]`), or the dataclass of a section."""
     default: Any
     """Default of a field; None for a section."""
     owner: type
@@ -65,6 +65,11 @@ class Key:
     def plain_type(self) -> Any:
         """The type, without a word that may stand for it."""
         return self._alternatives[0] if self.word else self.type
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the value is a list of strings."""
+        return get_origin(self.type) is tuple
 
     @property
     def _alternatives(self) -> tuple[Any, ...]:
@@ -104,6 +109,8 @@ def type_in_words(key: Key) -> str:
     """Describe the type of a value: `an integer`, `one of "bf16", "fp32"`."""
     if key.choices:
         return "one of " + ", ".join(in_toml(choice) for choice in key.choices)
+    if key.is_list:
+        return "a list of strings"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[key.plain_type]
     return f"{words} or {in_toml(key.word)}" if key.word else words
 
@@ -114,6 +121,8 @@ def in_toml(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         return '"' + "".join(_escape(character) for character in value) + '"'
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(in_toml(entry) for entry in value)}]"
     return str(value)
 
 

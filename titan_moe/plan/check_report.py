@@ -7,6 +7,7 @@ from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules.capture import obstacles
 from titan_moe.config.schema import in_toml
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
+from titan_moe.plan.format_choice import choose_formats, describe_formats
 from titan_moe.plan.kernel_choice import choose_for, describe_choices
 from titan_moe.plan.kernel_table import measured_devices
 from titan_moe.plan.memory import (
@@ -39,6 +40,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         ("memory", _memory(recipe, world_size)),
         *_peak_rows(recipe, world_size),
         *_capture_rows(recipe),
+        *_format_rows(recipe),
         *_kernel_rows(recipe, world_size),
     ]
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in rows)
@@ -157,6 +159,19 @@ def _peak_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         ("", f"about {peak:.3g} GiB at the peak of a step; of it {arena:.3g} GiB in the arena of rows{grows}"),
         ("", f"and {temporary:.3g} GiB of one layer's temporaries"),
     ]
+
+
+def _format_rows(recipe: Recipe) -> list[tuple[str, str]]:
+    """The format of every module with a GEMM, and by measured device where the gate decides otherwise."""
+    if not recipe.precision.formats:
+        return []
+    elsewhere = choose_formats(recipe, None)
+    lines = describe_formats(recipe, elsewhere)
+    for device in measured_devices() if recipe.run.device != "cpu" else []:
+        choices = choose_formats(recipe, device)
+        if choices != elsewhere:
+            lines += [f"on {device}: {line}" for line in describe_formats(recipe, choices)[1:-1]]
+    return [("formats" if not index else "", line) for index, line in enumerate(lines)]
 
 
 def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:

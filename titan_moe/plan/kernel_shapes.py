@@ -154,3 +154,15 @@ OPERATIONS = {
     "gradients": Operation(_gradients, _adds_gradients, same=("dtypes",)),
 }
 """One for each field of `KernelOverrides`."""
+
+
+def linear_shape(recipe: Recipe, widths: tuple[int, int]) -> Shape:
+    """The GEMMs of a dense linear layer in one microbatch."""
+    return {"tokens": _num_tokens(recipe), "input": widths[0], "output": widths[1]}
+
+
+FORMAT_OPERATIONS = {
+    "experts_in_formats": Operation(_experts, _has_experts),
+    "linear_in_formats": Operation(lambda recipe: linear_shape(recipe, (1, 1))),
+}
+"""GEMMs measured once for each format, quantisation included: `plan.format_choice` compares them with bf16."""

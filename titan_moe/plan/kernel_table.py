@@ -17,8 +17,9 @@ from titan_moe.config.parse import RecipeError
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.schema import in_toml
 from titan_moe.plan.hardware import Capability, find_capability
-from titan_moe.plan.kernel_shapes import OPERATIONS, OTHER_WORD, Shape
+from titan_moe.plan.kernel_shapes import FORMAT_OPERATIONS, OPERATIONS, OTHER_WORD, Shape
 
+MEASURABLE = OPERATIONS | FORMAT_OPERATIONS
 SHIPPED_TABLES = Path(__file__).with_name("tables")
 
 
@@ -26,9 +27,9 @@ SHIPPED_TABLES = Path(__file__).with_name("tables")
 class Measured:
     """The times of one operation's implementations at one shape."""
 
-    operation: str  # a field of `Kernels`
+    operation: str  # a field of `Kernels`, or a key of `FORMAT_OPERATIONS`
     shape: Shape  # as in `plan.kernel_shapes`
-    ms: Mapping[str, float]  # implementation -> milliseconds of forward and backward, in bf16
+    ms: Mapping[str, float]  # implementation (in bf16) or format -> milliseconds of forward and backward
     torch: str  # version
     triton: str  # version
     date: str  # year first
@@ -62,7 +63,7 @@ def find_nearest(tables: Iterable[KernelTable], device: str, operation: str, sha
     Another device than the run's counts as another word.
     """
     found = (
-        Nearest(entry, table.device, OPERATIONS[operation].ratio(entry.shape, shape))
+        Nearest(entry, table.device, MEASURABLE[operation].ratio(entry.shape, shape))
         for table in tables
         for entry in table.measured
         if entry.operation == operation
@@ -126,7 +127,7 @@ def read_table(path: Path) -> KernelTable:
 
 def _measured(entry: dict[str, Any]) -> Measured:
     measured = Measured(**entry)
-    if not OPERATIONS[measured.operation].shape(Recipe()).keys() <= measured.shape.keys():
+    if not MEASURABLE[measured.operation].shape(Recipe()).keys() <= measured.shape.keys():
         raise ValueError(f"a shape of {measured.operation} lacks some of its sizes")
     if any(isinstance(size, int) and size < 0 for size in measured.shape.values()):
         raise ValueError(f"a size of {measured.operation} is below 0")

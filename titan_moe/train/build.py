@@ -20,6 +20,7 @@ from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.parallel import arena, expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
+from titan_moe.precision import policy
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
 from titan_moe.train.forward_backward import build_forward_backward
 from titan_moe.train.model_class import check_interface, import_model_class
@@ -63,6 +64,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
 def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> list[nn.Module]:
     """Build, shard, compile and initialise this rank's part of the model of a recipe."""
     model = build_on_meta(recipe)
+    policy.convert(model, recipe, device)  # first: it swaps modules, and shards must be of the final ones
     memory = symm_memory.share_memory(model, recipe, meshes, device, capacity)
     arena.give_arena(model, recipe, device, capacity)
     parts = [model]  # a pipeline splits here, before sharding: a rank shards only its own stages

@@ -11,15 +11,18 @@ from titan_moe.config import Recipe
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.perf import PerfConfig
 from titan_moe.plan.kernel_choice import as_overrides, choose_for, describe_choices
+from titan_moe.train.resolve_formats import resolve_formats
 
 logger = logging.getLogger("titan_moe")
 
 
 def resolve_auto(recipe: Recipe, device: torch.device) -> Recipe:
-    """Resolve `perf.kernels` and `parallel.expert_clones`. (`expert_rank_capacity_factor` follows the load of a run.)
+    """Resolve `precision.backend`, `perf.kernels` and `parallel.expert_clones`. (`expert_rank_capacity_factor` follows
+    the load of a run.)
 
-    Raises: RecipeError if a table of kernels cannot be read.
+    Raises: RecipeError if a table of kernels cannot be read, or the device has no matrix units for a format.
     """
+    recipe = resolve_formats(recipe, device)  # first: emulated experts exclude kernels
     return resolve_clones(resolve_kernels(recipe, device), dist.get_world_size())
 
 

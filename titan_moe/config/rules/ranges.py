@@ -64,6 +64,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "expert_clones expert_rank_capacity_factor": ZERO_OR_MORE,
     },
     "perf": {"loss_chunk_tokens": ZERO_OR_MORE},
+    "precision": {"num_layers_at_start_in_compute num_layers_at_end_in_compute": ZERO_OR_MORE},
     "train": {
         "steps seq_len_tokens global_batch_sequences micro_batch_sequences": POSITIVE,
         "max_skipped_in_row spike_sigmas": ZERO_OR_MORE,

@@ -1,0 +1,78 @@
+"""The modules of a model whose GEMMs may have a format, by name: known without building the model."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.precision import Part
+
+NEVER_ROUNDED = "embedding, head, router, norms, gates and attention core"
+"""What has no format in any recipe: few FLOPs, or sensitive (arXiv:2412.19437, section 3.3.1)."""
+
+
+class GemmModule(NamedTuple):
+    """A dense linear layer, or the routed experts of a layer."""
+
+    layer: int
+    path: str  # name inside the layer: `attention.qkv`
+    part: Part
+    widths: tuple[int, int]  # of a linear: input, output; of experts: row, hidden
+
+    @property
+    def name(self) -> str:
+        """Name in the model: `layers.3.attention.qkv`."""
+        return f"layers.{self.layer}.{self.path}"
+
+
+def gemm_modules(model: ModelConfig) -> list[GemmModule]:
+    """List the modules of all layers. The blocks of a `model.class` of one's own may lack some."""
+    return [
+        GemmModule(layer, path, part, widths)
+        for layer in range(model.num_layers)
+        for path, part, widths in _of_a_block(model, is_dense=layer < model.num_layers - model.num_moe_layers)
+    ]
+
+
+def matches(patterns: tuple[str, ...], name: str) -> str:
+    """The first pattern that fits a module's name; empty if none does."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), "")
+
+
+def _of_a_block(model: ModelConfig, *, is_dense: bool) -> Iterator[tuple[str, Part, tuple[int, int]]]:
+    width, moe = model.hidden_size, model.moe
+    for name, widths in _projections(model).items():
+        yield f"attention.{name}", "linears", widths
+    if is_dense:
+        yield from _mlp("feed_forward", width, model.ffn_hidden_size)
+        return
+    row_width = moe.latent_size or width
+    if moe.latent_size:
+        yield "feed_forward.latent_down", "linears", (width, row_width)
+    yield "feed_forward.experts", "experts", (row_width, moe.ffn_hidden_size)
+    if moe.latent_size:
+        yield "feed_forward.latent_up", "linears", (row_width, width)
+    if moe.shared_ffn_hidden_size:
+        inner = ".mlp" if moe.shared_expert_gate else ""
+        yield from _mlp(f"feed_forward.shared_experts{inner}", width, moe.shared_ffn_hidden_size)
+
+
+def _projections(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    width, a = model.hidden_size, model.attention
+    if a.kind == "gqa":
+        return {
+            "qkv": (width, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim),
+            "out": (a.num_heads * a.head_dim, width),
+        }
+    return {
+        **({"q_down": (width, a.q_lora_rank)} if a.q_lora_rank else {}),
+        "q_up": (a.q_lora_rank or width, a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim)),
+        "kv_down": (width, a.kv_lora_rank + a.qk_rope_head_dim),
+        "kv_up": (a.kv_lora_rank, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)),
+        "out": (a.num_heads * a.v_head_dim, width),
+    }
+
+
+def _mlp(path: str, width: int, hidden: int) -> Iterator[tuple[str, Part, tuple[int, int]]]:
+    yield f"{path}.gate_up", "linears", (width, 2 * hidden)
+    yield f"{path}.down", "linears", (hidden, width)

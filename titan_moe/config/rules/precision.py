@@ -1,0 +1,163 @@
+"""Rules of formats: where GEMMs with rounded operands exist, and that no option is without effect."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.formats import FORMAT_FACTS, formats_with
+from titan_moe.config.gemms import gemm_modules, matches
+from titan_moe.config.precision import Part, PrecisionConfig
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
+from titan_moe.config.schema import in_toml
+
+DEFAULTS = PrecisionConfig()
+OPTIONS_OF_FORMATS = (
+    "dgrad",
+    "wgrad",
+    "num_layers_at_start_in_compute",
+    "num_layers_at_end_in_compute",
+    "modules_in_compute",
+    "all_gather",
+)
+"""Not `only_where_faster` and `backend`: the recipe of a run has them resolved."""
+
+
+@rule("an option without effect hides a mistake")
+def options_of_formats_need_a_format(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    changed = [name for name in OPTIONS_OF_FORMATS if getattr(p, name) != getattr(DEFAULTS, name)]
+    if changed and not p.formats:
+        settings = ", ".join(f"precision.{name} = {in_toml(getattr(p, name))}" for name in changed)
+        yield f'{settings} needs a format, and there is none; drop it, or take precision.format = "fp8_rowwise"'
+
+
+@rule("a model without such layers has nothing to round")
+def formats_have_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    if p.experts not in ("format", "compute") and recipe.model.num_moe_layers <= 0:
+        yield (
+            f'precision.experts = "{p.experts}" needs layers with experts, and this model has none; take "format", or '
+            f'precision.linears = "{p.experts}"'
+        )
+
+
+@rule("matrix units round from bf16; wider types would be rounded without a use for their digits")
+def formats_round_from_bf16(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    is_emulated_fp32 = p.compute == "fp32" and p.backend == "emulated"
+    if p.formats and p.compute != "bf16" and not is_emulated_fp32:
+        emulated = ', or precision.backend = "emulated"' if p.compute == "fp32" else ""
+        yield (
+            f'precision.compute = "{p.compute}" cannot be rounded to {_listed(p.formats)}; take "bf16"{emulated}, or '
+            'precision.format = "compute"'
+        )
+
+
+@rule("a CPU has no matrix units for it")
+def native_formats_are_on_gpus(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    if p.formats and p.backend != "emulated" and recipe.run.device == "cpu":
+        yield (
+            f'precision.backend = "{p.backend}" does not compute {_listed(p.formats)} with run.device = "cpu"; take '
+            '"emulated", or precision.format = "compute"'
+        )
+
+
+@rule("the kernels must exist")
+def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    if p.backend == "emulated" or recipe.run.device == "cpu":
+        return
+    parts: tuple[Part, ...] = ("experts", "linears")
+    for part in parts:
+        name, fact = p.format_of(part), f"has_native_{part}"
+        has_part = part == "linears" or recipe.model.num_moe_layers > 0
+        if name != "compute" and has_part and not getattr(FORMAT_FACTS[name], fact):
+            others = formats_with(fact)
+            yield (
+                f'precision.{part} = "{name}" has no native kernels yet; take precision.backend = "emulated", or '
+                f'precision.{part} = "compute"{f" or {others}" if others else ""}'
+            )
+    name = p.format_of("linears")
+    if name == "fp8_blockwise" and "compute" in (p.dgrad, p.wgrad):
+        key = "dgrad" if p.dgrad == "compute" else "wgrad"
+        yield (
+            f'precision.linears = "{name}" rounds all three GEMMs of a linear layer in its native kernels, and '
+            f'precision.{key} = "compute"; take "format", or precision.linears = "fp8_rowwise"'
+        )
+
+
+@rule("grouped GEMMs with rounded operands take the place of the experts' kernels")
+def emulated_experts_are_composite(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, experts = recipe.precision, recipe.perf.chosen_kernels.experts
+    if recipe.model.num_moe_layers <= 0 or p.format_of("experts") == "compute" or p.backend != "emulated":
+        return
+    setting = f'precision.experts = "{p.format_of("experts")}" with precision.backend = "emulated"'
+    if experts == "fused":
+        yield f'{setting} replaces fused experts; take perf.kernels = "grouped_mm", or precision.experts = "compute"'
+    elif recipe.parallel.overlap == "tile":
+        yield (
+            f'{setting} has no parallel.overlap = "tile", which moves rows in the GEMMs of fused experts; take "none", '
+            'or precision.experts = "compute"'
+        )
+
+
+@rule("a scale is shared by a whole block of elements, and matrix units take whole blocks")
+def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, train = recipe.precision, recipe.train
+    num_tokens = train.micro_batch_sequences * train.seq_len_tokens
+    formats = [name for name in p.formats if name == p.format_of("linears")]
+    for name in formats if p.wgrad == "format" else []:
+        step = multiple_of(p, name)
+        if num_tokens % step:
+            yield (
+                f"train.micro_batch_sequences * seq_len_tokens = {num_tokens} is not a multiple of {step}, which "
+                f"weight gradients in {name} need; take {nearest_multiples(num_tokens, step)} tokens, or "
+                'precision.wgrad = "compute"'
+            )
+
+
+@rule("a name with a mistake would keep nothing")
+def patterns_fit_modules(recipe: Recipe, world_size: int) -> Iterator[str]:
+    names = [module.name for module in gemm_modules(recipe.model)]
+    for pattern in recipe.precision.modules_in_compute:
+        if not any(matches((pattern,), name) for name in names):
+            paths = dict.fromkeys(module.path for module in gemm_modules(recipe.model))
+            yield (
+                f"precision.modules_in_compute = [{in_toml(pattern)}] fits no module; there are layers.0 to "
+                f"layers.{recipe.model.num_layers - 1}, each with some of {', '.join(paths)}; router, head and "
+                "embedding never have a format"
+            )
+
+
+@rule("no layer would have a format")
+def some_layers_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_layers = recipe.precision, recipe.model.num_layers
+    num_kept = p.num_layers_at_start_in_compute + p.num_layers_at_end_in_compute
+    if p.formats and num_kept >= num_layers:
+        yield (
+            f"precision.num_layers_at_start_in_compute + num_layers_at_end_in_compute = {num_kept} keep all of "
+            f'model.num_layers = {num_layers}; take fewer, or precision.format = "compute"'
+        )
+
+
+@rule("a scale must be known before the weights are gathered")
+def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    if p.formats and p.all_gather == "format" and p.format_of("linears") != "fp8_tensorwise":
+        yield (
+            f'precision.all_gather = "format" needs precision.linears = "fp8_tensorwise", not '
+            f'"{p.format_of("linears")}"; take that, or all_gather = "compute"'
+        )
+
+
+def multiple_of(precision: PrecisionConfig, name: str) -> int:
+    """What widths and tokens of a format must be multiples of."""
+    facts = FORMAT_FACTS[name]  # type: ignore[index]
+    return facts.multiple if precision.backend == "emulated" else facts.native_multiple
+
+
+def _listed(formats: list) -> str:
+    return " and ".join(formats)
+
+
+PRECISION_RULES = rules_in(globals())

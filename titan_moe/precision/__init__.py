@@ -1,0 +1,1 @@
+"""Formats of GEMMs: transforms of a built model."""

@@ -1,0 +1,82 @@
+"""Dense linear layers with formats: torchao's for fp8, emulated ones for the rest.
+
+Every converted layer owns the parameters of the layer that it replaces. `SwiGLUDown` stays one operation: activation,
+rounding and product. A compiler fuses the first two, and keeps the pre-activation alone for backward.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from titan_moe.config import RecipeError
+from titan_moe.config.formats import GemmFormats
+from titan_moe.kernels.experts.swiglu import swiglu
+from titan_moe.layers.mlp import SwiGLUDown
+
+TORCHAO = "torchao>=0.17,<0.19"
+FLOAT8_LINEAR = ("fp8_tensorwise", "fp8_rowwise")
+"""Formats of torchao's `Float8Linear`, native and emulated."""
+
+
+def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.Module:
+    """Return a layer with the parameters of `linear` whose GEMMs have formats; also on the meta device.
+
+    Raises: RecipeError if a package is missing, or this package has no such kernel.
+    """
+    has_activation = isinstance(linear, SwiGLUDown)
+    if formats.fprop in FLOAT8_LINEAR:
+        return _torchao(formats).float8_linear(linear, formats, emulate=backend == "emulated", activates=has_activation)
+    if backend == "emulated":
+        return FormattedLinear(linear, _emulated(formats), formats, activates=has_activation)
+    if formats == GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise"):
+        return FormattedLinear(linear, _torchao(formats).blockwise_product(), activates=has_activation)
+    raise RecipeError(
+        [
+            f'precision.linears = "{formats}" has no native kernels; take precision.backend = "emulated", or '
+            'precision.linears = "fp8_rowwise"'
+        ]
+    )
+
+
+class FormattedLinear(nn.Linear):
+    """A linear layer whose product is given: `product(x, weight, *options)`.
+
+    Raises: nothing; it takes the parameters of a layer as they are.
+    """
+
+    def __init__(self, linear: nn.Linear, product: Any, *options: Any, activates: bool = False) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.product, self.options, self.activates = product, options, activates
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I], or with `activates` pre-activations of gate and up [..., 2I] -> [..., O]."""
+        y = self.product(swiglu(x) if self.activates else x, self.weight, *self.options)
+        return y if self.bias is None else y + self.bias
+
+
+def _torchao(formats: GemmFormats) -> Any:
+    """The file of torchao's layers; importing torchao takes seconds."""
+    try:
+        from titan_moe.precision import torchao_linears
+    except ImportError as error:
+        raise RecipeError(
+            [
+                f'precision.linears = "{formats.fprop}" needs torchao, which cannot be imported ({error}); install it '
+                f'with pip install "{TORCHAO}", or take precision.linears = "compute"'
+            ]
+        ) from error
+    return torchao_linears
+
+
+def _emulated(formats: GemmFormats) -> Any:
+    try:
+        from titan_moe.kernels.formats.linear import emulated_linear
+    except ImportError as error:
+        raise RecipeError(
+            [
+                f'precision.linears = "{formats.fprop}" has no emulation yet; take one of '
+                f'{", ".join(FLOAT8_LINEAR)}, or precision.linears = "compute"'
+            ]
+        ) from error
+    return emulated_linear

@@ -1,0 +1,67 @@
+"""Give the modules of a built model the formats that a recipe resolves to (plan/format_choice.py).
+
+Runs before anything is sharded or compiled. Parameters keep their names, shapes and dtypes: a checkpoint loads into
+any precision.
+"""
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from titan_moe.config import Recipe
+from titan_moe.config.formats import GemmFormats
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.mlp import SwiGLUDown
+from titan_moe.plan.format_choice import IN_COMPUTE, choose_formats, resolve_backend
+from titan_moe.precision.experts import convert_experts
+from titan_moe.precision.linears import convert_linear
+
+logger = logging.getLogger("titan_moe")
+
+CONVERTIBLE = (nn.Linear, SwiGLUDown)
+"""Exactly these: a subclass of one's own has a forward that must not be replaced."""
+
+
+def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> dict[str, GemmFormats]:
+    """Convert experts and dense linear layers in place, and return the formats of the converted ones by name.
+
+    Modules of a model class of one's own that have other names or classes stay as they are; the log says so.
+
+    Raises: RecipeError if the device has no matrix units for a format, or a package is missing.
+    """
+    formats_of = resolve_formats(recipe)
+    if not formats_of:
+        return {}
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    backend = resolve_backend(recipe.precision, capability)
+    modules = dict(model.named_modules())
+    converted: dict[str, GemmFormats] = {}
+    for name, formats in formats_of.items():
+        module = modules.get(name)
+        if isinstance(module, GroupedExperts):
+            convert_experts(module, formats, backend, weighs_input=recipe.model.moe.score_on == "input")
+        elif type(module) in CONVERTIBLE:
+            model.set_submodule(name, convert_linear(module, formats, backend))
+        else:
+            continue
+        converted[name] = formats
+    _log_rest(model, formats_of.keys() - converted.keys())
+    return converted
+
+
+def resolve_formats(recipe: Recipe) -> dict[str, GemmFormats]:
+    """The formats of the GEMMs of each module that has any, by name, `layers.0.feed_forward.experts` among them.
+
+    The gate for speed is not asked: train/resolve_formats.py has written its answer into the recipe.
+    """
+    choices = choose_formats(recipe, device=None)
+    return {choice.module.name: choice.formats for choice in choices if choice.formats != IN_COMPUTE}
+
+
+def _log_rest(model: nn.Module, missing: Iterable[str]) -> None:
+    """Name what the policy lists and the model does not have: a model class of one's own."""
+    if names := sorted(missing):
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        logger.warning("precision: %s has no such layer or one of its own class: %s", type(model).__name__, shown)

@@ -1,0 +1,34 @@
+"""Replace what `[precision]` leaves to the device by what it means there, so that the saved recipe contains it."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from titan_moe.checkpoint.rank_zero import run_on_rank_zero
+from titan_moe.config import Recipe
+from titan_moe.config.precision import PrecisionConfig
+from titan_moe.plan.format_choice import choose_formats, describe_formats, keep_slower_in_compute, resolve_backend
+
+logger = logging.getLogger("titan_moe")
+
+
+def resolve_formats(recipe: Recipe, device: torch.device) -> Recipe:
+    """Choose backend and formats with the tables of rank 0's device, equally for all ranks, and log them.
+
+    Raises: RecipeError if the device has no matrix units for a format, or a table cannot be read.
+    """
+    if not recipe.precision.formats:
+        return recipe
+
+    def choose() -> PrecisionConfig:
+        is_cuda = device.type == "cuda"
+        name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
+        capability = torch.cuda.get_device_capability(device) if is_cuda else None
+        backend = resolve_backend(recipe.precision, capability)
+        resolved = replace(recipe, precision=replace(recipe.precision, backend=backend))
+        choices = choose_formats(resolved, name, capability)
+        logger.info("formats on %s: %s", name, "; ".join(describe_formats(resolved, choices)))
+        return keep_slower_in_compute(resolved.precision, choices) if backend == "native" else resolved.precision
+
+    return replace(recipe, precision=run_on_rank_zero(choose))
