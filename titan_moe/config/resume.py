@@ -39,7 +39,6 @@ CHANGES: dict[str, Change] = {
     "perf.loss_chunk_tokens": FREE,
     "precision": TOLD,
     "precision.master": REFUSED,  # the dtype of the weights that are saved
-    "precision.all_gather": FREE,  # the same codes, made before the gather or after it
     "precision.only_where_faster": FREE,  # the modules that it keeps are written into the recipe of the run
     "compile": TOLD,
     "memory": FREE,

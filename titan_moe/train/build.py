@@ -21,6 +21,7 @@ from titan_moe.parallel import arena, expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.precision import policy
+from titan_moe.precision.all_gather import gather_in_fp8
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
 from titan_moe.train.forward_backward import build_forward_backward
 from titan_moe.train.model_class import check_interface, import_model_class
@@ -87,6 +88,8 @@ def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: 
         part.to_empty(device=device)
         seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
         init_weights(part, seed, num_layers=recipe.model.num_layers, **stds)
+        if recipe.precision.formats and recipe.precision.all_gather == "format":
+            gather_in_fp8(part)
         if recipe.train.forced_routing:
             force_routing(part, recipe.train.forced_routing, recipe.model.moe, recipe.parallel.ep, device)
     return parts

@@ -148,6 +148,11 @@ def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator
             f'precision.all_gather = "format" needs precision.linears = "fp8_tensorwise", not '
             f'"{p.format_of("linears")}"; take that, or all_gather = "compute"'
         )
+    elif p.formats and p.all_gather == "format" and p.dgrad == "compute":
+        yield (
+            'precision.all_gather = "format" leaves no weight in compute\'s dtype for precision.dgrad = "compute"; take '
+            'dgrad = "format", or all_gather = "compute"'
+        )
 
 
 def multiple_of(precision: PrecisionConfig, name: str) -> int:
