@@ -214,3 +214,27 @@ def test_a_copy_of_a_runs_recipe_is_an_ordinary_recipe(tmp_path: Path) -> None:
     write(tmp_path / "copy.toml", "environment.json", "{}")
     for name in ("recipe.toml", "copy.toml"):
         assert load_recipe(tmp_path / name / name).run.folder == RunConfig().folder
+
+
+@pytest.mark.parametrize("text", ['["a.*", "b"]', "a.*,b", "a.*, b", "['a.*', 'b']"])
+def test_parse_list_on_the_command_line(tmp_path: Path, text: str) -> None:
+    file = write(tmp_path, "r.toml", "")
+    recipe = load_recipe(file, [f"--precision.modules_in_compute={text}"])
+    assert recipe.precision.modules_in_compute == ("a.*", "b")
+    assert load_recipe(write(tmp_path, "saved.toml", dump_recipe(recipe))) == recipe
+
+
+def test_parse_list_in_a_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "r.toml", '[precision]\nmodules_in_compute = ["layers.0.*"]')
+    assert load_recipe(file).precision.modules_in_compute == ("layers.0.*",)
+    assert load_recipe(file, ["--precision.modules_in_compute="]).precision.modules_in_compute == ()
+    assert load_recipe(file, ["--precision.modules_in_compute=layers.[01].*"]).precision.modules_in_compute == (
+        "layers.[01].*",
+    )
+
+
+@pytest.mark.parametrize("value", ["3", '"layers.0.*"', "[1]", '["a", 1]'])
+def test_parse_refuses_what_is_no_list_of_strings(tmp_path: Path, value: str) -> None:
+    file = write(tmp_path, "r.toml", f"[precision]\nmodules_in_compute = {value}")
+    (problem,) = problems_of(file)
+    assert f"precision.modules_in_compute = {value} must be a list of strings" in problem

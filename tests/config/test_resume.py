@@ -70,3 +70,13 @@ def test_fields_of_other_versions() -> None:
     recipe = Recipe()
     other = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, top_k=4)))
     assert compare(saved, other).refused == ["model.moe.top_k = 4 (was 2)"]
+
+
+def test_lists_are_compared_past_json() -> None:
+    before = Recipe(precision=replace(Recipe().precision, modules_in_compute=("layers.0.*",)))
+    assert compare(json.loads(json.dumps(flatten(before))), before).told == []
+    after = replace(before, precision=replace(before.precision, modules_in_compute=("a", "b")))
+    assert compare(json.loads(json.dumps(flatten(before))), after).told == [
+        'precision.modules_in_compute = ["a", "b"] (was ["layers.0.*"])'
+    ]
+    assert compare({}, after).told == ['precision.modules_in_compute = ["a", "b"] (was [])']

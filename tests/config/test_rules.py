@@ -311,6 +311,11 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             'has no parallel.overlap = "tile"',
         ),
+        (
+            "--precision.linears=fp8_tensorwise --precision.all_gather=format --precision.dgrad=compute",
+            8,
+            'take dgrad = "format", or all_gather = "compute"',
+        ),
         ("--precision.linears=fp8_blockwise --precision.wgrad=compute", 8, "rounds all three GEMMs of a linear"),
     ],
 )

@@ -33,8 +33,8 @@ def gather_in_fp8(model: nn.Module) -> list[str]:
         hooks = WeightWithDynamicFloat8CastTensor(
             shard.detach(), module.linear_mm_config, module.config.cast_config_weight.target_dtype
         )
-        shard.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather  # type: ignore[attr-defined]
-        shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather  # type: ignore[attr-defined]
+        shard.fsdp_pre_all_gather = hooks.fsdp_pre_all_gather
+        shard.fsdp_post_all_gather = hooks.fsdp_post_all_gather
         gathered.append(name)
     if padded:
         logger.warning("precision.all_gather: not in fp8, because ranks do not divide them: %s", ", ".join(padded))

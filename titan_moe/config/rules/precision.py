@@ -150,8 +150,8 @@ def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator
         )
     elif p.formats and p.all_gather == "format" and p.dgrad == "compute":
         yield (
-            'precision.all_gather = "format" leaves no weight in compute\'s dtype for precision.dgrad = "compute"; take '
-            'dgrad = "format", or all_gather = "compute"'
+            'precision.all_gather = "format" gathers codes alone, and precision.dgrad = "compute" needs the weights '
+            'themselves; take dgrad = "format", or all_gather = "compute"'
         )
 
 

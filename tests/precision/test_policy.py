@@ -1,0 +1,130 @@
+"""The policy: what a model's modules become, by the names that floor 0 knows."""
+
+import logging
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.formats import GemmFormats
+from titan_moe.config.gemms import gemm_modules
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.config.precision import PrecisionConfig
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.mlp import SwiGLUDown
+from titan_moe.models.transformer import Transformer
+from titan_moe.precision import experts
+from titan_moe.precision.policy import convert, resolve_formats
+
+CPU = torch.device("cpu")
+GQA = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=16, qkv_bias=True)
+MLA = AttentionConfig(
+    kind="mla", num_heads=2, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16
+)
+MOE = MoEConfig(num_experts=4, ffn_hidden_size=32, shared_ffn_hidden_size=48, latent_size=16, shared_expert_gate=True)
+MODEL = ModelConfig(num_layers=3, num_dense_layers=1, hidden_size=32, ffn_hidden_size=64, attention=GQA, moe=MOE)
+ROWWISE = GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise")
+
+
+def build(model: ModelConfig = MODEL, **precision: object) -> tuple[nn.Module, Recipe]:
+    recipe = Recipe(model=model, precision=PrecisionConfig(backend="emulated", **precision))
+    with torch.device("meta"):
+        return Transformer(model), recipe
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MODEL,
+        replace(MODEL, attention=MLA, moe=replace(MOE, latent_size=0, shared_expert_gate=False)),
+        replace(MODEL, attention=replace(MLA, q_lora_rank=0), moe=MoEConfig(), num_dense_layers=0),
+    ],
+    ids=["gqa and latent", "mla and shared", "dense"],
+)
+def test_names_and_widths_are_those_of_built_models(model: ModelConfig) -> None:
+    built, _ = build(model)
+    expected = {}
+    for name, module in built.named_modules():
+        if isinstance(module, GroupedExperts):
+            expected[name] = (module.gate_up.shape[-1], module.gate_up.shape[-2])
+        elif isinstance(module, nn.Linear) and name != "head" and not name.endswith("shared_experts.gate"):
+            expected[name] = (module.in_features, module.out_features)
+    assert {module.name: module.widths for module in gemm_modules(model)} == expected
+
+
+def test_convert_swaps_linears_and_nothing_else() -> None:
+    model, recipe = build(linears="fp8_rowwise", modules_in_compute=("layers.2.*",), num_layers_at_start_in_compute=1)
+    before = {name: type(module) for name, module in model.named_modules()}
+    parameters = dict(model.named_parameters())
+    converted = convert(model, recipe, CPU)
+    assert converted == {name: ROWWISE for name in converted} == resolve_formats(recipe)
+    assert converted.keys() == {
+        f"layers.1.{path}"
+        for path in (
+            "attention.qkv",
+            "attention.out",
+            "feed_forward.latent_down",
+            "feed_forward.latent_up",
+            "feed_forward.shared_experts.mlp.gate_up",
+            "feed_forward.shared_experts.mlp.down",
+        )
+    }
+    after = {name: type(module) for name, module in model.named_modules()}
+    assert {name for name in before if after[name] is not before[name]} == converted.keys()
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert list(dict(model.named_parameters())) == list(parameters)
+
+
+def test_convert_without_formats_changes_nothing() -> None:
+    model, recipe = build()
+    before = list(model.modules())
+    assert convert(model, recipe, CPU) == {} and list(model.modules()) == before
+
+
+def test_convert_leaves_layers_of_ones_own_class_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    class Adapted(nn.Linear):
+        pass
+
+    model, recipe = build(linears="fp8_rowwise")
+    model.layers["0"].attention.qkv = Adapted(32, 64)
+    model.layers["1"].feed_forward.latent_up = nn.Identity()
+    with caplog.at_level(logging.WARNING, "titan_moe"):
+        converted = convert(model, recipe, CPU)
+    assert isinstance(model.layers["0"].attention.qkv, Adapted)
+    assert "layers.0.attention.qkv" not in converted and "layers.0.attention.out" in converted
+    assert "Transformer has no such layer or one of its own class: layers.0.attention.qkv, layers.1." in caplog.text
+
+
+def test_convert_refuses_a_device_without_matrix_units() -> None:
+    model, recipe = build(linears="fp8_rowwise")
+    native = replace(recipe, precision=replace(recipe.precision, backend="auto"))
+    with pytest.raises(RecipeError, match='this device is no GPU; take precision.backend = "emulated"'):
+        convert(model, native, CPU)
+    assert type(model.layers["0"].feed_forward.down) is SwiGLUDown
+
+
+def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    fake = ModuleType("titan_moe.kernels.formats.grouped")
+    fake.emulated_grouped_mm = lambda formats: asked.append(formats)
+    monkeypatch.setitem(sys.modules, "titan_moe.kernels.formats.grouped", fake)
+    monkeypatch.setattr(experts, "composite", lambda gemm, weighs_input: SimpleNamespace(weighs_input=weighs_input))
+    model, recipe = build(replace(MODEL, moe=replace(MOE, score_on="input")), experts="fp8_rowwise", wgrad="compute")
+    converted = convert(model, recipe, CPU)
+    formats = GemmFormats("fp8_rowwise", "fp8_rowwise", "compute")
+    assert converted == {f"layers.{layer}.feed_forward.experts": formats for layer in (1, 2)}
+    assert asked == [formats] * 2
+    assert all(model.layers[layer].feed_forward.experts.mlp.weighs_input for layer in "12")
+
+
+def test_experts_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = GroupedExperts(2, 16, 16)
+    with pytest.raises(RecipeError, match='has no native kernels yet; take precision.experts = "compute", or'):
+        experts.convert_experts(layer, ROWWISE, "native")
+    monkeypatch.setitem(sys.modules, "titan_moe.kernels.formats.grouped", None)
+    with pytest.raises(RecipeError, match='"fp8_rowwise" has no emulation yet; take precision.experts = "compute"'):
+        experts.convert_experts(layer, ROWWISE, "emulated")
