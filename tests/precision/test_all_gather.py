@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
-from titan_moe.config.parallel import resolve
+from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
@@ -34,11 +34,11 @@ FP32 = PrecisionConfig("fp32", backend="emulated")
 """Without bf16 the differences are those of formats alone."""
 
 
-def gradients(precision: PrecisionConfig) -> dict[str, Any]:
+def gradients(precision: PrecisionConfig, parallel: ParallelConfig = RECIPE.parallel) -> dict[str, Any]:
     """Gradients of all ranks' sequences, in full; and what FSDP gathered of one weight."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    meshes = build_meshes(resolve(RECIPE.parallel, num_ranks), torch.device("cpu"))
-    recipe = replace(RECIPE, precision=precision)
+    meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
+    recipe = replace(RECIPE, precision=precision, parallel=parallel)
     (model,) = build_parts(recipe, meshes, torch.device("cpu"), ExpertCapacity())
     dtypes = []
     qkv = model.layers["1"].attention.qkv
@@ -78,3 +78,11 @@ def test_one_and_two_ranks_agree_to_quantisation_noise(
     assert decibels(one["flat"], two["flat"]) > of_layout
     gathered = "Float8TrainingTensor" if "all_gather" in options else "Tensor"
     assert one["gathered"] == two["gathered"] == gathered
+
+
+def test_codes_are_gathered_among_shards_of_a_replica(ranks: Any) -> None:
+    gathers = replace(FP32, linears="fp8_tensorwise", all_gather="format")
+    one, *_ = ranks(1, gradients, gathers)
+    four, *others = ranks(4, gradients, gathers, ParallelConfig(dp_replicate=2, ep=2, dispatcher="alltoall"))
+    assert all(torch.equal(four["flat"], other["flat"]) for other in others)
+    assert four["gathered"] == "Float8TrainingTensor" and decibels(one["flat"], four["flat"]) > 30

@@ -60,6 +60,15 @@ def test_emulated_fp8_is_near_fp64(formats: GemmFormats, floors: tuple[int, ...]
         assert floor <= decibels(e, r) < (35 if floor < 30 else 200), "neither too far nor not rounded"
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="older CPU builds have no scaled product of rows")
+@pytest.mark.parametrize("formats", [three("fp8_rowwise"), three("fp8_tensorwise")], ids=str)
+def test_native_is_near_emulated(formats: GemmFormats) -> None:
+    torch.manual_seed(0)
+    linear, x, grad = nn.Linear(I, O, dtype=torch.bfloat16), torch.randn(T, I).bfloat16(), torch.randn(T, O).bfloat16()
+    emulated, native = (gemms(convert_linear(linear, formats, name), x, grad) for name in ("emulated", "native"))
+    assert all(decibels(e, n) > 45 for e, n in zip(emulated, native, strict=True)), "they differ in the last bf16 digit"
+
+
 def test_rows_of_different_sizes_suit_rowwise_scales() -> None:
     """One scale a tensor loses small rows below the smallest code; one a row does not."""
     torch.manual_seed(0)

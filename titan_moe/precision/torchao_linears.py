@@ -73,8 +73,12 @@ def float8_config(formats: GemmFormats, emulate: bool) -> Float8LinearConfig:
     )
 
 
+@cache
 def blockwise_product() -> Any:
-    """x, weight -> y with 1 x 128 and 128 x 128 scales on a GPU; its kernels are Triton's and cuBLAS's."""
+    """x, weight -> y with 1 x 128 and 128 x 128 scales on a GPU; its kernels are Triton's and cuBLAS's.
+
+    All layers share one function, as they share a config: graphs are guarded by it.
+    """
     from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
