@@ -158,6 +158,10 @@ BROKEN = {
         "--precision.linears=mxfp8",
         'or precision.linears = "compute" or "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"',
     ),
+    "native_experts_are_fused": (
+        "--precision.experts=fp8_rowwise --perf.kernels=grouped_mm",
+        'precision.experts = "fp8_rowwise" has no native kernels with perf.kernels = "grouped_mm"; take "fused", or',
+    ),
     "emulated_experts_are_composite": (
         "--precision.experts=fp8_rowwise --precision.backend=emulated --perf.kernels=fused",
         'replaces fused experts; take perf.kernels = "grouped_mm"',
@@ -299,7 +303,17 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             "less than a balanced load",
         ),
-        ("--precision.format=fp8_rowwise", 8, 'precision.experts = "fp8_rowwise" has no native kernels yet'),
+        ("--precision.format=fp8_blockwise", 8, 'precision.experts = "fp8_blockwise" has no native kernels yet'),
+        (
+            "--precision.experts=fp8_rowwise --precision.wgrad=compute --perf.kernels=fused",
+            8,
+            'precision.experts = "fp8_rowwise" rounds all GEMMs of experts, and precision.wgrad = "compute"',
+        ),
+        (
+            "--precision.experts=fp8_rowwise --perf.kernels=fused --parallel.expert_clones=1",
+            8,
+            "has no clones, and parallel.expert_clones = 1; take 0",
+        ),
         (
             "--precision.linears=fp8_rowwise --precision.compute=fp64 --precision.backend=emulated",
             8,

@@ -1,9 +1,8 @@
 """The policy: what a model's modules become, by the names that floor 0 knows."""
 
 import logging
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import gemm_modules
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.models.transformer import Transformer
@@ -109,9 +109,7 @@ def test_convert_refuses_a_device_without_matrix_units() -> None:
 
 def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    fake = ModuleType("titan_moe.kernels.formats.grouped")
-    fake.emulated_grouped_mm = lambda formats: asked.append(formats)
-    monkeypatch.setitem(sys.modules, "titan_moe.kernels.formats.grouped", fake)
+    monkeypatch.setattr(experts, "emulated_grouped_mm", asked.append)
     monkeypatch.setattr(experts, "composite", lambda gemm, weighs_input: SimpleNamespace(weighs_input=weighs_input))
     model, recipe = build(replace(MODEL, moe=replace(MOE, score_on="input")), experts="fp8_rowwise", wgrad="compute")
     converted = convert(model, recipe, CPU)
@@ -121,10 +119,13 @@ def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest
     assert all(model.layers[layer].feed_forward.experts.mlp.weighs_input for layer in "12")
 
 
-def test_experts_without_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_experts_have_the_kernels_of_their_formats() -> None:
     layer = GroupedExperts(2, 16, 16)
-    with pytest.raises(RecipeError, match='has no native kernels yet; take precision.experts = "compute", or'):
-        experts.convert_experts(layer, ROWWISE, "native")
-    monkeypatch.setitem(sys.modules, "titan_moe.kernels.formats.grouped", None)
-    with pytest.raises(RecipeError, match='"fp8_rowwise" has no emulation yet; take precision.experts = "compute"'):
-        experts.convert_experts(layer, ROWWISE, "emulated")
+    experts.convert_experts(layer, ROWWISE, "native")
+    assert layer.mlp is fp8_expert_mlp and layer.quantize is not None
+
+
+@pytest.mark.parametrize(("formats", "weighs_input"), [(ROWWISE, True), (replace(ROWWISE, wgrad="compute"), False)])
+def test_experts_without_kernels_are_refused(formats: GemmFormats, weighs_input: bool) -> None:
+    with pytest.raises(RecipeError, match='no native kernels for this model; take precision.experts = "compute", or'):
+        experts.convert_experts(GroupedExperts(2, 16, 16), formats, "native", weighs_input=weighs_input)

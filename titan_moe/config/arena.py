@@ -1,18 +1,20 @@
 """Whether a recipe keeps the rows of its layers in an arena."""
 
+from titan_moe.config.gemms import experts_share_a_format
 from titan_moe.config.recipe import Recipe
 
 
 def has_arena(recipe: Recipe, experts: str) -> bool:
     """Whether what backward needs of the rows lies in an arena, with this implementation of the experts.
 
-    Not where experts alone are recomputed and get rows that have arrived: in an arena they would be sent again.
+    Not where experts alone are recomputed and get rows that have arrived: in an arena they would be sent again. Nor
+    where rows of some layers are in fp8: an arena has rows of one size.
     """
     p = recipe.parallel
     is_bounded = p.has_auto_capacity or p.fixed_capacity_factor > 0
     sends_again = recipe.memory.recompute == "experts" and p.overlap != "tile"
     can_have = p.facts.shares_memory and p.ep > 1 and is_bounded and not sends_again
-    return can_have and experts == "fused" and recipe.model.num_moe_layers > 0
+    return can_have and experts == "fused" and recipe.model.num_moe_layers > 0 and experts_share_a_format(recipe)
 
 
 def experts_of(recipe: Recipe) -> str:

@@ -6,6 +6,7 @@ six barriers and some twenty small launches in forward and backward, but moves n
 
 from dataclasses import replace
 
+from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe
 
@@ -21,7 +22,7 @@ def num_clones(recipe: Recipe, world_size: int) -> int:
 
     "auto" takes none where weights of clones would come by collectives; where a GEMM would need a copy of own weights
     with them (dispatch/clone_weights.py): if experts are sharded, if compute has the master's dtype, or if blocks are
-    graphs; and where they would be fetched again for recomputation, or by two interleaved microbatches at once.
+    graphs; where they would be fetched again for recomputation, or by two interleaved microbatches at once; and in fp8.
     """
     p, moe, train = recipe.parallel, recipe.model.moe, recipe.train
     if p.expert_clones != "auto":
@@ -33,7 +34,8 @@ def num_clones(recipe: Recipe, world_size: int) -> int:
     is_plain = p.overlap != "microbatch" and recipe.memory.recompute == "none"
     num_slots = train.micro_batch_sequences * train.seq_len_tokens * moe.top_k
     pays = p.facts.shares_memory and p.ep > 1 and num_slots >= MIN_SLOTS and recipe.model.num_moe_layers > 0
-    return min(NUM_CLONES, moe.num_experts // p.ep) if pays and has_room and is_plain else 0
+    has_codes = has_native_experts(recipe)
+    return min(NUM_CLONES, moe.num_experts // p.ep) if pays and has_room and is_plain and not has_codes else 0
 
 
 def resolve_clones(recipe: Recipe, world_size: int) -> Recipe:

@@ -52,7 +52,7 @@ class FormatFacts:
 
 FORMAT_FACTS: dict[Format, FormatFacts] = {
     "fp8_tensorwise": FormatFacts(16, 16, (9, 0), has_native_linears=True),
-    "fp8_rowwise": FormatFacts(16, 16, (9, 0), has_native_linears=True),
+    "fp8_rowwise": FormatFacts(16, 16, (9, 0), has_native_linears=True, has_native_experts=True),
     "fp8_blockwise": FormatFacts(128, 128, (9, 0), has_native_linears=True),
     "mxfp8": FormatFacts(32, 32, (10, 0)),
     "nvfp4": FormatFacts(16, 128, (10, 0)),

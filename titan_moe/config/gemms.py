@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.precision import Part
+from titan_moe.config.recipe import Recipe
 
 NEVER_ROUNDED = "embedding, head, router, norms, gates and attention core"
 """What has no format in any recipe: few FLOPs, or sensitive (arXiv:2412.19437, section 3.3.1)."""
@@ -32,6 +33,24 @@ def gemm_modules(model: ModelConfig) -> list[GemmModule]:
         for layer in range(model.num_layers)
         for path, part, widths in _of_a_block(model, is_dense=layer < model.num_layers - model.num_moe_layers)
     ]
+
+
+def has_native_experts(recipe: Recipe) -> bool:
+    """Whether routed experts have a format, and matrix units for it."""
+    p, is_on_gpu = recipe.precision, recipe.run.device != "cpu"
+    has_format = recipe.model.num_moe_layers > 0 and p.format_of("experts") != "compute"
+    return has_format and is_on_gpu and p.backend != "emulated"
+
+
+def experts_share_a_format(recipe: Recipe) -> bool:
+    """Whether the experts of all layers have the same format, or none."""
+    p, model = recipe.precision, recipe.model
+    if p.format_of("experts") == "compute":
+        return True
+    kept = p.num_layers_at_start_in_compute, model.num_layers - p.num_layers_at_end_in_compute
+    modules = [module for module in gemm_modules(model) if module.part == "experts"]
+    are_kept = {not kept[0] <= it.layer < kept[1] or bool(matches(p.modules_in_compute, it.name)) for it in modules}
+    return len(are_kept) <= 1
 
 
 def matches(patterns: tuple[str, ...], name: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args, get_type_hints
 
+from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.recipe import Recipe
@@ -89,7 +90,8 @@ def backends_that_can_run(recipe: Recipe, world_size: int, operation: str, backe
 
 def _with(recipe: Recipe, operation: str, backend: str) -> Recipe:
     change: dict[str, Any] = {operation: backend}
-    if recipe.parallel.overlap == "tile" and recipe.perf.override.experts == "no":
+    needs_fused = recipe.parallel.overlap == "tile" or has_native_experts(recipe)
+    if needs_fused and recipe.perf.override.experts == "no":
         change = {"experts": "fused", **change}  # or the rule of experts would fail for other operations
     perf = replace(recipe.perf, kernels="grouped_mm", override=replace(recipe.perf.override, **change))
     return replace(recipe, perf=perf, run=replace(recipe.run, device="cuda"))

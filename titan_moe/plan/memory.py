@@ -1,10 +1,14 @@
 """GPU memory of a run without its activations."""
 
+from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, max_batch_tokens
 from titan_moe.plan.count import count_parameters, expert_width, parameters_of_an_expert
 from titan_moe.plan.loads import layer_loads
+
+SCALE_BYTES = 16
+"""Behind the codes of a row or slot in fp8 (kernels/experts/fp8/rows.py)."""
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
@@ -59,6 +63,8 @@ def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float) -> int:
     """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs."""
     rows, slots = layer_loads(recipe).room(0.0 if recipe.memory.recompute != "none" else capacity_factor)
     element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], 2 * recipe.model.moe.ffn_hidden_size
+    if has_native_experts(recipe):
+        return rows * (expert_width(recipe.model) + SCALE_BYTES) + slots * (hidden + SCALE_BYTES)
     return (rows * expert_width(recipe.model) + slots * hidden) * element
 
 
@@ -66,6 +72,10 @@ def temporary_bytes_per_rank(recipe: Recipe) -> int:
     """Count the bytes of one layer's temporaries where there is an arena, for the worst case: in backward the gradients
     of rows and hidden states, the activation and its gradient, or the gradients of slots."""
     loads, width, hidden = layer_loads(recipe), expert_width(recipe.model), recipe.model.moe.ffn_hidden_size
+    if has_native_experts(recipe):
+        # codes of gradients; a gradient of the activation, with those of slots or both factors of a weight's gradient
+        per_slot = 4 * hidden + max(2 * width, width + 3 * hidden)
+        return loads.worst_rows * (width + SCALE_BYTES) + loads.worst_slots * per_slot
     elements = loads.worst_rows * width + loads.worst_slots * (3 * hidden + max(hidden, width))
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 

@@ -3,7 +3,12 @@
 from titan_moe.config import RecipeError
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, quantize_experts
+from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 from titan_moe.layers.experts import GroupedExperts
+
+NATIVE = GemmFormats(fprop="fp8_rowwise", dgrad="fp8_rowwise", wgrad="fp8_rowwise")
+"""What the kernels of experts compute."""
 
 
 def convert_experts(experts: GroupedExperts, formats: GemmFormats, backend: str, *, weighs_input: bool = False) -> None:
@@ -11,13 +16,14 @@ def convert_experts(experts: GroupedExperts, formats: GemmFormats, backend: str,
 
     Raises: RecipeError where there is no such kernel.
     """
-    way_out = 'take precision.experts = "compute"'
-    if backend != "emulated":
+    if backend == "emulated":
+        experts.mlp = composite(emulated_grouped_mm(formats), weighs_input=weighs_input)
+    elif formats == NATIVE and not weighs_input:
+        experts.mlp, experts.quantize = fp8_expert_mlp, quantize_experts
+    else:
         raise RecipeError(
-            [f'precision.experts = "{formats}" has no native kernels yet; {way_out}, or precision.backend = "emulated"']
+            [
+                f'precision.experts = "{formats}" has no native kernels for this model; take precision.experts = '
+                '"compute", or precision.backend = "emulated"'
+            ]
         )
-    try:
-        from titan_moe.kernels.formats.grouped import emulated_grouped_mm
-    except ImportError as error:
-        raise RecipeError([f'precision.experts = "{formats}" has no emulation yet; {way_out}']) from error
-    experts.mlp = composite(emulated_grouped_mm(formats), weighs_input=weighs_input)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.arena import experts_of
 from titan_moe.config.formats import FORMAT_FACTS, formats_with
-from titan_moe.config.gemms import gemm_modules, matches
+from titan_moe.config.gemms import gemm_modules, has_native_experts, matches
 from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
@@ -84,6 +85,24 @@ def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str
             f'precision.linears = "{name}" rounds all three GEMMs of a linear layer in its native kernels, and '
             f'precision.{key} = "compute"; take "format", or precision.linears = "fp8_rowwise"'
         )
+
+
+@rule("kernels in fp8 are those of fused experts; they round all three GEMMs, and copies of experts have no codes")
+def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    if not has_native_experts(recipe):
+        return
+    setting, way_out = f'precision.experts = "{p.format_of("experts")}"', 'or precision.experts = "compute"'
+    if (experts := experts_of(recipe)) != "fused":
+        needs = recipe.model.moe.unmet_needs_of_fused
+        also = f" and {' and '.join(needs)}" if needs else ""
+        yield f'{setting} has no native kernels with perf.kernels = "{experts}"; take "fused"{also}, {way_out}'
+    for key in ("dgrad", "wgrad"):
+        if getattr(p, key) == "compute":
+            yield f'{setting} rounds all GEMMs of experts, and precision.{key} = "compute"; take "format", {way_out}'
+    if recipe.parallel.fixed_expert_clones:
+        clones = recipe.parallel.expert_clones
+        yield f"{setting} has no clones, and parallel.expert_clones = {clones}; take 0, {way_out}"
 
 
 @rule("grouped GEMMs with rounded operands take the place of the experts' kernels")
