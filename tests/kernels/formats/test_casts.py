@@ -5,8 +5,6 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.formats import Format
-from titan_moe.kernels.experts.fp8.rows import quantize_rows_reference, unpack
-from titan_moe.kernels.experts.fp8.weights import quantize_weight_reference
 from titan_moe.kernels.formats import nvfp4
 from titan_moe.kernels.formats.blocks import spread
 from titan_moe.kernels.formats.casts import Role, block_of, dequantize, quantize, round_to
@@ -164,23 +162,6 @@ def test_with_powers_of_two_rounded_numbers_are_exact_in_bf16(format: Format) ->
     rounded = round_to(x_MN, format, "activation", -1, power_of_two_scales=True)
     assert rounded.dtype == torch.bfloat16
     assert torch.equal(rounded.float(), round_to(x_MN.float(), format, "activation", -1, power_of_two_scales=True))
-
-
-def test_rowwise_casts_are_those_of_the_fused_experts() -> None:
-    torch.manual_seed(0)
-    x_SD, weight_eOI = wide(40, 64).bfloat16(), wide(3, 48, 64).bfloat16()
-    x_SD[3] = 0
-    x_SD[4] = 448
-    codes_SD, scales_S = unpack(quantize_rows_reference(x_SD))
-    ours = quantize(x_SD, "fp8_rowwise", "activation", -1, power_of_two_scales=True)
-    assert torch.equal(ours.codes.float(), codes_SD.float())
-    assert torch.equal(ours.scales[:, 0], scales_S)
-    theirs = quantize_weight_reference(weight_eOI)
-    over_I, over_O = (quantize(weight_eOI, "fp8_rowwise", "weight", dim, power_of_two_scales=True) for dim in (-1, -2))
-    assert torch.equal(over_I.codes.float(), theirs.codes_eOI.float())
-    assert torch.equal(over_I.scales[..., 0], theirs.scales_eO)
-    assert torch.equal(over_O.codes.mT.float(), theirs.transposed_eIO.float())
-    assert torch.equal(over_O.scales[..., 0, :], theirs.transposed_scales_eI)
 
 
 def test_compute_is_not_rounded() -> None:

@@ -18,10 +18,9 @@ from torch import Tensor
 from triton import knobs
 
 from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
+from titan_moe.kernels.formats.casts import quantize
 
 CODES = torch.float8_e4m3fn
-LARGEST = tl.constexpr(448.0)
-"""The largest number of e4m3."""
 RESULTS = torch.float32 if knobs.runtime.interpret else torch.bfloat16
 """The dtype of results of GEMMs."""
 TAIL_BYTES = 16
@@ -30,11 +29,9 @@ TAIL_BYTES = 16
 
 def quantize_rows_reference(x_SD: Tensor) -> Tensor:
     """The definition: [S, D] -> [S, D + 16]."""
-    amax_S = x_SD.double().abs().amax(dim=1)
-    scale_S = torch.where(amax_S > 0, 2.0 ** torch.ceil(torch.log2(amax_S / LARGEST.value)), 1.0)
-    codes_SD = (x_SD.double() / scale_S[:, None]).float().to(CODES)
+    codes_SD, scales_S1, _ = quantize(x_SD, "fp8_rowwise", "activation", dim=1, power_of_two_scales=True)
     tail = torch.zeros(len(x_SD), TAIL_BYTES // 4, dtype=torch.float32, device=x_SD.device)
-    tail[:, 0] = scale_S
+    tail[:, :1] = scales_S1
     return torch.cat([codes_SD.view(torch.uint8), tail.view(torch.uint8)], dim=1).view(CODES)
 
 

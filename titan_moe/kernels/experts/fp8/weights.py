@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.fp8.rows import CODES, LARGEST, power_of_two
+from titan_moe.kernels.experts.fp8.rows import CODES, power_of_two
+from titan_moe.kernels.formats.casts import quantize
 
 
 class QuantizedWeight(NamedTuple):
@@ -30,14 +31,9 @@ class QuantizedWeight(NamedTuple):
 
 def quantize_weight_reference(weight_eOI: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     """The definition."""
-    weight_eOI = weight_eOI.to(dtype)
-
-    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-        amax = weight.double().abs().amax(dim=2)
-        scale = torch.where(amax > 0, 2.0 ** torch.ceil(torch.log2(amax / LARGEST.value)), 1.0)
-        return (weight.double() / scale[..., None]).float().to(CODES), scale.float()
-
-    return QuantizedWeight(*quantize(weight_eOI), *quantize(weight_eOI.mT.contiguous()))
+    both = (weight_eOI.to(dtype), weight_eOI.to(dtype).mT.contiguous())
+    ways = [quantize(weight, "fp8_rowwise", "weight", dim=2, power_of_two_scales=True) for weight in both]
+    return QuantizedWeight(*(tensor for codes, scales, _ in ways for tensor in (codes, scales[..., 0])))
 
 
 @triton.jit

@@ -1,0 +1,200 @@
+"""Experts in fp8: casts are those of the references, each product is near that of fp64, and no slot sees another."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.kernel_samples import sample_plans
+from torch import Tensor
+
+from titan_moe.config.formats import GemmFormats
+from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.fp8 import stages
+from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, operands, quantize_experts
+from titan_moe.kernels.experts.fp8.rows import dequantize_rows, quantize_rows, quantize_rows_reference
+from titan_moe.kernels.experts.fp8.stages import QuantizedExperts
+from titan_moe.kernels.experts.fp8.swiglu import swiglu
+from titan_moe.kernels.experts.fp8.transposed_rows import transposed_rows
+from titan_moe.kernels.experts.fp8.weights import quantize_weight, quantize_weight_reference
+from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
+from titan_moe.kernels.experts.weights import ExpertParameter, ExpertWeights
+from titan_moe.kernels.formats.grouped import emulated_grouped_mm
+
+DEVICES = [
+    pytest.param("cpu", torch.float32, marks=pytest.mark.interpreted),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
+]
+PLANS = ("random", "skewed", "empty_expert", "padded")
+D, F = 64, 48
+FLOOR_DB = 26.0
+"""Of a product."""
+LOSS_OF_KEPT_DB = 5.0
+"""Gradients may be so much farther from fp64 than those of the emulation, which keeps pre-activations unrounded."""
+
+
+class Case(NamedTuple):
+    x_SD: Tensor
+    dy_SD: Tensor
+    slots: ExpertSlots
+    weights: ExpertWeights
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.slots.offsets_e[-1])
+
+    @property
+    def tiles(self) -> Tiles:
+        return plan_tiles(self.slots.offsets_e, self.slots.rows_R.numel(), 128)
+
+
+def draw(name: str, device: str, dtype: torch.dtype) -> Case:
+    torch.manual_seed(0)
+    plans = {plan[0]: plan[1:] for plan in sample_plans(torch.device(device))}
+    rows_R, slots_SK, offsets_e, num_experts = plans[name]
+    num_rows = slots_SK.shape[0]
+    x_SD = torch.randn(num_rows, D, device=device, dtype=dtype)
+    x_SD[-1] = 0
+    dy_SD = 1e-3 * torch.randn(num_rows, D, device=device, dtype=dtype)
+    dy_SD *= torch.randn(num_rows, 1, device=device).exp().to(dtype)
+    gate_up = torch.randn(num_experts, 2, F, D, device=device, dtype=dtype) / D**0.5
+    down = torch.randn(num_experts, D, F, device=device, dtype=dtype) / F**0.5
+    scores_R = torch.rand(rows_R.numel(), device=device)
+    slots = ExpertSlots(rows_R, slots_SK, scores_R, offsets_e)
+    return Case(x_SD, dy_SD, slots, ExpertWeights(ExpertParameter(gate_up), ExpertParameter(down)))
+
+
+def decibels(exact: Tensor, rounded: Tensor) -> float:
+    exact, rounded = exact.detach().double(), rounded.detach().double()
+    return float(10 * torch.log10(exact.square().sum() / (exact - rounded).square().sum()))
+
+
+def quantized(case: Case) -> QuantizedExperts:
+    return QuantizedExperts.of(operands(case.weights)[2:])
+
+
+def run(mlp: Any, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The result and all gradients of an MLP."""
+    x_SD, scores_R, *weights = (
+        tensor.to(dtype or tensor.dtype).clone().requires_grad_()
+        for tensor in (case.x_SD, case.slots.scores_R, case.weights.gate_up.own, case.weights.down.own)
+    )
+    slots = case.slots._replace(scores_R=scores_R)
+    y_SD = mlp(x_SD, slots, ExpertWeights(*(ExpertParameter(weight) for weight in weights)))
+    y_SD.backward(case.dy_SD.to(y_SD.dtype))
+    tensors = (y_SD, x_SD.grad, scores_R.grad[: case.num_slots], *(weight.grad for weight in weights))
+    return dict(zip(("y", "dx", "dscores", "dgate_up", "ddown"), tensors, strict=True))
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_casts_have_the_bits_of_the_references(device: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x_SD = torch.randn(33, D, device=device, dtype=dtype) * torch.randn(33, 1, device=device).mul(9).exp2().to(dtype)
+    x_SD[3], x_SD[4], x_SD[5] = 0.0, 448.0, 449.0
+    ours, reference = quantize_rows(x_SD), quantize_rows_reference(x_SD)
+    assert torch.equal(dequantize_rows(ours), dequantize_rows(reference))
+    for weight_eOI in (torch.randn(3, 80, D, device=device), torch.randn(2, D, 144, device=device)):
+        both = (quantize(weight_eOI, dtype) for quantize in (quantize_weight, quantize_weight_reference))
+        for actual, expected in zip(*both, strict=True):
+            assert torch.equal(actual.float(), expected.float())
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("name", PLANS)
+def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -> None:
+    case = draw(name, device, dtype)
+    x_SD, dy_SD, slots, weights = case
+    of, tiles, n = quantized(case), case.tiles, case.num_slots
+    rows = slots.rows_R[:n].long()
+    gate_up, down = weights.gate_up.own.double().flatten(1, 2), weights.down.own.double()
+
+    def product(left_RI: Tensor, right_eOI: Tensor) -> Tensor:
+        return grouped_mm_reference(left_RI.double(), right_eOI, None, slots.offsets_e)[:n]
+
+    x, dy = quantize_rows(x_SD), quantize_rows(dy_SD)
+    _, kept = stages.up(x, slots, of, tiles)
+    assert decibels(product(x_SD[rows], gate_up), dequantize_rows(kept)[:n]) > FLOOR_DB - 1  # rounded again, as kept
+    exact_R2F = product(x_SD[rows], gate_up).to(dtype)
+    full_R2F = exact_R2F.new_zeros(slots.rows_R.numel(), 2 * F)
+    full_R2F[:n] = exact_R2F
+    codes_RF, scales_R, kept = swiglu(full_R2F, slots.scores_R, slots.offsets_e)
+    gate, up = exact_R2F.double().chunk(2, dim=1)
+    active_RF = torch.nn.functional.silu(gate) * up * slots.scores_R[:n, None].double()
+    assert decibels(active_RF, codes_RF[:n].float() * scales_R[:n, None]) > FLOOR_DB + 2
+    y_RD = stages.down(stages.Activations(codes_RF, scales_R), of, tiles)[:n]
+    assert decibels(product(active_RF, down), y_RD) > FLOOR_DB
+    gradients, dscores_R = stages.d_down(dy, x, slots, of, kept, tiles)
+    dactive_RF = product(dy_SD[rows], down.mT)
+    assert decibels(dactive_RF, gradients.dactive_RF[:n]) > FLOOR_DB
+    gate, up = dequantize_rows(kept)[:n].double().chunk(2, dim=1)
+    sigmoid = gate.sigmoid()
+    weighted = gradients.dactive_RF[:n].double() * slots.scores_R[:n, None]
+    dgate = weighted * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
+    kept_active_RF = gate * sigmoid * up * slots.scores_R[:n, None]
+    dhidden_R2F = torch.cat([dgate, weighted * gate * sigmoid], dim=1)
+    rounded_R2F = gradients.codes_R2F[:n].float() * gradients.scales_R[:n, None]
+    assert decibels(dhidden_R2F, rounded_R2F) > FLOOR_DB
+    dslots_RD = stages.d_up(gradients, of, tiles)[:n]
+    assert decibels(product(dhidden_R2F, gate_up.mT), dslots_RD) > FLOOR_DB - 1
+    dgate_up, ddown = stages.dw(dy, x, slots, gradients, kept, tiles)
+    begins = [0, *slots.offsets_e.tolist()]
+    for expert, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
+        if end == begin:
+            assert not dgate_up[expert].any() and not ddown[expert].any()
+    both = [
+        torch.stack([a[b:c].T @ z[b:c] for b, c in zip(begins, begins[1:], strict=False)])
+        for a, z in ((dhidden_R2F, x_SD[rows].double()), (dy_SD[rows].double(), kept_active_RF))
+    ]
+    assert decibels(both[0], dgate_up.flatten(1, 2)) > FLOOR_DB - 1
+    assert decibels(both[1], ddown) > FLOOR_DB - 1
+    assert dscores_R.shape == scales_R.shape
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("name", PLANS)
+def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype: torch.dtype) -> None:
+    case = draw(name, device, dtype)
+    exact = run(composite(grouped_mm_reference), case, torch.float64)
+    rowwise = GemmFormats(*("fp8_rowwise",) * 3)
+    emulated = run(composite(emulated_grouped_mm(rowwise)), case)
+    actual = run(fp8_expert_mlp, case)
+    for key, expected in exact.items():
+        assert actual[key].isfinite().all()
+        errors = decibels(expected, actual[key]), decibels(expected, emulated[key])
+        assert errors[0] > errors[1] - (2.0 if key == "y" else LOSS_OF_KEPT_DB), (key, errors)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_codes_stand_for_weights(device: str, dtype: torch.dtype) -> None:
+    case = draw("skewed", device, dtype)
+    codes = tuple(
+        quantize_experts(case.weights.gate_up.own.float(), case.weights.down.own.float(), dtype.itemsize == 2)
+    )
+
+    def with_codes(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+        unread = [parameter.own * torch.nan for parameter in weights[:2]]
+        return fp8_expert_mlp(x_SD, slots, ExpertWeights(*map(ExpertParameter, unread), codes=codes))
+
+    expected, actual = run(fp8_expert_mlp, case), run(with_codes, case)
+    for key in ("y", "dx", "dscores"):
+        assert torch.equal(actual[key], expected[key])
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_transposed_rows_are_the_codes_of_each_slot(device: str, dtype: torch.dtype) -> None:
+    case = draw("random", device, dtype)
+    x, tiles = quantize_rows(case.x_SD), case.tiles
+    columns = transposed_rows(x, case.slots.rows_R, tiles).float()
+    for tile in range(int(tiles.count)):
+        begin, end = int(tiles.begins_M[tile]), int(tiles.ends_M[tile])
+        slots = range(begin, min(begin + tiles.rows, end))
+        mine = columns[:, tile * tiles.rows : (tile + 1) * tiles.rows]
+        assert torch.equal(mine[:, : len(slots)].T, x[case.slots.rows_R[slots.start : slots.stop].long(), :D].float())
+        assert not mine[:, len(slots) :].any()
+
+
+def test_experts_with_biases_or_clones_are_refused() -> None:
+    weight = ExpertParameter(torch.zeros(2, 2, 16, 16), torch.zeros(1, 2, 16, 16))
+    with pytest.raises(ValueError, match='no biases and no clones; take precision.experts = "compute"'):
+        operands(ExpertWeights(weight, weight))
