@@ -1,6 +1,7 @@
 """The policy: what a model's modules become, by the names that floor 0 knows."""
 
 import logging
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -108,15 +109,13 @@ def test_convert_refuses_a_device_without_matrix_units() -> None:
 
 
 def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(experts, "emulated_grouped_mm", asked.append)
-    monkeypatch.setattr(experts, "composite", lambda gemm, weighs_input: SimpleNamespace(weighs_input=weighs_input))
-    model, recipe = build(replace(MODEL, moe=replace(MOE, score_on="input")), experts="fp8_rowwise", wgrad="compute")
-    converted = convert(model, recipe, CPU)
+    monkeypatch.setattr(experts, "emulated_grouped_mm", lambda *options: options)
+    monkeypatch.setattr(experts, "composite", lambda gemm, weighs_input: SimpleNamespace(gemm=gemm, on=weighs_input))
     formats = GemmFormats("fp8_rowwise", "fp8_rowwise", "compute")
-    assert converted == {f"layers.{layer}.feed_forward.experts": formats for layer in (1, 2)}
-    assert asked == [formats] * 2
-    assert all(model.layers[layer].feed_forward.experts.mlp.weighs_input for layer in "12")
+    model, recipe = build(replace(MODEL, moe=replace(MOE, score_on="input")), experts="fp8_rowwise", wgrad="compute")
+    assert convert(model, recipe, CPU) == {f"layers.{layer}.feed_forward.experts": formats for layer in (1, 2)}
+    expected = SimpleNamespace(gemm=(formats, True), on=True)
+    assert all(model.layers[layer].feed_forward.experts.mlp == expected for layer in "12")
 
 
 def test_native_experts_have_the_kernels_of_their_formats() -> None:
@@ -129,3 +128,9 @@ def test_native_experts_have_the_kernels_of_their_formats() -> None:
 def test_experts_without_kernels_are_refused(formats: GemmFormats, weighs_input: bool) -> None:
     with pytest.raises(RecipeError, match='no native kernels for this model; take precision.experts = "compute", or'):
         experts.convert_experts(GroupedExperts(2, 16, 16), formats, "native", weighs_input=weighs_input)
+
+
+def test_emulated_mxfp8_experts_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(RecipeError, match=r'"mxfp8" needs torchao, .* or take precision.experts = "compute"'):
+        experts.convert_experts(GroupedExperts(2, 16, 16), GemmFormats("mxfp8", "mxfp8", "mxfp8"), "emulated")

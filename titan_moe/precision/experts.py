@@ -6,6 +6,7 @@ from titan_moe.kernels.experts.composite_mlp import composite
 from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, quantize_experts
 from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 from titan_moe.layers.experts import GroupedExperts
+from titan_moe.precision.requirements import require_torchao
 
 NATIVE = GemmFormats(fprop="fp8_rowwise", dgrad="fp8_rowwise", wgrad="fp8_rowwise")
 """What the kernels of experts compute."""
@@ -14,10 +15,13 @@ NATIVE = GemmFormats(fprop="fp8_rowwise", dgrad="fp8_rowwise", wgrad="fp8_rowwis
 def convert_experts(experts: GroupedExperts, formats: GemmFormats, backend: str, *, weighs_input: bool = False) -> None:
     """Let a layer's experts multiply in formats, in place. `weighs_input` as in `composite`.
 
-    Raises: RecipeError where there is no such kernel.
+    Raises: RecipeError where there is no such kernel, or a package is missing.
     """
     if backend == "emulated":
-        experts.mlp = composite(emulated_grouped_mm(formats), weighs_input=weighs_input)
+        if formats.fprop == "mxfp8":
+            require_torchao('precision.experts = "mxfp8"')  # which defines its bits
+        is_rowwise = formats.fprop == "fp8_rowwise"  # powers of two, as in native experts and torchao's linear layers
+        experts.mlp = composite(emulated_grouped_mm(formats, is_rowwise), weighs_input=weighs_input)
     elif formats == NATIVE and not weighs_input:
         experts.mlp, experts.quantize = fp8_expert_mlp, quantize_experts
     else:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from titan_moe.config import RecipeError
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.swiglu import swiglu
+from titan_moe.kernels.formats.linear import emulated_linear
 from titan_moe.layers.mlp import SwiGLUDown
+from titan_moe.precision.requirements import require_torchao
 
-TORCHAO = "torchao>=0.17,<0.19"
 FLOAT8_LINEAR = ("fp8_tensorwise", "fp8_rowwise")
 """Formats of torchao's `Float8Linear`, native and emulated."""
 
@@ -23,13 +24,16 @@ def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.
 
     Raises: RecipeError if a package is missing, or this package has no such kernel.
     """
-    has_activation = isinstance(linear, SwiGLUDown)
+    activates, is_emulated = isinstance(linear, SwiGLUDown), backend == "emulated"
+    setting = f'precision.linears = "{formats.fprop}"'
     if formats.fprop in FLOAT8_LINEAR:
-        return _torchao(formats).float8_linear(linear, formats, emulate=backend == "emulated", activates=has_activation)
-    if backend == "emulated":
-        return FormattedLinear(linear, _emulated(formats), formats, activates=has_activation)
+        return _torchao(setting).float8_linear(linear, formats, emulate=is_emulated, activates=activates)
+    if is_emulated:
+        if formats.fprop == "mxfp8":
+            require_torchao(setting)  # which defines its bits
+        return FormattedLinear(linear, emulated_linear, formats, activates=activates)
     if formats == GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise"):
-        return FormattedLinear(linear, _torchao(formats).blockwise_product(), activates=has_activation)
+        return FormattedLinear(linear, _torchao(setting).blockwise_product(), activates=activates)
     raise RecipeError(
         [
             f'precision.linears = "{formats}" has no native kernels; take precision.backend = "emulated", or '
@@ -39,10 +43,7 @@ def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.
 
 
 class FormattedLinear(nn.Linear):
-    """A linear layer whose product is given: `product(x, weight, *options)`.
-
-    Raises: nothing; it takes the parameters of a layer as they are.
-    """
+    """A linear layer whose product is given: `product(x, weight, *options)`."""
 
     def __init__(self, linear: nn.Linear, product: Any, *options: Any, activates: bool = False) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -55,28 +56,9 @@ class FormattedLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-def _torchao(formats: GemmFormats) -> Any:
-    """The file of torchao's layers; importing torchao takes seconds."""
-    try:
-        from titan_moe.precision import torchao_linears
-    except ImportError as error:
-        raise RecipeError(
-            [
-                f'precision.linears = "{formats.fprop}" needs torchao, which cannot be imported ({error}); install it '
-                f'with pip install "{TORCHAO}", or take precision.linears = "compute"'
-            ]
-        ) from error
+def _torchao(setting: str) -> Any:
+    """The file of torchao's layers."""
+    require_torchao(setting)
+    from titan_moe.precision import torchao_linears
+
     return torchao_linears
-
-
-def _emulated(formats: GemmFormats) -> Any:
-    try:
-        from titan_moe.kernels.formats.linear import emulated_linear
-    except ImportError as error:
-        raise RecipeError(
-            [
-                f'precision.linears = "{formats.fprop}" has no emulation yet; take one of '
-                f'{", ".join(FLOAT8_LINEAR)}, or precision.linears = "compute"'
-            ]
-        ) from error
-    return emulated_linear

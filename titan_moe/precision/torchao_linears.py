@@ -4,22 +4,17 @@
 Its config is built from the three formats, and shared by all layers: graphs are compiled once for all of them.
 """
 
-import os
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType
+from torchao.float8.float8_linear import Float8Linear
 
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.swiglu import swiglu
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")  # they hold kernels for GPUs, and warn elsewhere
-
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: E402
-from torchao.float8.config import CastConfig, ScalingGranularity, ScalingType  # noqa: E402
-from torchao.float8.float8_linear import Float8Linear  # noqa: E402
 
 BLOCK = 128
 

@@ -1,0 +1,30 @@
+"""torchao, asked for where a recipe needs it: importing it takes seconds."""
+
+import importlib
+import os
+
+import torch
+
+from titan_moe.config import RecipeError
+
+TORCHAO = "torchao>=0.17,<0.19"
+
+
+def require_torchao(setting: str) -> None:
+    """Import torchao for a setting of the recipe, such as `precision.linears = "mxfp8"`.
+
+    Raises: RecipeError with the way to install it.
+    """
+    if not torch.cuda.is_available():
+        # its libraries hold kernels for GPUs, and warn elsewhere
+        os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    try:
+        importlib.import_module("torchao.float8")
+    except ImportError as error:
+        key = setting.partition(" ")[0]
+        raise RecipeError(
+            [
+                f"{setting} needs torchao, which cannot be imported ({error}); install it with pip install "
+                f'"{TORCHAO}", or take {key} = "compute"'
+            ]
+        ) from error
