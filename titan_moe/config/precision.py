@@ -6,7 +6,10 @@ from typing import Literal
 from titan_moe.config.formats import Format, GemmFormats
 
 Dtype = Literal["bf16", "fp32", "fp64"]
+Moments = Literal["bf16", "fp32", "fp64", "int8", "fp8"]
 BYTES_OF_DTYPE: dict[Dtype, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
+BYTES_OF_MOMENT: dict[Moments, float] = {"bf16": 2, "fp32": 4, "fp64": 8, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256}
+"""In 8 bits a code, and an fp32 scale for 256 elements."""
 FormatBackend = Literal["auto", "native", "emulated"]
 Part = Literal["experts", "linears"]
 """The modules that a field of `PrecisionConfig` of this name gives a format."""
@@ -23,11 +26,15 @@ class PrecisionConfig:
     """Parameters in the optimizer, and the gradients that it reads."""
     reduce: Dtype = "fp32"
     """Gradients in reductions over ranks."""
-    moments: Literal["master", "bf16", "fp32"] = "master"
-    """AdamW's two moments. A dtype other than that of `master` needs optim.kind = "fused_adamw".
+    moments: Literal["master", "bf16", "fp32", "int8", "fp8"] = "master"
+    """AdamW's two moments. A dtype other than that of `master` needs optim.kind = "fused_adamw". A checkpoint of any
+    loads into any other; those in 8 bits are saved as fp32.
     `master`: The dtype of `master`.
     `bf16`: bf16, with stochastic rounding.
-    `fp32`: fp32."""
+    `fp32`: fp32.
+    `int8`: torchao's 8-bit codes and a scale for each 256 elements (arXiv:2110.02861), with stochastic rounding. Shards
+    of less than 4096 elements, or whose size 256 does not divide, keep fp32.
+    `fp8`: e4m3 codes in the same way. They are coarser than those of int8, and a step takes less time."""
     format: Format = "compute"
     """The format to which operands of GEMMs are rounded, in routed experts and dense linear layers. Embedding, head,
     router, norms, gates and the attention core are never rounded. `titan-moe check` names the format of every module.
@@ -74,9 +81,14 @@ class PrecisionConfig:
     format without its speed."""
 
     @property
-    def moments_dtype(self) -> Dtype:
+    def moments_dtype(self) -> Moments:
         """The dtype of the moments."""
         return self.master if self.moments == "master" else self.moments
+
+    @property
+    def bytes_of_moments(self) -> float:
+        """Bytes of both moments of a parameter."""
+        return 2 * BYTES_OF_MOMENT[self.moments_dtype]
 
     def format_of(self, part: Part) -> Format:
         """The format of routed experts or of dense linear layers."""

@@ -10,13 +10,15 @@ from titan_moe.config.train import OptimConfig
 from titan_moe.optim.adamw import AdamW
 from titan_moe.optim.fused_adamw import FusedAdamW
 from titan_moe.optim.groups import decay_groups
+from titan_moe.optim.moments_8bit import copy_from_plain, is_8bit, to_plain
 from titan_moe.titan import OptimizersContainer
 
 
 class RunOptions(NamedTuple):
     """Options beside `[optim]`, of which each kind uses some."""
 
-    moments: torch.dtype | None = None  # dtype of the moments; None: the parameters'
+    moments: torch.dtype | None = None
+    """dtype of the moments, a value of `state.MOMENTS`; None: the parameters'."""
     seed: int = 0  # of stochastic rounding
     capturable: bool = False
     """Keep the learning rate on the device, so that a CUDA graph can capture the step. It is fp32 there and fp64 on the
@@ -57,8 +59,9 @@ def build_optimizer(parts: list[nn.Module], config: OptimConfig, **options: Any)
 class Optimizers(OptimizersContainer):
     """One optimizer a model part, with a state dict flat by parameter name, so that a checkpoint loads on any layout.
 
-    Loading copies step counts and moments into the existing tensors, in their dtype. Learning rate, betas, epsilon and
-    weight decay are not saved: they come from the recipe.
+    Loading copies step counts and moments into the existing tensors, in their dtype. Moments in 8 bits are plain fp32
+    tensors in host memory in a state dict, so that they load into any dtype. Learning rate, betas, epsilon and weight
+    decay are not saved: they come from the recipe.
     """
 
     def __init__(self, parts: list[nn.Module], build: Builder, config: OptimConfig, run: RunOptions) -> None:
@@ -84,10 +87,25 @@ class Optimizers(OptimizersContainer):
         super().step(found_inf=found_inf, grad_factor=grad_factor)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().state_dict().items() if name.startswith("state.")}
+        return {
+            name: to_plain(value, is_signed=_is_signed(name)) if is_8bit(value) else value
+            for name, value in self._state().items()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # not torch's: it makes new tensors in the parameter's dtype, and a captured step keeps the old ones
-        for name, value in self.state_dict().items():
-            value.copy_(state_dict[name])
+        for name, value in self._state().items():
+            if is_8bit(value):
+                copy_from_plain(value, state_dict[name], is_signed=_is_signed(name))
+            else:
+                value.copy_(state_dict[name])
+
+    def _state(self) -> dict[str, Any]:
+        """The tensors of all optimizers by name, as they are."""
+        return {name: value for name, value in super().state_dict().items() if name.startswith("state.")}
+
+
+def _is_signed(name: str) -> bool:
+    """Whether a moment may be negative."""
+    return not name.endswith(".exp_avg_sq")

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.optim.adamw import Rule, Shard, adamw
+from titan_moe.kernels.optim.adamw_8bit import Shard8, adamw_8bit
+from titan_moe.optim.moments_8bit import is_8bit, parts_of
 from titan_moe.optim.state import make_state, put_lr_on_device
 from titan_moe.parameters import local, shard_offsets
 
@@ -51,12 +53,19 @@ class FusedAdamW(torch.optim.Optimizer):
             # a list: a single tensor would be read on the host
             torch._foreach_add_([shard.step for shard in shards], [self.one - found_inf] * len(shards))
             options = (*group["betas"], group["eps"], group["weight_decay"])
-            adamw(shards, Rule(group["lr"], found_inf, grad_factor, *options))
+            rule = Rule(group["lr"], found_inf, grad_factor, *options)
+            if wide := [shard for shard in shards if isinstance(shard, Shard)]:
+                adamw(wide, rule)
+            if narrow := [shard for shard in shards if isinstance(shard, Shard8)]:
+                adamw_8bit(narrow, rule)
 
-    def _shard(self, parameter: Tensor) -> Shard:
-        state = self.state[parameter]
-        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        return Shard(state["step"], self.seeds[parameter], *map(local, tensors))
+    def _shard(self, parameter: Tensor) -> Shard | Shard8:
+        state, seed = self.state[parameter], self.seeds[parameter]
+        param, grad, *moments = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        if not is_8bit(moments[0]):
+            return Shard(state["step"], seed, *map(local, (param, grad, *moments)))
+        first, second = parts_of(moments[0], is_signed=True), parts_of(moments[1], is_signed=False)
+        return Shard8(state["step"], seed, local(param), local(grad), first, second)
 
 
 def shard_seed(parameter: Tensor, number: int, seed: int) -> int:

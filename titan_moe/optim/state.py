@@ -1,6 +1,18 @@
 """The state of AdamW, allocated at the start and updated in place."""
 
 import torch
+from torch import Tensor
+
+from titan_moe.optim.moments_8bit import new_moment
+
+MOMENTS = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+"""`precision.moments_dtype` -> the dtype that names it here."""
 
 
 def make_state(optimizer: torch.optim.Optimizer, moments: torch.dtype | None = None) -> None:
@@ -12,12 +24,17 @@ def make_state(optimizer: torch.optim.Optimizer, moments: torch.dtype | None = N
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            options = {"dtype": moments or parameter.dtype, "memory_format": torch.preserve_format}
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False, **options),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False, **options),
+                "exp_avg": _zeros(parameter, moments or parameter.dtype, is_signed=True),
+                "exp_avg_sq": _zeros(parameter, moments or parameter.dtype, is_signed=False),
             }
+
+
+def _zeros(parameter: Tensor, dtype: torch.dtype, *, is_signed: bool) -> Tensor:
+    if dtype.itemsize == 1:
+        return new_moment(parameter, dtype, is_signed=is_signed)
+    return torch.zeros_like(parameter, requires_grad=False, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def put_lr_on_device(optimizer: torch.optim.Optimizer) -> None:

@@ -15,8 +15,7 @@ def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run."""
     precision = recipe.precision
     parameter_and_gradient = 2 * BYTES_OF_DTYPE[precision.master]
-    moments = 2 * BYTES_OF_DTYPE[precision.moments_dtype]
-    return round(parameters_per_rank(recipe, world_size) * (parameter_and_gradient + moments))
+    return round(parameters_per_rank(recipe, world_size) * (parameter_and_gradient + precision.bytes_of_moments))
 
 
 def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:

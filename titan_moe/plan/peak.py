@@ -25,7 +25,7 @@ def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float,
     with its margin."""
     p, count = recipe.precision, count_parameters(recipe.model)
     parameters = parameters_per_rank(recipe, world_size)
-    state = parameters * (BYTES_OF_DTYPE[p.master] + 2 * BYTES_OF_DTYPE[p.moments_dtype])
+    state = parameters * (BYTES_OF_DTYPE[p.master] + p.bytes_of_moments)
     gradients = parameters * BYTES_OF_DTYPE[p.master]
     gathered = gathered_bytes_per_rank(recipe, world_size)
     # what FSDP gathers for all of forward and backward

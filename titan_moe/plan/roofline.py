@@ -78,10 +78,10 @@ def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
     parameter, gradient and two moments and writes all but the gradient.
     """
     held, precision = parameters_per_rank(recipe, world_size), recipe.precision
-    master, moments = (BYTES_OF_DTYPE[dtype] for dtype in (precision.master, precision.moments_dtype))
+    master = BYTES_OF_DTYPE[precision.master]
     clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
     clip = Work(memory_bytes=held * master * (3 if clips_in_a_pass else 1))
-    return clip, Work(memory_bytes=held * (3 * master + 4 * moments))
+    return clip, Work(memory_bytes=held * (3 * master + 2 * precision.bytes_of_moments))
 
 
 def copies_on_the_wire(recipe: Recipe) -> float:

@@ -17,6 +17,7 @@ from titan_moe.memory import recompute
 from titan_moe.metrics import regions
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
+from titan_moe.optim.state import MOMENTS
 from titan_moe.parallel import arena, expert, fsdp, symm_memory
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
@@ -45,7 +46,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
     capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
     parts = build_parts(recipe, meshes, device, capacity)
-    moments, is_captured = fsdp.DTYPES[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
+    moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     balancer = ExpertBalancer(parts, meshes.stage_group)
