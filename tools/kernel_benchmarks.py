@@ -12,9 +12,12 @@ from torch import Tensor
 from titan_moe.kernels.choose import ROUTE_TOKENS
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
 from titan_moe.kernels.optim.adamw import Rule, Shard
+from titan_moe.kernels.optim.adamw_8bit import Shard8
+from titan_moe.kernels.optim.moments_8bit import NEAREST, Moment, quantize_reference
 from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.registry import Sample, Tunable, as_one_graph, load_all
 from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
+from titan_moe.optim.moments_8bit import dynamic_map
 
 KERNELS = load_all()
 Draw = Callable[[torch.device], Sample]
@@ -191,6 +194,23 @@ def adamw(num_elements: int, bytes_moved: float, dtype: torch.dtype, moments: to
     return Case(draw, 0, 0, moved, moved)
 
 
+def adamw_8bit(num_elements: int, bytes_moved: float, dtype: torch.dtype, is_fp8: bool) -> Case:
+    def draw(device: torch.device) -> Sample:
+        param, grad = (torch.randn(num_elements, device=device, dtype=dtype) for _ in range(2))
+        moments = []
+        for is_signed in (True, False):
+            map_ = None if is_fp8 else dynamic_map(is_signed, device)
+            x = grad.float() if is_signed else grad.float().square()
+            codes, scales_B = quantize_reference(x, map_, is_signed, NEAREST)
+            moments.append(Moment(codes, scales_B, map_, is_signed))
+        lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
+        shard = Shard8(step, 2**40 + 1, param, grad, *moments)
+        return Sample("", (shard, Rule(lr, found_inf, grad_factor, 0.9, 0.999, 1e-8, 0.1)), 0)
+
+    moved = bytes_moved * num_elements
+    return Case(draw, 0, 0, moved, moved)
+
+
 def torch_fused_adamw(shard: Shard, rule: Rule) -> Tensor:
     """PyTorch's fused kernel, on a gradient that is clipped already."""
     torch._fused_adamw_(
@@ -267,5 +287,14 @@ BENCHMARKS = {
     ),
     "adamw_bf16_moments": Benchmark(
         {"qwen3_ep8": adamw(QWEN3_EP8, 20.0, FP32, BF16)}, {"titan_moe": KERNELS["adamw"].op}
+    ),
+    "adamw_8bit": Benchmark(
+        {
+            "int8": adamw_8bit(QWEN3_EP8, 16.06, FP32, False),
+            "fp8": adamw_8bit(QWEN3_EP8, 16.06, FP32, True),
+            "int8_bf16": adamw_8bit(QWEN3_EP8, 10.06, BF16, False),
+            "fp8_bf16": adamw_8bit(QWEN3_EP8, 10.06, BF16, True),
+        },
+        {"titan_moe": KERNELS["adamw_8bit"].op},
     ),
 }

@@ -20,6 +20,8 @@ from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
 from titan_moe.kernels.optim.accumulate import launch_accumulate
 from titan_moe.kernels.optim.adamw import Rule, Shard, launch_adamw
+from titan_moe.kernels.optim.adamw_8bit import Shard8, launch_adamw_8bit
+from titan_moe.kernels.optim.moments_8bit import Moment
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
 from titan_moe.kernels.rope.backward import rotary_backward
 from titan_moe.kernels.rope.forward import rotary_forward
@@ -86,6 +88,14 @@ def adamw(param: Tensor, moments: Callable[..., Tensor]) -> None:
     n = param.numel()
     shard = Shard(single(), 2**40 + 1, param, param, moments(n), moments(n))
     launch_adamw(shard, Rule(single(), single(), single(), 0.9, 0.999, 1e-8, 0.1))
+
+
+def adamw_8bit(param: Tensor, map_: Tensor | None) -> None:
+    n = param.numel()
+    codes = torch.empty(n, dtype=torch.uint8, device="meta")
+    moments = (Moment(codes, single(n // 256), map_, is_signed) for is_signed in (True, False))
+    shard = Shard8(single(), 2**40 + 1, param, param, *moments)
+    launch_adamw_8bit(shard, Rule(single(), single(), single(), 0.9, 0.95, 1e-8, 0.1))
 
 
 GEMMS: dict[str, Callable[[], object]] = {
@@ -247,6 +257,9 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "adamw_fp32": lambda: adamw(single(R * D), single),
     "adamw_bf16_moments": lambda: adamw(single(R * D), half),
     "adamw_bf16": lambda: adamw(half(R * D), half),
+    "adamw_int8": lambda: adamw_8bit(single(R * D), single(256)),
+    "adamw_fp8": lambda: adamw_8bit(single(R * D), None),
+    "adamw_fp8_bf16": lambda: adamw_8bit(half(R * D), None),
     "plan_tiles": tiles,
     "counting_sort": lambda: sort_assignments(index(S, K).long(), single(S, K), E, R),
     "counting_sort_512": lambda: sort_assignments(index(S, K).long(), single(S, K), 512, R),

@@ -12,7 +12,8 @@ Scales and rounding are ours, for three reasons:
 
 * A checkpoint has plain fp32 moments, and a resumed run must equal the uninterrupted one. So quantising what was
   dequantised gives the same numbers. In int8 the scale is the element of largest magnitude, with its sign: that element
-  is exactly 1.0, which the signed map has and -1.0 it has not. In fp8 the scale is a power of two.
+  is exactly 1.0, which the signed map has and -1.0 it has not. In fp8 the largest magnitude is always the code of 448,
+  and a scale has 13 significant bits, so its products with codes are exact.
 * Rounding is stochastic. Rounding to nearest drops changes below half the distance of two codes, 3 to 6 % in fp8; at
   beta2 = 0.95, a second moment falls by at most 5 % a step and would stay where it is.
 * A second moment above 0 never becomes 0, but at least the smallest number of its block. The update divides by its
@@ -71,10 +72,9 @@ def quantize_reference(x: Tensor, map_: Tensor | None, is_signed: bool, bits: Te
 
 def _encode_fp8(blocks: Tensor, _: Tensor | None, is_signed: bool, bits: Tensor) -> tuple[Tensor, Tensor]:
     largest = blocks.abs().amax(dim=1).clamp(min=SMALLEST.value)
-    # the power of two that brings the largest into (224, 448]
-    scale_bits = ((largest.view(torch.int32) + 0x1FFFFF) & 0x7F800000) - (8 << 23)
-    scales_B = scale_bits.view(torch.float32)
-    y = blocks.abs() / scales_B[:, None]
+    scales_B = (((largest / 448).view(torch.int32) + 0x400) & ~0x7FF).view(torch.float32)
+    y = (blocks.abs() / scales_B[:, None]).clamp(max=448)
+    y = torch.where(blocks.abs() == largest[:, None], 448.0, y)
     normal = ((y.view(torch.int32) + (bits.int() << 4)) >> 20) - (120 << 3)
     subnormal = torch.floor(y * 512 + bits.float() / 65536).int()
     codes = torch.where(y < 2.0**-6, subnormal, normal)
@@ -115,9 +115,9 @@ def store_moment(
     """`quantize_reference` of a tile [rows, BLOCK], with 16 random bits an element in uint32."""
     largest = tl.max(tl.abs(x), axis=1, keep_dims=True)
     if IS_FP8:
-        scale_bits = ((tl.maximum(largest, SMALLEST).to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - (8 << 23)
-        scale = scale_bits.to(tl.float32, bitcast=True)
-        y = tl.abs(x) * ((254 << 23) - scale_bits).to(tl.float32, bitcast=True)
+        largest = tl.maximum(largest, SMALLEST)
+        scale = (((largest * (1 / 448)).to(tl.int32, bitcast=True) + 0x400) & -0x800).to(tl.float32, bitcast=True)
+        y = tl.where(tl.abs(x) == largest, 448.0, tl.minimum(tl.abs(x) * (1 / scale), 448.0))
         normal = ((y.to(tl.int32, bitcast=True) + (bits << 4).to(tl.int32)) >> 20) - (120 << 3)
         subnormal = (y * 512 + bits.to(tl.float32) * (1 / 65536)).to(tl.int32)
         code = tl.where(y < 0.015625, subnormal, normal)
@@ -129,7 +129,7 @@ def store_moment(
             scale = tl.where(tl.max(x, axis=1, keep_dims=True) >= largest, largest, -largest)
         is_zero = largest < SMALLEST
         scale = tl.where(is_zero, 0.0, scale)
-        y = x * tl.where(is_zero, 0.0, 1 / scale)
+        y = x * tl.where(is_zero, 0.0, 1 / tl.where(is_zero, 1.0, scale))
         # division is approximate here, and the largest must be exactly 1
         size = tl.where(x == scale, 1.0, tl.minimum(tl.abs(y), 1.0))
         size = tl.where(is_zero, 0.0, size)
@@ -157,11 +157,11 @@ def _find_code_below(size, IS_SIGNED: tl.constexpr):
     decade, inverse = _pass_decade(size, 1e-3, 1e2, decade, inverse)
     decade, inverse = _pass_decade(size, 1e-2, 1e1, decade, inverse)
     decade, inverse = _pass_decade(size, 1e-1, 1e0, decade, inverse)
-    count = (2 - IS_SIGNED) << decade
+    count = (tl.zeros_like(decade) + (2 - IS_SIGNED)) << decade
     interval = (size * inverse - 0.1) * (count.to(tl.float32) * (1 / 0.9)) - 0.5
     zero: tl.constexpr = ZERO_SIGNED if IS_SIGNED else -1
     first: tl.constexpr = ZERO_SIGNED if IS_SIGNED else 0
-    return tl.minimum(tl.maximum(zero + count + tl.floor(interval).to(tl.int32), first), 254)
+    return tl.minimum(tl.maximum(count + zero + tl.floor(interval).to(tl.int32), first), 254)
 
 
 @triton.jit
