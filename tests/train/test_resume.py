@@ -186,6 +186,26 @@ def test_resume_of_bf16_moments(tiny, tmp_path: Path) -> None:
     torch.testing.assert_close(changed.column("loss"), torchs.column("loss"), rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize("moments", ["int8", "fp8"])
+def test_resume_of_8bit_moments(tiny, tmp_path: Path, moments: str) -> None:
+    steps = ("--train.steps=4", "--optim.decay_steps=0", "--checkpoint.every_steps=2", "--checkpoint.keep_latest=0")
+    ours = ("--optim.kind=fused_adamw", f"--precision.moments={moments}")
+    straight, torchs = tiny(*steps, *ours), tiny(*steps)
+    assert straight.train() == torchs.train() == 0
+    torch.testing.assert_close(straight.column("loss"), torchs.column("loss"), rtol=5e-3, atol=0)
+    assert {value.dtype for name, value in straight.checkpoint(4).items() if "exp_avg" in name} == {torch.float32}
+
+    resumed = straight.copy(tmp_path / "resumed", last_step=2)
+    assert resumed.train("--checkpoint.is_async=true") == 0
+    assert resumed.trace == straight.trace
+    assert_same_state(resumed.checkpoint(4), straight.checkpoint(4))
+
+    changed = straight.copy(tmp_path / "changed", last_step=2)
+    assert changed.train("--precision.moments=master", "--optim.kind=adamw") == 0
+    assert changed.trace[:3] == straight.trace[:3], "the third step starts from the same weights"
+    torch.testing.assert_close(changed.column("loss"), torchs.column("loss"), rtol=5e-3, atol=0)
+
+
 def test_resume_from_weights_starts_another_run(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tiny("--train.steps=4", "--checkpoint.every_steps=2"), tiny("--train.steps=2")
     assert first.train() == 0
