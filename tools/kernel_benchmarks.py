@@ -13,7 +13,7 @@ from titan_moe.kernels.choose import ROUTE_TOKENS
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
 from titan_moe.kernels.optim.adamw import Rule, Shard
 from titan_moe.kernels.optim.adamw_8bit import Shard8
-from titan_moe.kernels.optim.moments_8bit import NEAREST, Moment, quantize_reference
+from titan_moe.kernels.optim.moments_8bit import BLOCK, Moment
 from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.registry import Sample, Tunable, as_one_graph, load_all
 from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
@@ -199,10 +199,9 @@ def adamw_8bit(num_elements: int, bytes_moved: float, dtype: torch.dtype, is_fp8
         param, grad = (torch.randn(num_elements, device=device, dtype=dtype) for _ in range(2))
         moments = []
         for is_signed in (True, False):
-            map_ = None if is_fp8 else dynamic_map(is_signed, device)
-            x = grad.float() if is_signed else grad.float().square()
-            codes, scales_B = quantize_reference(x, map_, is_signed, NEAREST)
-            moments.append(Moment(codes, scales_B, map_, is_signed))
+            codes = torch.randint(0, 127, (num_elements,), device=device, dtype=torch.uint8)  # e4m3's 127 is NaN
+            scales_B = torch.rand(num_elements // BLOCK, device=device) * 1e-3
+            moments.append(Moment(codes, scales_B, None if is_fp8 else dynamic_map(is_signed, device), is_signed))
         lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
         shard = Shard8(step, 2**40 + 1, param, grad, *moments)
         return Sample("", (shard, Rule(lr, found_inf, grad_factor, 0.9, 0.999, 1e-8, 0.1)), 0)

@@ -358,7 +358,7 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.dp_replicate=2",
         "--precision.moments=fp32",  # what master is
         "--precision.moments=bf16 --optim.kind=fused_adamw",
-        "--precision.moments=int8 --optim.kind=fused_adamw --compile.cudagraph=step --parallel.ep=1 --run.device=cuda",
+        "--precision.moments=int8 --optim.kind=fused_adamw --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--precision.moments=fp8 --precision.master=bf16 --optim.kind=fused_adamw",
         "--precision.moments=fp32 --precision.master=bf16 --optim.kind=fused_adamw",
         "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cpu",  # the reference
