@@ -48,6 +48,10 @@ def draw_shard(is_fp8: bool, shape: tuple[int, ...] = (5, 1024), device: str = "
     return Shard8(torch.tensor(7.0, device=device), 5, *tensors, *moments)
 
 
+def scalar(value: float, device: str = "cpu") -> Tensor:
+    return torch.tensor(value, device=device)
+
+
 def rule(device: str = "cpu", found_inf: float = 0.0, **options) -> Rule:
     scalars = (torch.tensor(value, device=device) for value in (1e-2, found_inf, 0.5))
     return Rule(*scalars, 0.9, 0.95, 1e-8, 0.1, **options)
@@ -194,6 +198,39 @@ def test_triton_round_trip_is_exact(is_fp8: bool, device: str) -> None:
         numbers = dequantize_reference(moment)
         again = quantize(numbers, is_fp8, moment.is_signed)
         assert torch.equal(dequantize_reference(again), numbers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@FORMATS
+def test_triton_finds_every_code(is_fp8: bool, device: str) -> None:
+    """Numbers a quarter of the way between each two neighbours, rounded to nearest; then half of each as it is read."""
+    shard = draw_shard(is_fp8, (4, 256), device)
+    for moment in (shard.exp_avg, shard.exp_avg_sq):
+        moment.scales_B.zero_()
+    if is_fp8:
+        positive = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / 448
+        signed, unsigned = torch.cat([-positive.flip(0), positive]), positive
+    else:
+        signed, unsigned = (dynamic_map(is_signed, torch.device("cpu")) for is_signed in (True, False))
+    for at in (0.25, 0.75):
+        for numbers, is_signed in ((signed, True), (unsigned, False)):
+            between = torch.lerp(numbers[:-1], numbers[1:], at).double()
+            x = torch.ones(4, 256, dtype=torch.float64)
+            for row in x:
+                row[1 : 1 + len(between[:255])] = between[:255]
+            shard.grad.copy_((x if is_signed else x.sqrt()).float())
+            for other in (shard.exp_avg, shard.exp_avg_sq):
+                other.scales_B.zero_()
+            still = rule(device, is_stochastic=False)._replace(beta1=0.0, beta2=0.0, grad_factor=scalar(1.0, device))
+            launch_adamw_8bit(shard, still)
+            moment = shard.exp_avg if is_signed else shard.exp_avg_sq
+            expected = quantize(x.float(), is_fp8, is_signed)
+            assert torch.equal(moment.codes.cpu(), expected.codes)
+            assert torch.equal(moment.scales_B.cpu(), expected.scales_B)
+            before = dequantize_reference(moment)
+            shard.grad.zero_()
+            launch_adamw_8bit(shard, still._replace(beta1=0.5, beta2=0.5))
+            torch.testing.assert_close(dequantize_reference(moment), before / 2, rtol=1e-6, atol=0)
 
 
 def test_triton_adamw_8bit_refuses_fp64() -> None:

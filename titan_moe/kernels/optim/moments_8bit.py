@@ -34,6 +34,7 @@ ZERO_SIGNED: tl.constexpr = tl.constexpr(127)
 """Code of 0 in the signed map of int8. Code c above it has the number of code 254 - c below it, negated."""
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-100)
 """Blocks whose largest magnitude is smaller are 0 in int8. Products of codes and scales are then normal in fp32."""
+LOG2_OF_10: tl.constexpr = tl.constexpr(3.321928094887362)
 NEAREST = 1 << 15
 """Instead of 16 random bits, rounds to nearest."""
 
@@ -94,7 +95,7 @@ def _encode_int8(blocks: Tensor, map_: Tensor | None, is_signed: bool, bits: Ten
 
 
 @triton.jit
-def load_moment(codes_ptr, scales_ptr, map_ptr, index, row, keep, keep_row, IS_FP8: tl.constexpr):
+def load_moment(codes_ptr, scales_ptr, index, row, keep, keep_row, IS_FP8: tl.constexpr, IS_SIGNED: tl.constexpr):
     """`dequantize_reference` on a tile [rows, BLOCK] of elements and [rows, 1] of scales."""
     code = tl.load(codes_ptr + index, mask=keep, other=0).to(tl.int32)
     scale = tl.load(scales_ptr + row, mask=keep_row, other=0.0)
@@ -104,13 +105,13 @@ def load_moment(codes_ptr, scales_ptr, map_ptr, index, row, keep, keep_row, IS_F
         number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
         number = tl.where(code >= 128, -number, number)
     else:
-        number = tl.load(map_ptr + code)
+        number = _decode_int8(code, IS_SIGNED)
     return number * scale
 
 
 @triton.jit
 def store_moment(
-    codes_ptr, scales_ptr, map_ptr, x, bits, index, row, keep, keep_row, IS_FP8: tl.constexpr, IS_SIGNED: tl.constexpr
+    codes_ptr, scales_ptr, x, bits, index, row, keep, keep_row, IS_FP8: tl.constexpr, IS_SIGNED: tl.constexpr
 ):
     """`quantize_reference` of a tile [rows, BLOCK], with 16 random bits an element in uint32."""
     largest = tl.max(tl.abs(x), axis=1, keep_dims=True)
@@ -133,10 +134,7 @@ def store_moment(
         # division is approximate here, and the largest must be exactly 1
         size = tl.where(x == scale, 1.0, tl.minimum(tl.abs(y), 1.0))
         size = tl.where(is_zero, 0.0, size)
-        below = _find_code_below(size, IS_SIGNED)
-        low = tl.load(map_ptr + below)
-        fraction = (size - low) / (tl.load(map_ptr + below + 1) - low)
-        code = below + (bits.to(tl.float32) * (1 / 65536) < fraction).to(tl.int32)
+        code = _encode_int8_magnitude(size, bits.to(tl.float32) * (1 / 65536), IS_SIGNED)
         if IS_SIGNED:
             code = tl.where(y < 0, 254 - tl.minimum(code, 254), code)
     if not IS_SIGNED:
@@ -146,25 +144,44 @@ def store_moment(
 
 
 @triton.jit
-def _find_code_below(size, IS_SIGNED: tl.constexpr):
-    """The code of the largest number of the map that is at most `size` in [0, 1], without a search: the numbers of a
-    decade are the middles of equal intervals. At a number itself, rounding may give the code below."""
-    decade = tl.zeros_like(size).to(tl.int32)
-    inverse = tl.zeros_like(size) + 1e6
-    decade, inverse = _pass_decade(size, 1e-6, 1e5, decade, inverse)
-    decade, inverse = _pass_decade(size, 1e-5, 1e4, decade, inverse)
-    decade, inverse = _pass_decade(size, 1e-4, 1e3, decade, inverse)
-    decade, inverse = _pass_decade(size, 1e-3, 1e2, decade, inverse)
-    decade, inverse = _pass_decade(size, 1e-2, 1e1, decade, inverse)
-    decade, inverse = _pass_decade(size, 1e-1, 1e0, decade, inverse)
-    count = (tl.zeros_like(decade) + (2 - IS_SIGNED)) << decade
-    interval = (size * inverse - 0.1) * (count.to(tl.float32) * (1 / 0.9)) - 0.5
-    zero: tl.constexpr = ZERO_SIGNED if IS_SIGNED else -1
-    first: tl.constexpr = ZERO_SIGNED if IS_SIGNED else 0
-    return tl.minimum(tl.maximum(count + zero + tl.floor(interval).to(tl.int32), first), 254)
+def _decode_int8(code, IS_SIGNED: tl.constexpr):
+    """The map's number of a code, to a few ulp. Decade d has `count` numbers, the middles of equal intervals of
+    [0.1, 1] · 10^(d - 6); count is 2^d with a sign and 2^(d + 1) without. So the exponent of k, the number of the code
+    from the smallest one, is the decade, and its mantissa the place in it."""
+    if IS_SIGNED:
+        k = tl.where(code >= 127, code - 127, 127 - code)
+    else:
+        k = code + 1
+    k_bits = k.to(tl.float32).to(tl.int32, bitcast=True)
+    exponent = (k_bits >> 23) - 127
+    place = ((k_bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True) - 1
+    half_interval = ((126 - exponent) << 23).to(tl.float32, bitcast=True)
+    LAST: tl.constexpr = 6 if IS_SIGNED else 7
+    power = tl.exp2((exponent - LAST).to(tl.float32) * LOG2_OF_10)
+    number = power * (0.1 + 0.9 * (place + half_interval))
+    number = tl.where(code == 255, 1.0, number)
+    if IS_SIGNED:
+        return tl.where(code == 127, 0.0, tl.where(code < 127, -number, number))
+    else:
+        return tl.where(code == 0, 0.0, number)
 
 
 @triton.jit
-def _pass_decade(size, start: tl.constexpr, inverse_end: tl.constexpr, decade, inverse):
-    is_past = size >= start
-    return decade + is_past.to(tl.int32), tl.where(is_past, inverse_end, inverse)
+def _encode_int8_magnitude(size, threshold, IS_SIGNED: tl.constexpr):
+    """The code of the map's number below `size` in [0, 1], or of the one above if `size` lies farther between them than
+    `threshold`. Intervals between two decades, and those to 0 and to 1, have widths of their own. An error of an ulp in
+    the decade or the place is harmless: the two formulas agree where decades meet."""
+    decade = tl.minimum(tl.maximum(tl.floor(tl.log2(size) * (1 / LOG2_OF_10) + 7), 0.0), 6.0)
+    in_decade = size * tl.exp2((6 - decade) * LOG2_OF_10)
+    count = tl.exp2(decade) if IS_SIGNED else 2 * tl.exp2(decade)
+    place = (in_decade - 0.1) * (1 / 0.9) * count - 0.5
+    number = tl.minimum(tl.maximum(tl.floor(place), -1.0), count - 1)
+    fraction = place - number
+    FIRST: tl.constexpr = 0.55 if IS_SIGNED else 0.325
+    before = tl.where(decade == 0, in_decade * (1 / FIRST), 1 + place * (1 / 0.6))
+    fraction = tl.where(number < 0, before, fraction)
+    after = tl.where(decade == 6, fraction * 2, fraction * (1 / 3))
+    fraction = tl.where(number == count - 1, after, fraction)
+    ZERO: tl.constexpr = 127 if IS_SIGNED else -1
+    code = (count + number).to(tl.int32) + ZERO + (threshold < fraction).to(tl.int32)
+    return tl.where(size >= 1.0, 255, code)

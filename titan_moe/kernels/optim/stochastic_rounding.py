@@ -68,11 +68,18 @@ def draw_words(
     seed, block, step, stream: tl.constexpr, QUARTER: tl.constexpr, NUM_ROUNDS: tl.constexpr, IS_NEEDED: tl.constexpr
 ):
     """Four words [QUARTER] for a block of 4·QUARTER elements; zeros if `IS_NEEDED` is false."""
-    zeros = tl.zeros((QUARTER,), dtype=tl.uint32)
+    return draw_words_at(
+        block.to(tl.int64) * QUARTER + tl.arange(0, QUARTER), seed, step, stream, NUM_ROUNDS, IS_NEEDED
+    )
+
+
+@triton.jit
+def draw_words_at(index, seed, step, stream: tl.constexpr, NUM_ROUNDS: tl.constexpr, IS_NEEDED: tl.constexpr):
+    """`draw_words` for numbers of Philox calls in int64, of any shape."""
+    zeros = tl.zeros_like(index).to(tl.uint32)
     if not IS_NEEDED:
         return zeros, zeros, zeros, zeros
     else:
-        index = block.to(tl.int64) * QUARTER + tl.arange(0, QUARTER)
         low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
         return tl.philox(seed, low, high, zeros + step.to(tl.uint32), zeros + stream, NUM_ROUNDS)
 
