@@ -2,8 +2,8 @@
 
 Physics: memory-bound. An fp32 parameter moves 4 + 4 + 4 + 4·1 = 16 bytes, 20 with bf16 moments, 28 with fp32 ones;
 scales add 0.06. A block of 256 elements needs the largest magnitude of its new moments before it stores any, so a
-program keeps four blocks in registers at a time. Numbers of int8's map and their codes are computed: with loads from the
-map, two for a code and one for a number, a step took 2.8 times as long as in fp8. Aim: memory bandwidth.
+program keeps four blocks in registers at a time. Numbers of int8's map and their codes are computed: with loads from
+the map, two for a code and one for a number, a step took 2.8 times as long as in fp8. Aim: memory bandwidth.
 
 One op takes all shards, and everything that changes from step to step is on the device, as in adamw.py.
 """
