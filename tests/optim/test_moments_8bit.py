@@ -74,13 +74,14 @@ def test_large_shards_are_quantized_and_small_or_odd_ones_are_not(moments: str) 
 
 
 class Model(nn.Module):
-    """Dense parameters, one of them whose shards differ in size, one too small, and experts on their own mesh."""
+    """Dense parameters and experts on their own mesh. The bias is too small for 8 bits; so is the second of two shards
+    of `uneven`."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.dense = nn.Linear(512, 32)
-        self.uneven = nn.Parameter(torch.randn(33, 256))
+        self.uneven = nn.Parameter(torch.randn(31, 256))
         self.experts = nn.Parameter(torch.randn(4, 2, 24, 128))
 
 
@@ -139,12 +140,13 @@ def resume(num_ranks: int, moments: str, folder: Path) -> dict[str, Any]:
     return {"saved": loaded, "after": everything(model, optimizers)}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], share: float) -> None:
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], share: float, of_uneven: float = 0) -> None:
     """Each tensor differs by at most this share of its norm; 0 means not at all."""
     assert found.keys() == expected.keys()
     for name, value in found.items():
         error = (value.double() - expected[name].double()).norm()
-        assert error <= share * expected[name].double().norm(), f"{name}: {error}"
+        allowed = max(share, of_uneven if "uneven" in name else 0)
+        assert error <= allowed * expected[name].double().norm(), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("moments", FORMATS)
@@ -152,7 +154,8 @@ def test_8bit_moments_over_ranks_and_checkpoints(ranks: Any, tmp_path: Path, mom
     alone = ranks(1, run, 1, moments, tmp_path / "1")[0]
     both = ranks(2, run, 2, moments, tmp_path / "2")
     name = {"int8": "OptimState8bit", "fp8": "OptimStateFp8"}[moments]
-    assert both[0]["kinds"] == {"dense.weight": name, "dense.bias": "Tensor", "uneven": name, "experts": name}
+    kinds = {"dense.weight": name, "dense.bias": "Tensor", "uneven": name, "experts": name}
+    assert [rank["kinds"] for rank in both] == [kinds, kinds | {"uneven": "Tensor"}]
     for rank in both:
         assert_close(rank["after"], alone["after"], 0.1)  # another layout draws other bits
 
@@ -161,7 +164,8 @@ def test_8bit_moments_over_ranks_and_checkpoints(ranks: Any, tmp_path: Path, mom
         assert_close(rank["after"], both[0]["after"], 0)
     for num_ranks, source, expected in ((1, "2", both[0]), (2, "1", alone)):
         for rank in ranks(num_ranks, resume, num_ranks, moments, tmp_path / source):
-            assert_close(rank["saved"], expected["saved"], 0)
+            # what one rank has in fp32 has 8 bits where the shard is larger
+            assert_close(rank["saved"], expected["saved"], 0, of_uneven=0.05)
             assert_close(rank["after"], expected["after"], 0.1)
 
 

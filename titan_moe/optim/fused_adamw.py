@@ -17,9 +17,9 @@ class FusedAdamW(torch.optim.Optimizer):
     """Our AdamW kernel; its reference on CPUs.
 
     The state has the names and the layout of torch's AdamW, so that each loads checkpoints of the other. The learning
-    rate is a tensor on the device and a step reads nothing on the host, so a CUDA graph can capture it. bf16 values are
-    rounded stochastically. A shard's random bits come from the run's seed, the parameter's number and the shard's
-    offsets: replicas of a shard get equal bits, another layout gets others.
+    rate is a tensor on the device and a step reads nothing on the host, so a CUDA graph can capture it. bf16 values and
+    moments in 8 bits are rounded stochastically. A shard's random bits come from the run's seed, the parameter's number
+    and the shard's offsets: replicas of a shard get equal bits, another layout gets others.
     """
 
     def __init__(

@@ -2,8 +2,10 @@
 
 Physics: memory-bound. An fp32 parameter moves 4 + 4 + 4 + 4·1 = 16 bytes, 20 with bf16 moments, 28 with fp32 ones;
 scales add 0.06. A block of 256 elements needs the largest magnitude of its new moments before it stores any, so a
-program keeps four blocks in registers at a time. Numbers of int8's map and their codes are computed: with loads from
-the map, two for a code and one for a number, a step took 2.8 times as long as in fp8. Aim: memory bandwidth.
+program keeps four blocks in registers at a time. Numbers of int8's map and their codes are computed: loads from the
+map, each thread at another place, took longer. Measured on an H200 (tools/RESULTS.md): fp8 takes as long as bf16
+moments, int8, which has a logarithm and three powers for each moment, twice as long. What it saves is memory. Aim:
+memory bandwidth.
 
 One op takes all shards, and everything that changes from step to step is on the device, as in adamw.py.
 """
@@ -117,7 +119,7 @@ def launch_adamw_8bit(shard: Shard8, rule: Rule) -> None:
         rule.lr, shard.step, rule.found_inf, rule.grad_factor, param.numel(),
         1 - rule.beta1, 1 - rule.beta2, _log(rule.beta1), _log(rule.beta2), rule.eps, rule.weight_decay, shard.seed,
         IS_FP8=is_fp8, ROUND_PARAM=rule.is_stochastic and param.dtype == torch.bfloat16,
-        ROUND_MOMENTS=rule.is_stochastic, QUARTER=QUARTER, BLOCK=BLOCK, NUM_ROUNDS=NUM_ROUNDS, num_warps=8,
+        ROUND_MOMENTS=rule.is_stochastic, QUARTER=QUARTER, BLOCK=BLOCK, NUM_ROUNDS=NUM_ROUNDS, num_warps=4,
     )  # fmt: skip
     if param is not shard.param:
         shard.param.copy_(param)
