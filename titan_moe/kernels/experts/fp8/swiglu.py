@@ -29,26 +29,31 @@ def _swiglu_kernel(
         slot = tl.cast(index, tl.int64)
         gate_ptr, kept_row_ptr = hidden_ptr + slot * 2 * F, kept_ptr + slot * ROW
         score = tl.load(scores_ptr + slot)
-        most_gate_up, most_active = 0.0, 0.0
+        gate, up, active, most, most_active = _load(gate_ptr, features, score, F)
+        for first in range(BLOCK_F, F, BLOCK_F):
+            _, _, _, more, more_active = _load(gate_ptr, first + features, score, F)
+            most, most_active = tl.maximum(most, more), tl.maximum(most_active, more_active)
+        kept_scale, scale = power_of_two(most), power_of_two(most_active)
         for first in range(0, F, BLOCK_F):
-            keep = features < F - first
-            gate = tl.load(gate_ptr + first + features, mask=keep, other=0.0).to(tl.float32)
-            up = tl.load(gate_ptr + F + first + features, mask=keep, other=0.0).to(tl.float32)
-            active = gate * tl.sigmoid(gate) * up * score
-            most_gate_up = tl.maximum(most_gate_up, tl.max(tl.maximum(tl.abs(gate), tl.abs(up)), axis=0))
-            most_active = tl.maximum(most_active, tl.max(tl.abs(active), axis=0))
-        kept_scale, scale = power_of_two(most_gate_up), power_of_two(most_active)
-        for first in range(0, F, BLOCK_F):
-            keep = features < F - first
-            gate = tl.load(gate_ptr + first + features, mask=keep, other=0.0).to(tl.float32)
-            up = tl.load(gate_ptr + F + first + features, mask=keep, other=0.0).to(tl.float32)
-            active = gate * tl.sigmoid(gate) * up * score
+            if F > BLOCK_F:  # or the only piece is still in registers
+                gate, up, active, _, _ = _load(gate_ptr, first + features, score, F)
+            keep = first + features < F
             element: tl.constexpr = active_ptr.dtype.element_ty
             tl.store(active_ptr + slot * F + first + features, (active / scale).to(element), mask=keep)
             tl.store(kept_row_ptr + first + features, (gate / kept_scale).to(element), mask=keep)
             tl.store(kept_row_ptr + F + first + features, (up / kept_scale).to(element), mask=keep)
         tl.store(scale_at(kept_row_ptr, 2 * F), kept_scale)
         tl.store(scales_ptr + slot, scale)
+
+
+@triton.jit
+def _load(gate_ptr, features, score, F: tl.constexpr):
+    """Gate, up and weighted activation of a piece of a slot; the largest of the first two, and of the third."""
+    gate = tl.load(gate_ptr + features, mask=features < F, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + F + features, mask=features < F, other=0.0).to(tl.float32)
+    active = gate * tl.sigmoid(gate) * up * score
+    most = tl.max(tl.maximum(tl.abs(gate), tl.abs(up)), axis=0)
+    return gate, up, active, most, tl.max(tl.abs(active), axis=0)
 
 
 def swiglu(
@@ -68,9 +73,10 @@ def swiglu(
         kept = hidden_R2F.new_empty(num_slots, 2 * num_features + TAIL_BYTES, dtype=CODES)
     active_RF = hidden_R2F.new_empty(num_slots, num_features, dtype=CODES)
     scales_R = torch.empty_like(scores_R)
+    block_f = min(triton.next_power_of_2(num_features), 2048)
     if num_slots:
         _swiglu_kernel[(min(num_slots, MAX_PROGRAMS),)](
             hidden_R2F, scores_R, offsets_e, kept, active_RF, scales_R, base, num_slots, offsets_e.numel(),
-            F=num_features, ROW=kept.shape[1], BLOCK_F=min(triton.next_power_of_2(num_features), 2048), num_warps=4,
+            F=num_features, ROW=kept.shape[1], BLOCK_F=block_f, num_warps=max(block_f // 512, 1),
         )  # fmt: skip
     return active_RF, scales_R, kept

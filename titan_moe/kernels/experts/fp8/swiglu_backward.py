@@ -19,6 +19,9 @@ from torch import Tensor
 from titan_moe.kernels.experts.fp8.rows import CODES, power_of_two, scale_at
 from titan_moe.kernels.experts.tiles import MAX_PROGRAMS, Tiles
 
+TRANSPOSED_CUT = 64, 8
+"""Columns of a thread block of the transposed pass, and its warps."""
+
 
 @triton.jit
 def _swiglu_backward_kernel(
@@ -35,23 +38,19 @@ def _swiglu_backward_kernel(
         slot = tl.cast(index, tl.int64)
         kept_row_ptr, dactive_row_ptr = kept_ptr + slot * ROW, dactive_ptr + slot * F
         score, kept_scale = tl.load(scores_ptr + slot), tl.load(scale_at(kept_row_ptr, 2 * F))
-        dscore, most, most_active = 0.0, 0.0, 0.0
-        for first in range(0, F, BLOCK_F):
-            keep = features < F - first
-            dgate, dup, active, share = _gradients(
-                dactive_row_ptr + first + features, kept_row_ptr + first + features, F, kept_scale, score, keep
+        dgate, dup, most, most_active, dscore = _piece(dactive_row_ptr, kept_row_ptr, features, kept_scale, score, F)
+        for first in range(BLOCK_F, F, BLOCK_F):
+            _, _, more, more_active, share = _piece(
+                dactive_row_ptr, kept_row_ptr, first + features, kept_scale, score, F
             )
-            dscore += tl.sum(share, axis=0)
-            most = tl.maximum(most, tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), axis=0))
-            most_active = tl.maximum(most_active, tl.max(tl.abs(active), axis=0))
+            most, most_active, dscore = tl.maximum(most, more), tl.maximum(most_active, more_active), dscore + share
         scale = power_of_two(most)
         dhidden_row_ptr = dhidden_ptr + slot * 2 * F
         element: tl.constexpr = dhidden_ptr.dtype.element_ty
         for first in range(0, F, BLOCK_F):
-            keep = features < F - first
-            dgate, dup, active, share = _gradients(
-                dactive_row_ptr + first + features, kept_row_ptr + first + features, F, kept_scale, score, keep
-            )
+            if F > BLOCK_F:  # or the only piece is still in registers
+                dgate, dup, _, _, _ = _piece(dactive_row_ptr, kept_row_ptr, first + features, kept_scale, score, F)
+            keep = first + features < F
             tl.store(dhidden_row_ptr + first + features, (dgate / scale).to(element), mask=keep)
             tl.store(dhidden_row_ptr + F + first + features, (dup / scale).to(element), mask=keep)
         tl.store(scales_ptr + slot, scale)
@@ -60,6 +59,17 @@ def _swiglu_backward_kernel(
             row = tl.load(rows_ptr + slot).to(tl.int64)
             tl.store(amax_ptr + slot * 2, most * tl.load(scale_at(x_ptr + row * X_ROW, D)))
             tl.store(amax_ptr + slot * 2 + 1, most_active * tl.load(scale_at(dy_ptr + row * X_ROW, D)))
+
+
+@triton.jit
+def _piece(dactive_ptr, kept_ptr, features, kept_scale, score, F: tl.constexpr):
+    """Gradients of gate and up of a piece of a slot, the largest of them, the largest activation, and the piece's share
+    of the gradient of the score."""
+    dgate, dup, active, share = _gradients(
+        dactive_ptr + features, kept_ptr + features, F, kept_scale, score, features < F
+    )
+    most = tl.max(tl.maximum(tl.abs(dgate), tl.abs(dup)), axis=0)
+    return dgate, dup, most, tl.max(tl.abs(active), axis=0), tl.sum(share, axis=0)
 
 
 @triton.jit
@@ -95,11 +105,12 @@ def swiglu_backward(
     dhidden_R2F = dactive_RF.new_empty(num_slots, 2 * num_features, dtype=CODES)
     scales_R, dscores_R = torch.empty_like(scores_R), torch.empty_like(scores_R)
     amax_R2 = scores_R.new_empty(num_slots, 2)
+    block_f = min(triton.next_power_of_2(num_features), 2048)
     if num_slots:
         _swiglu_backward_kernel[(min(num_slots, MAX_PROGRAMS),)](
             dactive_RF, kept, scores_R, rows_R, offsets_e, base, x, dy, dhidden_R2F, scales_R, dscores_R, amax_R2,
             num_slots, offsets_e.numel(), F=num_features, ROW=kept.shape[1], D=dy.shape[1] - 16, X_ROW=dy.shape[1],
-            BLOCK_F=min(triton.next_power_of_2(num_features), 2048), num_warps=4,
+            BLOCK_F=block_f, num_warps=max(block_f // 512, 1),
         )  # fmt: skip
     return dhidden_R2F, scales_R, dscores_R, amax_R2
 
@@ -174,6 +185,7 @@ def transposed_factors(
     amax_R2: Tensor,
     tiles: Tiles,
     base: Tensor | None = None,
+    cut: tuple[int, int] = TRANSPOSED_CUT,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the gradients of weights sum over slots, in e4m3: gradients of the pre-activation [2F, 128·M] times the
     scales of x, weighted activations [F, 128·M] times the scales of dy; and scales [e, 2].
@@ -186,10 +198,10 @@ def transposed_factors(
     active = dactive_RF.new_empty(num_features, num_columns, dtype=CODES)
     scales_e2 = amax_R2.new_empty(offsets_e.numel(), 2)
     _scales_kernel[(offsets_e.numel(),)](amax_R2, offsets_e, scales_e2, BLOCK=4096, num_warps=8)
-    block_f = 32
+    block_f, num_warps = cut
     _transposed_kernel[(tiles.experts_M.numel(), triton.cdiv(num_features, block_f))](
         dactive_RF, kept, scores_R, rows_R, base, x, dy, scales_e2, *tiles[:3], dhidden, active, num_columns,
         F=num_features, ROW=kept.shape[1], D=dy.shape[1] - 16, X_ROW=dy.shape[1],
-        BLOCK_R=tiles.rows, BLOCK_F=block_f, num_warps=4,
+        BLOCK_R=tiles.rows, BLOCK_F=block_f, num_warps=num_warps,
     )  # fmt: skip
     return dhidden, active, scales_e2
