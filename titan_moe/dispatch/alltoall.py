@@ -18,6 +18,7 @@ from torch import Tensor
 from titan_moe.config.dispatchers import ALLTOALL
 from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.collectives import SYNC, Collectives, all_to_all
+from titan_moe.dispatch.wire import PLAIN
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 from titan_moe.kernels.permute.rows import gather_rows, sum_slots
 
@@ -58,11 +59,12 @@ class AllToAllDispatcher(TokenDispatcher):
         group: dist.ProcessGroup,
         permute: Permute = sort_by_expert,
         collectives: Collectives = SYNC,
+        wire: str = PLAIN,
     ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `group`; `collectives` are synchronous or
-        asynchronous."""
+        asynchronous; `wire` is how rows and gradients of results travel (wire.py)."""
         super().__init__(permute)
-        self.group, self.collectives = group, collectives
+        self.group, self.collectives, self.wire = group, collectives, wire
         self.num_ranks = group.size()
         self.num_local_experts = num_experts // group.size()
         self.first_expert = self.num_local_experts * dist.get_rank(group)
@@ -81,23 +83,26 @@ class AllToAllDispatcher(TokenDispatcher):
         start, splits = self.collectives.all_to_all.start, self._splits(exchange)
         ids_SK = start(exchange.ids_TK[exchange.tokens_U].int(), *splits)
         scores_SK = start(gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP), *splits)
-        x_SD = start(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP), *splits)
+        x_SD = start(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP), *splits, self.wire, PLAIN)
         return PendingDispatch(ids_SK, scores_SK, x_SD)
 
     def finish_dispatch(self, pending: PendingDispatch, exchange: AllToAllExchange) -> Routed:
         wait, splits = self.collectives.all_to_all.wait, self._splits(exchange)
         slots = self._permute(wait(pending.ids_SK, *splits), wait(pending.scores_SK, *splits), exchange.num_slots)
-        return routed(wait(pending.x_SD, *splits), slots, exchange)
+        return routed(wait(pending.x_SD, *splits, self.wire, PLAIN), slots, exchange)
 
     def start_combine(self, y_SD: Tensor, exchange: AllToAllExchange) -> Pending:
-        return self.collectives.all_to_all.start(y_SD, exchange.rows_sent, exchange.rows_received, self.group)
+        return self.collectives.all_to_all.start(y_SD, *self._splits_of_results(exchange), PLAIN, self.wire)
 
     def finish_combine(self, pending: Pending, exchange: AllToAllExchange) -> Tensor:
-        y_UD = self.collectives.all_to_all.wait(pending, exchange.rows_sent, exchange.rows_received, self.group)
+        y_UD = self.collectives.all_to_all.wait(pending, *self._splits_of_results(exchange), PLAIN, self.wire)
         return sum_slots(y_UD, exchange.tokens_U, exchange.copies_TP)
 
     def _splits(self, exchange: AllToAllExchange) -> tuple[list[int], list[int], dist.ProcessGroup]:
         return exchange.rows_received, exchange.rows_sent, self.group
+
+    def _splits_of_results(self, exchange: AllToAllExchange) -> tuple[list[int], list[int], dist.ProcessGroup]:
+        return exchange.rows_sent, exchange.rows_received, self.group
 
     def _permute(self, ids_SK: Tensor, scores_SK: Tensor, num_slots: int) -> Permutation:
         ids_SK = ids_SK - self.first_expert

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.collectives import Collective, Collectives, sum_of_parts
+from titan_moe.dispatch.wire import PLAIN, pack, unpack
 
 _wait = torch.ops._c10d_functional.wait_tensor
 
@@ -74,14 +75,15 @@ class PendingRows(NamedTuple):
 class _StartAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, handle: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str
-    ) -> Tensor:
-        ctx.handle = handle
-        return _exchange(x, received, sent, group)
+        ctx: Any, x: Tensor, handle: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str,
+        wire: str, gradient_wire: str,
+    ) -> Tensor:  # fmt: skip
+        ctx.handle, ctx.gradient_wire = handle, gradient_wire
+        return _exchange(pack(x, wire), received, sent, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _wait(ctx.handle.take()), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return unpack(_wait(ctx.handle.take()), ctx.gradient_wire), *(None,) * 6
 
 
 class _WaitAllToAll(torch.autograd.Function):
@@ -89,16 +91,19 @@ class _WaitAllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, handle: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str
-    ) -> Tensor:
+        ctx: Any, x: Tensor, handle: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str,
+        wire: str, gradient_wire: str,
+    ) -> Tensor:  # fmt: skip
         save_empty_for_recompute(ctx, x)
         ctx.handle, ctx.received, ctx.sent, ctx.group = handle, received, sent, group
-        return _wait(x)
+        ctx.gradient_wire, ctx.shape = gradient_wire, x.shape
+        return unpack(_wait(x), wire)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        ctx.handle.pending = _exchange(grad, ctx.sent, ctx.received, ctx.group)
-        return grad, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.handle.pending = _exchange(pack(grad, ctx.gradient_wire), ctx.sent, ctx.received, ctx.group)
+        # of the shape that autograd requires, and never read
+        return grad if grad.shape == ctx.shape else grad.new_empty(()).expand(ctx.shape), *(None,) * 6
 
 
 class _StartAllGather(torch.autograd.Function):
@@ -146,15 +151,28 @@ class _WaitReduceScatter(torch.autograd.Function):
         return _gather(grad, ctx.group, ctx.num_ranks), None, None
 
 
-def _start_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> PendingRows:
+def _start_all_to_all(
+    x: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: dist.ProcessGroup,
+    wire: str = PLAIN,
+    gradient_wire: str = PLAIN,
+) -> PendingRows:
     handle = GradientHandle()
-    return PendingRows(_StartAllToAll.apply(x, handle, received, sent, group.group_name), handle)
+    pending = _StartAllToAll.apply(x, handle, received, sent, group.group_name, wire, gradient_wire)
+    return PendingRows(pending, handle)
 
 
 def _wait_all_to_all(
-    rows: PendingRows, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+    rows: PendingRows,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: dist.ProcessGroup,
+    wire: str = PLAIN,
+    gradient_wire: str = PLAIN,
 ) -> Tensor:
-    return _WaitAllToAll.apply(*rows, received, sent, group.group_name)
+    return _WaitAllToAll.apply(*rows, received, sent, group.group_name, wire, gradient_wire)
 
 
 ASYNC = Collectives(

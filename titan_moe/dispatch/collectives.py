@@ -19,28 +19,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from titan_moe.dispatch.wire import PLAIN, pack, unpack
+
 # torch 2.13 renamed it, and warns of the old name
 all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @torch.library.custom_op("titan_moe::all_to_all", mutates_args=())
-def _all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    out = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=_resolve_process_group(group))
-    return out
+def _all_to_all(
+    x: Tensor, received: Sequence[int], sent: Sequence[int], group: str, wire: str = PLAIN, gradient_wire: str = PLAIN
+) -> Tensor:
+    packed = pack(x, wire)
+    out = packed.new_empty(sum(received), *packed.shape[1:])
+    dist.all_to_all_single(out, packed.contiguous(), list(received), list(sent), group=_resolve_process_group(group))
+    return unpack(out, wire)
 
 
 _all_to_all.register_fake(lambda x, received, *_: x.new_empty(sum(received), *x.shape[1:]))
 
 
 def _save_splits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.received, ctx.sent, ctx.group = inputs
+    _, ctx.received, ctx.sent, ctx.group, ctx.wire, ctx.gradient_wire = inputs
 
 
-_all_to_all.register_autograd(
-    lambda ctx, grad: (_all_to_all(grad, ctx.sent, ctx.received, ctx.group), None, None, None),
-    setup_context=_save_splits,
-)
+def _send_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    dx = _all_to_all(grad, ctx.sent, ctx.received, ctx.group, ctx.gradient_wire, ctx.wire)
+    return dx, None, None, None, None, None
+
+
+_all_to_all.register_autograd(_send_gradient, setup_context=_save_splits)
 
 
 @torch.library.custom_op("titan_moe::all_gather", mutates_args=())
@@ -83,12 +90,21 @@ def sum_of_parts(parts: Tensor, num_ranks: int) -> Tensor:
     return parts.unflatten(0, (num_ranks, -1)).sum(0, dtype=dtype).to(parts.dtype, copy=True)
 
 
-def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: dist.ProcessGroup,
+    wire: str = PLAIN,
+    gradient_wire: str = PLAIN,
+) -> Tensor:
     """Send `sent[p]` rows of x to each rank p and receive `received[p]` rows from it, in rank order.
+
+    Rows travel by `wire`, their gradients by `gradient_wire` (wire.py).
 
     Shapes: [sum(sent), ...] -> [sum(received), ...].
     """
-    return _all_to_all(x, received, sent, group.group_name)
+    return _all_to_all(x, received, sent, group.group_name, wire, gradient_wire)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -114,7 +130,7 @@ class Collectives(NamedTuple):
     """The collectives of a dispatcher, synchronous or asynchronous."""
 
     all_to_all: Collective
-    """(x, received, sent, group), as the function of that name."""
+    """(x, received, sent, group, wire, gradient_wire), as the function of that name."""
     all_gather: Collective
     """(x, group)"""
     reduce_scatter: Collective

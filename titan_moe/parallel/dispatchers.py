@@ -12,6 +12,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.wire import PLAIN
 from titan_moe.kernels.permute.permutation import Permute
 
 COLLECTIVES = {"none": SYNC, "microbatch": ASYNC}
@@ -28,6 +29,7 @@ class DispatcherInputs(NamedTuple):
     capacity: ExpertCapacity  # of all layers together, for a dispatcher that can be bounded
     overlap: str = "none"  # `parallel.overlap`; "tile" needs fused experts, as an arena does
     memory: SymmMemory | None = None  # for a dispatcher that shares memory
+    wire: str = PLAIN  # how rows travel (dispatch/wire.py), for a dispatcher that can pack them
 
 
 Builder = Callable[[DispatcherInputs], TokenDispatcher]
@@ -43,12 +45,13 @@ def _allgather(inputs: DispatcherInputs) -> TokenDispatcher:
 
 
 def _alltoall(inputs: DispatcherInputs) -> TokenDispatcher:
-    return AllToAllDispatcher(inputs.num_experts, inputs.group, inputs.permute, COLLECTIVES[inputs.overlap])
+    collectives = COLLECTIVES[inputs.overlap]
+    return AllToAllDispatcher(inputs.num_experts, inputs.group, inputs.permute, collectives, inputs.wire)
 
 
 def _symm_mem(inputs: DispatcherInputs) -> TokenDispatcher:
     assert inputs.memory is not None, "parallel.symm_memory opens it"
-    of = (inputs.num_experts, inputs.memory, inputs.permute, inputs.capacity, inputs.num_routed_experts)
+    of = (inputs.num_experts, inputs.memory, inputs.permute, inputs.capacity, inputs.num_routed_experts, inputs.wire)
     if inputs.capacity.arena is None and inputs.overlap != "tile":
         return SymmMemDispatcher(*of)
     return SymmMemFusedDispatcher(*of, overlaps=inputs.overlap == "tile")

@@ -16,6 +16,8 @@ from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemClon
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemory
+from titan_moe.dispatch.wire import FP8, PLAIN
+from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.dispatchers import DispatcherInputs, build_dispatcher
@@ -157,7 +159,9 @@ def _set_dispatcher(
     """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
     num_experts, num_replicas = len(moe.experts.down), config.fixed_expert_clones
     num_slots = num_experts + config.ep * num_replicas
-    inputs = DispatcherInputs(num_slots, num_experts, group, moe.dispatcher.permute, capacity, config.overlap, memory)
+    wire = FP8 if moe.experts.mlp is fp8_expert_mlp else PLAIN
+    of_layer = (num_slots, num_experts, group, moe.dispatcher.permute)
+    inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, wire)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)
     if num_replicas:
         moe.dispatcher = CloningDispatcher(moe.dispatcher, num_experts, num_replicas, group, memory)

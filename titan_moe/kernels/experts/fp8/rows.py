@@ -47,6 +47,33 @@ def dequantize_rows(packed: Tensor) -> Tensor:
     return codes_SD.float() * scales_S[:, None]
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _unpack_rows_kernel(
+    packed_ptr, out_ptr, count_ptr, num_rows, D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    if count_ptr is not None:
+        num_rows = tl.minimum(num_rows, tl.load(count_ptr))
+    columns = tl.arange(0, BLOCK_D)
+    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        codes = tl.load(packed_ptr + row * ROW + columns, mask=columns < D, other=0.0).to(tl.float32)
+        x = codes * tl.load(scale_at(packed_ptr + row * ROW, D))
+        tl.store(out_ptr + row * D + columns, x.to(out_ptr.dtype.element_ty), mask=columns < D)
+
+
+def unpack_rows(packed: Tensor, dtype: torch.dtype, count: Tensor | None = None) -> Tensor:
+    """Packed rows -> [S, D] in `dtype`, exact in bf16. `count`, one int32 on the device, is the number of rows if it is
+    less than S; rows past it are not written."""
+    num_rows, width = packed.shape[0], packed.shape[1] - TAIL_BYTES
+    out_SD = torch.empty(num_rows, width, dtype=dtype, device=packed.device)
+    if num_rows:
+        _unpack_rows_kernel[(min(num_rows, MAX_PROGRAMS),)](
+            packed, out_SD, count, num_rows, D=width, ROW=packed.shape[1], BLOCK_D=triton.next_power_of_2(width),
+            num_warps=8 if width > 2048 else 4,
+        )  # fmt: skip
+    return out_SD
+
+
 @triton.jit
 def power_of_two(amax):
     """The smallest power of two that brings `amax`, fp32, to at most 448; 1 for 0."""
