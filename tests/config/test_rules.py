@@ -305,9 +305,9 @@ def test_rules_each_have_a_broken_recipe() -> None:
         ),
         ("--precision.format=fp8_blockwise", 8, 'precision.experts = "fp8_blockwise" has no native kernels yet'),
         (
-            "--precision.experts=fp8_rowwise --precision.wgrad=compute --perf.kernels=fused",
+            "--precision.experts=fp8_rowwise --precision.dgrad=compute --perf.kernels=fused",
             8,
-            'precision.experts = "fp8_rowwise" rounds all GEMMs of experts, and precision.wgrad = "compute"',
+            'precision.experts = "fp8_rowwise" rounds the gradients of rows, and precision.dgrad = "compute"',
         ),
         (
             "--precision.experts=fp8_rowwise --perf.kernels=fused --parallel.expert_clones=1",

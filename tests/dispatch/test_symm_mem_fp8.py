@@ -10,7 +10,12 @@ import pytest
 import torch
 from support import load
 
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.fp8.mlp import (
+    FP8_MLPS,
+    fp8_expert_mlp,
+    fp8_expert_mlp_with_plain_weight_gradients,
+)
 
 fused, in_arena = load("dispatch/test_symm_mem_fused"), load("dispatch/test_symm_mem_mlp")
 equal_local = fused.equal_local
@@ -42,9 +47,16 @@ def test_files_carry_rows_in_fp8(ranks: Any, tmp_path: Path, most_slots: float) 
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("ways", [("kept", "too small"), ("lifted",), ("checkpointed",), ("compiled",)])
-def test_files_of_an_arena_keep_rows_in_fp8(ranks: Any, tmp_path: Path, ways: tuple[str, ...]) -> None:
-    in_arena.check_ways(ranks(2, in_arena.run_ways, str(tmp_path), ways, True, 0, fp8_expert_mlp))
+@pytest.mark.parametrize(
+    ("ways", "mlp"),
+    [
+        (("kept", "too small"), fp8_expert_mlp),
+        (("lifted",), fp8_expert_mlp_with_plain_weight_gradients),
+        (("checkpointed", "compiled"), fp8_expert_mlp),
+    ],
+)
+def test_files_of_an_arena_keep_rows_in_fp8(ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: ExpertMLP) -> None:
+    in_arena.check_ways(ranks(2, in_arena.run_ways, str(tmp_path), ways, True, 0, mlp))
 
 
 @fused.with_gpus
@@ -56,4 +68,5 @@ def test_gpus_carry_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int) -> None:
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_gpus_of_an_arena_keep_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int, overlaps: bool) -> None:
     ways = tuple(in_arena.WAYS)
-    in_arena.check_ways(ranks_of_a_size(num_ranks, in_arena.run_ways, None, ways, overlaps, 0, fp8_expert_mlp))
+    for mlp in FP8_MLPS:
+        in_arena.check_ways(ranks_of_a_size(num_ranks, in_arena.run_ways, None, ways, overlaps, 0, mlp))

@@ -21,7 +21,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.plan.loads import LayerLoads
@@ -130,7 +130,7 @@ def run_ways(
             device,
             is_checkpointed=wrap == "checkpoint",
             num_replicas=num_replicas,
-            is_fp8=mlp is fp8_expert_mlp,
+            is_fp8=mlp in FP8_MLPS,
         )
         dispatcher.capacity = inner.capacity = capacity
         with capacity.unbounded() if is_lifted else nullcontext():

@@ -124,7 +124,7 @@ def test_native_experts_have_the_kernels_of_their_formats() -> None:
     assert layer.mlp is fp8_expert_mlp and layer.quantize is not None
 
 
-@pytest.mark.parametrize(("formats", "weighs_input"), [(ROWWISE, True), (replace(ROWWISE, wgrad="compute"), False)])
+@pytest.mark.parametrize(("formats", "weighs_input"), [(ROWWISE, True), (replace(ROWWISE, dgrad="compute"), False)])
 def test_experts_without_kernels_are_refused(formats: GemmFormats, weighs_input: bool) -> None:
     with pytest.raises(RecipeError, match='no native kernels for this model; take precision.experts = "compute", or'):
         experts.convert_experts(GroupedExperts(2, 16, 16), formats, "native", weighs_input=weighs_input)

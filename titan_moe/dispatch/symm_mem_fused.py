@@ -30,13 +30,13 @@ from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory
 from titan_moe.dispatch.symm_mem_mlp import Sizes, forward
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, operands
+from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS, fp8_expert_mlp, operands
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
 from titan_moe.kernels.experts.weights import ExpertWeights
 
 OPERANDS: dict[ExpertMLP, Callable[[ExpertWeights], list[Tensor]]] = {
     fused_expert_mlp: matrices,
-    fp8_expert_mlp: operands,
+    **dict.fromkeys(FP8_MLPS, operands),
 }
 """What the operation takes of weights, for each MLP whose stages it has."""
 USUAL_LOAD = 1.25
@@ -78,8 +78,9 @@ class PeerTokens(NamedTuple):
         if mlp not in OPERANDS:
             raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
         ids_TK, scores_TK, plan, _ = self.sent
+        of = self.of._replace(rounds_weight_gradients=int(mlp in (fused_expert_mlp, fp8_expert_mlp)))
         y_TD, overflowed, *_, offsets_e = forward(
-            rows, scores_TK, [ids_TK, *plan[:3]], OPERANDS[mlp](weights), *self.memory, [*self.of]
+            rows, scores_TK, [ids_TK, *plan[:3]], OPERANDS[mlp](weights), *self.memory, [*of]
         )
         return CombinedOutput(y_TD, overflowed, offsets_e)
 

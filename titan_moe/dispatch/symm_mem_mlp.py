@@ -56,6 +56,8 @@ class Sizes(NamedTuple):
     """Handle of the arena of what backward needs; without one, autograd keeps it."""
     overlaps: int
     """1 if copy blocks get and put rows beside the GEMMs, 0 if rows are got before and put after them."""
+    rounds_weight_gradients: int = 1
+    """0 for experts in fp8 whose weight gradients are in bf16."""
 
 
 class _Kept(NamedTuple):
@@ -207,7 +209,8 @@ def backward(
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int], is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
-    of, stages = Sizes(*sizes), stages_of(weights)
+    of = Sizes(*sizes)
+    stages = stages_of(weights, rounds_weight_gradients=bool(of.rounds_weight_gradients))
     x_SW, hidden, base, *of_slots = kept
     slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
     peers = _peers(plan, memory, peer_ptrs_P, rank, of, dy_TD, weights)

@@ -7,7 +7,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.arena import has_arena
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.layers.moe import MoE
 from titan_moe.memory.recompute import RECOMPUTED
@@ -24,7 +24,8 @@ def give_arena(model: nn.Module, recipe: Recipe, device: torch.device, capacity:
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     mlps = {moe.experts.mlp for moe in layers}
-    are_fused = mlps in ({fused_expert_mlp}, {fp8_expert_mlp})
+    is_fp8 = mlps <= set(FP8_MLPS)
+    are_fused = is_fp8 or mlps == {fused_expert_mlp}
     shapes = {tuple(moe.experts.down.shape[1:]) for moe in layers}
     if not are_fused or not has_arena(recipe, "fused") or len(shapes) != 1:
         return
@@ -35,7 +36,7 @@ def give_arena(model: nn.Module, recipe: Recipe, device: torch.device, capacity:
         if max(counts) > 1 or sum(counts) < len(layers):
             return
     ((width, hidden),) = shapes
-    is_fp8, dtype = mlps == {fp8_expert_mlp}, DTYPES[recipe.precision.compute]
+    dtype = DTYPES[recipe.precision.compute]
     arena = Arena(width, hidden, dtype, device, is_checkpointed=is_checkpointed, is_fp8=is_fp8)
     capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=len(layers)))
     model.register_forward_pre_hook(lambda *_: capacity.start_forward())

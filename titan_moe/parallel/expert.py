@@ -17,7 +17,7 @@ from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemory
 from titan_moe.dispatch.wire import FP8, PLAIN
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.dispatchers import DispatcherInputs, build_dispatcher
@@ -159,7 +159,7 @@ def _set_dispatcher(
     """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
     num_experts, num_replicas = len(moe.experts.down), config.fixed_expert_clones
     num_slots = num_experts + config.ep * num_replicas
-    wire = FP8 if moe.experts.mlp is fp8_expert_mlp else PLAIN
+    wire = FP8 if moe.experts.mlp in FP8_MLPS else PLAIN
     of_layer = (num_slots, num_experts, group, moe.dispatcher.permute)
     inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, wire)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)

@@ -2,13 +2,20 @@
 
 from titan_moe.config import RecipeError
 from titan_moe.config.formats import GemmFormats
-from titan_moe.kernels.experts.composite_mlp import composite
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, quantize_experts
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
+from titan_moe.kernels.experts.fp8.mlp import (
+    fp8_expert_mlp,
+    fp8_expert_mlp_with_plain_weight_gradients,
+    quantize_experts,
+)
 from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.precision.requirements import require_torchao
 
-NATIVE = GemmFormats(fprop="fp8_rowwise", dgrad="fp8_rowwise", wgrad="fp8_rowwise")
+NATIVE: dict[GemmFormats, ExpertMLP] = {
+    GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise"): fp8_expert_mlp,
+    GemmFormats("fp8_rowwise", "fp8_rowwise", "compute"): fp8_expert_mlp_with_plain_weight_gradients,
+}
 """What the kernels of experts compute."""
 
 
@@ -22,8 +29,8 @@ def convert_experts(experts: GroupedExperts, formats: GemmFormats, backend: str,
             require_torchao('precision.experts = "mxfp8"')  # which defines its bits
         is_rowwise = formats.fprop == "fp8_rowwise"  # powers of two, as in native experts and torchao's linear layers
         experts.mlp = composite(emulated_grouped_mm(formats, is_rowwise), weighs_input=weighs_input)
-    elif formats == NATIVE and not weighs_input:
-        experts.mlp, experts.quantize = fp8_expert_mlp, quantize_experts
+    elif formats in NATIVE and not weighs_input:
+        experts.mlp, experts.quantize = NATIVE[formats], quantize_experts
     else:
         raise RecipeError(
             [

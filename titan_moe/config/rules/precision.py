@@ -87,7 +87,7 @@ def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str
         )
 
 
-@rule("kernels in fp8 are those of fused experts; they round all three GEMMs, and copies of experts have no codes")
+@rule("kernels in fp8 are those of fused experts; gradients of rows have no others, and clones have no codes")
 def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if not has_native_experts(recipe):
@@ -97,9 +97,8 @@ def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
         needs = recipe.model.moe.unmet_needs_of_fused
         also = f" and {' and '.join(needs)}" if needs else ""
         yield f'{setting} has no native kernels with perf.kernels = "{experts}"; take "fused"{also}, {way_out}'
-    for key in ("dgrad", "wgrad"):
-        if getattr(p, key) == "compute":
-            yield f'{setting} rounds all GEMMs of experts, and precision.{key} = "compute"; take "format", {way_out}'
+    if p.dgrad == "compute":
+        yield f'{setting} rounds the gradients of rows, and precision.dgrad = "compute"; take "format", {way_out}'
     if recipe.parallel.fixed_expert_clones:
         clones = recipe.parallel.expert_clones
         yield f"{setting} has no clones, and parallel.expert_clones = {clones}; take 0, {way_out}"

@@ -79,10 +79,11 @@ class Stages(Protocol):
         """Gradients of gate_up and down, in one piece each."""
 
 
-def stages_of(weights: Tensors) -> Stages:
-    """The stages for weights as operations take them: own ones and clones, or own ones and their codes in fp8."""
+def stages_of(weights: Tensors, *, rounds_weight_gradients: bool = True) -> Stages:
+    """The stages for weights as operations take them: own ones and clones, or own ones and their codes in fp8, with
+    GEMMs of weight gradients in fp8 or in bf16."""
     if _have_codes(weights):
-        return Fp8Stages(QuantizedExperts.of(weights[NUM_PARAMETERS:]))
+        return Fp8Stages(QuantizedExperts.of(weights[NUM_PARAMETERS:]), rounds_weight_gradients)
     return PlainStages(ExpertWeights.of(weights).join())
 
 
@@ -177,6 +178,7 @@ class Fp8Stages(NamedTuple):
     """In e4m3: rows travel and are kept as codes with their scales behind them."""
 
     weights: QuantizedExperts
+    rounds_weight_gradients: bool
 
     def pack(self, x_TD: Tensor) -> Tensor:
         return quantize_rows(x_TD).view(x_TD.dtype)
@@ -235,4 +237,7 @@ class Fp8Stages(NamedTuple):
         tiles: Tiles,
         base: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return fp8_stages.dw(dy_SW.view(CODES), x_SW.view(CODES), slots, gradients, hidden, tiles, base)
+        dy, x = dy_SW.view(CODES), x_SW.view(CODES)
+        if not self.rounds_weight_gradients:
+            return fp8_stages.plain_dw(dy, x, slots, gradients, hidden, base)
+        return fp8_stages.dw(dy, x, slots, gradients, hidden, tiles, base)

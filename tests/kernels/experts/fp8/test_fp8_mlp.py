@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import composite
 from titan_moe.kernels.experts.fp8 import stages
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, operands, quantize_experts
+from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS, fp8_expert_mlp, operands, quantize_experts
 from titan_moe.kernels.experts.fp8.rows import dequantize_rows, quantize_rows, quantize_rows_reference
 from titan_moe.kernels.experts.fp8.stages import QuantizedExperts
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
@@ -163,6 +163,17 @@ def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype:
         assert actual[key].isfinite().all()
         errors = decibels(expected, actual[key]), decibels(expected, emulated[key])
         assert errors[0] > errors[1] - (2.0 if key == "y" else LOSS_OF_KEPT_DB), (key, errors)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_plain_weight_gradients_have_one_rounding_less(device: str, dtype: torch.dtype) -> None:
+    case = draw("skewed", device, dtype)
+    exact = run(composite(grouped_mm_reference), case, torch.float64)
+    rounded, plain = (run(mlp, case) for mlp in FP8_MLPS)
+    for key in ("y", "dx", "dscores"):
+        assert torch.equal(plain[key], rounded[key])
+    for key in ("dgate_up", "ddown"):
+        assert decibels(exact[key], plain[key]) > decibels(exact[key], rounded[key])
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fp8 import stages
 from titan_moe.kernels.experts.fp8.rows import CODES, RESULTS, TAIL_BYTES, quantize_rows
 from titan_moe.kernels.experts.fp8.stages import HiddenGradients, QuantizedExperts
@@ -71,13 +72,15 @@ def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor) ->
 
 
 @torch.library.custom_op("titan_moe::fp8_expert_mlp_dw", mutates_args=())
-def _dw(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor) -> tuple[Tensor, Tensor]:
-    at = ExpertSlots(*slots)
-    return stages.dw(dy, x, at, HiddenGradients(*gradients), kept, _tiles(at))
+def _dw(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor, rounds: bool) -> tuple[Tensor, Tensor]:
+    at, of_hidden = ExpertSlots(*slots), HiddenGradients(*gradients)
+    if not rounds:
+        return stages.plain_dw(dy, x, at, of_hidden, kept)
+    return stages.dw(dy, x, at, of_hidden, kept, _tiles(at))
 
 
 @_dw.register_fake
-def _(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor, rounds: bool) -> tuple[Tensor, Tensor]:
     num_experts, dactive_RF = ExpertSlots(*slots).offsets_e.shape[0], HiddenGradients(*gradients).dactive_RF
     hidden, width = dactive_RF.shape[1], x.shape[1] - TAIL_BYTES
     return dactive_RF.new_empty(num_experts, 2, hidden, width), dactive_RF.new_empty(num_experts, width, hidden)
@@ -116,8 +119,11 @@ def operands(weights: ExpertWeights) -> list[Tensor]:
 
 class _Fp8ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, *tensors: Tensor) -> Tensor:
-        slots, quantized = tensors[:4], tensors[6:]
+    def forward(ctx: Any, rounds_weight_gradients: bool, *tensors: Tensor) -> Tensor:
+        # two parameters and the rest, as in fused_mlp.py
+        x_SD, *slots = tensors[:5]
+        quantized = tensors[7:]
+        ctx.rounds_weight_gradients = rounds_weight_gradients
         y_SD, x, kept = _forward(x_SD, slots, quantized)
         ctx.save_for_backward(x, kept, *slots, *quantized)
         return y_SD
@@ -127,8 +133,10 @@ class _Fp8ExpertMLP(torch.autograd.Function):
         x, kept, *saved = ctx.saved_tensors
         slots, quantized = saved[:4], saved[4:]
         dx_SD, dscores_R, dy, *gradients = _backward(dy_SD.contiguous(), x, slots, quantized, kept)
-        grads = _dw(dy, x, slots, gradients, kept) if any(ctx.needs_input_grad[5:7]) else (None, None)
-        return dx_SD, None, None, dscores_R, None, *grads, *(None,) * len(quantized)
+        grads: tuple[Tensor | None, ...] = (None, None)
+        if any(ctx.needs_input_grad[6:8]):
+            grads = _dw(dy, x, slots, gradients, kept, ctx.rounds_weight_gradients)
+        return None, dx_SD, None, None, dscores_R, None, *grads, *(None,) * len(quantized)
 
 
 def fp8_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
@@ -136,8 +144,24 @@ def fp8_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> 
 
     Raises: ValueError for experts with biases or clones.
     """
+    return _run(x_SD, slots, weights, rounds_weight_gradients=True)
+
+
+def fp8_expert_mlp_with_plain_weight_gradients(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+    """The same, with weight gradients by GEMMs in bf16.
+
+    Raises: ValueError for experts with biases or clones.
+    """
+    return _run(x_SD, slots, weights, rounds_weight_gradients=False)
+
+
+def _run(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, *, rounds_weight_gradients: bool) -> Tensor:
     slots = slots._replace(scores_R=slots.scores_R.contiguous())
-    return _Fp8ExpertMLP.apply(x_SD.contiguous(), *slots, *operands(weights))
+    return _Fp8ExpertMLP.apply(rounds_weight_gradients, x_SD.contiguous(), *slots, *operands(weights))
+
+
+FP8_MLPS: tuple[ExpertMLP, ...] = (fp8_expert_mlp, fp8_expert_mlp_with_plain_weight_gradients)
+"""Those whose rows and pre-activations are in fp8."""
 
 
 @register_flop_formula([torch.ops.titan_moe.fp8_expert_mlp, torch.ops.titan_moe.fp8_expert_mlp_dx])

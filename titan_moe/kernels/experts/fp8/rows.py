@@ -49,8 +49,10 @@ def dequantize_rows(packed: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _unpack_rows_kernel(
-    packed_ptr, out_ptr, count_ptr, num_rows, D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr
+    packed_ptr, out_ptr, count_ptr, base_ptr, num_rows, D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
+    if base_ptr is not None:
+        packed_ptr += tl.load(base_ptr) * ROW
     if count_ptr is not None:
         num_rows = tl.minimum(num_rows, tl.load(count_ptr))
     columns = tl.arange(0, BLOCK_D)
@@ -61,14 +63,26 @@ def _unpack_rows_kernel(
         tl.store(out_ptr + row * D + columns, x.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
-def unpack_rows(packed: Tensor, dtype: torch.dtype, count: Tensor | None = None) -> Tensor:
-    """Packed rows -> [S, D] in `dtype`, exact in bf16. `count`, one int32 on the device, is the number of rows if it is
-    less than S; rows past it are not written."""
-    num_rows, width = packed.shape[0], packed.shape[1] - TAIL_BYTES
+def unpack_rows(
+    packed: Tensor,
+    dtype: torch.dtype,
+    count: Tensor | None = None,
+    *,
+    base: Tensor | None = None,
+    num_rows: int | None = None,
+) -> Tensor:
+    """Packed rows -> [S, D] in `dtype`, exact in bf16.
+
+    Args:
+        count: one int32 on the device, the number of rows if it is less than S; rows past it are not written.
+        base: one int64 on the device. `packed` is that of several layers; this layer's begins at this row, and has
+            `num_rows`.
+    """
+    num_rows, width = num_rows or len(packed), packed.shape[1] - TAIL_BYTES
     out_SD = torch.empty(num_rows, width, dtype=dtype, device=packed.device)
     if num_rows:
         _unpack_rows_kernel[(min(num_rows, MAX_PROGRAMS),)](
-            packed, out_SD, count, num_rows, D=width, ROW=packed.shape[1], BLOCK_D=triton.next_power_of_2(width),
+            packed, out_SD, count, base, num_rows, D=width, ROW=packed.shape[1], BLOCK_D=triton.next_power_of_2(width),
             num_warps=8 if width > 2048 else 4,
         )  # fmt: skip
     return out_SD

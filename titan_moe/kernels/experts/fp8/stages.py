@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
-from titan_moe.kernels.experts.fp8.rows import RESULTS
+from titan_moe.kernels.experts.fp8.rows import RESULTS, unpack_rows
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
 from titan_moe.kernels.experts.fp8.swiglu_backward import swiglu_backward, transposed_factors
 from titan_moe.kernels.experts.fp8.transposed_rows import transposed_rows
@@ -125,6 +126,25 @@ def d_up(
     *_, codes, scales = weights.gate_up
     of_both = gradients.scales_R, scales
     return slot_mm(gradients.codes_R2F, codes.mT, tiles, schedule=schedule, cut=CUT, scales=of_both, dtype=RESULTS)
+
+
+def plain_dw(
+    dy: Tensor,
+    x: Tensor,
+    slots: ExpertSlots,
+    gradients: HiddenGradients,
+    kept: Tensor,
+    base: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`dw` with GEMMs in bf16: of rows and pre-activations as they were rounded, without a second rounding."""
+    num_slots = slots.rows_R.numel()
+    bases = (None, None) if base is None else (base[:1], base[1:2])
+    hidden_R2F = unpack_rows(kept, RESULTS, slots.offsets_e[-1:], base=bases[1], num_rows=num_slots)
+    dhidden_R2F, active_RF, _ = stages.swiglu_backward(
+        gradients.dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e
+    )
+    x_SD = unpack_rows(x, RESULTS, base=bases[0], num_rows=len(dy))
+    return stages.dw(unpack_rows(dy, RESULTS), x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF)
 
 
 def dw(
