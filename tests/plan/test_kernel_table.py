@@ -1,5 +1,6 @@
 """Tables of measured kernels: a round trip, and which entry decides at which shape."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def measured(ms: dict[str, float] | None = None, **sizes: int) -> Measured:
 def test_kernel_table_is_read_as_written(tmp_path: Path) -> None:
     sizes = {"tokens": 8, "sequences": 1, "query_heads": 4, "key_heads": 2, "head_width": 6}
     rotary = Measured("rotary", {**sizes, "norm": 'a "b"', "pairs": "halves"}, {"torch": 0.1}, "2", "3", "2026")
-    table = KernelTable('a "device"', (measured(), measured(width=128), rotary))
+    in_formats = replace(measured({"compute": 2.0, "fp8_rowwise (wgrad compute)": 1.0}), operation="experts_in_formats")
+    table = KernelTable('a "device"', (measured(), measured(width=128), in_formats, rotary))
     write_table(tmp_path / "new" / "table.toml", table)
     assert read_table(tmp_path / "new" / "table.toml") == table
 

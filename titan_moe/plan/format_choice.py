@@ -11,12 +11,12 @@ from typing import Literal
 from titan_moe.config.formats import FORMAT_FACTS, GemmFormats
 from titan_moe.config.gemms import NEVER_ROUNDED, GemmModule, gemm_modules, matches
 from titan_moe.config.parse import RecipeError
-from titan_moe.config.precision import PrecisionConfig
+from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.precision import multiple_of
 from titan_moe.plan.hardware import Capability
 from titan_moe.plan.kernel_choice import SMALLEST_GAIN
-from titan_moe.plan.kernel_shapes import FORMAT_OPERATIONS, linear_shape
+from titan_moe.plan.kernel_shapes import FORMAT_OPERATIONS, Shape, linear_shape
 from titan_moe.plan.kernel_table import KernelTable, find_nearest, tables_for
 
 IN_COMPUTE = GemmFormats()
@@ -48,11 +48,9 @@ def _choose(recipe: Recipe, module: GemmModule, tables: list[KernelTable], devic
         return FormatChoice(module, formats)
     if reason := _why_kept(p, module, recipe.model.num_layers):
         return FormatChoice(module, IN_COMPUTE, reason)
-    operation = "experts_in_formats" if module.part == "experts" else "linear_in_formats"
-    is_linear = module.part == "linears"
-    shape = linear_shape(recipe, module.widths) if is_linear else FORMAT_OPERATIONS[operation].shape(recipe)
     comparable = [_with(table, {"compute", str(formats)}) for table in tables]
-    if (nearest := find_nearest(comparable, device, operation, shape)) is None:
+    nearest = find_nearest(comparable, device, operation_of(module.part), shape_of(recipe, module))
+    if nearest is None:
         return FormatChoice(module, formats)
     ms, ratio = nearest.measured.ms, nearest.ratio
     place = "" if ratio == 1 else f" at the nearest shape, x{ratio:.3g} away"
@@ -60,6 +58,17 @@ def _choose(recipe: Recipe, module: GemmModule, tables: list[KernelTable], devic
     if ms[str(formats)] > (1 - SMALLEST_GAIN) * ms["compute"]:
         return FormatChoice(module, IN_COMPUTE, f"{formats} is not faster: {times}", is_slower=True)
     return FormatChoice(module, formats, f"measured {times}")
+
+
+def operation_of(part: Part) -> str:
+    """The key of `FORMAT_OPERATIONS` for experts or dense linear layers."""
+    return "experts_in_formats" if part == "experts" else "linear_in_formats"
+
+
+def shape_of(recipe: Recipe, module: GemmModule) -> Shape:
+    """The shape of a module's measurements."""
+    is_linear = module.part == "linears"
+    return linear_shape(recipe, module.widths) if is_linear else FORMAT_OPERATIONS["experts_in_formats"].shape(recipe)
 
 
 def _with(table: KernelTable, needed: set[str]) -> KernelTable:

@@ -139,7 +139,10 @@ def _measured(entry: dict[str, Any]) -> Measured:
 def write_table(path: Path, table: KernelTable) -> None:
     """Write a table where `read_table` finds it."""
     entries = "\n".join(_written(entry) for entry in table.measured)
-    note = '# Milliseconds of forward and backward in bf16, measured by `titan-moe tune` for `perf.kernels = "auto"`.\n'
+    note = (
+        '# Milliseconds of forward and backward in bf16, measured by `titan-moe tune` for `perf.kernels = "auto"`;\n'
+        "# of `..._in_formats` in formats, quantisation included, for `precision.only_where_faster`.\n"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{note}device = {in_toml(table.device)}\n\n{entries}", encoding="utf-8")
 
@@ -156,4 +159,8 @@ def _written(entry: Measured) -> str:
 
 
 def _inline(values: Mapping[str, Any]) -> str:
-    return "{ " + ", ".join(f"{name} = {in_toml(value)}" for name, value in values.items()) + " }"
+    return "{ " + ", ".join(f"{_key_in_toml(name)} = {in_toml(value)}" for name, value in values.items()) + " }"
+
+
+def _key_in_toml(name: str) -> str:
+    return name if re.fullmatch("[A-Za-z0-9_-]+", name) else in_toml(name)

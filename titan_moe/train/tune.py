@@ -1,24 +1,25 @@
-"""`titan-moe tune`: time all backends of a recipe's kernels at its shapes, and write the results to a table.
+"""`titan-moe tune`: time all backends of a recipe's kernels, and formats, at its shapes; write the results to a table.
 
 One GPU measures the work of one rank for any number of ranks: routing is random and balanced, and there is no
 communication. Operations that a run compiles are compiled here too.
 """
 
 import logging
-import textwrap
 from collections.abc import Iterator
-from datetime import date
+from itertools import chain
 from pathlib import Path
 
 import torch
-import triton
 
 from titan_moe.config import Recipe, RecipeError
-from titan_moe.kernels.registry import Tunable, load_all
-from titan_moe.kernels.timing import Stopwatch, forward_and_total_ms, replayed_ms
+from titan_moe.kernels.registry import load_all
+from titan_moe.kernels.timing import Stopwatch, replayed_ms
+from titan_moe.plan.format_choice import choose_formats, describe_formats
 from titan_moe.plan.kernel_choice import backends_that_can_run, choose_for, describe_choices
-from titan_moe.plan.kernel_shapes import Shape, shapes_of
+from titan_moe.plan.kernel_shapes import shapes_of
 from titan_moe.plan.kernel_table import KernelTable, Measured, cached_tables, read_table, table_name, write_table
+from titan_moe.train.tune_formats import measure_formats
+from titan_moe.train.tune_times import measured_today, time_backends
 
 logger = logging.getLogger("titan_moe")
 
@@ -34,14 +35,17 @@ def run(recipe: Recipe, world_size: int, out: Path | None = None) -> None:
     device = torch.device("cuda")
     name = torch.cuda.get_device_name(device)
     path = out or cached_tables() / table_name(name)
-    table = open_table(path, name)
-    for entry in measure(recipe, world_size, device):
+    table, capability = open_table(path, name), torch.cuda.get_device_capability(device)
+    formats = measure_formats(recipe, world_size, device, capability)
+    for entry in chain(measure(recipe, world_size, device), formats):
         table = table.merged([entry])
         write_table(path, table)  # at once: a later kernel may crash the process
         logger.info("wrote %s to %s", entry.operation, path)
     logger.info('perf.kernels = "auto" on %s, with the tables in %s and in the package:', name, cached_tables())
-    for line in describe_choices(choose_for(recipe, world_size, name, torch.cuda.get_device_capability(device))):
+    for line in describe_choices(choose_for(recipe, world_size, name, capability)):
         logger.info("  %s", line)
+    for line in describe_formats(recipe, choose_formats(recipe, name, capability)):
+        logger.info("formats: %s", line)
 
 
 def open_table(path: Path, device: str) -> KernelTable:
@@ -69,27 +73,6 @@ def measure(
         if len(backends) < 2:
             logger.info("%s: nothing to choose in this recipe", operation)
             continue
-        ms = {}
-        for backend in backends:
-            try:
-                ms[backend] = _time(tunable, backend, shape, device, is_compiled, stopwatch)
-            except Exception as error:  # a failing backend must not prevent the measurement of other operations
-                reason = textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" ...")
-                logger.warning("%s %s fails, so nothing is written: %s", operation, backend, reason)
-            else:
-                logger.info("%s %s: %.4g ms forward and backward", operation, backend, ms[backend])
+        ms = time_backends(tunable, backends, shape, device, stopwatch, is_compiled, "nothing is written")
         if len(ms) == len(backends):
-            today = date.today().isoformat()
-            yield Measured(operation, shape, ms, torch.__version__.partition("+")[0], triton.__version__, today)
-
-
-def _time(
-    tunable: Tunable, backend: str, shape: Shape, device: torch.device, is_compiled: bool, stopwatch: Stopwatch
-) -> float:
-    """Milliseconds of a backend's forward and backward. All backends get the same arguments."""
-    torch.manual_seed(0)
-    sample = tunable.draw(shape, device)
-    torch._dynamo.reset()  # a graph for this shape alone
-    op = tunable.candidates[backend]
-    op = tunable.compiled(op, shape) if is_compiled else op
-    return round(forward_and_total_ms(op, sample, stopwatch)[1], 4)
+            yield measured_today(operation, shape, ms)

@@ -143,7 +143,7 @@ def _count_dw(dy: Any, x: Any, rows: Any, offsets: Any, dhidden: Any, active: An
     return stages.flops_of_a_pass(rows[0], (offsets[0], 2, active[1], x[1]))
 
 
-def _with_scores_first(expert_mlp: ExpertMLP) -> Callable[..., Tensor]:
+def with_scores_first(expert_mlp: ExpertMLP) -> Callable[..., Tensor]:
     """The MLP of loose tensors, the differentiable ones first, scores as a router gives them."""
 
     def op(x_SD: Tensor, scores_SK: Tensor, gate_up: Tensor, down: Tensor, *plan: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
     return Sample("", (x_SD, scores_SK, gate_up, down, *plan), 4)
 
 
-_OPS = {"grouped_mm": _with_scores_first(composite(grouped_mm)), "fused": _with_scores_first(fused_expert_mlp)}
-_REFERENCE = _with_scores_first(composite(grouped_mm_reference))
+_OPS = {"grouped_mm": with_scores_first(composite(grouped_mm)), "fused": with_scores_first(fused_expert_mlp)}
+_REFERENCE = with_scores_first(composite(grouped_mm_reference))
 _TUNABLE = Tunable("experts", _OPS, _draw)
 register(Kernel("fused_expert_mlp", _OPS["fused"], _REFERENCE, needs_triton=True, tunable=_TUNABLE))
