@@ -169,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verb(verbs, "train", purpose, "the recipe, or RUN/recipe.toml to resume a run", launched)
     purpose = "profile a few steps of a recipe and write an HTML report"
     _add_verb(verbs, "trace", purpose, "the recipe; the report goes into RUN/trace", launched)
-    purpose = 'time the kernels that perf.kernels = "auto" chooses from, on this GPU at the shapes of a recipe'
+    purpose = 'time the kernels that perf.kernels = "auto" chooses from, and formats, on this GPU at a recipe\'s shapes'
     tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--out FILE] ")
     tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: the user's table of this GPU")
     purpose = "check a recipe and show its shape and cost, without importing torch"

@@ -165,4 +165,5 @@ FORMAT_OPERATIONS = {
     "experts_in_formats": Operation(_experts, _has_experts),
     "linear_in_formats": Operation(lambda recipe: linear_shape(recipe, (1, 1))),
 }
-"""GEMMs measured once for each format, quantisation included: `plan.format_choice` compares them with bf16."""
+"""GEMMs measured once for each format, quantisation included: `titan-moe tune` does it, and `plan.format_choice`
+compares them with bf16. Experts include the quantisation of their weights, once a call."""
