@@ -13,6 +13,7 @@ from titan_moe.profile.attribution import OTHER
 from titan_moe.profile.breakdown import Breakdown, KernelTime, PartTime, break_down, top_kernels
 from titan_moe.profile.chart import PALETTE, area_curve, stacked_bar
 from titan_moe.profile.compile_trace import CompileReport
+from titan_moe.profile.quantisation import QUANTISATION
 from titan_moe.profile.trace_parsing import Timeline
 
 TITLES = {
@@ -22,6 +23,7 @@ TITLES = {
     "latent": "latent projections",
     "dispatch": "dispatch",
     "experts": "experts",
+    QUANTISATION: "quantisation",
     "combine": "combine",
     "shared": "shared experts",
     "dense": "dense feed-forward",
@@ -129,6 +131,11 @@ def _parts(result: Breakdown, run: TracedRun) -> str:
         "recomputation. A compiled graph is one part, with its norms and residuals. A block that is one graph, such as "
         "a dense block, counts as rest of the blocks."
     )
+    if QUANTISATION in result.parts:
+        note += (
+            " Quantisation is apart from the part that needs it: the passes around the GEMMs of experts in fp8, SwiGLU "
+            "among them, and casts of linear layers, but for those that the compiler fused with other work."
+        )
     return f'<h2>Parts</h2>{_table(header, rows)}<p class="note">{note}</p>'
 
 

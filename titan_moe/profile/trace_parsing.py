@@ -1,8 +1,8 @@
 """Parse a Chrome trace of the profiler into spans of work, each attributed to a part of the model.
 
 On a GPU the spans are kernels, copies and memsets. The `correlation` id links each to the host event that launched it;
-kernels of a CUDA graph are matched with those of an eager step. On a CPU the spans are the self time of operations, and
-the collectives of gloo's threads.
+kernels of a CUDA graph are matched with those of an eager step. Kernels that quantise are a part of their own. On a CPU
+the spans are the self time of operations, and the collectives of gloo's threads.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.profile.attribution import OTHER, HostEvent, attribute
+from titan_moe.profile.quantisation import QUANTISATION, is_quantisation
 from titan_moe.profile.replay import GRAPH_LAUNCHES, attribute_replays
 from titan_moe.profile.span import Span
 
@@ -130,7 +131,7 @@ def _device_span(event: dict[str, Any], launch: HostEvent | None) -> Span:
     is_communication = any(word in event["name"].lower() for word in COMMUNICATION_KERNELS)
     return Span(
         name=event["name"],
-        part=launch.part if launch else OTHER,
+        part=QUANTISATION if is_quantisation(event["name"]) else launch.part if launch else OTHER,
         is_backward=launch is not None and launch.is_backward,
         is_communication=is_communication or (launch is not None and launch.is_communication),
         start_us=event["ts"],

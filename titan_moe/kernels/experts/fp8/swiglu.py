@@ -17,7 +17,7 @@ from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
 
 
 @triton.jit
-def _swiglu_kernel(
+def _fp8_swiglu_kernel(
     hidden_ptr, scores_ptr, offsets_ptr, kept_ptr, active_ptr, scales_ptr, base_ptr, num_slots, num_experts,
     F: tl.constexpr, ROW: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def swiglu(
     scales_R = torch.empty_like(scores_R)
     block_f = min(triton.next_power_of_2(num_features), 2048)
     if num_slots:
-        _swiglu_kernel[(min(num_slots, MAX_PROGRAMS),)](
+        _fp8_swiglu_kernel[(min(num_slots, MAX_PROGRAMS),)](
             hidden_R2F, scores_R, offsets_e, kept, active_RF, scales_R, base, num_slots, offsets_e.numel(),
             F=num_features, ROW=kept.shape[1], BLOCK_F=block_f, num_warps=max(block_f // 512, 1),
         )  # fmt: skip

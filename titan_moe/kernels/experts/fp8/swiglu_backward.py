@@ -24,7 +24,7 @@ TRANSPOSED_CUT = 64, 8
 
 
 @triton.jit
-def _swiglu_backward_kernel(
+def _fp8_swiglu_backward_kernel(
     dactive_ptr, kept_ptr, scores_ptr, rows_ptr, offsets_ptr, base_ptr, x_ptr, dy_ptr,
     dhidden_ptr, scales_ptr, dscores_ptr, amax_ptr, num_slots, num_experts,
     F: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, X_ROW: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -107,7 +107,7 @@ def swiglu_backward(
     amax_R2 = scores_R.new_empty(num_slots, 2)
     block_f = min(triton.next_power_of_2(num_features), 2048)
     if num_slots:
-        _swiglu_backward_kernel[(min(num_slots, MAX_PROGRAMS),)](
+        _fp8_swiglu_backward_kernel[(min(num_slots, MAX_PROGRAMS),)](
             dactive_RF, kept, scores_R, rows_R, offsets_e, base, x, dy, dhidden_R2F, scales_R, dscores_R, amax_R2,
             num_slots, offsets_e.numel(), F=num_features, ROW=kept.shape[1], D=dy.shape[1] - 16, X_ROW=dy.shape[1],
             BLOCK_F=block_f, num_warps=max(block_f // 512, 1),

@@ -1,0 +1,42 @@
+"""Which kernels of a trace quantise: they are a part of their own, in whatever part they were launched.
+
+Three sources: the kernels around fp8 experts' GEMMs, torchao's blockwise casts, and casts that the compiler made of
+torchao's tensorwise and rowwise ones. A cast that is fused with other work, such as a norm or an activation, stays in
+the part of that work; so do reductions and copies of torchao without compile, whose names say nothing.
+"""
+
+import re
+
+QUANTISATION = "quantisation"
+"""The part."""
+FP8_EXPERT_KERNELS = frozenset(
+    {
+        "_amax_kernel",
+        "_cast_kernel",
+        "_fp8_swiglu_backward_kernel",
+        "_fp8_swiglu_kernel",
+        "_quantize_rows_kernel",
+        "_scales_kernel",
+        "_transposed_kernel",
+        "_transposed_rows_kernel",
+        "_unpack_rows_kernel",
+    }
+)
+"""All Triton kernels of kernels/experts/fp8 but GEMMs. SwiGLU and its backward are passes for the sake of scales: in
+bf16 they are part of GEMMs or a smaller pass."""
+_BLOCKWISE = re.compile(r"triton_fp8_blockwise_(?:act|weight)_quant_\w+")
+CAST_OPS = (
+    "_to_copy abs amax clamp clone div exp2 floor log2 max mul permute reciprocal slice squeeze t transpose unsqueeze "
+    "view"
+).split()
+"""What a cast consists of. The compiler names kernels by all operations that it has fused, in alphabetical order."""
+_COMPILED_CAST = re.compile(rf"triton_(?:poi|red|per)_fused(?:_(?:{'|'.join(CAST_OPS)}))+_\d+")
+_MAKES_CODES = re.compile(r"_to_copy_(?:\w+_)?clamp_|_abs_(?:\w+_)?a?max_")
+"""A scale has a largest size, and a code is clamped. Copies, products and transposes alone have neither."""
+
+
+def is_quantisation(name: str) -> bool:
+    """Whether a kernel does nothing but quantise, by its name."""
+    if name in FP8_EXPERT_KERNELS or _BLOCKWISE.fullmatch(name):
+        return True
+    return bool(_MAKES_CODES.search(name) and _COMPILED_CAST.fullmatch(name))
