@@ -3,8 +3,8 @@
     python tools/bench_kernels.py [fused_expert_mlp ...] [--shape qwen3_ep8]
 
 Medians over random bf16 data, with each call replayed as a CUDA graph. The roofline of a call is the larger of its
-FLOPs over the device's peak and its bytes over the peak bandwidth, both from data sheets. The percentage is roofline
-over time.
+FLOPs over the device's peak in bf16 and its bytes over the peak bandwidth, both from data sheets. The percentage is
+roofline over time. It is that of bf16 for operations in fp8 too, so that both compare, and can exceed 100 %.
 """
 
 import argparse

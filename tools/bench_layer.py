@@ -6,8 +6,9 @@ TFLOP/s are model FLOPs of the experts, routed and shared: 6 * slots * width * h
 backward. The router is timed but not counted. Inputs are random, and so is the router's selection. For skewed routing a
 bias gives the most loaded expert `--skew` times the mean load, if possible. Gradients are those of the input and of all
 weights. `composite` is the same layer as one graph of torch.compile with fixed routing; the column "before" was
-measured with it. All layers have the same weights. The relative error of the output against that of the first candidate
-is printed (torchtitan computes scores in bf16, so near ties may select other experts).
+measured with it. `fused_fp8` has routed experts in fp8. All layers have the same weights. The relative error of the
+output against that of the first candidate is printed (torchtitan computes scores in bf16, so near ties may select other
+experts).
 """
 
 import argparse

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.choose import ROUTE_TOKENS
+from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, quantize_experts
+from titan_moe.kernels.experts.fused_mlp import with_scores_first
+from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
 from titan_moe.kernels.optim.adamw import Rule, Shard
 from titan_moe.kernels.optim.adamw_8bit import Shard8
@@ -93,6 +97,33 @@ def experts(shape: dict[str, int]) -> Case:
     flops = 6.0 * shape["slots"] * weights
     moved = 2.0 * (2 * shape["rows"] * shape["width"] + 3 * shape["experts"] * weights)
     return Case(drawn("fused_expert_mlp", **shape), flops, 3 * flops, moved, 3 * moved)
+
+
+def experts_in_fp8(shape: dict[str, int]) -> Case:
+    """The same inputs, and codes of the weights behind them."""
+    case = experts(shape)
+
+    def draw(device: torch.device) -> Sample:
+        sample = case.draw(device)
+        gate_up, down = sample.args[2:4]
+        return Sample(sample.name, (*sample.args, quantize_experts(gate_up, down, False)), sample.num_differentiable)
+
+    return case._replace(draw=draw)
+
+
+def with_given_codes(*args: Any) -> Tensor:
+    """Experts in fp8 whose weights are quantised already, as for all microbatches of a step but the first."""
+    *loose, codes = args
+
+    def expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+        return fp8_expert_mlp(x_SD, slots, weights._replace(codes=tuple(codes)))
+
+    return with_scores_first(expert_mlp)(*loose)
+
+
+def without_codes(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation that does not get the codes."""
+    return lambda *args: op(*args[:-1])
 
 
 def permute(num_rows: int, num_experts: int) -> Case:
@@ -235,6 +266,14 @@ BENCHMARKS = {
     "fused_expert_mlp": Benchmark(
         {name: experts(shape) for name, shape in EXPERT_SHAPES.items()},
         eager_and_compiled("fused_expert_mlp", "fused", "grouped_mm"),
+    ),
+    "fp8_expert_mlp": Benchmark(
+        {name: experts_in_fp8(shape) for name, shape in EXPERT_SHAPES.items()},
+        {
+            "titan_moe": without_codes(with_scores_first(fp8_expert_mlp)),
+            "with given codes": with_given_codes,
+            "in bf16": without_codes(tunable_of("fused_expert_mlp").candidates["fused"]),
+        },
     ),
     "counting_sort": Benchmark(
         {f"{8 * rows}_of_{size}": permute(rows, size) for rows in (16_384, 32_768) for size in (16, 128)},

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.compile import regional
+from titan_moe.config.formats import GemmFormats
 from titan_moe.config.kernels import DEFAULT_KERNELS, PRESETS, Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.perf import CompileConfig
 from titan_moe.layers.moe import MoE
+from titan_moe.precision.experts import convert_experts
 from titan_moe.titan import import_torchtitan
 
 
@@ -62,6 +64,9 @@ class LayerShape:
         return self.tokens * self.width + 2 * self.tokens * self.choices * self.hidden
 
 
+ROWWISE = GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise")
+
+
 class Candidate(NamedTuple):
     """A layer, and a function that sets the bias of its router."""
 
@@ -88,11 +93,20 @@ def build_own(
     shape: LayerShape,
     x_BND: Tensor,
     compiled: str,
+    experts: GemmFormats | None = None,
 ) -> Candidate:
-    """Our layer with the kernels of a preset, compiled as in a run."""
+    """Our layer with the kernels of a preset, compiled as in a run; routed experts may have formats."""
     layer = _layer(shape, x_BND, weights, PRESETS[preset])
+    if experts is not None:
+        convert_experts(layer.experts, experts, "native" if x_BND.is_cuda else "emulated")
     regional.apply(layer, CompileConfig(compiled, extent), x_BND.device)
     return Candidate(layer, layer.router.expert_bias_E.copy_)
+
+
+def build_fp8(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tensor, compiled: str) -> Candidate:
+    """Our layer with routed experts in fp8, whose weights are quantised in every call; emulated on a CPU."""
+    preset = "fused" if x_BND.is_cuda else "grouped_mm"
+    return build_own(preset, "pieces", weights, shape, x_BND, compiled, ROWWISE)
 
 
 def build_composite(weights: dict[str, Tensor], shape: LayerShape, x_BND: Tensor, compiled: str) -> Candidate:
@@ -174,6 +188,7 @@ Builder = Callable[[dict[str, Tensor], LayerShape, Tensor, str], Candidate]
 CANDIDATES: dict[str, Builder] = {
     "grouped_mm": lambda *parts: build_own("grouped_mm", "pieces", *parts),
     "fused": lambda *parts: build_own("fused", "pieces", *parts),
+    "fused_fp8": build_fp8,
     "one_graph": lambda *parts: build_own("fused", "block", *parts),
     "composite": build_composite,
     "torchtitan": build_torchtitan,

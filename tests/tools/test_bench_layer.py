@@ -44,6 +44,14 @@ def test_layer_candidates_agree(tool: ModuleType, integer_histogram: None, capsy
     assert "1/1" in lines[1] and "%" in lines[2]
 
 
+def test_layer_candidate_in_fp8_is_near(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = tool.Bench(CPU, torch.float32, tool.wall_clock_ms, 100)
+    bench.run(tool.SMOKE, ["grouped_mm", "fused_fp8"], 2.0)
+    assert "failed" not in capsys.readouterr().out
+    errors = [result.error for result in bench.results if result.candidate == "fused_fp8"]
+    assert len(errors) == 2 and all(1e-3 < error < 0.1 for error in errors)
+
+
 def test_layer_benchmark_reports_failures_and_skipped_candidates(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
