@@ -122,7 +122,9 @@ def test_tune_writes_formats_and_gate_and_check_use_them(
     used = "feed_forward.experts (measured 1 ms, compute 2 ms on Fast GPU)"
     assert kept in caplog.text and used in caplog.text
     assert cli.main(["check", QUICKSTART, *WORDS, "--precision.format=fp8_rowwise"]) == 0
-    shown = [line for line in capsys.readouterr().out.splitlines() if "on Fast GPU: " in line]
+    stdout = capsys.readouterr().out
+    assert "and later; formats only where faster\n" in stdout and "speed not measured" not in stdout
+    shown = [line for line in stdout.splitlines() if "on Fast GPU: " in line]
     assert any(used in line for line in shown) and any("bf16: " in line and kept in line for line in shown)
 
 

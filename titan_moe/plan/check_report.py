@@ -170,7 +170,8 @@ def _format_rows(recipe: Recipe) -> list[tuple[str, str]]:
     for device in measured_devices() if recipe.run.device != "cpu" else []:
         choices = choose_formats(recipe, device)
         if choices != elsewhere:
-            lines += [f"on {device}: {line}" for line in describe_formats(recipe, choices)[1:-1]]
+            head, *on_device, _ = describe_formats(recipe, choices)
+            lines = [head, *lines[1:], *(f"on {device}: {line}" for line in on_device)]
     return [("formats" if not index else "", line) for index, line in enumerate(lines)]
 
 
