@@ -161,7 +161,7 @@ def test_linears_are_not_measured_without_torchao(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     (entry,) = tune_formats.measure_formats(recipe, 1, META, HOPPER, ticks())
-    assert entry.operation == "experts_in_formats" and "linear_in_formats is not measured: " in caplog.text
+    assert entry.operation == "experts_in_formats" and caplog.text.count("linear_in_formats is not measured: ") == 1
 
 
 @pytest.mark.parametrize("formats", [ROWWISE, GemmFormats("fp8_tensorwise", "fp8_tensorwise")], ids=str)

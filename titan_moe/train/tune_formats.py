@@ -42,9 +42,10 @@ def measure_formats(
     A format that fails is left out. What cannot be compared with compute is not written.
     """
     is_compiled = recipe.compile.compiles(device.type)
-    for operation, shape, formats in formats_to_measure(recipe, world_size, capability):
-        if operation == "linear_in_formats" and not _has_torchao():
-            continue
+    compared = formats_to_measure(recipe, world_size, capability)
+    if any(entry.operation == "linear_in_formats" for entry in compared) and not _has_torchao():
+        compared = [entry for entry in compared if entry.operation != "linear_in_formats"]
+    for operation, shape, formats in compared:
         tunable = TUNABLES[operation](formats, shape)
         logger.info("%s: %s", operation, ", ".join(f"{size} {name}" for name, size in shape.items()))
         ms = time_backends(tunable, tunable.candidates, shape, device, stopwatch, is_compiled, "it is left out")
