@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -122,6 +123,8 @@ def test_native_experts_have_the_kernels_of_their_formats() -> None:
     layer = GroupedExperts(2, 16, 16)
     experts.convert_experts(layer, ROWWISE, "native")
     assert layer.mlp is fp8_expert_mlp and layer.quantize is not None
+    copied = deepcopy(layer)
+    assert copied.mlp is fp8_expert_mlp and copied.quantize is layer.quantize
 
 
 @pytest.mark.parametrize(("formats", "weighs_input"), [(ROWWISE, True), (replace(ROWWISE, dgrad="compute"), False)])

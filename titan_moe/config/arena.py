@@ -1,6 +1,6 @@
 """Whether a recipe keeps the rows of its layers in an arena."""
 
-from titan_moe.config.gemms import experts_share_a_format
+from titan_moe.config.gemms import expert_formats
 from titan_moe.config.recipe import Recipe
 
 
@@ -14,7 +14,7 @@ def has_arena(recipe: Recipe, experts: str) -> bool:
     is_bounded = p.has_auto_capacity or p.fixed_capacity_factor > 0
     sends_again = recipe.memory.recompute == "experts" and p.overlap != "tile"
     can_have = p.facts.shares_memory and p.ep > 1 and is_bounded and not sends_again
-    return can_have and experts == "fused" and recipe.model.num_moe_layers > 0 and experts_share_a_format(recipe)
+    return can_have and experts == "fused" and recipe.model.num_moe_layers > 0 and len(expert_formats(recipe)) == 1
 
 
 def experts_of(recipe: Recipe) -> str:

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from titan_moe.config.formats import FORMAT_FACTS, Format
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.precision import Part
+from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
 
 NEVER_ROUNDED = "embedding, head, router, norms, gates and attention core"
@@ -35,22 +36,39 @@ def gemm_modules(model: ModelConfig) -> list[GemmModule]:
     ]
 
 
+def why_kept(recipe: Recipe, module: GemmModule) -> str:
+    """Why a module has no format, by the recipe or by its widths; empty if it has that of its part."""
+    p = recipe.precision
+    if module.layer < p.num_layers_at_start_in_compute:
+        return f"num_layers_at_start_in_compute = {p.num_layers_at_start_in_compute}"
+    if module.layer >= recipe.model.num_layers - p.num_layers_at_end_in_compute:
+        return f"num_layers_at_end_in_compute = {p.num_layers_at_end_in_compute}"
+    if pattern := matches(p.modules_in_compute, module.name):
+        return f'modules_in_compute: "{pattern}"'
+    step = multiple_of(p, p.format_of(module.part))
+    odd = [width for width in module.widths if width % step]
+    return f"width {odd[0]} is no multiple of {step}" if odd else ""
+
+
+def multiple_of(precision: PrecisionConfig, name: Format) -> int:
+    """What widths and tokens of a format must be multiples of."""
+    facts = FORMAT_FACTS[name]
+    return facts.multiple if precision.backend == "emulated" else facts.native_multiple
+
+
+def expert_formats(recipe: Recipe) -> set[Format]:
+    """The formats of the experts of all layers, `compute` for those that have none."""
+    chosen = recipe.precision.format_of("experts")
+    if chosen == "compute":
+        return {"compute"}
+    modules = [module for module in gemm_modules(recipe.model) if module.part == "experts"]
+    return {"compute" if why_kept(recipe, module) else chosen for module in modules}
+
+
 def has_native_experts(recipe: Recipe) -> bool:
-    """Whether routed experts have a format, and matrix units for it."""
-    p, is_on_gpu = recipe.precision, recipe.run.device != "cpu"
-    has_format = recipe.model.num_moe_layers > 0 and p.format_of("experts") != "compute"
-    return has_format and is_on_gpu and p.backend != "emulated"
-
-
-def experts_share_a_format(recipe: Recipe) -> bool:
-    """Whether the experts of all layers have the same format, or none."""
-    p, model = recipe.precision, recipe.model
-    if p.format_of("experts") == "compute":
-        return True
-    kept = p.num_layers_at_start_in_compute, model.num_layers - p.num_layers_at_end_in_compute
-    modules = [module for module in gemm_modules(model) if module.part == "experts"]
-    are_kept = {not kept[0] <= it.layer < kept[1] or bool(matches(p.modules_in_compute, it.name)) for it in modules}
-    return len(are_kept) <= 1
+    """Whether routed experts of some layers have a format, and matrix units for it."""
+    is_native = recipe.run.device != "cpu" and recipe.precision.backend != "emulated"
+    return is_native and bool(expert_formats(recipe) - {"compute"})
 
 
 def matches(patterns: tuple[str, ...], name: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_moe.config.dispatchers import ALLTOALL
 from titan_moe.dispatch.base import Pending, Routed, TokenDispatcher, routed
 from titan_moe.dispatch.collectives import SYNC, Collectives, all_to_all
-from titan_moe.dispatch.wire import PLAIN
+from titan_moe.dispatch.row_format import PLAIN
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 from titan_moe.kernels.permute.rows import gather_rows, sum_slots
 
@@ -59,12 +59,12 @@ class AllToAllDispatcher(TokenDispatcher):
         group: dist.ProcessGroup,
         permute: Permute = sort_by_expert,
         collectives: Collectives = SYNC,
-        wire: str = PLAIN,
+        row_format: str = PLAIN,
     ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `group`; `collectives` are synchronous or
-        asynchronous; `wire` is how rows and gradients of results travel (wire.py)."""
+        asynchronous; `row_format` is how rows and gradients of results are sent (row_format.py)."""
         super().__init__(permute)
-        self.group, self.collectives, self.wire = group, collectives, wire
+        self.group, self.collectives, self.row_format = group, collectives, row_format
         self.num_ranks = group.size()
         self.num_local_experts = num_experts // group.size()
         self.first_expert = self.num_local_experts * dist.get_rank(group)
@@ -83,19 +83,19 @@ class AllToAllDispatcher(TokenDispatcher):
         start, splits = self.collectives.all_to_all.start, self._splits(exchange)
         ids_SK = start(exchange.ids_TK[exchange.tokens_U].int(), *splits)
         scores_SK = start(gather_rows(exchange.scores_TK, exchange.tokens_U, exchange.copies_TP), *splits)
-        x_SD = start(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP), *splits, self.wire, PLAIN)
+        x_SD = start(gather_rows(x_TD, exchange.tokens_U, exchange.copies_TP), *splits, self.row_format, PLAIN)
         return PendingDispatch(ids_SK, scores_SK, x_SD)
 
     def finish_dispatch(self, pending: PendingDispatch, exchange: AllToAllExchange) -> Routed:
         wait, splits = self.collectives.all_to_all.wait, self._splits(exchange)
         slots = self._permute(wait(pending.ids_SK, *splits), wait(pending.scores_SK, *splits), exchange.num_slots)
-        return routed(wait(pending.x_SD, *splits, self.wire, PLAIN), slots, exchange)
+        return routed(wait(pending.x_SD, *splits, self.row_format, PLAIN), slots, exchange)
 
     def start_combine(self, y_SD: Tensor, exchange: AllToAllExchange) -> Pending:
-        return self.collectives.all_to_all.start(y_SD, *self._splits_of_results(exchange), PLAIN, self.wire)
+        return self.collectives.all_to_all.start(y_SD, *self._splits_of_results(exchange), PLAIN, self.row_format)
 
     def finish_combine(self, pending: Pending, exchange: AllToAllExchange) -> Tensor:
-        y_UD = self.collectives.all_to_all.wait(pending, *self._splits_of_results(exchange), PLAIN, self.wire)
+        y_UD = self.collectives.all_to_all.wait(pending, *self._splits_of_results(exchange), PLAIN, self.row_format)
         return sum_slots(y_UD, exchange.tokens_U, exchange.copies_TP)
 
     def _splits(self, exchange: AllToAllExchange) -> tuple[list[int], list[int], dist.ProcessGroup]:

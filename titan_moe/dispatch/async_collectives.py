@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch.collectives import Collective, Collectives, sum_of_parts
-from titan_moe.dispatch.wire import PLAIN, pack, unpack
+from titan_moe.dispatch.row_format import PLAIN, pack, unpack
 
 _wait = torch.ops._c10d_functional.wait_tensor
 
@@ -76,14 +76,14 @@ class _StartAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, handle: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str,
-        wire: str, gradient_wire: str,
+        row_format: str, gradient_format: str,
     ) -> Tensor:  # fmt: skip
-        ctx.handle, ctx.gradient_wire = handle, gradient_wire
-        return _exchange(pack(x, wire), received, sent, group)
+        ctx.handle, ctx.gradient_format = handle, gradient_format
+        return _exchange(pack(x, row_format), received, sent, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return unpack(_wait(ctx.handle.take()), ctx.gradient_wire), *(None,) * 6
+        return unpack(_wait(ctx.handle.take()), ctx.gradient_format), *(None,) * 6
 
 
 class _WaitAllToAll(torch.autograd.Function):
@@ -92,16 +92,16 @@ class _WaitAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, handle: GradientHandle, received: Sequence[int], sent: Sequence[int], group: str,
-        wire: str, gradient_wire: str,
+        row_format: str, gradient_format: str,
     ) -> Tensor:  # fmt: skip
         save_empty_for_recompute(ctx, x)
         ctx.handle, ctx.received, ctx.sent, ctx.group = handle, received, sent, group
-        ctx.gradient_wire, ctx.shape = gradient_wire, x.shape
-        return unpack(_wait(x), wire)
+        ctx.gradient_format, ctx.shape = gradient_format, x.shape
+        return unpack(_wait(x), row_format)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.handle.pending = _exchange(pack(grad, ctx.gradient_wire), ctx.sent, ctx.received, ctx.group)
+        ctx.handle.pending = _exchange(pack(grad, ctx.gradient_format), ctx.sent, ctx.received, ctx.group)
         # of the shape that autograd requires, and never read
         return grad if grad.shape == ctx.shape else grad.new_empty(()).expand(ctx.shape), *(None,) * 6
 
@@ -156,11 +156,11 @@ def _start_all_to_all(
     received: Sequence[int],
     sent: Sequence[int],
     group: dist.ProcessGroup,
-    wire: str = PLAIN,
-    gradient_wire: str = PLAIN,
+    row_format: str = PLAIN,
+    gradient_format: str = PLAIN,
 ) -> PendingRows:
     handle = GradientHandle()
-    pending = _StartAllToAll.apply(x, handle, received, sent, group.group_name, wire, gradient_wire)
+    pending = _StartAllToAll.apply(x, handle, received, sent, group.group_name, row_format, gradient_format)
     return PendingRows(pending, handle)
 
 
@@ -169,10 +169,10 @@ def _wait_all_to_all(
     received: Sequence[int],
     sent: Sequence[int],
     group: dist.ProcessGroup,
-    wire: str = PLAIN,
-    gradient_wire: str = PLAIN,
+    row_format: str = PLAIN,
+    gradient_format: str = PLAIN,
 ) -> Tensor:
-    return _WaitAllToAll.apply(*rows, received, sent, group.group_name, wire, gradient_wire)
+    return _WaitAllToAll.apply(*rows, received, sent, group.group_name, row_format, gradient_format)
 
 
 ASYNC = Collectives(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titan_moe.dispatch.wire import PLAIN, pack, unpack
+from titan_moe.dispatch.row_format import PLAIN, pack, unpack
 
 # torch 2.13 renamed it, and warns of the old name
 all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,23 +27,28 @@ all_gather_rows = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 @torch.library.custom_op("titan_moe::all_to_all", mutates_args=())
 def _all_to_all(
-    x: Tensor, received: Sequence[int], sent: Sequence[int], group: str, wire: str = PLAIN, gradient_wire: str = PLAIN
+    x: Tensor,
+    received: Sequence[int],
+    sent: Sequence[int],
+    group: str,
+    row_format: str = PLAIN,
+    gradient_format: str = PLAIN,
 ) -> Tensor:
-    packed = pack(x, wire)
+    packed = pack(x, row_format)
     out = packed.new_empty(sum(received), *packed.shape[1:])
     dist.all_to_all_single(out, packed.contiguous(), list(received), list(sent), group=_resolve_process_group(group))
-    return unpack(out, wire)
+    return unpack(out, row_format)
 
 
 _all_to_all.register_fake(lambda x, received, *_: x.new_empty(sum(received), *x.shape[1:]))
 
 
 def _save_splits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, ctx.received, ctx.sent, ctx.group, ctx.wire, ctx.gradient_wire = inputs
+    _, ctx.received, ctx.sent, ctx.group, ctx.row_format, ctx.gradient_format = inputs
 
 
 def _send_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    dx = _all_to_all(grad, ctx.sent, ctx.received, ctx.group, ctx.gradient_wire, ctx.wire)
+    dx = _all_to_all(grad, ctx.sent, ctx.received, ctx.group, ctx.gradient_format, ctx.row_format)
     return dx, None, None, None, None, None
 
 
@@ -95,16 +100,16 @@ def all_to_all(
     received: Sequence[int],
     sent: Sequence[int],
     group: dist.ProcessGroup,
-    wire: str = PLAIN,
-    gradient_wire: str = PLAIN,
+    row_format: str = PLAIN,
+    gradient_format: str = PLAIN,
 ) -> Tensor:
     """Send `sent[p]` rows of x to each rank p and receive `received[p]` rows from it, in rank order.
 
-    Rows travel by `wire`, their gradients by `gradient_wire` (wire.py).
+    Rows are sent in `row_format`, their gradients in `gradient_format` (row_format.py).
 
     Shapes: [sum(sent), ...] -> [sum(received), ...].
     """
-    return _all_to_all(x, received, sent, group.group_name, wire, gradient_wire)
+    return _all_to_all(x, received, sent, group.group_name, row_format, gradient_format)
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -130,7 +135,7 @@ class Collectives(NamedTuple):
     """The collectives of a dispatcher, synchronous or asynchronous."""
 
     all_to_all: Collective
-    """(x, received, sent, group, wire, gradient_wire), as the function of that name."""
+    """(x, received, sent, group, row_format, gradient_format), as the function of that name."""
     all_gather: Collective
     """(x, group)"""
     reduce_scatter: Collective

@@ -33,7 +33,7 @@ from torch import Tensor
 from titan_moe.config.dispatchers import SYMM_MEM, dispatchers_that
 from titan_moe.dispatch.base import ExpertInputs, Pending, TokenDispatcher, routed
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.wire import PLAIN, pack, packed_width, unpack
+from titan_moe.dispatch.row_format import PLAIN, pack, packed_width, unpack
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 from titan_moe.kernels.symm_mem.arrays import SymmArray, SymmArrays, narrower, symm_arrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
@@ -131,13 +131,13 @@ class SymmMemDispatcher(TokenDispatcher):
         permute: Permute = sort_by_expert,
         capacity: ExpertCapacity | None = None,
         num_routed_experts: int | None = None,
-        wire: str = PLAIN,
+        row_format: str = PLAIN,
     ) -> None:
         """`num_experts` is the layer's total, divided among the ranks of `memory`; `capacity` bounds rows and slots.
         `num_routed_experts` is the router's number of experts, for the expected number of rows; it is smaller if
-        `num_experts` counts replica slots. `wire` is how rows and gradients of results travel (wire.py)."""
+        `num_experts` counts replica slots. `row_format`: how rows and gradients of results are sent (row_format.py)."""
         super().__init__(permute, capacity)
-        self.memory, self.wire = memory, wire
+        self.memory, self.row_format = memory, row_format
         self.num_routed_experts = num_routed_experts or num_experts
         self.num_ranks = memory.peer_ptrs_P.numel()
         self.num_local_experts = num_experts // self.num_ranks
@@ -162,7 +162,7 @@ class SymmMemDispatcher(TokenDispatcher):
 
     def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:
         ids_TK, scores_TK, plan, max_rows = exchange
-        return _get(x_TD, scores_TK, ids_TK, *plan[:3], *self.memory, self.num_local_experts, self.wire, max_rows)
+        return _get(x_TD, scores_TK, ids_TK, *plan[:3], *self.memory, self.num_local_experts, self.row_format, max_rows)
 
     def finish_dispatch(self, pending: Pending, exchange: SymmMemExchange) -> ExpertInputs:
         x_SD, scores_SK, ids_SK = pending
@@ -176,15 +176,15 @@ class SymmMemDispatcher(TokenDispatcher):
 
     def start_combine(self, y_SD: Tensor, exchange: SymmMemExchange) -> Pending:
         # includes the sum of a token's partial results, which all ranks put into its entries
-        return _put(y_SD, *exchange.plan[:3], *self.memory, self.wire)
+        return _put(y_SD, *exchange.plan[:3], *self.memory, self.row_format)
 
     def finish_combine(self, pending: Pending, exchange: SymmMemExchange) -> Tensor:
         return pending
 
 
-def _as_sent(rows: SymmArray, wire: str) -> SymmArray:
-    """The array of rows as they travel."""
-    return narrower(rows, packed_width(rows.local.shape[2], rows.local.dtype, wire))
+def _as_sent(rows: SymmArray, row_format: str) -> SymmArray:
+    """The array of rows as they are sent."""
+    return narrower(rows, packed_width(rows.local.shape[2], rows.local.dtype, row_format))
 
 
 def _row_arrays(memory: Tensor, peer_ptrs_P: Tensor, num_tokens: int, like_ND: Tensor) -> SymmArrays:
@@ -221,17 +221,17 @@ def known_plan(sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Ten
 def _get(
     x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor,
     sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, wire: str, max_rows: int,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, row_format: str, max_rows: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     plan = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q)
     arrays = symm_arrays(memory, peer_ptrs_P, len(x_TD), x_TD.shape[1], ids_TK.shape[1], x_TD.dtype, scores_TK.dtype)
-    sent, x_TW = _as_sent(arrays.rows, wire), pack(x_TD, wire)
+    sent, x_TW = _as_sent(arrays.rows, row_format), pack(x_TD, row_format)
     symm_barrier(arrays.signals, rank)
     own_rows(sent).copy_(x_TW)
     arrays.ids.local.copy_(ids_TK)
     own_scores(arrays.scores).copy_(scores_TK)
     symm_barrier(arrays.signals, rank)
-    x_SD = unpack(get_rows(plan, sent, rank, max_rows), wire, recv_offsets_Q[-1:])
+    x_SD = unpack(get_rows(plan, sent, rank, max_rows), row_format, recv_offsets_Q[-1:])
     ids_SK, scores_SK = get_assignments(plan, arrays, rank, num_local_experts, max_rows)
     return x_SD, scores_SK, ids_SK
 
@@ -267,7 +267,7 @@ def _(dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, *_: Any) -> tuple[Tenso
 @torch.library.custom_op("titan_moe::symm_put", mutates_args=())
 def _put(
     y_SD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, gradient_wire: str,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, gradient_format: str,
 ) -> Tensor:  # fmt: skip
     arrays = _row_arrays(memory, peer_ptrs_P, len(sent_mask_TP), y_SD)
     symm_barrier(arrays.signals, rank)
@@ -282,15 +282,15 @@ _put.register_fake(lambda y_SD, sent_mask_TP, *_: y_SD.new_empty(len(sent_mask_T
 @torch.library.custom_op("titan_moe::symm_get_gradients", mutates_args=())
 def _get_gradients(
     dy_TD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, wire: str, max_rows: int,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, row_format: str, max_rows: int,
 ) -> Tensor:  # fmt: skip
     arrays = _row_arrays(memory, peer_ptrs_P, len(dy_TD), dy_TD)
-    sent, dy_TW = _as_sent(arrays.rows, wire), pack(dy_TD, wire)
+    sent, dy_TW = _as_sent(arrays.rows, row_format), pack(dy_TD, row_format)
     symm_barrier(arrays.signals, rank)
     own_rows(sent).copy_(dy_TW)
     symm_barrier(arrays.signals, rank)
     plan = known_plan(sent_mask_TP, recv_tokens_PT, recv_offsets_Q)
-    return unpack(get_rows(plan, sent, rank, max_rows), wire, recv_offsets_Q[-1:])
+    return unpack(get_rows(plan, sent, rank, max_rows), row_format, recv_offsets_Q[-1:])
 
 
 _get_gradients.register_fake(lambda dy_TD, *rest: dy_TD.new_empty(rest[-1], dy_TD.shape[1]))
@@ -310,14 +310,14 @@ def _get_backward(ctx: Any, dx_SD: Tensor, dscores_SK: Tensor, _: Any) -> tuple[
 
 
 def _save_put(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y_SD, *saved, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.wire = inputs
+    y_SD, *saved, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.row_format = inputs
     ctx.max_rows = y_SD.shape[0]
     ctx.save_for_backward(*saved)
 
 
 def _put_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     memory = (ctx.memory, ctx.peer_ptrs_P, ctx.rank)
-    return _get_gradients(dy_TD, *ctx.saved_tensors, *memory, ctx.wire, ctx.max_rows), *(None,) * 7
+    return _get_gradients(dy_TD, *ctx.saved_tensors, *memory, ctx.row_format, ctx.max_rows), *(None,) * 7
 
 
 _get.register_autograd(_get_backward, setup_context=_save_get)

@@ -11,7 +11,7 @@ the plan, the assignments, the first tiles' rows and the last tiles' sums. After
 arXiv:2506.04667, where thread blocks of one kernel do both kinds of work.
 
 Results are bit for bit those of `SymmMemDispatcher` and the fused experts, except for GEMMs whose sums are put beside
-them: these are Triton's, which can signal completion, the others PyTorch's.
+them: these are Triton's, which can signal completion, the others PyTorch's. (In fp8 all are Triton's.)
 
 Used alone, with memory and calls as in symm_mem.py:
 
@@ -30,15 +30,21 @@ from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory
 from titan_moe.dispatch.symm_mem_mlp import Sizes, forward
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS, fp8_expert_mlp, operands
+from titan_moe.kernels.experts.fp8.mlp import (
+    fp8_expert_mlp,
+    fp8_expert_mlp_with_plain_weight_gradients,
+    operands,
+)
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
+from titan_moe.kernels.experts.stage_sets import FP8, FP8_WITH_PLAIN_WEIGHT_GRADIENTS, PLAIN
 from titan_moe.kernels.experts.weights import ExpertWeights
 
-OPERANDS: dict[ExpertMLP, Callable[[ExpertWeights], list[Tensor]]] = {
-    fused_expert_mlp: matrices,
-    **dict.fromkeys(FP8_MLPS, operands),
+OPERANDS: dict[ExpertMLP, tuple[Callable[[ExpertWeights], list[Tensor]], int]] = {
+    fused_expert_mlp: (matrices, PLAIN),
+    fp8_expert_mlp: (operands, FP8),
+    fp8_expert_mlp_with_plain_weight_gradients: (operands, FP8_WITH_PLAIN_WEIGHT_GRADIENTS),
 }
-"""What the operation takes of weights, for each MLP whose stages it has."""
+"""What the operation takes of weights, and the format of its stages, for each MLP whose stages it has."""
 USUAL_LOAD = 1.25
 """Slots over the balanced load for which launches have a thread block each; those of more slots take turns."""
 
@@ -78,9 +84,10 @@ class PeerTokens(NamedTuple):
         if mlp not in OPERANDS:
             raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
         ids_TK, scores_TK, plan, _ = self.sent
-        of = self.of._replace(rounds_weight_gradients=int(mlp in (fused_expert_mlp, fp8_expert_mlp)))
+        operands_of, stage_format = OPERANDS[mlp]
+        of = self.of._replace(stage_format=stage_format)
         y_TD, overflowed, *_, offsets_e = forward(
-            rows, scores_TK, [ids_TK, *plan[:3]], OPERANDS[mlp](weights), *self.memory, [*of]
+            rows, scores_TK, [ids_TK, *plan[:3]], operands_of(weights), *self.memory, [*of]
         )
         return CombinedOutput(y_TD, overflowed, offsets_e)
 

@@ -25,7 +25,7 @@ from titan_moe.dispatch.symm_mem import known_plan
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stage_sets import Stages, row_width, split_gradients, stages_of
+from titan_moe.kernels.experts.stage_sets import PLAIN, Stages, new_hidden, row_width, split_gradients, stages_of
 from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
@@ -56,8 +56,8 @@ class Sizes(NamedTuple):
     """Handle of the arena of what backward needs; without one, autograd keeps it."""
     overlaps: int
     """1 if copy blocks get and put rows beside the GEMMs, 0 if rows are got before and put after them."""
-    rounds_weight_gradients: int = 1
-    """0 for experts in fp8 whose weight gradients are in bf16."""
+    stage_format: int = PLAIN
+    """One of kernels/experts/stage_sets.py."""
 
 
 class _Kept(NamedTuple):
@@ -98,6 +98,7 @@ class _Peers(NamedTuple):
     def up(
         self,
         stages: Stages,
+        num_features: int,
         slots: ExpertSlots,
         tiles: Tiles,
         schedule: TileSchedule | None,
@@ -106,11 +107,13 @@ class _Peers(NamedTuple):
         """Get the rows, and compute hidden states and weighted activations of their slots, the former two in `place`;
         without it in new tensors."""
         like, max_rows, num_slots = self.sent.local, self.sizes.max_rows, self.sizes.num_slots
-        kept = place or _Kept(like.new_empty(max_rows, like.shape[2]), stages.new_hidden(like, num_slots), None)
-        x_SW, hidden, base = kept
+        if place is None:
+            hidden = new_hidden(like, num_slots, num_features, self.sizes.stage_format)
+            place = _Kept(like.new_empty(max_rows, like.shape[2]), hidden, None)
+        x_SW, hidden, base = place
         if schedule is None:
             get_rows(self.plan, self.sent, self.rank, max_rows, out=x_SW, base=base)
-        return kept, stages.up(x_SW, slots, tiles, schedule, hidden, base)
+        return place, stages.up(x_SW, slots, tiles, schedule, hidden, base)
 
     def overlaps_put(self) -> bool:
         """Whether sums are put beside the GEMM, by the expected number of slots of a row under random routing."""
@@ -139,15 +142,13 @@ class _Peers(NamedTuple):
             clear_rows_without_slots(slots.slots_SK, self.plan, self.arrays.rows, self.rank)
 
 
-def _peers(
-    plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes, like_TD: Tensor, weights: Tensors
-) -> _Peers:
+def _peers(plan: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes, like_TD: Tensor) -> _Peers:
     """View the arrays, whose layout is the same for a layer's rows and its gradients."""
     ids_TK, *of_rows = plan
     (num_tokens, width), num_choices = like_TD.shape, ids_TK.shape[1]
     scores = torch.promote_types(like_TD.dtype, torch.float32)
     arrays = symm_arrays(memory, peer_ptrs_P, num_tokens, width, num_choices, like_TD.dtype, scores)
-    sent = narrower(arrays.rows, row_width(weights, width, like_TD.element_size()))
+    sent = narrower(arrays.rows, row_width(width, like_TD.element_size(), sizes.stage_format))
     return _Peers(known_plan(*of_rows), arrays, sent, rank, ids_TK, sizes)
 
 
@@ -161,8 +162,9 @@ def forward(
     With an arena rows and hidden states are empty, and base is int64 [3]. `plan` is ids_TK and the first three of a
     `RowPlan`, `weights` are those of `stages_of`, `sizes` are `Sizes`.
     """
-    of, stages = Sizes(*sizes), stages_of(weights)
-    peers = _peers(plan, memory, peer_ptrs_P, rank, of, x_TD, weights)
+    of = Sizes(*sizes)
+    stages = stages_of(weights, of.stage_format)
+    peers = _peers(plan, memory, peer_ptrs_P, rank, of, x_TD)
     x_TW = stages.pack(x_TD)
     peers.barrier()
     peers.offer(x_TW)
@@ -177,7 +179,7 @@ def forward(
     if arena is not None:
         base = arena.take(peers.plan.recv_offsets_Q[-1:], slots.offsets_e[-1:])
         place = _Kept(arena.rows_AW, arena.hidden_BH, base)
-    (x_SW, hidden, _), active = peers.up(stages, slots, tiles, schedule, place)
+    (x_SW, hidden, _), active = peers.up(stages, weights[1].shape[2], slots, tiles, schedule, place)
     peers.barrier()
     peers.put_sums(partial(stages.down, active), slots, tiles, schedule)
     peers.barrier()
@@ -196,8 +198,8 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
 
     of = Sizes(*rest[-1])
     num_kept, num_hidden = (0, 0) if of.arena else (of.max_rows, of.num_slots)
-    x_SW = x_TD.new_empty(num_kept, row_width(weights, x_TD.shape[1], x_TD.element_size()))
-    hidden = stages_of(weights).new_hidden(x_TD, num_hidden)
+    x_SW = x_TD.new_empty(num_kept, row_width(x_TD.shape[1], x_TD.element_size(), of.stage_format))
+    hidden = new_hidden(x_TD, num_hidden, weights[1].shape[2], of.stage_format)
     base = index(3 if of.arena else 0, dtype=torch.int64)
     slots = (index(of.num_slots), index(of.max_rows, scores_TK.shape[1]), scores_TK.new_empty(of.num_slots))
     return x_TD.new_empty(x_TD.shape), index(), x_SW, hidden, base, *slots, index(of.num_local_experts)
@@ -210,10 +212,10 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
     of = Sizes(*sizes)
-    stages = stages_of(weights, rounds_weight_gradients=bool(of.rounds_weight_gradients))
+    stages = stages_of(weights, of.stage_format)
     x_SW, hidden, base, *of_slots = kept
     slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
-    peers = _peers(plan, memory, peer_ptrs_P, rank, of, dy_TD, weights)
+    peers = _peers(plan, memory, peer_ptrs_P, rank, of, dy_TD)
     tiles, schedule = peers.schedule(slots)
     rows = _Kept(x_SW, hidden, None)
     if arena is not None:
@@ -224,7 +226,7 @@ def backward(
             peers.barrier()
             peers.offer(x_TW)
             peers.barrier()
-            peers.up(stages, slots, tiles, schedule, rows)
+            peers.up(stages, weights[1].shape[2], slots, tiles, schedule, rows)
     dy_TW = stages.pack(dy_TD)
     peers.barrier()
     peers.offer(dy_TW)
@@ -277,7 +279,9 @@ def _autograd_backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ..
     dx_TD, dscores_TK, *grads = backward(
         dy_TD.contiguous(), x_TD, plan, weights, kept, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes, is_trained
     )
-    of_weights = split_gradients(weights, grads) if is_trained else [None] * len(weights)
+    of_weights = (
+        split_gradients(weights, grads, Sizes(*ctx.sizes).stage_format) if is_trained else [None] * len(weights)
+    )
     return dx_TD, dscores_TK, [None] * 4, of_weights, *(None,) * 4
 
 

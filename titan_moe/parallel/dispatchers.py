@@ -10,9 +10,9 @@ from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDis
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC
+from titan_moe.dispatch.row_format import PLAIN
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
-from titan_moe.dispatch.wire import PLAIN
 from titan_moe.kernels.permute.permutation import Permute
 
 COLLECTIVES = {"none": SYNC, "microbatch": ASYNC}
@@ -29,7 +29,7 @@ class DispatcherInputs(NamedTuple):
     capacity: ExpertCapacity  # of all layers together, for a dispatcher that can be bounded
     overlap: str = "none"  # `parallel.overlap`; "tile" needs fused experts, as an arena does
     memory: SymmMemory | None = None  # for a dispatcher that shares memory
-    wire: str = PLAIN  # how rows travel (dispatch/wire.py), for a dispatcher that can pack them
+    row_format: str = PLAIN  # how rows are sent (dispatch/row_format.py), for a dispatcher that can pack them
 
 
 Builder = Callable[[DispatcherInputs], TokenDispatcher]
@@ -46,15 +46,15 @@ def _allgather(inputs: DispatcherInputs) -> TokenDispatcher:
 
 def _alltoall(inputs: DispatcherInputs) -> TokenDispatcher:
     collectives = COLLECTIVES[inputs.overlap]
-    return AllToAllDispatcher(inputs.num_experts, inputs.group, inputs.permute, collectives, inputs.wire)
+    return AllToAllDispatcher(inputs.num_experts, inputs.group, inputs.permute, collectives, inputs.row_format)
 
 
 def _symm_mem(inputs: DispatcherInputs) -> TokenDispatcher:
     assert inputs.memory is not None, "parallel.symm_memory opens it"
-    of = (inputs.num_experts, inputs.memory, inputs.permute, inputs.capacity, inputs.num_routed_experts, inputs.wire)
+    of = inputs.num_experts, inputs.memory, inputs.permute, inputs.capacity, inputs.num_routed_experts
     if inputs.capacity.arena is None and inputs.overlap != "tile":
-        return SymmMemDispatcher(*of)
-    return SymmMemFusedDispatcher(*of, overlaps=inputs.overlap == "tile")
+        return SymmMemDispatcher(*of, row_format=inputs.row_format)
+    return SymmMemFusedDispatcher(*of, row_format=inputs.row_format, overlaps=inputs.overlap == "tile")
 
 
 BUILDERS: dict[str, Builder] = {

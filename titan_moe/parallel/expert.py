@@ -15,8 +15,8 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
+from titan_moe.dispatch.row_format import FP8, PLAIN
 from titan_moe.dispatch.symm_mem import SymmMemory
-from titan_moe.dispatch.wire import FP8, PLAIN
 from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
@@ -159,9 +159,9 @@ def _set_dispatcher(
     """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
     num_experts, num_replicas = len(moe.experts.down), config.fixed_expert_clones
     num_slots = num_experts + config.ep * num_replicas
-    wire = FP8 if moe.experts.mlp in FP8_MLPS else PLAIN
+    row_format = FP8 if moe.experts.mlp in FP8_MLPS else PLAIN
     of_layer = (num_slots, num_experts, group, moe.dispatcher.permute)
-    inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, wire)
+    inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, row_format)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)
     if num_replicas:
         moe.dispatcher = CloningDispatcher(moe.dispatcher, num_experts, num_replicas, group, memory)

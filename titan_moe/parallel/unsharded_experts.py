@@ -60,27 +60,35 @@ class CastCache:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
 
+    def clear(self) -> None:
+        """Drop what is kept."""
+        self.copies.clear()
+
 
 class CodesCache:
     """`GroupedExperts.codes` of unsharded experts: master parameters -> codes for the MLP's format."""
 
     def __init__(self, experts: GroupedExperts, quantize: Quantize, dtype: torch.dtype, *, keeps: bool) -> None:
         """`keeps` is that of `CastCache`, `dtype` compute's."""
-        self.parameters = [getattr(experts, name) for name in MATRICES]
+        self.experts = experts
         self.quantize, self.is_bf16, self.keeps = quantize, dtype == torch.bfloat16, keeps
         self.is_keeping = False
-        self.copies: dict[int, tuple[Tensor, ...]] = {}
+        self.codes: tuple[Tensor, ...] = ()
 
     def __call__(self) -> tuple[Tensor, ...]:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return ()  # made of the weights anew, as `CastCache` says
-        codes = self.copies.get(0)
-        if codes is None:
-            gate_up, down = (local(parameter).detach() for parameter in self.parameters)
-            codes = tuple(self.quantize(gate_up, down, self.is_bf16))
-            if self.keeps and self.is_keeping:
-                self.copies[0] = codes
+        if self.codes:
+            return self.codes
+        gate_up, down = (local(getattr(self.experts, name)).detach() for name in MATRICES)
+        codes = tuple(self.quantize(gate_up, down, self.is_bf16))
+        if self.keeps and self.is_keeping:
+            self.codes = codes
         return codes
+
+    def clear(self) -> None:
+        """Drop what is kept."""
+        self.codes = ()
 
 
 class _Cast(torch.autograd.Function):
@@ -147,7 +155,7 @@ def caching_casts(model: nn.Module) -> Iterator[None]:
     finally:
         for keeper in keepers:
             keeper.is_keeping = False
-            keeper.copies.clear()
+            keeper.clear()
 
 
 def _spread(part: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:

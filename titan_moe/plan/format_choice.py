@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan_moe.config.formats import FORMAT_FACTS, GemmFormats
-from titan_moe.config.gemms import NEVER_ROUNDED, GemmModule, gemm_modules, matches
+from titan_moe.config.gemms import NEVER_ROUNDED, GemmModule, gemm_modules, why_kept
 from titan_moe.config.parse import RecipeError
 from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.precision import multiple_of
 from titan_moe.plan.hardware import Capability
 from titan_moe.plan.kernel_choice import SMALLEST_GAIN
 from titan_moe.plan.kernel_shapes import FORMAT_OPERATIONS, Shape, linear_shape
@@ -43,10 +42,10 @@ def choose_formats(recipe: Recipe, device: str | None, capability: Capability | 
 
 
 def _choose(recipe: Recipe, module: GemmModule, tables: list[KernelTable], device: str) -> FormatChoice:
-    p, formats = recipe.precision, recipe.precision.gemm_formats(module.part)
+    formats = recipe.precision.gemm_formats(module.part)
     if formats == IN_COMPUTE:
         return FormatChoice(module, formats)
-    if reason := _why_kept(p, module, recipe.model.num_layers):
+    if reason := why_kept(recipe, module):
         return FormatChoice(module, IN_COMPUTE, reason)
     comparable = [_with(table, {"compute", str(formats)}) for table in tables]
     nearest = find_nearest(comparable, device, operation_of(module.part), shape_of(recipe, module))
@@ -73,19 +72,6 @@ def shape_of(recipe: Recipe, module: GemmModule) -> Shape:
 
 def _with(table: KernelTable, needed: set[str]) -> KernelTable:
     return replace(table, measured=tuple(entry for entry in table.measured if needed <= entry.ms.keys()))
-
-
-def _why_kept(p: PrecisionConfig, module: GemmModule, num_layers: int) -> str:
-    """Why a module has no format, by the recipe or by its widths; empty if it has one."""
-    if module.layer < p.num_layers_at_start_in_compute:
-        return f"num_layers_at_start_in_compute = {p.num_layers_at_start_in_compute}"
-    if module.layer >= num_layers - p.num_layers_at_end_in_compute:
-        return f"num_layers_at_end_in_compute = {p.num_layers_at_end_in_compute}"
-    if pattern := matches(p.modules_in_compute, module.name):
-        return f'modules_in_compute: "{pattern}"'
-    step = multiple_of(p, p.format_of(module.part))
-    odd = [width for width in module.widths if width % step]
-    return f"width {odd[0]} is no multiple of {step}" if odd else ""
 
 
 def resolve_backend(precision: PrecisionConfig, capability: Capability | None) -> Literal["native", "emulated"]:

@@ -51,6 +51,8 @@ def choose_for(
         choice = KernelChoice(operation, named[operation], reason)
         if is_auto and operation == "experts" and recipe.parallel.overlap == "tile":
             choice = KernelChoice(operation, "fused", 'parallel.overlap = "tile"')
+        elif is_auto and operation == "experts" and has_native_experts(recipe):
+            choice = KernelChoice(operation, "fused", f'precision.experts = "{recipe.precision.format_of("experts")}"')
         if overridden[operation] != "no":
             choice = replace(choice, reason=f"perf.override.{operation}")
         elif nearest := find_nearest(tables, device or "", operation, shape):

@@ -72,9 +72,11 @@ def temporary_bytes_per_rank(recipe: Recipe) -> int:
     of rows and hidden states, the activation and its gradient, or the gradients of slots."""
     loads, width, hidden = layer_loads(recipe), expert_width(recipe.model), recipe.model.moe.ffn_hidden_size
     if has_native_experts(recipe):
-        # codes of gradients; a gradient of the activation, with those of slots or both factors of a weight's gradient
-        per_slot = 4 * hidden + max(2 * width, width + 3 * hidden)
-        return loads.worst_rows * (width + SCALE_BYTES) + loads.worst_slots * per_slot
+        # codes of gradients, and gradients of activations; then gradients of slots, or what those of weights sum
+        rounds_all = recipe.precision.wgrad == "format"
+        of_weights = width + 3 * hidden if rounds_all else 10 * hidden  # unpacked, with gradients, both in bf16
+        rows = width + SCALE_BYTES + (0 if rounds_all else 4 * width)
+        return loads.worst_rows * rows + loads.worst_slots * (4 * hidden + max(2 * width, of_weights))
     elements = loads.worst_rows * width + loads.worst_slots * (3 * hidden + max(hidden, width))
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 

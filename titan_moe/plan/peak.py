@@ -6,6 +6,7 @@ the tensors that compiled blocks keep; workspaces of libraries, fragments and me
 """
 
 from titan_moe.config.arena import has_arena
+from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
@@ -74,10 +75,15 @@ def _attention_elements(m: ModelConfig) -> int:
 
 
 def _expert_elements(recipe: Recipe) -> int:
-    """Elements of a layer's rows and hidden states under a balanced load; rows that are not sent are the norm's."""
+    """Elements of a layer's rows and hidden states under a balanced load; rows that are not sent are the norm's. In fp8
+    rows are copies in any case, and two codes are an element of bf16."""
     loads, is_sent = layer_loads(recipe), recipe.parallel.facts.moves_rows
     rows = loads.rows if recipe.parallel.facts.sends == "once_a_rank" else recipe.parallel.ep * loads.slots
-    return round(is_sent * rows * expert_width(recipe.model)) + loads.slots * 2 * recipe.model.moe.ffn_hidden_size
+    width, hidden = expert_width(recipe.model), 2 * recipe.model.moe.ffn_hidden_size
+    if has_native_experts(recipe):
+        copied = rows if is_sent else recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
+        return round((copied * width + loads.slots * hidden) / 2)
+    return round(is_sent * rows * width) + loads.slots * hidden
 
 
 def _loss_bytes(recipe: Recipe) -> int:

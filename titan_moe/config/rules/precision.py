@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from titan_moe.config.arena import experts_of
 from titan_moe.config.formats import FORMAT_FACTS, formats_with
-from titan_moe.config.gemms import gemm_modules, has_native_experts, matches
+from titan_moe.config.gemms import expert_formats, gemm_modules, has_native_experts, matches, multiple_of
 from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
@@ -107,7 +107,7 @@ def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
 @rule("grouped GEMMs with rounded operands take the place of the experts' kernels")
 def emulated_experts_are_composite(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, experts = recipe.precision, recipe.perf.chosen_kernels.experts
-    if recipe.model.num_moe_layers <= 0 or p.format_of("experts") == "compute" or p.backend != "emulated":
+    if recipe.model.num_moe_layers <= 0 or expert_formats(recipe) == {"compute"} or p.backend != "emulated":
         return
     setting = f'precision.experts = "{p.format_of("experts")}" with precision.backend = "emulated"'
     if experts == "fused":
@@ -171,12 +171,6 @@ def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator
             'precision.all_gather = "format" gathers codes alone, and precision.dgrad = "compute" needs the weights '
             'themselves; take dgrad = "format", or all_gather = "compute"'
         )
-
-
-def multiple_of(precision: PrecisionConfig, name: str) -> int:
-    """What widths and tokens of a format must be multiples of."""
-    facts = FORMAT_FACTS[name]  # type: ignore[index]
-    return facts.multiple if precision.backend == "emulated" else facts.native_multiple
 
 
 def _listed(formats: list) -> str:

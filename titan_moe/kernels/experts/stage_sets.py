@@ -2,8 +2,7 @@
 
 T tokens on this rank · S rows · R expert slots · D width of a row · F hidden width
 
-What runs the stages (dispatch/symm_mem_mlp.py) sends rows, keeps rows and pre-activations for backward, and does not
-look into them.
+The caller (dispatch/symm_mem_mlp.py) sends and keeps rows and pre-activations. It does not read them.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +13,7 @@ from torch import Tensor
 from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.fp8 import stages as fp8_stages
+from titan_moe.kernels.experts.fp8.mlp import NUM_PARAMETERS, codes_of
 from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, quantize_rows
 from titan_moe.kernels.experts.fp8.stages import Activations, HiddenGradients, QuantizedExperts
 from titan_moe.kernels.experts.slot_mm import slot_mm
@@ -21,7 +21,8 @@ from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles
 from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
 
-NUM_PARAMETERS = 2
+PLAIN, FP8, FP8_WITH_PLAIN_WEIGHT_GRADIENTS = range(3)
+"""The formats of stages, as operations take them."""
 
 
 class Stages(Protocol):
@@ -29,9 +30,6 @@ class Stages(Protocol):
 
     def pack(self, x_TD: Tensor) -> Tensor:
         """Rows as they are sent and kept, in the same dtype: [T, D] -> [T, W]."""
-
-    def new_hidden(self, like: Tensor, num_slots: int) -> Tensor:
-        """Memory for so many pre-activations as they are kept."""
 
     def up(
         self,
@@ -79,28 +77,30 @@ class Stages(Protocol):
         """Gradients of gate_up and down, in one piece each."""
 
 
-def stages_of(weights: Tensors, *, rounds_weight_gradients: bool = True) -> Stages:
-    """The stages for weights as operations take them: own ones and clones, or own ones and their codes in fp8, with
-    GEMMs of weight gradients in fp8 or in bf16."""
-    if _have_codes(weights):
-        return Fp8Stages(QuantizedExperts.of(weights[NUM_PARAMETERS:]), rounds_weight_gradients)
-    return PlainStages(ExpertWeights.of(weights).join())
+def stages_of(weights: Tensors, stage_format: int) -> Stages:
+    """The stages for weights as operations take them: own ones and clones, or what `operands` of fp8/mlp.py returns."""
+    if stage_format == PLAIN:
+        return PlainStages(ExpertWeights.of(weights).join())
+    return Fp8Stages(QuantizedExperts.of(codes_of(weights)), stage_format == FP8)
 
 
-def _have_codes(weights: Tensors) -> bool:
-    return len(weights) > NUM_PARAMETERS and weights[NUM_PARAMETERS].dtype == CODES
-
-
-def split_gradients(weights: Tensors, joined: Tensors) -> list[Tensor | None]:
+def split_gradients(weights: Tensors, joined: Tensors, stage_format: int) -> list[Tensor | None]:
     """Gradients of joined parameters -> those of weights as operations take them; codes have none."""
-    if _have_codes(weights):
+    if stage_format != PLAIN:
         return [*joined, *(None,) * (len(weights) - NUM_PARAMETERS)]
     return list(ExpertWeights.of(weights).split(joined))
 
 
-def row_width(weights: Tensors, width: int, element_bytes: int) -> int:
+def row_width(width: int, element_bytes: int, stage_format: int) -> int:
     """The elements of a row of `width` as it is sent and kept (W)."""
-    return (width + TAIL_BYTES) // element_bytes if _have_codes(weights) else width
+    return width if stage_format == PLAIN else (width + TAIL_BYTES) // element_bytes
+
+
+def new_hidden(like: Tensor, num_slots: int, hidden: int, stage_format: int) -> Tensor:
+    """Memory for so many pre-activations as they are kept; `hidden` is F."""
+    if stage_format == PLAIN:
+        return like.new_empty(num_slots, 2 * hidden)
+    return like.new_empty(num_slots, 2 * hidden + TAIL_BYTES, dtype=CODES)
 
 
 class PlainStages(NamedTuple):
@@ -111,9 +111,6 @@ class PlainStages(NamedTuple):
 
     def pack(self, x_TD: Tensor) -> Tensor:
         return x_TD
-
-    def new_hidden(self, like: Tensor, num_slots: int) -> Tensor:
-        return like.new_empty(num_slots, 2 * self.weights.down.own.shape[2])
 
     def up(
         self,
@@ -175,17 +172,13 @@ def _gemm(tiles: Tiles, schedule: TileSchedule | None, in_triton: bool) -> stage
 
 
 class Fp8Stages(NamedTuple):
-    """In e4m3: rows travel and are kept as codes with their scales behind them."""
+    """In e4m3: rows are sent and kept as codes with their scales behind them."""
 
     weights: QuantizedExperts
     rounds_weight_gradients: bool
 
     def pack(self, x_TD: Tensor) -> Tensor:
         return quantize_rows(x_TD).view(x_TD.dtype)
-
-    def new_hidden(self, like: Tensor, num_slots: int) -> Tensor:
-        both = self.weights.gate_up.codes_eOI.shape[1]
-        return like.new_empty(num_slots, both + TAIL_BYTES, dtype=CODES)
 
     def up(
         self,

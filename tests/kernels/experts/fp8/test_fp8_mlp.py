@@ -10,8 +10,13 @@ from torch import Tensor
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import composite
 from titan_moe.kernels.experts.fp8 import stages
-from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS, fp8_expert_mlp, operands, quantize_experts
-from titan_moe.kernels.experts.fp8.rows import dequantize_rows, quantize_rows, quantize_rows_reference
+from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS, codes_of, fp8_expert_mlp, operands, quantize_experts
+from titan_moe.kernels.experts.fp8.rows import (
+    dequantize_rows,
+    quantize_rows,
+    quantize_rows_reference,
+    unpack_rows,
+)
 from titan_moe.kernels.experts.fp8.stages import QuantizedExperts
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
 from titan_moe.kernels.experts.fp8.transposed_rows import transposed_rows
@@ -71,7 +76,7 @@ def decibels(exact: Tensor, rounded: Tensor) -> float:
 
 
 def quantized(case: Case) -> QuantizedExperts:
-    return QuantizedExperts.of(operands(case.weights)[2:])
+    return QuantizedExperts.of(codes_of(operands(case.weights)))
 
 
 def run(mlp: Any, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -166,6 +171,42 @@ def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype:
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_rows_without_gradient_take_nothing_from_others(device: str, dtype: torch.dtype) -> None:
+    """Tokens without labels have gradients of exactly zero, and others have small ones."""
+    case = draw("random", device, dtype)
+    dy_SD = case.dy_SD * 1e-4
+    dy_SD[::4] = 0
+    case = case._replace(dy_SD=dy_SD)
+    exact, actual = run(composite(grouped_mm_reference), case, torch.float64), run(fp8_expert_mlp, case)
+    for key in ("dgate_up", "ddown"):
+        for expected, grad in zip(exact[key], actual[key], strict=True):
+            assert not expected.any() or decibels(expected, grad) > 14, key  # of each expert
+    nothing = run(fp8_expert_mlp, case._replace(dy_SD=torch.zeros_like(dy_SD)))
+    assert not any(bool(nothing[key].any()) for key in ("dx", "dscores", "dgate_up", "ddown"))
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so(device: str, dtype: torch.dtype, number: float) -> None:
+    case = draw("random", device, dtype)
+    row = int(case.slots.rows_R[0])
+    for name, reached in (("x_SD", ("y", "dgate_up")), ("dy_SD", ("dx", "dgate_up", "ddown"))):
+        spoilt = getattr(case, name).clone()
+        spoilt[row, 3] = number
+        results = run(fp8_expert_mlp, case._replace(**{name: spoilt}))
+        assert all(not results[key].isfinite().all() for key in reached), name
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_unpacked_rows_end_with_the_memory(device: str, dtype: torch.dtype) -> None:
+    packed = quantize_rows(torch.randn(16, D, device=device, dtype=dtype))
+    base = torch.tensor([12], device=device)
+    out = unpack_rows(packed, dtype, base=base, num_rows=9)
+    assert out.shape == (9, D) and torch.equal(out[:4].float(), dequantize_rows(packed)[12:])
+    assert unpack_rows(packed, dtype, num_rows=0).shape == (0, D)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
 def test_plain_weight_gradients_have_one_rounding_less(device: str, dtype: torch.dtype) -> None:
     case = draw("skewed", device, dtype)
     exact = run(composite(grouped_mm_reference), case, torch.float64)
@@ -203,6 +244,12 @@ def test_transposed_rows_are_the_codes_of_each_slot(device: str, dtype: torch.dt
         mine = columns[:, tile * tiles.rows : (tile + 1) * tiles.rows]
         assert torch.equal(mine[:, : len(slots)].T, x[case.slots.rows_R[slots.start : slots.stop].long(), :D].float())
         assert not mine[:, len(slots) :].any()
+
+
+def test_autograd_keeps_parameters_where_codes_were_not_given() -> None:
+    """FSDP frees parameters after forward; codes of all layers would stay."""
+    kept = operands(ExpertWeights(ExpertParameter(torch.zeros(2, 2, 16, 32)), ExpertParameter(torch.zeros(2, 32, 16))))
+    assert len(kept) == 2
 
 
 def test_experts_with_biases_or_clones_are_refused() -> None:

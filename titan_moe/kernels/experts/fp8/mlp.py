@@ -5,8 +5,8 @@ S rows · R expert slots, sorted by expert · e experts that the rank computes �
 Physics: the GEMMs have twice the rate of bf16; what stands beside them are passes over S·D elements to quantise rows,
 over R·F to quantise activations and gradients, and over R·(D + 3·F) bytes to transpose what the gradients of weights
 sum. Kept for backward are rows and pre-activations in e4m3, S·D + 2·R·F bytes, half of bf16's. The reference is the
-composite of composite_mlp.py with emulated GEMMs; scales here are powers of two, and an expert's in gradients of
-weights (swiglu_backward.py).
+composite of composite_mlp.py with emulated GEMMs. Here scales are powers of two, and gradients of weights have one
+scale an expert (swiglu_backward.py).
 """
 
 from typing import Any
@@ -26,6 +26,8 @@ from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import MATRICES, ExpertWeights, Tensors
 
+NUM_PARAMETERS = len(MATRICES)
+
 
 def _tiles(slots: ExpertSlots) -> Tiles:
     return plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS)
@@ -44,7 +46,7 @@ def _forward(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, 
 def _(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     num_slots, both = ExpertSlots(*slots).rows_R.shape[0], QuantizedExperts.of(quantized).gate_up.codes_eOI.shape[1]
     x = x_SD.new_empty(x_SD.shape[0], x_SD.shape[1] + TAIL_BYTES, dtype=CODES)
-    return torch.empty_like(x_SD), x, x_SD.new_empty(num_slots, both + TAIL_BYTES, dtype=CODES)
+    return x_SD.new_empty(x_SD.shape, dtype=RESULTS), x, x_SD.new_empty(num_slots, both + TAIL_BYTES, dtype=CODES)
 
 
 @torch.library.custom_op("titan_moe::fp8_expert_mlp_dx", mutates_args=())
@@ -68,7 +70,8 @@ def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor) ->
         dy_SD.new_empty(num_slots, both // 2, dtype=RESULTS),
         scores_R.new_empty(num_slots, 2),
     )
-    return torch.empty_like(dy_SD), torch.empty_like(scores_R), torch.empty_like(x), *gradients
+    dx_SD = dy_SD.new_empty(dy_SD.shape, dtype=RESULTS)
+    return dx_SD, torch.empty_like(scores_R), torch.empty_like(x), *gradients
 
 
 @torch.library.custom_op("titan_moe::fp8_expert_mlp_dw", mutates_args=())
@@ -86,16 +89,20 @@ def _(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor, r
     return dactive_RF.new_empty(num_experts, 2, hidden, width), dactive_RF.new_empty(num_experts, width, hidden)
 
 
-@torch.library.custom_op("titan_moe::quantize_experts", mutates_args=())
 def quantize_experts(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
     """Codes and scales of own experts, [e, 2, F, D] and [e, D, F], as operations take them. With `is_bf16`, weights are
     rounded to bf16 first, as other layouts gather them."""
+    return _quantize_experts(gate_up, down, is_bf16)  # a function, which a copied model can share
+
+
+@torch.library.custom_op("titan_moe::quantize_experts", mutates_args=())
+def _quantize_experts(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
     dtype = torch.bfloat16 if is_bf16 else gate_up.dtype
     both = (quantize_weight(weight, dtype) for weight in (gate_up.flatten(1, 2), down))
     return QuantizedExperts(*both).tensors()
 
 
-@quantize_experts.register_fake
+@_quantize_experts.register_fake
 def _(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
     tensors = []
     for weight in (gate_up.flatten(1, 2), down):
@@ -107,14 +114,20 @@ def _(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
 
 
 def operands(weights: ExpertWeights) -> list[Tensor]:
-    """What the operations take of weights: own ones, for their gradients, and codes.
+    """What the operations take of weights: own ones, for their gradients, and their codes if they were made before.
 
     Raises: ValueError for experts with biases or clones.
     """
     if weights.names() != MATRICES or weights.gate_up.clones is not None:
         raise ValueError('experts in fp8 have no biases and no clones; take precision.experts = "compute"')
-    gate_up, down = weights.gate_up.own, weights.down.own
-    return [gate_up, down, *(weights.codes or quantize_experts(gate_up.detach(), down.detach(), False))]
+    return [weights.gate_up.own, weights.down.own, *weights.codes]
+
+
+def codes_of(weights: Tensors) -> Tensors:
+    """The codes of what `operands` returns. Where they were not made before, they are made for each use: so autograd
+    keeps the parameters, which FSDP frees after forward and gathers again, and no codes of all layers."""
+    own, codes = weights[:NUM_PARAMETERS], weights[NUM_PARAMETERS:]
+    return codes or quantize_experts(own[0].detach(), own[1].detach(), False)
 
 
 class _Fp8ExpertMLP(torch.autograd.Function):
@@ -122,21 +135,21 @@ class _Fp8ExpertMLP(torch.autograd.Function):
     def forward(ctx: Any, rounds_weight_gradients: bool, *tensors: Tensor) -> Tensor:
         # two parameters and the rest, as in fused_mlp.py
         x_SD, *slots = tensors[:5]
-        quantized = tensors[7:]
+        weights = tensors[5:]
         ctx.rounds_weight_gradients = rounds_weight_gradients
-        y_SD, x, kept = _forward(x_SD, slots, quantized)
-        ctx.save_for_backward(x, kept, *slots, *quantized)
+        y_SD, x, kept = _forward(x_SD, slots, codes_of(weights))
+        ctx.save_for_backward(x, kept, *slots, *weights)
         return y_SD
 
     @staticmethod
     def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
         x, kept, *saved = ctx.saved_tensors
-        slots, quantized = saved[:4], saved[4:]
-        dx_SD, dscores_R, dy, *gradients = _backward(dy_SD.contiguous(), x, slots, quantized, kept)
+        slots, weights = saved[:4], saved[4:]
+        dx_SD, dscores_R, dy, *gradients = _backward(dy_SD.contiguous(), x, slots, codes_of(weights), kept)
         grads: tuple[Tensor | None, ...] = (None, None)
         if any(ctx.needs_input_grad[6:8]):
             grads = _dw(dy, x, slots, gradients, kept, ctx.rounds_weight_gradients)
-        return None, dx_SD, None, None, dscores_R, None, *grads, *(None,) * len(quantized)
+        return None, dx_SD, None, None, dscores_R, None, *grads, *(None,) * (len(weights) - NUM_PARAMETERS)
 
 
 def fp8_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:

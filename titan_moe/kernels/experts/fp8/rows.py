@@ -1,4 +1,4 @@
-"""Rows in fp8, with their scales behind them, so that a row travels and is kept as one piece.
+"""Rows in fp8, with their scales behind them, so that a row is sent and kept as one piece.
 
 S rows · D width of a row
 
@@ -6,7 +6,8 @@ A packed row is D codes in e4m3 and 16 bytes, of which the first four are its fp
 Rows stay aligned to 16 bytes. Whatever moves rows moves packed rows, as rows of D / 2 + 8 elements of two bytes.
 
 Scales are powers of two: the quotient is exact, so that only the code is rounded, and a scale may move to another
-factor of a product without a second rounding. A row of zeros has scale 1.
+factor of a product without a second rounding. There it must not outweigh those of other rows, so a row of zeros has the
+smallest scale. A row that is not finite stays so: an infinity, which would saturate, makes its row NaN.
 
 Physics: memory-bound, reads 2·S·D bytes and writes S·D.
 """
@@ -23,6 +24,9 @@ from titan_moe.kernels.formats.casts import quantize
 CODES = torch.float8_e4m3fn
 RESULTS = torch.float32 if knobs.runtime.interpret else torch.bfloat16
 """The dtype of results of GEMMs."""
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Of a row of zeros."""
+SMALLEST = tl.constexpr(SMALLEST_SCALE)
 TAIL_BYTES = 16
 """Bytes behind the codes of a row."""
 
@@ -30,6 +34,7 @@ TAIL_BYTES = 16
 def quantize_rows_reference(x_SD: Tensor) -> Tensor:
     """The definition: [S, D] -> [S, D + 16]."""
     codes_SD, scales_S1, _ = quantize(x_SD, "fp8_rowwise", "activation", dim=1, power_of_two_scales=True)
+    scales_S1 = scales_S1.masked_fill(~x_SD.bool().any(dim=1, keepdim=True), SMALLEST_SCALE)
     tail = torch.zeros(len(x_SD), TAIL_BYTES // 4, dtype=torch.float32, device=x_SD.device)
     tail[:, :1] = scales_S1
     return torch.cat([codes_SD.view(torch.uint8), tail.view(torch.uint8)], dim=1).view(CODES)
@@ -47,12 +52,15 @@ def dequantize_rows(packed: Tensor) -> Tensor:
     return codes_SD.float() * scales_S[:, None]
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_packed"])
 def _unpack_rows_kernel(
-    packed_ptr, out_ptr, count_ptr, base_ptr, num_rows, D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr
+    packed_ptr, out_ptr, count_ptr, base_ptr, num_rows, num_packed,
+    D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:
-        packed_ptr += tl.load(base_ptr) * ROW
+        base = tl.load(base_ptr)
+        packed_ptr += base * ROW
+        num_rows = tl.minimum(num_rows, (num_packed - base).to(tl.int32))
     if count_ptr is not None:
         num_rows = tl.minimum(num_rows, tl.load(count_ptr))
     columns = tl.arange(0, BLOCK_D)
@@ -76,25 +84,26 @@ def unpack_rows(
     Args:
         count: one int32 on the device, the number of rows if it is less than S; rows past it are not written.
         base: one int64 on the device. `packed` is that of several layers; this layer's begins at this row, and has
-            `num_rows`.
+            `num_rows`, or as many as are left.
     """
-    num_rows, width = num_rows or len(packed), packed.shape[1] - TAIL_BYTES
+    num_rows, width = len(packed) if num_rows is None else num_rows, packed.shape[1] - TAIL_BYTES
     out_SD = torch.empty(num_rows, width, dtype=dtype, device=packed.device)
     if num_rows:
         _unpack_rows_kernel[(min(num_rows, MAX_PROGRAMS),)](
-            packed, out_SD, count, base, num_rows, D=width, ROW=packed.shape[1], BLOCK_D=triton.next_power_of_2(width),
-            num_warps=8 if width > 2048 else 4,
+            packed, out_SD, count, base, num_rows, len(packed),
+            D=width, ROW=packed.shape[1], BLOCK_D=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
         )  # fmt: skip
     return out_SD
 
 
 @triton.jit
 def power_of_two(amax):
-    """The smallest power of two that brings `amax`, fp32, to at most 448; 1 for 0."""
+    """The smallest power of two that brings `amax`, fp32, to at most 448; 1 for 0, NaN for an infinity."""
     # amax / 448 rounded up to a power of two, by its bits: 448 = 1.75 * 2 ** 8
     bits = amax.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     scale = ((tl.maximum(exponent, -126) + 127) << 23).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == float("inf"), float("nan"), scale)
     return tl.where(amax > 0, scale, 1.0)
 
 
@@ -111,7 +120,8 @@ def _quantize_rows_kernel(x_ptr, out_ptr, num_rows, D: tl.constexpr, ROW: tl.con
     for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         row = tl.cast(index, tl.int64)
         x = tl.load(x_ptr + row * D + columns, mask=keep, other=0.0).to(tl.float32)
-        scale = power_of_two(tl.max(tl.abs(x), axis=0))
+        amax = tl.max(tl.abs(x), axis=0)
+        scale = tl.where(amax == 0, SMALLEST, power_of_two(amax))
         out_row_ptr = out_ptr + row * ROW
         tl.store(out_row_ptr + columns, (x / scale).to(out_ptr.dtype.element_ty), mask=keep)
         tl.store(scale_at(out_row_ptr, D), scale)

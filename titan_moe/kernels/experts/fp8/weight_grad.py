@@ -32,7 +32,7 @@ MEASURED = WeightGradTiles()
 
 @triton.jit
 def _weight_grad_kernel(
-    a_desc, b_desc, offsets_ptr, scales_ptr, out_ptr, num_experts, stride_scale,
+    a_desc, b_desc, offsets_ptr, scales_ptr, out_ptr, stride_scale,
     A: tl.constexpr, B: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -74,14 +74,12 @@ def weight_grad(
     """
     num_experts, width_a, width_b = offsets_e.numel(), len(a), len(b)
     out = a.new_empty(num_experts, width_a, width_b, dtype=RESULTS)
-    if not a.shape[1]:
-        return out.zero_()
     descriptors = (
         TensorDescriptor.from_tensor(factor, [width, rows]) for factor, width in ((a, cut.width_a), (b, cut.width_b))
     )
     grid = (num_experts * triton.cdiv(width_a, cut.width_a) * triton.cdiv(width_b, cut.width_b),)
     _weight_grad_kernel[grid](
-        *descriptors, offsets_e, scales_e, out, num_experts, scales_e.stride(0),
+        *descriptors, offsets_e, scales_e, out, scales_e.stride(0),
         A=width_a, B=width_b, BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_A=cut.width_a, BLOCK_B=cut.width_b, BLOCK_R=rows, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,

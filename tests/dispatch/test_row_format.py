@@ -12,8 +12,8 @@ from torch import Tensor
 from titan_moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.collectives import SYNC
+from titan_moe.dispatch.row_format import FP8, FP8_REFERENCE, PLAIN, pack, packed_width, unpack
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
-from titan_moe.dispatch.wire import FP8, FP8_REFERENCE, PLAIN, pack, packed_width, unpack
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
 from titan_moe.kernels.formats.casts import round_to
@@ -38,10 +38,10 @@ def send_both_ways(routing: str) -> list[tuple[list[Tensor], list[Tensor]]]:
     as_rounded = (rounded(mine[0]), *mine[1:3], rounded(mine[3]))
     for collectives in (SYNC, ASYNC):
         ways = []
-        for wire, drawn in ((FP8_REFERENCE, mine), (PLAIN, as_rounded)):
+        for row_format, drawn in ((FP8_REFERENCE, mine), (PLAIN, as_rounded)):
             module = equal_local.experts(rank * per_rank, (rank + 1) * per_rank)
             of_all = per_rank * num_ranks
-            dispatcher = AllToAllDispatcher(of_all, dist.group.WORLD, collectives=collectives, wire=wire)
+            dispatcher = AllToAllDispatcher(of_all, dist.group.WORLD, collectives=collectives, row_format=row_format)
             ways.append(equal_local.serve(dispatcher, module, drawn))
         answers.append(tuple(ways))
     return answers
@@ -60,8 +60,8 @@ def run_symm_mem(folder: str | None) -> list[list[list[Tensor]]]:
     module, answers = fused.my_experts(device, fp8_expert_mlp), []
     for routing in ROUTINGS:
         ways = []
-        for wire in (PLAIN, FP8):
-            dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, PERMUTE["triton"], wire=wire)
+        for row_format in (PLAIN, FP8):
+            dispatcher = SymmMemDispatcher(equal_local.NUM_EXPERTS, memory, PERMUTE["triton"], row_format=row_format)
             module.zero_grad()
             symm_mem.poison(memory)
             home = equal_local.serve(dispatcher, module, fused.my_inputs(routing, device))

@@ -1,0 +1,48 @@
+"""Whether experts have a format is asked of their modules, not of the recipe's words."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import Recipe, load_recipe
+from titan_moe.config.arena import has_arena
+from titan_moe.config.gemms import expert_formats, has_native_experts
+from titan_moe.config.rules import check_rules
+from titan_moe.kernels.experts.fp8.rows import TAIL_BYTES
+from titan_moe.plan.kernel_choice import choose_for
+from titan_moe.plan.memory import SCALE_BYTES, arena_bytes_per_rank
+
+QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe(QWEN3, ["--precision.experts=fp8_rowwise", *overrides])
+
+
+@pytest.mark.parametrize(
+    "overrides", [("--precision.modules_in_compute=*.experts",), ("--model.moe.ffn_hidden_size=776",)], ids=str
+)
+def test_experts_that_all_stay_in_compute_are_plain(overrides: tuple[str, ...]) -> None:
+    kept = recipe(*overrides)
+    plain = replace(kept, precision=replace(kept.precision, experts="compute", modules_in_compute=()))
+    assert expert_formats(kept) == {"compute"} and not has_native_experts(kept) and has_arena(kept, "fused")
+    assert arena_bytes_per_rank(kept, 1.125) == arena_bytes_per_rank(plain, 1.125)
+    clones = replace(kept.parallel, expert_clones=1)
+    assert not any("no clones" in problem for problem in check_rules(replace(kept, parallel=clones), 8))
+
+
+def test_some_experts_in_fp8_have_no_arena() -> None:
+    mixed = recipe("--precision.num_layers_at_start_in_compute=1")
+    assert expert_formats(mixed) == {"compute", "fp8_rowwise"}
+    assert has_native_experts(mixed) and not has_arena(mixed, "fused")
+
+
+def test_experts_in_fp8_are_fused_where_nothing_was_measured() -> None:
+    unmeasured = recipe("--parallel.overlap=none")
+    (choice,) = (it for it in choose_for(unmeasured, 8, None) if it.operation == "experts")
+    assert (choice.backend, choice.reason) == ("fused", 'precision.experts = "fp8_rowwise"')
+
+
+def test_the_plan_counts_the_scales_that_rows_have() -> None:
+    assert SCALE_BYTES == TAIL_BYTES
