@@ -95,8 +95,15 @@ def train_with_room(run: Recipe, has_room: bool, num_steps: int = STEPS) -> tupl
         return *train_with_clones(run, 4, num_steps), lengths
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
-@pytest.mark.parametrize(("keeps", "what"), [(False, "none"), (True, "none"), (False, "experts"), (False, "block")])
+@pytest.mark.parametrize(
+    ("dispatcher", "keeps", "what"),
+    [
+        ("alltoall", False, "none"),
+        ("allgather", True, "none"),
+        ("allgather", False, "experts"),
+        ("alltoall", False, "block"),
+    ],
+)
 def test_clones_behind_own_weights_train_as_apart(ranks, dispatcher: str, keeps: bool, what: str) -> None:
     parallel = replace(CLONES, ep=2, dispatcher=dispatcher, accumulate_unsharded=keeps, expert_clones=2)
     mixed = PrecisionConfig(compute="bf16", master="fp32", reduce="fp32")

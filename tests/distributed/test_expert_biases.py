@@ -55,7 +55,7 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
 
 def test_one_graph_a_block_trains_as_one_process(ranks, alone: Any) -> None:
     candidate = with_biases(replace(EP2, dispatcher="allgather"), compile=CompileConfig("on", extent="block"))
-    for fields in ranks(4, one_loss.train_compiled, candidate, -1, STEPS):
+    for fields in ranks(2, one_loss.train_compiled, candidate, -1, STEPS):
         trace = one_loss.Trace(**fields)
         one_loss.assert_same(trace, alone, 1e-9)
         assert trace.num_graphs == [4] * STEPS

@@ -1,7 +1,7 @@
 """One loss: a tiny model trains the same on every layout.
 
 The reference is one process with the loop GEMM in fp64. Every layout must give its gradients after step 1, its losses
-and gradient norms of 20 steps to 1e-9, and its expert counts exactly.
+and gradient norms of 10 steps (warm-up and decay) to 1e-9, and its expert counts exactly.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ from titan_moe.data.packing import Batch
 from titan_moe.layers.router import TopKRouter
 from titan_moe.train.build import assemble
 
-VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
+VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 10
 FEW = 4
 """Steps of what differs from a layout that runs them all."""
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
@@ -146,10 +146,10 @@ def run(ranks: Any, num_ranks: int, *args: Any) -> list[Trace]:
 
 LAYOUTS = {
     "dp2": (2, ParallelConfig(), ("local",)),
-    "dp4-ep2": (4, ParallelConfig(ep=2), ("allgather", "alltoall")),
+    "dp4-ep2": (4, ParallelConfig(ep=2), ("alltoall",)),
     "dp4-ep4": (4, ParallelConfig(ep=4), ("allgather", "alltoall")),
-    "dp8-ep4-edp2": (8, ParallelConfig(ep=4), ("allgather", "alltoall")),
-    "hsdp2x2-ep2": (4, ParallelConfig(dp_replicate=2, ep=2), ("allgather", "alltoall")),
+    "dp8-ep4-edp2": (8, ParallelConfig(ep=4), ("allgather",)),
+    "hsdp2x2-ep2": (4, ParallelConfig(dp_replicate=2, ep=2), ("alltoall",)),
 }
 CASES = [
     pytest.param(num_ranks, replace(parallel, dispatcher=dispatcher), id=f"{name}-{dispatcher}")
@@ -238,8 +238,8 @@ def test_one_loss_with_block_graphs(
 
 
 def test_one_loss_without_recompiling_for_ranks_without_tokens(ranks, alone: dict[int, Trace]) -> None:
-    candidate = recipe(ParallelConfig(ep=4, dispatcher="allgather"), compile=WHOLE)
-    for fields in ranks(4, train_compiled, candidate, 4, FEW):
+    candidate = recipe(ParallelConfig(ep=2, dispatcher="allgather"), compile=WHOLE)
+    for fields in ranks(2, train_compiled, candidate, 4, FEW):
         trace = Trace(**fields)
         assert_same(trace, alone[4], 1e-9)
         assert trace.num_graphs == [4] * FEW
