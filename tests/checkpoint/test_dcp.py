@@ -30,23 +30,11 @@ pytestmark = pytest.mark.slow
 SCRIPT = Path(checkpoint_case.__file__)
 
 
-def launch(num_ranks: int, folder: Path, *phases: str) -> list[int]:
-    shared = {
-        "WORLD_SIZE": str(num_ranks),
-        "STORE": str(folder / f"store-{'-'.join(phases)}"),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, str(SCRIPT), str(folder), *phases]
+def launch(folder: Path, phase: str) -> int:
+    """Run in a process of its own, which may die. Returns its exit code."""
     paths = {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])}
-    processes = [
-        subprocess.Popen(command, env=os.environ | paths | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(num_ranks)
-    ]
-    try:
-        return [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    command = [sys.executable, str(SCRIPT), str(folder), phase]
+    return subprocess.run(command, env=os.environ | paths | {"OMP_NUM_THREADS": "1"}, timeout=240).returncode
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +45,10 @@ def one_rank():
 
 
 @pytest.fixture(scope="module")
-def two_ranks_folder(tmp_path_factory) -> Path:
+def two_ranks_folder(ranks, tmp_path_factory) -> Path:
     """The files of two ranks: an uninterrupted run with a checkpoint at step 3, and one with an asynchronous save."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    assert launch(2, folder, "straight", "background") == [0, 0]
+    ranks(2, checkpoint_case.run_phases, str(folder), "straight", "background")
     return folder
 
 
@@ -102,7 +90,7 @@ def seal_again(folder: Path) -> None:
     replace(manifest, files=hashes).write(folder)
 
 
-def test_checkpoint_resumes_on_another_number_of_ranks(one_rank, two_ranks_folder):
+def test_checkpoint_resumes_on_another_number_of_ranks(one_rank, ranks, two_ranks_folder):
     run = checkpoint_case.CheckpointCase(two_ranks_folder / "run", CheckpointConfig())
     assert run.checkpointer.load()
     assert_equal(run.snapshot(), snapshot(two_ranks_folder, "at_3"))
@@ -112,7 +100,7 @@ def test_checkpoint_resumes_on_another_number_of_ranks(one_rank, two_ranks_folde
     at_6 = run.snapshot()
     run.checkpointer.close()
 
-    assert launch(2, two_ranks_folder, "resume") == [0, 0]
+    ranks(2, checkpoint_case.run_phases, str(two_ranks_folder), "resume")
     assert_equal(snapshot(two_ranks_folder, "resumed"), at_6)
     found, expected = snapshot(two_ranks_folder, "resumed_at_end"), snapshot(two_ranks_folder, "at_end")
     for name in expected:  # steps 4 to 6 ran on other shard sizes: the fused AdamW rounds a vector's tail differently
@@ -147,7 +135,7 @@ def test_checkpoint_async_save_keeps_the_values_of_its_step(one_rank, two_ranks_
     [("die_before_metadata", False), ("die_before_manifest", False), ("die_after_manifest", True)],
 )
 def test_checkpoint_killed_save_is_removed(one_rank, tmp_path, phase, leaves_manifest):
-    assert launch(1, tmp_path, phase) == [-9]
+    assert launch(tmp_path, phase) == -9
     folder = tmp_path / "killed" / "checkpoints"
     assert list((folder / "step-4").glob("*.distcp")) and not (folder / "step-4" / ".metadata").exists()
     assert (folder / "step-4" / MANIFEST_FILE).exists() == leaves_manifest

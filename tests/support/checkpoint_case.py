@@ -1,4 +1,4 @@
-"""A tiny run with every kind of parameter in a checkpoint. As a script, it is one rank of such a run.
+"""A tiny run with every kind of parameter in a checkpoint. As a script, it is such a run on one rank.
 
 Gradients are drawn at random, not computed. AdamW is element-wise, so the layout adds no rounding error.
 """
@@ -170,20 +170,24 @@ def _write_snapshot(folder: Path, name: str, case: CheckpointCase) -> None:
         torch.save(snapshot, folder / f"{name}.pt")
 
 
-if __name__ == "__main__":
+PHASES = {
+    "straight": straight,
+    "background": background,
+    "resume": resume,
+    "die_before_metadata": partial(die_while_saving, owner=FileSystemWriter, method="finish"),
+    "die_before_manifest": partial(die_while_saving, owner=Manifest, method="write"),
+    "die_after_manifest": partial(die_while_saving, owner=FileSystem, method="rename"),
+}
+
+
+def run_phases(folder: str, *names: str) -> None:
+    """What a rank does in a folder, by names of PHASES."""
+    for name in names:
+        PHASES[name](Path(folder))
+
+
+if __name__ == "__main__":  # for what ends its process
     torch.set_num_threads(1)
-    num_ranks, store = int(os.environ["WORLD_SIZE"]), os.environ["STORE"]
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(store, num_ranks), rank=int(os.environ["RANK"]), world_size=num_ranks
-    )
-    phases = {
-        "straight": straight,
-        "background": background,
-        "resume": resume,
-        "die_before_metadata": partial(die_while_saving, owner=FileSystemWriter, method="finish"),
-        "die_before_manifest": partial(die_while_saving, owner=Manifest, method="write"),
-        "die_after_manifest": partial(die_while_saving, owner=FileSystem, method="rename"),
-    }
-    for phase in sys.argv[2:]:
-        phases[phase](Path(sys.argv[1]))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    run_phases(*sys.argv[1:])
     dist.destroy_process_group()
