@@ -58,10 +58,6 @@ class Run:
         """Train (or trace) in another process, on one thread; `folder` is its working folder."""
         return _start([verb, *self.words[1:], *words], folder)
 
-    def start_again(self, *words: str) -> subprocess.Popen[str]:
-        """Resume with the recipe of the run folder in another process."""
-        return _start(["train", str(self.folder / "recipe.toml"), *words])
-
     def copy(self, folder: Path, last_step: int) -> "Run":
         """This run as if it had died after saving a step."""
         shutil.copytree(self.folder, folder)

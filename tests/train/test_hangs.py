@@ -43,6 +43,12 @@ def write_model(folder: Path, act: str) -> str:
     return "--model.class=acting:Model"
 
 
+def on_one_thread() -> dict[str, str]:
+    """The environment of one process or of a launcher."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
 def wait_for(process: subprocess.Popen[str], path: Path) -> None:
     while process.poll() is None and not path.exists():
         time.sleep(0.02)
@@ -93,7 +99,7 @@ def test_hang_ends_by_sigterm(tiny, tmp_path: Path, is_repeated: bool) -> None:
     process = subprocess.Popen(
         [sys.executable, *program, *run.words],
         cwd=tmp_path, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        env=on_one_thread(),
     )  # fmt: skip
     wait_for(process, tmp_path / "reached")
     process.terminate()
@@ -147,7 +153,7 @@ def test_lost_terminal_saves(tiny, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "titan_moe", *run.words],
         stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=take_terminal,
-        env={name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")},
+        env=on_one_thread(),
     )  # fmt: skip
     os.close(slave)
     end = time.monotonic() + CEILING_S
@@ -163,7 +169,7 @@ def test_nohup_goes_on(tiny) -> None:
     ignore = ctypes.CDLL(None)
     process = subprocess.Popen(
         [sys.executable, "-m", "titan_moe", *run.words, "--nproc", "2"],
-        text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=on_one_thread(),
         preexec_fn=lambda: ignore.signal(signal.SIGHUP, 1),  # SIG_IGN
     )  # fmt: skip
     while process.poll() is None and len(run.column("loss")) < 3:

@@ -32,6 +32,7 @@ def test_run_lock_is_released_by_a_killed_run(tiny) -> None:
     process = run.start()
     while process.poll() is None and not run.column("loss"):
         time.sleep(0.01)
+    process.send_signal(signal.SIGSTOP)  # it keeps the lock, and leaves the processor to the others
     assert run.train() == 2, "the other process has the lock"
     refused = run.start("--nproc", "2")
     stderr = refused.communicate(timeout=120)[1]

@@ -146,47 +146,56 @@ def assert_equal(one: dict[str, Any], other: dict[str, Any], tolerance: float = 
         torch.testing.assert_close(one[name], other[name], rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture(scope="module")
+def exact(ranks: Any) -> dict[int, list[dict[str, Any]]]:
+    """By number of ranks, and by rank: plain steps without a bound."""
+    return {1: ranks(1, train, RECIPE), 4: ranks(4, train, replace(RECIPE, parallel=SPREAD))}
+
+
+@pytest.fixture(scope="module")
+def exact_with_dropout(ranks: Any) -> dict[str, Any]:
+    return ranks(4, train_dropping, replace(RECIPE, parallel=SPREAD), "off")[0]
+
+
 @pytest.mark.parametrize("extent", ["microbatch", "step"])
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, num_ranks: int, extent: str) -> None:
+def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, exact: Any, num_ranks: int, extent: str) -> None:
     recipe = replace(RECIPE, parallel=SPREAD if num_ranks == 4 else ParallelConfig())
-    plain, replayed = ranks(num_ranks, train, recipe), ranks(num_ranks, train, recipe, extent)
-    for one, other in zip(plain, replayed, strict=True):
+    for one, other in zip(exact[num_ranks], ranks(num_ranks, train, recipe, extent), strict=True):
         assert_equal(one, other)
         assert other["skipped"] == 0 and other["reruns"][-1] == 0
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])
-def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, extent: str) -> None:
+def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, exact: Any, extent: str) -> None:
     bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
-    exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
     runs = ranks(4, train, replace(RECIPE, parallel=bounded), extent)
     for other in runs:
-        assert_equal(exact, other, 1e-12)
+        assert_equal(exact[4][0], other, 1e-12)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0 and not any(other["skipped_in_row"])
     assert 0 < runs[0]["reruns"][-1] < STEPS, "some steps fit and some do not"
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])
-def test_step_runner_follows_the_load(ranks: Any, extent: str) -> None:
+def test_step_runner_follows_the_load(ranks: Any, exact: Any, extent: str) -> None:
     """Without a bound at first, then with one that holds; the numbers are those of no bound."""
-    exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
     runs = ranks(4, train, replace(RECIPE, parallel=replace(SPREAD, expert_rank_capacity_factor="auto")), extent)
     for other in runs:
-        assert_equal(exact, other, 1e-12)
+        assert_equal(exact[4][0], other, 1e-12)
         assert other["factors"] == runs[0]["factors"] and other["reruns"] == runs[0]["reruns"]
     factors = runs[0]["factors"]
     assert factors[:3] == [0.0] * 3 and 1.0 <= runs[0]["need"] and factors[-1] >= 1.0
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])
-def test_a_step_taken_again_draws_the_same_random_numbers(ranks: Any, extent: str) -> None:
+def test_a_step_taken_again_draws_the_same_random_numbers(
+    ranks: Any, exact: Any, exact_with_dropout: dict[str, Any], extent: str
+) -> None:
     bounded = replace(SPREAD, expert_rank_capacity_factor=FACTOR)
-    plain = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
-    exact = ranks(4, train_dropping, replace(RECIPE, parallel=SPREAD), "off")[0]
-    assert all(abs(one - other) > 1e-3 for one, other in zip(plain["losses"], exact["losses"], strict=True))
+    losses = zip(exact[4][0]["losses"], exact_with_dropout["losses"], strict=True)
+    assert all(abs(one - other) > 1e-3 for one, other in losses)
     for other in ranks(4, train_dropping, replace(RECIPE, parallel=bounded), extent):
-        assert_equal(exact, other, 1e-12)
+        assert_equal(exact_with_dropout, other, 1e-12)
         assert 0 < other["reruns"][-2] < STEPS, "some steps fit, and some before the last do not"
 
 
@@ -222,12 +231,11 @@ def test_step_runner_skips_a_spike_like_a_step_without_finite_gradients(ranks: A
             torch.testing.assert_close(spiked[name], void[name], rtol=0, atol=0)
 
 
-def test_step_runner_does_not_take_an_overflow_for_a_spike(ranks: Any) -> None:
+def test_step_runner_does_not_take_an_overflow_for_a_spike(ranks: Any, exact: Any) -> None:
     watchful = replace(RECIPE, train=replace(RECIPE.train, spike_sigmas=50.0))
     bounded = replace(watchful, parallel=replace(SPREAD, expert_rank_capacity_factor=FACTOR))
-    exact = ranks(4, train, replace(RECIPE, parallel=SPREAD))[0]
     for other in ranks(4, train, bounded):
-        assert_equal(exact, other, 1e-12)
+        assert_equal(exact[4][0], other, 1e-12)
         assert other["reruns"][-1] > 0 and other["spikes"] == 0
 
 
