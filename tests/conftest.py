@@ -1,4 +1,5 @@
-"""Fixtures of all tests: pools of processes for multi-rank tests, one a file; a process for Triton's interpreter."""
+"""Fixtures of all tests: pools of processes for multi-rank tests, one a file; processes that run tests beside, in
+Triton's interpreter and of launches."""
 
 import gc
 import inspect
@@ -24,7 +25,7 @@ import torch
 TIMEOUT_SECONDS = 240
 SECONDS_AFTER_A_FAILURE = 10
 """A rank whose peer has failed waits in a collective: what it still has to say, it says at once."""
-INTERPRETER_TIMEOUT_SECONDS = 900
+BESIDE_TIMEOUT_SECONDS = 900
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if IS_INTERPRETED:
     runpy.run_path(str(Path(__file__).parent / "support" / "quick_interpreter.py"))
@@ -124,16 +125,14 @@ def ranks_of_a_size(new_ranks: Callable[[], Ranks]) -> Callable[..., list[Any]]:
     return lambda num_ranks, function, *args: pools[num_ranks](num_ranks, function, *args)
 
 
-class Interpreter:
-    """Runs the tests that are marked `interpreted`, in a process of its own: Triton must be told to interpret before it
-    is imported. It begins with the session and works beside it."""
+class Beside:
+    """Runs the tests of a mark in a process of its own, which begins with the session and works beside it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.log = folder, tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-m", "pytest", "-v", "-m", "interpreted", str(folder)]
+    def __init__(self, folder: Path, mark: str, **variables: str) -> None:
+        self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            command,
-            env=os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "pytest", "-v", "-m", mark, str(folder)],
+            env=os.environ | {"PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"} | variables,
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )
@@ -141,7 +140,7 @@ class Interpreter:
     def finish(self) -> tuple[int, str]:
         """Wait for it: its exit code, and what it printed."""
         try:
-            code = self.process.wait(INTERPRETER_TIMEOUT_SECONDS)
+            code = self.process.wait(BESIDE_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:  # a barrier that waits for ever, perhaps: the log tells where
             self.process.kill()
             code = self.process.wait()
@@ -149,10 +148,15 @@ class Interpreter:
         return code, self.log.read()
 
 
-INTERPRETER = pytest.StashKey[Interpreter]()
+BESIDE = {
+    # fixture: a mark, and the environment of its process
+    "interpreter": ("interpreted", {"TRITON_INTERPRET": "1"}),  # Triton must be told before it is imported
+    "launches": ("launches", {}),
+}
+STARTED = pytest.StashKey[dict[str, Beside]]()
 
 
-PROCESSES = {"ranks", "new_ranks", "ranks_of_a_size", "interpreter"}
+PROCESSES = {"ranks", "new_ranks", "ranks_of_a_size", *BESIDE}
 """Fixtures that start processes."""
 
 
@@ -165,24 +169,39 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("interpreted") and not IS_INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter: tests/test_interpreter.py"))
-    items.sort(key=_waits_for_interpreter)
+    items.sort(key=lambda item: len(_waits_for(item)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what was imported is no garbage: nobody looks through it again
-    if any(_waits_for_interpreter(item) for item in session.items) and not session.config.option.collectonly:
-        session.config.stash[INTERPRETER] = Interpreter(Path(__file__).parent)
+    waited_for = {name for item in session.items for name in _waits_for(item)}
+    if session.config.option.collectonly:
+        return
+    if "launches" in waited_for:  # a whole run: they need not run here too
+        moved = [item for item in session.items if item.get_closest_marker("launches")]
+        session.items[:] = [item for item in session.items if item not in moved]
+        session.config.hook.pytest_deselected(items=moved)
+    folder = Path(__file__).parent
+    started = {
+        name: Beside(folder, mark, **variables) for name, (mark, variables) in BESIDE.items() if name in waited_for
+    }
+    session.config.stash[STARTED] = started
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if INTERPRETER in config.stash:
-        config.stash[INTERPRETER].process.kill()
+    for beside in config.stash.get(STARTED, {}).values():
+        beside.process.kill()
 
 
 @pytest.fixture(scope="session")
-def interpreter(request: pytest.FixtureRequest) -> Interpreter:
-    return request.config.stash[INTERPRETER]
+def interpreter(request: pytest.FixtureRequest) -> Beside:
+    return request.config.stash[STARTED]["interpreter"]
 
 
-def _waits_for_interpreter(item: pytest.Item) -> bool:
-    return "interpreter" in getattr(item, "fixturenames", ())
+@pytest.fixture(scope="session")
+def launches(request: pytest.FixtureRequest) -> Beside:
+    return request.config.stash[STARTED]["launches"]
+
+
+def _waits_for(item: pytest.Item) -> set[str]:
+    return BESIDE.keys() & set(getattr(item, "fixturenames", ()))

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.launches]
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

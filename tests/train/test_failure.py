@@ -42,6 +42,7 @@ def test_failure_disk_full_is_one_sentence() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.launches
 @pytest.mark.parametrize(
     "saves", [(), ("--checkpoint.every_steps=3",), ("--checkpoint.every_steps=3", "--checkpoint.is_async=true")]
 )

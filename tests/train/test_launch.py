@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.launches]
 
 
 def test_launch_prints_a_recipe_error_once(tiny) -> None:

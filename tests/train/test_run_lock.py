@@ -12,7 +12,7 @@ import pytest
 from titan_moe.config import RecipeError
 from titan_moe.train.run_lock import run_lock
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.launches]
 
 
 def test_run_lock_refuses_a_second_run(tmp_path: Path) -> None:

@@ -1,0 +1,13 @@
+"""All tests that launch runs and wait for them, beside the others."""
+
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+def test_launches_pass(launches: Any) -> None:
+    """All tests that are marked so pass; a run of their files alone has them in its own process."""
+    code, log = launches.finish()
+    assert code == 0 and " PASSED" in log, log
