@@ -7,9 +7,11 @@ parameter cannot carry its kind, because parallelism replaces it by a DTensor.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
@@ -90,3 +92,61 @@ def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+TENSOR_AXIS = "tp"
+"""The mesh axis of tensor parallelism."""
+
+
+def fused_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Names of the weights that are several matrices, one below the other, with the rows of each, from the modules'
+    `fused_rows` (relative names)."""
+    return {
+        f"{name}.{weight}" if name else weight: rows
+        for name, module in model.named_modules()
+        for weight, rows in getattr(module, "fused_rows", {}).items()
+    }
+
+
+class Chunk(NamedTuple):
+    """A part of a local shard that is one slice of the full tensor."""
+
+    values: Tensor  # a view of the shard
+    offsets: tuple[int, ...]  # of the slice in the full tensor
+
+
+def local_chunks(tensor: Tensor, rows: tuple[int, ...] = ()) -> list[Chunk]:
+    """Cut the local shard into slices of the full tensor.
+
+    A tensor-parallel rank keeps its rows of every matrix of a fused weight, one below the other, so that one GEMM reads
+    them. `rows` are those of each matrix, from `fused_rows`. Such a DTensor has its rows in the order of the ranks:
+    `full_tensor` restores that of the model.
+    """
+    values, offsets = local(tensor), shard_offsets(tensor) or (0,) * tensor.ndim
+    num_ranks = _num_row_ranks(tensor)
+    if num_ranks == 1 or not rows:
+        return [Chunk(values, offsets)]
+    rank, chunks, begin = offsets[0] * num_ranks // tensor.shape[0], [], 0
+    for part, size in zip(values.split([size // num_ranks for size in rows]), rows, strict=True):
+        chunks.append(Chunk(part, (begin + rank * len(part), *offsets[1:])))
+        begin += size
+    return chunks
+
+
+def full_tensor(tensor: Tensor, rows: tuple[int, ...] = ()) -> Tensor:
+    """The tensor of all ranks, with the rows of a fused weight in the order of the model. Collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full, num_ranks = tensor.full_tensor(), _num_row_ranks(tensor)
+    if num_ranks == 1 or not rows:
+        return full
+    by_rank = [shard.split([size // num_ranks for size in rows]) for shard in full.chunk(num_ranks)]
+    return torch.cat([part for matrix in zip(*by_rank, strict=True) for part in matrix])
+
+
+def _num_row_ranks(tensor: Tensor) -> int:
+    """The number of tensor-parallel ranks that the rows are split over."""
+    if not isinstance(tensor, DTensor) or TENSOR_AXIS not in (tensor.device_mesh.mesh_dim_names or ()):
+        return 1
+    axis = (tensor.device_mesh.mesh_dim_names or ()).index(TENSOR_AXIS)
+    return tensor.device_mesh.size(axis) if tensor.placements[axis] == Shard(0) else 1

@@ -82,6 +82,7 @@ class GroupedQueryAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)
         self.qk_norm_rope = QKNormRope(a, config.norm_eps, kernels.rotary)
         self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=False)
+        self.fused_rows = {"qkv.weight": tuple(n * a.head_dim for n in (a.num_heads, a.num_kv_heads, a.num_kv_heads))}
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""

@@ -6,7 +6,8 @@ Per sequence: `L = coef · Σ_i f_i · P_i` with `f_i = E / (K·N) · count_i` a
 (arXiv:2101.03961, per sequence as in arXiv:2412.19437 section 2.1.2). count_i is the number of tokens with expert i
 among the top K of their scores, without bias and groups (eq. 18). So the loss balances the scores, and a bias that
 balances the load does not hide their imbalance. The bias update and the load metrics count the selected experts.
-A sequence is on one rank, so the loss does not depend on the layout.
+Where a sequence is split over ranks, the sums of a sequence are those of all its ranks, so the loss does not depend on
+the layout.
 
 A mean over sequences, this is Megatron Core's `seq_aux_loss`, summed over layers, and with one sequence its `aux_loss`.
 Mixtral's in transformers is K times as large, a mean over layers, and counts all tokens of a batch together.
@@ -23,6 +24,8 @@ from titan_moe.kernels.router.routing import Routing
 
 LossReduction = Literal["mean", "sum"]
 """Whether the main loss of a forward is a mean over its tokens, or a sum."""
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Sums over the tokens of sequences: shares [B, E], counts [B, E] and the z-loss's squares, a scalar."""
 
 
 class _AttachAuxLoss(torch.autograd.Function):
@@ -61,7 +64,8 @@ class LoadBalance(nn.Module):
     `reduction` is that of the main loss over the tokens of a forward, and `scale` the factor on it; the balancing
     losses follow both. The defaults are those of a plain mean. The trainer sets a sum, and one over the tokens of the
     optimizer step. So the gradients of both losses have equal weight for every layout and gradient accumulation.
-    `sum_over_tokens` reduces per-rank sums if a layout splits sequences; the default is the identity.
+    If a layout splits sequences, `num_sequence_ranks` have a part of each, and `sum_over_tokens` sums over them; all of
+    them then have the same losses, and each has the gradients of its own tokens. The default is the identity.
     """
 
     tokens_per_expert_E: Tensor
@@ -73,7 +77,8 @@ class LoadBalance(nn.Module):
         self.aux_loss_coef, self.z_loss_coef = config.aux_loss_coef, config.z_loss_coef
         self.num_experts, self.top_k = config.num_experts, config.top_k
         self.reduction: LossReduction = "mean"
-        self.sum_over_tokens: Callable[[Tensor], Tensor] = _identity
+        self.num_sequence_ranks = 1
+        self.sum_over_tokens: Callable[[Tensor, Tensor, Tensor], Sums] = _whole_sequences
         self.register_buffer(
             "tokens_per_expert_E", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False
         )
@@ -89,15 +94,15 @@ class LoadBalance(nn.Module):
     def forward(self, routing: Routing) -> Tensor:
         """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward."""
         num_sequences, num_tokens = routing.topk_ids_BNK.shape[:2]
+        num_tokens *= self.num_sequence_ranks
         weight = 1.0 / max(num_sequences * num_tokens, 1) if self.reduction == "mean" else 1.0
         # a loss with coefficient 0 is detached: its backward would only add zeros
         share_sums_BE = routing.share_sums_BE if self.aux_loss_coef else routing.share_sums_BE.detach()
         z_sum = routing.z_sum if self.z_loss_coef else routing.z_sum.detach()
-        share_sums_BE = self.sum_over_tokens(share_sums_BE)
-        counts_BE = self.sum_over_tokens(routing.aux_counts_BE).to(share_sums_BE.dtype)
+        share_sums_BE, counts_BE, z_sum = self.sum_over_tokens(share_sums_BE, routing.aux_counts_BE, z_sum)
         factor = weight * self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens)
         # each sequence is weighted by its number of tokens, like the main loss
-        aux_loss = (counts_BE * share_sums_BE).sum() * factor
+        aux_loss = (counts_BE.to(share_sums_BE.dtype) * share_sums_BE).sum() * factor
         selected_counts_E = routing.counts_BE.sum(0)
         return _AttachAuxLoss.apply(
             routing.topk_scores_BNK,
@@ -109,5 +114,6 @@ class LoadBalance(nn.Module):
         )
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
+def _whole_sequences(share_sums_BE: Tensor, counts_BE: Tensor, z_sum: Tensor) -> Sums:
+    """The default of `LoadBalance.sum_over_tokens`."""
+    return share_sums_BE, counts_BE, z_sum

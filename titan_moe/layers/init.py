@@ -9,9 +9,19 @@ import hashlib
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from titan_moe.parameters import ParameterKind, local, named_kinds, residual_ends, shard_offsets, untied_embeddings
+from titan_moe.parameters import (
+    Chunk,
+    ParameterKind,
+    fused_rows,
+    local,
+    local_chunks,
+    named_kinds,
+    residual_ends,
+    shard_offsets,
+    untied_embeddings,
+)
 
 
 @torch.no_grad()
@@ -27,29 +37,35 @@ def init_weights(
     spreads = dict.fromkeys(residual_ends(model), std / math.sqrt(2 * num_layers))
     if embedding_std is not None:
         spreads |= dict.fromkeys(untied_embeddings(model), embedding_std)
+    rows = fused_rows(model)
     for name, parameter, kind in named_kinds(model):
         spread = spreads.get(name, std)
-        values, offsets = local(parameter).data, shard_offsets(parameter) or (0,) * parameter.ndim
+        values = local(parameter).data
         match kind:
             case ParameterKind.SCALE:
                 values.fill_(1.0)
             case ParameterKind.BIAS:
                 values.zero_()
             case ParameterKind.EXPERT_MATRIX:
+                offsets = shard_offsets(parameter) or (0,) * parameter.ndim
                 for expert, expert_values in enumerate(values, start=offsets[0]):
-                    _draw(expert_values, parameter.shape[1:], offsets[1:], f"{seed}/{name}/{expert}", spread)
+                    own = [Chunk(expert_values, offsets[1:])]
+                    _draw(own, parameter.shape[1:], f"{seed}/{name}/{expert}", spread)
             case _:
-                _draw(values, parameter.shape, offsets, f"{seed}/{name}", spread)
+                _draw(local_chunks(parameter.data, rows.get(name, ())), parameter.shape, f"{seed}/{name}", spread)
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()
 
 
-def _draw(values: Tensor, shape: torch.Size, offsets: tuple[int, ...], key: str, spread: float) -> None:
-    """Draw a tensor in full from its own generator and keep the slice at the offsets."""
-    generator = torch.Generator(values.device)
+def _draw(chunks: list[Chunk], shape: torch.Size, key: str, spread: float) -> None:
+    """Draw a tensor in full from its own generator and keep the slices of the chunks."""
+    device, dtype = chunks[0].values.device, chunks[0].values.dtype
+    generator = torch.Generator(device)
     generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
-    full = torch.empty(shape, dtype=torch.promote_types(values.dtype, torch.float32), device=values.device)
+    full = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
     # not trunc_normal_: torch 2.13 draws other numbers from the same generator than 2.11, and waits for the device
     full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)
-    values.copy_(full[tuple(slice(begin, begin + size) for begin, size in zip(offsets, values.shape, strict=True))])
+    for values, offsets in chunks:
+        ends = zip(offsets, values.shape, strict=True)
+        values.copy_(full[tuple(slice(begin, begin + size) for begin, size in ends)])

@@ -22,6 +22,7 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(hidden_size, 2 * ffn_hidden_size, bias=False)
         self.down = SwiGLUDown(ffn_hidden_size, hidden_size, kernels)
+        self.fused_rows = {"gate_up.weight": (ffn_hidden_size, ffn_hidden_size)}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
