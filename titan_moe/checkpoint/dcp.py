@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.rng import RngState
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.resume import compare, flatten
+from titan_moe.parameters import fused_rows
 from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_checkpoint_manager
 from titan_moe.titan.checkpoints import MODEL_KEY
 
@@ -87,7 +88,7 @@ class Checkpointer:
             states={"train_state": train_state, "rng": RngState(device, self.group)},
             is_async=self.config.is_async,
             save=self._write,
-            load=storage.load,
+            load=partial(storage.load, rows_of=self._rows_of),
         )
 
     def load(self) -> bool:
@@ -165,7 +166,16 @@ class Checkpointer:
 
     def _write(self, state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> Future[Any] | None:
         data = self._data if self.is_main else ""
-        return storage.save(state, folder, Manifest(flatten(self.recipe), data, files={}), group)
+        return storage.save(state, folder, Manifest(flatten(self.recipe), data, files={}), group, self._rows_of)
+
+    @cached_property
+    def _fused_rows(self) -> dict[str, tuple[int, ...]]:
+        return {name: rows for part in self.model_parts for name, rows in fused_rows(part).items()}
+
+    def _rows_of(self, name: str) -> tuple[int, ...]:
+        """The rows of each matrix of a fused weight, or of a moment of one."""
+        weight = name.removeprefix(MOMENTS).rpartition(".")[0] if name.startswith(MOMENTS) else name
+        return self._fused_rows.get(weight, ())
 
     def _verified(self, folder: Path, way_out: str) -> Manifest | None:
         """Read the manifest, and every file to compare its hash. Collective.

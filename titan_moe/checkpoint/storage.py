@@ -5,7 +5,7 @@ import io
 import os
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from concurrent.futures import Future as SaveFuture
 from contextlib import contextmanager
@@ -18,29 +18,56 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.checkpoint.manifest import FileHash, Manifest
 from titan_moe.checkpoint.metadata import read_metadata
+from titan_moe.parameters import Chunk, local_chunks
 
 _LARGE_BYTES = 1 << 20
 NEWER_STATES = ("train_state.spikes",)
 """States that checkpoints of earlier versions lack. They keep their start values."""
 
 
+RowsOf = Callable[[str], tuple[int, ...]]
+"""Name in a state dict -> the rows of each matrix of a fused weight or of its moments; empty for others."""
+
+
+def _no_rows(name: str) -> tuple[int, ...]:
+    return ()
+
+
 def save(
-    state: dict[str, Any], folder: Path, description: Manifest, group: dist.ProcessGroup | None = None
+    state: dict[str, Any],
+    folder: Path,
+    description: Manifest,
+    group: dist.ProcessGroup | None = None,
+    rows_of: RowsOf = _no_rows,
 ) -> SaveFuture[Any] | None:
     """Save a state dict. With a `group` for its messages, copy the state to host memory and save in the background.
 
     Collective. `description` is needed on rank 0 and has no files yet.
     """
-    writer, planner = _Writer(folder, description), _PlainSavePlanner()
+    writer, planner = _Writer(folder, description), _PlainSavePlanner(rows_of)
     if group is None:
         dcp.save(state, storage_writer=writer, planner=planner)
         return None
@@ -50,9 +77,45 @@ def save(
     return future
 
 
-def load(state: dict[str, Any], folder: Path) -> None:
+def load(state: dict[str, Any], folder: Path, rows_of: RowsOf = _no_rows) -> None:
     """Load a checkpoint into a state dict. Nothing that the files name is run. Collective."""
-    dcp.load(state, storage_reader=_Reader(folder), planner=_PlainLoadPlanner())
+    dcp.load(state, storage_reader=_Reader(folder), planner=_PlainLoadPlanner(rows_of))
+
+
+class _ChunkedTensor:
+    """A DTensor whose local shard is several slices of the full tensor, as DCP asks for it."""
+
+    def __init__(self, tensor: DTensor, chunks: list[Chunk]) -> None:
+        self.tensor, self.chunks = tensor, {torch.Size(chunk.offsets): chunk.values for chunk in chunks}
+
+    def size(self) -> torch.Size:
+        return self.tensor.size()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.tensor.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, values.size()) for offsets, values in self.chunks.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.chunks[torch.Size(index.offset or ())]
+
+
+def _in_chunks(state: dict[str, Any], rows_of: RowsOf) -> dict[str, Any]:
+    """Replace the DTensors that have their rows in another order than the model."""
+    chunks = {
+        name: local_chunks(tensor, rows_of(name)) for name, tensor in state.items() if isinstance(tensor, DTensor)
+    }
+    several = {name: _ChunkedTensor(state[name], parts) for name, parts in chunks.items() if len(parts) > 1}
+    return {**state, **several}
 
 
 @dataclass(frozen=True)
@@ -167,7 +230,23 @@ class _Reader(FileSystemReader):
 
 
 class _PlainSavePlanner(DefaultSavePlanner):
-    """Refuse to save what could not be loaded: values that are not plain data."""
+    """Refuse to save what could not be loaded: values that are not plain data. Save slices of the full tensors."""
+
+    state_dict: dict[str, Any]
+
+    def __init__(self, rows_of: RowsOf) -> None:
+        super().__init__()
+        self.rows_of = rows_of
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.state_dict = _in_chunks(self.state_dict, self.rows_of)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        own = self.state_dict[index.fqn]
+        return own.__get_tensor_shard__(index) if isinstance(own, _ChunkedTensor) else super().lookup_object(index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         saved = super().transform_object(write_item, object)
@@ -179,6 +258,12 @@ class _PlainSavePlanner(DefaultSavePlanner):
 class _PlainLoadPlanner(DefaultLoadPlanner):
     """Load numbers, strings, tensors, and lists and dicts of them. DCP's planner would run what a value names."""
 
+    state_dict: dict[str, Any]
+
+    def __init__(self, rows_of: RowsOf) -> None:
+        super().__init__()
+        self.rows_of = rows_of
+
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
@@ -186,6 +271,11 @@ class _PlainLoadPlanner(DefaultLoadPlanner):
         for name in NEWER_STATES:
             if metadata is not None and name not in metadata.state_dict_metadata:
                 self.state_dict.pop(name, None)
+        self.state_dict = _in_chunks(self.state_dict, self.rows_of)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        own = self.state_dict[index.fqn]
+        return own.__get_tensor_shard__(index) if isinstance(own, _ChunkedTensor) else super().lookup_tensor(index)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
