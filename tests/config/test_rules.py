@@ -64,7 +64,15 @@ BROKEN = {
     ),
     "bias_needs_sigmoid": ("--model.moe.bias_update_speed=1e-3", 'score_fn = "sigmoid"'),
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
-    "axes_work": ("--parallel.tp=2", "parallel.tp = 2 does not work yet"),
+    "axes_work": ("--parallel.cp=2", "parallel.cp = 2 does not work yet"),
+    "tp_divides_heads": (
+        "--parallel.tp=4 --model.attention.num_heads=12 --model.attention.num_kv_heads=6",
+        "num_heads = 12 over 6 key/value heads; take 1, 2, 3, 6, 12",
+    ),
+    "tp_divides_widths": ("--parallel.tp=2 --model.vocab_size=257", "take 256 or 258, or a tp that divides it"),
+    "tp_divides_sequences": ("--parallel.tp=2 --train.seq_len_tokens=129", "take 128 or 130"),
+    "dp_shard_divides_columns": ("--parallel.tp=2 --model.hidden_size=130", "dp_shard = 4 does not divide"),
+    "tp_supports_the_recipe": ("--parallel.tp=2", "metrics.sample_tokens = 8; set it to 0, or parallel.tp = 1"),
     "dp_shard_is_a_size": ("--parallel.dp_shard=0", "-1 for all ranks that are left"),
     "dense_view_fills_the_world": ("--parallel.dp_shard=4", "= 4, but the run has 8 ranks"),
     "expert_view_divides_the_world": ("--parallel.dp_replicate=4", "does not divide the 8 ranks"),
@@ -331,6 +339,23 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'take dgrad = "format", or all_gather = "compute"',
         ),
         ("--precision.linears=fp8_blockwise --precision.wgrad=compute", 8, "rounds all three GEMMs of a linear"),
+        ("--parallel.tp=2 --model.embeddings_are_tied=true", 8, "embeddings_are_tied = true; set it to false"),
+        ("--parallel.tp=2 --parallel.dispatcher=symm_mem", 8, 'take "local", "allgather" or "alltoall", or'),
+        ("--parallel.tp=2 --perf.kernels=fused", 8, 'take perf.override.head = "torch", or parallel.tp = 1'),
+        ("--parallel.tp=2 --perf.kernels=auto", 8, 'take perf.override.head = "torch"'),
+        ("--parallel.tp=2 --perf.attention=flex", 8, 'does not support perf.attention = "flex"; take "auto"'),
+        ("--parallel.tp=2 --compile.cudagraph=step", 8, 'take "off", or parallel.tp = 1'),
+        ("--parallel.tp=2 --precision.linears=fp8_tensorwise", 8, "set those of [precision] to compute"),
+        ("--parallel.tp=2 --precision.moments=int8 --optim.kind=fused_adamw", 8, 'take "master", "fp32" or "bf16"'),
+        ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8; take 1, 2, 4, 8 (each tp"),
+        ("--parallel.tp=2 --model.class=my.model:Mine", 8, 'model.class = "my.model:Mine"; take ours'),
+        ("--parallel.tp=2 --model.ffn_hidden_size=513", 8, "model.ffn_hidden_size = 513"),
+        ("--parallel.tp=2 --model.moe.shared_ffn_hidden_size=33", 8, "model.moe.shared_ffn_hidden_size = 33"),
+        (
+            "--parallel.tp=2 --model.attention.kind=mla --model.attention.kv_lora_rank=30",
+            8,
+            "dp_shard = 4 does not divide model.attention.kv_lora_rank = 30",
+        ),
     ],
 )
 def test_rules_with_several_cases_refuse_each(
@@ -382,6 +407,16 @@ def test_rules_with_several_cases_refuse_each(
         "--precision.backend=native",  # of a run that had formats
         "--compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
+        "--parallel.tp=2 --metrics.sample_tokens=0 --run.device=cpu --precision.compute=fp32",
+        "--parallel.tp=8 --model.attention.num_kv_heads=4 --metrics.sample_tokens=0 --perf.override.head=torch",
+        f"{INTERLEAVED} --parallel.tp=2 --parallel.expert_clones=1 --metrics.sample_tokens=0 "
+        "--perf.override.head=torch",
+        "--parallel.tp=2 --parallel.dispatcher=allgather --compile.extent=block --metrics.sample_tokens=0 "
+        "--perf.override.head=torch",
+        "--parallel.tp=4 --parallel.dp_replicate=2 --metrics.sample_tokens=0 --perf.kernels=fused "
+        "--perf.override.head=torch",
+        "--parallel.tp=2 --parallel.ep=1 --parallel.dispatcher=local --metrics.sample_tokens=0 "
+        "--perf.kernels=grouped_mm",
     ],
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:

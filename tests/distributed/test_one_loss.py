@@ -4,8 +4,9 @@ The reference is one process with the loop GEMM in fp64. Every layout must give 
 and gradient norms of 10 steps (warm-up and decay) to 1e-9, and its expert counts exactly.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,16 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.config.train import OptimConfig, TrainConfig
+from titan_moe.config.train import DataConfig, OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.layers.router import TopKRouter
+from titan_moe.parallel.mesh import Meshes
+from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.train.build import assemble
 
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 10
@@ -77,16 +79,22 @@ class Trace(SimpleNamespace):
     were compiled by then."""
 
 
-def batch_of(step: int, micro_batch_sequences: int) -> Batch:
+def batch_of(
+    step: int, micro_batch_sequences: int, meshes: Meshes | None = None, *, has_documents: bool = False
+) -> Batch:
     """This rank's slice of a step's sequences; a few labels are missing, so ranks differ in label tokens."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (SEQUENCES, TOKENS + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[0, :5] = -100
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if meshes is not None:
+        rank, num_ranks = meshes.data_rank, meshes.sizes.dp
+    ids = (torch.arange(TOKENS) > torch.randint(1, TOKENS, (SEQUENCES, 1), generator=generator)).int()
     mine = slice(rank * SEQUENCES // num_ranks, (rank + 1) * SEQUENCES // num_ranks)
     shape = (-1, micro_batch_sequences, TOKENS)
-    return Batch(tokens[mine, :-1].reshape(shape), labels[mine].reshape(shape), None)
+    document_ids = ids[mine].reshape(shape) if has_documents else None
+    return Batch(tokens[mine, :-1].reshape(shape), labels[mine].reshape(shape), document_ids)
 
 
 def starve(router: TopKRouter, num_starved: int) -> None:
@@ -98,14 +106,15 @@ def starve(router: TopKRouter, num_starved: int) -> None:
 
 def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
     """Run the first steps on this rank; the fields of a Trace."""
-    _, (model,), _, _, step_runner = assemble(run, torch.device("cpu"))
+    meshes, (model,), _, _, step_runner = assemble(run, torch.device("cpu"))
     step = step_runner.step
     if num_starved >= 0:
         for router in step.balancer.routers.values():
             starve(router, num_starved)
     trace = Trace(losses=[], aux_losses=[], grad_norms=[], counts=[], grads={}, num_graphs=[])
     for index in range(min(num_steps, run.train.steps)):
-        batch = batch_of(index, run.train.micro_batch_sequences)
+        has_documents = run.data.document_attention
+        batch = batch_of(index, run.train.micro_batch_sequences, meshes, has_documents=has_documents)
         if index == 0:
             trace.grads = first_gradients(step, model, batch)
         result = step_runner(batch)
@@ -130,14 +139,11 @@ def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str
     scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
     step.forward_backward(batch, scale)
-    grads = {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    rows, grads = fused_rows(model), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads = {name: full_tensor(grad, rows.get(name, ())).clone() for name, grad in grads.items()}
     assert len(grads) == len(list(model.parameters()))
     model.zero_grad()
     return grads
-
-
-def whole(grad: Tensor) -> Tensor:
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def run(ranks: Any, num_ranks: int, *args: Any) -> list[Trace]:
@@ -197,6 +203,89 @@ def test_one_loss_falls_in_one_process(alone: dict[int, Trace]) -> None:
 def test_one_loss_on_every_layout(ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig) -> None:
     for trace in run(ranks, num_ranks, recipe(parallel)):
         assert_same(trace, alone[-1], 1e-9)
+
+
+GQA = AttentionConfig(num_heads=8, num_kv_heads=4, head_dim=8, qk_norm=True, qkv_bias=True)
+MLA = AttentionConfig(
+    kind="mla", num_heads=4, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, kv_lora_rank=8, q_lora_rank=8
+)
+SPLIT_MODELS = {
+    "gqa": replace(MODEL, attention=GQA),
+    "gqa-shared": replace(MODEL, attention=replace(GQA, num_kv_heads=2)),
+    "mla": replace(MODEL, attention=MLA),
+    "mla-latent-gate": replace(
+        MODEL, attention=replace(MLA, q_lora_rank=0), moe=replace(MOE, latent_size=8, shared_expert_gate=True)
+    ),
+}
+"""Models whose heads divide by 4; with "shared", two of 4 ranks need the same keys and values."""
+TP2 = ParallelConfig(tp=2)
+TP2_EP2 = ParallelConfig(tp=2, ep=2, dispatcher="alltoall")
+
+
+def split_recipe(parallel: ParallelConfig, name: str, **changes: Any) -> Recipe:
+    """Documents of uneven length, several sequences a microbatch, and two microbatches a step unless there is dp."""
+    base = recipe(parallel, model=SPLIT_MODELS[name], data=DataConfig(document_attention=True), **changes)
+    return replace(base, train=replace(base.train, micro_batch_sequences=4))
+
+
+@pytest.fixture(scope="module")
+def split_alone(ranks) -> Callable[[str], Trace]:
+    """One process, by the name of a model."""
+    return cache(lambda name: run(ranks, 1, split_recipe(ParallelConfig(), name))[0])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "name", "changes"),
+    [
+        pytest.param(2, TP2, "gqa", {}, id="tp2-gqa"),
+        pytest.param(2, TP2, "mla", {}, id="tp2-mla"),
+        pytest.param(2, TP2_EP2, "gqa", {}, id="tp2-ep2-gqa"),
+        pytest.param(2, TP2_EP2, "mla-latent-gate", {}, id="tp2-ep2-mla-latent-gate"),
+        pytest.param(2, replace(TP2_EP2, dispatcher="allgather"), "mla", {}, id="tp2-ep2-allgather-mla"),
+        pytest.param(4, replace(TP2_EP2, ep=4), "gqa", {}, id="tp2-dp2-ep4-gqa"),
+        pytest.param(4, replace(TP2_EP2, dispatcher="allgather"), "mla", {}, id="tp2-dp2-ep2-edp2-mla"),
+        pytest.param(4, replace(TP2_EP2, dp_replicate=2), "gqa", {}, id="tp2-hsdp2-ep2-gqa"),
+        pytest.param(4, ParallelConfig(tp=4), "gqa", {}, id="tp4-gqa"),
+        pytest.param(4, replace(TP2_EP2, tp=4, ep=4), "mla", {}, id="tp4-ep4-mla"),
+        pytest.param(4, ParallelConfig(tp=4), "gqa-shared", {}, id="tp4-gqa-shared"),
+        pytest.param(2, TP2_EP2, "gqa", {"memory": MemoryConfig("experts")}, id="tp2-ep2-recompute_experts"),
+        pytest.param(2, TP2_EP2, "mla", {"memory": MemoryConfig("block")}, id="tp2-ep2-recompute_block"),
+        pytest.param(4, replace(TP2_EP2, accumulate_unsharded=True), "mla", {}, id="tp2-dp2-unsharded"),
+        pytest.param(
+            2,
+            replace(TP2_EP2, accumulate_unsharded=True, overlap="microbatch", expert_clones=1),
+            "gqa",
+            {},
+            id="tp2-ep2-interleaved-clones",
+        ),
+    ],
+)
+def test_one_loss_with_tensor_parallelism(
+    ranks, split_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str, changes: Any
+) -> None:
+    for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes)):
+        assert_same(trace, split_alone(name), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("extent", "name", "what"),
+    [
+        ("pieces", "gqa", "none"),
+        ("block", "gqa", "none"),
+        ("block", "mla", "experts"),
+        ("block", "gqa-shared", "block"),
+    ],
+)
+def test_one_loss_with_tensor_parallelism_in_graphs(
+    ranks, split_alone: Callable[[str], Trace], extent: Any, name: str, what: str
+) -> None:
+    parallel = replace(TP2_EP2, dispatcher="allgather")
+    options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig(what)}
+    for fields in ranks(2, train_compiled, split_recipe(parallel, name, **options), -1, FEW):
+        trace = Trace(**fields)
+        assert_same(trace, split_alone(name), 1e-9)
+        assert extent == "pieces" or trace.num_graphs[0] == 2, "a dense block, one with experts"
+        assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
 @pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])

@@ -43,6 +43,14 @@ def test_state_bytes_are_divided_by_the_shards(
     assert state_bytes_per_rank(halved, world_size) == pytest.approx(expected / 2)
 
 
+def test_state_bytes_of_tensor_parallel_ranks() -> None:
+    parameters = count_parameters(MODEL)
+    whole = parameters.norms + parameters.router
+    dense = whole + (parameters.total - parameters.routed_experts - whole) / 4
+    recipe = Recipe(model=MODEL, parallel=ParallelConfig(tp=4, ep=8))
+    assert state_bytes_per_rank(recipe, 8) == pytest.approx(16 * (dense / 2 + parameters.routed_experts / 8))
+
+
 def test_gathered_bytes_of_unsharded_accumulation() -> None:
     parameters = count_parameters(MODEL)
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(ep=4))

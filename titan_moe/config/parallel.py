@@ -28,7 +28,10 @@ class ParallelConfig:
     cp: int = 1
     """Context-parallel ranks, which split a sequence. Only 1 works today."""
     tp: int = 1
-    """Tensor-parallel ranks. Only 1 works today."""
+    """Tensor-parallel ranks, which split the heads of attention, the widths of dense layers and shared experts, and the
+    vocabulary; between layers each has a part of every sequence (sequence parallelism, arXiv:2205.05198), so each
+    brings other tokens to the experts. Divides the heads; with fewer key/value heads than ranks, ranks share them.
+    Every attention and dense layer gathers its input and reduce-scatters its output: for ranks of one node."""
     ep: int = 1
     """Expert-parallel ranks: each holds num_experts / ep experts of a layer. Folded over the dense ranks of a
     replica."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.kernels import Backend
 from titan_moe.config.parallel import ParallelConfig
@@ -48,7 +48,12 @@ def apply(
     reshards = not config.accumulate_unsharded
     blocks = list(model.get_submodule("layers").children())
     unsharded: set[nn.Parameter] = set()
-    options: dict[str, Any] = {"mesh": meshes.dense_fsdp, "mp_policy": policy, "ignored_params": unsharded}
+    options: dict[str, Any] = {
+        "mesh": meshes.dense_fsdp,
+        "mp_policy": policy,
+        "ignored_params": unsharded,
+        "shard_placement_fn": _dense_placement,
+    }
     for block in blocks:
         for experts in _all_experts_of(block):
             if meshes.sizes.experts_are_unsharded(precision):
@@ -163,6 +168,12 @@ def _shard_experts(experts: GroupedExperts, mesh: DeviceMesh, policy: MixedPreci
         reshard_after_forward=reshard,
         shard_placement_fn=placements.__getitem__,
     )
+
+
+def _dense_placement(parameter: nn.Parameter) -> Shard | None:
+    """Shard the columns of what tensor parallelism has split by rows, else the first dimension."""
+    is_split = isinstance(parameter, DTensor) and parameter.placements == (Shard(0),)
+    return Shard(1) if is_split else None
 
 
 def _unshard_in_pre_forward(experts: GroupedExperts, block: nn.Module) -> None:

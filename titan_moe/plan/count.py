@@ -35,6 +35,12 @@ class ParameterCount:
         """The parameters that one token uses, embedding and head included."""
         return self.total - self.routed_experts + self.active_experts
 
+    def dense_per_tp_rank(self, tp: int) -> float:
+        """The parameters of a tensor-parallel rank, without routed experts. Routers, norms and latent projections are
+        on every rank; compressions of mla are too, and are counted as split."""
+        whole = self.norms + self.router + self.latent
+        return whole + (self.total - self.routed_experts - whole) / tp
+
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model by component."""

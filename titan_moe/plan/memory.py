@@ -27,7 +27,7 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     """
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
-    dense, experts = count.total - count.routed_experts, count.routed_experts / sizes.ep
+    dense, experts = count.dense_per_tp_rank(sizes.tp), count.routed_experts / sizes.ep
     is_unsharded = sizes.experts_are_unsharded(precision)
     copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.accumulate_unsharded:
@@ -91,8 +91,8 @@ def _clone_bytes(recipe: Recipe) -> int:
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:
     """Count the parameters of a rank's shards; gradients and moments are sharded alike.
 
-    Dense parameters are sharded over dp_shard; experts over ep, and inside it over edp. Replicas divide nothing.
+    Dense parameters are sharded over tp and dp_shard; experts over ep, and inside it over edp. Replicas divide nothing.
     """
     sizes = resolve(recipe.parallel, world_size)
     count = count_parameters(recipe.model)
-    return (count.total - count.routed_experts) / sizes.dp_shard + count.routed_experts / (sizes.ep * sizes.edp)
+    return count.dense_per_tp_rank(sizes.tp) / sizes.dp_shard + count.routed_experts / (sizes.ep * sizes.edp)

@@ -30,7 +30,8 @@ def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float,
     gradients = parameters * BYTES_OF_DTYPE[p.master]
     gathered = gathered_bytes_per_rank(recipe, world_size)
     # what FSDP gathers for all of forward and backward
-    root = 0 if recipe.parallel.accumulate_unsharded else (count.embedding + count.head) * BYTES_OF_DTYPE[p.compute]
+    of_root = (count.embedding + count.head) / recipe.parallel.tp
+    root = 0 if recipe.parallel.accumulate_unsharded else of_root * BYTES_OF_DTYPE[p.compute]
     arena, temporary = 0, 0
     if has_arena(recipe, experts):
         arena, temporary = arena_bytes_per_rank(recipe, capacity_factor), temporary_bytes_per_rank(recipe)
@@ -44,8 +45,12 @@ def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float,
 
 
 def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused") -> int:
-    """Count the bytes that the blocks of a microbatch keep for backward, without the arena."""
+    """Count the bytes that the blocks of a microbatch keep for backward, without the arena.
+
+    A tp rank keeps its tokens, or its heads of all tokens; the gathered inputs of layers are left out.
+    """
     m, num_tokens = recipe.model, recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
+    num_tokens //= recipe.parallel.tp
     if recipe.memory.recompute == "block":
         elements = m.num_layers * m.hidden_size * num_tokens
     else:
@@ -90,4 +95,4 @@ def _loss_bytes(recipe: Recipe) -> int:
     """Bytes of a chunk of logits."""
     num_tokens = recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
     chunk = min(recipe.perf.loss_chunk_tokens or num_tokens, num_tokens)
-    return chunk * recipe.model.vocab_size * BYTES_OF_DTYPE[recipe.precision.compute]
+    return chunk * recipe.model.vocab_size // recipe.parallel.tp * BYTES_OF_DTYPE[recipe.precision.compute]

@@ -1,7 +1,8 @@
 """Roofline: the least work of each part of a step on one rank, and the least time of a device for it.
 
 FLOPs follow `plan.count`: forward and backward, causal attention halved, nothing recomputed. Routing is assumed to be
-random and even. Norms, softmax and other passes over activations are left out: a lower bound, not a prediction.
+random and even. Norms, softmax and other passes over activations are left out, and so are the collectives of tensor
+parallelism: a lower bound, not a prediction.
 """
 
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     """The work of each part where it is known, by the names of the trace's regions."""
     m, t = recipe.model, recipe.train
     width, moe, num_moe_layers = m.hidden_size, m.moe, m.num_moe_layers
-    num_tokens = t.global_batch_sequences * t.seq_len_tokens // resolve(recipe.parallel, world_size).dp
+    sizes = resolve(recipe.parallel, world_size)
+    num_tokens = t.global_batch_sequences * t.seq_len_tokens // (sizes.dp * sizes.tp)  # or all tokens, a part of widths
     weights = {
         "attention": m.num_layers * attention_projection_weights(m),
         "dense": (m.num_layers - num_moe_layers) * 3 * width * m.ffn_hidden_size,
@@ -102,8 +104,8 @@ def sharding_bytes(recipe: Recipe, world_size: int) -> float:
     """
     sizes, p, counted = resolve(recipe.parallel, world_size), recipe.parallel, count_parameters(recipe.model)
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
-    root = counted.embedding + counted.head + recipe.model.hidden_size
-    blocks = counted.total - counted.routed_experts - root
+    root = (counted.embedding + counted.head) / p.tp + recipe.model.hidden_size
+    blocks = counted.dense_per_tp_rank(p.tp) - root
     groups = (  # parameters, gathers a microbatch, ranks that share them
         (root, 1, sizes.dp_shard),
         (blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.dp_shard),

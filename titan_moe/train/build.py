@@ -18,7 +18,7 @@ from titan_moe.metrics import regions
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
-from titan_moe.parallel import arena, expert, fsdp, symm_memory
+from titan_moe.parallel import arena, expert, fsdp, symm_memory, tensor
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.precision import policy
@@ -72,6 +72,7 @@ def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: 
     parts = [model]  # a pipeline splits here, before sharding: a rank shards only its own stages
     for part in parts:
         expert.apply(part, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP
+        tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
         regional.apply(part, recipe.compile, device)  # blocks or pieces: the hooks of FSDP stay outside the graphs
         if recipe.profile.start_step:
             regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones

@@ -12,10 +12,19 @@ from titan_moe.config.rules.precision import PRECISION_RULES
 from titan_moe.config.rules.ranges import RANGE_RULES
 from titan_moe.config.rules.rule import Rule
 from titan_moe.config.rules.run import RUN_RULES
+from titan_moe.config.rules.tensor import TENSOR_RULES
 
 __all__ = ["RULES", "Rule", "check_rules"]
 
-RULES: list[Rule] = [*RANGE_RULES, *MODEL_RULES, *PARALLEL_RULES, *PERF_RULES, *PRECISION_RULES, *RUN_RULES]
+RULES: list[Rule] = [
+    *RANGE_RULES,
+    *MODEL_RULES,
+    *PARALLEL_RULES,
+    *TENSOR_RULES,
+    *PERF_RULES,
+    *PRECISION_RULES,
+    *RUN_RULES,
+]
 
 
 def check_rules(recipe: Recipe, world_size: int | None = None) -> list[str]:

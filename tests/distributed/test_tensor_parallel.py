@@ -1,0 +1,111 @@
+"""Tensor parallelism: checkpoints and initial weights do not depend on it; what it splits, and what it refuses.
+
+test_one_loss.py has its gradients and losses.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import load
+from support.checkpoint_case import Cursor
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_moe.checkpoint.dcp import Checkpointer
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.train import CheckpointConfig
+from titan_moe.parameters import full_tensor, fused_rows
+from titan_moe.train.build import assemble
+from titan_moe.train.evaluate import validation_loss
+
+one_loss = load("distributed/test_one_loss")
+CPU = torch.device("cpu")
+TP2_EP2 = ParallelConfig(tp=2, ep=2, dispatcher="alltoall")
+TP4 = ParallelConfig(tp=4)
+
+
+def state_of(built: Any) -> dict[str, Tensor]:
+    """All parameters, moments and buffers as full tensors. Collective."""
+    (model,) = built.parts
+    rows = fused_rows(model)
+    tensors = {name: full_tensor(tensor.detach(), rows.get(name, ())) for name, tensor in model.state_dict().items()}
+    for name, value in built.optimizers.state_dict().items():
+        weight = name.removeprefix("state.").rpartition(".")[0]
+        tensors[name] = full_tensor(value, rows.get(weight, ()))
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def checkpointer_of(recipe: Recipe, folder: Path, built: Any) -> Checkpointer:
+    return Checkpointer(recipe, folder, built.parts, built.optimizers, built.schedule, Cursor(), Cursor())
+
+
+def save(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
+    """Take two steps and save; the state."""
+    built = assemble(recipe, CPU)
+    for step in range(2):
+        built.step(one_loss.batch_of(step, recipe.train.micro_batch_sequences, built.meshes))
+    checkpointer = checkpointer_of(recipe, folder, built)
+    checkpointer.save(2)
+    checkpointer.close()
+    return state_of(built)
+
+
+def resume(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
+    """Load into a model whose every value is another; the state."""
+    built = assemble(recipe, CPU)
+    with torch.no_grad():
+        for parameter in built.parts[0].parameters():
+            parameter.fill_(7.0)
+    checkpointer = checkpointer_of(recipe, folder, built)
+    assert checkpointer.load()
+    checkpointer.close()
+    return state_of(built)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "num_later", "later", "is_async"),
+    [
+        pytest.param(2, TP2_EP2, 1, ParallelConfig(), False, id="tp2-to-1"),
+        pytest.param(1, ParallelConfig(), 2, TP2_EP2, False, id="1-to-tp2"),
+        pytest.param(4, replace(TP2_EP2, ep=4), 4, TP4, True, id="tp2-dp2-to-tp4-async"),
+    ],
+)
+def test_tensor_parallel_checkpoints_load_bit_for_bit_on_other_layouts(
+    ranks, tmp_path: Path, num_ranks: int, parallel: ParallelConfig, num_later: int, later: ParallelConfig, is_async
+) -> None:
+    config = CheckpointConfig(is_async=is_async)
+    before, after = (one_loss.split_recipe(p, "gqa", checkpoint=config) for p in (parallel, later))
+    saved = ranks(num_ranks, save, before, tmp_path)[0]
+    loaded = ranks(num_later, resume, after, tmp_path)[0]
+    assert saved.keys() == loaded.keys() and len(saved) > 60
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name
+
+
+def describe(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]], float]:
+    """Initial state, local shapes of parameters, and the loss of a validation."""
+    built = assemble(recipe, CPU)
+    (model,) = built.parts
+    state = state_of(built)
+    shapes = {name: tuple(p.to_local().shape) for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    batch = one_loss.batch_of(0, recipe.train.micro_batch_sequences, built.meshes)
+    return state, shapes, validation_loss(built.parts, [batch], CPU, built.meshes.data_group).item()
+
+
+def test_tensor_parallel_ranks_keep_parts_of_the_same_initial_weights(ranks) -> None:
+    whole, _, loss = ranks(1, describe, one_loss.split_recipe(ParallelConfig(), "gqa"))[0]
+    for state, shapes, split_loss in ranks(4, describe, one_loss.split_recipe(replace(TP4, ep=1), "gqa")):
+        assert state.keys() == whole.keys()
+        for name, value in whole.items():
+            assert torch.equal(state[name], value), name
+        assert shapes["layers.0.attention.qkv.weight"] == (32, 16)  # 2 of 8 query heads, 1 of 4 keys and values
+        assert shapes["layers.0.attention.out.weight"] == (16, 16)
+        assert shapes["layers.0.feed_forward.gate_up.weight"] == (8, 16)
+        assert shapes["layers.1.feed_forward.shared_experts.down.weight"] == (16, 2)
+        assert shapes["embed.weight"] == shapes["head.weight"] == (8, 16)
+        assert shapes["layers.1.feed_forward.router.weight"] == (8, 16)
+        assert split_loss == pytest.approx(loss, rel=1e-12)

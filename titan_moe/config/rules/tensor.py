@@ -1,0 +1,104 @@
+"""Rules of tensor parallelism: what it splits must divide, and what does not work with it yet."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.dispatchers import dispatchers_that
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import is_no_divisor, nearest_multiples, rule, rules_in
+
+NO_TP = "parallel.tp = 1"
+
+
+@rule("each tp rank computes whole heads, which share a key/value head with the same number of others")
+def tp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
+    a, tp = recipe.model.attention, recipe.parallel.tp
+    if not _heads_fit(recipe, tp):
+        shared = f" over {a.num_kv_heads} key/value heads" if a.kind == "gqa" else ""
+        sizes = ", ".join(str(size) for size in range(1, a.num_heads + 1) if _heads_fit(recipe, size))
+        yield f"parallel.tp = {tp} does not divide model.attention.num_heads = {a.num_heads}{shared}; take {sizes}"
+
+
+def _heads_fit(recipe: Recipe, tp: int) -> bool:
+    """Whether heads divide by the ranks, and key/value heads by ranks or ranks by them."""
+    a = recipe.model.attention
+    if tp < 1 or is_no_divisor(tp, a.num_heads):
+        return tp < 1
+    kv_heads = a.num_kv_heads if a.kind == "gqa" else tp
+    return kv_heads < 1 or kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+@rule("each tp rank has equal parts of these widths")
+def tp_divides_widths(recipe: Recipe, world_size: int) -> Iterator[str]:
+    m, tp = recipe.model, recipe.parallel.tp
+    widths = {"vocab_size": m.vocab_size}
+    if m.num_layers > m.num_moe_layers:
+        widths["ffn_hidden_size"] = m.ffn_hidden_size
+    if m.num_moe_layers > 0:
+        widths["moe.shared_ffn_hidden_size"] = m.moe.shared_ffn_hidden_size
+    for key, width in widths.items():
+        if width > 0 and is_no_divisor(tp, width):
+            yield (
+                f"parallel.tp = {tp} does not divide model.{key} = {width}; take {nearest_multiples(width, tp)}, or a "
+                "tp that divides it"
+            )
+
+
+@rule("between layers each tp rank has an equal part of every sequence")
+def tp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
+    tp, num_tokens = recipe.parallel.tp, recipe.train.seq_len_tokens
+    if is_no_divisor(tp, num_tokens):
+        yield (
+            f"parallel.tp = {tp} does not divide train.seq_len_tokens = {num_tokens}; "
+            f"take {nearest_multiples(num_tokens, tp)}"
+        )
+
+
+@rule("FSDP shards the columns of what tp splits by rows, in equal parts")
+def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, m = recipe.parallel, recipe.model
+    others = max(p.pp * p.dp_replicate * p.cp * p.tp, 1)
+    dp_shard = max(world_size // others, 1) if p.dp_shard == -1 else p.dp_shard
+    widths = {"hidden_size": m.hidden_size}
+    if m.attention.kind == "mla":
+        widths |= {"attention.q_lora_rank": m.attention.q_lora_rank, "attention.kv_lora_rank": m.attention.kv_lora_rank}
+    for key, width in widths.items():
+        if p.tp > 1 and is_no_divisor(dp_shard, width):
+            yield (
+                f"dp_shard = {dp_shard} does not divide model.{key} = {width}, as parallel.tp = {p.tp} needs; raise "
+                f"parallel.dp_replicate or tp, or take {NO_TP}"
+            )
+
+
+@rule("it does not work with tensor parallelism yet")
+def tp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.parallel.tp > 1:
+        for found, way_out in _unsupported(recipe):
+            yield f"parallel.tp = {recipe.parallel.tp} does not support {found}; {way_out}, or {NO_TP}"
+
+
+def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What a recipe asks for that tensor parallelism does not support, with a way out."""
+    m, p, perf, device = recipe.model, recipe.parallel, recipe.perf, recipe.run.device
+    if m.class_ != ModelConfig.class_:
+        yield f'model.class = "{m.class_}"', "take ours"
+    if m.embeddings_are_tied:
+        yield "model.embeddings_are_tied = true", "set it to false"
+    if p.facts.shares_memory:
+        yield f'parallel.dispatcher = "{p.dispatcher}"', f"take {dispatchers_that(lambda f: not f.shares_memory)}"
+    is_left_to_auto = perf.kernels == "auto" and perf.override.head == "no" and device != "cpu"
+    if perf.chosen_kernels.head != "torch" or is_left_to_auto:
+        yield "the Triton kernels of the head's loss", 'take perf.override.head = "torch"'
+    if perf.attention == "flex":
+        yield 'perf.attention = "flex"', 'take "auto"'
+    if recipe.compile.cudagraph != "off":
+        yield f'compile.cudagraph = "{recipe.compile.cudagraph}"', 'take "off"'
+    if recipe.precision.formats:
+        yield "formats of GEMMs", "set those of [precision] to compute"
+    if recipe.precision.moments_dtype in ("int8", "fp8"):
+        yield f'precision.moments = "{recipe.precision.moments}"', 'take "master", "fp32" or "bf16"'
+    if recipe.metrics.sample_tokens:
+        yield f"metrics.sample_tokens = {recipe.metrics.sample_tokens}", "set it to 0"
+
+
+TENSOR_RULES = rules_in(globals())

@@ -1,0 +1,64 @@
+"""Collectives of sequence parallelism: a sequence is split over the tensor-parallel ranks between their GEMMs.
+
+P ranks · B batch · N sequence · n tokens of a rank (N/P) · D width · E experts
+
+A layer whose weights are split gathers the sequence before it and reduce-scatters partial sums behind it: as many bytes
+as an all-reduce, and norms, routers and residuals in between see n tokens instead of N (arXiv:2205.05198). Each is the
+backward of the other.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from titan_moe.dispatch.collectives import all_gather, reduce_scatter
+from titan_moe.layers.balance import Sums
+
+
+def gather_sequence(x_BnD: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather the tokens of all ranks, in the order of the sequence: [B, n, D] -> [B, N, D]."""
+    x_PBnD = all_gather(x_BnD, group).unflatten(0, (group.size(), -1))
+    return x_PBnD.transpose(0, 1).flatten(1, 2)
+
+
+def scatter_sequence(x_BND: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over ranks; each rank gets its part of the sequence: [B, N, D] -> [B, n, D]."""
+    x_PBnD = x_BND.unflatten(1, (group.size(), -1)).transpose(0, 1)
+    return reduce_scatter(x_PBnD.flatten(0, 1), group)
+
+
+def by_rank(labels_BN: Tensor, num_ranks: int) -> Tensor:
+    """Order tokens as `all_gather` does, all of a rank's one after the other: [B, N] -> [P·B, n]."""
+    return labels_BN.unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)
+
+
+@torch.library.custom_op("titan_moe::sum_over_ranks", mutates_args=())
+def _sum_over_ranks(x: Tensor, group: str) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_resolve_process_group(group))
+    return total
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Backward needs nothing."""
+
+
+_sum_over_ranks.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+# every rank computes the same loss of the sum, and keeps the gradient of its own part
+_sum_over_ranks.register_autograd(lambda ctx, grad: (grad.clone(), None), setup_context=_save)
+
+
+class SumOverRanks:
+    """`LoadBalance.sum_over_tokens` where ranks have a part of each sequence: one message for all three sums."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group_name = group.group_name
+
+    def __call__(self, share_sums_BE: Tensor, counts_BE: Tensor, z_sum: Tensor) -> Sums:
+        own = [share_sums_BE.flatten(), counts_BE.flatten().to(share_sums_BE.dtype), z_sum[None]]
+        total = _sum_over_ranks(torch.cat(own), self.group_name)
+        shares, counts, z = total.split([share_sums_BE.numel(), counts_BE.numel(), 1])
+        return shares.view_as(share_sums_BE), counts.view_as(counts_BE), z[0]

@@ -1,0 +1,181 @@
+"""Tensor parallelism with sequence parallelism (arXiv:1909.08053, arXiv:2205.05198).
+
+Heads, hidden widths of dense layers and shared experts, and the vocabulary are split over the ranks of `tp`. Between
+layers each rank has a part of every sequence, so norms, routers and latent projections run on distinct tokens, and
+tokens reach the dispatcher without another collective.
+
+Parameters are DTensors on the axis, `Shard` or `Replicate`. Layers compute on their local tensors, which kernels take.
+The gradient of a replicated parameter is a sum over ranks, each of which has seen other tokens, or other heads. The
+gradient of the local tensor is declared `Partial`, so FSDP2 all-reduces it before its own reduction.
+
+A fused weight (query, key and value; gate and up) is several matrices, of which each rank keeps its rows
+(`parameters.local_chunks`).
+"""
+
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.dispatch.collectives import all_gather, reduce_scatter
+from titan_moe.layers.attention import GroupedQueryAttention
+from titan_moe.layers.balance import LoadBalance
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.layers.head import LanguageModelHead
+from titan_moe.layers.mla import MultiHeadLatentAttention
+from titan_moe.layers.mlp import MLP
+from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.sequence import SumOverRanks, gather_sequence, scatter_sequence
+from titan_moe.parallel.vocabulary import EmbedOwnWords, SumLossOverRanks
+from titan_moe.parameters import TENSOR_AXIS
+
+ROWS, COLUMNS = Shard(0), Shard(1)
+
+
+def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
+    """Split every layer but the routed experts, in place. Names and full shapes of parameters do not change."""
+    if config.tp == 1:
+        return
+    mesh = meshes.dense[TENSOR_AXIS]
+    group, readers = mesh.get_group(), dict[nn.Module, "_OwnRows"]()
+    for module in list(model.modules()):
+        match module:
+            case GroupedQueryAttention():
+                readers[module.qkv] = _split_heads(module, mesh)
+                _split(module.out, "weight", COLUMNS, mesh)
+                module.register_forward_pre_hook(partial(_gather_input, group))
+                module.register_forward_hook(partial(_scatter_output, group))
+            case MultiHeadLatentAttention():
+                for projection in (module.q_up, module.kv_up):
+                    _split(projection, "weight", ROWS, mesh)
+                _split(module.out, "weight", COLUMNS, mesh)
+                # latents are narrower than the input: they are gathered behind their projections
+                module.q_up.register_forward_pre_hook(partial(_gather_input, group))
+                module.kv_down.register_forward_hook(partial(_gather_output, group))
+                module.register_forward_hook(partial(_scatter_output, group))
+            case MLP():
+                _split(module.gate_up, "weight", ROWS, mesh, module.fused_rows["gate_up.weight"])
+                _split(module.down, "weight", COLUMNS, mesh)
+                module.register_forward_pre_hook(partial(_gather_tokens, group))
+                module.register_forward_hook(partial(_scatter_tokens, group))
+            case nn.Embedding():
+                _split(module, "weight", ROWS, mesh)
+                num_words = module.num_embeddings // mesh.size()
+                module.forward = EmbedOwnWords(module.forward, num_words, group)
+            case LanguageModelHead():
+                _split(module, "weight", ROWS, mesh)
+                module.forward = SumLossOverRanks(module, group)  # type: ignore[assignment]
+            case LoadBalance():
+                module.num_sequence_ranks = mesh.size()
+                if module.aux_loss_coef or module.z_loss_coef:
+                    module.sum_over_tokens = SumOverRanks(group)
+    for module in model.modules():
+        if not isinstance(module, GroupedExperts):
+            for name, parameter in module.named_parameters(recurse=False):
+                if not isinstance(parameter, DTensor):
+                    _register(module, name, parameter.data, parameter.requires_grad, mesh, Replicate())
+            _read_local_tensors(module, readers.get(module))
+
+
+def _split_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> "_OwnRows":
+    """Split the projection by heads. With fewer key/value heads than ranks, some ranks share one, with other query
+    heads: the weight is then on all ranks, each of which reads its rows."""
+    rows, rope = attention.fused_rows["qkv.weight"], attention.qk_norm_rope
+    num_parts = tuple(min(mesh.size(), size // attention.head_dim) for size in rows)
+    if num_parts[1] == mesh.size():
+        _split(attention.qkv, "weight", ROWS, mesh, rows)
+    else:
+        rope.heads_per_group = rows[0] // num_parts[0] // attention.head_dim + 2
+    return _OwnRows(rows, num_parts, mesh.get_local_rank(), mesh.size())
+
+
+def _split(module: nn.Module, name: str, placement: Shard, mesh: DeviceMesh, rows: tuple[int, ...] = ()) -> None:
+    """Keep this rank's part of a parameter: of every matrix of a fused weight, whose rows are given."""
+    full, rank = module.get_parameter(name), mesh.get_local_rank()
+    matrices = full.data.split(rows) if rows else [full.data]
+    own = torch.cat([matrix.chunk(mesh.size(), placement.dim)[rank] for matrix in matrices])
+    _register(module, name, own, full.requires_grad, mesh, placement)
+
+
+def _register(
+    module: nn.Module, name: str, own: Tensor, requires_grad: bool, mesh: DeviceMesh, placement: Placement
+) -> None:
+    sharded = DTensor.from_local(own, mesh, [placement], run_check=False)
+    module.register_parameter(name, nn.Parameter(sharded, requires_grad=requires_grad))
+
+
+class _OwnRows(NamedTuple):
+    """This rank's rows of every matrix of a fused weight or bias that all ranks have."""
+
+    rows: tuple[int, ...]
+    num_parts: tuple[int, ...]  # of each matrix: a part is of one rank, or shared by several
+    rank: int
+    num_ranks: int
+
+    def __call__(self, full: Tensor) -> Tensor:
+        matrices = zip(full.split(self.rows), self.num_parts, strict=True)
+        return torch.cat([matrix.chunk(parts)[self.rank * parts // self.num_ranks] for matrix, parts in matrices])
+
+
+class _LocalTensor(NamedTuple):
+    """How a module reads a parameter."""
+
+    name: str
+    own_rows: _OwnRows | None
+
+    def __call__(self, module: nn.Module) -> Any:
+        """The local tensor of a parameter that FSDP has gathered; a sharded one, which FSDP alone reads, as it is.
+
+        The bias of a fused layer is replicated too: FSDP would shard its only dimension again.
+        """
+        parameter: Any = module._parameters[self.name]
+        if parameter.device_mesh.ndim > 1:
+            return parameter
+        grads = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
+        tensor = parameter.to_local(grad_placements=grads)
+        is_whole = parameter.placements[0].is_replicate()
+        return self.own_rows(tensor) if self.own_rows is not None and is_whole else tensor
+
+
+def _read_local_tensors(module: nn.Module, own_rows: _OwnRows | None) -> None:
+    """Let `module.weight` be the local tensor. The parameter stays a DTensor for FSDP, optimizer and checkpoints."""
+    readers = tuple(_LocalTensor(name, own_rows) for name, _ in module.named_parameters(recurse=False))
+    if readers:
+        module_class: Any = type(module)
+        module.__class__ = _reading_local_tensors(module_class, readers)
+
+
+@cache
+def _reading_local_tensors(module_class: type[nn.Module], readers: tuple[_LocalTensor, ...]) -> type[nn.Module]:
+    """The class with a property for each parameter; one for all layers, or each would be compiled apart."""
+    properties: dict[str, Any] = {}
+    for reader in readers:
+        read: Any = reader
+        properties[reader.name] = property(read)
+    return type(module_class.__name__, (module_class,), properties)
+
+
+def _gather_input(group: dist.ProcessGroup, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return gather_sequence(args[0], group), *args[1:]
+
+
+def _gather_output(group: dist.ProcessGroup, module: nn.Module, args: Any, out_BnD: Tensor) -> Tensor:
+    return gather_sequence(out_BnD, group)
+
+
+def _scatter_output(group: dist.ProcessGroup, module: nn.Module, args: Any, out_BND: Tensor) -> Tensor:
+    return scatter_sequence(out_BND, group)
+
+
+def _gather_tokens(group: dist.ProcessGroup, module: nn.Module, args: tuple[Tensor]) -> Tensor:
+    """For a layer to which the order of tokens does not matter."""
+    return all_gather(args[0], group)
+
+
+def _scatter_tokens(group: dist.ProcessGroup, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    return reduce_scatter(out, group)

@@ -1,0 +1,75 @@
+"""The embedding and the output head with their vocabulary split over ranks.
+
+P ranks · B batch · N sequence · n tokens of a rank (N/P) · C tokens in a chunk · D width · V words of this rank
+
+The loss never gathers logits: a token needs the maximum, the sum of exponentials and the logit of its label over all
+ranks, three numbers (arXiv:1909.08053).
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_moe.dispatch.collectives import all_gather
+from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL, linear_cross_entropy
+from titan_moe.layers.head import LanguageModelHead
+from titan_moe.parallel.sequence import by_rank, scatter_sequence
+
+
+class EmbedOwnWords:
+    """The forward of an embedding: each rank looks up its words; every rank gets its part of the sequence."""
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], num_words: int, group: dist.ProcessGroup) -> None:
+        self.embed, self.num_words, self.group = forward, num_words, group
+
+    def __call__(self, tokens_BN: Tensor) -> Tensor:
+        """Tokens int64 [B, N], of the whole vocabulary -> [B, n, D]."""
+        words_BN = tokens_BN - self.group.rank() * self.num_words
+        is_own_BN = (words_BN >= 0) & (words_BN < self.num_words)
+        x_BND = self.embed(torch.where(is_own_BN, words_BN, 0))
+        return scatter_sequence(torch.where(is_own_BN[..., None], x_BND, 0.0), self.group)
+
+
+class SumLossOverRanks:
+    """The forward of a head with labels: the summed loss of whole sequences, equal on all ranks."""
+
+    def __init__(self, head: LanguageModelHead, group: dist.ProcessGroup) -> None:
+        self.head, self.group = head, group
+
+    def __call__(self, x_BnD: Tensor, labels_BN: Tensor | None = None) -> Tensor:
+        """[B, n, D] with labels int64 [B, N] -> a scalar, fp32 or wider.
+
+        Raises: ValueError without labels: logits are on several ranks.
+        """
+        if labels_BN is None:
+            raise ValueError("logits are split over the ranks of parallel.tp; give labels, or take parallel.tp = 1")
+        x_TD = all_gather(x_BnD, self.group).flatten(0, -2)
+        labels_T = by_rank(labels_BN, self.group.size()).flatten()
+        chunk_tokens = self.head.loss_chunk_tokens or len(x_TD)
+        return self.cross_entropy(x_TD, self.head.weight, labels_T, chunk_tokens)
+
+    def cross_entropy(self, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+        if torch.is_grad_enabled():
+            return linear_cross_entropy(x_TD, weight_VD, labels_T, chunk_tokens, self.loss_and_dlogits)
+        chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
+        return torch.stack([self.loss_and_dlogits(x @ weight_VD.T, labels)[0] for x, labels in chunks]).sum()
+
+    def loss_and_dlogits(self, logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+        """Summed loss of a chunk, and dlogits of this rank's words in the logits' dtype."""
+        wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        num_words = wide_CV.shape[1]
+        words_C = labels_C - self.group.rank() * num_words
+        is_own_C = (words_C >= 0) & (words_C < num_words)
+        max_C = wide_CV.amax(1)
+        dist.all_reduce(max_C, dist.ReduceOp.MAX, group=self.group)
+        exp_CV = torch.exp(wide_CV - max_C[:, None])
+        label_C = torch.where(is_own_C, wide_CV.gather(1, words_C.clamp(0, num_words - 1)[:, None])[:, 0], 0)
+        sums_2C = torch.stack([exp_CV.sum(1), label_C])
+        dist.all_reduce(sums_2C, group=self.group)
+        has_label_C = labels_C != IGNORE_LABEL
+        loss = torch.where(has_label_C, max_C + sums_2C[0].log() - sums_2C[1], 0).sum()
+        is_label_CV = torch.arange(num_words, device=labels_C.device) == words_C[:, None]
+        dlogits_CV = exp_CV / sums_2C[0][:, None] - is_label_CV.to(wide_CV.dtype)
+        return loss, torch.where(has_label_C[:, None], dlogits_CV, 0).to(logits_CV.dtype)
