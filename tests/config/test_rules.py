@@ -72,7 +72,10 @@ BROKEN = {
     "tp_divides_widths": ("--parallel.tp=2 --model.vocab_size=257", "take 256 or 258, or a tp that divides it"),
     "tp_divides_sequences": ("--parallel.tp=2 --train.seq_len_tokens=129", "take 128 or 130"),
     "dp_shard_divides_columns": ("--parallel.tp=2 --model.hidden_size=130", "dp_shard = 4 does not divide"),
-    "tp_supports_the_recipe": ("--parallel.tp=2", "metrics.sample_tokens = 8; set it to 0, or parallel.tp = 1"),
+    "tp_supports_the_recipe": (
+        "--parallel.tp=2 --perf.attention=flex",
+        'perf.attention = "flex"; take "auto", or parallel.tp = 1',
+    ),
     "dp_shard_is_a_size": ("--parallel.dp_shard=0", "-1 for all ranks that are left"),
     "dense_view_fills_the_world": ("--parallel.dp_shard=4", "= 4, but the run has 8 ranks"),
     "expert_view_divides_the_world": ("--parallel.dp_replicate=4", "does not divide the 8 ranks"),
@@ -339,7 +342,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'take dgrad = "format", or all_gather = "compute"',
         ),
         ("--precision.linears=fp8_blockwise --precision.wgrad=compute", 8, "rounds all three GEMMs of a linear"),
-        ("--parallel.tp=2 --model.embeddings_are_tied=true", 8, "embeddings_are_tied = true; set it to false"),
         ("--parallel.tp=2 --parallel.dispatcher=symm_mem", 8, 'take "local", "allgather" or "alltoall", or'),
         ("--parallel.tp=2 --perf.kernels=fused", 8, 'take perf.override.head = "torch", or parallel.tp = 1'),
         ("--parallel.tp=2 --perf.kernels=auto", 8, 'take perf.override.head = "torch"'),
@@ -407,16 +409,12 @@ def test_rules_with_several_cases_refuse_each(
         "--precision.backend=native",  # of a run that had formats
         "--compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
-        "--parallel.tp=2 --metrics.sample_tokens=0 --run.device=cpu --precision.compute=fp32",
-        "--parallel.tp=8 --model.attention.num_kv_heads=4 --metrics.sample_tokens=0 --perf.override.head=torch",
-        f"{INTERLEAVED} --parallel.tp=2 --parallel.expert_clones=1 --metrics.sample_tokens=0 "
-        "--perf.override.head=torch",
-        "--parallel.tp=2 --parallel.dispatcher=allgather --compile.extent=block --metrics.sample_tokens=0 "
-        "--perf.override.head=torch",
-        "--parallel.tp=4 --parallel.dp_replicate=2 --metrics.sample_tokens=0 --perf.kernels=fused "
-        "--perf.override.head=torch",
-        "--parallel.tp=2 --parallel.ep=1 --parallel.dispatcher=local --metrics.sample_tokens=0 "
-        "--perf.kernels=grouped_mm",
+        "--parallel.tp=2 --run.device=cpu --precision.compute=fp32",
+        "--parallel.tp=8 --model.attention.num_kv_heads=4 --perf.override.head=torch",
+        f"{INTERLEAVED} --parallel.tp=2 --parallel.expert_clones=1 --perf.override.head=torch",
+        "--parallel.tp=2 --parallel.dispatcher=allgather --compile.extent=block --perf.override.head=torch",
+        "--parallel.tp=4 --parallel.dp_replicate=2 --perf.kernels=fused --perf.override.head=torch",
+        "--parallel.tp=2 --parallel.ep=1 --parallel.dispatcher=local --perf.kernels=grouped_mm",
     ],
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:

@@ -212,6 +212,7 @@ MLA = AttentionConfig(
 SPLIT_MODELS = {
     "gqa": replace(MODEL, attention=GQA),
     "gqa-shared": replace(MODEL, attention=replace(GQA, num_kv_heads=2)),
+    "gqa-tied": replace(MODEL, attention=replace(GQA, qkv_bias=False), embeddings_are_tied=True),
     "mla": replace(MODEL, attention=MLA),
     "mla-latent-gate": replace(
         MODEL, attention=replace(MLA, q_lora_rank=0), moe=replace(MOE, latent_size=8, shared_expert_gate=True)
@@ -239,6 +240,7 @@ def split_alone(ranks) -> Callable[[str], Trace]:
     [
         pytest.param(2, TP2, "gqa", {}, id="tp2-gqa"),
         pytest.param(2, TP2, "mla", {}, id="tp2-mla"),
+        pytest.param(2, TP2, "gqa-tied", {}, id="tp2-gqa-tied"),
         pytest.param(2, TP2_EP2, "gqa", {}, id="tp2-ep2-gqa"),
         pytest.param(2, TP2_EP2, "mla-latent-gate", {}, id="tp2-ep2-mla-latent-gate"),
         pytest.param(2, replace(TP2_EP2, dispatcher="allgather"), "mla", {}, id="tp2-ep2-allgather-mla"),

@@ -20,7 +20,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.train import CheckpointConfig
 from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.train.build import assemble
-from titan_moe.train.evaluate import validation_loss
+from titan_moe.train.evaluate import evaluating, validation_loss
 
 one_loss = load("distributed/test_one_loss")
 CPU = torch.device("cpu")
@@ -86,19 +86,22 @@ def test_tensor_parallel_checkpoints_load_bit_for_bit_on_other_layouts(
         assert torch.equal(loaded[name], value), name
 
 
-def describe(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]], float]:
-    """Initial state, local shapes of parameters, and the loss of a validation."""
+def describe(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]], float, Tensor]:
+    """Initial state, local shapes of parameters, the loss of a validation, and generated tokens."""
     built = assemble(recipe, CPU)
     (model,) = built.parts
     state = state_of(built)
     shapes = {name: tuple(p.to_local().shape) for name, p in model.named_parameters() if isinstance(p, DTensor)}
     batch = one_loss.batch_of(0, recipe.train.micro_batch_sequences, built.meshes)
-    return state, shapes, validation_loss(built.parts, [batch], CPU, built.meshes.data_group).item()
+    loss = validation_loss(built.parts, [batch], CPU, built.meshes.data_group).item()
+    with evaluating(built.parts):
+        tokens = model.generate(torch.arange(6).view(2, 3), 4)  # lengths that do not divide by 4, too
+    return state, shapes, loss, tokens
 
 
-def test_tensor_parallel_ranks_keep_parts_of_the_same_initial_weights(ranks) -> None:
-    whole, _, loss = ranks(1, describe, one_loss.split_recipe(ParallelConfig(), "gqa"))[0]
-    for state, shapes, split_loss in ranks(4, describe, one_loss.split_recipe(replace(TP4, ep=1), "gqa")):
+def test_tensor_parallel_ranks_keep_parts_of_the_same_initial_weights_and_generate_the_same(ranks) -> None:
+    whole, _, loss, tokens = ranks(1, describe, one_loss.split_recipe(ParallelConfig(), "gqa"))[0]
+    for state, shapes, split_loss, split_tokens in ranks(4, describe, one_loss.split_recipe(replace(TP4, ep=1), "gqa")):
         assert state.keys() == whole.keys()
         for name, value in whole.items():
             assert torch.equal(state[name], value), name
@@ -108,4 +111,5 @@ def test_tensor_parallel_ranks_keep_parts_of_the_same_initial_weights(ranks) -> 
         assert shapes["layers.1.feed_forward.shared_experts.down.weight"] == (16, 2)
         assert shapes["embed.weight"] == shapes["head.weight"] == (8, 16)
         assert shapes["layers.1.feed_forward.router.weight"] == (8, 16)
+        assert torch.equal(split_tokens, tokens)
         assert split_loss == pytest.approx(loss, rel=1e-12)

@@ -49,4 +49,4 @@ def max_batch_tokens(recipe: Recipe) -> int:
     """Tokens of the largest batch in one forward on a rank: a microbatch, or the prompt with all generated text."""
     train, sample_tokens = recipe.train, recipe.metrics.sample_tokens
     sample = min(train.seq_len_tokens, SAMPLE_PROMPT_TOKENS) + sample_tokens if sample_tokens else 0
-    return max(train.micro_batch_sequences * train.seq_len_tokens, sample) // max(recipe.parallel.tp, 1)
+    return -(-max(train.micro_batch_sequences * train.seq_len_tokens, sample) // max(recipe.parallel.tp, 1))

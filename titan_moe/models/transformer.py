@@ -4,6 +4,7 @@ B batch · N sequence · D model width · V vocabulary
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
@@ -22,6 +23,8 @@ class Transformer(nn.Module):
     """
 
     block_class: type[nn.Module] = Block
+    length_multiple = 1
+    """Lengths of sequences are multiples of it, where ranks split them."""
 
     def __init__(
         self, config: ModelConfig, *, kernels: Kernels = DEFAULT_KERNELS, loss_chunk_tokens: int = 4096
@@ -77,7 +80,9 @@ class Transformer(nn.Module):
         likeliest is taken.
         """
         for _ in range(num_tokens):
-            next_B1 = _choose(self(tokens_BN)[:, -1], temperature, generator)
+            length = tokens_BN.shape[1]
+            padded_BN = F.pad(tokens_BN, (0, -length % self.length_multiple))  # no token attends to a later one
+            next_B1 = _choose(self(padded_BN)[:, length - 1], temperature, generator)
             tokens_BN = torch.cat([tokens_BN, next_B1], dim=1)
         return tokens_BN
 

@@ -29,9 +29,10 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
+from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.sequence import SumOverRanks, gather_sequence, scatter_sequence
-from titan_moe.parallel.vocabulary import EmbedOwnWords, SumLossOverRanks
+from titan_moe.parallel.vocabulary import EmbedOwnWords, HeadOverRanks
 from titan_moe.parameters import TENSOR_AXIS
 
 ROWS, COLUMNS = Shard(0), Shard(1)
@@ -64,12 +65,18 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 module.register_forward_pre_hook(partial(_gather_tokens, group))
                 module.register_forward_hook(partial(_scatter_tokens, group))
             case nn.Embedding():
+                tied = [other for other in model.modules() if other._parameters.get("weight") is module.weight]
                 _split(module, "weight", ROWS, mesh)
+                for other in tied:
+                    other.register_parameter("weight", module.weight)
                 num_words = module.num_embeddings // mesh.size()
                 module.forward = EmbedOwnWords(module.forward, num_words, group)
             case LanguageModelHead():
-                _split(module, "weight", ROWS, mesh)
-                module.forward = SumLossOverRanks(module, group)  # type: ignore[assignment]
+                if not isinstance(module.weight, DTensor):  # the embedding's
+                    _split(module, "weight", ROWS, mesh)
+                module.forward = HeadOverRanks(module, group)  # type: ignore[assignment]
+            case Transformer():
+                module.length_multiple = mesh.size()
             case LoadBalance():
                 module.num_sequence_ranks = mesh.size()
                 if module.aux_loss_coef or module.z_loss_coef:

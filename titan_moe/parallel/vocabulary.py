@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.dispatch.collectives import all_gather
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL, linear_cross_entropy
 from titan_moe.layers.head import LanguageModelHead
-from titan_moe.parallel.sequence import by_rank, scatter_sequence
+from titan_moe.parallel.sequence import by_rank, gather_sequence, scatter_sequence
 
 
 class EmbedOwnWords:
@@ -32,19 +33,17 @@ class EmbedOwnWords:
         return scatter_sequence(torch.where(is_own_BN[..., None], x_BND, 0.0), self.group)
 
 
-class SumLossOverRanks:
-    """The forward of a head with labels: the summed loss of whole sequences, equal on all ranks."""
+class HeadOverRanks:
+    """The forward of a head: logits or, with labels, the summed loss of whole sequences, equal on all ranks."""
 
     def __init__(self, head: LanguageModelHead, group: dist.ProcessGroup) -> None:
         self.head, self.group = head, group
 
     def __call__(self, x_BnD: Tensor, labels_BN: Tensor | None = None) -> Tensor:
-        """[B, n, D] with labels int64 [B, N] -> a scalar, fp32 or wider.
-
-        Raises: ValueError without labels: logits are on several ranks.
-        """
+        """[B, n, D] -> logits of all words [B, N, P·V], or with labels int64 [B, N] a scalar, fp32 or wider."""
         if labels_BN is None:
-            raise ValueError("logits are split over the ranks of parallel.tp; give labels, or take parallel.tp = 1")
+            logits_BNV = F.linear(gather_sequence(x_BnD, self.group), self.head.weight)
+            return all_gather(logits_BNV.movedim(-1, 0), self.group).movedim(0, -1)
         x_TD = all_gather(x_BnD, self.group).flatten(0, -2)
         labels_T = by_rank(labels_BN, self.group.size()).flatten()
         chunk_tokens = self.head.loss_chunk_tokens or len(x_TD)

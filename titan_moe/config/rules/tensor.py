@@ -82,8 +82,6 @@ def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
     m, p, perf, device = recipe.model, recipe.parallel, recipe.perf, recipe.run.device
     if m.class_ != ModelConfig.class_:
         yield f'model.class = "{m.class_}"', "take ours"
-    if m.embeddings_are_tied:
-        yield "model.embeddings_are_tied = true", "set it to false"
     if p.facts.shares_memory:
         yield f'parallel.dispatcher = "{p.dispatcher}"', f"take {dispatchers_that(lambda f: not f.shares_memory)}"
     is_left_to_auto = perf.kernels == "auto" and perf.override.head == "no" and device != "cpu"
@@ -97,8 +95,6 @@ def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "formats of GEMMs", "set those of [precision] to compute"
     if recipe.precision.moments_dtype in ("int8", "fp8"):
         yield f'precision.moments = "{recipe.precision.moments}"', 'take "master", "fp32" or "bf16"'
-    if recipe.metrics.sample_tokens:
-        yield f"metrics.sample_tokens = {recipe.metrics.sample_tokens}", "set it to 0"
 
 
 TENSOR_RULES = rules_in(globals())
