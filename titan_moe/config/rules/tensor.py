@@ -93,8 +93,6 @@ def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f'compile.cudagraph = "{recipe.compile.cudagraph}"', 'take "off"'
     if recipe.precision.formats:
         yield "formats of GEMMs", "set those of [precision] to compute"
-    if recipe.precision.moments_dtype in ("int8", "fp8"):
-        yield f'precision.moments = "{recipe.precision.moments}"', 'take "master", "fp32" or "bf16"'
 
 
 TENSOR_RULES = rules_in(globals())
