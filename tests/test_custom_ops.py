@@ -48,6 +48,7 @@ from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.moe import MoE
+from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.plan.loads import LayerLoads
 
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -154,6 +155,9 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     in_fp8 = MoE(of_whole_vectors, PRESETS["fused"]).to(device, dtype)
     in_fp8.experts.mlp = fp8_expert_mlp
     run_layer(in_fp8, is_trained=True)
+    shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
+    sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp
+    sums[0].sum().backward()
     return capacities
 
 
