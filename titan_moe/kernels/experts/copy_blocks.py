@@ -50,7 +50,7 @@ class TileSchedule(NamedTuple):
 
 
 def columns_at_a_time(width: int) -> int:
-    """The columns of a row that are copied at a time, a power of two. A scale behind 4,096 codes is no piece of its own."""
+    """The columns of a row that are copied at a time, a power of two; a scale behind 4,096 codes is no piece alone."""
     most = 4096 if 2048 < width <= 2048 + 64 else 2048
     return min(triton.next_power_of_2(max(width, 1)), most)
 
