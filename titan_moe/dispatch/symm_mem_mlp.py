@@ -25,9 +25,9 @@ from titan_moe.dispatch.symm_mem import known_plan
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stage_sets import PLAIN, Stages, new_hidden, row_width, split_gradients, stages_of
+from titan_moe.kernels.experts.stage_sets import PLAIN, Stages, Work, new_hidden, row_width, split_gradients, stages_of
 from titan_moe.kernels.experts.stages import flops_of_a_pass
-from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
+from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import Tensors
 from titan_moe.kernels.permute.counting_sort import scores_of_slots, sort_assignments
@@ -36,7 +36,7 @@ from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, 
 from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.row_plan import RowPlan
 from titan_moe.kernels.symm_mem.rows import get_rows, own_rows, put_rows, sum_partial_results
-from titan_moe.kernels.symm_mem.tile_schedule import TileSchedule, clear_rows_without_slots, schedule_tiles
+from titan_moe.kernels.symm_mem.tile_schedule import clear_rows_without_slots, schedule_tiles
 from titan_moe.plan.loads import visit_probability
 
 MAX_SLOTS_PER_ROW_OVERLAPPED = 3.0
@@ -86,24 +86,17 @@ class _Peers(NamedTuple):
         """Put this rank's rows where peers get them; the write phase of a get, without barriers."""
         own_rows(self.sent).copy_(x_TW)
 
-    def schedule(self, slots: ExpertSlots) -> tuple[Tiles, TileSchedule | None]:
+    def schedule(self, slots: ExpertSlots) -> Work:
         """The order of tiles and rows in both GEMMs: an expert's tiles begin where its rows are this rank's own."""
         rows_R, slots_SK, _, offsets_e = slots
         turns = self.arrays.rows.peer_ptrs_P.numel()
         tiles = plan_tiles(offsets_e, rows_R.numel(), TILE_ROWS, self.rank, turns, self.sizes.usual_slots)
         if not self.sizes.overlaps:
-            return tiles, None
-        return tiles, schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.sent, self.arrays.rows, self.rank)
+            return Work(slots, tiles)
+        schedule = schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.sent, self.arrays.rows, self.rank)
+        return Work(slots, tiles, schedule)
 
-    def up(
-        self,
-        stages: Stages,
-        num_features: int,
-        slots: ExpertSlots,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        place: _Kept | None,
-    ) -> tuple[_Kept, Any]:
+    def up(self, stages: Stages, num_features: int, work: Work, place: _Kept | None) -> tuple[_Kept, Any]:
         """Get the rows, and compute hidden states and weighted activations of their slots, the former two in `place`;
         without it in new tensors."""
         like, max_rows, num_slots = self.sent.local, self.sizes.max_rows, self.sizes.num_slots
@@ -111,9 +104,9 @@ class _Peers(NamedTuple):
             hidden = new_hidden(like, num_slots, num_features, self.sizes.stage_format)
             place = _Kept(like.new_empty(max_rows, like.shape[2]), hidden, None)
         x_SW, hidden, base = place
-        if schedule is None:
+        if work.schedule is None:
             get_rows(self.plan, self.sent, self.rank, max_rows, out=x_SW, base=base)
-        return place, stages.up(x_SW, slots, tiles, schedule, hidden, base)
+        return place, stages.up(x_SW, work, hidden, base)
 
     def overlaps_put(self) -> bool:
         """Whether sums are put beside the GEMM, by the expected number of slots of a row under random routing."""
@@ -122,20 +115,15 @@ class _Peers(NamedTuple):
         visits = num_ranks * visit_probability(num_ranks * num_local_experts, num_local_experts, num_choices)
         return num_choices <= MAX_SLOTS_PER_ROW_OVERLAPPED * visits
 
-    def put_sums(
-        self,
-        stage: Callable[..., Tensor],
-        slots: ExpertSlots,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-    ) -> None:
+    def put_sums(self, stage: Callable[..., Tensor], work: Work) -> None:
         """Run a stage that computes slots, and put each row's sum of them, beside the stage's GEMM or after it."""
+        slots, tiles, schedule = work
         if schedule is None or not self.overlaps_put():
-            y_RD = stage(slots, tiles, None, in_triton=schedule is not None)
+            y_RD = stage(Work(slots, tiles), in_triton=schedule is not None)
             sums_SD = slot_sum(y_RD, slots.slots_SK, self.plan.recv_offsets_Q[-1:])
             put_rows(sums_SD, self.plan, self.arrays.rows, self.rank)
             return
-        stage(slots, tiles, schedule, in_triton=True)
+        stage(work, in_triton=True)
         num_rows, num_choices = slots.slots_SK.shape
         if slots.rows_R.numel() < num_rows * min(num_choices, self.sizes.num_local_experts):
             # a row may have overflowed: its step is skipped, but its result must be finite
@@ -174,14 +162,14 @@ def forward(
     ids_SK, scores_SK = get_assignments(peers.plan, peers.arrays, rank, of.num_local_experts, of.max_rows)
     *of_slots, overflowed = sort_assignments(ids_SK, scores_SK, of.num_local_experts, of.num_slots)
     slots = ExpertSlots(*of_slots)
-    tiles, schedule = peers.schedule(slots)
+    work = peers.schedule(slots)
     arena, place = Arena.of(of.arena), None
     if arena is not None:
         base = arena.take(peers.plan.recv_offsets_Q[-1:], slots.offsets_e[-1:])
         place = _Kept(arena.rows_AW, arena.hidden_BH, base)
-    (x_SW, hidden, _), active = peers.up(stages, weights[1].shape[2], slots, tiles, schedule, place)
+    (x_SW, hidden, _), active = peers.up(stages, weights[1].shape[2], work, place)
     peers.barrier()
-    peers.put_sums(partial(stages.down, active), slots, tiles, schedule)
+    peers.put_sums(partial(stages.down, active), work)
     peers.barrier()
     y_TD = sum_partial_results(peers.plan.sent_mask_TP, peers.arrays.rows)
     if arena is None:
@@ -216,7 +204,7 @@ def backward(
     x_SW, hidden, base, *of_slots = kept
     slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
     peers = _peers(plan, memory, peer_ptrs_P, rank, of, dy_TD)
-    tiles, schedule = peers.schedule(slots)
+    work = peers.schedule(slots)
     rows = _Kept(x_SW, hidden, None)
     if arena is not None:
         rows = _Kept(arena.rows_AW, arena.hidden_BH, base)
@@ -226,21 +214,21 @@ def backward(
             peers.barrier()
             peers.offer(x_TW)
             peers.barrier()
-            peers.up(stages, weights[1].shape[2], slots, tiles, schedule, rows)
+            peers.up(stages, weights[1].shape[2], work, rows)
     dy_TW = stages.pack(dy_TD)
     peers.barrier()
     peers.offer(dy_TW)
     peers.barrier()
-    if schedule is None:
+    if work.schedule is None:
         dy_SW = get_rows(peers.plan, peers.sent, rank, of.max_rows)
     else:
         dy_SW = dy_TW.new_empty(of.max_rows, dy_TW.shape[1])
-    gradients, dscores_R = stages.d_down(dy_SW, rows.x_SW, slots, rows.hidden, tiles, schedule, rows.base)
+    gradients, dscores_R = stages.d_down(dy_SW, rows.x_SW, work, rows.hidden, rows.base)
     peers.barrier()
     put_scores(scores_of_slots(dscores_R, slots.slots_SK), peers.plan, peers.arrays.scores, rank)
-    peers.put_sums(partial(stages.d_up, gradients), slots, tiles, schedule)
+    peers.put_sums(partial(stages.d_up, gradients), work)
     if is_trained:
-        grads = stages.dw(dy_SW, rows.x_SW, slots, gradients, rows.hidden, tiles, rows.base)
+        grads = stages.dw(dy_SW, rows.x_SW, work, gradients, rows.hidden, rows.base)
     else:
         grads = dy_SW.new_empty(0), dy_SW.new_empty(0)
     peers.barrier()

@@ -25,54 +25,37 @@ PLAIN, FP8, FP8_WITH_PLAIN_WEIGHT_GRADIENTS = range(3)
 """The formats of stages, as operations take them."""
 
 
+class Work(NamedTuple):
+    """The slots of a layer, and the order in which GEMMs compute them."""
+
+    slots: ExpertSlots
+    tiles: Tiles
+    schedule: TileSchedule | None = None
+    """With it, a GEMM gets its rows or puts its sums."""
+
+
 class Stages(Protocol):
     """The stages, with weights. Rows are as `pack` makes them; `base` is as in kernels/experts/stages.py."""
 
     def pack(self, x_TD: Tensor) -> Tensor:
         """Rows as they are sent and kept, in the same dtype: [T, D] -> [T, W]."""
 
-    def up(
-        self,
-        x_SW: Tensor,
-        slots: ExpertSlots,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        hidden: Tensor,
-        base: Tensor | None,
-    ) -> Any:
+    def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None) -> Any:
         """The activation; the pre-activation is written into `hidden`."""
 
-    def down(
-        self, active: Any, slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule | None, *, in_triton: bool
-    ) -> Tensor:
-        """Results of slots, [R, D]; with `schedule` or `in_triton` by a GEMM of Triton."""
+    def down(self, active: Any, work: Work, *, in_triton: bool) -> Tensor:
+        """Results of slots, [R, D]; with a schedule or `in_triton` by a GEMM of Triton."""
 
     def d_down(
-        self,
-        dy_SW: Tensor,
-        x_SW: Tensor,
-        slots: ExpertSlots,
-        hidden: Tensor,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        base: Tensor | None,
+        self, dy_SW: Tensor, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None
     ) -> tuple[Any, Tensor]:
         """What `d_up` and `dw` need, and gradients of scores."""
 
-    def d_up(
-        self, gradients: Any, slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule | None, *, in_triton: bool
-    ) -> Tensor:
+    def d_up(self, gradients: Any, work: Work, *, in_triton: bool) -> Tensor:
         """Gradients of slots, [R, D]."""
 
     def dw(
-        self,
-        dy_SW: Tensor,
-        x_SW: Tensor,
-        slots: ExpertSlots,
-        gradients: Any,
-        hidden: Tensor,
-        tiles: Tiles,
-        base: Tensor | None,
+        self, dy_SW: Tensor, x_SW: Tensor, work: Work, gradients: Any, hidden: Tensor, base: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Gradients of gate_up and down, in one piece each."""
 
@@ -112,67 +95,43 @@ class PlainStages(NamedTuple):
     def pack(self, x_TD: Tensor) -> Tensor:
         return x_TD
 
-    def up(
-        self,
-        x_SW: Tensor,
-        slots: ExpertSlots,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        hidden: Tensor,
-        base: Tensor | None,
-    ) -> Tensor:
-        return stages.up(x_SW, slots, self.weights, tiles, schedule, hidden, base)[1]
+    def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None) -> Tensor:
+        return stages.up(x_SW, work.slots, self.weights, work.tiles, work.schedule, hidden, base)[1]
 
-    def down(
-        self, active: Tensor, slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule | None, *, in_triton: bool
-    ) -> Tensor:
-        return stages.down(active, slots, self.weights, _gemm(tiles, schedule, in_triton))
+    def down(self, active: Tensor, work: Work, *, in_triton: bool) -> Tensor:
+        return stages.down(active, work.slots, self.weights, _gemm(work, in_triton))
 
     def d_down(
-        self,
-        dy_SW: Tensor,
-        x_SW: Tensor,
-        slots: ExpertSlots,
-        hidden: Tensor,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        base: Tensor | None,
+        self, dy_SW: Tensor, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        dhidden_R2F, active_RF, dscores_R = stages.d_down(dy_SW, slots, self.weights, hidden, tiles, schedule, base)
+        dhidden_R2F, active_RF, dscores_R = stages.d_down(
+            dy_SW, work.slots, self.weights, hidden, work.tiles, work.schedule, base
+        )
         return (dhidden_R2F, active_RF), dscores_R
 
-    def d_up(
-        self,
-        gradients: tuple[Tensor, Tensor],
-        slots: ExpertSlots,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        *,
-        in_triton: bool,
-    ) -> Tensor:
-        return stages.d_up(gradients[0], slots, self.weights, _gemm(tiles, schedule, in_triton))
+    def d_up(self, gradients: tuple[Tensor, Tensor], work: Work, *, in_triton: bool) -> Tensor:
+        return stages.d_up(gradients[0], work.slots, self.weights, _gemm(work, in_triton))
 
     def dw(
         self,
         dy_SW: Tensor,
         x_SW: Tensor,
-        slots: ExpertSlots,
+        work: Work,
         gradients: tuple[Tensor, Tensor],
         hidden: Tensor,
-        tiles: Tiles,
         base: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return stages.dw(dy_SW, x_SW, slots.rows_R, slots.offsets_e, *gradients, base)
+        return stages.dw(dy_SW, x_SW, work.slots.rows_R, work.slots.offsets_e, *gradients, base)
 
 
-def _gemm(tiles: Tiles, schedule: TileSchedule | None, in_triton: bool) -> stages.SlotGemm:
-    if schedule is None and not in_triton:
+def _gemm(work: Work, in_triton: bool) -> stages.SlotGemm:
+    if work.schedule is None and not in_triton:
         return F.grouped_mm
-    return lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, tiles, schedule=schedule)
+    return lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, work.tiles, schedule=work.schedule)
 
 
 class Fp8Stages(NamedTuple):
-    """In e4m3: rows are sent and kept as codes with their scales behind them."""
+    """In e4m3: rows are sent and kept as codes with their scales behind them. All GEMMs are Triton's."""
 
     weights: QuantizedExperts
     rounds_weight_gradients: bool
@@ -180,57 +139,25 @@ class Fp8Stages(NamedTuple):
     def pack(self, x_TD: Tensor) -> Tensor:
         return quantize_rows(x_TD).view(x_TD.dtype)
 
-    def up(
-        self,
-        x_SW: Tensor,
-        slots: ExpertSlots,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        hidden: Tensor,
-        base: Tensor | None,
-    ) -> Activations:
-        return fp8_stages.up(x_SW.view(CODES), slots, self.weights, tiles, schedule, hidden, base)[0]
+    def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None) -> Activations:
+        return fp8_stages.up(x_SW.view(CODES), work.slots, self.weights, work.tiles, work.schedule, hidden, base)[0]
 
-    def down(
-        self, active: Activations, slots: ExpertSlots, tiles: Tiles, schedule: TileSchedule | None, *, in_triton: bool
-    ) -> Tensor:
-        return fp8_stages.down(active, self.weights, tiles, schedule)
+    def down(self, active: Activations, work: Work, *, in_triton: bool) -> Tensor:
+        return fp8_stages.down(active, self.weights, work.tiles, work.schedule)
 
     def d_down(
-        self,
-        dy_SW: Tensor,
-        x_SW: Tensor,
-        slots: ExpertSlots,
-        hidden: Tensor,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        base: Tensor | None,
+        self, dy_SW: Tensor, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None
     ) -> tuple[HiddenGradients, Tensor]:
         rows = dy_SW.view(CODES), x_SW.view(CODES)
-        return fp8_stages.d_down(*rows, slots, self.weights, hidden, tiles, schedule, base)
+        return fp8_stages.d_down(*rows, work.slots, self.weights, hidden, work.tiles, work.schedule, base)
 
-    def d_up(
-        self,
-        gradients: HiddenGradients,
-        slots: ExpertSlots,
-        tiles: Tiles,
-        schedule: TileSchedule | None,
-        *,
-        in_triton: bool,
-    ) -> Tensor:
-        return fp8_stages.d_up(gradients, self.weights, tiles, schedule)
+    def d_up(self, gradients: HiddenGradients, work: Work, *, in_triton: bool) -> Tensor:
+        return fp8_stages.d_up(gradients, self.weights, work.tiles, work.schedule)
 
     def dw(
-        self,
-        dy_SW: Tensor,
-        x_SW: Tensor,
-        slots: ExpertSlots,
-        gradients: HiddenGradients,
-        hidden: Tensor,
-        tiles: Tiles,
-        base: Tensor | None,
+        self, dy_SW: Tensor, x_SW: Tensor, work: Work, gradients: HiddenGradients, hidden: Tensor, base: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         dy, x = dy_SW.view(CODES), x_SW.view(CODES)
         if not self.rounds_weight_gradients:
-            return fp8_stages.plain_dw(dy, x, slots, gradients, hidden, base)
-        return fp8_stages.dw(dy, x, slots, gradients, hidden, tiles, base)
+            return fp8_stages.plain_dw(dy, x, work.slots, gradients, hidden, base)
+        return fp8_stages.dw(dy, x, work.slots, gradients, hidden, work.tiles, base)
