@@ -100,6 +100,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
     fp8 = ("--precision.format=fp8_rowwise", "--perf.kernels=fused")
+    split = ("--parallel.tp=2", "--perf.override.head=torch")
     interleaved = (
         "--parallel.overlap=microbatch",
         "--parallel.accumulate_unsharded=true",
@@ -159,6 +160,10 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "fp8_symm_mem_blocks": (whole, symm_mem, *fp8, "--compile.extent=block", bounded),
         "fp8_tiles_captured": (*tiled, *fp8, "--compile.cudagraph=step", *validated),
         "fp8_tiles_recompute": (*tiled, *fp8, "--memory.recompute=block", "--precision.linears=compute", plain),
+        "tp": (*split, plain),
+        "tp_ep": (*split, whole, alltoall),
+        "tp_ep_blocks": (*split, whole, allgather, "--compile.extent=block"),
+        "tp_edp2": (*split, half, allgather, "--memory.recompute=block", *gated, plain),
         "gathered_once": (half, alltoall, "--parallel.accumulate_unsharded=true", plain),
     }
 
