@@ -46,10 +46,12 @@ from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.linear.fp8 import fp8_linear
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.plan.loads import LayerLoads
+from titan_moe.precision.torchao_linears import blockwise_linear
 
 UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -155,6 +157,11 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     in_fp8 = MoE(of_whole_vectors, PRESETS["fused"]).to(device, dtype)
     in_fp8.experts.mlp = fp8_expert_mlp
     run_layer(in_fp8, is_trained=True)
+    linear_args = [torch.randn(16, 32, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
+    fp8_linear(*linear_args).sum().backward()
+    if device.type == "cuda":
+        blocks = [torch.randn(128, 128, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
+        blockwise_linear(*blocks).sum().backward()
     shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
     sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp
     sums[0].sum().backward()

@@ -60,7 +60,9 @@ def test_emulated_fp8_is_near_fp64(formats: GemmFormats, floors: tuple[int, ...]
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older CPU builds have no scaled product of rows")
-@pytest.mark.parametrize("formats", [three("fp8_rowwise"), three("fp8_tensorwise")], ids=str)
+@pytest.mark.parametrize(
+    "formats", [GemmFormats("fp8_rowwise", "fp8_rowwise", "compute"), three("fp8_tensorwise")], ids=str
+)
 def test_native_is_near_emulated(formats: GemmFormats) -> None:
     torch.manual_seed(0)
     linear, x, grad = nn.Linear(I, O, dtype=torch.bfloat16), torch.randn(T, I).bfloat16(), torch.randn(T, O).bfloat16()
@@ -96,7 +98,8 @@ def test_all_layers_share_one_config() -> None:
     """Graphs are guarded by it: another object would be another graph."""
     first, second = (convert_linear(nn.Linear(I, O), three("fp8_rowwise"), "emulated") for _ in range(2))
     assert first.config is second.config
-    assert first.config is not convert_linear(nn.Linear(I, O), three("fp8_rowwise"), "native").config
+    plain_dw = GemmFormats("fp8_rowwise", "fp8_rowwise", "compute")
+    assert first.config is not convert_linear(nn.Linear(I, O), plain_dw, "emulated").config
 
 
 def converted_mlp(formats: GemmFormats) -> tuple[MLP, MLP]:

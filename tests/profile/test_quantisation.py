@@ -9,7 +9,7 @@ import pytest
 from titan_moe.profile.breakdown import break_down, top_kernels
 from titan_moe.profile.chart import PALETTE
 from titan_moe.profile.compile_trace import CompileReport
-from titan_moe.profile.quantisation import FP8_EXPERT_KERNELS, is_quantisation
+from titan_moe.profile.quantisation import FP8_KERNELS, is_quantisation
 from titan_moe.profile.report import TITLES, TracedRun, render
 from titan_moe.profile.trace_parsing import read_events
 
@@ -51,11 +51,11 @@ def kernels_in(*files: Path) -> list[str]:
     ]
 
 
-def test_quantisation_has_all_kernels_of_fp8_experts_and_no_other() -> None:
-    fp8 = set((KERNELS / "experts" / "fp8").glob("*.py"))
+def test_quantisation_has_all_kernels_in_fp8_and_no_other() -> None:
+    fp8 = {*(KERNELS / "experts" / "fp8").glob("*.py"), *(KERNELS / "linear").glob("*.py")}
     others = kernels_in(*(set(KERNELS.rglob("*.py")) - fp8))
-    assert set(kernels_in(*fp8)) == FP8_EXPERT_KERNELS | {"_weight_grad_kernel"}
-    assert FP8_EXPERT_KERNELS.isdisjoint(others) and others
+    assert set(kernels_in(*fp8)) == FP8_KERNELS | {"_weight_grad_kernel"}
+    assert FP8_KERNELS.isdisjoint(others) and others
 
 
 def test_report_has_a_row_of_quantisation(trace_events: ModuleType) -> None:

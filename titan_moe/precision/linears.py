@@ -1,4 +1,4 @@
-"""Dense linear layers with formats: torchao's for fp8, emulated ones for the rest.
+"""Dense linear layers with formats: our kernels for fp8 by rows, torchao's for other fp8, emulated ones for the rest.
 
 Every converted layer owns the parameters of the layer that it replaces. `SwiGLUDown` stays one operation: activation,
 rounding and product. A compiler fuses the first two, and keeps the pre-activation alone for backward.
@@ -12,11 +12,13 @@ from titan_moe.config import RecipeError
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.formats.linear import emulated_linear
+from titan_moe.kernels.linear.fp8 import fp8_linear
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.precision.requirements import require_torchao
 
+ROWWISE = GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise")
 FLOAT8_LINEAR = ("fp8_tensorwise", "fp8_rowwise")
-"""Formats of torchao's `Float8Linear`, native and emulated."""
+"""Formats of torchao's `Float8Linear`, emulated, and native where not all three GEMMs are rowwise."""
 
 
 def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.Module:
@@ -26,6 +28,8 @@ def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.
     """
     activates, is_emulated = isinstance(linear, SwiGLUDown), backend == "emulated"
     setting = f'precision.linears = "{formats.fprop}"'
+    if formats == ROWWISE and not is_emulated:
+        return FormattedLinear(linear, fp8_linear, activates=activates)
     if formats.fprop in FLOAT8_LINEAR:
         return _torchao(setting).float8_linear(linear, formats, emulate=is_emulated, activates=activates)
     if is_emulated:
@@ -33,7 +37,7 @@ def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.
             require_torchao(setting)  # which defines its bits
         return FormattedLinear(linear, emulated_linear, formats, activates=activates)
     if formats == GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise"):
-        return FormattedLinear(linear, _torchao(setting).blockwise_product(), activates=activates)
+        return FormattedLinear(linear, _torchao(setting).blockwise_linear, activates=activates)
     raise RecipeError(
         [
             f'precision.linears = "{formats}" has no native kernels; take precision.backend = "emulated", or '

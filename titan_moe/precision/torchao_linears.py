@@ -5,6 +5,7 @@ Its config is built from the three formats, and shared by all layers: graphs are
 """
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -68,15 +69,45 @@ def float8_config(formats: GemmFormats, emulate: bool) -> Float8LinearConfig:
     )
 
 
-@cache
-def blockwise_product() -> Any:
-    """x, weight -> y with 1 x 128 and 128 x 128 scales on a GPU; its kernels are Triton's and cuBLAS's.
+def blockwise_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """y = x · Wᵀ with 1 x 128 and 128 x 128 scales, on a GPU: [..., I] -> [..., O]."""
+    return _blockwise_linear(x.contiguous(), weight_OI)  # a function, which a copied model can share
 
-    All layers share one function, as they share a config: graphs are guarded by it.
-    """
+
+@torch.library.custom_op("titan_moe::blockwise_linear", mutates_args=(), device_types="cuda")
+def _blockwise_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """torchao's function as an operation: Dynamo of torch 2.11 cannot trace its product."""
+    unsaved: Any = SimpleNamespace(save_for_backward=lambda *tensors: None)
+    return _torchao_blockwise().forward(unsaved, x, weight_OI, BLOCK)
+
+
+@_blockwise_linear.register_fake
+def _(x: Tensor, weight_OI: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
+
+
+@torch.library.custom_op("titan_moe::blockwise_linear_backward", mutates_args=(), device_types="cuda")
+def _blockwise_backward(dy: Tensor, x: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    saved: Any = SimpleNamespace(
+        saved_tensors=(x, weight_OI), block_size=BLOCK, out_dtype=torch.bfloat16, use_triton=False
+    )
+    dx, dweight_OI, *_ = _torchao_blockwise().backward(saved, dy)
+    return dx, dweight_OI
+
+
+@_blockwise_backward.register_fake
+def _(dy: Tensor, x: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight_OI)
+
+
+_blockwise_linear.register_autograd(
+    lambda ctx, dy: _blockwise_backward(dy.contiguous(), *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def _torchao_blockwise() -> Any:
+    """Its kernels are Triton's and cuBLAS's."""
     from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
 
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        return fp8_blockwise_mm.apply(x, weight, BLOCK)
-
-    return product
+    return fp8_blockwise_mm

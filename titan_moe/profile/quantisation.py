@@ -1,6 +1,6 @@
 """Which kernels of a trace quantise: they are a part of their own, in whatever part they were launched.
 
-Three sources: the kernels around fp8 experts' GEMMs, torchao's blockwise casts, and casts that the compiler made of
+Three sources: the kernels around the GEMMs of fp8 experts and linear layers, torchao's blockwise casts, and casts that the compiler made of
 torchao's tensorwise and rowwise ones. A cast that is fused with other work, such as a norm or an activation, stays in
 the part of that work; so do reductions and copies of torchao without compile, whose names say nothing.
 """
@@ -9,20 +9,23 @@ import re
 
 QUANTISATION = "quantisation"
 """The part."""
-FP8_EXPERT_KERNELS = frozenset(
+FP8_KERNELS = frozenset(
     {
         "_amax_kernel",
         "_cast_kernel",
+        "_column_amax_kernel",
+        "_column_codes_kernel",
+        "_expert_scales_kernel",
         "_fp8_swiglu_backward_kernel",
         "_fp8_swiglu_kernel",
         "_quantize_rows_kernel",
-        "_scales_kernel",
+        "_row_codes_kernel",
+        "_transpose_codes_kernel",
         "_transposed_kernel",
-        "_transposed_rows_kernel",
         "_unpack_rows_kernel",
     }
 )
-"""All Triton kernels of kernels/experts/fp8 but GEMMs. SwiGLU and its backward are passes for the sake of scales: in
+"""All Triton kernels of kernels/experts/fp8 and kernels/linear but GEMMs. SwiGLU and its backward are passes for the sake of scales: in
 bf16 they are part of GEMMs or a smaller pass."""
 _BLOCKWISE = re.compile(r"triton_fp8_blockwise_(?:act|weight)_quant_\w+")
 CAST_OPS = (
@@ -37,6 +40,6 @@ _MAKES_CODES = re.compile(r"_to_copy_(?:\w+_)?clamp_|_abs_(?:\w+_)?a?max_")
 
 def is_quantisation(name: str) -> bool:
     """Whether a kernel does nothing but quantise, by its name."""
-    if name in FP8_EXPERT_KERNELS or _BLOCKWISE.fullmatch(name):
+    if name in FP8_KERNELS or _BLOCKWISE.fullmatch(name):
         return True
     return bool(_MAKES_CODES.search(name) and _COMPILED_CAST.fullmatch(name))

@@ -160,4 +160,4 @@ class Fp8Stages(NamedTuple):
         dy, x = dy_SW.view(CODES), x_SW.view(CODES)
         if not self.rounds_weight_gradients:
             return fp8_stages.plain_dw(dy, x, work.slots, gradients, hidden, base)
-        return fp8_stages.dw(dy, x, work.slots, gradients, hidden, work.tiles, base)
+        return fp8_stages.dw(dy, x, work.slots, gradients, work.tiles, base)

@@ -16,7 +16,8 @@ MIN_SCALE = torch.finfo(torch.float32).tiny
 
 def scales_of(amax_mn: Tensor, dtype: torch.dtype, power_of_two_scales: bool) -> Tensor:
     """The fp32 scale of each block from its largest magnitude."""
-    scales_mn = (amax_mn / torch.finfo(dtype).max).clamp(min=MIN_SCALE)
+    largest = torch.full((), torch.finfo(dtype).max, device=amax_mn.device)  # by a number, a GPU would multiply
+    scales_mn = (amax_mn / largest).clamp(min=MIN_SCALE)
     scales_mn = scales_mn.masked_fill(amax_mn == 0, 1.0)
     return power_of_two_above(scales_mn) if power_of_two_scales else scales_mn
 

@@ -3,10 +3,10 @@
 S rows · R expert slots, sorted by expert · e experts that the rank computes · D width of a row · F hidden width
 
 Physics: the GEMMs have twice the rate of bf16; what stands beside them are passes over S·D elements to quantise rows,
-over R·F to quantise activations and gradients, and over R·(D + 3·F) bytes to transpose what the gradients of weights
+over R·F to quantise activations and gradients, and over R·(2·D + 3·F) bytes to transpose what the gradients of weights
 sum. Kept for backward are rows and pre-activations in e4m3, S·D + 2·R·F bytes, half of bf16's. The reference is the
 composite of composite_mlp.py with emulated GEMMs. Here scales are powers of two, and gradients of weights have one
-scale an expert (swiglu_backward.py).
+scale an expert (transposed.py).
 """
 
 from typing import Any
@@ -52,7 +52,7 @@ def _(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, Tensor,
 @torch.library.custom_op("titan_moe::fp8_expert_mlp_dx", mutates_args=())
 def _backward(
     dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Tensors, kept: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx_SD, dscores_R, packed dy and `HiddenGradients`."""
     at, of = ExpertSlots(*slots), QuantizedExperts.of(quantized)
     tiles, dy = _tiles(at), quantize_rows(dy_SD)
@@ -68,6 +68,7 @@ def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor) ->
         kept.new_empty(num_slots, both),
         torch.empty_like(scores_R),
         dy_SD.new_empty(num_slots, both // 2, dtype=RESULTS),
+        kept.new_empty(num_slots, both // 2),
         scores_R.new_empty(num_slots, 2),
     )
     dx_SD = dy_SD.new_empty(dy_SD.shape, dtype=RESULTS)
@@ -79,7 +80,7 @@ def _dw(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor,
     at, of_hidden = ExpertSlots(*slots), HiddenGradients(*gradients)
     if not rounds:
         return stages.plain_dw(dy, x, at, of_hidden, kept)
-    return stages.dw(dy, x, at, of_hidden, kept, _tiles(at))
+    return stages.dw(dy, x, at, of_hidden, _tiles(at))
 
 
 @_dw.register_fake

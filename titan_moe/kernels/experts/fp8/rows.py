@@ -122,8 +122,9 @@ def _quantize_rows_kernel(x_ptr, out_ptr, num_rows, D: tl.constexpr, ROW: tl.con
         x = tl.load(x_ptr + row * D + columns, mask=keep, other=0.0).to(tl.float32)
         amax = tl.max(tl.abs(x), axis=0)
         scale = tl.where(amax == 0, SMALLEST, power_of_two(amax))
+        per_scale = 1 / scale  # exact
         out_row_ptr = out_ptr + row * ROW
-        tl.store(out_row_ptr + columns, (x / scale).to(out_ptr.dtype.element_ty), mask=keep)
+        tl.store(out_row_ptr + columns, (x * per_scale).to(out_ptr.dtype.element_ty), mask=keep)
         tl.store(scale_at(out_row_ptr, D), scale)
 
 

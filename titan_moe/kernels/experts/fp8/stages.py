@@ -21,8 +21,8 @@ from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.fp8.rows import RESULTS, unpack_rows
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
-from titan_moe.kernels.experts.fp8.swiglu_backward import swiglu_backward, transposed_factors
-from titan_moe.kernels.experts.fp8.transposed_rows import transposed_rows
+from titan_moe.kernels.experts.fp8.swiglu_backward import swiglu_backward
+from titan_moe.kernels.experts.fp8.transposed import expert_scales, transposed_rows, transposed_slots
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad
 from titan_moe.kernels.experts.fp8.weights import QuantizedWeight
 from titan_moe.kernels.experts.gather_mm import gather_mm
@@ -67,7 +67,11 @@ class HiddenGradients(NamedTuple):
     codes_R2F: Tensor
     scales_R: Tensor
     dactive_RF: Tensor
-    amax_R2: Tensor
+    """In bf16, for `plain_dw`."""
+    active_RF: Tensor
+    """Codes, for `dw`."""
+    factors_R2: Tensor
+    """By which `dw` multiplies codes."""
 
 
 def up(
@@ -113,10 +117,10 @@ def d_down(
     """
     *_, codes, scales = weights.down
     dactive_RF = gather_mm(dy, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales, dtype=RESULTS)
-    codes_R2F, scales_R, dscores_R, amax_R2 = swiglu_backward(
+    codes_R2F, scales_R, active_RF, factors_R2, dscores_R = swiglu_backward(
         dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base
     )
-    return HiddenGradients(codes_R2F, scales_R, dactive_RF, amax_R2), dscores_R
+    return HiddenGradients(codes_R2F, scales_R, dactive_RF, active_RF, factors_R2), dscores_R
 
 
 def d_up(
@@ -152,21 +156,21 @@ def dw(
     x: Tensor,
     slots: ExpertSlots,
     gradients: HiddenGradients,
-    kept: Tensor,
     tiles: Tiles,
     base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up [e, 2, F, D] and down [e, D, F], in bf16.
 
-    With `base`, x and `kept`, but not dy, are those of several layers.
+    With `base`, x, but not dy, is that of several layers.
     """
-    rows_R, _, scores_R, offsets_e = slots
-    dhidden, active, scales_e2 = transposed_factors(
-        gradients.dactive_RF, kept, scores_R, rows_R, offsets_e, x, dy, gradients.amax_R2, tiles, base
-    )
+    rows_R, _, _, offsets_e = slots
+    codes_R2F, _, _, active_RF, factors_R2 = gradients
+    scales_e2 = expert_scales(factors_R2, offsets_e)
+    dhidden = transposed_slots(codes_R2F, factors_R2, scales_e2, 0, tiles)
     x_columns = transposed_rows(x, rows_R, tiles, base)
     dgate_up = weight_grad(dhidden, x_columns, offsets_e, scales_e2[:, 0], tiles.rows)
     del dhidden, x_columns
     dy_columns = transposed_rows(dy, rows_R, tiles)
+    active = transposed_slots(active_RF, factors_R2, scales_e2, 1, tiles)
     ddown_eDF = weight_grad(dy_columns, active, offsets_e, scales_e2[:, 1], tiles.rows)
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF

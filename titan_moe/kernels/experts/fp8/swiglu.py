@@ -34,14 +34,15 @@ def _fp8_swiglu_kernel(
             _, _, _, more, more_active = _load(gate_ptr, first + features, score, F)
             most, most_active = tl.maximum(most, more), tl.maximum(most_active, more_active)
         kept_scale, scale = power_of_two(most), power_of_two(most_active)
+        per_kept_scale, per_scale = 1 / kept_scale, 1 / scale  # exact
         for first in range(0, F, BLOCK_F):
             if F > BLOCK_F:  # or the only piece is still in registers
                 gate, up, active, _, _ = _load(gate_ptr, first + features, score, F)
             keep = first + features < F
             element: tl.constexpr = active_ptr.dtype.element_ty
-            tl.store(active_ptr + slot * F + first + features, (active / scale).to(element), mask=keep)
-            tl.store(kept_row_ptr + first + features, (gate / kept_scale).to(element), mask=keep)
-            tl.store(kept_row_ptr + F + first + features, (up / kept_scale).to(element), mask=keep)
+            tl.store(active_ptr + slot * F + first + features, (active * per_scale).to(element), mask=keep)
+            tl.store(kept_row_ptr + first + features, (gate * per_kept_scale).to(element), mask=keep)
+            tl.store(kept_row_ptr + F + first + features, (up * per_kept_scale).to(element), mask=keep)
         tl.store(scale_at(kept_row_ptr, 2 * F), kept_scale)
         tl.store(scales_ptr + slot, scale)
 

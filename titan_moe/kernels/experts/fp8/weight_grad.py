@@ -70,7 +70,7 @@ def weight_grad(
 ) -> Tensor:
     """Sum a's times b's over each expert's slots, times its scale: [A, 128·M], [B, 128·M] -> [e, A, B].
 
-    Factors are those of `transposed_factors` and `transposed_rows`, whose tiles have `rows` slots.
+    Factors are those of transposed.py, whose tiles have `rows` slots.
     """
     num_experts, width_a, width_b = offsets_e.numel(), len(a), len(b)
     out = a.new_empty(num_experts, width_a, width_b, dtype=RESULTS)

@@ -82,8 +82,8 @@ def _cast_kernel(
         tl.load(column_ptr + expert * I + inputs, mask=is_input, other=0).to(tl.float32, bitcast=True)
     )
     element: tl.constexpr = codes_ptr.dtype.element_ty
-    tl.store(codes_ptr + place, (weight / row[:, None]).to(element), mask=keep)
-    transposed = tl.trans((weight / column[None, :]).to(element))
+    tl.store(codes_ptr + place, (weight * (1 / row)[:, None]).to(element), mask=keep)
+    transposed = tl.trans((weight * (1 / column)[None, :]).to(element))
     transposed_place = (expert * I + inputs)[:, None] * O + outputs[None, :]
     tl.store(transposed_ptr + transposed_place, transposed, mask=is_input[:, None] & is_output[None, :])
     tl.store(column_scales_ptr + expert * I + inputs, column, mask=is_input & (tl.program_id(0) < across))

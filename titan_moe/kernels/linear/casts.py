@@ -1,0 +1,131 @@
+"""Matrices in e4m3 for the GEMMs of a linear layer: by rows, by columns, transposed.
+
+M rows · N columns
+
+Scales are powers of two, as in kernels/experts/fp8/rows.py. The matrix units read fp8 along the summed dimension alone,
+so an operand of two GEMMs exists as stored and transposed.
+
+Physics: memory-bound. By rows, reads 2·M·N bytes and writes M·N; codes transposed, M·N each; by columns, reads 4·M·N
+and writes M·N, of weights only, which are smaller than activations.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_moe.kernels.experts.fp8.rows import CODES, SMALLEST, SMALLEST_SCALE, power_of_two
+from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
+from titan_moe.kernels.formats.casts import quantize
+
+
+def quantize_rows_reference(x_MN: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: codes [M, N] and scales [M]."""
+    codes_MN, scales_M1, _ = quantize(x_MN, "fp8_rowwise", "activation", dim=1, power_of_two_scales=True)
+    return codes_MN, scales_M1.masked_fill(~x_MN.bool().any(dim=1, keepdim=True), SMALLEST_SCALE)[:, 0]
+
+
+def quantize_columns_reference(x_MN: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: codes [N, M] of the transposed matrix, and scales [N]."""
+    return quantize_rows_reference(x_MN.T.contiguous())
+
+
+def transpose_reference(codes_MN: Tensor, factors_M: Tensor | None = None) -> Tensor:
+    """The definition: codes [N, M], each times its row's factor, a power of two of at most 1."""
+    if factors_M is None:
+        return codes_MN.T.contiguous()
+    return (codes_MN.float() * factors_M[:, None]).to(codes_MN.dtype).T.contiguous()
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _row_codes_kernel(x_ptr, codes_ptr, scales_ptr, num_rows, N: tl.constexpr, BLOCK_N: tl.constexpr):
+    columns = tl.arange(0, BLOCK_N)
+    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        row = tl.cast(index, tl.int64)
+        x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0).to(tl.float32)
+        amax = tl.max(tl.abs(x), axis=0)
+        scale = tl.where(amax == 0, SMALLEST, power_of_two(amax))
+        codes = (x * (1 / scale)).to(codes_ptr.dtype.element_ty)
+        tl.store(codes_ptr + row * N + columns, codes, mask=columns < N)
+        tl.store(scales_ptr + row, scale)
+
+
+def quantize_rows(x_MN: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [M, N] and scales [M], fp32."""
+    num_rows, width = x_MN.shape
+    codes_MN, scales_M = x_MN.new_empty(x_MN.shape, dtype=CODES), x_MN.new_empty(num_rows, dtype=torch.float32)
+    if num_rows:
+        _row_codes_kernel[(min(num_rows, MAX_PROGRAMS),)](
+            x_MN, codes_MN, scales_M, num_rows, N=width, BLOCK_N=triton.next_power_of_2(width),
+            num_warps=8 if width > 2048 else 4,
+        )  # fmt: skip
+    return codes_MN, scales_M
+
+
+@triton.jit
+def _column_amax_kernel(x_ptr, amax_ptr, M, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    keep = (rows < M)[:, None] & (columns < N)[None, :]
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], mask=keep, other=0.0).to(tl.float32)
+    # sizes are positive, and sort as their bits do
+    most = tl.max(tl.abs(x), axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(amax_ptr + columns, most, mask=columns < N, sem="relaxed")
+
+
+@triton.jit
+def _column_codes_kernel(
+    x_ptr, amax_ptr, codes_ptr, scales_ptr, M, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    keep = (rows < M)[:, None] & (columns < N)[None, :]
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :], mask=keep, other=0.0).to(tl.float32)
+    amax = tl.load(amax_ptr + columns, mask=columns < N, other=0).to(tl.float32, bitcast=True)
+    scale = tl.where(amax == 0, SMALLEST, power_of_two(amax))
+    codes = tl.trans((x * (1 / scale)[None, :]).to(codes_ptr.dtype.element_ty))
+    keep_out = (columns < N)[:, None] & (rows < M)[None, :]
+    tl.store(codes_ptr + columns.to(tl.int64)[:, None] * M + rows[None, :], codes, mask=keep_out)
+    tl.store(scales_ptr + columns, scale, mask=(columns < N) & (tl.program_id(0) == 0))
+
+
+def quantize_columns(x_MN: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [N, M] of the transposed matrix and scales [N], fp32."""
+    num_rows, width = x_MN.shape
+    codes_NM, scales_N = x_MN.new_empty(width, num_rows, dtype=CODES), x_MN.new_empty(width, dtype=torch.float32)
+    amax_N, block = x_MN.new_zeros(width, dtype=torch.int32), 64
+    grid = (triton.cdiv(num_rows, block), triton.cdiv(width, block))
+    _column_amax_kernel[grid](x_MN, amax_N, num_rows, N=width, BLOCK_M=block, BLOCK_N=block, num_warps=4)
+    _column_codes_kernel[grid](
+        x_MN, amax_N, codes_NM, scales_N, num_rows, N=width, BLOCK_M=block, BLOCK_N=block, num_warps=4
+    )
+    return codes_NM, scales_N
+
+
+@triton.jit
+def _transpose_codes_kernel(
+    codes_ptr, factors_ptr, out_ptr, M, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    keep = (rows < M)[:, None] & (columns < N)[None, :]
+    codes_ptrs = codes_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    if factors_ptr is None:
+        codes = tl.load(codes_ptrs, mask=keep, other=0)
+    else:
+        factors = tl.load(factors_ptr + rows, mask=rows < M, other=0.0)
+        codes = tl.load(codes_ptrs, mask=keep, other=0.0).to(tl.float32) * factors[:, None]
+    keep_out = (columns < N)[:, None] & (rows < M)[None, :]
+    out_ptrs = out_ptr + columns.to(tl.int64)[:, None] * M + rows[None, :]
+    tl.store(out_ptrs, tl.trans(codes.to(out_ptr.dtype.element_ty)), mask=keep_out)
+
+
+def transpose(codes_MN: Tensor, factors_M: Tensor | None = None) -> Tensor:
+    """Codes [N, M], each times its row's factor, a power of two of at most 1."""
+    codes = codes_MN.view(torch.uint8) if factors_M is None else codes_MN
+    num_rows, width = codes.shape
+    out, block = codes.new_empty(width, num_rows), 128
+    _transpose_codes_kernel[triton.cdiv(num_rows, block), triton.cdiv(width, block)](
+        codes, factors_M, out, num_rows, N=width, BLOCK_M=block, BLOCK_N=block, num_warps=4
+    )
+    return out.view(CODES)

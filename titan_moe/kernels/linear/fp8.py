@@ -1,0 +1,108 @@
+"""A linear layer with its three GEMMs in fp8, on GPUs with matrix units for it.
+
+T tokens · I input width · O output width
+
+    y  = x · Wᵀ    sums over I; a scale for each row of x and of W
+    dx = dy · W    sums over O; a scale for each row of dy and each column of W
+    dW = dyᵀ · x   sums over T, where scales of rows cannot leave the sum
+
+For dW the scales of both rows of a token move to the codes of dy, and one scale remains, the largest product of a
+token. All are powers of two: only codes that fall below the smallest one are rounded again, as with experts
+(kernels/experts/fp8/transposed.py). So x and dy are quantised once, by rows, and their codes transposed. Sums of the
+matrix units have about 14 bits (kernels/experts/fp8/stages.py).
+
+Physics: the GEMMs have twice the rate of bf16; passes read and write (3 + 2)·T·(I + O) bytes. Kept for backward are
+codes and scales of x, half of bf16's bytes. The reference is kernels/formats/linear.py with "fp8_rowwise".
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titan_moe.kernels.experts.fp8.rows import CODES, SMALLEST_SCALE
+from titan_moe.kernels.linear.casts import quantize_columns, quantize_rows, transpose
+
+
+def fp8_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """y = x · Wᵀ: [..., I] -> [..., O] in x's dtype; the gradient of the weight is in the weight's.
+
+    I, O and the number of tokens are multiples of 16.
+    """
+    y_TO, *_ = _forward(x.flatten(0, -2).contiguous(), weight_OI)
+    return y_TO.unflatten(0, x.shape[:-1])
+
+
+@torch.library.custom_op("titan_moe::fp8_linear", mutates_args=())
+def _forward(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, and codes and scales of x."""
+    (codes_TI, scales_T), (codes_OI, scales_O) = quantize_rows(x_TI), quantize_rows(weight_OI.contiguous())
+    return _product(codes_TI, codes_OI, scales_T, scales_O, x_TI.dtype), codes_TI, scales_T
+
+
+@_forward.register_fake
+def _(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens = x_TI.shape[0]
+    codes_TI, scales_T = torch.empty_like(x_TI, dtype=CODES), x_TI.new_empty(num_tokens, dtype=torch.float32)
+    return x_TI.new_empty(num_tokens, weight_OI.shape[0]), codes_TI, scales_T
+
+
+@torch.library.custom_op("titan_moe::fp8_linear_backward", mutates_args=())
+def _backward(
+    dy_TO: Tensor, codes_TI: Tensor, scales_T: Tensor, weight_OI: Tensor, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the weight; empty ones where they are not needed."""
+    (codes_TO, dy_scales_T), (num_outputs, num_inputs) = quantize_rows(dy_TO), weight_OI.shape
+    dx_TI, dweight_OI = dy_TO.new_empty(0), weight_OI.new_empty(0)
+    if needs[0]:
+        codes_IO, scales_I = quantize_columns(weight_OI.contiguous())
+        dx_TI = _product(codes_TO, codes_IO, dy_scales_T, scales_I, dy_TO.dtype)
+    if needs[1]:
+        products_T = dy_scales_T * scales_T
+        most = products_T.amax().clamp(min=SMALLEST_SCALE)  # products may underflow to zero
+        columns_OT, columns_IT = transpose(codes_TO, products_T / most), transpose(codes_TI)
+        scales_O, ones_I = most.expand(num_outputs), torch.ones_like(most).expand(num_inputs)
+        dweight_OI = _product(columns_OT, columns_IT, scales_O, ones_I, weight_OI.dtype)
+    return dx_TI, dweight_OI
+
+
+@_backward.register_fake
+def _(dy_TO: Tensor, codes_TI: Tensor, scales_T: Tensor, weight_OI: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor]:
+    dx_shape, dweight_shape = codes_TI.shape if needs[0] else (0,), weight_OI.shape if needs[1] else (0,)
+    return dy_TO.new_empty(dx_shape), weight_OI.new_empty(dweight_shape)
+
+
+def _product(left_MK: Tensor, right_NK: Tensor, scales_M: Tensor, scales_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """Codes times codes, summed over K, times the scales of both: [M, N]."""
+    if not left_MK.is_cuda:  # in Triton's interpreter
+        return ((left_MK.float() @ right_NK.float().T) * scales_M[:, None] * scales_N).to(dtype)
+    scales = scales_M[:, None].contiguous(), scales_N[None].contiguous()
+    product_MN = torch._scaled_mm(left_MK, right_NK.T, *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return product_MN.to(dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, codes_TI, scales_T = output
+    ctx.mark_non_differentiable(codes_TI, scales_T)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(codes_TI, scales_T, inputs[1])
+
+
+def _backward_of(ctx: Any, dy_TO: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    needs = [bool(need) for need in ctx.needs_input_grad[:2]]
+    grads = _backward(dy_TO.contiguous(), *ctx.saved_tensors, needs)
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
+
+
+_forward.register_autograd(_backward_of, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.titan_moe.fp8_linear)
+def _count(x: Any, weight: Any, **_: Any) -> int:
+    return 2 * x[0] * x[1] * weight[0]
+
+
+@register_flop_formula(torch.ops.titan_moe.fp8_linear_backward)
+def _count_backward(dy: Any, codes: Any, scales: Any, weight: Any, needs: Any, **_: Any) -> int:
+    return 2 * dy[0] * weight[0] * weight[1] * sum(needs)
