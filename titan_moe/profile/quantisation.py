@@ -1,8 +1,9 @@
 """Which kernels of a trace quantise: they are a part of their own, in whatever part they were launched.
 
-Three sources: the kernels around the GEMMs of fp8 experts and linear layers, torchao's blockwise casts, and casts that the compiler made of
-torchao's tensorwise and rowwise ones. A cast that is fused with other work, such as a norm or an activation, stays in
-the part of that work; so do reductions and copies of torchao without compile, whose names say nothing.
+Three sources: the kernels around the GEMMs of fp8 experts and linear layers, torchao's blockwise casts, and casts that
+the compiler made of torchao's tensorwise and rowwise ones. A cast that is fused with other work, such as a norm or an
+activation, stays in the part of that work; so do reductions and copies of torchao without compile, whose names say
+nothing.
 """
 
 import re
@@ -25,8 +26,8 @@ FP8_KERNELS = frozenset(
         "_unpack_rows_kernel",
     }
 )
-"""All Triton kernels of kernels/experts/fp8 and kernels/linear but GEMMs. SwiGLU and its backward are passes for the sake of scales: in
-bf16 they are part of GEMMs or a smaller pass."""
+"""All Triton kernels of kernels/experts/fp8 and kernels/linear but GEMMs. SwiGLU and its backward are passes for the
+sake of scales: in bf16 they are part of GEMMs or a smaller pass."""
 _BLOCKWISE = re.compile(r"triton_fp8_blockwise_(?:act|weight)_quant_\w+")
 CAST_OPS = (
     "_to_copy abs amax clamp clone div exp2 floor log2 max mul permute reciprocal slice squeeze t transpose unsqueeze "
