@@ -113,3 +113,27 @@ def test_tensor_parallel_ranks_keep_parts_of_the_same_initial_weights_and_genera
         assert shapes["layers.1.feed_forward.router.weight"] == (8, 16)
         assert torch.equal(split_tokens, tokens)
         assert split_loss == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_tensorwise"])
+def test_tensor_parallel_formats_agree_to_their_noise(ranks, name: Any) -> None:
+    """A rank rounds its part of a row or tensor with a scale of its own."""
+    plain = replace(one_loss.FP64, compute="fp32", master="fp32", reduce="fp32")
+    rounded = replace(plain, linears=name, backend="emulated")
+    (exact,), (alone,), (split, _) = (
+        one_loss.run(ranks, num_ranks, one_loss.split_recipe(parallel, "gqa", precision=precision), -1, 1)
+        for num_ranks, parallel, precision in (
+            (1, ParallelConfig(), plain),
+            (1, ParallelConfig(), rounded),
+            (2, TP2_EP2, rounded),
+        )
+    )
+    weights = ("layers.0.attention.qkv.weight", "layers.0.feed_forward.gate_up.weight", "embed.weight")
+    for weight in weights:
+        noises = [
+            float((grads[weight] - exact.grads[weight]).norm() / exact.grads[weight].norm())
+            for grads in (alone.grads, split.grads)
+        ]
+        assert 1e-3 < noises[0] < 0.2, "rounded"
+        assert noises[1] < 1.5 * noises[0], weight
+    assert split.losses[0] == pytest.approx(exact.losses[0], rel=1e-2)

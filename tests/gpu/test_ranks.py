@@ -100,7 +100,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
     fp8 = ("--precision.format=fp8_rowwise", "--perf.kernels=fused")
-    split = ("--parallel.tp=2", "--perf.override.head=torch")
+    split = ("--parallel.tp=2",)
     interleaved = (
         "--parallel.overlap=microbatch",
         "--parallel.accumulate_unsharded=true",
@@ -163,6 +163,10 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "tp": (*split, plain),
         "tp_ep": (*split, whole, alltoall),
         "tp_ep_blocks": (*split, whole, allgather, "--compile.extent=block"),
+        "tp_symm_mem_captured": (*split, whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
+        "tp_tiles": (*split, *tiled, "--perf.override.head=torch", *gated),
+        "tp_tiles_fp8_captured": (*split, *tiled, *fp8, "--perf.override.head=torch", "--compile.cudagraph=step"),
+        "tp_documents": (*split, whole, alltoall, "--data.document_attention=true", "--perf.attention=flex"),
         "tp_edp2": (*split, half, allgather, "--memory.recompute=block", *gated, plain),
         "gathered_once": (half, alltoall, "--parallel.accumulate_unsharded=true", plain),
     }

@@ -27,6 +27,10 @@ class GemmModule(NamedTuple):
         return f"layers.{self.layer}.{self.path}"
 
 
+SPLIT_BY_TP = ("qkv", "q_up", "kv_up", "out", "gate_up", "down")
+"""Linear layers of which each tp rank has a part, of inputs or outputs."""
+
+
 def gemm_modules(model: ModelConfig) -> list[GemmModule]:
     """List the modules of all layers. The blocks of a `model.class` of one's own may lack some."""
     return [
@@ -45,9 +49,11 @@ def why_kept(recipe: Recipe, module: GemmModule) -> str:
         return f"num_layers_at_end_in_compute = {p.num_layers_at_end_in_compute}"
     if pattern := matches(p.modules_in_compute, module.name):
         return f'modules_in_compute: "{pattern}"'
-    step = multiple_of(p, p.format_of(module.part))
-    odd = [width for width in module.widths if width % step]
-    return f"width {odd[0]} is no multiple of {step}" if odd else ""
+    step, tp = multiple_of(p, p.format_of(module.part)), recipe.parallel.tp
+    parts = tp if module.path.rpartition(".")[2] in SPLIT_BY_TP else 1
+    odd = [width for width in module.widths if width % (step * parts)]
+    split = f" for each of {parts} tp ranks" if parts > 1 else ""
+    return f"width {odd[0]} is no multiple of {step}{split}" if odd else ""
 
 
 def multiple_of(precision: PrecisionConfig, name: Format) -> int:

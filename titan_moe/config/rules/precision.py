@@ -122,13 +122,14 @@ def emulated_experts_are_composite(recipe: Recipe, world_size: int) -> Iterator[
 @rule("a scale is shared by a whole block of elements, and matrix units take whole blocks")
 def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, train = recipe.precision, recipe.train
-    num_tokens = train.micro_batch_sequences * train.seq_len_tokens
+    tp = max(recipe.parallel.tp, 1)
+    num_tokens, split = train.micro_batch_sequences * train.seq_len_tokens // tp, " / tp" if tp > 1 else ""
     formats = [name for name in p.formats if name == p.format_of("linears")]
     for name in formats if p.wgrad == "format" else []:
         step = multiple_of(p, name)
         if num_tokens % step:
             yield (
-                f"train.micro_batch_sequences * seq_len_tokens = {num_tokens} is not a multiple of {step}, which "
+                f"train.micro_batch_sequences * seq_len_tokens{split} = {num_tokens} is not a multiple of {step}, which "
                 f"weight gradients in {name} need; take {nearest_multiples(num_tokens, step)} tokens, or "
                 'precision.wgrad = "compute"'
             )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import is_no_divisor, nearest_multiples, rule, rules_in
@@ -79,20 +78,10 @@ def tp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What a recipe asks for that tensor parallelism does not support, with a way out."""
-    m, p, perf, device = recipe.model, recipe.parallel, recipe.perf, recipe.run.device
-    if m.class_ != ModelConfig.class_:
-        yield f'model.class = "{m.class_}"', "take ours"
-    if p.facts.shares_memory:
-        yield f'parallel.dispatcher = "{p.dispatcher}"', f"take {dispatchers_that(lambda f: not f.shares_memory)}"
-    is_left_to_auto = perf.kernels == "auto" and perf.override.head == "no" and device != "cpu"
-    if perf.chosen_kernels.head != "torch" or is_left_to_auto:
+    if recipe.model.class_ != ModelConfig.class_:
+        yield f'model.class = "{recipe.model.class_}"', "take ours"
+    if recipe.perf.chosen_kernels.head != "torch":
         yield "the Triton kernels of the head's loss", 'take perf.override.head = "torch"'
-    if perf.attention == "flex":
-        yield 'perf.attention = "flex"', 'take "auto"'
-    if recipe.compile.cudagraph != "off":
-        yield f'compile.cudagraph = "{recipe.compile.cudagraph}"', 'take "off"'
-    if recipe.precision.formats:
-        yield "formats of GEMMs", "set those of [precision] to compute"
 
 
 TENSOR_RULES = rules_in(globals())
