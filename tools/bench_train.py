@@ -163,15 +163,16 @@ def _time_own(
 
 def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -> tuple[Result, dict[str, str]]:
     """Time torchtitan with the same model, depth, tokens and expert parallelism."""
-    train = recipe.train
+    train, p = recipe.train, recipe.parallel
     options = [
         f"--model={PEER_MODELS[candidate.recipe.stem]}",
         f"--steps={args.steps}",
         f"--warmup={args.warmup}",
         f"--num-layers={recipe.model.num_layers}",
         f"--seq={train.seq_len_tokens}",
-        f"--batch={train.global_batch_sequences // args.nproc}",
-        f"--ep={recipe.parallel.ep}",
+        f"--batch={train.global_batch_sequences * p.tp * p.cp // args.nproc}",
+        f"--ep={p.ep}",
+        *(f"--{axis}={size}" for axis, size in (("tp", p.tp), ("cp", p.cp)) if size > 1),
         "--forced-balance" if train.forced_routing else "--natural",
     ]
     result = run_ranks([str(PEER), *options, *shlex.split(args.peer_args)], args.nproc, args.timeout)

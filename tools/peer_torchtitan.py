@@ -29,6 +29,8 @@ import torch.distributed as dist
 from rank_processes import write_once
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import job_config as titan
+from torchtitan.models.moe.utils import set_token_group_alignment_size_m
+from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
@@ -38,6 +40,10 @@ FLAVORS = {"qwen3_30b_a3b": ("qwen3", "30B-A3B"), "deepseek_v2_lite": ("deepseek
 
 PEER = "peer"
 """The name under which the changed train spec is registered, for torchtitan's Trainer."""
+
+
+FLOAT8 = ["quantize.linear.float8", "float8_experts"]
+"""Converters of torchtitan's registry; the second is registered here."""
 
 
 class RandomTokens(BaseDataLoader):
@@ -69,8 +75,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", choices=FLAVORS, required=True)
     parser.add_argument("--num-layers", type=int, help="number of layers; default all")
     parser.add_argument("--seq", type=int, default=4096, help="tokens per sequence")
-    parser.add_argument("--batch", type=int, default=4, help="sequences per GPU and step")
+    parser.add_argument("--batch", type=int, default=4, help="sequences per data-parallel rank and step")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel degree; divides the number of ranks")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree; experts are not split by it")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel degree")
+    parser.add_argument("--float8", action="store_true", help="linear layers and experts in torchao's rowwise float8")
     parser.add_argument("--steps", type=int, default=15, help="timed optimizer steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--recompute", choices=("selective", "none", "full"), default="selective")
@@ -108,11 +117,27 @@ def peer_spec(args: argparse.Namespace) -> TrainSpec:
     )
 
 
+class Float8Experts:
+    """torchao's float8 for grouped GEMMs, as torchtitan 0.2.2 asks for it from an older torchao."""
+
+    def __init__(self, job_config: titan.JobConfig, parallel_dims: object) -> None:
+        set_token_group_alignment_size_m(16)
+
+    def convert(self, model: torch.nn.Module) -> None:
+        from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+        from torchao.quantization import quantize_
+
+        quantize_(model, Float8TrainingOpConfig(), filter_fn=lambda module, name: name.endswith(".experts"))
+
+    def post_optimizer_hook(self, model: object) -> None:
+        """It has none."""
+
+
 def peer_config(args: argparse.Namespace) -> titan.JobConfig:
     """torchtitan's configuration of the run. Other settings keep their defaults."""
     num_steps = args.warmup + args.steps
     return titan.JobConfig(
-        model=titan.Model(name=PEER, flavor=FLAVORS[args.model][1]),
+        model=titan.Model(name=PEER, flavor=FLAVORS[args.model][1], converters=FLOAT8 if args.float8 else []),
         optimizer=titan.Optimizer(lr=1e-4, implementation="fused"),
         lr_scheduler=titan.LRScheduler(warmup_steps=min(2, num_steps)),
         training=titan.Training(
@@ -122,7 +147,17 @@ def peer_config(args: argparse.Namespace) -> titan.JobConfig:
             dtype="float32",
             mixed_precision_param="bfloat16",
         ),
-        parallelism=titan.Parallelism(data_parallel_shard_degree=-1, expert_parallel_degree=args.ep),
+        parallelism=titan.Parallelism(
+            data_parallel_shard_degree=-1,
+            expert_parallel_degree=args.ep,
+            tensor_parallel_degree=args.tp,
+            context_parallel_degree=args.cp,
+        ),
+        quantize=titan.Quantize(
+            linear=titan.QuantizedLinear(
+                float8=titan.Float8Linear(recipe_name="rowwise", filter_fqns=["output", "router.gate"])
+            )
+        ),
         activation_checkpoint=titan.ActivationCheckpoint(mode=args.recompute, selective_ac_option="op"),
         compile=titan.Compile(enable=args.compile, components=["model", "loss"]),
         metrics=titan.Metrics(log_freq=num_steps + 1, disable_color_printing=True),  # only step 1 is logged
@@ -155,6 +190,7 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Build the peer, warm it up and time it. Returns the figures, reduced over ranks."""
     register_train_spec(PEER, peer_spec(args))
+    register_model_converter(Float8Experts, FLOAT8[1])
     trainer = Trainer(peer_config(args))
     batches = trainer.batch_generator(trainer.dataloader)
     step_times_ms(trainer, batches, args.warmup)
@@ -165,7 +201,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     median_ms = statistics.median(step_ms)
     trainer.close()
     return {
-        "tokens_per_second_per_gpu": args.batch * args.seq / median_ms * 1e3,
+        "tokens_per_second_per_gpu": args.batch * args.seq / (args.tp * args.cp) / median_ms * 1e3,
         "median_step_ms": median_ms,
         "step_ms": step_ms,
         "peak_memory_gib": allocated_gib,

@@ -129,8 +129,8 @@ def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
         step = multiple_of(p, name)
         if num_tokens % step:
             yield (
-                f"train.micro_batch_sequences * seq_len_tokens{split} = {num_tokens} is not a multiple of {step}, which "
-                f"weight gradients in {name} need; take {nearest_multiples(num_tokens, step)} tokens, or "
+                f"train.micro_batch_sequences * seq_len_tokens{split} = {num_tokens} is not a multiple of {step}, "
+                f"which weight gradients in {name} need; take {nearest_multiples(num_tokens, step)} tokens, or "
                 'precision.wgrad = "compute"'
             )
 
