@@ -4,16 +4,19 @@ Inputs are those of `titan-moe tune` wherever it measures the operation.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.choose import ROUTE_TOKENS
 from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, quantize_experts
 from titan_moe.kernels.experts.fused_mlp import with_scores_first
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
+from titan_moe.kernels.linear.fp8 import fp8_linear
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
 from titan_moe.kernels.optim.adamw import Rule, Shard
 from titan_moe.kernels.optim.adamw_8bit import Shard8
@@ -21,6 +24,7 @@ from titan_moe.kernels.optim.moments_8bit import BLOCK, Moment
 from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.registry import Sample, Tunable, as_one_graph, load_all
 from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
+from titan_moe.precision.linears import convert_linear
 
 KERNELS = load_all()
 Draw = Callable[[torch.device], Sample]
@@ -124,6 +128,34 @@ def with_given_codes(*args: Any) -> Tensor:
 def without_codes(op: Callable[..., Any]) -> Callable[..., Any]:
     """An operation that does not get the codes."""
     return lambda *args: op(*args[:-1])
+
+
+LINEAR_WIDTHS = ((2048, 5120), (4096, 2048), (2048, 3072), (512, 4096), (4096, 6144), (7168, 2048))
+"""Projections of Qwen3, V2-Lite, Mixtral and DeepSeek-V3."""
+
+
+def linear(num_tokens: int, inputs: int, outputs: int) -> Case:
+    """Input, weight and output once."""
+    flops = 2.0 * num_tokens * inputs * outputs
+    moved = 2.0 * (num_tokens * (inputs + outputs) + inputs * outputs)
+
+    def draw(device: torch.device) -> Sample:
+        x_TI, weight_OI = half(device, num_tokens, inputs), half(device, outputs, inputs) / inputs**0.5
+        return Sample(f"{inputs}_to_{outputs}", (x_TI, weight_OI), 2)
+
+    return Case(draw, flops, 3 * flops, moved, 3 * moved)
+
+
+def torchao_tensorwise(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """torchao's layer with one scale a tensor."""
+    return _tensorwise_layer(x_TI.shape[1], len(weight_OI))(weight_OI, x_TI)
+
+
+@cache
+def _tensorwise_layer(inputs: int, outputs: int) -> Callable[[Tensor, Tensor], Tensor]:
+    plain = torch.nn.Linear(inputs, outputs, bias=False, device="meta")
+    layer = convert_linear(plain, GemmFormats(*("fp8_tensorwise",) * 3), "native")
+    return torch.compile(lambda weight, x: torch.func.functional_call(layer, {"weight": weight}, (x,)))
 
 
 def permute(num_rows: int, num_experts: int) -> Case:
@@ -273,6 +305,14 @@ BENCHMARKS = {
             "titan_moe": without_codes(with_scores_first(fp8_expert_mlp)),
             "with given codes": with_given_codes,
             "in bf16": without_codes(tunable_of("fused_expert_mlp").candidates["fused"]),
+        },
+    ),
+    "fp8_linear": Benchmark(
+        {f"{inputs}_to_{outputs}": linear(16_384, inputs, outputs) for inputs, outputs in LINEAR_WIDTHS},
+        {
+            "titan_moe": fp8_linear,
+            "torchao tensorwise, compiled": torchao_tensorwise,
+            "in bf16": torch.nn.functional.linear,
         },
     ),
     "counting_sort": Benchmark(

@@ -9,6 +9,13 @@ import torch
 from torch import Tensor
 
 from titan_moe.kernels.clones.plan import launch_plan
+from titan_moe.kernels.experts.fp8 import swiglu as fp8_swiglu
+from titan_moe.kernels.experts.fp8 import swiglu_backward as fp8_swiglu_backward
+from titan_moe.kernels.experts.fp8 import transposed as fp8_transposed
+from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, quantize_rows, unpack_rows
+from titan_moe.kernels.experts.fp8.stages import CUT as FP8_CUT
+from titan_moe.kernels.experts.fp8.weight_grad import weight_grad as fp8_weight_grad
+from titan_moe.kernels.experts.fp8.weights import quantize_weight
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
@@ -16,6 +23,7 @@ from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import expert_weight_grad
+from titan_moe.kernels.linear import casts
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
 from titan_moe.kernels.optim.accumulate import launch_accumulate
@@ -55,6 +63,15 @@ def index(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.int32, device="meta")
 
 
+def codes(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=CODES, device="meta")
+
+
+def packed(rows: int, width: int) -> Tensor:
+    """Codes with their scales behind them."""
+    return codes(rows, width + TAIL_BYTES)
+
+
 QWEN3 = RoutingRule("softmax", 8)
 DEEPSEEK_V3 = RoutingRule("sigmoid", 8, 8, 4, route_scale=2.5)
 
@@ -72,6 +89,11 @@ def route_grad(num_experts: int, rule: RoutingRule, *balance: Tensor | None) -> 
 def base() -> Tensor:
     """Where a layer begins in tensors of several layers."""
     return torch.empty(2, dtype=torch.int64, device="meta")
+
+
+def back_in_fp8(where: Tensor | None = None) -> Any:
+    kept, x, dy = packed(R, 2 * F), packed(S, D), packed(S, D)
+    return fp8_swiglu_backward.swiglu_backward(half(R, F), kept, single(R), index(R), index(E), x, dy, where)
 
 
 def tiles(usual_slots: int | None = None) -> Any:
@@ -96,6 +118,20 @@ def adamw_8bit(param: Tensor, map_: Tensor | None) -> None:
     moments = (Moment(codes, single(n // 256), map_, is_signed) for is_signed in (True, False))
     shard = Shard8(single(), 2**40 + 1, param, param, *moments)
     launch_adamw_8bit(shard, Rule(single(), single(), single(), 0.9, 0.95, 1e-8, 0.1))
+
+
+def gather_in_fp8(copies: TileSchedule | None = None, where: Tensor | None = None) -> object:
+    x, weight_eIO = packed(S, D), codes(E, 2 * F, D).mT
+    scales_eO = single(E, 2 * F)
+    return gather_mm(
+        x, index(R), weight_eIO, tiles(), FP8_CUT, copies, scales_eO=scales_eO, base=where, dtype=torch.bfloat16
+    )
+
+
+def slots_in_fp8(copies: TileSchedule | None = None) -> object:
+    scales = single(R), single(E, D)
+    weight_eIO = codes(E, D, F).mT
+    return slot_mm(codes(R, F), weight_eIO, tiles(), schedule=copies, cut=FP8_CUT, scales=scales, dtype=torch.bfloat16)
 
 
 GEMMS: dict[str, Callable[[], object]] = {
@@ -152,6 +188,12 @@ GEMMS: dict[str, Callable[[], object]] = {
     "expert_weight_grad_down": lambda: expert_weight_grad(
         half(R, F), half(S, D), index(R), index(E), is_transposed=True
     ),
+    "fp8_gather_mm": gather_in_fp8,
+    "fp8_gather_mm_with_base": lambda: gather_in_fp8(where=base()),
+    "fp8_gather_mm_with_get": lambda: gather_in_fp8(schedule()),
+    "fp8_slot_mm": slots_in_fp8,
+    "fp8_slot_mm_with_put": lambda: slots_in_fp8(schedule()),
+    "fp8_weight_grad": lambda: fp8_weight_grad(codes(2 * F, R), codes(D, R), index(E), single(E), 128),
 }
 """Kernels that are bound by the tensor cores, and must use them."""
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 4
@@ -283,6 +325,27 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
     "swiglu_backward_with_base": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E), base()),
     "unrouted_swiglu_backward": lambda: swiglu_backward(half(S, F), half(S, 2 * F)),
+    "fp8_rows": lambda: quantize_rows(half(S, D)),
+    "fp8_wide_rows": lambda: quantize_rows(half(S, 7168)),
+    "fp8_unpack_rows": lambda: unpack_rows(packed(S, D), torch.bfloat16),
+    "fp8_unpack_rows_with_base": lambda: unpack_rows(packed(S, D), torch.bfloat16, base=base()[:1]),
+    "fp8_weights": lambda: quantize_weight(half(E, 2 * F, D), torch.bfloat16),
+    "fp8_masters": lambda: quantize_weight(single(E, D, F), torch.bfloat16),
+    "fp8_swiglu": lambda: fp8_swiglu.swiglu(half(R, 2 * F), single(R), index(E)),
+    "fp8_swiglu_with_base": lambda: fp8_swiglu.swiglu(half(R, 2 * F), single(R), index(E), packed(R, 2 * F), base()),
+    "fp8_wide_swiglu": lambda: fp8_swiglu.swiglu(half(S, 28_672), single(S), index(E)),
+    "fp8_swiglu_backward": back_in_fp8,
+    "fp8_swiglu_backward_with_base": lambda: back_in_fp8(base()),
+    "fp8_transposed_rows": lambda: fp8_transposed.transposed_rows(packed(S, D), index(R), tiles()),
+    "fp8_transposed_rows_with_base": lambda: fp8_transposed.transposed_rows(packed(S, D), index(R), tiles(), base()),
+    "fp8_transposed_slots": lambda: fp8_transposed.transposed_slots(
+        codes(R, F), single(R, 2), single(E, 2), 1, tiles()
+    ),
+    "fp8_expert_scales": lambda: fp8_transposed.expert_scales(single(R, 2), index(E)),
+    "fp8_linear_rows": lambda: casts.quantize_rows(half(S, 18_432)),
+    "fp8_linear_columns": lambda: casts.quantize_columns(half(5120, D)),
+    "fp8_linear_transpose": lambda: casts.transpose(codes(S, D)),
+    "fp8_linear_transpose_with_factors": lambda: casts.transpose(codes(S, 5120), single(S)),
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_odd": lambda: softmax_gradient(half(2048, V + 1), index(2048).long(), single(2048), -100),
