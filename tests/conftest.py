@@ -160,6 +160,10 @@ PROCESSES = {"ranks", "new_ranks", "ranks_of_a_size", *BESIDE}
 """Fixtures that start processes."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--layouts", type=int, default=4, help="random layouts of tests/distributed/test_layouts.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         starts_processes = PROCESSES.intersection(getattr(item, "fixturenames", ()))

@@ -1,0 +1,148 @@
+"""Every layout that the rules accept trains as one process does: all pairs of axes, and random samples of the space.
+
+    python -m pytest tests/distributed/test_layouts.py --layouts 200
+
+Layouts are drawn here and accepted by the rules of recipes, so an axis or a dispatcher that begins to work is tested
+without another line. Expert counts, gradients and losses are compared as in test_one_loss.py, in fp64.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from support import load
+
+from titan_moe.config import Recipe, check_rules
+from titan_moe.config.dispatchers import DISPATCHERS
+from titan_moe.config.parallel import ParallelConfig, ParallelSizes, resolve
+from titan_moe.config.perf import MemoryConfig
+from titan_moe.config.train import DataConfig, RunConfig
+
+one_loss = load("distributed/test_one_loss")
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
+WORLDS = (2, 4, 8)
+MODELS = list(one_loss.SPLIT_MODELS)
+STEPS = 3
+STARVED = {"every_expert": -1, "an_expert_idle": 1, "half_the_experts_idle": 4}
+
+
+def recipe_of(parallel: ParallelConfig, model: str, micro_batch_sequences: int, memory: str = "none") -> Recipe:
+    """Documents of uneven length; balancing losses, a dense layer and shared experts are in the model."""
+    base = one_loss.split_recipe(parallel, model, memory=MemoryConfig(memory), run=RunConfig(device="cpu"))
+    train = replace(base.train, micro_batch_sequences=micro_batch_sequences)
+    return replace(base, train=train, data=DataConfig(document_attention=True))
+
+
+def sizes_of(parallel: ParallelConfig, num_ranks: int) -> ParallelSizes | None:
+    """The sizes of all axes; None if they do not fill the ranks."""
+    try:
+        return resolve(parallel, num_ranks)
+    except ValueError:
+        return None
+
+
+def layouts_of_two(first: str, second: str) -> Iterator[tuple[int, ParallelConfig]]:
+    """Layouts in which both axes have two ranks, the smallest first, and of these the one with the fewest other axes."""
+    for num_ranks in WORLDS:
+        options = (1, 2)
+        found = []
+        for dp_replicate, cp, tp, ep, etp in product(options, repeat=5):
+            parallel = ParallelConfig(dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep, etp=etp)
+            sizes = sizes_of(parallel, num_ranks)
+            if sizes is not None and getattr(sizes, first) == getattr(sizes, second) == 2:
+                found.append((sum(getattr(sizes, axis) > 1 for axis in AXES), len(found), parallel))
+        for *_, parallel in sorted(found, key=lambda item: item[:2]):
+            for dispatcher in ("alltoall", "local"):
+                yield num_ranks, replace(parallel, dispatcher=dispatcher)
+
+
+def smallest_with(first: str, second: str) -> tuple[int, ParallelConfig] | None:
+    """The first of them that the rules accept."""
+    for num_ranks, parallel in layouts_of_two(first, second):
+        if not check_rules(recipe_of(parallel, MODELS[0], 2), num_ranks):
+            return num_ranks, parallel
+    return None
+
+
+PAIRS = {f"{first}-{second}": smallest_with(first, second) for first, second in combinations(AXES, 2)}
+
+
+def test_every_pair_of_axes_has_a_layout() -> None:
+    """But those of axes that do not work yet."""
+    missing = {pair for pair, layout in PAIRS.items() if layout is None}
+    assert missing == {pair for pair in PAIRS if {"cp", "etp"} & set(pair.split("-"))}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Any) -> Callable[[str, int], Any]:
+    """One process, by the name of a model and the number of idle experts."""
+
+    @cache
+    def train(model: str, num_starved: int) -> Any:
+        return one_loss.run(ranks, 1, recipe_of(ParallelConfig(), model, 4), num_starved, STEPS)[0]
+
+    return train
+
+
+def describe(num_ranks: int, recipe: Recipe) -> str:
+    p = recipe.parallel
+    sizes = sizes_of(p, num_ranks)
+    axes = " ".join(f"{axis}{getattr(sizes, axis)}" for axis in AXES if getattr(sizes, axis) > 1)
+    options = (p.dispatcher, p.overlap, f"clones {p.expert_clones}", f"unsharded {p.accumulate_unsharded}")
+    return f"{num_ranks} ranks: {axes}; {', '.join(options)}; recompute {recipe.memory.recompute}"
+
+
+@pytest.mark.parametrize("pair", [pair for pair, layout in PAIRS.items() if layout is not None])
+def test_two_axes_train_as_one_process(ranks: Any, alone: Callable[[str, int], Any], pair: str) -> None:
+    layout = PAIRS[pair]
+    assert layout is not None
+    num_ranks, parallel = layout
+    number = list(PAIRS).index(pair)
+    model, num_starved = MODELS[number % len(MODELS)], list(STARVED.values())[number % len(STARVED)]
+    recipe = recipe_of(parallel, model, 2)
+    for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, STEPS):
+        one_loss.assert_same(trace, alone(model, num_starved), 1e-9)
+
+
+def sample(seed: int) -> tuple[int, Recipe, str, int]:
+    """Ranks, recipe, model and idle experts of one of the layouts that the rules accept."""
+    draw = random.Random(seed)
+    while True:
+        num_ranks = draw.choice((2, 4, 4, 8))
+        sizes = [size for size in (1, 2, 4, 8) if size <= num_ranks]
+        parallel = ParallelConfig(
+            dp_replicate=draw.choice((1, 1, 2)),
+            cp=draw.choice(sizes),
+            tp=draw.choice(sizes),
+            ep=draw.choice(sizes),
+            etp=draw.choice(sizes),
+            dispatcher=draw.choice(list(DISPATCHERS)),
+            overlap=draw.choice(("none", "none", "microbatch")),
+            expert_clones=draw.choice((0, 0, 0, 1, 2)),
+            accumulate_unsharded=draw.choice((False, True)),
+            reshard_after_forward=draw.choice((True, True, False)),
+            reshard_experts_after_forward=draw.choice((True, True, False)),
+        )
+        model, num_starved = draw.choice(MODELS), draw.choice(list(STARVED.values()))
+        recipe = recipe_of(
+            parallel, model, draw.choice((1, 2, 4, 8)), draw.choice(("none", "none", "experts", "block"))
+        )
+        if sizes_of(parallel, num_ranks) is not None and not check_rules(recipe, num_ranks):
+            return num_ranks, recipe, model, num_starved
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--layouts")))
+
+
+def test_a_sample_trains_as_one_process(ranks: Any, alone: Callable[[str, int], Any], seed: int) -> None:
+    num_ranks, recipe, model, num_starved = sample(seed)
+    print(f"seed {seed}: {model}, {num_starved} idle, {describe(num_ranks, recipe)}")
+    for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, STEPS):
+        one_loss.assert_same(trace, alone(model, num_starved), 1e-9)
