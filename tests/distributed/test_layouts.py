@@ -47,7 +47,7 @@ def sizes_of(parallel: ParallelConfig, num_ranks: int) -> ParallelSizes | None:
 
 
 def layouts_of_two(first: str, second: str) -> Iterator[tuple[int, ParallelConfig]]:
-    """Layouts in which both axes have two ranks, the smallest first, and of these the one with the fewest other axes."""
+    """Layouts in which both axes have two ranks: the smallest first, then those with the fewest other axes."""
     for num_ranks in WORLDS:
         options = (1, 2)
         found = []
