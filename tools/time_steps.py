@@ -165,7 +165,7 @@ def read_batches(recipe: Recipe, meshes: Meshes, device: torch.device, folder: P
     """One batch per step. Random tokens are the same in every step."""
     train = recipe.train
     if recipe.data.source == "synthetic":
-        generator = torch.Generator(device).manual_seed(dist.get_rank())
+        generator = torch.Generator(device).manual_seed(meshes.data_rank)
         num_mine = train.global_batch_sequences // meshes.sizes.dp * train.seq_len_tokens
         tokens = torch.randint(recipe.model.vocab_size, (num_mine,), device=device, generator=generator)
         tokens_MBN = tokens.view(-1, train.micro_batch_sequences, train.seq_len_tokens)
