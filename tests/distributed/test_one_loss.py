@@ -80,7 +80,12 @@ class Trace(SimpleNamespace):
 
 
 def batch_of(
-    step: int, micro_batch_sequences: int, meshes: Meshes | None = None, *, has_documents: bool = False
+    step: int,
+    micro_batch_sequences: int,
+    meshes: Meshes | None = None,
+    *,
+    has_documents: bool = False,
+    parallel: ParallelConfig = ParallelConfig(),
 ) -> Batch:
     """This rank's slice of a step's sequences; a few labels are missing, so ranks differ in label tokens."""
     generator = torch.Generator().manual_seed(step)
@@ -92,9 +97,21 @@ def batch_of(
         rank, num_ranks = meshes.data_rank, meshes.sizes.dp
     ids = (torch.arange(TOKENS) > torch.randint(1, TOKENS, (SEQUENCES, 1), generator=generator)).int()
     mine = slice(rank * SEQUENCES // num_ranks, (rank + 1) * SEQUENCES // num_ranks)
+    own = slice(None) if meshes is None else own_tokens(meshes, parallel)
     shape = (-1, micro_batch_sequences, TOKENS)
     document_ids = ids[mine].reshape(shape) if has_documents else None
-    return Batch(tokens[mine, :-1].reshape(shape), labels[mine].reshape(shape), document_ids)
+    return Batch(tokens[mine, :-1].reshape(shape)[..., own], labels[mine].reshape(shape)[..., own], document_ids)
+
+
+def own_tokens(meshes: Meshes, parallel: ParallelConfig) -> Any:
+    """The tokens of a context-parallel rank: a chunk, or one from each end."""
+    num_ranks, rank = parallel.cp, meshes.dense.get_local_rank("cp")
+    chunks = list(range(TOKENS))
+    if parallel.cp_kind == "ulysses":
+        return chunks[rank * TOKENS // num_ranks : (rank + 1) * TOKENS // num_ranks]
+    size = TOKENS // num_ranks // 2
+    own = (rank, 2 * num_ranks - 1 - rank) if num_ranks > 1 else range(2)
+    return [token for token in chunks if token // size in own]
 
 
 def starve(router: TopKRouter, num_starved: int) -> None:
@@ -114,7 +131,9 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
     trace = Trace(losses=[], aux_losses=[], grad_norms=[], counts=[], grads={}, num_graphs=[])
     for index in range(min(num_steps, run.train.steps)):
         has_documents = run.data.document_attention
-        batch = batch_of(index, run.train.micro_batch_sequences, meshes, has_documents=has_documents)
+        batch = batch_of(
+            index, run.train.micro_batch_sequences, meshes, has_documents=has_documents, parallel=run.parallel
+        )
         if index == 0:
             trace.grads = first_gradients(step, model, batch)
         result = step_runner(batch)
@@ -288,6 +307,31 @@ def test_one_loss_with_tensor_parallelism_in_graphs(
         assert_same(trace, split_alone(name), 1e-9)
         assert extent == "pieces" or trace.num_graphs[0] == 2, "a dense block, one with experts"
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
+
+
+CP2, CP4 = ParallelConfig(cp=2), ParallelConfig(cp=4)
+CP2_EP2 = ParallelConfig(cp=2, ep=2, dispatcher="alltoall")
+GATHERED = {"cp_kind": "allgather"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "name"),
+    [
+        pytest.param(2, CP2, "gqa", id="cp2-gqa"),
+        pytest.param(2, CP2, "mla", id="cp2-mla"),
+        pytest.param(4, CP4, "gqa-shared", id="cp4-gqa-shared"),
+        pytest.param(4, replace(CP2, tp=2), "gqa", id="cp2-tp2-gqa"),
+        pytest.param(4, replace(CP2, tp=2), "mla", id="cp2-tp2-mla"),
+        pytest.param(4, replace(CP2, tp=2), "gqa-shared", id="cp2-tp2-gqa-shared"),
+        pytest.param(2, replace(CP2, **GATHERED), "gqa", id="cp2-allgather-gqa"),
+        pytest.param(2, replace(CP2, **GATHERED), "mla", id="cp2-allgather-mla"),
+    ],
+)
+def test_one_loss_with_context_parallelism(
+    ranks, split_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str
+) -> None:
+    for trace in run(ranks, num_ranks, split_recipe(parallel, name)):
+        assert_same(trace, split_alone(name), 1e-9)
 
 
 @pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])

@@ -26,7 +26,20 @@ class ParallelConfig:
     dp_shard: int = -1
     """Ranks that each dense parameter is sharded over (FSDP2); -1 takes all ranks that the other axes leave."""
     cp: int = 1
-    """Context-parallel ranks, which split a sequence. Only 1 works today."""
+    """Context-parallel ranks, which split every sequence, for sequences whose activations one rank does not hold. Each
+    brings other tokens to the experts; attention still sees whole sequences. Dense parameters are sharded over
+    dp_shard * cp ranks. Divides the sequence, together with tp."""
+    cp_kind: Literal["ulysses", "allgather"] = "ulysses"
+    """How attention sees the sequences that context-parallel ranks split.
+
+    `ulysses`: Between projection and attention, each rank gives tokens and gets heads: all tokens of num_heads / cp of
+    them (arXiv:2309.14509). Needs heads for all ranks; with fewer key/value heads than ranks, ranks share them.
+    Attention runs as without cp, plain causal too. `mla` gathers its latents instead of keys and values.
+    `allgather`: Each rank has its queries, and gathers the keys and values of all (arXiv:2407.21783, section 3.3.2), or
+    the latents of `mla`. Any number of heads. A rank has the r-th chunk from the start of a sequence and the r-th from
+    its end, so causal attention has equal work on all ranks. Every layer has a mask: take perf.attention = "flex" on
+    GPUs, which skips masked blocks, as SDPA does not.
+    """
     tp: int = 1
     """Tensor-parallel ranks, which split the heads of attention, the widths of dense layers and shared experts, and the
     vocabulary; between layers each has a part of every sequence (sequence parallelism, arXiv:2205.05198), so each
@@ -79,6 +92,12 @@ class ParallelConfig:
     their gradients are always summed in precision.master."""
 
     @property
+    def length_multiple(self) -> int:
+        """What divides the lengths of sequences: cp and tp ranks have equal parts, in two chunks with `allgather`."""
+        chunks = 2 if self.cp > 1 and self.cp_kind == "allgather" else 1
+        return chunks * self.cp * self.tp
+
+    @property
     def has_auto_capacity(self) -> bool:
         """Whether the capacity follows the load."""
         return self.expert_rank_capacity_factor == "auto" and self.facts.can_be_bounded
@@ -121,6 +140,11 @@ class ParallelSizes:
     def dp(self) -> int:
         """Ranks that read different sequences."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        """Ranks that each dense parameter is sharded over, beside tp."""
+        return self.dp_shard * self.cp
 
     def experts_are_unsharded(self, precision: PrecisionConfig) -> bool:
         """Whether experts bypass FSDP: no other rank holds the same ones, so there is nothing to gather, and gradients

@@ -45,8 +45,15 @@ def num_microbatches(recipe: Recipe, world_size: int) -> int:
     return recipe.train.global_batch_sequences // sequences_per_pass
 
 
+def microbatch_tokens(recipe: Recipe) -> int:
+    """Tokens of a microbatch between the layers of a rank; cp and tp ranks have parts of the same sequences."""
+    train, p = recipe.train, recipe.parallel
+    return train.micro_batch_sequences * train.seq_len_tokens // max(p.cp * p.tp, 1)
+
+
 def max_batch_tokens(recipe: Recipe) -> int:
     """Tokens of the largest batch in one forward on a rank: a microbatch, or the prompt with all generated text."""
-    train, sample_tokens = recipe.train, recipe.metrics.sample_tokens
-    sample = min(train.seq_len_tokens, SAMPLE_PROMPT_TOKENS) + sample_tokens if sample_tokens else 0
-    return -(-max(train.micro_batch_sequences * train.seq_len_tokens, sample) // max(recipe.parallel.tp, 1))
+    p, sample_tokens = recipe.parallel, recipe.metrics.sample_tokens
+    sample = min(recipe.train.seq_len_tokens, SAMPLE_PROMPT_TOKENS) + sample_tokens if sample_tokens else 0
+    padded = -(-sample // max(p.length_multiple, 1)) * p.length_multiple
+    return max(microbatch_tokens(recipe), padded // max(p.cp * p.tp, 1))

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from titan_moe.config import Recipe
+from titan_moe.config.context import WHOLE_SEQUENCES, SequenceShard
 from titan_moe.data.cache import Cache
 from titan_moe.data.packing import IGNORE_LABEL, Batch, Sample, pack
 from titan_moe.data.sources import Source, open_source
@@ -23,12 +25,21 @@ class Loader:
     M microbatches of B sequences. The state does not depend on the rank, so a run resumes on any number of ranks.
     """
 
-    def __init__(self, recipe: Recipe, dp_rank: int, dp_size: int, tokenizer: Tokenizer, source: Source) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        dp_rank: int,
+        dp_size: int,
+        tokenizer: Tokenizer,
+        source: Source,
+        shard: SequenceShard = WHOLE_SEQUENCES,
+    ) -> None:
         self.tokenizer = tokenizer
         self._training, self._validation, self._fingerprint = source
         self._recipe = recipe
         self._dp_rank = dp_rank
         self._dp_size = dp_size
+        self._shard = shard
         self._next_sample = 0
 
     def next_step(self) -> Batch:
@@ -38,7 +49,7 @@ class Loader:
         mine = range(self._dp_rank * num_mine, (self._dp_rank + 1) * num_mine)
         samples = self._training.take(self._next_sample, num_global, mine)
         self._next_sample += num_global
-        return self._pack(samples)
+        return self._pack(samples).shard(self._shard)
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yield this rank's held-out microbatches: the same at every call, equally many on every rank.
@@ -48,6 +59,9 @@ class Loader:
 
         Raises: ValueError if no sequence is held out.
         """
+        return (batch.shard(self._shard) for batch in self._held_out_batches())
+
+    def _held_out_batches(self) -> Iterator[Batch]:
         count = min(self._recipe.validation.num_sequences, len(self._validation))
         if count == 0:
             raise ValueError(
@@ -65,6 +79,10 @@ class Loader:
             batch = self._pack(samples + [padding] * (size - len(samples)))
             batch.labels_MBN[:, len(samples) :] = IGNORE_LABEL
             yield batch
+
+    def held_out_prompt(self, num_tokens: int) -> Tensor:
+        """The first tokens of this rank's first held-out sequence, int64 [1, num_tokens]; fewer if it is shorter."""
+        return next(self._held_out_batches()).tokens_MBN[0, :1, :num_tokens]
 
     def fingerprint(self) -> str:
         """Describe the content of the data: equal for equal data in another place. It may read some megabytes."""
@@ -103,9 +121,14 @@ class Loader:
 
 
 def build_loader(
-    recipe: Recipe, dp_rank: int, dp_size: int, run_folder: str | Path, barrier: Callable[[], None]
+    recipe: Recipe,
+    dp_rank: int,
+    dp_size: int,
+    run_folder: str | Path,
+    barrier: Callable[[], None],
+    shard: SequenceShard = WHOLE_SEQUENCES,
 ) -> Loader:
-    """Open a recipe's data for one data-parallel rank.
+    """Open a recipe's data for one data-parallel rank, or one of its context-parallel ranks, which has a shard.
 
     Rank 0 tokenises data that is not cached yet; the other ranks wait in `barrier`, which all ranks call equally often.
 
@@ -120,5 +143,5 @@ def build_loader(
         )
     tokenizer = build_tokenizer(recipe.data.tokenizer, recipe.data.source, recipe.model.vocab_size)
     folder = Path(recipe.data.cache_folder or Path(run_folder) / "cache")
-    cache = Cache(folder, is_builder=dp_rank == 0, barrier=barrier)
-    return Loader(recipe, dp_rank, dp_size, tokenizer, open_source(recipe, tokenizer, cache))
+    cache = Cache(folder, is_builder=dp_rank == shard.rank == 0, barrier=barrier)
+    return Loader(recipe, dp_rank, dp_size, tokenizer, open_source(recipe, tokenizer, cache), shard)

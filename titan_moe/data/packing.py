@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_moe.config.context import SequenceShard
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
 
 
@@ -25,11 +26,17 @@ class Batch(NamedTuple):
 
     tokens_MBN: Tensor  # int64
     labels_MBN: Tensor  # int64, the next token, or IGNORE_LABEL
-    document_ids_MBN: Tensor | None  # int32, only with data.document_attention
+    document_ids_MBN: Tensor | None  # int32, only with data.document_attention; of whole sequences in any case
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. Copies to a GPU are asynchronous, from pinned memory."""
         return Batch(*(None if x is None else _to(x, device) for x in self))
+
+    def shard(self, shard: SequenceShard) -> "Batch":
+        """Keep a context-parallel rank's tokens and labels."""
+        chunks = shard.slices(self.tokens_MBN.shape[-1])
+        tokens, labels = (torch.cat([x[..., chunk] for chunk in chunks], -1) for x in self[:2])
+        return Batch(tokens, labels, self.document_ids_MBN)
 
     def split(self) -> "list[Batch]":
         """Split into batches of one microbatch each."""

@@ -49,7 +49,8 @@ class Context(NamedTuple):
 def causal_attention(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Context, scale: float) -> Tensor:
     """Causal scaled dot product attention, restricted by the context's mask if it has one.
 
-    Shapes: q [B, N, H, Dqk], k [B, N, Hkv, Dqk], v [B, N, Hkv, Dv], Hkv divides H -> [B, N, H, Dv].
+    Shapes: q [B, N, H, Dqk], k [B, N, Hkv, Dqk], v [B, N, Hkv, Dv], Hkv divides H -> [B, N, H, Dv]. With a mask, the
+    queries may be fewer than the keys.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNHD, v_BNHD))
     is_grouped = q.shape[1] != k.shape[1]
@@ -64,6 +65,11 @@ def causal_attention(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, context: Co
     return out.transpose(1, 2)
 
 
+def keys_of_own_tokens(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The default of `gather_keys` of attention layers: a rank has whole sequences, or all tokens of some heads."""
+    return first, second
+
+
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
     """FlexAttention for eager code: uncompiled, it would hold all N x N scores."""
@@ -71,7 +77,10 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 class GroupedQueryAttention(nn.Module):
-    """Attention whose query heads share key/value heads; optional per-head query and key norms (Qwen3)."""
+    """Attention whose query heads share key/value heads; optional per-head query and key norms (Qwen3).
+
+    `gather_keys` takes keys and values to those of whole sequences, where a rank has queries of some tokens.
+    """
 
     residual_ends = ("out.weight",)
 
@@ -82,9 +91,11 @@ class GroupedQueryAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, bias=a.qkv_bias)
         self.qk_norm_rope = QKNormRope(a, config.norm_eps, kernels.rotary)
         self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=False)
+        self.gather_keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keys_of_own_tokens
         self.fused_rows = {"qkv.weight": tuple(n * a.head_dim for n in (a.num_heads, a.num_kv_heads, a.num_kv_heads))}
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
         q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), context.cos_NR, context.sin_NR)
+        k_BNHD, v_BNHD = self.gather_keys(k_BNHD, v_BNHD)
         return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

@@ -7,7 +7,7 @@ too, or a block mask for FlexAttention (arXiv:2412.05496), which lists the key b
 
 A mask is built once per forward and shared by all layers with the same window.
 
-B batch · N sequence · K blocks of a sequence
+B batch · N sequence, its keys · Q queries: N, or a context-parallel rank's · K blocks of a sequence
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ BLOCK_TOKENS = 128
 """Queries and keys of a block. The tile sizes of FlexAttention's kernels divide it."""
 
 Mask = Tensor | BlockMask | None
-"""A dense mask [B or 1, 1, N, N] of booleans, a block mask, or None for plain causal attention."""
+"""A dense mask [B or 1, 1, Q, N] of booleans, a block mask, or None for plain causal attention."""
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """FlexAttention's mask_mod: (batch, head, query, key) indices -> whether the query attends to the key."""
 
@@ -36,11 +36,19 @@ class MaskSpec(NamedTuple):
     document_ids_BN: Tensor | None
     """Document of each token, or None for attention across documents."""
     device: torch.device
+    query_positions_Q: Tensor | None = None
+    """Places in the sequence of the queries, ascending, where a rank has some of them; None: queries of all tokens."""
 
     @property
     def is_causal_only(self) -> bool:
         """Whether the mask is plain causal."""
-        return self.document_ids_BN is None and self.window >= self.num_tokens
+        is_whole = self.query_positions_Q is None
+        return is_whole and self.document_ids_BN is None and self.window >= self.num_tokens
+
+    @property
+    def num_queries(self) -> int:
+        """Number of queries of a sequence."""
+        return self.num_tokens if self.query_positions_Q is None else len(self.query_positions_Q)
 
     @property
     def has_window(self) -> bool:
@@ -49,11 +57,12 @@ class MaskSpec(NamedTuple):
 
 
 def dense_mask(spec: MaskSpec) -> Tensor:
-    """Evaluate the mask for every pair: True if the query (row) attends to the key (column). [B or 1, 1, N, N]"""
+    """Evaluate the mask for every pair: True if the query (row) attends to the key (column). [B or 1, 1, Q, N]"""
     ids, tokens_N = spec.document_ids_BN, torch.arange(spec.num_tokens, device=spec.device)
     batch_B = torch.arange(1 if ids is None else len(ids), device=spec.device)
-    mask_BHNN = mask_mod(spec)(batch_B[:, None, None, None], batch_B[:1], tokens_N[:, None], tokens_N)
-    return mask_BHNN.expand(len(batch_B), 1, -1, -1)
+    queries_Q = tokens_N[: spec.num_queries]
+    mask_BHQN = mask_mod(spec)(batch_B[:, None, None, None], batch_B[:1], queries_Q[:, None], tokens_N)
+    return mask_BHQN.expand(len(batch_B), 1, -1, -1)
 
 
 def block_mask(spec: MaskSpec) -> BlockMask:
@@ -64,7 +73,7 @@ def block_mask(spec: MaskSpec) -> BlockMask:
     """
     some_BKK, every_BKK = _block_overlap(spec)
     partial, full = (_count_and_order(blocks_BKK[:, None]) for blocks_BKK in (some_BKK & ~every_BKK, every_BKK))
-    seq_lengths = (spec.num_tokens, spec.num_tokens)
+    seq_lengths = (spec.num_queries, spec.num_tokens)
     return BlockMask.from_kv_blocks(
         *partial, *full, BLOCK_SIZE=BLOCK_TOKENS, mask_mod=mask_mod(spec), seq_lengths=seq_lengths
     )
@@ -76,7 +85,7 @@ MASKS: dict[str, Callable[[MaskSpec], Tensor | BlockMask]] = {"sdpa": dense_mask
 
 def mask_mod(spec: MaskSpec) -> MaskMod:
     """The mask as a function of indices of any shape."""
-    document_ids_BN, window = spec.document_ids_BN, spec.window
+    document_ids_BN, window, positions_Q = spec.document_ids_BN, spec.window, spec.query_positions_Q
 
     def is_past(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key <= query
@@ -93,7 +102,10 @@ def mask_mod(spec: MaskSpec) -> MaskMod:
         mask_mods.append(is_in_window)
     if document_ids_BN is not None:
         mask_mods.append(is_same_document)
-    return and_masks(*mask_mods)
+    all_of = and_masks(*mask_mods)
+    if positions_Q is None:
+        return all_of
+    return lambda batch, head, query, key: all_of(batch, head, positions_Q[query], key)
 
 
 def _block_overlap(spec: MaskSpec) -> tuple[Tensor, Tensor]:
@@ -101,26 +113,33 @@ def _block_overlap(spec: MaskSpec) -> tuple[Tensor, Tensor]:
     num_blocks = -(-spec.num_tokens // BLOCK_TOKENS)
     first_K = torch.arange(num_blocks, device=spec.device) * BLOCK_TOKENS
     last_K = first_K + (BLOCK_TOKENS - 1)
-    some_BKK = (first_K <= last_K[:, None])[None]
+    low_q, high_q, is_complete_q = first_K[:, None], last_K[:, None], last_K[:, None] < spec.num_tokens
+    if spec.query_positions_Q is not None:
+        low_q, high_q = (places_BK[0, :, None] for places_BK in _block_range(spec.query_positions_Q[None]))
+        is_complete_q = last_K[: len(low_q), None] < spec.num_queries
+    some_BKK = (first_K <= high_q)[None]
     # an incomplete last block is never full, so the kernels check the sequence end
-    every_BKK = ((last_K <= first_K[:, None]) & (last_K[:, None] < spec.num_tokens))[None]
+    every_BKK = ((last_K <= low_q) & is_complete_q)[None]
     if spec.has_window:
-        some_BKK = some_BKK & (first_K[:, None] - last_K < spec.window)
-        every_BKK = every_BKK & (last_K[:, None] - first_K < spec.window)
+        some_BKK = some_BKK & (low_q - last_K < spec.window)
+        every_BKK = every_BKK & (high_q - first_K < spec.window)
     if spec.document_ids_BN is not None:
-        low_BK, high_BK = _document_range(spec.document_ids_BN, num_blocks)
-        some_BKK = some_BKK & (low_BK[:, :, None] <= high_BK[:, None]) & (low_BK[:, None] <= high_BK[:, :, None])
+        low_BK, high_BK = _block_range(spec.document_ids_BN)
+        low_Bq, high_Bq = low_BK, high_BK
+        if spec.query_positions_Q is not None:
+            low_Bq, high_Bq = _block_range(spec.document_ids_BN[:, spec.query_positions_Q])
+        some_BKK = some_BKK & (low_Bq[:, :, None] <= high_BK[:, None]) & (low_BK[:, None] <= high_Bq[:, :, None])
         # each block's lowest id equals the other's highest: both blocks contain one and the same document
-        every_BKK = every_BKK & (low_BK[:, :, None] == high_BK[:, None]) & (low_BK[:, None] == high_BK[:, :, None])
+        every_BKK = every_BKK & (low_Bq[:, :, None] == high_BK[:, None]) & (low_BK[:, None] == high_Bq[:, :, None])
     return some_BKK, every_BKK
 
 
-def _document_range(document_ids_BN: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """The lowest and highest document id of each block."""
-    num_missing = num_blocks * BLOCK_TOKENS - document_ids_BN.shape[1]
-    last_document_B1 = document_ids_BN[:, -1:].expand(-1, num_missing)
-    ids_BKT = torch.cat([document_ids_BN, last_document_B1], dim=1).unflatten(1, (num_blocks, BLOCK_TOKENS))
-    low_BK, high_BK = ids_BKT.aminmax(dim=-1)
+def _block_range(values_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest value of each block."""
+    num_missing = -values_BN.shape[1] % BLOCK_TOKENS
+    last_B1 = values_BN[:, -1:].expand(-1, num_missing)
+    values_BKT = torch.cat([values_BN, last_B1], dim=1).unflatten(1, (-1, BLOCK_TOKENS))
+    low_BK, high_BK = values_BKT.aminmax(dim=-1)
     return low_BK, high_BK
 
 

@@ -3,12 +3,14 @@
 B batch · N sequence · H heads · D model width
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
-from titan_moe.layers.attention import Context, causal_attention
+from titan_moe.layers.attention import Context, causal_attention, keys_of_own_tokens
 from titan_moe.layers.rope import rotation, yarn_scale
 
 
@@ -17,6 +19,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     The width of the projections gives the number of heads: a tensor-parallel rank has fewer. The rotation ignores
     `Kernels.rotary`: without a norm there are only two necessary copies beside it, and a compiler fuses all three.
+    `gather_keys` takes latents and the rotated part of keys to those of whole sequences, where a rank has queries of
+    some tokens.
     """
 
     residual_ends = ("out.weight",)
@@ -38,15 +42,18 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(a.kv_lora_rank, config.norm_eps)
         self.kv_up = nn.Linear(a.kv_lora_rank, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), bias=False)
         self.out = nn.Linear(a.num_heads * a.v_head_dim, width, bias=False)
+        self.gather_keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keys_of_own_tokens
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
         q_BNHD = self.q_up(self.q_norm(self.q_down(x_BND))).unflatten(-1, (-1, self.qk_dim))
         q_nope, q_rope = q_BNHD.split([self.nope_dim, self.rope_dim], dim=-1)
         latent, k_rope = self.kv_down(x_BND).split([self.kv_lora_rank, self.rope_dim], dim=-1)
-        kv_BNHD = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
+        k_rope = self.rotate(k_rope[:, :, None], context.cos_NR, context.sin_NR)
+        latent, k_rope = self.gather_keys(self.kv_norm(latent), k_rope)
+        kv_BNHD = self.kv_up(latent).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope, v_BNHD = kv_BNHD.split([self.nope_dim, self.v_dim], dim=-1)
         q_rope = self.rotate(q_rope, context.cos_NR, context.sin_NR)
-        k_rope = self.rotate(k_rope[:, :, None], context.cos_NR, context.sin_NR).expand(*k_nope.shape[:3], -1)
-        q_BNHD, k_BNHD = torch.cat([q_nope, q_rope], dim=-1), torch.cat([k_nope, k_rope], dim=-1)
+        q_BNHD = torch.cat([q_nope, q_rope], dim=-1)
+        k_BNHD = torch.cat([k_nope, k_rope.expand(*k_nope.shape[:3], -1)], dim=-1)
         return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan_moe.config.context import WHOLE_SEQUENCES, SequenceShard
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
 from titan_moe.layers.attention import Context
@@ -25,6 +26,10 @@ class Transformer(nn.Module):
     block_class: type[nn.Module] = Block
     length_multiple = 1
     """Lengths of sequences are multiples of it, where ranks split them."""
+    num_context_ranks = 1
+    """A forward gets one of so many equal parts of each sequence, and document ids of whole sequences."""
+    query_shard: SequenceShard = WHOLE_SEQUENCES
+    """The tokens whose queries attend on this rank; those of a forward, or of whole sequences."""
 
     def __init__(
         self, config: ModelConfig, *, kernels: Kernels = DEFAULT_KERNELS, loss_chunk_tokens: int = 4096
@@ -56,12 +61,16 @@ class Transformer(nn.Module):
 
     def contexts(self, x: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
         """By layer, from tokens [B, N] or hidden states [B, N, D]; layers with equal windows share one."""
-        attention, num_tokens, device = self.config.attention, x.shape[1], x.device
-        tables = rope_tables(attention, num_tokens, device)
+        attention, num_tokens, device = self.config.attention, x.shape[1] * self.num_context_ranks, x.device
+        tables, positions_Q = rope_tables(attention, num_tokens, device), None
+        if self.query_shard.num_ranks > 1:
+            chunks = self.query_shard.slices(num_tokens)
+            positions_Q = torch.cat([torch.arange(chunk.start, chunk.stop, device=device) for chunk in chunks])
+            tables = tables[0][positions_Q], tables[1][positions_Q]
         windows = {name: attention.window(int(name), num_tokens) for name in self.layers}
         shared: dict[int, Context] = {}
         for window in set(windows.values()):
-            spec = MaskSpec(num_tokens, window, document_ids_BN, device)
+            spec = MaskSpec(num_tokens, window, document_ids_BN, device, positions_Q)
             shared[window] = Context(*tables, None if spec.is_causal_only else self.make_mask(spec))
         return {name: shared[window] for name, window in windows.items()}
 
@@ -80,11 +89,15 @@ class Transformer(nn.Module):
         likeliest is taken.
         """
         for _ in range(num_tokens):
-            length = tokens_BN.shape[1]
-            padded_BN = F.pad(tokens_BN, (0, -length % self.length_multiple))  # no token attends to a later one
-            next_B1 = _choose(self(padded_BN)[:, length - 1], temperature, generator)
+            next_B1 = _choose(self.next_logits(tokens_BN), temperature, generator)
             tokens_BN = torch.cat([tokens_BN, next_B1], dim=1)
         return tokens_BN
+
+    def next_logits(self, tokens_BN: Tensor) -> Tensor:
+        """Logits [B, V] of the tokens that continue each row."""
+        length = tokens_BN.shape[1]
+        padded_BN = F.pad(tokens_BN, (0, -length % self.length_multiple))  # no token attends to a later one
+        return self(padded_BN)[:, length - 1]
 
 
 class ScaledEmbedding(nn.Embedding):

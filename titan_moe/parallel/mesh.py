@@ -23,13 +23,18 @@ class Meshes:
     expert: DeviceMesh  # all ranks, axes pp, edp_replicate, edp, ep, etp
     data_group: dist.ProcessGroup
     """The ranks of dp_replicate, dp_shard and cp, which have every token of a step once: sums losses and labels."""
+    sequence_group: dist.ProcessGroup
+    """The ranks of cp and tp, which have parts of the same sequences: sums the balancing losses of sequences."""
     stage_group: dist.ProcessGroup
     """The ranks of a pp coordinate, which compute the same layers on different tokens: sums expert counts."""
 
     @property
     def dense_fsdp(self) -> DeviceMesh:
-        """Shards dense parameters, and replicates them if there are replicas (HSDP)."""
-        return self.dense["dp_shard"] if self.sizes.dp_replicate == 1 else self.dense["dp_replicate", "dp_shard"]
+        """Shards dense parameters over dp_shard and cp, and replicates them if there are replicas (HSDP)."""
+        long = tuple(axis for axis in ("dp_shard", "cp") if self.dense[axis].size() > 1)
+        shard = self.dense[long]._flatten() if len(long) > 1 else self.dense[long[0] if long else "dp_shard"]
+        replicate = self.dense["dp_replicate"]
+        return shard if self.sizes.dp_replicate == 1 else DeviceMesh._concatenate([replicate, shard])
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
@@ -53,6 +58,11 @@ class Meshes:
         replicate, shard = (self.dense.get_local_rank(axis) for axis in ("dp_replicate", "dp_shard"))
         return replicate * self.sizes.dp_shard + shard
 
+    @property
+    def context_rank(self) -> int:
+        """Which part of them this rank reads."""
+        return self.dense.get_local_rank("cp")
+
 
 def build_meshes(sizes: ParallelSizes, device: torch.device) -> Meshes:
     """Build both views of the world; the process group must exist."""
@@ -62,7 +72,8 @@ def build_meshes(sizes: ParallelSizes, device: torch.device) -> Meshes:
     dense = world._unflatten(0, dense_sizes, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
     expert = world._unflatten(0, expert_sizes, ("pp", "edp_replicate", "edp", "ep", "etp"))
     data, stage = ("dp_replicate", "dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp", "tp")
-    return Meshes(sizes, dense, expert, _group(dense, data), _group(dense, stage))
+    groups = _group(dense, data), _group(dense, ("cp", "tp")), _group(dense, stage)
+    return Meshes(sizes, dense, expert, *groups)
 
 
 def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup:

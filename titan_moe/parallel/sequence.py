@@ -1,4 +1,4 @@
-"""Collectives of sequence parallelism: a sequence is split over the tensor-parallel ranks between their GEMMs.
+"""Sequences that are split over ranks: collectives of sequence parallelism, and sums of balancing losses.
 
 P ranks · B batch · N sequence · n tokens of a rank (N/P) · D width · E experts
 
@@ -11,11 +11,29 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch.collectives import all_gather, reduce_scatter
-from titan_moe.layers.balance import Sums
+from titan_moe.layers.balance import LoadBalance, Sums
+from titan_moe.models.transformer import Transformer
+from titan_moe.parallel.mesh import Meshes
+
+
+def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
+    """Sum the balancing losses of sequences over the ranks of cp and tp, which have parts of them, in place."""
+    num_ranks = config.cp * config.tp
+    if num_ranks == 1:
+        return
+    for module in model.modules():
+        match module:
+            case Transformer():
+                module.length_multiple = config.length_multiple
+            case LoadBalance():
+                module.num_sequence_ranks = num_ranks
+                if module.aux_loss_coef or module.z_loss_coef:
+                    module.sum_over_tokens = SumOverRanks(meshes.sequence_group)
 
 
 def gather_sequence(x_BnD: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -24,14 +24,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch.collectives import all_gather, reduce_scatter
 from titan_moe.layers.attention import GroupedQueryAttention
-from titan_moe.layers.balance import LoadBalance
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
-from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes
-from titan_moe.parallel.sequence import SumOverRanks, gather_sequence, scatter_sequence
+from titan_moe.parallel.sequence import gather_sequence, scatter_sequence
 from titan_moe.parallel.vocabulary import EmbedOwnWords, HeadOverRanks
 from titan_moe.parameters import TENSOR_AXIS
 
@@ -75,12 +73,6 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 if not isinstance(module.weight, DTensor):  # the embedding's
                     _split(module, "weight", ROWS, mesh)
                 module.forward = HeadOverRanks(module, group)  # type: ignore[assignment]
-            case Transformer():
-                module.length_multiple = mesh.size()
-            case LoadBalance():
-                module.num_sequence_ranks = mesh.size()
-                if module.aux_loss_coef or module.z_loss_coef:
-                    module.sum_over_tokens = SumOverRanks(group)
     for module in model.modules():
         if not isinstance(module, GroupedExperts):
             for name, parameter in module.named_parameters(recurse=False):

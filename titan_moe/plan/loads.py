@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from titan_moe.config.recipe import Recipe, max_batch_tokens
+from titan_moe.config.recipe import Recipe, max_batch_tokens, microbatch_tokens
 
 
 class LayerLoads(NamedTuple):
@@ -50,8 +50,8 @@ class LayerLoads(NamedTuple):
 
 def layer_loads(recipe: Recipe) -> LayerLoads:
     """The loads of a recipe whose dispatcher sends a row once to each rank."""
-    p, train, moe = recipe.parallel, recipe.train, recipe.model.moe
-    num_tokens, num_local = train.micro_batch_sequences * train.seq_len_tokens // p.tp, moe.num_experts // p.ep
+    p, moe = recipe.parallel, recipe.model.moe
+    num_tokens, num_local = microbatch_tokens(recipe), moe.num_experts // p.ep
     rows = p.ep * num_tokens * visit_probability(moe.num_experts, num_local, moe.top_k)
     worst_rows = p.ep * max_batch_tokens(recipe)
     worst_slots = worst_rows * min(moe.top_k, num_local + p.fixed_expert_clones)

@@ -18,7 +18,7 @@ from titan_moe.metrics import regions
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
-from titan_moe.parallel import arena, expert, fsdp, symm_memory, tensor
+from titan_moe.parallel import arena, context, expert, fsdp, sequence, symm_memory, tensor
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.precision import policy
@@ -73,6 +73,8 @@ def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: 
     for part in parts:
         expert.apply(part, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
+        context.apply(part, recipe.parallel, meshes)  # exchanges the heads that tensor parallelism has left
+        sequence.apply(part, recipe.parallel, meshes)
         regional.apply(part, recipe.compile, device)  # blocks or pieces: the hooks of FSDP stay outside the graphs
         if recipe.profile.start_step:
             regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones

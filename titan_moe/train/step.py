@@ -59,7 +59,8 @@ class TrainStep:
         self.balancer.start(scale)
         self.capacity.reset()
         loss = self.forward_backward(batch, scale)
-        losses = torch.stack([loss, self.balancer.aux_loss(loss)])
+        # ranks of cp have the same balancing losses, those of their whole sequences
+        losses = torch.stack([loss, self.balancer.aux_loss(loss) / self.meshes.sizes.cp])
         dist.all_reduce(losses, group=self.meshes.data_group)
         loads = torch.stack([self.capacity.invalidates_step.float(), self.capacity.needed_factor()])
         dist.all_reduce(loads, dist.ReduceOp.MAX, group=self.meshes.world_group)

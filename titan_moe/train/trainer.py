@@ -18,6 +18,7 @@ import torch.distributed as dist
 from titan_moe.checkpoint.dcp import Checkpointer, CheckpointMismatch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
+from titan_moe.config.context import sequence_shard
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parse import dump_recipe
 from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
@@ -100,7 +101,9 @@ class Trainer:
         tokenising = dist.new_group(backend="gloo", timeout=timedelta(days=2))
         barrier = partial(dist.barrier, tokenising)
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
-            self.loader = build_loader(recipe, self.meshes.data_rank, self.meshes.sizes.dp, self.run_folder, barrier)
+            where = self.meshes.data_rank, self.meshes.sizes.dp
+            shard = sequence_shard(recipe.parallel, self.meshes.context_rank)
+            self.loader = build_loader(recipe, *where, self.run_folder, barrier, shard)
         if recipe.model.class_ != ModelConfig.class_:
             capacity = self.step.step.capacity
             with capacity.unbounded():
@@ -266,8 +269,7 @@ class Trainer:
     def _write_sample(self) -> None:
         """Continue a held-out prompt, on all ranks; rank 0 prints it."""
         metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
-        tokens_MBN = next(iter(self.loader.validation_batches())).tokens_MBN
-        prompt_BN = tokens_MBN[0, :1, :SAMPLE_PROMPT_TOKENS].to(self.device)
+        prompt_BN = self.loader.held_out_prompt(SAMPLE_PROMPT_TOKENS).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
         (model,) = self.parts
         with evaluating(self.parts), self.step.step.capacity.unbounded():

@@ -1,0 +1,34 @@
+"""Which tokens of a sequence a context-parallel rank has."""
+
+from typing import NamedTuple
+
+from titan_moe.config.parallel import ParallelConfig
+
+
+class SequenceShard(NamedTuple):
+    """A rank's part of every sequence: one chunk, in the order of the ranks, or a chunk from each end.
+
+    With a chunk from each end, the causal work of own queries is the same on all ranks (arXiv:2407.21783, section
+    3.3.2): what the first chunk of a rank sees less, its last sees more.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    is_head_and_tail: bool = False
+
+    def slices(self, num_tokens: int) -> list[slice]:
+        """The rank's tokens of a sequence, in ascending order. Its chunks divide the sequence."""
+        if not self.is_head_and_tail:
+            size = num_tokens // self.num_ranks
+            return [slice(self.rank * size, (self.rank + 1) * size)]
+        size = num_tokens // (2 * self.num_ranks)
+        starts = (self.rank * size, num_tokens - (self.rank + 1) * size)
+        return [slice(start, start + size) for start in starts]
+
+
+WHOLE_SEQUENCES = SequenceShard()
+
+
+def sequence_shard(parallel: ParallelConfig, rank: int) -> SequenceShard:
+    """The part of a context-parallel rank."""
+    return SequenceShard(rank, parallel.cp, parallel.cp > 1 and parallel.cp_kind == "allgather")

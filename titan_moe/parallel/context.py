@@ -1,0 +1,180 @@
+"""Context parallelism: the ranks of `cp` have parts of the same sequences; attention sees whole ones.
+
+P ranks of cp · B batch · n tokens of a rank · N tokens of a sequence (P·n) · X width of a projection on this rank
+
+Every layer but attention is a function of single tokens and runs on own tokens unchanged. Parameters are on all ranks;
+their gradients are sums over tokens, or over heads, which FSDP2 adds over `dp_shard` and `cp`.
+
+`ulysses` (arXiv:2309.14509): an all-to-all takes the fused projection of own tokens to that of all tokens of own heads,
+and its inverse takes the result back, before the output projection. Norms, rotation and softmax in between run on whole
+sequences, with the kernels and masks of one rank. A token of `gqa` sends (2·heads + 2·key/value heads)·head width
+elements, of which 1 / P stay. Where ranks share a key/value head, it is sent to each of them.
+
+`mla` gathers its latents, which all heads share, and rebuilds keys and values of own heads, instead of exchanging them:
+(P - 1)·(kv_lora_rank + rotated width) elements for each token. With P = 8 these are 4,032 instead of 29,120 in
+DeepSeek-V3, and 4,032 either way in DeepSeek-V2-Lite; with fewer ranks they are fewer.
+
+`allgather` (arXiv:2407.21783): queries stay, keys and values (or latents) of all tokens are gathered, (P - 1)·2·key/value
+heads·head width elements for each token of `gqa`.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_moe.config.context import SequenceShard, sequence_shard
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.dispatch.collectives import all_gather, all_to_all
+from titan_moe.layers.attention import GroupedQueryAttention
+from titan_moe.layers.mla import MultiHeadLatentAttention
+from titan_moe.models.transformer import Transformer
+from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.sequence import gather_sequence
+
+
+def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
+    """Let attention see whole sequences, in place, after tensor parallelism. Parameters do not change."""
+    if config.cp == 1:
+        return
+    group = meshes.dense["cp"].get_group()
+    shard = sequence_shard(config, group.rank())
+    for module in model.modules():
+        match module:
+            case GroupedQueryAttention() | MultiHeadLatentAttention() if config.cp_kind == "allgather":
+                module.gather_keys = GatherKeys(group)
+            case GroupedQueryAttention():
+                _exchange_heads(module, config.tp, group)
+            case MultiHeadLatentAttention():
+                module.q_up.register_forward_hook(TokensToHeads((len(module.q_up.weight),), group))
+                module.kv_down.register_forward_hook(_GatherTokens(group))
+                _read_own_rows(module.kv_up, group)
+                module.out.register_forward_pre_hook(HeadsToTokens(group))
+            case Transformer():
+                module.num_context_ranks = config.cp
+                if config.cp_kind == "allgather":
+                    module.query_shard = shard
+                module.next_logits = NextLogits(module, shard, group)  # type: ignore[method-assign]
+
+
+def _exchange_heads(attention: GroupedQueryAttention, tp: int, group: dist.ProcessGroup) -> None:
+    """Exchange after the projection and before the output; the norm between them then sees fewer heads."""
+    num_ranks, rope = group.size(), attention.qk_norm_rope
+    num_heads = attention.fused_rows["qkv.weight"][0] // attention.head_dim // tp
+    num_kv_heads = num_heads // (rope.heads_per_group - 2)
+    widths = tuple(number * attention.head_dim for number in (num_heads, num_kv_heads, num_kv_heads))
+    attention.qkv.register_forward_hook(TokensToHeads(widths, group, attention.head_dim))
+    attention.out.register_forward_pre_hook(HeadsToTokens(group))
+    rope.heads_per_group = num_heads // num_ranks // max(num_kv_heads // num_ranks, 1) + 2
+
+
+class TokensToHeads:
+    """A forward hook: from all heads of own tokens to own heads of all tokens, in the order of the sequence."""
+
+    def __init__(self, widths: tuple[int, ...], group: dist.ProcessGroup, head_dim: int = 1) -> None:
+        """`widths` are those of the matrices of a fused projection. Ranks share heads of `head_dim` where a matrix has
+        fewer than there are ranks."""
+        self.widths, self.group, self.head_dim = widths, group, head_dim
+
+    def __call__(self, module: nn.Module, args: Any, out_BnX: Tensor) -> Tensor:
+        """[B, n, X] -> [B, N, X of own heads]."""
+        num_ranks, batch = self.group.size(), len(out_BnX)
+        parts = [self._by_rank(matrix) for matrix in out_BnX.split(self.widths, dim=-1)]
+        sent = torch.cat(parts, dim=-1).flatten(0, 1)
+        received = all_to_all(sent, [batch] * num_ranks, [batch] * num_ranks, self.group)
+        return received.unflatten(0, (num_ranks, batch)).transpose(0, 1).flatten(1, 2)
+
+    def _by_rank(self, x_BnX: Tensor) -> Tensor:
+        """The part of each rank: -> [P, B, n, X of a rank]."""
+        num_ranks = self.group.size()
+        num_parts = min(num_ranks, x_BnX.shape[-1] // self.head_dim)
+        x_PBnX = x_BnX.unflatten(-1, (num_parts, -1)).movedim(-2, 0)
+        return x_PBnX if num_parts == num_ranks else x_PBnX.repeat_interleave(num_ranks // num_parts, dim=0)
+
+
+class HeadsToTokens:
+    """A forward pre-hook, the inverse: from own heads of all tokens to all heads of own tokens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor]) -> Tensor:
+        """[B, N, X of own heads] -> [B, n, X]."""
+        (x_BNX,), num_ranks = args, self.group.size()
+        batch = len(x_BNX)
+        sent = x_BNX.unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)
+        received = all_to_all(sent, [batch] * num_ranks, [batch] * num_ranks, self.group)
+        return received.unflatten(0, (num_ranks, batch)).movedim(0, 2).flatten(2)
+
+
+class _GatherTokens:
+    """A forward hook: the output of all tokens."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, module: nn.Module, args: Any, out_BnX: Tensor) -> Tensor:
+        return gather_sequence(out_BnX, self.group)
+
+
+class GatherKeys:
+    """`gather_keys` of an attention layer: two tensors of own tokens, gathered in one message.
+
+    Own tokens are a chunk from the start and one from the end of each sequence (`SequenceShard`).
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, n, ...] each -> [B, N, ...] each, in the order of the sequence."""
+        shapes = first.shape[2:], second.shape[2:]
+        widths = [shape.numel() for shape in shapes]
+        x_BnX = torch.cat([first.flatten(2), second.flatten(2)], dim=-1)
+        heads, tails = all_gather(x_BnX, self.group).unflatten(0, (-1, len(x_BnX))).chunk(2, dim=2)
+        whole_BNX = torch.cat([heads, tails.flip(0)]).transpose(0, 1).flatten(1, 2)
+        whole_first, whole_second = whole_BNX.split(widths, dim=-1)
+        return whole_first.unflatten(2, shapes[0]), whole_second.unflatten(2, shapes[1])
+
+
+class NextLogits:
+    """`Transformer.next_logits` of text of which each rank takes its tokens."""
+
+    def __init__(self, model: Transformer, shard: SequenceShard, group: dist.ProcessGroup) -> None:
+        self.model, self.shard, self.group = model, shard, group
+
+    def __call__(self, tokens_BN: Tensor) -> Tensor:
+        """Tokens [B, N] of any length, the same on all ranks -> logits [B, V]."""
+        length = tokens_BN.shape[1]
+        padded_BN = F.pad(tokens_BN, (0, -length % self.model.length_multiple))
+        chunks = self.shard.slices(padded_BN.shape[1])
+        logits_BnV = self.model(torch.cat([padded_BN[:, chunk] for chunk in chunks], dim=1))
+        own = [place for chunk in chunks for place in range(chunk.start, chunk.stop)]
+        is_here = length - 1 in own
+        last_BV = logits_BnV[:, own.index(length - 1)].clone() if is_here else torch.zeros_like(logits_BnV[:, 0])
+        dist.all_reduce(last_BV, group=self.group)
+        return last_BV
+
+
+def _read_own_rows(projection: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let `projection.weight` be the rows of own heads. The parameter stays whole for FSDP and checkpoints."""
+    module_class: Any = type(projection)
+    projection.__class__ = _reading_own_rows(module_class, group.rank(), group.size())
+
+
+@cache
+def _reading_own_rows(module_class: type[nn.Module], rank: int, num_ranks: int) -> type[nn.Module]:
+    """One class for all layers, or each would be compiled apart."""
+    of_tensor_parallelism = vars(module_class).get("weight")
+
+    def weight(module: nn.Module) -> Any:
+        whole: Any = module._parameters["weight"]
+        if of_tensor_parallelism is not None:
+            whole = of_tensor_parallelism.fget(module)
+        return whole if isinstance(whole, DTensor) else whole.chunk(num_ranks)[rank]  # a DTensor: FSDP reads its shard
+
+    return type(module_class.__name__, (module_class,), {"weight": property(weight)})
