@@ -29,6 +29,7 @@ from rank_processes import append_result, reporting_errors
 from torch import Tensor
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config.context import sequence_shard
 from titan_moe.config.train import RunConfig
 from titan_moe.data.loader import build_loader
 from titan_moe.data.packing import Batch
@@ -163,14 +164,14 @@ def time_steps(
 
 def read_batches(recipe: Recipe, meshes: Meshes, device: torch.device, folder: Path) -> list[Batch]:
     """One batch per step. Random tokens are the same in every step."""
-    train = recipe.train
+    train, shard = recipe.train, sequence_shard(recipe.parallel, meshes.context_rank)
     if recipe.data.source == "synthetic":
         generator = torch.Generator(device).manual_seed(meshes.data_rank)
         num_mine = train.global_batch_sequences // meshes.sizes.dp * train.seq_len_tokens
         tokens = torch.randint(recipe.model.vocab_size, (num_mine,), device=device, generator=generator)
         tokens_MBN = tokens.view(-1, train.micro_batch_sequences, train.seq_len_tokens)
-        return [Batch(tokens_MBN, tokens_MBN.roll(-1, -1), None)] * train.steps
-    loader = build_loader(recipe, meshes.data_rank, meshes.sizes.dp, folder, dist.barrier)
+        return [Batch(tokens_MBN, tokens_MBN.roll(-1, -1), None).shard(shard)] * train.steps
+    loader = build_loader(recipe, meshes.data_rank, meshes.sizes.dp, folder, dist.barrier, shard)
     return [loader.next_step().to(device) for _ in range(train.steps)]
 
 

@@ -231,13 +231,15 @@ MLA = AttentionConfig(
 SPLIT_MODELS = {
     "gqa": replace(MODEL, attention=GQA),
     "gqa-shared": replace(MODEL, attention=replace(GQA, num_kv_heads=2)),
+    "gqa-window": replace(MODEL, attention=replace(GQA, sliding_window=3, full_attention_every=3)),
     "gqa-tied": replace(MODEL, attention=replace(GQA, qkv_bias=False), embeddings_are_tied=True),
     "mla": replace(MODEL, attention=MLA),
     "mla-latent-gate": replace(
         MODEL, attention=replace(MLA, q_lora_rank=0), moe=replace(MOE, latent_size=8, shared_expert_gate=True)
     ),
 }
-"""Models whose heads divide by 4; with "shared", two of 4 ranks need the same keys and values."""
+"""Models whose heads divide by 4; with "shared", two of 4 ranks need the same keys and values. Balancing losses, expert
+bias, shared experts and a dense first layer are in all."""
 TP2 = ParallelConfig(tp=2)
 TP2_EP2 = ParallelConfig(tp=2, ep=2, dispatcher="alltoall")
 
@@ -309,29 +311,93 @@ def test_one_loss_with_tensor_parallelism_in_graphs(
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
-CP2, CP4 = ParallelConfig(cp=2), ParallelConfig(cp=4)
-CP2_EP2 = ParallelConfig(cp=2, ep=2, dispatcher="alltoall")
-GATHERED = {"cp_kind": "allgather"}
+CP2 = ParallelConfig(cp=2)
+CP2_EP2 = replace(CP2, ep=2, dispatcher="alltoall")
+CP2_TP2 = replace(CP2, tp=2)
+CP4 = ParallelConfig(cp=4)
+
+
+def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
+    return replace(parallel, cp_kind="allgather")
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallel", "name"),
+    ("num_ranks", "parallel", "name", "changes"),
     [
-        pytest.param(2, CP2, "gqa", id="cp2-gqa"),
-        pytest.param(2, CP2, "mla", id="cp2-mla"),
-        pytest.param(4, CP4, "gqa-shared", id="cp4-gqa-shared"),
-        pytest.param(4, replace(CP2, tp=2), "gqa", id="cp2-tp2-gqa"),
-        pytest.param(4, replace(CP2, tp=2), "mla", id="cp2-tp2-mla"),
-        pytest.param(4, replace(CP2, tp=2), "gqa-shared", id="cp2-tp2-gqa-shared"),
-        pytest.param(2, replace(CP2, **GATHERED), "gqa", id="cp2-allgather-gqa"),
-        pytest.param(2, replace(CP2, **GATHERED), "mla", id="cp2-allgather-mla"),
+        pytest.param(2, CP2, "gqa", {}, id="cp2-gqa-Megatron_2217"),
+        pytest.param(2, CP2, "mla", {}, id="cp2-mla"),
+        pytest.param(2, CP2, "gqa-window", {}, id="cp2-gqa-window"),
+        pytest.param(2, with_gathered_keys(CP2), "gqa-tied", {}, id="cp2-allgather-gqa-tied-Megatron_2217"),
+        pytest.param(2, with_gathered_keys(CP2), "mla-latent-gate", {}, id="cp2-allgather-mla-latent-gate"),
+        pytest.param(2, with_gathered_keys(CP2), "gqa-window", {}, id="cp2-allgather-gqa-window"),
+        pytest.param(2, CP2_EP2, "mla-latent-gate", {}, id="cp2-ep2-mla-latent-gate-verl_6609"),
+        pytest.param(2, replace(CP2_EP2, dispatcher="allgather"), "gqa-tied", {}, id="cp2-ep2-allgather-gqa-tied"),
+        pytest.param(2, CP2_EP2, "gqa", {"memory": MemoryConfig("block")}, id="cp2-ep2-recompute_block"),
+        pytest.param(
+            2,
+            replace(CP2_EP2, accumulate_unsharded=True, overlap="microbatch", expert_clones=1),
+            "mla",
+            {},
+            id="cp2-ep2-interleaved-clones",
+        ),
+        pytest.param(4, CP4, "gqa-shared", {}, id="cp4-gqa-shared"),
+        pytest.param(4, replace(CP4, ep=4, dispatcher="allgather"), "mla", {}, id="cp4-ep4-mla"),
+        pytest.param(4, with_gathered_keys(CP4), "gqa-shared", {}, id="cp4-allgather-gqa-shared"),
+        pytest.param(4, CP2_TP2, "gqa-shared", {}, id="cp2-tp2-gqa-shared-Megatron_5047"),
+        pytest.param(4, replace(CP2_TP2, ep=4, dispatcher="alltoall"), "mla", {}, id="cp2-tp2-ep4-mla"),
+        pytest.param(4, with_gathered_keys(CP2_TP2), "mla", {}, id="cp2-tp2-allgather-mla-Megatron_7452"),
+        pytest.param(4, replace(CP2_EP2, ep=4), "gqa", {}, id="cp2-dp2-ep4-gqa-Megatron_3768"),
+        pytest.param(4, replace(CP2_EP2, dp_replicate=2), "gqa", {}, id="cp2-hsdp2-ep2-gqa"),
+        pytest.param(4, replace(CP2_EP2, accumulate_unsharded=True), "mla", {}, id="cp2-dp2-ep2-edp2-unsharded"),
     ],
 )
 def test_one_loss_with_context_parallelism(
-    ranks, split_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str
+    ranks, split_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str, changes: Any
 ) -> None:
-    for trace in run(ranks, num_ranks, split_recipe(parallel, name)):
+    for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes), -1, FEW):
         assert_same(trace, split_alone(name), 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        pytest.param(replace(CP2_TP2, ep=8, dispatcher="alltoall"), "gqa", id="dp2-cp2-tp2-ep8-gqa"),
+        pytest.param(replace(CP2_TP2, ep=2, dispatcher="allgather", dp_replicate=2), "mla", id="hsdp2-cp2-tp2-ep2-mla"),
+        pytest.param(replace(CP4, tp=2, ep=4, dispatcher="alltoall"), "gqa", id="cp4-tp2-ep4-edp2-gqa"),
+        pytest.param(replace(CP4, tp=2), "gqa-shared", id="cp4-tp2-gqa-shared"),
+        pytest.param(replace(CP4, cp=8, ep=8, dispatcher="alltoall"), "gqa-window", id="cp8-ep8-gqa-window"),
+        pytest.param(replace(with_gathered_keys(CP4), ep=2, dispatcher="alltoall"), "mla", id="dp2-cp4-allgather-mla"),
+        pytest.param(replace(with_gathered_keys(CP2_TP2), ep=8, dispatcher="alltoall"), "gqa", id="cp2-tp2-allgather"),
+    ],
+)
+def test_one_loss_with_context_parallelism_on_eight_ranks(
+    ranks, split_alone: Callable[[str], Trace], parallel: ParallelConfig, name: str
+) -> None:
+    candidate = split_recipe(parallel, name)
+    candidate = replace(candidate, train=replace(candidate.train, micro_batch_sequences=2))
+    for trace in run(ranks, 8, candidate):
+        assert_same(trace, split_alone(name), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("extent", "name", "what", "parallel"),
+    [
+        ("pieces", "gqa", "none", CP2),
+        ("block", "mla", "none", CP2),
+        ("block", "gqa-window", "experts", with_gathered_keys(CP2)),
+        ("block", "mla", "block", with_gathered_keys(CP2)),
+    ],
+)
+def test_one_loss_with_context_parallelism_in_graphs(
+    ranks, split_alone: Callable[[str], Trace], extent: Any, name: str, what: str, parallel: ParallelConfig
+) -> None:
+    parallel = replace(parallel, ep=2, dispatcher="allgather")
+    options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig(what)}
+    for fields in ranks(2, train_compiled, split_recipe(parallel, name, **options), -1, FEW):
+        trace = Trace(**fields)
+        assert_same(trace, split_alone(name), 1e-9)
+        assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
 @pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])

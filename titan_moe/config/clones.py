@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
-from titan_moe.config.recipe import Recipe
+from titan_moe.config.recipe import Recipe, microbatch_tokens
 
 NUM_CLONES = 2
 """With two replica slots a rank, loads up to twice the mean come down to 1.05 times it nearly always."""
@@ -24,7 +24,7 @@ def num_clones(recipe: Recipe, world_size: int) -> int:
     with them (dispatch/clone_weights.py): if experts are sharded, if compute has the master's dtype, or if blocks are
     graphs; where they would be fetched again for recomputation, or by two interleaved microbatches at once; and in fp8.
     """
-    p, moe, train = recipe.parallel, recipe.model.moe, recipe.train
+    p, moe = recipe.parallel, recipe.model.moe
     if p.expert_clones != "auto":
         return p.fixed_expert_clones
     is_a_copy = recipe.precision.compute != recipe.precision.master
@@ -32,7 +32,7 @@ def num_clones(recipe: Recipe, world_size: int) -> int:
     device = "cpu" if recipe.run.device == "cpu" else "cuda"
     has_room = is_a_copy and are_unsharded and not recipe.compile.compiles_blocks(device)
     is_plain = p.overlap != "microbatch" and recipe.memory.recompute == "none"
-    num_slots = train.micro_batch_sequences * train.seq_len_tokens * moe.top_k
+    num_slots = microbatch_tokens(recipe) * moe.top_k
     pays = p.facts.shares_memory and p.ep > 1 and num_slots >= MIN_SLOTS and recipe.model.num_moe_layers > 0
     has_codes = has_native_experts(recipe)
     return min(NUM_CLONES, moe.num_experts // p.ep) if pays and has_room and is_plain and not has_codes else 0

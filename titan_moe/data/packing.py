@@ -34,6 +34,8 @@ class Batch(NamedTuple):
 
     def shard(self, shard: SequenceShard) -> "Batch":
         """Keep a context-parallel rank's tokens and labels."""
+        if shard.num_ranks == 1:
+            return self
         chunks = shard.slices(self.tokens_MBN.shape[-1])
         tokens, labels = (torch.cat([x[..., chunk] for chunk in chunks], -1) for x in self[:2])
         return Batch(tokens, labels, self.document_ids_MBN)

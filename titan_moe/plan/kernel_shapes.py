@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from titan_moe.config.parallel import resolve
-from titan_moe.config.recipe import Recipe
+from titan_moe.config.recipe import Recipe, microbatch_tokens
 from titan_moe.plan.count import expert_width
 from titan_moe.plan.roofline import copies_on_the_wire
 
@@ -59,14 +59,10 @@ def _adds_gradients(recipe: Recipe, world_size: int) -> bool:
     return _has_experts(recipe, world_size) and is_cast and is_unsharded and not recipe.compile.compiles_blocks()
 
 
-def _num_tokens(recipe: Recipe) -> int:
-    return recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
-
-
 def _num_rows(recipe: Recipe) -> int:
     """Rows that a rank receives at once: each token's row is sent to every rank that holds one of its experts."""
     ep, copies = recipe.parallel.ep, copies_on_the_wire(recipe)
-    return round(_num_tokens(recipe) * copies * ep / (ep - 1)) if copies else _num_tokens(recipe)
+    return round(microbatch_tokens(recipe) * copies * ep / (ep - 1)) if copies else microbatch_tokens(recipe)
 
 
 def _load(recipe: Recipe) -> Shape:
@@ -75,7 +71,7 @@ def _load(recipe: Recipe) -> Shape:
     return {
         "rows": _num_rows(recipe),
         "choices": moe.top_k,
-        "slots": _num_tokens(recipe) * moe.top_k,
+        "slots": microbatch_tokens(recipe) * moe.top_k,
         "experts": moe.num_experts // recipe.parallel.ep,
     }
 
@@ -91,7 +87,7 @@ def _permute(recipe: Recipe) -> Shape:
 def _router(recipe: Recipe) -> Shape:
     moe = recipe.model.moe
     return {
-        "tokens": _num_tokens(recipe),
+        "tokens": microbatch_tokens(recipe),
         "sequences": recipe.train.micro_batch_sequences,
         "width": recipe.model.hidden_size,
         "experts": moe.num_experts,
@@ -114,12 +110,13 @@ def _balancing_losses(recipe: Recipe) -> str:
 
 
 def _rotary(recipe: Recipe) -> Shape:
-    a = recipe.model.attention
+    a, p = recipe.model.attention, recipe.parallel
+    num_parts = p.tp * (p.cp if p.cp_kind == "ulysses" else 1)  # ranks that have other heads of the same tokens
     return {
-        "tokens": _num_tokens(recipe),
+        "tokens": microbatch_tokens(recipe) * num_parts,
         "sequences": recipe.train.micro_batch_sequences,
-        "query_heads": a.num_heads,
-        "key_heads": a.num_kv_heads,
+        "query_heads": a.num_heads // num_parts,
+        "key_heads": max(a.num_kv_heads // num_parts, 1),
         "head_width": a.head_dim,
         "norm": "qk norm" if a.qk_norm else "no qk norm",
         "pairs": "neighbours" if a.rope_is_interleaved else "halves",
@@ -127,12 +124,13 @@ def _rotary(recipe: Recipe) -> Shape:
 
 
 def _head(recipe: Recipe) -> Shape:
-    num_tokens = _num_tokens(recipe)
+    tp = recipe.parallel.tp
+    num_tokens = microbatch_tokens(recipe) * tp
     return {
         "tokens": num_tokens,
         "chunk": min(recipe.perf.loss_chunk_tokens, num_tokens),  # 0: all logits at once, not comparable
         "width": recipe.model.hidden_size,
-        "vocabulary": recipe.model.vocab_size,
+        "vocabulary": recipe.model.vocab_size // tp,
     }
 
 
@@ -158,7 +156,7 @@ OPERATIONS = {
 
 def linear_shape(recipe: Recipe, widths: tuple[int, int]) -> Shape:
     """The GEMMs of a dense linear layer in one microbatch."""
-    return {"tokens": _num_tokens(recipe), "input": widths[0], "output": widths[1]}
+    return {"tokens": microbatch_tokens(recipe), "input": widths[0], "output": widths[1]}
 
 
 FORMAT_OPERATIONS = {

@@ -91,8 +91,8 @@ def _clone_bytes(recipe: Recipe) -> int:
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:
     """Count the parameters of a rank's shards; gradients and moments are sharded alike.
 
-    Dense parameters are sharded over tp and dp_shard; experts over ep, and inside it over edp. Replicas divide nothing.
+    Dense parameters are sharded over tp, dp_shard and cp; experts over ep, and inside it over edp. Replicas divide nothing.
     """
     sizes = resolve(recipe.parallel, world_size)
     count = count_parameters(recipe.model)
-    return count.dense_per_tp_rank(sizes.tp) / sizes.dp_shard + count.routed_experts / (sizes.ep * sizes.edp)
+    return count.dense_per_tp_rank(sizes.tp) / sizes.fsdp + count.routed_experts / (sizes.ep * sizes.edp)

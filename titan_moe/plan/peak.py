@@ -10,7 +10,7 @@ from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.recipe import Recipe, microbatch_tokens, num_microbatches
 from titan_moe.plan.count import count_parameters, expert_width
 from titan_moe.plan.loads import layer_loads
 from titan_moe.plan.memory import (
@@ -47,10 +47,9 @@ def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float,
 def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused") -> int:
     """Count the bytes that the blocks of a microbatch keep for backward, without the arena.
 
-    A tp rank keeps its tokens, or its heads of all tokens; the gathered inputs of layers are left out.
+    A rank of cp or tp keeps its tokens, or its heads of all tokens; gathered inputs, keys and values are left out.
     """
-    m, num_tokens = recipe.model, recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
-    num_tokens //= recipe.parallel.tp
+    m, num_tokens = recipe.model, microbatch_tokens(recipe)
     if recipe.memory.recompute == "block":
         elements = m.num_layers * m.hidden_size * num_tokens
     else:
@@ -86,13 +85,13 @@ def _expert_elements(recipe: Recipe) -> int:
     rows = loads.rows if recipe.parallel.facts.sends == "once_a_rank" else recipe.parallel.ep * loads.slots
     width, hidden = expert_width(recipe.model), 2 * recipe.model.moe.ffn_hidden_size
     if has_native_experts(recipe):
-        copied = rows if is_sent else recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
+        copied = rows if is_sent else microbatch_tokens(recipe)
         return round((copied * width + loads.slots * hidden) / 2)
     return round(is_sent * rows * width) + loads.slots * hidden
 
 
 def _loss_bytes(recipe: Recipe) -> int:
     """Bytes of a chunk of logits."""
-    num_tokens = recipe.train.micro_batch_sequences * recipe.train.seq_len_tokens
+    num_tokens = microbatch_tokens(recipe) * recipe.parallel.tp  # ranks of tp have other words
     chunk = min(recipe.perf.loss_chunk_tokens or num_tokens, num_tokens)
     return chunk * recipe.model.vocab_size // recipe.parallel.tp * BYTES_OF_DTYPE[recipe.precision.compute]

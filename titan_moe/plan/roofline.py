@@ -13,6 +13,7 @@ from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import (
     attention_core_flops_per_token,
+    attention_core_width,
     attention_projection_weights,
     count_parameters,
     expert_width,
@@ -48,7 +49,8 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     m, t = recipe.model, recipe.train
     width, moe, num_moe_layers = m.hidden_size, m.moe, m.num_moe_layers
     sizes = resolve(recipe.parallel, world_size)
-    num_tokens = t.global_batch_sequences * t.seq_len_tokens // (sizes.dp * sizes.tp)  # or all tokens, a part of widths
+    # of a rank between layers; inside layers tp and ulysses have all tokens, and a part of the widths
+    num_tokens = t.global_batch_sequences * t.seq_len_tokens // (sizes.dp * sizes.cp * sizes.tp)
     weights = {
         "attention": m.num_layers * attention_projection_weights(m),
         "dense": (m.num_layers - num_moe_layers) * 3 * width * m.ffn_hidden_size,
@@ -61,6 +63,7 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     flops = {part: FORWARD_AND_BACKWARD * num_tokens * size for part, size in weights.items()}
     flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
     work = {part: Work(flops=count) for part, count in flops.items()}
+    work["attention"] = Work(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
     row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
     # 2: the gradient of a row is sent too
     moved = 2 * num_moe_layers * num_tokens * row_bytes * copies_on_the_wire(recipe)
@@ -96,6 +99,24 @@ def copies_on_the_wire(recipe: Recipe) -> float:
     return (num_ranks - 1) * visit_probability(moe.num_experts, moe.num_experts // num_ranks, moe.top_k)
 
 
+def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
+    """Count the bytes that attention layers receive from other cp ranks for the tokens that a rank has between layers:
+    queries, keys, values and results, or latents (parallel/context.py). Gradients take the same ways back."""
+    p, a = recipe.parallel, recipe.model.attention
+    num_kv_heads = max(a.num_kv_heads / p.tp, 1)
+    if a.kind == "mla":
+        exchanged, gathered = 0.0, float(a.kv_lora_rank + a.qk_rope_head_dim)
+    elif p.cp_kind == "ulysses":
+        exchanged, gathered = 2 * max(num_kv_heads, p.cp) * a.head_dim, 0.0
+    else:
+        exchanged, gathered = 0.0, 2 * num_kv_heads * a.head_dim
+    if p.cp_kind == "ulysses":
+        exchanged += attention_core_width(recipe.model) / p.tp  # queries and results
+    elements = (1 - 1 / p.cp) * exchanged + (p.cp - 1) * gathered
+    # a rank of tp has a part of the heads of all its tokens
+    return 2 * recipe.model.num_layers * num_tokens * p.tp * elements * BYTES_OF_DTYPE[recipe.precision.compute]
+
+
 def sharding_bytes(recipe: Recipe, world_size: int) -> float:
     """Count the bytes that FSDP sends a rank in a step: gathered parameters, reduced gradients, sums over replicas.
 
@@ -107,8 +128,8 @@ def sharding_bytes(recipe: Recipe, world_size: int) -> float:
     root = (counted.embedding + counted.head) / p.tp + recipe.model.hidden_size
     blocks = counted.dense_per_tp_rank(p.tp) - root
     groups = (  # parameters, gathers a microbatch, ranks that share them
-        (root, 1, sizes.dp_shard),
-        (blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.dp_shard),
+        (root, 1, sizes.fsdp),
+        (blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.fsdp),
         (
             counted.routed_experts / sizes.ep,
             1 + (p.reshard_experts_after_forward and not p.accumulate_unsharded),

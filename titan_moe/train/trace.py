@@ -86,7 +86,8 @@ def _traced_run(recipe: Recipe) -> TracedRun:
     if recipe.compile.compiles_blocks(_device(recipe).type):
         work = _in_blocks(work)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
-    num_tokens //= resolve(recipe.parallel, world_size).dp
+    sizes = resolve(recipe.parallel, world_size)
+    num_tokens //= sizes.dp * sizes.cp * sizes.tp
     flops = training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens
     title = f"{recipe.model.name} on {world_size} x {device}"
     return TracedRun(title, work, flops, num_tokens, find_hardware(device))

@@ -5,6 +5,7 @@ A rule refuses in a millisecond, without torch, what would crash or mislead late
 
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.context import CONTEXT_RULES
 from titan_moe.config.rules.model import MODEL_RULES
 from titan_moe.config.rules.parallel import PARALLEL_RULES
 from titan_moe.config.rules.perf import PERF_RULES
@@ -21,6 +22,7 @@ RULES: list[Rule] = [
     *MODEL_RULES,
     *PARALLEL_RULES,
     *TENSOR_RULES,
+    *CONTEXT_RULES,
     *PERF_RULES,
     *PRECISION_RULES,
     *RUN_RULES,

@@ -12,7 +12,7 @@ from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multipl
 
 @rule("another size would silently be 1")
 def axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
-    for axis in ("pp", "cp", "etp"):
+    for axis in ("pp", "etp"):
         size = getattr(recipe.parallel, axis)
         if size > 1:
             yield f"parallel.{axis} = {size} does not work yet; set it to 1 and spread with dp_shard and ep"

@@ -6,7 +6,7 @@ from titan_moe.config.arena import experts_of
 from titan_moe.config.formats import FORMAT_FACTS, formats_with
 from titan_moe.config.gemms import expert_formats, gemm_modules, has_native_experts, matches, multiple_of
 from titan_moe.config.precision import Part, PrecisionConfig
-from titan_moe.config.recipe import Recipe
+from titan_moe.config.recipe import Recipe, microbatch_tokens
 from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
 from titan_moe.config.schema import in_toml
 
@@ -121,9 +121,8 @@ def emulated_experts_are_composite(recipe: Recipe, world_size: int) -> Iterator[
 
 @rule("a scale is shared by a whole block of elements, and matrix units take whole blocks")
 def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, train = recipe.precision, recipe.train
-    tp = max(recipe.parallel.tp, 1)
-    num_tokens, split = train.micro_batch_sequences * train.seq_len_tokens // tp, " / tp" if tp > 1 else ""
+    p, parallel, num_tokens = recipe.precision, recipe.parallel, microbatch_tokens(recipe)
+    split = " / (cp * tp)" if parallel.cp * parallel.tp > 1 else ""
     formats = [name for name in p.formats if name == p.format_of("linears")]
     for name in formats if p.wgrad == "format" else []:
         step = multiple_of(p, name)

@@ -53,18 +53,19 @@ def tp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("FSDP shards the columns of what tp splits by rows, in equal parts")
+@rule("FSDP shards the columns of what tp splits by rows, in equal parts, over dp_shard * cp ranks")
 def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, m = recipe.parallel, recipe.model
     others = max(p.pp * p.dp_replicate * p.cp * p.tp, 1)
     dp_shard = max(world_size // others, 1) if p.dp_shard == -1 else p.dp_shard
+    axes, num_shards = ("dp_shard", dp_shard) if p.cp == 1 else ("dp_shard * cp", dp_shard * p.cp)
     widths = {"hidden_size": m.hidden_size}
     if m.attention.kind == "mla":
         widths |= {"attention.q_lora_rank": m.attention.q_lora_rank, "attention.kv_lora_rank": m.attention.kv_lora_rank}
     for key, width in widths.items():
-        if p.tp > 1 and is_no_divisor(dp_shard, width):
+        if p.tp > 1 and is_no_divisor(num_shards, width):
             yield (
-                f"dp_shard = {dp_shard} does not divide model.{key} = {width}, as parallel.tp = {p.tp} needs; raise "
+                f"{axes} = {num_shards} does not divide model.{key} = {width}, as parallel.tp = {p.tp} needs; raise "
                 f"parallel.dp_replicate or tp, or take {NO_TP}"
             )
 

@@ -1,0 +1,58 @@
+"""Rules of context parallelism: what it splits must divide, and what does not work with it."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.model import ModelConfig
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import is_no_divisor, nearest_multiples, rule, rules_in
+
+NO_CP = "parallel.cp = 1"
+ALLGATHER = 'parallel.cp_kind = "allgather"'
+
+
+@rule("each rank has equal parts of every sequence; with allgather one chunk from its start and one from its end")
+def cp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_tokens = recipe.parallel, recipe.train.seq_len_tokens
+    if p.cp > 1 and is_no_divisor(p.length_multiple, num_tokens):
+        chunks = "2 * " if p.cp_kind == "allgather" else ""
+        yield (
+            f"{chunks}parallel.cp * tp = {chunks}{p.cp} * {p.tp} = {p.length_multiple} does not divide "
+            f"train.seq_len_tokens = {num_tokens}; take {nearest_multiples(num_tokens, p.length_multiple)}, or {NO_CP}"
+        )
+
+
+@rule("with ulysses each rank computes whole heads, which share a key/value head with the same number of others")
+def cp_divides_heads(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, a = recipe.parallel, recipe.model.attention
+    if p.cp > 1 and p.cp_kind == "ulysses" and not _heads_fit(recipe, p.cp):
+        shared = f" over {a.num_kv_heads} key/value heads" if a.kind == "gqa" else ""
+        of_tp = f" on {p.tp} tp ranks" if p.tp > 1 else ""
+        sizes = ", ".join(str(size) for size in range(1, a.num_heads + 1) if _heads_fit(recipe, size))
+        yield (
+            f"parallel.cp = {p.cp} does not divide model.attention.num_heads = {a.num_heads}{shared}{of_tp}; "
+            f"take {sizes}, or {ALLGATHER}"
+        )
+
+
+def _heads_fit(recipe: Recipe, cp: int) -> bool:
+    """Whether the heads of a tp rank divide by the ranks, and its key/value heads by ranks or ranks by them."""
+    a, tp = recipe.model.attention, max(recipe.parallel.tp, 1)
+    num_heads = a.num_heads // tp
+    num_kv_heads = max(a.num_kv_heads // tp, 1) if a.kind == "gqa" else num_heads
+    return num_heads % cp == 0 and (num_kv_heads % cp == 0 or cp % num_kv_heads == 0)
+
+
+@rule("it does not work with context parallelism")
+def cp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
+    m, p = recipe.model, recipe.parallel
+    if p.cp > 1 and m.class_ != ModelConfig.class_:
+        yield f'parallel.cp = {p.cp} does not support model.class = "{m.class_}"; take ours, or {NO_CP}'
+    gathers_codes = recipe.precision.all_gather == "format" and recipe.precision.format_of("linears") != "compute"
+    if p.cp > 1 and p.cp_kind == "ulysses" and m.attention.kind == "mla" and gathers_codes:
+        yield (
+            f'parallel.cp = {p.cp} with "ulysses" takes rows of a weight of mla, which precision.all_gather = "format" '
+            f'gathers as codes of all rows; take all_gather = "compute", {ALLGATHER}, or {NO_CP}'
+        )
+
+
+CONTEXT_RULES = rules_in(globals())
