@@ -64,7 +64,19 @@ BROKEN = {
     ),
     "bias_needs_sigmoid": ("--model.moe.bias_update_speed=1e-3", 'score_fn = "sigmoid"'),
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
-    "axes_work": ("--parallel.cp=2", "parallel.cp = 2 does not work yet"),
+    "axes_work": ("--parallel.pp=2", "parallel.pp = 2 does not work yet"),
+    "cp_divides_sequences": (
+        "--parallel.cp=2 --train.seq_len_tokens=129",
+        "parallel.cp * tp = 2 * 1 = 2 does not divide train.seq_len_tokens = 129; take 128 or 130, or parallel.cp = 1",
+    ),
+    "cp_divides_heads": (
+        "--parallel.cp=4 --model.attention.num_heads=12 --model.attention.num_kv_heads=6",
+        'num_heads = 12 over 6 key/value heads; take 1, 2, 3, 6, 12, or parallel.cp_kind = "allgather"',
+    ),
+    "cp_supports_the_recipe": (
+        "--parallel.cp=2 --model.class=my.model:Mine",
+        'does not support model.class = "my.model:Mine"; take ours, or parallel.cp = 1',
+    ),
     "tp_divides_heads": (
         "--parallel.tp=4 --model.attention.num_heads=12 --model.attention.num_kv_heads=6",
         "num_heads = 12 over 6 key/value heads; take 1, 2, 3, 6, 12",
@@ -342,6 +354,29 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'take dgrad = "format", or all_gather = "compute"',
         ),
         ("--precision.linears=fp8_blockwise --precision.wgrad=compute", 8, "rounds all three GEMMs of a linear"),
+        (
+            "--parallel.cp=2 --parallel.tp=2 --parallel.cp_kind=allgather --train.seq_len_tokens=132",
+            8,
+            "2 * parallel.cp * tp = 2 * 2 * 2 = 8 does not divide train.seq_len_tokens = 132; take 128 or 136",
+        ),
+        (
+            "--parallel.cp=2 --parallel.tp=4 --model.attention.num_heads=4 --model.attention.num_kv_heads=4",
+            8,
+            "num_heads = 4 over 4 key/value heads on 4 tp ranks; take 1, or",
+        ),
+        ("--parallel.cp=3 --model.attention.kind=mla --train.seq_len_tokens=96", 12, "num_heads = 8; take 1, 2, 4, 8,"),
+        (
+            "--parallel.cp=2 --model.attention.kind=mla --precision.linears=fp8_tensorwise "
+            "--precision.all_gather=format",
+            8,
+            'take all_gather = "compute", parallel.cp_kind = "allgather", or parallel.cp = 1',
+        ),
+        ("--parallel.cp=2 --parallel.tp=2 --model.hidden_size=130", 8, "dp_shard * cp = 4 does not divide"),
+        (
+            "--parallel.cp=2 --precision.linears=fp8_rowwise --train.seq_len_tokens=40",
+            8,
+            "seq_len_tokens / (cp * tp) = 40 is not a multiple of",
+        ),
         ("--parallel.tp=2 --perf.kernels=fused", 8, 'take perf.override.head = "torch", or parallel.tp = 1'),
         ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8; take 1, 2, 4, 8 (each tp"),
         ("--parallel.tp=2 --model.class=my.model:Mine", 8, 'model.class = "my.model:Mine"; take ours'),
@@ -403,6 +438,14 @@ def test_rules_with_several_cases_refuse_each(
         "--precision.backend=native",  # of a run that had formats
         "--compile.extent=block --compile.regional=off",
         "--compile.extent=block --parallel.ep=1 --model.num_dense_layers=4",
+        "--parallel.cp=4 --model.attention.num_kv_heads=2 --parallel.dispatcher=symm_mem --parallel.overlap=tile "
+        "--perf.kernels=fused",
+        "--parallel.cp=8 --parallel.dispatcher=allgather --compile.extent=block --compile.cudagraph=step",
+        "--parallel.cp=2 --parallel.cp_kind=allgather --perf.attention=flex --model.attention.num_heads=9 "
+        "--model.attention.num_kv_heads=3",
+        "--parallel.cp=2 --model.attention.kind=mla --precision.linears=fp8_rowwise",
+        "--parallel.cp=2 --parallel.tp=2 --parallel.dispatcher=symm_mem --perf.attention=flex --compile.cudagraph=step",
+        "--parallel.cp=2 --parallel.dp_replicate=2 --parallel.ep=2",
         "--parallel.tp=2 --run.device=cpu --precision.compute=fp32",
         "--parallel.tp=2 --run.device=cpu --precision.moments=int8 --optim.kind=fused_adamw",
         "--parallel.tp=8 --model.attention.num_kv_heads=4",

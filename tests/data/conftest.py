@@ -30,8 +30,8 @@ def make_recipe() -> Callable[..., Recipe]:
 def open_loader(tmp_path: Path) -> Callable[..., Loader]:
     """Open a loader in its own run folder, by default as the only rank."""
 
-    def open_(recipe: Recipe, dp_rank: int = 0, dp_size: int = 1) -> Loader:
-        return build_loader(recipe, dp_rank, dp_size, tmp_path / "run", barrier=lambda: None)
+    def open_(recipe: Recipe, dp_rank: int = 0, dp_size: int = 1, **options: Any) -> Loader:
+        return build_loader(recipe, dp_rank, dp_size, tmp_path / "run", barrier=lambda: None, **options)
 
     return open_
 

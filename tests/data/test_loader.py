@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from titan_moe.config import Recipe
+from titan_moe.config.context import SequenceShard
 from titan_moe.data import IGNORE_LABEL
 from titan_moe.data.loader import Loader
 
@@ -51,6 +52,26 @@ def test_loader_cuts_microbatches_from_the_slice_of_the_rank(
     assert (batch.tokens_MBN[..., 0] // 16).tolist() == [[4, 5], [6, 7]]
     assert batch.labels_MBN.equal(batch.tokens_MBN + 1)
     assert batch.document_ids_MBN is None
+
+
+@pytest.mark.parametrize("is_head_and_tail", [False, True])
+def test_loader_gives_context_parallel_ranks_parts_of_the_same_sequences(
+    make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], is_head_and_tail: bool
+) -> None:
+    recipe = make_recipe(data={"source": "synthetic", "document_attention": True})
+    whole = open_loader(recipe)
+    shards = [open_loader(recipe, shard=SequenceShard(rank, 2, is_head_and_tail)) for rank in range(2)]
+    own = {False: ([*range(8)], [*range(8, 16)]), True: ([*range(4), *range(12, 16)], [*range(4, 12)])}[
+        is_head_and_tail
+    ]
+    for read in (Loader.next_step, lambda loader: next(loader.validation_batches())):
+        batch = read(whole)
+        for places, part in zip(own, map(read, shards), strict=True):
+            assert part.tokens_MBN.equal(batch.tokens_MBN[..., places])
+            assert part.labels_MBN.equal(batch.labels_MBN[..., places])
+            assert part.document_ids_MBN.equal(batch.document_ids_MBN), "masks need those of all keys"
+    prompt = next(whole.validation_batches()).tokens_MBN[0, :1, :12]
+    assert all(loader.held_out_prompt(12).equal(prompt) for loader in (whole, *shards))
 
 
 def test_loader_resumes_at_any_step_on_any_number_of_ranks(

@@ -55,6 +55,7 @@ MODEL = ModelConfig(
     init_std=0.2,
 )
 FP64 = PrecisionConfig("fp64", "fp64", "fp64")
+ALONE = ParallelConfig()
 
 
 def recipe(
@@ -85,7 +86,7 @@ def batch_of(
     meshes: Meshes | None = None,
     *,
     has_documents: bool = False,
-    parallel: ParallelConfig = ParallelConfig(),
+    parallel: ParallelConfig = ALONE,
 ) -> Batch:
     """This rank's slice of a step's sequences; a few labels are missing, so ranks differ in label tokens."""
     generator = torch.Generator().manual_seed(step)
@@ -330,7 +331,7 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
         pytest.param(2, with_gathered_keys(CP2), "gqa-tied", {}, id="cp2-allgather-gqa-tied-Megatron_2217"),
         pytest.param(2, with_gathered_keys(CP2), "mla-latent-gate", {}, id="cp2-allgather-mla-latent-gate"),
         pytest.param(2, with_gathered_keys(CP2), "gqa-window", {}, id="cp2-allgather-gqa-window"),
-        pytest.param(2, CP2_EP2, "mla-latent-gate", {}, id="cp2-ep2-mla-latent-gate-verl_6609"),
+        pytest.param(2, CP2_EP2, "mla-latent-gate", {}, id="cp2-ep2-mla-latent-gate-verl_6609-pytorch_160285"),
         pytest.param(2, replace(CP2_EP2, dispatcher="allgather"), "gqa-tied", {}, id="cp2-ep2-allgather-gqa-tied"),
         pytest.param(2, CP2_EP2, "gqa", {"memory": MemoryConfig("block")}, id="cp2-ep2-recompute_block"),
         pytest.param(
@@ -363,12 +364,7 @@ def test_one_loss_with_context_parallelism(
     ("parallel", "name"),
     [
         pytest.param(replace(CP2_TP2, ep=8, dispatcher="alltoall"), "gqa", id="dp2-cp2-tp2-ep8-gqa"),
-        pytest.param(replace(CP2_TP2, ep=2, dispatcher="allgather", dp_replicate=2), "mla", id="hsdp2-cp2-tp2-ep2-mla"),
-        pytest.param(replace(CP4, tp=2, ep=4, dispatcher="alltoall"), "gqa", id="cp4-tp2-ep4-edp2-gqa"),
-        pytest.param(replace(CP4, tp=2), "gqa-shared", id="cp4-tp2-gqa-shared"),
         pytest.param(replace(CP4, cp=8, ep=8, dispatcher="alltoall"), "gqa-window", id="cp8-ep8-gqa-window"),
-        pytest.param(replace(with_gathered_keys(CP4), ep=2, dispatcher="alltoall"), "mla", id="dp2-cp4-allgather-mla"),
-        pytest.param(replace(with_gathered_keys(CP2_TP2), ep=8, dispatcher="alltoall"), "gqa", id="cp2-tp2-allgather"),
     ],
 )
 def test_one_loss_with_context_parallelism_on_eight_ranks(
@@ -376,7 +372,7 @@ def test_one_loss_with_context_parallelism_on_eight_ranks(
 ) -> None:
     candidate = split_recipe(parallel, name)
     candidate = replace(candidate, train=replace(candidate.train, micro_batch_sequences=2))
-    for trace in run(ranks, 8, candidate):
+    for trace in run(ranks, 8, candidate, -1, FEW):
         assert_same(trace, split_alone(name), 1e-9)
 
 
@@ -386,7 +382,6 @@ def test_one_loss_with_context_parallelism_on_eight_ranks(
         ("pieces", "gqa", "none", CP2),
         ("block", "mla", "none", CP2),
         ("block", "gqa-window", "experts", with_gathered_keys(CP2)),
-        ("block", "mla", "block", with_gathered_keys(CP2)),
     ],
 )
 def test_one_loss_with_context_parallelism_in_graphs(
@@ -398,6 +393,18 @@ def test_one_loss_with_context_parallelism_in_graphs(
         trace = Trace(**fields)
         assert_same(trace, split_alone(name), 1e-9)
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
+
+
+def test_one_loss_with_context_parallelism_in_fp8(ranks) -> None:
+    """Up to what rounding of weight gradients differs by, whose blocks are of own tokens."""
+    fp8 = PrecisionConfig("fp32", "fp32", "fp32", format="fp8_rowwise", backend="emulated")
+    one, split = (
+        run(ranks, layout.cp, split_recipe(layout, "mla", precision=fp8, kernels="grouped_mm"), -1, FEW)
+        for layout in (ParallelConfig(), CP2)
+    )
+    for trace in split:
+        torch.testing.assert_close(trace.losses, one[0].losses, rtol=2e-3, atol=0)
+        torch.testing.assert_close(trace.grad_norms, one[0].grad_norms, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])

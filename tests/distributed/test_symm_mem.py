@@ -139,6 +139,7 @@ def alone(ranks: Any) -> Any:
         pytest.param(4, replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-ep2-recompute_experts"),
         pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),
         pytest.param(2, replace(EP2, expert_clones=1), "block", id="dp2-ep2-clones-recompute_block"),
+        pytest.param(2, replace(EP2, cp=2), "none", id="cp2-ep2"),
     ],
 )
 def test_symm_mem_trains_as_one_process(

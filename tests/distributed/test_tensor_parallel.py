@@ -47,7 +47,8 @@ def save(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
     """Take two steps and save; the state."""
     built = assemble(recipe, CPU)
     for step in range(2):
-        built.step(one_loss.batch_of(step, recipe.train.micro_batch_sequences, built.meshes))
+        size = recipe.train.micro_batch_sequences
+        built.step(one_loss.batch_of(step, size, built.meshes, parallel=recipe.parallel))
     checkpointer = checkpointer_of(recipe, folder, built)
     checkpointer.save(2)
     checkpointer.close()
@@ -92,7 +93,7 @@ def describe(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, tuple[int, ..
     (model,) = built.parts
     state = state_of(built)
     shapes = {name: tuple(p.to_local().shape) for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    batch = one_loss.batch_of(0, recipe.train.micro_batch_sequences, built.meshes)
+    batch = one_loss.batch_of(0, recipe.train.micro_batch_sequences, built.meshes, parallel=recipe.parallel)
     loss = validation_loss(built.parts, [batch], CPU, built.meshes.data_group).item()
     with evaluating(built.parts):
         tokens = model.generate(torch.arange(6).view(2, 3), 4)  # lengths that do not divide by 4, too

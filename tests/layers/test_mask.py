@@ -88,6 +88,34 @@ def test_mask_blocks_equal_those_of_pytorch() -> None:
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("documents", IDS)
+@pytest.mark.parametrize(("num_tokens", "num_queries"), [(300, 150), (260, 130), (130, 1)])
+def test_mask_blocks_of_some_queries_contain_every_visible_pair(
+    num_tokens: int, num_queries: int, documents: str
+) -> None:
+    """Queries from both ends, as a rank has them."""
+    half = num_queries // 2
+    tokens_N = torch.arange(num_tokens)
+    positions_Q = torch.cat([tokens_N[half : 2 * half], tokens_N[num_tokens - num_queries + half :]])
+    for window in (3, 128, 1000):
+        whole = make_spec(num_tokens, window, documents)
+        spec = whole._replace(query_positions_Q=positions_Q)
+        mask = mask_by_loops(whole)[:, :, positions_Q]
+        assert torch.equal(dense_mask(spec), mask), window
+        padding = -num_queries % BLOCK_TOKENS, -num_tokens % BLOCK_TOKENS
+        mask = torch.nn.functional.pad(mask, (0, padding[1], 0, padding[0]))
+        blocks = mask.unflatten(-1, (-1, BLOCK_TOKENS)).unflatten(-3, (-1, BLOCK_TOKENS)).transpose(-2, -3)
+        made = block_mask(spec)
+        visited = visited_blocks(made)
+        assert torch.equal(visited["partial"], visited["partial to queries"])
+        assert not (visited["full"] & ~blocks.flatten(-2).all(-1)).any(), window
+        is_needed = blocks.flatten(-2).any(-1)
+        assert not (is_needed & ~visited["partial"] & ~visited["full"]).any(), window
+        rows_Q = torch.arange(num_queries)[:, None]
+        listed_mask = made.mask_mod(torch.zeros_like(rows_Q), torch.zeros_like(rows_Q), rows_Q, tokens_N)
+        assert torch.equal(listed_mask, mask[0, 0, :num_queries, :num_tokens]), window
+
+
 @pytest.mark.parametrize("make", [dense_mask, block_mask])
 def test_mask_is_built_without_host_reads(make) -> None:
     """Meta tensors have no values, so a host read would fail."""

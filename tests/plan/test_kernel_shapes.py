@@ -53,6 +53,19 @@ def test_kernel_shape_slots_do_not_depend_on_ep() -> None:
     assert rows == pytest.approx(16_384 * 5.34, rel=1e-3), "a row is sent once to each rank with one of its experts"
 
 
+def test_kernel_shapes_of_ranks_that_split_sequences_and_heads() -> None:
+    whole = shapes()
+    split = shapes("--parallel.cp=4", "--parallel.tp=2", "--perf.override.head=torch")
+    gathered = shapes("--parallel.cp=4", "--parallel.cp_kind=allgather")
+    assert split["router"]["tokens"] == whole["router"]["tokens"] // 8
+    assert split["head"]["tokens"] == whole["head"]["tokens"] // 4
+    assert split["head"]["vocabulary"] == whole["head"]["vocabulary"] // 2
+    heads = ("tokens", "query_heads", "key_heads")
+    assert [whole["rotary"][name] for name in heads] == [16_384, 32, 4]
+    assert [split["rotary"][name] for name in heads] == [16_384, 4, 1], "shared key heads"
+    assert [gathered["rotary"][name] for name in heads] == [4_096, 32, 4]
+
+
 @pytest.mark.parametrize(("dispatcher", "ep", "rows"), [("allgather", 8, 131_072), ("local", 1, 16_384)])
 def test_kernel_shape_rows_by_dispatcher(dispatcher: str, ep: int, rows: int) -> None:
     found = shapes(f"--parallel.dispatcher={dispatcher}", f"--parallel.ep={ep}")

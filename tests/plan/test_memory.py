@@ -29,6 +29,8 @@ MODEL = ModelConfig(num_layers=2, hidden_size=64, moe=MoEConfig(num_experts=8, f
         (ParallelConfig(ep=4), 8, 8, 8),  # ep 4, edp 2
         (ParallelConfig(dp_replicate=2, ep=2), 8, 4, 4),  # replicas divide nothing
         (ParallelConfig(dp_shard=1, dp_replicate=8), 8, 1, 1),
+        (ParallelConfig(cp=4, ep=4), 8, 8, 8),  # dp_shard 2
+        (ParallelConfig(dp_replicate=2, cp=4, ep=2), 8, 4, 4),
     ],
 )
 def test_state_bytes_are_divided_by_the_shards(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import Recipe, load_recipe
-from titan_moe.config.model import ModelConfig
+from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.precision import PrecisionConfig
@@ -98,6 +98,33 @@ def test_roofline_sharding_bytes(parallel: ParallelConfig, expected: float, monk
     kept = replace(parallel, reshard_after_forward=False, reshard_experts_after_forward=False)
     of_two = sharding_bytes(replace(recipe, parallel=kept), num_ranks)
     assert sharding_bytes(replace(recipe, parallel=once), num_ranks) == pytest.approx(of_two / 2)
+
+
+GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16)
+MLA = AttentionConfig(kind="mla", num_heads=8, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12)
+
+
+@pytest.mark.parametrize(
+    ("attention", "parallel", "elements"),
+    [  # received by a rank for each of its tokens, by a layer, forward
+        (GQA, ParallelConfig(), 0),
+        (GQA, ParallelConfig(cp=2), 1 / 2 * (8 + 2 + 2 + 8) * 16),
+        (GQA, ParallelConfig(cp=4), 3 / 4 * (8 + 4 + 4 + 8) * 16),  # two ranks get the same keys and values
+        (GQA, ParallelConfig(cp=4, cp_kind="allgather"), 3 * (2 + 2) * 16),
+        (GQA, ParallelConfig(cp=2, tp=2), 1 / 2 * 2 * (4 + 2 + 2 + 4) * 16),  # 4 and 1 heads, of twice the tokens
+        (MLA, ParallelConfig(cp=4), 3 / 4 * 8 * (16 + 8 + 12) + 3 * (32 + 8)),
+        (MLA, ParallelConfig(cp=4, cp_kind="allgather"), 3 * (32 + 8)),
+    ],
+)
+def test_roofline_bytes_between_context_parallel_ranks(
+    attention: AttentionConfig, parallel: ParallelConfig, elements: float
+) -> None:
+    recipe = Recipe(model=ModelConfig(num_layers=3, attention=attention), parallel=parallel)
+    world_size = parallel.cp * parallel.tp
+    num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens // world_size
+    work, alone = step_work(recipe, world_size)["attention"], step_work(replace(recipe, parallel=ParallelConfig()), 1)
+    assert work.wire_bytes == pytest.approx(2 * 2 * 3 * num_tokens * elements)  # bf16, forward and backward
+    assert work.flops == pytest.approx(alone["attention"].flops / world_size)
 
 
 def test_roofline_time_is_of_the_scarcest_resource() -> None:

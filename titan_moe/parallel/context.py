@@ -14,11 +14,11 @@ elements, of which 1 / P stay. Where ranks share a key/value head, it is sent to
 (P - 1)·(kv_lora_rank + rotated width) elements for each token. With P = 8 these are 4,032 instead of 29,120 in
 DeepSeek-V3, and 4,032 either way in DeepSeek-V2-Lite; with fewer ranks they are fewer.
 
-`allgather` (arXiv:2407.21783): queries stay, keys and values (or latents) of all tokens are gathered, (P - 1)·2·key/value
-heads·head width elements for each token of `gqa`.
+`allgather` (arXiv:2407.21783): queries stay; keys and values of all tokens are gathered, (P - 1)·2·key/value heads·head
+width elements for each token, or latents.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 _exchange_heads(module, config.tp, group)
             case MultiHeadLatentAttention():
                 module.q_up.register_forward_hook(TokensToHeads((len(module.q_up.weight),), group))
-                module.kv_down.register_forward_hook(_GatherTokens(group))
+                module.kv_down.register_forward_hook(partial(_gather_output, group))
                 _read_own_rows(module.kv_up, group)
                 module.out.register_forward_pre_hook(HeadsToTokens(group))
             case Transformer():
@@ -111,16 +111,6 @@ class HeadsToTokens:
         return received.unflatten(0, (num_ranks, batch)).movedim(0, 2).flatten(2)
 
 
-class _GatherTokens:
-    """A forward hook: the output of all tokens."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    def __call__(self, module: nn.Module, args: Any, out_BnX: Tensor) -> Tensor:
-        return gather_sequence(out_BnX, self.group)
-
-
 class GatherKeys:
     """`gather_keys` of an attention layer: two tensors of own tokens, gathered in one message.
 
@@ -139,6 +129,10 @@ class GatherKeys:
         whole_BNX = torch.cat([heads, tails.flip(0)]).transpose(0, 1).flatten(1, 2)
         whole_first, whole_second = whole_BNX.split(widths, dim=-1)
         return whole_first.unflatten(2, shapes[0]), whole_second.unflatten(2, shapes[1])
+
+
+def _gather_output(group: dist.ProcessGroup, module: nn.Module, args: Any, out_BnX: Tensor) -> Tensor:
+    return gather_sequence(out_BnX, group)
 
 
 class NextLogits:

@@ -102,11 +102,14 @@ def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
 def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     s = resolve(recipe.parallel, world_size)
     num_clones = recipe.parallel.fixed_expert_clones
-    kind = f" ({recipe.parallel.cp_kind})" if s.cp > 1 else ""
+    cp = f"{s.cp} ({recipe.parallel.cp_kind})" if s.cp > 1 else "1"
     clones = f"; up to {num_clones} clones of other ranks' experts on each" if num_clones else ""
     return [
         ("ranks", f"{s.world}; dispatcher {recipe.parallel.dispatcher}{clones}"),
-        ("", f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {s.cp}{kind} · tp {s.tp}"),
+        (
+            "",
+            f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {cp} · tp {s.tp}",
+        ),
         ("", f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}"),
     ]
 

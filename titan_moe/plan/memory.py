@@ -91,7 +91,8 @@ def _clone_bytes(recipe: Recipe) -> int:
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:
     """Count the parameters of a rank's shards; gradients and moments are sharded alike.
 
-    Dense parameters are sharded over tp, dp_shard and cp; experts over ep, and inside it over edp. Replicas divide nothing.
+    Dense parameters are sharded over tp, dp_shard and cp, experts over ep and inside it over edp. Replicas divide
+    nothing.
     """
     sizes = resolve(recipe.parallel, world_size)
     count = count_parameters(recipe.model)
