@@ -167,6 +167,11 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "tp_tiles": (*split, *tiled, "--perf.override.head=torch", *gated),
         "tp_tiles_fp8_captured": (*split, *tiled, *fp8, "--perf.override.head=torch", "--compile.cudagraph=step"),
         "tp_documents": (*split, whole, alltoall, "--data.document_attention=true", "--perf.attention=flex"),
+        "cp": ("--parallel.cp=2", plain),
+        "cp_ep_tiles_captured": ("--parallel.cp=2", *tiled, "--compile.cudagraph=step", *validated),
+        "cp_ep_blocks": ("--parallel.cp=2", whole, allgather, "--compile.extent=block"),
+        "cp_gathered": ("--parallel.cp=2", "--parallel.cp_kind=allgather", "--perf.attention=flex", whole, alltoall),
+        "cp_tp": (f"--parallel.cp={num_ranks // 2}", *split, whole, symm_mem, plain),
         "tp_edp2": (*split, half, allgather, "--memory.recompute=block", *gated, plain),
         "gathered_once": (half, alltoall, "--parallel.accumulate_unsharded=true", plain),
     }
