@@ -49,10 +49,12 @@ def why_kept(recipe: Recipe, module: GemmModule) -> str:
         return f"num_layers_at_end_in_compute = {p.num_layers_at_end_in_compute}"
     if pattern := matches(p.modules_in_compute, module.name):
         return f'modules_in_compute: "{pattern}"'
-    step, tp = multiple_of(p, p.format_of(module.part)), recipe.parallel.tp
-    parts = tp if module.path.rpartition(".")[2] in SPLIT_BY_TP else 1
+    step, parallel, name = multiple_of(p, p.format_of(module.part)), recipe.parallel, module.path.rpartition(".")[2]
+    parts = parallel.tp if name in SPLIT_BY_TP else 1
+    if name == "kv_up" and parallel.cp_kind == "ulysses":
+        parts *= parallel.cp  # a rank multiplies with the rows of its heads
     odd = [width for width in module.widths if width % (step * parts)]
-    split = f" for each of {parts} tp ranks" if parts > 1 else ""
+    split = f" for each of {parts} ranks" if parts > 1 else ""
     return f"width {odd[0]} is no multiple of {step}{split}" if odd else ""
 
 
