@@ -1,6 +1,7 @@
 """Every dispatcher equals a dense computation in one process: values and gradients, in fp64, for all routings."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,17 +12,26 @@ from titan_moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     CloningDispatcher,
+    HierarchicalDispatcher,
     LocalDispatcher,
     TokenDispatcher,
 )
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
+from titan_moe.dispatch.hierarchical import open_node_groups
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.permute.permutation import Permutation, sort_by_expert
 from titan_moe.layers.experts import GroupedExperts
 
 NUM_EXPERTS, TOP_K, NUM_TOKENS, WIDTH, HIDDEN = 8, 3, 12, 16, 16
 ROUTINGS = ("random", "skewed", "one_expert_empty", "one_rank_empty", "all_to_one_rank", "dropped_choices")
-KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+
+
+def hierarchical(num_experts: int, group: dist.ProcessGroup, **options: Any) -> HierarchicalDispatcher:
+    """Of two nodes, where there are several ranks."""
+    return HierarchicalDispatcher(num_experts, open_node_groups(group, max(group.size() // 2, 1)), **options)
+
+
+KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "hierarchical": hierarchical}
 
 
 def choose(routing: str, num_tokens: int, num_ranks: int, generator: torch.Generator) -> Tensor:
@@ -153,11 +163,12 @@ def test_cloning_dispatcher_equals_dense_oracle(ranks, kind: str, num_ranks: int
     assert num_taken["skewed"] > 0 and num_taken["all_to_one_rank"] > 0, num_taken
 
 
-def test_alltoall_with_uneven_and_no_tokens_equals_dense_oracle(ranks) -> None:
-    tokens_by_rank = [5, 0, 13, 1]
-    actual = join(ranks(4, run_rank, "alltoall", "random", tokens_by_rank), experts_add_up=False)
-    expected = [dense_oracle(drawn) for drawn in inputs("random", 4, tokens_by_rank)]
-    assert_close(actual, join(expected, experts_add_up=True))
+@pytest.mark.parametrize("kind", ["alltoall", "hierarchical"])
+def test_all_to_all_with_uneven_and_no_tokens_equals_dense_oracle(ranks, kind: str) -> None:
+    for tokens_by_rank in ([5, 0, 13, 1], [0, 0, 0, 7], [0, 0, 0, 0]):
+        actual = join(ranks(4, run_rank, kind, "random", tokens_by_rank), experts_add_up=False)
+        expected = [dense_oracle(drawn) for drawn in inputs("random", 4, tokens_by_rank)]
+        assert_close(actual, join(expected, experts_add_up=True))
 
 
 def permute_last_row_first(ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int) -> Permutation:
@@ -192,7 +203,7 @@ def count_rows(routing: str) -> tuple[int, int]:
     rank = dist.get_rank()
     _, ids_TK, scores_TK, _ = inputs(routing, 4, [NUM_TOKENS] * 4)[rank]
     exchange = AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD).prepare(ids_TK, scores_TK)
-    return sum(exchange.rows_sent), len({(t, i // 2) for t, ids in enumerate(ids_TK.tolist()) for i in ids if i >= 0})
+    return sum(exchange.copies.rows_sent), len({(t, i // 2) for t, ids in enumerate(ids_TK.tolist()) for i in ids if i >= 0})
 
 
 def test_alltoall_sends_a_row_once_a_rank(ranks) -> None:

@@ -6,7 +6,14 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from titan_moe.config.dispatchers import DISPATCHERS
-from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
+from titan_moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    HierarchicalDispatcher,
+    LocalDispatcher,
+    TokenDispatcher,
+)
+from titan_moe.dispatch.hierarchical import NodeGroups
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 
 NUM_EXPERTS, NUM_TOKENS, TOP_K, WIDTH = 8, 12, 3, 16
@@ -21,6 +28,8 @@ def build(name: str) -> TokenDispatcher:
             return AllGatherDispatcher(NUM_EXPERTS, dist.group.WORLD)
         case "alltoall":
             return AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD)
+        case "hierarchical":
+            return HierarchicalDispatcher(NUM_EXPERTS, NodeGroups(dist.group.WORLD, dist.new_group([dist.get_rank()])))
         case "symm_mem":
             memory = SymmMemory(torch.empty(1, dtype=torch.uint8), torch.empty(num_ranks, dtype=torch.int64), 0)
             return SymmMemDispatcher(NUM_EXPERTS, memory)

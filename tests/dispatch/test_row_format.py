@@ -9,7 +9,6 @@ import torch.distributed as dist
 from support import load
 from torch import Tensor
 
-from titan_moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.row_format import FP8, FP8_REFERENCE, PLAIN, pack, packed_width, unpack
@@ -22,14 +21,14 @@ equal_local, symm_mem, fused = (
     load(f"dispatch/{name}") for name in ("test_equal_local", "test_symm_mem", "test_symm_mem_fused")
 )
 ROUTINGS = ("random", "skewed", "one_rank_empty", "all_to_one_rank")
-TOKENS = [12, 5, 0]
+TOKENS = [12, 5, 0, 7]
 
 
 def rounded(x_TD: Tensor) -> Tensor:
     return round_to(x_TD.float(), "fp8_rowwise", "activation", -1, power_of_two_scales=True).to(x_TD.dtype)
 
 
-def send_both_ways(routing: str) -> list[tuple[list[Tensor], list[Tensor]]]:
+def send_both_ways(kind: str, routing: str) -> list[tuple[list[Tensor], list[Tensor]]]:
     """By collectives, the results of rows that travel as codes, and of rounded rows that travel as they are."""
     rank, num_ranks, answers = dist.get_rank(), dist.get_world_size(), []
     per_rank = equal_local.NUM_EXPERTS // 4  # 3 ranks do not divide 8 experts
@@ -41,15 +40,18 @@ def send_both_ways(routing: str) -> list[tuple[list[Tensor], list[Tensor]]]:
         for row_format, drawn in ((FP8_REFERENCE, mine), (PLAIN, as_rounded)):
             module = equal_local.experts(rank * per_rank, (rank + 1) * per_rank)
             of_all = per_rank * num_ranks
-            dispatcher = AllToAllDispatcher(of_all, dist.group.WORLD, collectives=collectives, row_format=row_format)
+            dispatcher = equal_local.KINDS[kind](
+                of_all, dist.group.WORLD, collectives=collectives, row_format=row_format
+            )
             ways.append(equal_local.serve(dispatcher, module, drawn))
         answers.append(tuple(ways))
     return answers
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_alltoall_sends_codes(ranks: Any, routing: str) -> None:
-    for answers in ranks(3, send_both_ways, routing):
+@pytest.mark.parametrize("kind", ["alltoall", "hierarchical"])
+def test_rows_are_sent_as_codes(ranks: Any, kind: str, routing: str) -> None:
+    for answers in ranks(3 if kind == "alltoall" else 4, send_both_ways, kind, routing):
         for as_codes, as_rounded in answers:
             assert all(map(torch.equal, as_codes, as_rounded))
 

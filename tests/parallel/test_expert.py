@@ -21,7 +21,8 @@ CONFIG = ModelConfig(hidden_size=8, moe=MoEConfig(num_experts=4, top_k=2, ffn_hi
 def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
     """Names of the dispatcher of a layer and of its permute."""
     kind, _, overlap = kind.partition(" ")
-    parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none")
+    per_node = 2 if kind == "hierarchical" else 0
+    parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none", ep_ranks_per_node=per_node)
     with torch.device("meta"):
         moe = MoE(CONFIG, Kernels(permute=backend))
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
@@ -41,6 +42,7 @@ def test_expert_apply_keeps_the_permute_backend(ranks, backend: str, permute: st
         ("local", 1, "LocalDispatcher"),
         ("allgather", 2, "AllGatherDispatcher"),
         ("alltoall", 2, "AllToAllDispatcher"),
+        ("hierarchical", 4, "HierarchicalDispatcher"),
         ("symm_mem", 2, "SymmMemDispatcher"),
         ("symm_mem tile", 2, "SymmMemFusedDispatcher"),
     ):

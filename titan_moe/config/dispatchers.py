@@ -15,9 +15,9 @@ class DispatcherFacts:
 
     name: str  # the value of `parallel.dispatcher`
     purpose: str  # one line; printed by `--explain`
-    sends: Literal["nothing", "every_row", "once_a_rank"] = "once_a_rank"
-    """Which rows leave a rank: none, all of them to every rank, or each once to every rank that holds one of its
-    experts."""
+    sends: Literal["nothing", "every_row", "once_a_rank", "once_a_node"] = "once_a_rank"
+    """Which rows leave a rank: none; all of them to every rank; each once to every rank that holds one of its experts;
+    or each once to every node that does, which forwards it to those ranks."""
     reads_host: bool = True
     """Whether the host reads sizes from the device. A CUDA graph or the graph of a whole block cannot contain that."""
     needs_cuda: bool = False
@@ -34,6 +34,11 @@ class DispatcherFacts:
     def moves_rows(self) -> bool:
         """Whether it sends rows to experts on other ranks, which ep > 1 needs."""
         return self.sends != "nothing"
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether it sends rows between nodes, and then within them."""
+        return self.sends == "once_a_node"
 
 
 LOCAL = DispatcherFacts(
@@ -55,6 +60,12 @@ ALLTOALL = DispatcherFacts(
     "sends a row once to each rank that needs it, on any network; one host read a layer.",
     overlaps=("microbatch",),
 )
+HIERARCHICAL = DispatcherFacts(
+    "hierarchical",
+    "sends a row once to each node that needs it, and there once to each rank; one host read a layer.",
+    sends="once_a_node",
+    overlaps=("microbatch",),
+)
 SYMM_MEM = DispatcherFacts(
     "symm_mem",
     "sends a row once to each rank that needs it, over NVLink in a node; no host read.",
@@ -67,7 +78,7 @@ SYMM_MEM = DispatcherFacts(
     exchange_ops=("titan_moe::symm_",),
 )
 
-DISPATCHERS = {facts.name: facts for facts in (LOCAL, ALLGATHER, ALLTOALL, SYMM_MEM)}
+DISPATCHERS = {facts.name: facts for facts in (LOCAL, ALLGATHER, ALLTOALL, HIERARCHICAL, SYMM_MEM)}
 """By name, in the order of lists."""
 
 

@@ -52,6 +52,9 @@ class ParallelConfig:
     """Tensor-parallel ranks inside an expert. Only 1 works today."""
     dispatcher: Annotated[str, OneOf(DISPATCHERS)] = "local"
     """How rows are sent to their experts. One of your own: titan_moe.register_dispatcher."""
+    ep_ranks_per_node: int = 0
+    """Ranks of an ep group on one node, for a dispatcher that sends rows once a node; they are consecutive. 0: as many
+    as torchrun starts on a node (LOCAL_WORLD_SIZE). A part of a node is possible, where its links differ."""
     overlap: Literal["none", "tile", "microbatch"] = "none"
     """What hides communication behind compute; the numbers are the same.
 
@@ -177,6 +180,11 @@ def ranks_of_a_node(world_size: int) -> int:
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local) if local.isdigit() and int(local) > 0 else world_size
+
+
+def ep_ranks_of_a_node(parallel: ParallelConfig, world_size: int) -> int:
+    """The number of ranks of an ep group on one node."""
+    return parallel.ep_ranks_per_node or min(ranks_of_a_node(world_size), parallel.ep)
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

@@ -8,6 +8,7 @@ from titan_moe.dispatch.allgather import AllGatherDispatcher
 from titan_moe.dispatch.alltoall import AllToAllDispatcher
 from titan_moe.dispatch.base import Exchange, Routed, TokenDispatcher
 from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.hierarchical import HierarchicalDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "AllToAllDispatcher",
     "CloningDispatcher",
     "Exchange",
+    "HierarchicalDispatcher",
     "LocalDispatcher",
     "Routed",
     "TokenDispatcher",

@@ -5,11 +5,21 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from titan_moe.config.dispatchers import ALLGATHER, ALLTOALL, DISPATCHERS, LOCAL, SYMM_MEM, DispatcherFacts, facts_of
+from titan_moe.config.dispatchers import (
+    ALLGATHER,
+    ALLTOALL,
+    DISPATCHERS,
+    HIERARCHICAL,
+    LOCAL,
+    SYMM_MEM,
+    DispatcherFacts,
+    facts_of,
+)
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC
+from titan_moe.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
 from titan_moe.dispatch.row_format import PLAIN
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
@@ -29,6 +39,7 @@ class DispatcherInputs(NamedTuple):
     capacity: ExpertCapacity  # of all layers together, for a dispatcher that can be bounded
     overlap: str = "none"  # `parallel.overlap`; "tile" needs fused experts, as an arena does
     memory: SymmMemory | None = None  # for a dispatcher that shares memory
+    node_groups: NodeGroups | None = None  # of the ep group, for a dispatcher that sends rows once a node
     row_format: str = PLAIN  # how rows are sent (dispatch/row_format.py), for a dispatcher that can pack them
 
 
@@ -49,6 +60,14 @@ def _alltoall(inputs: DispatcherInputs) -> TokenDispatcher:
     return AllToAllDispatcher(inputs.num_experts, inputs.group, inputs.permute, collectives, inputs.row_format)
 
 
+def _hierarchical(inputs: DispatcherInputs) -> TokenDispatcher:
+    assert inputs.node_groups is not None, "dispatch.hierarchical opens them"
+    collectives = COLLECTIVES[inputs.overlap]
+    return HierarchicalDispatcher(
+        inputs.num_experts, inputs.node_groups, inputs.permute, collectives, inputs.row_format
+    )
+
+
 def _symm_mem(inputs: DispatcherInputs) -> TokenDispatcher:
     assert inputs.memory is not None, "parallel.symm_memory opens it"
     of = inputs.num_experts, inputs.memory, inputs.permute, inputs.capacity, inputs.num_routed_experts
@@ -61,6 +80,7 @@ BUILDERS: dict[str, Builder] = {
     LOCAL.name: _local,
     ALLGATHER.name: _allgather,
     ALLTOALL.name: _alltoall,
+    HIERARCHICAL.name: _hierarchical,
     SYMM_MEM.name: _symm_mem,
 }
 """A builder for each row of config/dispatchers.py."""

@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.dispatchers import LOCAL, dispatchers_that, facts_of
-from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.dispatch.row_format import FP8, PLAIN
 from titan_moe.dispatch.symm_mem import SymmMemory
@@ -34,10 +35,11 @@ def apply(
     share one `capacity`, with one flag for overflow in any of them, and the `memory` of the ep group if the dispatcher
     shares memory.
     """
+    nodes = _open_nodes(config, meshes.ep.get_group())
     for module in model.modules():
         if isinstance(module, MoE):
             if config.dispatcher != LOCAL.name:
-                _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory)
+                _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory, nodes)
             if config.ep > 1:
                 _shard(module.experts, meshes.ep)
 
@@ -49,6 +51,7 @@ def apply_expert_parallel(
     *,
     capacity: ExpertCapacity | None = None,
     memory: SymmMemory | None = None,
+    ranks_per_node: int = 0,
     gradients: Literal["mean", "sum"] = "mean",
 ) -> None:
     """Shard the experts of every MoE layer in a model of your own over ranks, as `Shard(0)` DTensors.
@@ -62,6 +65,8 @@ def apply_expert_parallel(
         dispatcher: a value of `parallel.dispatcher`, registered ones too.
         capacity: a bound on slots, for a dispatcher that can be bounded; the worst case without it.
         memory: from `open_symm_memory`, for a dispatcher that shares memory.
+        ranks_per_node: consecutive ranks on one node, for a dispatcher that sends rows once a node; as many as torchrun
+            starts there without it.
         gradients: how those of other parameters are reduced over ranks, so that experts have the same scale: their mean
             (DDP, FSDP2; each rank's loss is a mean over its tokens), or their sum.
 
@@ -69,14 +74,15 @@ def apply_expert_parallel(
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     mesh = _mesh_of(ranks, layers)
-    problems = dict.fromkeys(_problems(layers, mesh, dispatcher, capacity, memory))
+    config = ParallelConfig(ep=mesh.size(), dispatcher=dispatcher, ep_ranks_per_node=ranks_per_node)
+    problems = dict.fromkeys(_problems(layers, mesh, config, capacity, memory))
     if gradients not in ("mean", "sum"):
         problems[f'gradients = "{gradients}" is neither "mean" nor "sum"; name how the others are reduced'] = None
     if problems:
         raise ValueError("\n".join(problems))
-    config, capacity = ParallelConfig(ep=mesh.size(), dispatcher=dispatcher), capacity or ExpertCapacity()
+    nodes, capacity = _open_nodes(config, mesh.get_group()), capacity or ExpertCapacity()
     for moe in layers:
-        _set_dispatcher(moe, config, mesh.get_group(), capacity, memory)
+        _set_dispatcher(moe, config, mesh.get_group(), capacity, memory, nodes)
         _shard(moe.experts, mesh)
         if gradients == "mean":
             moe.experts.local = _LocalWithMeanGradient(mesh.size())
@@ -123,14 +129,18 @@ def _mesh_of(ranks: DeviceMesh | dist.ProcessGroup, layers: list[MoE]) -> Device
 
 
 def _problems(
-    layers: list[MoE], mesh: DeviceMesh, name: str, capacity: ExpertCapacity | None, memory: SymmMemory | None
+    layers: list[MoE],
+    mesh: DeviceMesh,
+    config: ParallelConfig,
+    capacity: ExpertCapacity | None,
+    memory: SymmMemory | None,
 ) -> Iterator[str]:
     """Why these experts cannot be sharded over this mesh, with ways out."""
     if not layers:
         yield "the model has no titan_moe.MoE layer, so it has no experts to shard; use MoE as its feed-forward layer"
     if mesh.ndim != 1:
         yield f'the mesh has {mesh.ndim} axes, and experts are sharded over one; take a slice of it, such as mesh["ep"]'
-    facts, num_ranks = facts_of(name), mesh.size()
+    name, facts, num_ranks = config.dispatcher, facts_of(config.dispatcher), mesh.size()
     if num_ranks > 1 and not facts.moves_rows:
         movers = dispatchers_that(lambda facts: facts.moves_rows)
         yield f'dispatcher = "{name}" sends no rows, and there are {num_ranks} ranks; take {movers}'
@@ -139,6 +149,12 @@ def _problems(
         yield f'dispatcher = "{name}" needs CUDA, and the experts are on {mesh.device_type}; take {others}'
     if facts.shares_memory and memory is None:
         yield f'dispatcher = "{name}" shares memory; give it memory = open_symm_memory(symm_bytes(...), group, device)'
+    of_node = ep_ranks_of_a_node(config, num_ranks)
+    if facts.has_two_levels and (of_node in (1, num_ranks) or num_ranks % of_node):
+        yield (
+            f'dispatcher = "{name}" needs several nodes of as many ranks, and ranks_per_node = {of_node} of {num_ranks} '
+            f'ranks; take a divisor of {num_ranks} above 1 and below it, or "alltoall"'
+        )
     if capacity is not None and not facts.can_be_bounded:
         bounded = dispatchers_that(lambda facts: facts.can_be_bounded)
         yield f'dispatcher = "{name}" has exact sizes, which no capacity bounds; leave it out, or take {bounded}'
@@ -153,15 +169,27 @@ def _problems(
                 yield f"{len(weight)} experts do not divide by {num_ranks} ranks; take a divisor of {len(weight)} ranks"
 
 
+def _open_nodes(config: ParallelConfig, group: dist.ProcessGroup) -> NodeGroups | None:
+    """The groups of the two levels of links, if the dispatcher has them: once for all layers."""
+    if not config.facts.has_two_levels:
+        return None
+    return open_node_groups(group, ep_ranks_of_a_node(config, dist.get_world_size()))
+
+
 def _set_dispatcher(
-    moe: MoE, config: ParallelConfig, group: dist.ProcessGroup, capacity: ExpertCapacity, memory: SymmMemory | None
+    moe: MoE,
+    config: ParallelConfig,
+    group: dist.ProcessGroup,
+    capacity: ExpertCapacity,
+    memory: SymmMemory | None,
+    nodes: NodeGroups | None,
 ) -> None:
     """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
     num_experts, num_replicas = len(moe.experts.down), config.fixed_expert_clones
     num_slots = num_experts + config.ep * num_replicas
     row_format = FP8 if moe.experts.mlp in FP8_MLPS else PLAIN
     of_layer = (num_slots, num_experts, group, moe.dispatcher.permute)
-    inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, row_format)
+    inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, nodes, row_format)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)
     if num_replicas:
         moe.dispatcher = CloningDispatcher(moe.dispatcher, num_experts, num_replicas, group, memory)

@@ -82,7 +82,7 @@ def _expert_elements(recipe: Recipe) -> int:
     """Elements of a layer's rows and hidden states under a balanced load; rows that are not sent are the norm's. In fp8
     rows are copies in any case, and two codes are an element of bf16."""
     loads, is_sent = layer_loads(recipe), recipe.parallel.facts.moves_rows
-    rows = loads.rows if recipe.parallel.facts.sends == "once_a_rank" else recipe.parallel.ep * loads.slots
+    rows = loads.rows if recipe.parallel.facts.sends != "every_row" else recipe.parallel.ep * loads.slots
     width, hidden = expert_width(recipe.model), 2 * recipe.model.moe.ffn_hidden_size
     if has_native_experts(recipe):
         copied = rows if is_sent else microbatch_tokens(recipe)

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import ranks_of_a_node, smallest_world
+from titan_moe.config.parallel import ep_ranks_of_a_node, ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
 
@@ -150,6 +150,43 @@ def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
             f'"{p.dispatcher}" needs; take a divisor of it ({divisors(num_local)}), or '
             f"{dispatchers_that(lambda facts: facts.moves_rows and not facts.is_one_node)}"
         )
+
+
+@rule("a row is sent once to each node, and forwarded there")
+def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.ep_ranks_per_node and not p.facts.has_two_levels:
+        yield (
+            f"parallel.ep_ranks_per_node = {p.ep_ranks_per_node} changes nothing with parallel.dispatcher = "
+            f'"{p.dispatcher}"; set it to 0, or take {dispatchers_that(lambda facts: facts.has_two_levels)}'
+        )
+    if not p.facts.has_two_levels or p.ep_ranks_per_node < 0:
+        return
+    of_node, on_host = ep_ranks_of_a_node(p, world_size), ranks_of_a_node(world_size)
+    setting = f'parallel.dispatcher = "{p.dispatcher}" needs an ep group of several nodes with several ranks each'
+    if of_node >= p.ep:
+        yield (
+            f"{setting}, and {of_node} ranks on a node hold all of parallel.ep = {p.ep}; take "
+            f"{dispatchers_that(lambda facts: facts.is_one_node)} or {_any_network()} within a node, or "
+            "say with parallel.ep_ranks_per_node how many there are, which `check` cannot know"
+        )
+    elif of_node == 1:
+        yield f"{setting}, and there is 1 rank on each; take {_any_network()}, which sends the same rows"
+    elif is_no_divisor(of_node, p.ep):
+        yield (
+            f"{of_node} ranks on a node (parallel.ep_ranks_per_node, or torchrun's) do not divide parallel.ep = "
+            f"{p.ep}; take one of {divisors(p.ep)}, or {_any_network()}, which needs no equal nodes"
+        )
+    elif is_no_divisor(of_node, on_host):
+        yield (
+            f"parallel.ep_ranks_per_node = {of_node} does not divide the {on_host} ranks that torchrun starts on a "
+            f"node, so some would span two; take one of {divisors(on_host)}"
+        )
+
+
+def _any_network() -> str:
+    """The dispatchers that send a row once to each rank, over any network."""
+    return dispatchers_that(lambda facts: facts.sends == "once_a_rank" and not facts.is_one_node)
 
 
 @rule("the forward of one runs between the pieces of the other's backward, past the hooks of FSDP")

@@ -61,7 +61,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
     "parallel": {
         "pp dp_replicate cp tp ep etp": POSITIVE,
         "dp_shard": Range(-1),
-        "expert_clones expert_rank_capacity_factor": ZERO_OR_MORE,
+        "expert_clones expert_rank_capacity_factor ep_ranks_per_node": ZERO_OR_MORE,
     },
     "perf": {"loss_chunk_tokens": ZERO_OR_MORE},
     "precision": {"num_layers_at_start_in_compute num_layers_at_end_in_compute": ZERO_OR_MORE},
