@@ -97,6 +97,7 @@ KEPT = {
     "parallel.etp": "an axis of the mesh that is named and refused until it works",
     "parallel.dp_replicate": "HSDP: parameters are gathered inside a node, gradients alone cross nodes",
     "parallel.dp_shard": "fewer shards than ranks: the other half of HSDP",
+    "parallel.ep_ranks_per_node": "a plan for nodes that the host of `check` does not have; nodes of two for a test",
     "parallel.reshard_after_forward": "memory for a gather a block, as in FSDP2",
     "parallel.reshard_experts_after_forward": "memory for a gather of experts a block where edp > 1",
     "perf.attention": "PyTorch's choice is not always the fastest; flex skips what a mask hides",

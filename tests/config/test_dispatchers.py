@@ -10,7 +10,7 @@ from titan_moe.config import RecipeError, check_rules, dump_recipe, load_recipe
 from titan_moe.config.dispatchers import DISPATCHERS, DispatcherFacts, dispatchers_that, facts_of
 from titan_moe.config.explain import explain
 from titan_moe.plan.check_report import describe
-from titan_moe.plan.roofline import copies_on_the_wire
+from titan_moe.plan.links import rows_sent
 
 MODEL = (
     "--model.moe.num_experts=8",
@@ -37,10 +37,10 @@ def pigeon() -> Any:
 def test_registered_dispatcher_is_a_value_of_the_recipe(pigeon: DispatcherFacts, empty_file: Path) -> None:
     recipe = load_recipe(empty_file, ["--parallel.dispatcher=pigeon", *MODEL])
     assert recipe.parallel.facts is pigeon and check_rules(recipe, 4) == []
-    assert "dispatcher pigeon" in describe(recipe, 4) and copies_on_the_wire(recipe) == 3
+    assert "dispatcher pigeon" in describe(recipe, 4) and rows_sent(recipe, 4).all == 3
     empty_file.write_text(dump_recipe(recipe))
     assert load_recipe(empty_file) == recipe
-    assert '\n    "pigeon"    carries rows by air.' in explain("parallel.dispatcher")
+    assert '\n    "pigeon"       carries rows by air.' in explain("parallel.dispatcher")
 
 
 def test_registered_dispatcher_is_read_by_rules(pigeon: DispatcherFacts, empty_file: Path) -> None:
@@ -59,7 +59,9 @@ def test_registered_dispatcher_is_read_by_rules(pigeon: DispatcherFacts, empty_f
 @pytest.mark.parametrize("value", ['"pigeon"', "3", '["local"]', "{ local = 1 }"])
 def test_dispatcher_outside_the_table_is_refused(empty_file: Path, value: str) -> None:
     empty_file.write_text(f"[parallel]\ndispatcher = {value}\n")
-    with pytest.raises(RecipeError, match='must be one of "local", "allgather", "alltoall", "symm_mem"$'):
+    with pytest.raises(
+        RecipeError, match='must be one of "local", "allgather", "alltoall", "hierarchical", "symm_mem"$'
+    ):
         load_recipe(empty_file)
 
 
@@ -79,4 +81,4 @@ def test_dispatcher_purposes_are_one_line_each_in_explain() -> None:
 
 def test_dispatcher_lists_in_errors() -> None:
     assert dispatchers_that(lambda facts: facts.shares_memory) == '"symm_mem"'
-    assert dispatchers_that(lambda facts: facts.moves_rows) == '"allgather", "alltoall" or "symm_mem"'
+    assert dispatchers_that(lambda facts: facts.moves_rows) == ('"allgather", "alltoall", "hierarchical" or "symm_mem"')

@@ -108,15 +108,19 @@ BROKEN = {
     ),
     "dispatcher_has_its_device": (
         "--parallel.dispatcher=symm_mem --run.device=cpu",
-        'does not exist with run.device = "cpu"; take "allgather" or "alltoall", or run.device = "cuda"',
+        'with run.device = "cpu"; take "allgather", "alltoall" or "hierarchical", or run.device = "cuda"',
     ),
     "shared_memory_has_peers": (
         "--parallel.dispatcher=symm_mem --parallel.ep=1",
-        'parallel.ep = 1 leaves one rank in each; take "local", "allgather" or "alltoall", or a larger ep',
+        'parallel.ep = 1 leaves one rank in each; take "local", "allgather", "alltoall" or "hierarchical", or',
     ),
     "ep_group_stays_on_a_node": (
         "--parallel.dispatcher=symm_mem --parallel.ep=16",
         "parallel.ep = 16 does not divide the 8 ranks of a node",
+    ),
+    "ep_group_has_nodes": (
+        "--parallel.ep_ranks_per_node=2",
+        'changes nothing with parallel.dispatcher = "alltoall"; set it to 0, or take "hierarchical"',
     ),
     "interleaved_microbatches_run_in_pieces": (
         "--parallel.overlap=microbatch",
@@ -309,7 +313,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
             8,
-            'take overlap = "tile" or "none", or "allgather" or "alltoall"',
+            'take overlap = "tile" or "none", or "allgather", "alltoall" or "hierarchical"',
         ),
         (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
         (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
@@ -377,6 +381,18 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             "seq_len_tokens / (cp * tp) = 40 is not a multiple of",
         ),
+        (
+            "--parallel.dispatcher=hierarchical",
+            8,
+            '4 ranks on a node hold all of parallel.ep = 4; take "symm_mem" or "alltoall" within a node',
+        ),
+        ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=1", 8, 'there is 1 rank on each; take "all'),
+        (
+            "--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=3",
+            8,
+            "ep = 4; take a divisor between 1 and 4",
+        ),
+        ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=-1", 8, "must be at least 0"),
         ("--parallel.tp=2 --perf.kernels=fused", 8, 'take perf.override.head = "torch", or parallel.tp = 1'),
         ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8; take 1, 2, 4, 8 (each tp"),
         ("--parallel.tp=2 --model.class=my.model:Mine", 8, 'model.class = "my.model:Mine"; take ours'),
@@ -419,6 +435,10 @@ def test_rules_with_several_cases_refuse_each(
         "--precision.moments=fp32 --precision.master=bf16 --optim.kind=fused_adamw",
         "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cpu",  # the reference
         "--parallel.expert_clones=4",
+        "--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",
+        "--parallel.dispatcher=hierarchical --parallel.ep=8 --parallel.ep_ranks_per_node=2 --parallel.tp=2 "
+        "--parallel.expert_clones=1 --perf.override.head=torch",
+        f"{INTERLEAVED} --parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",
         "--compile.extent=block --parallel.dispatcher=allgather",
         "--compile.extent=block --parallel.dispatcher=allgather --parallel.expert_clones=1",
         "--parallel.dispatcher=symm_mem --parallel.expert_clones=1",
@@ -468,6 +488,19 @@ def test_rule_of_nodes_reads_the_ranks_of_torchrun(empty_file: Path, monkeypatch
     assert "parallel.ep = 4 does not divide the 2 ranks of a node" in problem and "(1, 2)" in problem
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert check_rules(recipe, 8) == []
+
+
+def test_rule_of_two_levels_reads_the_ranks_of_torchrun(empty_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def problems(ranks_of_a_node: int, *overrides: str) -> list[str]:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_a_node))
+        run = [*GOOD, "--parallel.dispatcher=hierarchical", "--parallel.ep=8", *overrides]
+        return check_rules(load_recipe(empty_file, run), 8)
+
+    assert problems(4) == problems(2) == problems(4, "--parallel.ep_ranks_per_node=2") == []
+    assert "there is 1 rank on each" in problems(1)[0] and "8 ranks on a node hold all" in problems(8)[0]
+    assert "3 ranks on a node" in problems(3)[0] and 'or "alltoall", which needs no equal nodes' in problems(3)[0]
+    (spans,) = problems(2, "--parallel.ep_ranks_per_node=4")
+    assert "ep_ranks_per_node = 4 does not divide the 2 ranks that torchrun starts" in spans and "(a row" in spans
 
 
 def test_rules_assume_the_fewest_ranks_without_a_world(empty_file: Path) -> None:

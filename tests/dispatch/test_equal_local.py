@@ -203,7 +203,9 @@ def count_rows(routing: str) -> tuple[int, int]:
     rank = dist.get_rank()
     _, ids_TK, scores_TK, _ = inputs(routing, 4, [NUM_TOKENS] * 4)[rank]
     exchange = AllToAllDispatcher(NUM_EXPERTS, dist.group.WORLD).prepare(ids_TK, scores_TK)
-    return sum(exchange.copies.rows_sent), len({(t, i // 2) for t, ids in enumerate(ids_TK.tolist()) for i in ids if i >= 0})
+    return sum(exchange.copies.rows_sent), len(
+        {(t, i // 2) for t, ids in enumerate(ids_TK.tolist()) for i in ids if i >= 0}
+    )
 
 
 def test_alltoall_sends_a_row_once_a_rank(ranks) -> None:

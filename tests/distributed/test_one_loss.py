@@ -175,6 +175,7 @@ LAYOUTS = {
     "dp4-ep2": (4, ParallelConfig(ep=2), ("alltoall",)),
     "dp4-ep4": (4, ParallelConfig(ep=4), ("allgather", "alltoall")),
     "dp8-ep4-edp2": (8, ParallelConfig(ep=4), ("allgather",)),
+    "dp4-ep4-2x2": (4, ParallelConfig(ep=4, ep_ranks_per_node=2), ("hierarchical",)),
     "hsdp2x2-ep2": (4, ParallelConfig(dp_replicate=2, ep=2), ("alltoall",)),
 }
 CASES = [
@@ -243,6 +244,7 @@ SPLIT_MODELS = {
 bias, shared experts and a dense first layer are in all."""
 TP2 = ParallelConfig(tp=2)
 TP2_EP2 = ParallelConfig(tp=2, ep=2, dispatcher="alltoall")
+TWO_NODES = ParallelConfig(tp=2, ep=4, dispatcher="hierarchical", ep_ranks_per_node=2)
 
 
 def split_recipe(parallel: ParallelConfig, name: str, **changes: Any) -> Recipe:
@@ -268,6 +270,7 @@ def split_alone(ranks) -> Callable[[str], Trace]:
         pytest.param(2, replace(TP2_EP2, dispatcher="allgather"), "mla", {}, id="tp2-ep2-allgather-mla"),
         pytest.param(4, replace(TP2_EP2, ep=4), "gqa", {}, id="tp2-dp2-ep4-gqa"),
         pytest.param(4, replace(TP2_EP2, dispatcher="allgather"), "mla", {}, id="tp2-dp2-ep2-edp2-mla"),
+        pytest.param(4, TWO_NODES, "mla", {}, id="tp2-dp2-ep4-2x2-mla"),
         pytest.param(4, replace(TP2_EP2, dp_replicate=2), "gqa", {}, id="tp2-hsdp2-ep2-gqa"),
         pytest.param(4, ParallelConfig(tp=4), "gqa", {}, id="tp4-gqa"),
         pytest.param(4, replace(TP2_EP2, tp=4, ep=4), "mla", {}, id="tp4-ep4-mla"),
@@ -408,9 +411,11 @@ def test_one_loss_with_context_parallelism_in_fp8(ranks) -> None:
 
 
 @pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "hierarchical"])
 def test_one_loss_with_skewed_routing(ranks, alone: dict[int, Trace], dispatcher: str, num_starved: int) -> None:
-    for trace in run(ranks, 4, recipe(ParallelConfig(ep=4, dispatcher=dispatcher)), num_starved, FEW):
+    of_node = 2 if dispatcher == "hierarchical" else 0
+    parallel = ParallelConfig(ep=4, dispatcher=dispatcher, ep_ranks_per_node=of_node)
+    for trace in run(ranks, 4, recipe(parallel), num_starved, FEW):
         assert_same(trace, alone[num_starved], 1e-9)
         assert all(counts[-num_starved:] == [0] * num_starved for by in trace.counts for counts in by.values())
 
@@ -476,6 +481,14 @@ GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
         pytest.param(4, GATHERED_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
         pytest.param(4, GATHERED_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
         pytest.param(4, replace(GATHERED_HSDP, expert_clones=1), "alltoall", "experts", 4, id="clones"),
+        pytest.param(
+            4,
+            replace(GATHERED_EP2, ep=4, ep_ranks_per_node=2, expert_clones=1),
+            "hierarchical",
+            "experts",
+            4,
+            id="dp4-ep4-2x2-clones",
+        ),
     ],
 )
 def test_one_loss_with_interleaved_microbatches_bit_for_bit(
@@ -487,10 +500,18 @@ def test_one_loss_with_interleaved_microbatches_bit_for_bit(
         assert num_open == 0
 
 
-def test_one_loss_with_interleaved_compiled_pieces(ranks, alone: dict[int, Trace]) -> None:
-    parallel = replace(GATHERED_EP2, dispatcher="alltoall", overlap="microbatch")
-    candidate = replace(few_steps(parallel, "none"), compile=CompileConfig("on"))
-    for fields in ranks(2, train_compiled, candidate):
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"),
+    [
+        pytest.param(2, replace(GATHERED_EP2, dispatcher="alltoall"), id="dp2-ep2"),
+        pytest.param(4, replace(GATHERED_EP2, ep=4, ep_ranks_per_node=2, dispatcher="hierarchical"), id="dp4-ep4-2x2"),
+    ],
+)
+def test_one_loss_with_interleaved_compiled_pieces(
+    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig
+) -> None:
+    candidate = few_steps(replace(parallel, overlap="microbatch"), "none")
+    for fields in ranks(num_ranks, train_compiled, replace(candidate, compile=CompileConfig("on"))):
         trace = Trace(**fields)
         assert_same(trace, alone[-1], 1e-9)
         assert 4 < trace.num_graphs[0] and len(set(trace.num_graphs)) == 1, "all were made by the first step"

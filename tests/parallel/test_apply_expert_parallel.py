@@ -135,9 +135,16 @@ def dense(num_experts: int) -> nn.Module:
 BROKEN: dict[str, tuple[Callable[[int], nn.Module], int, Callable[[], Any], dict[str, Any], str]] = {
     "an odd number": (built, 3, world, {}, "3 experts do not divide by 2 ranks; take a divisor of 3"),
     "an unknown name": (built, 4, world, {"dispatcher": "pigeon"}, '"pigeon" is not in the table; take "local"'),
-    "nothing moves": (built, 4, world, {"dispatcher": "local"}, 'there are 2 ranks; take "allgather", "alltoall" or'),
+    "nothing moves": (
+        built,
+        4,
+        world,
+        {"dispatcher": "local"},
+        'there are 2 ranks; take "allgather", "alltoall", "hier',
+    ),
     "no memory": (built, 4, world, {"dispatcher": "symm_mem"}, "give it memory = open_symm_memory("),
-    "no GPU": (built, 4, world, {"dispatcher": "symm_mem"}, 'the experts are on cpu; take "local", "allgather" or'),
+    "no GPU": (built, 4, world, {"dispatcher": "symm_mem"}, 'the experts are on cpu; take "local", "allgather", "all'),
+    "no nodes": (built, 4, world, {"dispatcher": "hierarchical"}, "ranks_per_node = 2 of 2 ranks; take a divisor"),
     "no bound": (built, 4, world, {"capacity": ExpertCapacity(2.0)}, 'take "allgather" or "symm_mem"'),
     "two axes": (built, 4, two_axes, {}, "the mesh has 2 axes"),
     "no device": (on_meta, 4, world, {}, "has no device, and the experts are on meta; give a DeviceMesh"),

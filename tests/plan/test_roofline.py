@@ -13,8 +13,9 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
 from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.links import rows_sent
 from titan_moe.plan.memory import state_bytes_per_rank
-from titan_moe.plan.roofline import Work, copies_on_the_wire, sharding_bytes, step_work
+from titan_moe.plan.roofline import Work, sharding_bytes, step_work
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -40,7 +41,7 @@ def test_roofline_rows_by_dispatcher() -> None:
 
     def copies(dispatcher: str, ep: int = 8) -> float:
         parallel = ParallelConfig(ep=ep, dispatcher=dispatcher)  # type: ignore[arg-type]
-        return copies_on_the_wire(replace(recipe, parallel=parallel))
+        return rows_sent(replace(recipe, parallel=parallel), 8).all
 
     assert copies("local", ep=1) == 0 and copies("alltoall", ep=1) == 0
     assert copies("allgather") == 7

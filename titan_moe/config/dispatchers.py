@@ -57,12 +57,12 @@ ALLGATHER = DispatcherFacts(
 )
 ALLTOALL = DispatcherFacts(
     "alltoall",
-    "sends a row once to each rank that needs it, on any network; one host read a layer.",
+    "sends a row once to each rank that needs it, on any network; a host read a layer.",
     overlaps=("microbatch",),
 )
 HIERARCHICAL = DispatcherFacts(
     "hierarchical",
-    "sends a row once to each node that needs it, and there once to each rank; one host read a layer.",
+    "sends a row once to each node, and there once to each rank; a host read a layer.",
     sends="once_a_node",
     overlaps=("microbatch",),
 )

@@ -152,8 +152,8 @@ def _problems(
     of_node = ep_ranks_of_a_node(config, num_ranks)
     if facts.has_two_levels and (of_node in (1, num_ranks) or num_ranks % of_node):
         yield (
-            f'dispatcher = "{name}" needs several nodes of as many ranks, and ranks_per_node = {of_node} of {num_ranks} '
-            f'ranks; take a divisor of {num_ranks} above 1 and below it, or "alltoall"'
+            f'dispatcher = "{name}" needs several nodes of as many ranks, and ranks_per_node = {of_node} of '
+            f'{num_ranks} ranks; take a divisor between 1 and {num_ranks}, or "alltoall"'
         )
     if capacity is not None and not facts.can_be_bounded:
         bounded = dispatchers_that(lambda facts: facts.can_be_bounded)

@@ -10,6 +10,7 @@ from titan_moe.plan.count import ParameterCount, count_parameters, training_flop
 from titan_moe.plan.format_choice import choose_formats, describe_formats
 from titan_moe.plan.kernel_choice import choose_for, describe_choices
 from titan_moe.plan.kernel_table import measured_devices
+from titan_moe.plan.links import describe_links
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
     gathered_bytes_per_rank,
@@ -111,6 +112,7 @@ def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
             f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {cp} · tp {s.tp}",
         ),
         ("", f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}"),
+        *(("", words) for words in [describe_links(recipe, world_size)] if words),
     ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, microbatch_tokens
 from titan_moe.plan.count import expert_width
-from titan_moe.plan.roofline import copies_on_the_wire
+from titan_moe.plan.links import rows_sent
 
 Shape = Mapping[str, int | str]
 """Sizes by name, for one call on one rank, and words for what else its time depends on."""
@@ -61,8 +61,10 @@ def _adds_gradients(recipe: Recipe, world_size: int) -> bool:
 
 def _num_rows(recipe: Recipe) -> int:
     """Rows that a rank receives at once: each token's row is sent to every rank that holds one of its experts."""
-    ep, copies = recipe.parallel.ep, copies_on_the_wire(recipe)
-    return round(microbatch_tokens(recipe) * copies * ep / (ep - 1)) if copies else microbatch_tokens(recipe)
+    p, num_tokens = recipe.parallel, microbatch_tokens(recipe)
+    # a node's ranks forward what they receive for others
+    ep, copies = p.ep, rows_sent(recipe, p.ep, "once_a_rank" if p.facts.has_two_levels else "").all
+    return round(num_tokens * copies * ep / (ep - 1)) if copies else num_tokens
 
 
 def _load(recipe: Recipe) -> Shape:

@@ -19,7 +19,7 @@ from titan_moe.plan.count import (
     expert_width,
 )
 from titan_moe.plan.hardware import Hardware
-from titan_moe.plan.loads import visit_probability
+from titan_moe.plan.links import rows_sent
 from titan_moe.plan.memory import parameters_per_rank
 
 FORWARD_AND_BACKWARD = 6
@@ -66,7 +66,7 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     work["attention"] = Work(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
     row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
     # 2: the gradient of a row is sent too
-    moved = 2 * num_moe_layers * num_tokens * row_bytes * copies_on_the_wire(recipe)
+    moved = 2 * num_moe_layers * num_tokens * row_bytes * rows_sent(recipe, world_size).all
     if recipe.parallel.overlap == "tile":  # the experts' GEMMs move the rows
         work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
     else:
@@ -87,16 +87,6 @@ def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
     clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
     clip = Work(memory_bytes=held * master * (3 if clips_in_a_pass else 1))
     return clip, Work(memory_bytes=held * (3 * master + 2 * precision.bytes_of_moments))
-
-
-def copies_on_the_wire(recipe: Recipe) -> float:
-    """The average number of other ranks that a token's row is sent to."""
-    num_ranks, moe, sends = recipe.parallel.ep, recipe.model.moe, recipe.parallel.facts.sends
-    if sends == "nothing" or num_ranks == 1:
-        return 0.0
-    if sends == "every_row":
-        return num_ranks - 1
-    return (num_ranks - 1) * visit_probability(moe.num_experts, moe.num_experts // num_ranks, moe.top_k)
 
 
 def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:

@@ -175,7 +175,7 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     elif is_no_divisor(of_node, p.ep):
         yield (
             f"{of_node} ranks on a node (parallel.ep_ranks_per_node, or torchrun's) do not divide parallel.ep = "
-            f"{p.ep}; take one of {divisors(p.ep)}, or {_any_network()}, which needs no equal nodes"
+            f"{p.ep}; take a divisor between 1 and {p.ep}, or {_any_network()}, which needs no equal nodes"
         )
     elif is_no_divisor(of_node, on_host):
         yield (
