@@ -16,14 +16,21 @@ from titan_moe.compile import regional
 from titan_moe.config.kernels import PRESETS
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.perf import CompileConfig
-from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Routed, TokenDispatcher
+from titan_moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    HierarchicalDispatcher,
+    Routed,
+    TokenDispatcher,
+)
+from titan_moe.dispatch.hierarchical import open_node_groups
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.layers.forced_routing import ForcedBalance, ForcedSkew
 from titan_moe.layers.moe import MoE
 from titan_moe.titan import import_torchtitan
 
 PEER = "torchtitan"
-DISPATCHERS = ("alltoall", "allgather", "symm_mem")
+DISPATCHERS = ("alltoall", "allgather", "hierarchical", "symm_mem")
 TILED = "symm_mem_tiles"
 """Fused communication: the experts' GEMMs get rows from peers and put results."""
 LAYERS = (*DISPATCHERS, TILED)
@@ -100,6 +107,8 @@ def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.d
         return AllToAllDispatcher(case.experts, group, permute)
     if name == "allgather":
         return AllGatherDispatcher(case.experts, group, permute)
+    if name == "hierarchical":  # as if the ranks were on two nodes
+        return HierarchicalDispatcher(case.experts, open_node_groups(group, max(group.size() // 2, 1)), permute)
     from titan_moe.dispatch.symm_mem import SymmMemDispatcher, open_symm_memory
     from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
     from titan_moe.kernels.symm_mem.arrays import symm_bytes

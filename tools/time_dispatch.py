@@ -41,7 +41,7 @@ from titan_moe.compile.cudagraph import NUM_WARM_UPS, Recorder
 from titan_moe.config.train import RunConfig
 from titan_moe.train.process import process_group
 
-READS_HOST = ("alltoall", PEER)
+READS_HOST = ("alltoall", "hierarchical", PEER)
 WARM_UP_CALLS = 5
 CHECKED_TOKENS = 1024
 TOLERANCE = 1e-5

@@ -504,7 +504,12 @@ def test_one_loss_with_interleaved_microbatches_bit_for_bit(
     ("num_ranks", "parallel"),
     [
         pytest.param(2, replace(GATHERED_EP2, dispatcher="alltoall"), id="dp2-ep2"),
-        pytest.param(4, replace(GATHERED_EP2, ep=4, ep_ranks_per_node=2, dispatcher="hierarchical"), id="dp4-ep4-2x2"),
+        pytest.param(
+            4,
+            replace(GATHERED_EP2, ep=4, ep_ranks_per_node=2, dispatcher="hierarchical"),
+            id="dp4-ep4-2x2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_one_loss_with_interleaved_compiled_pieces(

@@ -1,6 +1,7 @@
 """Several GPUs over NCCL: messages in two halves give the bits of messages that block, and ask the host nothing."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
+from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, HierarchicalDispatcher, TokenDispatcher
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.collectives import SYNC
+from titan_moe.dispatch.hierarchical import open_node_groups
 from titan_moe.layers.moe import MoE
 
 pytestmark = [
@@ -22,7 +24,17 @@ pytestmark = [
 LAYER = ModelConfig(
     hidden_size=512, moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256, shared_ffn_hidden_size=1024)
 )
-KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+
+
+def hierarchical(num_experts: int, group: dist.ProcessGroup, **options: Any) -> TokenDispatcher:
+    """Of two nodes."""
+    groups = open_node_groups(group, group.size() // 2)
+    for members in groups:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=members)  # makes the communicator, as below
+    return HierarchicalDispatcher(num_experts, groups, **options)
+
+
+KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "hierarchical": hierarchical}
 
 
 def built(device: torch.device) -> MoE:

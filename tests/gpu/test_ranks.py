@@ -94,6 +94,8 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     )
     whole, half = f"--parallel.ep={num_ranks}", f"--parallel.ep={num_ranks // 2}"
     spread = f"--parallel.ep={max(num_ranks // 2, 2)}"
+    of_node = f"--parallel.ep_ranks_per_node={num_ranks // 2}"
+    two_nodes = (whole, "--parallel.dispatcher=hierarchical", of_node)
     symm_mem, bounded = "--parallel.dispatcher=symm_mem", "--parallel.expert_rank_capacity_factor=1.25"
     worst = "--parallel.expert_rank_capacity_factor=0"
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
@@ -112,6 +114,9 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "blocks": (whole, allgather, "--compile.extent=block"),
         "alltoall": (whole, alltoall),
         "edp2": (half, alltoall, plain),
+        "two_nodes": two_nodes,
+        "two_nodes_interleaved": (*two_nodes, *interleaved, "--perf.kernels=fused", plain),
+        "two_nodes_fp8": (*two_nodes, *fp8, "--memory.recompute=block", plain),
         "hsdp": ("--parallel.dp_replicate=2", half, alltoall, plain),
         "recompute": (whole, alltoall, "--memory.recompute=block"),
         "fused": (whole, alltoall, "--perf.kernels=fused"),
@@ -187,6 +192,8 @@ def one_gpu(tmp_path_factory: pytest.TempPathFactory, losses: Callable[..., list
 def test_every_layout_trains_as_one_gpu(
     tmp_path: Path, losses: Callable[..., list[float]], one_gpu: Callable[..., list[float]], layout: str
 ) -> None:
+    if layout.startswith("two_nodes") and NUM_RANKS < 4:
+        pytest.skip("two nodes of two ranks")
     overrides = layouts(NUM_RANKS)[layout]
     expected = one_gpu(*(word for word in overrides if word.startswith("--model")))
     assert expected[-1] < expected[0] - 0.3

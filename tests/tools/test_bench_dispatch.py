@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 
 TOOLS = str(Path(__file__).parents[2] / "tools")
 TASKS = {
-    "dispatch": ("alltoall", "allgather", "torchtitan"),
+    "dispatch": ("alltoall", "allgather", "hierarchical", "torchtitan"),
     "layer": ("alltoall",),
-    "check": ("allgather", "torchtitan"),
+    "check": ("allgather", "hierarchical", "torchtitan"),
 }
 
 
@@ -88,7 +88,8 @@ def count_rows(routing: str) -> tuple[int, int]:
 
 def test_dispatch_candidates_agree_and_are_timed(ranks, bench: ModuleType) -> None:
     results, others = ranks(2, run_on_host)
-    assert results["check"]["allgather"]["agrees"] and results["check"]["torchtitan"]["agrees"], results["check"]
+    assert results["check"]["allgather"]["agrees"] and results["check"]["hierarchical"]["agrees"], results["check"]
+    assert results["check"]["torchtitan"]["agrees"], results["check"]
     assert results["check"] == others["check"] and len(results["check"]["allgather"]["distances"]) == 5
     wrong = results["check"].pop("wrong")
     failed = [routing for routing, error in wrong["distances"].items() if error > 1e-3]
@@ -255,6 +256,7 @@ def test_dispatch_candidates_agree_on_gpus(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     assert {name: result.get("agrees") for name, result in results["check"].items()} == {
         "allgather": True,
+        "hierarchical": True,
         "symm_mem": True,
         "torchtitan": True,
     }, results["check"]

@@ -46,14 +46,15 @@ class NodeGroups(NamedTuple):
 
 
 def open_node_groups(group: dist.ProcessGroup, ranks_per_node: int) -> NodeGroups:
-    """Split a group whose consecutive ranks are on one node. A collective call of this group's ranks alone."""
+    """Split a group whose consecutive ranks are on one node, into groups of its backend. A collective call of its ranks
+    alone."""
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     node, index = divmod(rank, ranks_per_node)
     within = ranks[node * ranks_per_node : (node + 1) * ranks_per_node]
     across = ranks[index::ranks_per_node]
     # other ep groups do not take part, and need not come
-    opened = [dist.new_group(members, use_local_synchronization=True) for members in (across, within)]
-    return NodeGroups(*opened)
+    options = {"backend": dist.get_backend_config(group), "use_local_synchronization": True}
+    return NodeGroups(dist.new_group(across, **options), dist.new_group(within, **options))
 
 
 class Sizes(NamedTuple):
