@@ -147,6 +147,10 @@ BROKEN = {
     ),
     "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; take that'),
     "attention_backend_exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
+    "attention_is_deterministic": (
+        "--run.is_deterministic=true --perf.attention=cudnn",
+        'run.is_deterministic = true excludes perf.attention = "cudnn"; take "auto", "flash"',
+    ),
     "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
     "block_graphs_have_no_host_reads": (
         "--compile.extent=block",
@@ -428,6 +432,8 @@ def test_rules_with_several_cases_refuse_each(
         "--optim.warmup_steps=60 --optim.decay_steps=50 --train.steps=20",  # the schedule adapts itself
         "--checkpoint.keep_latest=0",
         "--parallel.dp_replicate=2",
+        "--run.is_deterministic=true --perf.attention=flash",
+        "--run.is_deterministic=true --perf.attention=flex --compile.cudagraph=step --parallel.dispatcher=symm_mem",
         "--precision.moments=fp32",  # what master is
         "--precision.moments=bf16 --optim.kind=fused_adamw",
         "--precision.moments=int8 --optim.kind=fused_adamw --compile.cudagraph=step --parallel.dispatcher=symm_mem",

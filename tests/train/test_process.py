@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
+from titan_moe.train.determinism import determinism
 from titan_moe.train.process import StopSignal, process_group
 
 
@@ -26,10 +28,31 @@ def test_process_group_sets_determinism_before_the_first_gemm(monkeypatch: pytes
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "of an earlier run")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "of an earlier run")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE")
     with process_group(RunConfig(device="cpu", is_deterministic=True)):
-        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and os.environ["NCCL_NVLS_ENABLE"] == "0"
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_process_group_refuses_variables_that_are_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    with (
+        pytest.raises(RecipeError) as refusal,
+        process_group(RunConfig(device="cpu", is_deterministic=True)),
+    ):
+        raise AssertionError("nothing runs")
+    text = str(refusal.value)
+    assert "needs CUBLAS_WORKSPACE_CONFIG = :4096:8 or :16:8, and the environment has :0:0; unset it" in text
+    assert "needs NCCL_NVLS_ENABLE = 0, and the environment has 2" in text and not dist.is_initialized()
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    with determinism(True):
+        assert torch._inductor.config.deterministic and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    with determinism(False):
+        assert not torch._inductor.config.deterministic and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_process_group_clears_cached_meshes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,10 @@ class RunConfig:
     `cpu`: The CPU.
     `cuda`: GPUs; an error without one."""
     is_deterministic: bool = False
-    """Allow only deterministic algorithms, which are slower on GPUs. CPU runs are deterministic without it."""
+    """Two runs of one recipe on one layout have the same bits: losses, weights, moments. PyTorch takes deterministic
+    implementations, and an operation without one ends the run with its name. Attention is not cuDNN's, torch.compile
+    times nothing to choose reductions, NCCL reduces without NVLS. Slower on GPUs; CPU runs repeat without it. Sets
+    CUBLAS_WORKSPACE_CONFIG and NCCL_NVLS_ENABLE, and refuses other values of them."""
     step_timeout_minutes: float = 10.0
     """Limit of a step, in minutes; fractions are allowed. A rank that waits longer ends with exit code 1 and names the
     rank that is late, its step and the collective; so do all ranks, if a rank is stopped or lost. The first step, which

@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
+from titan_moe.train.determinism import determinism
 from titan_moe.train.failure import record_failure
 
 EXIT_BY_SIGNAL = 128
@@ -37,7 +38,7 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
     device = _device(config)
     # gloo beside NCCL: stop signals and checkpoint plans are exchanged on the host
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with _determinism(config.is_deterministic), _timeouts(config.step_timeout_minutes):
+    with determinism(config.is_deterministic), _timeouts(config.step_timeout_minutes):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if "RANK" in os.environ:
@@ -98,19 +99,6 @@ def _timeouts(minutes: float) -> Iterator[None]:
     finally:
         for name, value in previous.items():
             setattr(distributed_c10d, name, value)
-
-
-@contextmanager
-def _determinism(is_on: bool) -> Iterator[None]:
-    """Set PyTorch's deterministic mode. cuBLAS reads its workspace setting at its first use."""
-    if is_on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    was_on = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(is_on)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was_on)
 
 
 class StopSignal:

@@ -109,6 +109,15 @@ def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
 
 
+@rule("its backward adds in no fixed order, and PyTorch would take another backend")
+def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.run.is_deterministic and recipe.perf.attention == "cudnn":
+        yield (
+            'run.is_deterministic = true excludes perf.attention = "cudnn"; take "auto", "flash", "efficient" or '
+            '"math", or is_deterministic = false'
+        )
+
+
 @rule("a CUDA graph replays its capture without the host")
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.compile.cudagraph == "microbatch" and recipe.parallel.accumulate_unsharded:

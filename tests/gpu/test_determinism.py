@@ -1,0 +1,94 @@
+"""Deterministic runs on GPUs: two of one recipe have the same bits, launched and captured, alone and on all GPUs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_leaves
+
+pytestmark = pytest.mark.gpu
+
+NUM_RANKS = min(torch.cuda.device_count(), 4)
+RECIPE = """
+[run]
+device = "cuda"
+is_deterministic = true
+[model]
+vocab_size = 512
+num_layers = 3
+num_dense_layers = 1
+hidden_size = 256
+ffn_hidden_size = 512
+[model.attention]
+num_heads = 4
+num_kv_heads = 2
+head_dim = 64
+[model.moe]
+num_experts = 16
+top_k = 4
+ffn_hidden_size = 128
+aux_loss_coef = 1e-2
+[train]
+steps = 5
+seq_len_tokens = 256
+global_batch_sequences = 8
+micro_batch_sequences = 2
+[optim]
+kind = "fused_adamw"
+lr = 1e-3
+[precision]
+moments = "bf16"
+[metrics]
+every_steps = 1
+tensorboard = false
+"""
+CAPTURED = ("--compile.cudagraph=step", "--perf.kernels=fused", "--parallel.expert_rank_capacity_factor=1.25")
+WHOLE = f"--parallel.ep={NUM_RANKS}"
+RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "launched": (1, ("--perf.kernels=fused",)),
+    "captured": (1, ("--compile.cudagraph=step", "--perf.kernels=fused")),
+    "flex": (1, ("--perf.attention=flex", "--data.document_attention=true")),
+    "fp8": (1, ("--perf.kernels=fused", "--precision.experts=fp8_rowwise")),
+    "alltoall": (NUM_RANKS, (WHOLE, "--parallel.dispatcher=alltoall")),
+    "fsdp": (NUM_RANKS, ("--parallel.ep=1", "--perf.kernels=fused")),
+    "symm_mem, captured": (NUM_RANKS, (WHOLE, "--parallel.dispatcher=symm_mem", *CAPTURED)),
+    "tiles": (
+        NUM_RANKS,
+        (WHOLE, "--parallel.dispatcher=symm_mem", "--parallel.overlap=tile", "--perf.kernels=fused"),
+    ),
+}
+
+
+def train(folder: Path, num_ranks: int, *overrides: str) -> tuple[list[float], list[torch.Tensor]]:
+    """The losses and norms of all steps; parameters and optimizer state. The mode is of a process: each run has its
+    own."""
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(RECIPE)
+    words = ["train", str(folder / "recipe.toml"), f"--run.folder={folder / 'run'}", *overrides]
+    if num_ranks > 1:
+        words.append(f"--nproc={num_ranks}")
+    finished = subprocess.run([sys.executable, "-m", "titan_moe", *words], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    records = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    seen = [record[name] for record in records if "loss" in record for name in ("loss", "grad_norm")]
+    dcp_to_torch_save(folder / "run" / "checkpoints" / "step-5", folder / "step-5.pt")
+    state: Any = torch.load(folder / "step-5.pt", weights_only=False)
+    return seen, [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_runs_on_gpus_have_the_same_bits(tmp_path: Path, name: str) -> None:
+    num_ranks, overrides = RUNS[name]
+    if NUM_RANKS < 2 and num_ranks == NUM_RANKS and any(word == WHOLE for word in overrides):
+        pytest.skip("needs at least two GPUs")
+    (seen, tensors), (seen_again, tensors_again) = (train(tmp_path / run, num_ranks, *overrides) for run in "ab")
+    assert seen == seen_again and len(set(seen)) == len(seen) == 10
+    assert len(tensors) == len(tensors_again) > 20
+    assert [
+        index for index, pair in enumerate(zip(tensors, tensors_again, strict=True)) if not torch.equal(*pair)
+    ] == []
