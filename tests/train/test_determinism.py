@@ -1,4 +1,4 @@
-"""Deterministic mode: two runs in processes of their own have equal bits; an operation without a fixed order is named."""
+"""Deterministic mode: two runs in processes of their own have equal bits; what cannot repeat is named."""
 
 from dataclasses import replace
 from typing import Any
