@@ -5,9 +5,9 @@
 GB/s are the bytes of rows for other GPUs, once per GPU, dispatch and combine, over the time of the whole call. The
 bytes are the same for every candidate, whatever it sends. TFLOP/s of the layer are those of the experts: 6 * slots *
 width * hidden in forward, twice that in backward. `--check` compares results and gradients with those of `alltoall`,
-for balanced, skewed and one-sided routing. `hierarchical` takes the ranks as two nodes. All tasks and candidates run in
-the same processes (tools/time_dispatch.py). A candidate that fails or hangs is reported; the next ones run in new
-processes.
+for balanced, skewed and one-sided routing. `hierarchical` and `hierarchical_symm_mem` take the ranks as two nodes. All
+tasks and candidates run in the same processes (tools/time_dispatch.py). A candidate that fails or hangs is reported;
+the next ones run in new processes.
 """
 
 import argparse

@@ -30,7 +30,10 @@ from titan_moe.layers.moe import MoE
 from titan_moe.titan import import_torchtitan
 
 PEER = "torchtitan"
-DISPATCHERS = ("alltoall", "allgather", "hierarchical", "symm_mem")
+DISPATCHERS = ("alltoall", "allgather", "symm_mem", "hierarchical", "hierarchical_symm_mem")
+TWO_LEVELS = ("hierarchical", "hierarchical_symm_mem")
+"""As if the ranks were on two nodes. With NCCL_P2P_DISABLE=1 collectives are slow, as between nodes, but symmetric
+memory is not."""
 TILED = "symm_mem_tiles"
 """Fused communication: the experts' GEMMs get rows from peers and put results."""
 LAYERS = (*DISPATCHERS, TILED)
@@ -107,12 +110,20 @@ def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.d
         return AllToAllDispatcher(case.experts, group, permute)
     if name == "allgather":
         return AllGatherDispatcher(case.experts, group, permute)
-    if name == "hierarchical":  # as if the ranks were on two nodes
-        return HierarchicalDispatcher(case.experts, open_node_groups(group, max(group.size() // 2, 1)), permute)
+    if name in TWO_LEVELS:
+        nodes = open_node_groups(group, max(group.size() // 2, 1))
+        if name == "hierarchical":
+            return HierarchicalDispatcher(case.experts, nodes, permute)
+    from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
     from titan_moe.dispatch.symm_mem import SymmMemDispatcher, open_symm_memory
     from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
     from titan_moe.kernels.symm_mem.arrays import symm_bytes
 
+    if name == "hierarchical_symm_mem":
+        num_tokens = nodes.across.size() * case.tokens
+        num_bytes = symm_bytes(nodes.within.size(), num_tokens, case.width, case.choices, dtype)
+        memory = open_symm_memory(num_bytes, nodes.within, device)
+        return HierarchicalSymmMemDispatcher(case.experts, nodes.across, memory, permute)
     num_bytes = symm_bytes(group.size(), case.tokens, case.width, case.choices, dtype)
     kind = SymmMemFusedDispatcher if name == TILED else SymmMemDispatcher
     return kind(case.experts, open_symm_memory(num_bytes, group, device), permute)

@@ -40,7 +40,7 @@ def test_registered_dispatcher_is_a_value_of_the_recipe(pigeon: DispatcherFacts,
     assert "dispatcher pigeon" in describe(recipe, 4) and rows_sent(recipe, 4).all == 3
     empty_file.write_text(dump_recipe(recipe))
     assert load_recipe(empty_file) == recipe
-    assert '\n    "pigeon"       carries rows by air.' in explain("parallel.dispatcher")
+    assert '\n    "pigeon"                carries rows by air.' in explain("parallel.dispatcher")
 
 
 def test_registered_dispatcher_is_read_by_rules(pigeon: DispatcherFacts, empty_file: Path) -> None:
@@ -60,7 +60,8 @@ def test_registered_dispatcher_is_read_by_rules(pigeon: DispatcherFacts, empty_f
 def test_dispatcher_outside_the_table_is_refused(empty_file: Path, value: str) -> None:
     empty_file.write_text(f"[parallel]\ndispatcher = {value}\n")
     with pytest.raises(
-        RecipeError, match='must be one of "local", "allgather", "alltoall", "hierarchical", "symm_mem"$'
+        RecipeError,
+        match='must be one of "local", "allgather", "alltoall", "symm_mem", "hierarchical", "hierarchical_symm_mem"$',
     ):
         load_recipe(empty_file)
 
@@ -80,5 +81,6 @@ def test_dispatcher_purposes_are_one_line_each_in_explain() -> None:
 
 
 def test_dispatcher_lists_in_errors() -> None:
-    assert dispatchers_that(lambda facts: facts.shares_memory) == '"symm_mem"'
-    assert dispatchers_that(lambda facts: facts.moves_rows) == ('"allgather", "alltoall", "hierarchical" or "symm_mem"')
+    assert dispatchers_that(lambda facts: facts.shares_memory_of_ep) == '"symm_mem"'
+    movers = '"allgather", "alltoall", "symm_mem", "hierarchical" or "hierarchical_symm_mem"'
+    assert dispatchers_that(lambda facts: facts.moves_rows) == movers

@@ -128,7 +128,7 @@ BROKEN = {
     ),
     "capacity_factor_fits_the_dispatcher": (
         "--parallel.expert_rank_capacity_factor=1.5",
-        'parallel.dispatcher = "alltoall", whose slots are exact; set it to 0, or take "allgather" or "symm_mem"',
+        'parallel.dispatcher = "alltoall", whose slots are exact; set it to 0, or take "allgather", "symm_mem" or',
     ),
     "clones_need_other_ranks": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank has of its own"),
     "graphs_can_be_captured": ("--compile.cudagraph=step", "reads the counts of every layer"),
@@ -154,7 +154,7 @@ BROKEN = {
     "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
     "block_graphs_have_no_host_reads": (
         "--compile.extent=block",
-        'on the host; take "allgather" or "symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
+        '"symm_mem" or "hierarchical_symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
     ),
     "recomputed_experts_exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "forced_routing_needs_a_router": (
@@ -317,7 +317,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
             8,
-            'take overlap = "tile" or "none", or "allgather", "alltoall" or "hierarchical"',
+            'take overlap = "tile" or "none", or "allgather", "alltoall", "hierarchical" or',
         ),
         (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
         (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
@@ -442,6 +442,8 @@ def test_rules_with_several_cases_refuse_each(
         "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cpu",  # the reference
         "--parallel.expert_clones=4",
         "--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",
+        "--parallel.dispatcher=hierarchical_symm_mem --parallel.ep_ranks_per_node=2 --compile.extent=block "
+        "--compile.cudagraph=step --parallel.expert_rank_capacity_factor=1.5 --parallel.expert_clones=1",
         "--parallel.dispatcher=hierarchical --parallel.ep=8 --parallel.ep_ranks_per_node=2 --parallel.tp=2 "
         "--parallel.expert_clones=1 --perf.override.head=torch",
         f"{INTERLEAVED} --parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",

@@ -14,9 +14,14 @@ from titan_moe.dispatch import (
     TokenDispatcher,
 )
 from titan_moe.dispatch.hierarchical import NodeGroups
+from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 
 NUM_EXPERTS, NUM_TOKENS, TOP_K, WIDTH = 8, 12, 3, 16
+
+
+def fake_memory(num_ranks: int) -> SymmMemory:
+    return SymmMemory(torch.empty(1, dtype=torch.uint8), torch.empty(num_ranks, dtype=torch.int64), 0)
 
 
 def build(name: str) -> TokenDispatcher:
@@ -31,8 +36,9 @@ def build(name: str) -> TokenDispatcher:
         case "hierarchical":
             return HierarchicalDispatcher(NUM_EXPERTS, NodeGroups(dist.group.WORLD, dist.new_group([dist.get_rank()])))
         case "symm_mem":
-            memory = SymmMemory(torch.empty(1, dtype=torch.uint8), torch.empty(num_ranks, dtype=torch.int64), 0)
-            return SymmMemDispatcher(NUM_EXPERTS, memory)
+            return SymmMemDispatcher(NUM_EXPERTS, fake_memory(num_ranks))
+        case "hierarchical_symm_mem":
+            return HierarchicalSymmMemDispatcher(NUM_EXPERTS, dist.group.WORLD, fake_memory(1))
     raise AssertionError(f"build {name} here")
 
 
@@ -53,7 +59,12 @@ def describe(name: str) -> tuple[str, bool, int]:
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_dispatcher_reads_the_host_and_receives_rows_as_its_facts_say(ranks, name: str) -> None:
     # the last two allocate alike, for the worst case: this does not tell them apart
-    num_rows = {"nothing": NUM_TOKENS, "every_row": 2 * NUM_TOKENS, "once_a_rank": 2 * NUM_TOKENS}
+    num_rows = {
+        "nothing": NUM_TOKENS,
+        "every_row": 2 * NUM_TOKENS,
+        "once_a_rank": 2 * NUM_TOKENS,
+        "once_a_node": 2 * NUM_TOKENS,
+    }
     facts = DISPATCHERS[name]
     expected = (name, facts.reads_host, 0 if facts.reads_host else num_rows[facts.sends])
     assert ranks(2, describe, name) == [expected] * 2

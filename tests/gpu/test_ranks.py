@@ -96,6 +96,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     spread = f"--parallel.ep={max(num_ranks // 2, 2)}"
     of_node = f"--parallel.ep_ranks_per_node={num_ranks // 2}"
     two_nodes = (whole, "--parallel.dispatcher=hierarchical", of_node)
+    two_nodes_symm_mem = (whole, "--parallel.dispatcher=hierarchical_symm_mem", of_node)
     symm_mem, bounded = "--parallel.dispatcher=symm_mem", "--parallel.expert_rank_capacity_factor=1.25"
     worst = "--parallel.expert_rank_capacity_factor=0"
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
@@ -116,6 +117,10 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "edp2": (half, alltoall, plain),
         "two_nodes": two_nodes,
         "two_nodes_interleaved": (*two_nodes, *interleaved, "--perf.kernels=fused", plain),
+        "two_nodes_symm_mem": (*two_nodes_symm_mem, "--perf.kernels=fused"),
+        "two_nodes_symm_mem_captured": (*two_nodes_symm_mem, bounded, "--compile.cudagraph=step", *validated),
+        "two_nodes_symm_mem_blocks": (*two_nodes_symm_mem, worst, "--compile.extent=block"),
+        "two_nodes_symm_mem_clones": (*two_nodes_symm_mem, *interleaved, "--parallel.expert_clones=1", plain),
         "two_nodes_fp8": (*two_nodes, *fp8, "--memory.recompute=block", plain),
         "hsdp": ("--parallel.dp_replicate=2", half, alltoall, plain),
         "recompute": (whole, alltoall, "--memory.recompute=block"),

@@ -21,13 +21,15 @@ CONFIG = ModelConfig(hidden_size=8, moe=MoEConfig(num_experts=4, top_k=2, ffn_hi
 def spread(kind: str, num_ranks: int, backend: str) -> tuple[str, str]:
     """Names of the dispatcher of a layer and of its permute."""
     kind, _, overlap = kind.partition(" ")
-    per_node = 2 if kind == "hierarchical" else 0
+    per_node = 2 if DISPATCHERS[kind].has_two_levels else 0
     parallel = ParallelConfig(ep=num_ranks, dispatcher=kind, overlap=overlap or "none", ep_ranks_per_node=per_node)
     with torch.device("meta"):
         moe = MoE(CONFIG, Kernels(permute=backend))
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
-    memory = SymmMemory(torch.empty(0), torch.empty(num_ranks), 0) if kind == "symm_mem" else None
-    expert.apply(nn.ModuleList([moe]), parallel, meshes, ExpertCapacity(), memory)
+    shares = DISPATCHERS[kind].shares_memory
+    memory = SymmMemory(torch.empty(0), torch.empty(per_node or num_ranks), 0) if shares else None
+    nodes = expert.open_nodes(parallel, meshes.ep.get_group())
+    expert.apply(nn.ModuleList([moe]), parallel, meshes, ExpertCapacity(), memory, nodes)
     assert moe.dispatcher.facts is DISPATCHERS[kind], "what the recipe was planned with is what runs"
     return type(moe.dispatcher).__name__, moe.dispatcher.permute.__name__
 
@@ -43,6 +45,7 @@ def test_expert_apply_keeps_the_permute_backend(ranks, backend: str, permute: st
         ("allgather", 2, "AllGatherDispatcher"),
         ("alltoall", 2, "AllToAllDispatcher"),
         ("hierarchical", 4, "HierarchicalDispatcher"),
+        ("hierarchical_symm_mem", 4, "HierarchicalSymmMemDispatcher"),
         ("symm_mem", 2, "SymmMemDispatcher"),
         ("symm_mem tile", 2, "SymmMemFusedDispatcher"),
     ):

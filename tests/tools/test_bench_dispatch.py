@@ -256,8 +256,9 @@ def test_dispatch_candidates_agree_on_gpus(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     assert {name: result.get("agrees") for name, result in results["check"].items()} == {
         "allgather": True,
-        "hierarchical": True,
         "symm_mem": True,
+        "hierarchical": True,
+        "hierarchical_symm_mem": True,
         "torchtitan": True,
     }, results["check"]
     failures = [(task, name) for task in results for name, result in results[task].items() if "error" in result]

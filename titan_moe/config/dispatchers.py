@@ -22,7 +22,7 @@ class DispatcherFacts:
     """Whether the host reads sizes from the device. A CUDA graph or the graph of a whole block cannot contain that."""
     needs_cuda: bool = False
     is_one_node: bool = False  # whether the ranks of an ep group must be on one node
-    shares_memory: bool = False  # whether the ranks of an ep group exchange rows through symmetric memory
+    shares_memory: bool = False  # whether ranks of a node exchange rows through symmetric memory
     can_be_bounded: bool = False
     """Whether `parallel.expert_rank_capacity_factor` bounds its slots; exact sizes need no bound."""
     overlaps: tuple[Literal["tile", "microbatch"], ...] = ()
@@ -39,6 +39,11 @@ class DispatcherFacts:
     def has_two_levels(self) -> bool:
         """Whether it sends rows between nodes, and then within them."""
         return self.sends == "once_a_node"
+
+    @property
+    def shares_memory_of_ep(self) -> bool:
+        """Whether all ranks of an ep group share memory: also for clones, and for experts that get rows themselves."""
+        return self.shares_memory and not self.has_two_levels
 
 
 LOCAL = DispatcherFacts(
@@ -57,18 +62,29 @@ ALLGATHER = DispatcherFacts(
 )
 ALLTOALL = DispatcherFacts(
     "alltoall",
-    "sends a row once to each rank that needs it, on any network; a host read a layer.",
+    "sends a row once to each rank that needs it; one host read a layer.",
     overlaps=("microbatch",),
 )
 HIERARCHICAL = DispatcherFacts(
     "hierarchical",
-    "sends a row once to each node, and there once to each rank; a host read a layer.",
+    "sends a row once a node, and there once a rank; one host read a layer.",
     sends="once_a_node",
     overlaps=("microbatch",),
 )
+HIERARCHICAL_SYMM_MEM = DispatcherFacts(
+    "hierarchical_symm_mem",
+    "as hierarchical, over NVLink within a node; no host read.",
+    sends="once_a_node",
+    reads_host=False,
+    needs_cuda=True,
+    shares_memory=True,
+    can_be_bounded=True,
+    overlaps=("microbatch",),
+    exchange_ops=("titan_moe::symm_",),
+)
 SYMM_MEM = DispatcherFacts(
     "symm_mem",
-    "sends a row once to each rank that needs it, over NVLink in a node; no host read.",
+    "as alltoall, over NVLink within a node; no host read.",
     reads_host=False,
     needs_cuda=True,
     is_one_node=True,
@@ -78,7 +94,9 @@ SYMM_MEM = DispatcherFacts(
     exchange_ops=("titan_moe::symm_",),
 )
 
-DISPATCHERS = {facts.name: facts for facts in (LOCAL, ALLGATHER, ALLTOALL, HIERARCHICAL, SYMM_MEM)}
+DISPATCHERS = {
+    facts.name: facts for facts in (LOCAL, ALLGATHER, ALLTOALL, SYMM_MEM, HIERARCHICAL, HIERARCHICAL_SYMM_MEM)
+}
 """By name, in the order of lists."""
 
 

@@ -62,7 +62,8 @@ class AllToAllDispatcher(TokenDispatcher):
         return AllToAllExchange(topk_ids_TK, topk_scores_TK, copies, num_slots)
 
     def start_dispatch(self, x_TD: Tensor, exchange: AllToAllExchange) -> PendingRows:
-        return self.rows.start(x_TD, exchange.ids_TK, exchange.scores_TK, exchange.copies)
+        ids_UK = exchange.ids_TK[exchange.copies.tokens_U]
+        return self.rows.start(x_TD, ids_UK, exchange.scores_TK, exchange.copies)
 
     def finish_dispatch(self, pending: PendingRows, exchange: AllToAllExchange) -> Routed:
         ids_SK, scores_SK = self.rows.wait_assignments(pending, exchange.copies)

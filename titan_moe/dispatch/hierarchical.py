@@ -116,7 +116,8 @@ class HierarchicalDispatcher(TokenDispatcher):
         return HierarchicalExchange(topk_ids_TK, topk_scores_TK, sizes, across)
 
     def start_dispatch(self, x_TD: Tensor, exchange: HierarchicalExchange) -> PendingRows:
-        return self.across.start(x_TD, exchange.ids_TK, exchange.scores_TK, exchange.across)
+        ids_UK = exchange.ids_TK[exchange.across.tokens_U]
+        return self.across.start(x_TD, ids_UK, exchange.scores_TK, exchange.across)
 
     def finish_dispatch(self, pending: PendingRows, exchange: HierarchicalExchange) -> Routed:
         sizes, experts_of_node = exchange.sizes, self.ranks_per_node * self.num_local_experts
@@ -125,7 +126,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         sent_mask_UG = count_slots(ids_UK, self.num_local_experts, self.ranks_per_node) > 0
         within = copy_rows(sent_mask_UG, sizes.forwarded_G, sizes.received_G)
         x_UD = self.across.wait_rows(pending, exchange.across)
-        forwarded = self.within.start(x_UD, ids_UK, scores_UK, within)
+        forwarded = self.within.start(x_UD, ids_UK[within.tokens_U], scores_UK, within)
         ids_SK, scores_SK = self.within.wait_assignments(forwarded, within)
         local_ids_SK = own_experts(ids_SK, self.index * self.num_local_experts, self.num_local_experts)
         slots = self.permute(local_ids_SK, scores_SK, self.num_local_experts, sizes.num_slots)

@@ -64,10 +64,10 @@ class RowExchange:
         """`row_format` is how rows and gradients of results are sent (row_format.py); sums are sent as they are."""
         self.group, self.all_to_all, self.row_format = group, collectives.all_to_all, row_format
 
-    def start(self, x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor, copies: RowCopies) -> PendingRows:
-        """Start to send rows, ids and scores; differentiable in rows and scores."""
+    def start(self, x_TD: Tensor, ids_UK: Tensor, scores_TK: Tensor, copies: RowCopies) -> PendingRows:
+        """Start to send rows, ids and scores; differentiable in rows and scores. Ids are those of the copies."""
         start, splits, (tokens_U, copies_TP, *_) = self.all_to_all.start, self._splits(copies), copies
-        ids_SK = start(ids_TK[tokens_U].int(), *splits)
+        ids_SK = start(ids_UK.int(), *splits)
         scores_SK = start(gather_rows(scores_TK, tokens_U, copies_TP), *splits)
         x_SD = start(gather_rows(x_TD, tokens_U, copies_TP), *splits, self.row_format, PLAIN)
         return PendingRows(ids_SK, scores_SK, x_SD)

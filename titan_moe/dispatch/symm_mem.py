@@ -144,7 +144,7 @@ class SymmMemDispatcher(TokenDispatcher):
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> SymmMemExchange:
         max_rows = self.capacity.num_rows(self.expected_rows(topk_ids_TK), worst=self.num_ranks * len(topk_ids_TK))
-        plan = RowPlan(*_plan(topk_ids_TK, *self.memory, self.num_local_experts, max_rows))
+        plan = RowPlan(*symm_plan(topk_ids_TK, *self.memory, self.num_local_experts, max_rows))
         if self.capacity.reads_sizes_on_host:
             max_rows = int(plan.recv_offsets_Q[-1])
         return SymmMemExchange(topk_ids_TK, topk_scores_TK, plan, max_rows)
@@ -162,7 +162,9 @@ class SymmMemDispatcher(TokenDispatcher):
 
     def start_dispatch(self, x_TD: Tensor, exchange: SymmMemExchange) -> Pending:
         ids_TK, scores_TK, plan, max_rows = exchange
-        return _get(x_TD, scores_TK, ids_TK, *plan[:3], *self.memory, self.num_local_experts, self.row_format, max_rows)
+        return symm_get(
+            x_TD, scores_TK, ids_TK, *plan[:3], *self.memory, self.num_local_experts, self.row_format, max_rows
+        )
 
     def finish_dispatch(self, pending: Pending, exchange: SymmMemExchange) -> ExpertInputs:
         x_SD, scores_SK, ids_SK = pending
@@ -176,7 +178,7 @@ class SymmMemDispatcher(TokenDispatcher):
 
     def start_combine(self, y_SD: Tensor, exchange: SymmMemExchange) -> Pending:
         # includes the sum of a token's partial results, which all ranks put into its entries
-        return _put(y_SD, *exchange.plan[:3], *self.memory, self.row_format)
+        return symm_put(y_SD, *exchange.plan[:3], *self.memory, self.row_format)
 
     def finish_combine(self, pending: Pending, exchange: SymmMemExchange) -> Tensor:
         return pending
@@ -193,7 +195,7 @@ def _row_arrays(memory: Tensor, peer_ptrs_P: Tensor, num_tokens: int, like_ND: T
 
 
 @torch.library.custom_op("titan_moe::symm_plan", mutates_args=())
-def _plan(
+def symm_plan(
     ids_TK: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, max_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ids_TK = ids_TK.contiguous()
@@ -204,7 +206,7 @@ def _plan(
     return tuple(plan_rows(ids_TK, starts_Pb, arrays, rank, num_local_experts, max_rows))
 
 
-@_plan.register_fake
+@symm_plan.register_fake
 def _(ids_TK: Tensor, memory: Tensor, peer_ptrs_P: Tensor, *_: int) -> tuple[Tensor, ...]:
     num_ranks, num_tokens = peer_ptrs_P.numel(), len(ids_TK)
     shapes = (num_ranks, num_tokens), (num_ranks + 1,), ()
@@ -218,7 +220,7 @@ def known_plan(sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Ten
 
 
 @torch.library.custom_op("titan_moe::symm_get", mutates_args=())
-def _get(
+def symm_get(
     x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor,
     sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_local_experts: int, row_format: str, max_rows: int,
@@ -236,7 +238,7 @@ def _get(
     return x_SD, scores_SK, ids_SK
 
 
-@_get.register_fake
+@symm_get.register_fake
 def _(x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     max_rows, top_k = rest[-1], ids_TK.shape[1]
     ids_SK = ids_TK.new_empty(max_rows, top_k, dtype=torch.int32)
@@ -265,7 +267,7 @@ def _(dx_SD: Tensor, dscores_SK: Tensor, ids_TK: Tensor, *_: Any) -> tuple[Tenso
 
 
 @torch.library.custom_op("titan_moe::symm_put", mutates_args=())
-def _put(
+def symm_put(
     y_SD: Tensor, sent_mask_TP: Tensor, recv_tokens_PT: Tensor, recv_offsets_Q: Tensor,
     memory: Tensor, peer_ptrs_P: Tensor, rank: int, gradient_format: str,
 ) -> Tensor:  # fmt: skip
@@ -276,7 +278,7 @@ def _put(
     return sum_partial_results(sent_mask_TP, arrays.rows)
 
 
-_put.register_fake(lambda y_SD, sent_mask_TP, *_: y_SD.new_empty(len(sent_mask_TP), y_SD.shape[1]))
+symm_put.register_fake(lambda y_SD, sent_mask_TP, *_: y_SD.new_empty(len(sent_mask_TP), y_SD.shape[1]))
 
 
 @torch.library.custom_op("titan_moe::symm_get_gradients", mutates_args=())
@@ -320,5 +322,5 @@ def _put_backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
     return _get_gradients(dy_TD, *ctx.saved_tensors, *memory, ctx.row_format, ctx.max_rows), *(None,) * 7
 
 
-_get.register_autograd(_get_backward, setup_context=_save_get)
-_put.register_autograd(_put_backward, setup_context=_save_put)
+symm_get.register_autograd(_get_backward, setup_context=_save_get)
+symm_put.register_autograd(_put_backward, setup_context=_save_put)

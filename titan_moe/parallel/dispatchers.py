@@ -10,6 +10,7 @@ from titan_moe.config.dispatchers import (
     ALLTOALL,
     DISPATCHERS,
     HIERARCHICAL,
+    HIERARCHICAL_SYMM_MEM,
     LOCAL,
     SYMM_MEM,
     DispatcherFacts,
@@ -20,6 +21,7 @@ from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
+from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
 from titan_moe.dispatch.row_format import PLAIN
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
@@ -61,10 +63,24 @@ def _alltoall(inputs: DispatcherInputs) -> TokenDispatcher:
 
 
 def _hierarchical(inputs: DispatcherInputs) -> TokenDispatcher:
-    assert inputs.node_groups is not None, "dispatch.hierarchical opens them"
+    assert inputs.node_groups is not None, "parallel.expert opens them"
     collectives = COLLECTIVES[inputs.overlap]
     return HierarchicalDispatcher(
         inputs.num_experts, inputs.node_groups, inputs.permute, collectives, inputs.row_format
+    )
+
+
+def _hierarchical_symm_mem(inputs: DispatcherInputs) -> TokenDispatcher:
+    assert inputs.node_groups is not None and inputs.memory is not None, "parallel.expert and symm_memory open them"
+    return HierarchicalSymmMemDispatcher(
+        inputs.num_experts,
+        inputs.node_groups.across,
+        inputs.memory,
+        inputs.permute,
+        inputs.capacity,
+        inputs.num_routed_experts,
+        COLLECTIVES[inputs.overlap],
+        inputs.row_format,
     )
 
 
@@ -81,6 +97,7 @@ BUILDERS: dict[str, Builder] = {
     ALLGATHER.name: _allgather,
     ALLTOALL.name: _alltoall,
     HIERARCHICAL.name: _hierarchical,
+    HIERARCHICAL_SYMM_MEM.name: _hierarchical_symm_mem,
     SYMM_MEM.name: _symm_mem,
 }
 """A builder for each row of config/dispatchers.py."""

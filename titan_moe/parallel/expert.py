@@ -27,15 +27,19 @@ from titan_moe.parameters import local
 
 
 def apply(
-    model: nn.Module, config: ParallelConfig, meshes: Meshes, capacity: ExpertCapacity, memory: SymmMemory | None = None
+    model: nn.Module,
+    config: ParallelConfig,
+    meshes: Meshes,
+    capacity: ExpertCapacity,
+    memory: SymmMemory | None = None,
+    nodes: NodeGroups | None = None,
 ) -> None:
     """Shard the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
 
     The new dispatcher keeps the permute of the one that it replaces; with "local" each layer keeps its own. All layers
     share one `capacity`, with one flag for overflow in any of them, and the `memory` of the ep group if the dispatcher
-    shares memory.
+    shares memory, or of the node if it has two levels, as `nodes` from `open_nodes` says.
     """
-    nodes = _open_nodes(config, meshes.ep.get_group())
     for module in model.modules():
         if isinstance(module, MoE):
             if config.dispatcher != LOCAL.name:
@@ -80,7 +84,7 @@ def apply_expert_parallel(
         problems[f'gradients = "{gradients}" is neither "mean" nor "sum"; name how the others are reduced'] = None
     if problems:
         raise ValueError("\n".join(problems))
-    nodes, capacity = _open_nodes(config, mesh.get_group()), capacity or ExpertCapacity()
+    nodes, capacity = open_nodes(config, mesh.get_group()), capacity or ExpertCapacity()
     for moe in layers:
         _set_dispatcher(moe, config, mesh.get_group(), capacity, memory, nodes)
         _shard(moe.experts, mesh)
@@ -169,7 +173,7 @@ def _problems(
                 yield f"{len(weight)} experts do not divide by {num_ranks} ranks; take a divisor of {len(weight)} ranks"
 
 
-def _open_nodes(config: ParallelConfig, group: dist.ProcessGroup) -> NodeGroups | None:
+def open_nodes(config: ParallelConfig, group: dist.ProcessGroup) -> NodeGroups | None:
     """The groups of the two levels of links, if the dispatcher has them: once for all layers."""
     if not config.facts.has_two_levels:
         return None
@@ -192,6 +196,7 @@ def _set_dispatcher(
     inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, nodes, row_format)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)
     if num_replicas:
+        memory = memory if config.facts.shares_memory_of_ep else None  # or clones would be of this node alone
         moe.dispatcher = CloningDispatcher(moe.dispatcher, num_experts, num_replicas, group, memory)
         moe.experts.gather_weights = CollectiveCloneWeights(group) if memory is None else SymmMemCloneWeights(memory)
 

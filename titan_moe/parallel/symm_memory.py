@@ -8,6 +8,7 @@ from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.recipe import max_batch_tokens
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.hierarchical import NodeGroups
 from titan_moe.dispatch.missing_rank import MissingRank
 from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
@@ -19,9 +20,16 @@ from titan_moe.parallel.mesh import Meshes
 
 
 def share_memory(
-    model: nn.Module, recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity
+    model: nn.Module,
+    recipe: Recipe,
+    meshes: Meshes,
+    device: torch.device,
+    capacity: ExpertCapacity,
+    nodes: NodeGroups | None = None,
 ) -> SymmMemory | None:
     """Open the buffer of the model's exchanges if the recipe's dispatcher shares memory; a collective call.
+
+    It is that of the ep group, or, with two levels of links, of this node, where the tokens of all nodes meet.
 
     All layers use one buffer, one after the other. It fits the worst case of the run's largest batch, also where the
     recipe bounds rows, because a step that overflows is taken again without the bound. It also fits the cloned experts
@@ -32,18 +40,18 @@ def share_memory(
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     if not recipe.parallel.facts.shares_memory or not layers:
         return None
-    rows, group = DTYPES[recipe.precision.compute], meshes.ep.get_group()
-    num_ranks = group.size()
+    group, num_nodes = (meshes.ep.get_group(), 1) if nodes is None else (nodes.within, nodes.across.size())
+    rows, num_ranks = DTYPES[recipe.precision.compute], group.size()
     num_bytes = symm_bytes(
         num_ranks,
-        max_batch_tokens(recipe),
+        num_nodes * max_batch_tokens(recipe),
         width=max(moe.experts.down.shape[1] for moe in layers),
         top_k=max(moe.router.rule.top_k for moe in layers),
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
     num_clones = recipe.parallel.fixed_expert_clones
-    if num_clones:
+    if num_clones and nodes is None:
         for weights in [list(moe.experts.parameters()) for moe in layers]:
             num_local, elements = len(weights[0]) // num_ranks, sum(weight[0].numel() for weight in weights)
             num_bytes = max(num_bytes, clone_bytes(num_ranks, num_local, num_clones, elements, rows))

@@ -45,17 +45,18 @@ def _clones_of_all_layers(recipe: Recipe) -> int:
 
 
 def shared_bytes_per_rank(recipe: Recipe) -> int:
-    """Count the bytes of memory that the ranks of an ep group share.
+    """Count the bytes of memory that the ranks of an ep group, or of a node of it, share.
 
     On each rank it fits the row of every token of the largest microbatch, its score gradients, assignments and token
-    lists; or, at another time, a layer's cloned experts. Exchanged counts, a few hundred bytes, are left out.
+    lists; or, at another time, a layer's cloned experts. Exchanged counts, a few hundred bytes, are left out. On a node
+    the tokens of all nodes meet, in the places of fewer ranks.
     """
     if not recipe.parallel.facts.shares_memory:
         return 0
     element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
     place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4
     rows = max_batch_tokens(recipe) * (recipe.parallel.ep * place + 4 * top_k)
-    return max(rows, _clone_bytes(recipe))
+    return max(rows, _clone_bytes(recipe)) if recipe.parallel.facts.shares_memory_of_ep else rows
 
 
 def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float) -> int:

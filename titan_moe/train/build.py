@@ -67,11 +67,12 @@ def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: 
     """Build, shard, compile and initialise this rank's part of the model of a recipe."""
     model = build_on_meta(recipe)
     policy.convert(model, recipe, device)  # first: it swaps modules, and shards must be of the final ones
-    memory = symm_memory.share_memory(model, recipe, meshes, device, capacity)
+    nodes = expert.open_nodes(recipe.parallel, meshes.ep.get_group())
+    memory = symm_memory.share_memory(model, recipe, meshes, device, capacity, nodes)
     arena.give_arena(model, recipe, device, capacity)
     parts = [model]  # a pipeline splits here, before sharding: a rank shards only its own stages
     for part in parts:
-        expert.apply(part, recipe.parallel, meshes, capacity, memory)  # experts leave the dense mesh before FSDP
+        expert.apply(part, recipe.parallel, meshes, capacity, memory, nodes)  # experts leave the dense mesh before FSDP
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
         context.apply(part, recipe.parallel, meshes)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
