@@ -500,23 +500,12 @@ def test_one_loss_with_interleaved_microbatches_bit_for_bit(
         assert num_open == 0
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "parallel"),
-    [
-        pytest.param(2, replace(GATHERED_EP2, dispatcher="alltoall"), id="dp2-ep2"),
-        pytest.param(
-            4,
-            replace(GATHERED_EP2, ep=4, ep_ranks_per_node=2, dispatcher="hierarchical"),
-            id="dp4-ep4-2x2",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_one_loss_with_interleaved_compiled_pieces(
-    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig
-) -> None:
-    candidate = few_steps(replace(parallel, overlap="microbatch"), "none")
-    for fields in ranks(num_ranks, train_compiled, replace(candidate, compile=CompileConfig("on"))):
+@pytest.mark.parametrize("dispatcher", ["alltoall", "hierarchical"])
+def test_one_loss_with_interleaved_compiled_pieces(ranks, alone: dict[int, Trace], dispatcher: str) -> None:
+    of_node = int(dispatcher == "hierarchical")
+    parallel = replace(GATHERED_EP2, dispatcher=dispatcher, overlap="microbatch", ep_ranks_per_node=of_node)
+    candidate = replace(few_steps(parallel, "none"), compile=CompileConfig("on"))
+    for fields in ranks(2, train_compiled, candidate):
         trace = Trace(**fields)
         assert_same(trace, alone[-1], 1e-9)
         assert 4 < trace.num_graphs[0] and len(set(trace.num_graphs)) == 1, "all were made by the first step"

@@ -51,6 +51,8 @@ def on_files(folder: str, module: str, name: str, *args: Any) -> Any:
 
 
 EP2 = ParallelConfig(ep=2, dispatcher="symm_mem", expert_rank_capacity_factor=0.0)
+TWO_NODES = replace(EP2, ep=4, dispatcher="hierarchical_symm_mem", ep_ranks_per_node=2)
+NODES_OF_ONE = replace(TWO_NODES, ep=2, ep_ranks_per_node=1)
 
 
 def train_and_count(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
@@ -140,6 +142,7 @@ def alone(ranks: Any) -> Any:
         pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),
         pytest.param(2, replace(EP2, expert_clones=1), "block", id="dp2-ep2-clones-recompute_block"),
         pytest.param(2, replace(EP2, cp=2), "none", id="cp2-ep2"),
+        pytest.param(4, replace(TWO_NODES, expert_clones=1), "block", id="dp4-ep4-2x2-clones-recompute_block"),
     ],
 )
 def test_symm_mem_trains_as_one_process(
@@ -227,27 +230,39 @@ def test_symm_mem_delayed_weight_grads_are_equal(ranks: Any, tmp_path: Path) -> 
             assert num_late_there > 0
 
 
-def test_symm_mem_interleaved_microbatches_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
-    parallel = replace(EP2, overlap="microbatch", accumulate_unsharded=True)
-    for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train", one_loss.recipe(parallel), -1, STEPS):
+@pytest.mark.parametrize("parallel", [EP2, TWO_NODES], ids=["dp2-ep2", "dp4-ep4-2x2"])
+def test_symm_mem_interleaved_microbatches_train_as_one_process(
+    ranks: Any, alone: Any, tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    parallel = replace(parallel, overlap="microbatch", accumulate_unsharded=True)
+    of_folder = str(tmp_path), "one_loss", "train"
+    for fields in ranks(parallel.ep, on_files, *of_folder, one_loss.recipe(parallel), -1, STEPS):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 
-def test_symm_mem_block_graphs_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
-    lending = replace(EP2, expert_clones=1)
-    candidate = in_one_microbatch(one_loss.recipe(lending, compile=CompileConfig("on", extent="block")), 2)
-    for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train_compiled", candidate, -1, STEPS):
+@pytest.mark.parametrize(
+    "parallel",
+    [replace(EP2, expert_clones=1), NODES_OF_ONE],
+    ids=["dp2-ep2", "dp2-ep2-2x1"],
+)
+def test_symm_mem_block_graphs_train_as_one_process(
+    ranks: Any, alone: Any, tmp_path: Path, parallel: ParallelConfig
+) -> None:
+    whole = one_loss.recipe(parallel, compile=CompileConfig("on", extent="block"))
+    candidate, of_folder = in_one_microbatch(whole, parallel.ep), (str(tmp_path), "one_loss", "train_compiled")
+    for fields in ranks(parallel.ep, on_files, *of_folder, candidate, -1, STEPS):
         trace = one_loss.Trace(**fields)
         one_loss.assert_same(trace, alone, 1e-9)
         assert trace.num_graphs == [4] * STEPS
 
 
-def test_symm_mem_overflow_takes_the_step_again(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [EP2, NODES_OF_ONE], ids=["dp2-ep2", "dp2-ep2-2x1"])
+def test_symm_mem_overflow_takes_the_step_again(ranks: Any, tmp_path: Path, parallel: ParallelConfig) -> None:
     """Rows and slots are bounded, and the steps repeated as a graph would repeat them."""
-    bounded = replace(EP2, expert_rank_capacity_factor=1.4)
+    bounded = replace(parallel, expert_rank_capacity_factor=1.4)
     exact = ranks(1, step_runner.train, step_runner.RECIPE)[0]
     candidate = replace(step_runner.RECIPE, parallel=bounded)
-    runs = ranks(2, on_files, str(tmp_path), "step_runner", "train", candidate, "step")
+    runs = ranks(parallel.ep, on_files, str(tmp_path), "step_runner", "train", candidate, "step")
     for other in runs:
         step_runner.assert_equal(exact, other, 1e-9)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0

@@ -51,6 +51,14 @@ def test_rows_of_links_equal_a_count_over_all_choices(dispatcher: str, ep: int, 
     assert sent.all == pytest.approx(sent.across + sent.within)
 
 
+@pytest.mark.parametrize(("factor", "share"), [("auto", 1.0), (1.25, 1.25), (9.0, None), (0.0, None)])
+def test_a_bound_sends_empty_rows_between_nodes(factor: float | str, share: float | None) -> None:
+    run = recipe("hierarchical_symm_mem", 8, 2)
+    sent = rows_sent(replace(run, parallel=replace(run.parallel, expert_rank_capacity_factor=factor)), 8)
+    across, within = map(float, count("hierarchical", 8, 2, 3))
+    assert sent == pytest.approx((3.0 if share is None else share * across, within))
+
+
 def test_rows_of_one_node_need_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert rows_sent(recipe("alltoall", 8, 0), 16).across == 0 and describe_links(recipe("alltoall", 8, 0), 16) == ""

@@ -4,9 +4,10 @@ An ep group is M nodes of G consecutive ranks. A token's row is sent to other ra
 gives a token K of E experts without replacement, so the numbers of its experts on a rank or a node are hypergeometric.
 """
 
+import math
 from typing import NamedTuple
 
-from titan_moe.config.parallel import ep_ranks_of_a_node
+from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.count import expert_width
@@ -44,12 +45,21 @@ def rows_sent(recipe: Recipe, world_size: int, sends: str = "") -> RowsSent:
             return RowsSent(on_nodes, of_node - 1)
         case "once_a_node":
             to_node = visit_probability(moe.num_experts, num_experts * of_node, moe.top_k)
+            if recipe.parallel.facts.can_be_bounded:  # static sizes, of which the rest is empty
+                to_node = min(to_node * _room(recipe.parallel), 1.0)
             to_rank = visit_probability(moe.num_experts, num_experts, moe.top_k)
             # the rank that a row crosses to forwards it to the others there: one of G ranks needs no link
             return RowsSent(on_nodes / of_node * to_node, (num_ranks - num_ranks // of_node) * to_rank)
         case _:
             to_rank = visit_probability(moe.num_experts, num_experts, moe.top_k)
             return RowsSent(on_nodes * to_rank, (of_node - 1) * to_rank)
+
+
+def _room(parallel: ParallelConfig) -> float:
+    """Rows that are sent to a node over those that random routing needs, at most all: what "auto" adds is left out."""
+    if parallel.has_auto_capacity:
+        return 1.0
+    return parallel.fixed_capacity_factor or math.inf
 
 
 def describe_links(recipe: Recipe, world_size: int) -> str:
