@@ -68,8 +68,8 @@ def apply_expert_parallel(
         ranks: a mesh of one axis, or a process group. Each rank holds an equal share of the experts, in rank order.
         dispatcher: a value of `parallel.dispatcher`, registered ones too.
         capacity: a bound on slots, for a dispatcher that can be bounded; the worst case without it.
-        memory: from `open_symm_memory`, for a dispatcher that shares memory; with two levels of links it is of the ranks
-            of this node, for the tokens of all nodes.
+        memory: from `open_symm_memory`, for a dispatcher that shares memory; with two levels of links it is that of
+            this node's ranks, for the tokens of all nodes.
         ranks_per_node: consecutive ranks on one node, for a dispatcher that sends rows once a node; as many as torchrun
             starts there without it.
         gradients: how those of other parameters are reduced over ranks, so that experts have the same scale: their mean
