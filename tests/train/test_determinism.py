@@ -1,6 +1,8 @@
 """Deterministic mode: two runs in processes of their own have equal bits; what cannot repeat is named."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+import titan_moe
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
@@ -94,3 +97,21 @@ def test_two_runs_have_the_same_bits(ranks, new_ranks, num_ranks: int, recipe: R
 def test_an_operation_without_a_fixed_order_is_named() -> None:
     with determinism(True), pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
         torch.zeros(4).put_(torch.tensor([1, 1]), torch.ones(2), accumulate=False)
+
+
+ATOMICS = {
+    # file -> operations whose result does not depend on their order
+    "symm_mem/barrier.py": {"cas"},
+    "experts/fp8/weights.py": {"max"},
+    "experts/copy_blocks.py": {"add"},  # an int32 counter of finished thread blocks
+    "linear/casts.py": {"max"},
+}
+
+
+def test_kernels_have_no_atomics_that_depend_on_order() -> None:
+    """A kernel with a new one must find a deterministic way, or be refused by a rule."""
+    kernels, found = Path(titan_moe.__file__).parent / "kernels", {}
+    for file in sorted(kernels.rglob("*.py")):
+        if operations := set(re.findall(r"\btl\.atomic_(\w+)", file.read_text())):
+            found[file.relative_to(kernels).as_posix()] = operations
+    assert found == ATOMICS

@@ -39,6 +39,23 @@ def test_launch_context_parallel_ranks_train_the_quickstart_as_one_process(make_
     assert split.column("tokens_seen") == one.column("tokens_seen") == [2048, 4096]
 
 
+def test_launch_trains_over_two_nodes_as_one_process(tiny) -> None:
+    words = ("--train.steps=4", "--train.micro_batch_sequences=1")
+    alone, spread = tiny(*words), tiny(*words)
+    assert alone.train() == 0
+    nodes = ("--parallel.ep=4", "--parallel.dispatcher=hierarchical", "--parallel.ep_ranks_per_node=2")
+    process = spread.start("--nproc", "4", *nodes)
+    stderr = process.communicate(timeout=180)[1]
+    assert process.returncode == 0, stderr
+    assert spread.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5) and len(spread.column("loss")) == 4
+
+
+def test_launch_refuses_two_levels_on_one_node(tiny) -> None:
+    process = tiny().start("--nproc", "4", "--parallel.ep=4", "--parallel.dispatcher=hierarchical")
+    stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 2 and "4 ranks on a node hold all of parallel.ep = 4" in stderr
+
+
 def test_launch_returns_the_signal_of_a_killed_rank(tiny, tmp_path) -> None:
     (tmp_path / "killed.py").write_text(
         "import os, signal\n"

@@ -8,7 +8,7 @@ The same means recipe, number of ranks, devices, versions of libraries and table
   take the deterministic one. cuDNN's attention has none, so "auto" takes another backend.
 * torch.compile: Inductor does not choose sizes of reductions by timing.
 * Our kernels sum rows, slots, gradients and norms in a fixed order, without floating-point atomics. What atomics there
-  are do not depend on order: a maximum (the scales of fp8 weights), and counters and signals of thread blocks.
+  are do not depend on order: maxima (scales of fp8 codes), and counters and signals of thread blocks.
 * Collectives: dispatchers move rows and sum them in rank order. NCCL sums in the order of its rings and trees, which
   follow from topology and size; reductions inside the switch (NVLS) are off. Gloo's order is fixed.
 
