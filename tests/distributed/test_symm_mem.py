@@ -142,7 +142,9 @@ def alone(ranks: Any) -> Any:
         pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),
         pytest.param(2, replace(EP2, expert_clones=1), "block", id="dp2-ep2-clones-recompute_block"),
         pytest.param(2, replace(EP2, cp=2), "none", id="cp2-ep2"),
-        pytest.param(4, replace(TWO_NODES, expert_clones=1), "block", id="dp4-ep4-2x2-clones-recompute_block"),
+        pytest.param(
+            4, replace(TWO_NODES, tp=2, expert_clones=1), "block", id="tp2-dp2-ep4-2x2-clones-recompute_block"
+        ),
     ],
 )
 def test_symm_mem_trains_as_one_process(

@@ -69,17 +69,17 @@ class ParallelConfig:
     """
     expert_rank_capacity_factor: float | Literal["auto"] = "auto"
     """Room for the rows and expert slots of a rank, over its balanced load, for a dispatcher that can be bounded.
-    Nothing is dropped: a step that needs more is taken again without the bound, and counted in the metrics. Where ranks
-    share memory and experts are fused, it is the room of all layers together for what backward needs (the arena);
-    elsewhere that of each layer. With "auto" it follows the need of past steps, with a margin, up to what memory holds;
-    the first steps run without a bound. A number is a fixed bound; 0: sizes of the worst case."""
+    Nothing is dropped: a step that needs more is taken again without the bound, and counted in the metrics. Where an ep
+    group shares memory and experts are fused, it is the room of all layers together for what backward needs (the
+    arena); elsewhere that of each layer. With "auto" it follows the need of past steps, with a margin, up to what
+    memory holds; the first steps run without a bound. A number is a fixed bound; 0: sizes of the worst case."""
     expert_clones: int | Literal["auto"] = 0
     """Replica slots of a rank: for every exchange whose fullest rank has more than 1.05 times the mean load, hot
     experts are cloned onto ranks with a lower load, which share their tokens (Megatron's ECHO). Exact. "auto": up to 2
-    where ranks share memory, microbatches are large and the GEMMs need no copy of a rank's own weights with the clones
-    (not if experts are sharded, blocks are graphs, or something is recomputed), else 0. 0 is off. A rank receives up to
-    expert_clones experts of a layer in forward and sends as many gradients in backward, over collectives (ep - 1) times
-    as many."""
+    where an ep group shares memory, microbatches are large and the GEMMs need no copy of a rank's own weights with the
+    clones (not if experts are sharded, blocks are graphs, or something is recomputed), else 0. 0 is off. A rank
+    receives up to expert_clones experts of a layer in forward and sends as many gradients in backward, over collectives
+    (ep - 1) times as many."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
     memory for one all-gather a block."""
