@@ -168,7 +168,8 @@ def test_train_benchmark_does_not_start_invalid_recipes(bench: Any) -> None:
 def test_train_benchmark_launches_process_wide_settings_separately(bench: Any) -> None:
     module, runs = bench
     varied = ["--vary", "--run.is_deterministic=true", "--vary", "--memory.recompute=experts"]
-    rows = module.main([QWEN3, "--nproc=8", "--train.force_balanced_routing=true", *varied, "--profile=kernels"])
+    common = ("--train.force_balanced_routing=true", "--perf.attention=auto")
+    rows = module.main([QWEN3, "--nproc=8", *common, *varied, "--profile=kernels"])
     assert [[json.loads(job)["number"] for job in command[4:]] for command in runs] == [[0, 2], [1]]
     assert all(command[3] == "--profile=kernels" for command in runs)
     assert [row.name.partition(", ")[2] for row in rows] == [
