@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe
+from titan_moe.config.recipe import Recipe, microbatch_tokens
 from titan_moe.plan.count import expert_width
 from titan_moe.plan.loads import visit_probability
 
@@ -64,12 +64,12 @@ def _room(parallel: ParallelConfig) -> float:
 
 def describe_links(recipe: Recipe, world_size: int) -> str:
     """What a rank sends over both levels of links in the forward of a layer; empty if its ep group is on one node."""
-    p, t = recipe.parallel, recipe.train
+    p = recipe.parallel
     sent = rows_sent(recipe, world_size)
     if not sent.across:
         return ""
     row_bytes = expert_width(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
-    forward_bytes = 2 * t.micro_batch_sequences * t.seq_len_tokens // (p.cp * p.tp) * row_bytes  # and the results
+    forward_bytes = 2 * microbatch_tokens(recipe) * row_bytes  # and the results
     across, within = (f"{times * forward_bytes / 2**20:,.1f}" for times in sent)
     words = (
         f"a token's row is sent {sent.across:.2f} times between nodes of {ep_ranks_of_a_node(p, world_size)} ranks and "
