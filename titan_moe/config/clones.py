@@ -32,7 +32,7 @@ def num_clones(recipe: Recipe, world_size: int) -> int:
     device = "cpu" if recipe.run.device == "cpu" else "cuda"
     has_room = is_a_copy and are_unsharded and not recipe.compile.compiles_blocks(device)
     is_plain = p.overlap != "microbatch" and recipe.memory.recompute == "none"
-    num_slots = microbatch_tokens(recipe) * moe.top_k
+    num_slots = microbatch_tokens(recipe) * p.etp * moe.top_k
     pays = p.facts.shares_memory_of_ep and p.ep > 1 and num_slots >= MIN_SLOTS and recipe.model.num_moe_layers > 0
     has_codes = has_native_experts(recipe)
     return min(NUM_CLONES, moe.num_experts // p.ep) if pays and has_room and is_plain and not has_codes else 0

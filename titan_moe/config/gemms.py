@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from titan_moe.config.formats import FORMAT_FACTS, Format
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
 
@@ -49,13 +50,23 @@ def why_kept(recipe: Recipe, module: GemmModule) -> str:
         return f"num_layers_at_end_in_compute = {p.num_layers_at_end_in_compute}"
     if pattern := matches(p.modules_in_compute, module.name):
         return f'modules_in_compute: "{pattern}"'
-    step, parallel, name = multiple_of(p, p.format_of(module.part)), recipe.parallel, module.path.rpartition(".")[2]
+    step = multiple_of(p, p.format_of(module.part))
+    for width, parts in zip(module.widths, _parts_of_widths(recipe.parallel, module), strict=True):
+        if width % (step * parts):
+            split = f" for each of {parts} ranks" if parts > 1 else ""
+            return f"width {width} is no multiple of {step}{split}"
+    return ""
+
+
+def _parts_of_widths(parallel: ParallelConfig, module: GemmModule) -> tuple[int, int]:
+    """Into how many parts ranks split each width of a module. Of a linear layer both count, where one is split."""
+    if module.part == "experts":
+        return 1, max(parallel.etp, 1)
+    name = module.path.rpartition(".")[2]
     parts = parallel.tp if name in SPLIT_BY_TP else 1
     if name == "kv_up" and parallel.cp_kind == "ulysses":
         parts *= parallel.cp  # a rank multiplies with the rows of its heads
-    odd = [width for width in module.widths if width % (step * parts)]
-    split = f" for each of {parts} ranks" if parts > 1 else ""
-    return f"width {odd[0]} is no multiple of {step}{split}" if odd else ""
+    return max(parts, 1), max(parts, 1)
 
 
 def multiple_of(precision: PrecisionConfig, name: Format) -> int:

@@ -49,7 +49,10 @@ class ParallelConfig:
     """Expert-parallel ranks: each holds num_experts / ep experts of a layer. Folded over the dense ranks of a
     replica."""
     etp: int = 1
-    """Tensor-parallel ranks inside an expert. Only 1 works today."""
+    """Expert-tensor-parallel ranks, which split the hidden width of every routed expert; free of `tp`, with or without
+    `ep`. Divides moe.ffn_hidden_size. Before the experts each layer gathers the rows of an etp group, after them it
+    reduce-scatters their results: for neighbours of one node, where an expert is too large for a rank, or ep would have
+    more ranks than experts. Experts that fit are cheaper with `ep`: a row is sent once to each rank that needs it."""
     dispatcher: Annotated[str, OneOf(DISPATCHERS)] = "local"
     """How rows are sent to their experts. One of your own: titan_moe.register_dispatcher."""
     ep_ranks_per_node: int = 0
@@ -176,15 +179,16 @@ def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:
 def ranks_of_a_node(world_size: int) -> int:
     """The number of ranks of a node, from torchrun's environment; all ranks without it, as in `check`.
 
-    Ranks of an ep group are consecutive, so a group is on one node if ep divides this number.
+    Ranks of an ep group are among ep * etp consecutive ones, so a group is on one node if that divides this number.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local) if local.isdigit() and int(local) > 0 else world_size
 
 
 def ep_ranks_of_a_node(parallel: ParallelConfig, world_size: int) -> int:
-    """The number of ranks of an ep group on one node."""
-    return parallel.ep_ranks_per_node or min(ranks_of_a_node(world_size), parallel.ep)
+    """The number of ranks of an ep group on one node, which has etp of these groups beside each other."""
+    on_node = max(ranks_of_a_node(world_size) // max(parallel.etp, 1), 1)
+    return parallel.ep_ranks_per_node or min(on_node, parallel.ep)
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

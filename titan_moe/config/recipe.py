@@ -52,8 +52,14 @@ def microbatch_tokens(recipe: Recipe) -> int:
 
 
 def max_batch_tokens(recipe: Recipe) -> int:
-    """Tokens of the largest batch in one forward on a rank: a microbatch, or the prompt with all generated text."""
+    """Tokens of the largest batch whose rows a rank dispatches in one forward, those of its etp group: a microbatch, or
+    the prompt with all generated text."""
     p, sample_tokens = recipe.parallel, recipe.metrics.sample_tokens
     sample = min(recipe.train.seq_len_tokens, SAMPLE_PROMPT_TOKENS) + sample_tokens if sample_tokens else 0
     padded = -(-sample // max(p.length_multiple, 1)) * p.length_multiple
-    return max(microbatch_tokens(recipe), padded // max(p.cp * p.tp, 1))
+    return max(microbatch_tokens(recipe), padded // max(p.cp * p.tp, 1)) * max(p.etp, 1)
+
+
+def expert_hidden_size(recipe: Recipe) -> int:
+    """Hidden width of a rank's part of an expert."""
+    return recipe.model.moe.ffn_hidden_size // max(recipe.parallel.etp, 1)

@@ -31,7 +31,8 @@ class GroupedExperts(nn.Module):
     rank's experts in compute's dtype; it is identity unless experts are sharded. `gather_weights` adds planned clones;
     rows pass through it, so that it communicates after them. `delays_weight_grads` enables `delayed_weights`
     (kernels/experts/delayed_weight_grads.py). An `mlp` whose format is not that of the weights has `quantize`; `codes`
-    returns what it has made of them for several uses, if anything.
+    returns what it has made of them for several uses, if anything. `num_width_parts` ranks have parts of F, and their
+    results are added up, so each adds that part of the down bias.
     """
 
     parameter_dims = {"gate_up": "e2FL", "down": "eLF", "gate_up_bias": "e2F", "down_bias": "eL"}
@@ -63,11 +64,15 @@ class GroupedExperts(nn.Module):
         self.codes: Callable[[], tuple[Tensor, ...]] = tuple
         self.quantize: Quantize | None = None
         self.delays_weight_grads = False
+        self.num_width_parts = 1
 
     def weights(self) -> ExpertWeights:
         """The parameters of this rank's experts, ready for compute."""
         names = [name for name in GroupedExperts.parameter_dims if getattr(self, name) is not None]
-        weights = ExpertWeights.of([self.local(getattr(self, name)) for name in names], tuple(names))
+        tensors = {name: self.local(getattr(self, name)) for name in names}
+        if self.num_width_parts > 1 and "down_bias" in tensors:
+            tensors["down_bias"] = _ShareOfSum.apply(tensors["down_bias"], self.num_width_parts)
+        weights = ExpertWeights.of(list(tensors.values()), tuple(names))
         return weights._replace(codes=self.codes())
 
     def delayed_weights(self) -> DelayedWeights | None:
@@ -84,6 +89,19 @@ class GroupedExperts(nn.Module):
     def compute(self, inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
         """The same with given rows and weights; compiled by itself where blocks run in pieces."""
         return inputs.run_mlp(self.mlp, rows, weights)
+
+
+class _ShareOfSum(torch.autograd.Function):
+    """A summand, for as many ranks to add up to the whole. Every rank has the gradient of the sum, and so that of the
+    whole: it is not divided, and not reduced over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, num_ranks: int) -> Tensor:
+        return whole / num_ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _identity(weight: Tensor) -> Tensor:

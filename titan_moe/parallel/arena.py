@@ -26,7 +26,7 @@ def give_arena(model: nn.Module, recipe: Recipe, device: torch.device, capacity:
     mlps = {moe.experts.mlp for moe in layers}
     is_fp8 = mlps <= set(FP8_MLPS)
     are_fused = is_fp8 or mlps == {fused_expert_mlp}
-    shapes = {tuple(moe.experts.down.shape[1:]) for moe in layers}
+    shapes = {tuple(moe.experts.down.shape[1:]) for moe in layers}  # whole: experts are split over etp later
     if not are_fused or not has_arena(recipe, "fused") or len(shapes) != 1:
         return
     is_checkpointed = recipe.memory.recompute != "none"
@@ -37,6 +37,6 @@ def give_arena(model: nn.Module, recipe: Recipe, device: torch.device, capacity:
             return
     ((width, hidden),) = shapes
     dtype = DTYPES[recipe.precision.compute]
-    arena = Arena(width, hidden, dtype, device, is_checkpointed=is_checkpointed, is_fp8=is_fp8)
+    arena = Arena(width, hidden // recipe.parallel.etp, dtype, device, is_checkpointed=is_checkpointed, is_fp8=is_fp8)
     capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=len(layers)))
     model.register_forward_pre_hook(lambda *_: capacity.start_forward())

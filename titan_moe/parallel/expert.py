@@ -1,4 +1,7 @@
-"""Expert parallelism: a rank holds a share of every layer's experts; a dispatcher sends rows to them."""
+"""Expert parallelism: a rank holds a share of every layer's experts; a dispatcher sends rows to them.
+
+With expert tensor parallelism (etp) its share of an expert is a part of the hidden width F.
+"""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -7,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from titan_moe.config.dispatchers import LOCAL, dispatchers_that, facts_of
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.dispatch.row_format import FP8, PLAIN
@@ -34,18 +39,23 @@ def apply(
     memory: SymmMemory | None = None,
     nodes: NodeGroups | None = None,
 ) -> None:
-    """Shard the experts of every MoE layer over the ep ranks, as `Shard(0)` DTensors, and set its dispatcher.
+    """Shard the experts of every MoE layer over the ranks of ep, and F over those of etp, as DTensors, and set its
+    dispatcher.
 
-    The new dispatcher keeps the permute of the one that it replaces; with "local" each layer keeps its own. All layers
-    share one `capacity`, with one flag for overflow in any of them, and the `memory` of the ep group if the dispatcher
-    shares memory, or of the node if it has two levels, as `nodes` from `open_nodes` says.
+    The new dispatcher keeps the permute of the one that it replaces; with "local" each layer keeps its own. With etp it
+    is wrapped in an `ExpertTensorDispatcher`. All layers share one `capacity`, with one flag for overflow in any of
+    them, and the `memory` of the ep group if the dispatcher shares memory, or of the node if it has two levels, as
+    `nodes` from `open_nodes` says.
     """
     for module in model.modules():
         if isinstance(module, MoE):
             if config.dispatcher != LOCAL.name:
                 _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory, nodes)
-            if config.ep > 1:
-                _shard(module.experts, meshes.ep)
+            if config.etp > 1:
+                module.dispatcher = ExpertTensorDispatcher(module.dispatcher, meshes.etp.get_group())
+                module.experts.num_width_parts = config.etp
+            if config.ep * config.etp > 1:
+                _shard(module.experts, meshes.expert_shares)
 
 
 def apply_expert_parallel(
@@ -203,9 +213,27 @@ def _set_dispatcher(
 
 
 def _shard(experts: GroupedExperts, mesh: DeviceMesh) -> None:
-    size, rank = mesh.size(), mesh.get_local_rank()
+    """Keep this rank's part of the parameters: the first axis of the mesh shares the experts out, a second one F."""
     for name, full in list(experts.named_parameters(recurse=False)):
-        own = full.data.chunk(size)[rank].clone()
-        sharded = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        placements = [Shard(0)] if mesh.ndim == 1 else [Shard(0), _placement_on_etp(experts, name)]
+        own = full.data
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                own = own.chunk(mesh.size(axis), placement.dim)[mesh.get_local_rank(axis)]
+        sharded = DTensor.from_local(own.clone(memory_format=torch.contiguous_format), mesh, placements, run_check=False)
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
     experts.local = local
+
+
+def _placement_on_etp(experts: GroupedExperts, name: str) -> Placement:
+    """Split F. The down bias has none: every rank has it, and its whole gradient (layers/experts.py).
+
+    Raises: ValueError for another parameter without F.
+    """
+    dims = experts.parameter_dims.get(name, "")
+    if "F" not in dims and name != "down_bias":
+        raise ValueError(
+            f"{type(experts).__name__}.{name} has no hidden width to split over parallel.etp; declare it in "
+            "parameter_dims, with F for the hidden width, or take parallel.etp = 1"
+        )
+    return Shard(dims.index("F")) if "F" in dims else Replicate()

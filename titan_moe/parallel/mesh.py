@@ -47,6 +47,16 @@ class Meshes:
         return self.expert["ep"]
 
     @property
+    def etp(self) -> DeviceMesh:
+        """The ranks that share the hidden width of the same experts."""
+        return self.expert["etp"]
+
+    @property
+    def expert_shares(self) -> DeviceMesh:
+        """The ranks that have a layer's experts once together: of axis ep, and of etp if it splits them."""
+        return self.ep if self.sizes.etp == 1 else self.expert["ep", "etp"]
+
+    @property
     def world_group(self) -> dist.ProcessGroup:
         """All ranks: sums the gradient norm and the overflow flag of a step."""
         assert dist.group.WORLD is not None

@@ -14,6 +14,7 @@ from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.kernels.symm_mem.barrier import SPIN_LIMIT_SECONDS
 from titan_moe.kernels.symm_mem.clones import clone_bytes
+from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
@@ -52,8 +53,8 @@ def share_memory(
     )
     num_clones = recipe.parallel.fixed_expert_clones
     if num_clones and nodes is None:
-        for weights in [list(moe.experts.parameters()) for moe in layers]:
-            num_local, elements = len(weights[0]) // num_ranks, sum(weight[0].numel() for weight in weights)
+        for experts in [moe.experts for moe in layers]:
+            num_local, elements = len(experts.down) // num_ranks, _elements_of_an_expert(experts, recipe.parallel.etp)
             num_bytes = max(num_bytes, clone_bytes(num_ranks, num_local, num_clones, elements, rows))
     try:
         memory = open_symm_memory(num_bytes, group, device)
@@ -66,3 +67,9 @@ def share_memory(
     missing = MissingRank(memory.local, dist.get_process_group_ranks(group), limit_seconds)
     capacity.failed, capacity.check = missing.failed, missing.check
     return memory
+
+
+def _elements_of_an_expert(experts: GroupedExperts, etp: int) -> int:
+    """Elements of a rank's part of an expert whose hidden width will be split over etp ranks."""
+    parts = {name: etp if "F" in dims else 1 for name, dims in experts.parameter_dims.items()}
+    return sum(weight[0].numel() // parts[name] for name, weight in experts.named_parameters(recurse=False))

@@ -122,7 +122,7 @@ def expert_width(model: ModelConfig) -> int:
     return model.moe.latent_size or model.hidden_size
 
 
-def parameters_of_an_expert(model: ModelConfig) -> int:
-    """Count the weights of one routed expert, and its biases."""
-    width, hidden = expert_width(model), model.moe.ffn_hidden_size
+def parameters_of_an_expert(model: ModelConfig, etp: int = 1) -> int:
+    """Count the weights of one routed expert, and its biases; or of the part that each of `etp` ranks has."""
+    width, hidden = expert_width(model), model.moe.ffn_hidden_size // etp
     return 3 * width * hidden + (2 * hidden + width if model.moe.expert_mlp_bias else 0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from titan_moe.config.parallel import resolve
-from titan_moe.config.recipe import Recipe, microbatch_tokens
+from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens
 from titan_moe.plan.count import expert_width
 from titan_moe.plan.links import rows_sent
 
@@ -60,8 +60,9 @@ def _adds_gradients(recipe: Recipe, world_size: int) -> bool:
 
 
 def _num_rows(recipe: Recipe) -> int:
-    """Rows that a rank receives at once: each token's row is sent to every rank that holds one of its experts."""
-    p, num_tokens = recipe.parallel, microbatch_tokens(recipe)
+    """Rows that a rank receives at once: each row of an etp group is sent to every rank that holds one of its
+    experts."""
+    p, num_tokens = recipe.parallel, microbatch_tokens(recipe) * recipe.parallel.etp
     # a node's ranks forward what they receive for others
     ep, copies = p.ep, rows_sent(recipe, p.ep, "once_a_rank" if p.facts.has_two_levels else "").all
     return round(num_tokens * copies * ep / (ep - 1)) if copies else num_tokens
@@ -73,13 +74,13 @@ def _load(recipe: Recipe) -> Shape:
     return {
         "rows": _num_rows(recipe),
         "choices": moe.top_k,
-        "slots": microbatch_tokens(recipe) * moe.top_k,
+        "slots": microbatch_tokens(recipe) * recipe.parallel.etp * moe.top_k,
         "experts": moe.num_experts // recipe.parallel.ep,
     }
 
 
 def _experts(recipe: Recipe) -> Shape:
-    return {**_load(recipe), "width": expert_width(recipe.model), "hidden": recipe.model.moe.ffn_hidden_size}
+    return {**_load(recipe), "width": expert_width(recipe.model), "hidden": expert_hidden_size(recipe)}
 
 
 def _permute(recipe: Recipe) -> Shape:
@@ -138,9 +139,9 @@ def _head(recipe: Recipe) -> Shape:
 
 def _gradients(recipe: Recipe) -> Shape:
     """The sum of gate and up, the larger weight of a layer's experts."""
-    moe, precision = recipe.model.moe, recipe.precision
+    precision, num_experts = recipe.precision, recipe.model.moe.num_experts // recipe.parallel.ep
     return {
-        "elements": moe.num_experts // recipe.parallel.ep * 2 * moe.ffn_hidden_size * expert_width(recipe.model),
+        "elements": num_experts * 2 * expert_hidden_size(recipe) * expert_width(recipe.model),
         "dtypes": f"{precision.compute} to {precision.master}",
     }
 

@@ -1,6 +1,6 @@
 """Rows over the links between nodes and within them.
 
-An ep group is M nodes of G consecutive ranks. A token's row is sent to other ranks once for each visit: random routing
+An ep group is M nodes of G ranks, neighbours or, with etp, every etp-th rank of a node. A token's row is sent to other ranks once for each visit: random routing
 gives a token K of E experts without replacement, so the numbers of its experts on a rank or a node are hypergeometric.
 """
 
@@ -69,7 +69,7 @@ def describe_links(recipe: Recipe, world_size: int) -> str:
     if not sent.across:
         return ""
     row_bytes = expert_width(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
-    forward_bytes = 2 * microbatch_tokens(recipe) * row_bytes  # and the results
+    forward_bytes = 2 * microbatch_tokens(recipe) * p.etp * row_bytes  # and the results; a rank sends for its etp group
     across, within = (f"{times * forward_bytes / 2**20:,.1f}" for times in sent)
     words = (
         f"a token's row is sent {sent.across:.2f} times between nodes of {ep_ranks_of_a_node(p, world_size)} ranks and "

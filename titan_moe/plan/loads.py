@@ -49,9 +49,10 @@ class LayerLoads(NamedTuple):
 
 
 def layer_loads(recipe: Recipe) -> LayerLoads:
-    """The loads of a recipe whose dispatcher sends a row once to each rank."""
+    """The loads of a recipe whose dispatcher sends a row once to each rank. With etp a rank has a part of the width of
+    all rows of its etp group."""
     p, moe = recipe.parallel, recipe.model.moe
-    num_tokens, num_local = microbatch_tokens(recipe), moe.num_experts // p.ep
+    num_tokens, num_local = microbatch_tokens(recipe) * p.etp, moe.num_experts // p.ep
     rows = p.ep * num_tokens * visit_probability(moe.num_experts, num_local, moe.top_k)
     worst_rows = p.ep * max_batch_tokens(recipe)
     worst_slots = worst_rows * min(moe.top_k, num_local + p.fixed_expert_clones)

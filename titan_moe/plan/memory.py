@@ -3,7 +3,7 @@
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe, max_batch_tokens
+from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
 from titan_moe.plan.count import count_parameters, expert_width, parameters_of_an_expert
 from titan_moe.plan.loads import layer_loads
 
@@ -27,7 +27,7 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     """
     count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
-    dense, experts = count.dense_per_tp_rank(sizes.tp), count.routed_experts / sizes.ep
+    dense, experts = count.dense_per_tp_rank(sizes.tp), experts_per_rank(recipe)
     is_unsharded = sizes.experts_are_unsharded(precision)
     copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.accumulate_unsharded:
@@ -40,16 +40,16 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
 
 def _clones_of_all_layers(recipe: Recipe) -> int:
     """Bytes of the replica slots of all layers, which are there from a layer's forward to its backward."""
-    num_slots = recipe.model.num_moe_layers * recipe.parallel.fixed_expert_clones
-    return num_slots * parameters_of_an_expert(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
+    num_slots, size = recipe.model.num_moe_layers * recipe.parallel.fixed_expert_clones, _part_of_an_expert(recipe)
+    return num_slots * size * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def shared_bytes_per_rank(recipe: Recipe) -> int:
     """Count the bytes of memory that the ranks of an ep group, or of a node of it, share.
 
-    On each rank it fits the row of every token of the largest microbatch, its score gradients, assignments and token
-    lists; or, at another time, a layer's cloned experts. Exchanged counts, a few hundred bytes, are left out. On a node
-    the tokens of all nodes meet, in the places of fewer ranks.
+    On each rank it fits the row of every token of the largest microbatch of an etp group, its score gradients,
+    assignments and token lists; or, at another time, a layer's cloned experts. Exchanged counts, a few hundred bytes,
+    are left out. On a node the tokens of all nodes meet, in the places of fewer ranks.
     """
     if not recipe.parallel.facts.shares_memory:
         return 0
@@ -62,7 +62,7 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
 def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float) -> int:
     """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs."""
     rows, slots = layer_loads(recipe).room(0.0 if recipe.memory.recompute != "none" else capacity_factor)
-    element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], 2 * recipe.model.moe.ffn_hidden_size
+    element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], 2 * expert_hidden_size(recipe)
     if has_native_experts(recipe):
         return rows * (expert_width(recipe.model) + SCALE_BYTES) + slots * (hidden + SCALE_BYTES)
     return (rows * expert_width(recipe.model) + slots * hidden) * element
@@ -71,7 +71,7 @@ def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float) -> int:
 def temporary_bytes_per_rank(recipe: Recipe) -> int:
     """Count the bytes of one layer's temporaries where there is an arena, for the worst case: in backward the gradients
     of rows and hidden states, the activation and its gradient, or the gradients of slots."""
-    loads, width, hidden = layer_loads(recipe), expert_width(recipe.model), recipe.model.moe.ffn_hidden_size
+    loads, width, hidden = layer_loads(recipe), expert_width(recipe.model), expert_hidden_size(recipe)
     if has_native_experts(recipe):
         # codes of gradients, and gradients of activations; then gradients of slots, or what those of weights sum
         rounds_all = recipe.precision.wgrad == "format"
@@ -86,15 +86,24 @@ def _clone_bytes(recipe: Recipe) -> int:
     """Bytes of the most experts that can be cloned: all of a rank's, or as many as there are replica slots."""
     num_ranks, num_replicas, moe = recipe.parallel.ep, recipe.parallel.fixed_expert_clones, recipe.model.moe
     num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_replicas), num_replicas)
-    return num_cloned * parameters_of_an_expert(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
+    return num_cloned * _part_of_an_expert(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 def parameters_per_rank(recipe: Recipe, world_size: int) -> float:
     """Count the parameters of a rank's shards; gradients and moments are sharded alike.
 
-    Dense parameters are sharded over tp, dp_shard and cp, experts over ep and inside it over edp. Replicas divide
-    nothing.
+    Dense parameters are sharded over tp, dp_shard and cp; experts over ep and etp, and inside these over edp. Replicas
+    divide nothing.
     """
     sizes = resolve(recipe.parallel, world_size)
     count = count_parameters(recipe.model)
-    return count.dense_per_tp_rank(sizes.tp) / sizes.fsdp + count.routed_experts / (sizes.ep * sizes.edp)
+    return count.dense_per_tp_rank(sizes.tp) / sizes.fsdp + experts_per_rank(recipe) / sizes.edp
+
+
+def experts_per_rank(recipe: Recipe) -> float:
+    """Count the parameters of routed experts that a rank computes with: its share over ep and etp."""
+    return recipe.model.num_moe_layers * recipe.model.moe.num_experts / recipe.parallel.ep * _part_of_an_expert(recipe)
+
+
+def _part_of_an_expert(recipe: Recipe) -> int:
+    return parameters_of_an_expert(recipe.model, recipe.parallel.etp)

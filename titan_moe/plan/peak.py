@@ -8,13 +8,13 @@ the tensors that compiled blocks keep; workspaces of libraries, fragments and me
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
-from titan_moe.config.recipe import Recipe, microbatch_tokens, num_microbatches
+from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
 from titan_moe.plan.count import count_parameters, expert_width
 from titan_moe.plan.loads import layer_loads
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
+    experts_per_rank,
     gathered_bytes_per_rank,
     parameters_per_rank,
     temporary_bytes_per_rank,
@@ -38,7 +38,7 @@ def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float,
     activations = activation_bytes_per_rank(recipe, experts)
     begin: float = gathered + arena + activations + _loss_bytes(recipe)
     if num_microbatches(recipe, world_size) > 1:  # the sums of the microbatches before; unsharded ones are gathered
-        experts_alone = count.routed_experts / resolve(recipe.parallel, world_size).ep * BYTES_OF_DTYPE[p.master]
+        experts_alone = experts_per_rank(recipe) * BYTES_OF_DTYPE[p.master]
         begin += experts_alone if recipe.parallel.accumulate_unsharded else gradients
     end = gradients + arena + temporary + (gathered if recipe.parallel.accumulate_unsharded else 0)
     return round(state + root + max(begin, end))
@@ -81,9 +81,10 @@ def _attention_elements(m: ModelConfig) -> int:
 def _expert_elements(recipe: Recipe) -> int:
     """Elements of a layer's rows and hidden states under a balanced load; rows that are not sent are the norm's. In fp8
     rows are copies in any case, and two codes are an element of bf16."""
-    loads, is_sent = layer_loads(recipe), recipe.parallel.facts.moves_rows
-    rows = loads.rows if recipe.parallel.facts.sends != "every_row" else recipe.parallel.ep * loads.slots
-    width, hidden = expert_width(recipe.model), 2 * recipe.model.moe.ffn_hidden_size
+    loads, p = layer_loads(recipe), recipe.parallel
+    is_sent = p.facts.moves_rows or p.etp > 1
+    rows = loads.rows if p.facts.sends != "every_row" else p.ep * loads.slots
+    width, hidden = expert_width(recipe.model), 2 * expert_hidden_size(recipe)
     if has_native_experts(recipe):
         copied = rows if is_sent else microbatch_tokens(recipe)
         return round((copied * width + loads.slots * hidden) / 2)

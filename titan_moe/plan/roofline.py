@@ -20,7 +20,7 @@ from titan_moe.plan.count import (
 )
 from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.links import rows_sent
-from titan_moe.plan.memory import parameters_per_rank
+from titan_moe.plan.memory import experts_per_rank, parameters_per_rank
 
 FORWARD_AND_BACKWARD = 6
 """FLOPs of a multiply-add with a weight: two forward, two for each gradient."""
@@ -66,11 +66,13 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
     work["attention"] = Work(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
     row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
     # 2: the gradient of a row is sent too
-    moved = 2 * num_moe_layers * num_tokens * row_bytes * rows_sent(recipe, world_size).all
+    rows, etp = 2 * num_moe_layers * num_tokens * row_bytes, recipe.parallel.etp
+    gathered = rows * (etp - 1)  # those of an etp group; as many results are reduce-scattered
+    moved = rows * etp * rows_sent(recipe, world_size).all
     if recipe.parallel.overlap == "tile":  # the experts' GEMMs move the rows
         work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
-    else:
-        work["dispatch"] = work["combine"] = Work(wire_bytes=moved)
+        moved = 0.0
+    work["dispatch"] = work["combine"] = Work(wire_bytes=gathered + moved)
     work["clip"], work["optimizer"] = update_work(recipe, world_size)
     work["sharding"] = Work(wire_bytes=sharding_bytes(recipe, world_size))
     return {part: done for part, done in work.items() if done != Work()}
@@ -121,7 +123,7 @@ def sharding_bytes(recipe: Recipe, world_size: int) -> float:
         (root, 1, sizes.fsdp),
         (blocks, 1 + (p.reshard_after_forward and not p.accumulate_unsharded), sizes.fsdp),
         (
-            counted.routed_experts / sizes.ep,
+            experts_per_rank(recipe),
             1 + (p.reshard_experts_after_forward and not p.accumulate_unsharded),
             sizes.edp,
         ),

@@ -6,16 +6,14 @@ from operator import attrgetter
 from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ep_ranks_of_a_node, ranks_of_a_node, smallest_world
-from titan_moe.config.recipe import Recipe
+from titan_moe.config.recipe import Recipe, expert_hidden_size
 from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
 
 
 @rule("another size would silently be 1")
 def axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
-    for axis in ("pp", "etp"):
-        size = getattr(recipe.parallel, axis)
-        if size > 1:
-            yield f"parallel.{axis} = {size} does not work yet; set it to 1 and spread with dp_shard and ep"
+    if recipe.parallel.pp > 1:
+        yield f"parallel.pp = {recipe.parallel.pp} does not work yet; set it to 1 and spread with dp_shard and ep"
 
 
 @rule("dense parameters are on at least one rank")
@@ -67,10 +65,22 @@ def ep_divides_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+@rule("each rank of an etp group has an equal part of every expert")
+def etp_divides_expert_hidden_width(recipe: Recipe, world_size: int) -> Iterator[str]:
+    etp, hidden = recipe.parallel.etp, recipe.model.moe.ffn_hidden_size
+    if hidden > 0 and is_no_divisor(etp, hidden):
+        yield (
+            f"parallel.etp = {etp} does not divide model.moe.ffn_hidden_size = {hidden}; take "
+            f"{nearest_multiples(hidden, etp)}, or an etp that divides it"
+        )
+
+
 @rule("there are no experts to shard")
 def ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.parallel.ep > 1 and recipe.model.num_moe_layers <= 0:
-        yield f"parallel.ep = {recipe.parallel.ep} needs layers with experts, and this model has none; set ep = 1"
+    for axis in ("ep", "etp"):
+        size = getattr(recipe.parallel, axis)
+        if size > 1 and recipe.model.num_moe_layers <= 0:
+            yield f"parallel.{axis} = {size} needs layers with experts, and this model has none; set {axis} = 1"
 
 
 @rule("rows must reach experts on other ranks")
@@ -88,7 +98,7 @@ def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and not p.facts.moves_rows:
         yield (
-            f'parallel.overlap = "{p.overlap}" hides communication, and parallel.dispatcher = "{p.dispatcher}" has '
+            f'parallel.overlap = "{p.overlap}" hides communication of ep, and parallel.dispatcher = "{p.dispatcher}" has '
             f'none; set it to "none", or spread the experts with {dispatchers_that(lambda facts: facts.moves_rows)}'
         )
 
@@ -144,9 +154,10 @@ def shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
 @rule("GPUs share memory inside a node only")
 def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
-    if p.facts.is_one_node and world_size > 1 and is_no_divisor(p.ep, num_local):
+    if p.facts.is_one_node and world_size > 1 and is_no_divisor(p.ep * p.etp, num_local):
+        size = f"parallel.ep = {p.ep}" if p.etp == 1 else f"parallel.ep * etp = {p.ep} * {p.etp} = {p.ep * p.etp}"
         yield (
-            f"parallel.ep = {p.ep} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
+            f"{size} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
             f'"{p.dispatcher}" needs; take a divisor of it ({divisors(num_local)}), or '
             f"{dispatchers_that(lambda facts: facts.moves_rows and not facts.is_one_node)}"
         )
@@ -177,9 +188,10 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
             f"{of_node} ranks on a node (parallel.ep_ranks_per_node, or torchrun's) do not divide parallel.ep = "
             f"{p.ep}; take a divisor between 1 and {p.ep}, or {_any_network()}, which needs no equal nodes"
         )
-    elif is_no_divisor(of_node, on_host):
+    elif is_no_divisor(of_node * p.etp, on_host):
+        times_etp = f" * etp = {of_node} * {p.etp}" if p.etp > 1 else f" = {of_node}"
         yield (
-            f"parallel.ep_ranks_per_node = {of_node} does not divide the {on_host} ranks that torchrun starts on a "
+            f"parallel.ep_ranks_per_node{times_etp} does not divide the {on_host} ranks that torchrun starts on a "
             f"node, so some would span two; take one of {divisors(on_host)}"
         )
 
@@ -258,12 +270,13 @@ def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
     widths = {key: model.moe.latent_size or model.hidden_size}
     if model.moe.expert_mlp_bias:
-        widths["moe.ffn_hidden_size"] = model.moe.ffn_hidden_size
+        widths["moe.ffn_hidden_size"] = expert_hidden_size(recipe)
     for key, width in widths.items():
         if model.num_moe_layers > 0 and is_no_divisor(edp, width):
+            part = f" / etp = {width}" if p.etp > 1 and key == "moe.ffn_hidden_size" else f" = {width}"
             yield (
                 f"edp = {edp} (the {world_size} ranks over parallel.pp * dp_replicate * ep * etp) does not divide "
-                f"model.{key} = {width}; raise parallel.ep or parallel.dp_replicate until it does"
+                f"model.{key}{part}; raise parallel.ep or parallel.dp_replicate until it does"
             )
 
 

@@ -65,12 +65,15 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
         return
     step = GROUPED_MM_STRIDE_BYTES // BYTES_OF_DTYPE[recipe.precision.compute]
     width_key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
-    widths = {width_key: model.moe.latent_size or model.hidden_size, "moe.ffn_hidden_size": model.moe.ffn_hidden_size}
-    for key, width in widths.items():
-        if width % step:
+    widths = {width_key: (model.moe.latent_size or model.hidden_size, 1)}
+    widths["moe.ffn_hidden_size"] = (model.moe.ffn_hidden_size, max(recipe.parallel.etp, 1))
+    for key, (width, parts) in widths.items():
+        if width % (step * parts):
+            split = f" for each of {parts} etp ranks" if parts > 1 else ""
+            multiples = nearest_multiples(width, step * parts)
             yield (
-                f"model.{key} = {width} is not a multiple of {step}, which grouped_mm needs in "
-                f'{recipe.precision.compute}; take {nearest_multiples(width, step)}, or perf.kernels = "reference"'
+                f"model.{key} = {width} is not a multiple of {step}{split}, which grouped_mm needs in "
+                f'{recipe.precision.compute}; take {multiples}, or perf.kernels = "reference"'
             )
 
 
