@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from titan_moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     CloningDispatcher,
+    ExpertTensorDispatcher,
     HierarchicalDispatcher,
     LocalDispatcher,
     TokenDispatcher,
@@ -120,6 +122,20 @@ def run_cloning_rank(kind: str, routing: str, tokens_by_rank: list[int], num_rep
     return serve(dispatcher, module, rank_inputs), int(num_taken)
 
 
+def run_expert_tensor_rank(kind: str, routing: str, num_ep: int, num_etp: int) -> list[Tensor]:
+    """Results of a rank, with the gradients of its part of F."""
+    mesh = init_device_mesh("cpu", (num_ep, num_etp), mesh_dim_names=("ep", "etp"))
+    ep_rank, etp_rank, num_experts = *mesh.get_coordinate(), NUM_EXPERTS // num_ep
+    module = experts(ep_rank * num_experts, (ep_rank + 1) * num_experts)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.chunk(num_etp, 2)[etp_rank].clone()
+    inner = KINDS[kind](NUM_EXPERTS, mesh["ep"].get_group()) if kind != "local" else LocalDispatcher(NUM_EXPERTS)
+    dispatcher = ExpertTensorDispatcher(inner, mesh["etp"].get_group())
+    assert dispatcher.facts is inner.facts
+    num_ranks = num_ep * num_etp
+    return serve(dispatcher, module, inputs(routing, num_ranks, [NUM_TOKENS] * num_ranks)[dist.get_rank()])
+
+
 def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
     for name, a, b in zip(("y", "dx", "dscores", "dgate_up", "ddown"), actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
@@ -211,3 +227,18 @@ def count_rows(routing: str) -> tuple[int, int]:
 def test_alltoall_sends_a_row_once_a_rank(ranks) -> None:
     for num_sent, num_pairs in ranks(4, count_rows, "skewed"):
         assert num_sent == num_pairs < NUM_TOKENS * TOP_K
+
+
+@pytest.mark.parametrize(("kind", "num_ep", "num_etp"), [("local", 1, 2), ("allgather", 2, 2), ("alltoall", 2, 4)])
+def test_expert_tensor_dispatcher_equals_dense_oracle(ranks, kind: str, num_ep: int, num_etp: int) -> None:
+    num_ranks = num_ep * num_etp
+    for routing in ROUTINGS:
+        parts = ranks(num_ranks, run_expert_tensor_rank, kind, routing, num_ep, num_etp)
+        rows = [torch.cat(tensors) for tensors in list(zip(*parts, strict=True))[:3]]
+        by_ep = [parts[first : first + num_etp] for first in range(0, num_ranks, num_etp)]
+        weights = [
+            torch.cat([torch.cat([part[number] for part in etp_group], dim=2) for etp_group in by_ep])
+            for number in (3, 4)
+        ]
+        expected = [dense_oracle(drawn) for drawn in inputs(routing, num_ranks, [NUM_TOKENS] * num_ranks)]
+        assert_close(rows + weights, join(expected, experts_add_up=True))

@@ -46,6 +46,8 @@ def test_biases_learn(alone: Any) -> None:
         pytest.param(replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-recompute_experts"),
         pytest.param(replace(EP2, accumulate_unsharded=True, overlap="microbatch"), "none", id="interleaved"),
         pytest.param(replace(EP2, ep=4, expert_clones=1), "none", id="clones"),
+        pytest.param(ParallelConfig(etp=2), "none", id="etp2-edp2"),
+        pytest.param(replace(EP2, etp=2, expert_clones=1), "experts", id="ep2-etp2-clones-recompute_experts"),
     ],
 )
 def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfig, what: str) -> None:
@@ -53,8 +55,9 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 
-def test_one_graph_a_block_trains_as_one_process(ranks, alone: Any) -> None:
-    candidate = with_biases(replace(EP2, dispatcher="allgather"), compile=CompileConfig("on", extent="block"))
+@pytest.mark.parametrize("parallel", [replace(EP2, dispatcher="allgather"), ParallelConfig(etp=2)], ids=["ep2", "etp2"])
+def test_one_graph_a_block_trains_as_one_process(ranks, alone: Any, parallel: ParallelConfig) -> None:
+    candidate = with_biases(parallel, compile=CompileConfig("on", extent="block"))
     for fields in ranks(2, one_loss.train_compiled, candidate, -1, STEPS):
         trace = one_loss.Trace(**fields)
         one_loss.assert_same(trace, alone, 1e-9)
@@ -84,3 +87,10 @@ def test_biases_are_sharded_and_do_not_decay(ranks) -> None:
     for shapes, (spared, decayed) in ranks(4, local_shapes, with_biases(EP2)):
         assert shapes == {"gate_up": (4, 2, 8, 8), "down": (4, 8, 8), "gate_up_bias": (4, 2, 4), "down_bias": (4, 8)}
         assert spared == {"gate_up_bias", "down_bias"} and decayed == {"gate_up", "down"}
+
+
+def test_etp_splits_the_hidden_width_and_keeps_the_down_bias_whole(ranks) -> None:
+    for shapes, _ in ranks(4, local_shapes, with_biases(ParallelConfig(ep=2, etp=2, dispatcher="alltoall"))):
+        assert shapes == {"gate_up": (4, 2, 4, 16), "down": (4, 16, 4), "gate_up_bias": (4, 2, 4), "down_bias": (4, 16)}
+    for shapes, _ in ranks(4, local_shapes, with_biases(ParallelConfig(etp=2))):  # FSDP shards over edp
+        assert shapes == {"gate_up": (8, 2, 4, 8), "down": (8, 8, 4), "gate_up_bias": (8, 2, 2), "down_bias": (8, 8)}

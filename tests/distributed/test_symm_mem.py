@@ -137,6 +137,7 @@ def alone(ranks: Any) -> Any:
     [
         pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
         pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
+        pytest.param(4, replace(EP2, etp=2, expert_clones=1), "experts", id="dp4-ep2-etp2-clones-recompute_experts"),
         pytest.param(2, replace(EP2, tp=2), "none", id="tp2-ep2"),
         pytest.param(4, replace(EP2, dp_replicate=2), "experts", id="hsdp2x2-ep2-recompute_experts"),
         pytest.param(2, replace(EP2, expert_clones=1), "experts", id="dp2-ep2-clones-recompute_experts"),
@@ -182,14 +183,18 @@ def with_fused_experts(parallel: ParallelConfig, **others: Any) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("parallel", [EP2, replace(EP2, tp=2)], ids=["dp2-ep2", "tp2-ep2"])
+@pytest.mark.parametrize(
+    "parallel", [EP2, replace(EP2, tp=2), replace(EP2, tp=2, etp=2)], ids=["dp2-ep2", "tp2-ep2", "tp2-dp2-ep2-etp2"]
+)
 def test_symm_mem_tile_overlap_trains_as_one_process(ranks: Any, tmp_path: Path, parallel: ParallelConfig) -> None:
     """The experts' exchanges run again in backward."""
     alone = one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 1)[0])
+    num_ranks = parallel.ep * parallel.etp
     candidate = in_one_microbatch(
-        with_fused_experts(replace(parallel, overlap="tile"), memory=MemoryConfig("block")), num_ranks=2 // parallel.tp
+        with_fused_experts(replace(parallel, overlap="tile"), memory=MemoryConfig("block")),
+        num_ranks=num_ranks // parallel.tp,
     )
-    for fields in ranks(2, on_files, str(tmp_path), "one_loss", "train", candidate, -1, 1):
+    for fields in ranks(num_ranks, on_files, str(tmp_path), "one_loss", "train", candidate, -1, 1):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
 
 
