@@ -94,7 +94,7 @@ KEPT = {
     "parallel.cp": "sequences whose activations one rank does not hold",
     "parallel.cp_kind": "heads, or how few of them keys and values have, limit ulysses; masks cost allgather time",
     "parallel.tp": "what one rank does not hold of a layer, and fewer sequences than ranks",
-    "parallel.etp": "an axis of the mesh that is named and refused until it works",
+    "parallel.etp": "experts too large for a rank, or too few for ep (Mixtral); Megatron's expert-tensor-parallel-size",
     "parallel.dp_replicate": "HSDP: parameters are gathered inside a node, gradients alone cross nodes",
     "parallel.dp_shard": "fewer shards than ranks: the other half of HSDP",
     "parallel.ep_ranks_per_node": "a plan for nodes that the host of `check` does not have; nodes of two for a test",

@@ -92,6 +92,10 @@ BROKEN = {
     "dense_view_fills_the_world": ("--parallel.dp_shard=4", "= 4, but the run has 8 ranks"),
     "expert_view_divides_the_world": ("--parallel.dp_replicate=4", "does not divide the 8 ranks"),
     "ep_divides_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
+    "etp_divides_expert_hidden_width": (
+        "--parallel.etp=3 --perf.kernels=reference",
+        "parallel.etp = 3 does not divide model.moe.ffn_hidden_size = 64; take 63 or 66, or an etp that divides it",
+    ),
     "ep_needs_experts": ("--model.num_dense_layers=4", "this model has none; set ep = 1"),
     "ep_needs_a_dispatcher_that_moves_rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
     "overlap_has_communication": (
@@ -407,6 +411,29 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             "dp_shard = 4 does not divide model.attention.kv_lora_rank = 30",
         ),
+        ("--parallel.etp=2 --parallel.ep=1 --model.num_dense_layers=4", 8, "this model has none; set etp = 1"),
+        ("--parallel.etp=4 --parallel.ep=4", 8, "ep * etp = 1 * 1 * 4 * 4 = 16 does not divide the 8 ranks"),
+        (
+            "--parallel.etp=4 --model.moe.ffn_hidden_size=48",
+            8,
+            "48 is not a multiple of 8 for each of 4 etp ranks, which grouped_mm needs in bf16; take 32 or 64",
+        ),
+        (
+            "--parallel.etp=4 --parallel.dispatcher=symm_mem",
+            8,
+            "parallel.ep * etp = 4 * 4 = 16 does not divide the 8 ranks of a node",
+        ),
+        (
+            "--parallel.etp=2 --parallel.ep=1 --model.moe.ffn_hidden_size=60 --model.moe.expert_mlp_bias=true "
+            "--perf.kernels=reference --run.device=cpu",
+            8,
+            "does not divide model.moe.ffn_hidden_size / etp = 30; raise parallel.ep",
+        ),
+        (
+            "--parallel.etp=2 --parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=microbatch",
+            8,
+            'hides communication over ep, and parallel.dispatcher = "local" has none',
+        ),
     ],
 )
 def test_rules_with_several_cases_refuse_each(
@@ -483,6 +510,14 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.tp=2 --parallel.dispatcher=allgather --compile.extent=block",
         "--parallel.tp=4 --parallel.dp_replicate=2 --perf.kernels=fused --perf.override.head=torch",
         "--parallel.tp=2 --parallel.ep=1 --parallel.dispatcher=local --perf.kernels=grouped_mm",
+        "--parallel.etp=2 --parallel.ep=1 --parallel.dispatcher=local",
+        "--parallel.etp=2 --parallel.tp=4",
+        "--parallel.etp=2 --parallel.dispatcher=symm_mem --parallel.overlap=tile --compile.cudagraph=step",
+        f"{INTERLEAVED} --parallel.etp=2 --parallel.expert_clones=1",
+        "--parallel.etp=2 --parallel.dp_replicate=2 --parallel.ep=2 --compile.extent=block "
+        "--parallel.dispatcher=allgather",
+        "--parallel.etp=8 --parallel.ep=1 --parallel.dispatcher=local --model.moe.expert_mlp_bias=true",
+        "--parallel.etp=2 --precision.format=fp8_rowwise",
     ],
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:

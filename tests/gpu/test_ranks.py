@@ -183,6 +183,14 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "cp_gathered": ("--parallel.cp=2", "--parallel.cp_kind=allgather", "--perf.attention=flex", whole, alltoall),
         "cp_tp": (f"--parallel.cp={num_ranks // 2}", *split, whole, symm_mem, plain),
         "tp_edp2": (*split, half, allgather, "--memory.recompute=block", *gated, plain),
+        "etp": ("--parallel.etp=2", "--perf.kernels=fused"),
+        "etp_tiles_captured": (  # with two GPUs etp is 1
+            spread,
+            f"--parallel.etp={num_ranks // 2}",
+            *tiled[1:],
+            "--compile.cudagraph=step",
+            bounded,
+        ),
         "gathered_once": (half, alltoall, "--parallel.accumulate_unsharded=true", plain),
     }
 

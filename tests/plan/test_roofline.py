@@ -91,6 +91,7 @@ def test_roofline_sharding_bytes(parallel: ParallelConfig, expected: float, monk
         | {"embedding": 50, "head": 46, "norms": 4 + 10, "attention": 50, "routed_experts": 400},
     )
     monkeypatch.setattr("titan_moe.plan.roofline.count_parameters", lambda model: counted)
+    monkeypatch.setattr("titan_moe.plan.roofline.experts_per_rank", lambda recipe: 400 / recipe.parallel.ep)
     num_ranks = parallel.dp_shard * parallel.dp_replicate
     train = TrainConfig(global_batch_sequences=2 * num_ranks, micro_batch_sequences=1)
     recipe = Recipe(model=ModelConfig(hidden_size=4), parallel=parallel, train=train)

@@ -2,16 +2,16 @@
 
 T tokens on this rank · K experts a token · N ranks of the etp group · F hidden width of an expert · D width
 
-Every rank of the group has F/N of each expert and needs the rows of all N·T tokens of the group. So ids, scores and rows
-are all-gathered before the inner dispatcher sends them over ep, and the partial results that it returns are
+Every rank of the group has F/N of each expert and needs the rows of all N·T tokens of the group. So ids, scores and
+rows are all-gathered before the inner dispatcher sends them over ep, and the partial results that it returns are
 reduce-scattered to their tokens. Ranks with the same etp coordinate are the inner dispatcher's group. Its exchanges are
 the same for every coordinate, clones included, because the rows are.
 
 Bytes: a rank receives (N-1)·T·D elements before and after the experts, in backward too; the inner dispatcher moves N
 times as many rows as for T tokens. Sizes are static, and the host reads nothing here.
 
-Gradients: those of results are gathered, so every rank has them whole. Those of rows and scores are partial sums over F,
-which the backward of the gather adds up, in at least fp32.
+Gradients: those of results are gathered, so every rank has them whole. Those of rows and scores are partial sums over
+F, which the backward of the gather adds up, in at least fp32.
 """
 
 from typing import Any

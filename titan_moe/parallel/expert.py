@@ -220,7 +220,9 @@ def _shard(experts: GroupedExperts, mesh: DeviceMesh) -> None:
         for axis, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 own = own.chunk(mesh.size(axis), placement.dim)[mesh.get_local_rank(axis)]
-        sharded = DTensor.from_local(own.clone(memory_format=torch.contiguous_format), mesh, placements, run_check=False)
+        sharded = DTensor.from_local(
+            own.clone(memory_format=torch.contiguous_format), mesh, placements, run_check=False
+        )
         experts.register_parameter(name, nn.Parameter(sharded, requires_grad=full.requires_grad))
     experts.local = local
 

@@ -47,7 +47,7 @@ def _clones_of_all_layers(recipe: Recipe) -> int:
 def shared_bytes_per_rank(recipe: Recipe) -> int:
     """Count the bytes of memory that the ranks of an ep group, or of a node of it, share.
 
-    On each rank it fits the row of every token of the largest microbatch of an etp group, its score gradients,
+    On each rank it fits the row of every token of the largest microbatch of its etp group, its score gradients,
     assignments and token lists; or, at another time, a layer's cloned experts. Exchanged counts, a few hundred bytes,
     are left out. On a node the tokens of all nodes meet, in the places of fewer ranks.
     """

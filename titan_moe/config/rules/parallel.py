@@ -98,8 +98,8 @@ def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and not p.facts.moves_rows:
         yield (
-            f'parallel.overlap = "{p.overlap}" hides communication of ep, and parallel.dispatcher = "{p.dispatcher}" has '
-            f'none; set it to "none", or spread the experts with {dispatchers_that(lambda facts: facts.moves_rows)}'
+            f'parallel.overlap = "{p.overlap}" hides communication over ep, and parallel.dispatcher = "{p.dispatcher}" '
+            f'has none; set it to "none", or spread the experts with {dispatchers_that(lambda facts: facts.moves_rows)}'
         )
 
 
