@@ -86,6 +86,30 @@ def with_biases(parallel: ParallelConfig) -> Recipe:
     return replace(plain, model=replace(plain.model, moe=replace(plain.model.moe, expert_mlp_bias=True)))
 
 
+def test_etp_formats_agree_to_their_noise(ranks) -> None:
+    """A rank rounds its part of an expert, and of a hidden state, with scales of its own."""
+    plain = replace(one_loss.FP64, compute="fp32", master="fp32", reduce="fp32")
+    rounded = replace(plain, experts="fp8_rowwise", backend="emulated")
+    model = replace(one_loss.MODEL, moe=replace(one_loss.MOE, ffn_hidden_size=32))
+    (exact,), (alone,), (split, _) = (
+        one_loss.run(ranks, num_ranks, one_loss.recipe(parallel, model=model, precision=precision), -1, 1)
+        for num_ranks, parallel, precision in (
+            (1, ParallelConfig(), plain),
+            (1, ParallelConfig(), rounded),
+            (2, ETP2, rounded),
+        )
+    )
+    for name in ("gate_up", "down"):
+        weight = f"layers.1.feed_forward.experts.{name}"
+        noises = [
+            float((grads[weight] - exact.grads[weight]).norm() / exact.grads[weight].norm())
+            for grads in (alone.grads, split.grads)
+        ]
+        assert 1e-3 < noises[0] < 0.2, "rounded"
+        assert 1e-3 < noises[1] < 1.5 * noises[0], weight
+    assert split.losses[0] == pytest.approx(exact.losses[0], rel=1e-2)
+
+
 def initial_state(recipe: Recipe) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
     """Initial state as full tensors, and local shapes of the experts of a layer."""
     built = assemble(recipe, torch.device("cpu"))

@@ -96,9 +96,10 @@ def test_resume_of_a_stopped_run(
     assert run.trace == straight.trace
 
 
-def test_resume_with_two_ranks_and_expert_parallelism(tmp_path: Path, straight) -> None:
+@pytest.mark.parametrize("layout", ["--parallel.ep=2 --parallel.dispatcher=alltoall", "--parallel.etp=2"])
+def test_resume_with_two_ranks_and_expert_parallelism(tmp_path: Path, straight, layout: str) -> None:
     run = straight.copy(tmp_path / "two", last_step=40)
-    said = finish(run.start("--nproc", "2", "--parallel.ep=2", "--parallel.dispatcher=alltoall"))
+    said = finish(run.start("--nproc", "2", *layout.split()))
     assert "continuing after step 40" in said and "2 x cpu" in said
     assert run.column("step") == straight.column("step")
     assert run.trace[:40] == straight.trace[:40]
