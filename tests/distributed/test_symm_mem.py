@@ -198,12 +198,13 @@ def test_symm_mem_tile_overlap_trains_as_one_process(ranks: Any, tmp_path: Path,
         one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
 
 
-def test_symm_mem_arena_follows_the_load_and_trains_as_one_process(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("etp", [1, 2])
+def test_symm_mem_arena_follows_the_load_and_trains_as_one_process(ranks: Any, tmp_path: Path, etp: int) -> None:
     """One step without a bound, then one with rows in the arena."""
     alone = one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 2)[0])
-    parallel = replace(EP2, expert_rank_capacity_factor="auto")
-    candidate = in_one_microbatch(with_fused_experts(parallel), num_ranks=2)
-    for fields, factors in ranks(2, on_files, str(tmp_path), "following", "follow_load", candidate, 2):
+    parallel = replace(EP2, etp=etp, expert_rank_capacity_factor="auto")
+    candidate = in_one_microbatch(with_fused_experts(parallel), num_ranks=2 * etp)
+    for fields, factors in ranks(2 * etp, on_files, str(tmp_path), "following", "follow_load", candidate, 2):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
         assert min(factors) >= 1.0
 
