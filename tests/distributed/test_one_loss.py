@@ -177,11 +177,8 @@ LAYOUTS = {
     "dp8-ep4-edp2": (8, ParallelConfig(ep=4), ("allgather",)),
     "dp4-ep4-2x2": (4, ParallelConfig(ep=4, ep_ranks_per_node=2), ("hierarchical",)),
     "hsdp2x2-ep2": (4, ParallelConfig(dp_replicate=2, ep=2), ("alltoall",)),
-    "dp2-etp2": (2, ParallelConfig(etp=2), ("local",)),
     "dp4-etp4": (4, ParallelConfig(etp=4), ("local",)),
-    "dp4-etp2-edp2": (4, ParallelConfig(etp=2), ("local",)),
-    "dp4-ep2-etp2": (4, ParallelConfig(ep=2, etp=2), ("allgather", "alltoall")),
-    "hsdp2x2-etp2": (4, ParallelConfig(dp_replicate=2, etp=2), ("local",)),
+    "dp4-ep2-etp2": (4, ParallelConfig(ep=2, etp=2), ("allgather",)),
     "dp8-ep2-etp2-edp2": (8, ParallelConfig(ep=2, etp=2), ("alltoall",)),
 }
 CASES = [
@@ -281,8 +278,7 @@ def split_alone(ranks) -> Callable[[str], Trace]:
         pytest.param(4, ParallelConfig(tp=4), "gqa", {}, id="tp4-gqa"),
         pytest.param(4, replace(TP2_EP2, tp=4, ep=4), "mla", {}, id="tp4-ep4-mla"),
         pytest.param(4, ParallelConfig(tp=4), "gqa-shared", {}, id="tp4-gqa-shared"),
-        pytest.param(2, ParallelConfig(tp=2, etp=2), "gqa", {}, id="tp2-etp2-gqa"),
-        pytest.param(4, replace(TP2_EP2, etp=2), "mla-latent-gate", {}, id="tp2-dp2-ep2-etp2-mla"),
+        pytest.param(4, replace(TP2_EP2, etp=2), "mla-latent-gate", {}, id="tp2-dp2-ep2-etp2-mla-latent-gate"),
         pytest.param(4, ParallelConfig(tp=2, etp=4), "mla", {}, id="tp2-dp2-etp4-mla"),
         pytest.param(2, TP2_EP2, "gqa", {"memory": MemoryConfig("experts")}, id="tp2-ep2-recompute_experts"),
         pytest.param(2, TP2_EP2, "mla", {"memory": MemoryConfig("block")}, id="tp2-ep2-recompute_block"),
