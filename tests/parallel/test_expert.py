@@ -50,3 +50,27 @@ def test_expert_apply_keeps_the_permute_backend(ranks, backend: str, permute: st
         ("symm_mem tile", 2, "SymmMemFusedDispatcher"),
     ):
         assert ranks(num_ranks, spread, kind, num_ranks, backend) == [(dispatcher, permute)] * num_ranks
+
+
+def split(adds_parameter: bool) -> tuple[str, str, str, str]:
+    """Names of a layer's dispatcher and of the one inside, with their facts; and the problem with a parameter."""
+    parallel = ParallelConfig(etp=2)
+    moe = MoE(CONFIG)
+    if adds_parameter:
+        moe.experts.scale = nn.Parameter(torch.ones(4, 8))
+    said = ""
+    try:
+        meshes = build_meshes(resolve(parallel, 2), torch.device("cpu"))
+        expert.apply(nn.ModuleList([moe]), parallel, meshes, ExpertCapacity())
+    except ValueError as error:
+        said = str(error)
+    return type(moe.dispatcher).__name__, type(moe.dispatcher.inner).__name__, moe.dispatcher.facts.name, said
+
+
+def test_expert_apply_with_etp_wraps_the_dispatcher_of_the_layer(ranks) -> None:
+    assert ranks(2, split, False) == [("ExpertTensorDispatcher", "LocalDispatcher", "local", "")] * 2
+
+
+def test_expert_apply_with_etp_refuses_a_parameter_without_hidden_width(ranks) -> None:
+    for *_, said in ranks(2, split, True):
+        assert said.startswith("GroupedExperts.scale has no hidden width to split over parallel.etp; declare it in")

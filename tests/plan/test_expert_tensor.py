@@ -14,6 +14,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import MetricsConfig
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.kernels.symm_mem.clones import clone_bytes
+from titan_moe.plan.check_report import describe
 from titan_moe.plan.kernel_shapes import shapes_of
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
@@ -41,6 +42,12 @@ def test_etp_ranks_keep_parts_of_the_weights() -> None:
     assert state_bytes_per_rank(recipe, 8) == state_bytes_per_rank(whole, 8)
     assert state_bytes_per_rank(replace(recipe, parallel=ParallelConfig(etp=2)), 8) == state_bytes_per_rank(whole, 8)
     assert gathered_bytes_per_rank(recipe, 8) == gathered_bytes_per_rank(whole, 8) == 2 * 2 * 3 * 64 * 32
+
+
+def test_check_names_the_part_of_an_expert() -> None:
+    page = describe(Recipe(model=MODEL, parallel=EP4_ETP2), 8)
+    assert "dispatcher symm_mem; 16 of the width 32 of an expert, for rows of 2 ranks" in page and "etp 2" in page
+    assert "of an expert" not in describe(Recipe(model=MODEL), 8)
 
 
 def test_etp_ranks_have_the_down_bias_whole() -> None:

@@ -105,8 +105,10 @@ def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     num_clones = recipe.parallel.fixed_expert_clones
     cp = f"{s.cp} ({recipe.parallel.cp_kind})" if s.cp > 1 else "1"
     clones = f"; up to {num_clones} clones of other ranks' experts on each" if num_clones else ""
+    width = recipe.model.moe.ffn_hidden_size
+    parts = f"; {width // s.etp} of the width {width} of an expert, for rows of {s.etp} ranks" if s.etp > 1 else ""
     return [
-        ("ranks", f"{s.world}; dispatcher {recipe.parallel.dispatcher}{clones}"),
+        ("ranks", f"{s.world}; dispatcher {recipe.parallel.dispatcher}{clones}{parts}"),
         (
             "",
             f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {cp} · tp {s.tp}",
