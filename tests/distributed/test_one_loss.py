@@ -177,7 +177,6 @@ LAYOUTS = {
     "dp8-ep4-edp2": (8, ParallelConfig(ep=4), ("allgather",)),
     "dp4-ep4-2x2": (4, ParallelConfig(ep=4, ep_ranks_per_node=2), ("hierarchical",)),
     "hsdp2x2-ep2": (4, ParallelConfig(dp_replicate=2, ep=2), ("alltoall",)),
-    "dp4-etp4": (4, ParallelConfig(etp=4), ("local",)),
     "dp4-ep2-etp2": (4, ParallelConfig(ep=2, etp=2), ("allgather",)),
     "dp8-ep2-etp2-edp2": (8, ParallelConfig(ep=2, etp=2), ("alltoall",)),
 }
