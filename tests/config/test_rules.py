@@ -544,6 +544,10 @@ def test_rule_of_two_levels_reads_the_ranks_of_torchrun(empty_file: Path, monkey
     assert "3 ranks on a node" in problems(3)[0] and 'or "alltoall", which needs no equal nodes' in problems(3)[0]
     (spans,) = problems(2, "--parallel.ep_ranks_per_node=4")
     assert "ep_ranks_per_node = 4 does not divide the 2 ranks that torchrun starts" in spans and "(a row" in spans
+    etp = ("--parallel.ep=4", "--parallel.etp=2")
+    assert problems(4, *etp) == [] and "there is 1 rank on each" in problems(2, *etp)[0]
+    (spans,) = problems(2, *etp, "--parallel.ep_ranks_per_node=2")
+    assert "ep_ranks_per_node * etp = 2 * 2 does not divide the 2 ranks that torchrun starts" in spans
 
 
 def test_rules_assume_the_fewest_ranks_without_a_world(empty_file: Path) -> None:

@@ -77,6 +77,16 @@ def test_check_reports_the_bytes_of_both_links() -> None:
     assert line.endswith("({!r}: {:.2f} and {:.2f} times)".format("alltoall", *once_a_rank).replace("'", '"'))
 
 
+def test_etp_ranks_send_the_rows_of_their_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # four ranks of each of two ep groups
+    run = recipe("hierarchical", 8, 0)
+    split = replace(run, parallel=replace(run.parallel, etp=2))
+    assert rows_sent(split, 16) == rows_sent(recipe("hierarchical", 8, 4), 16)
+    across, within = map(float, count("hierarchical", 8, 4, 3))
+    mib = 2 * 2 * 256 * 64 * 2 / 2**20
+    assert f"{across * mib:.1f} and {within * mib:.1f} MiB a rank" in describe_links(split, 16)
+
+
 def test_forwarded_rows_are_traffic_but_no_load_of_the_experts() -> None:
     forwarding, plain = (
         recipe(dispatcher, 8, of_node) for dispatcher, of_node in (("hierarchical", 4), ("alltoall", 0))

@@ -1,8 +1,8 @@
 """Rows over the links between nodes and within them.
 
 An ep group is M nodes of G ranks: neighbours, or with etp every etp-th rank of a node. A token's row is sent to other
-ranks once for each visit: random routing gives a token K of E experts without replacement, so the numbers of its experts
-on a rank or a node are hypergeometric.
+ranks once for each visit: random routing gives a token K of E experts without replacement, so the numbers of its
+experts on a rank or a node are hypergeometric.
 """
 
 import math
