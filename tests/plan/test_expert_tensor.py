@@ -121,4 +121,4 @@ def test_etp_parts_of_experts_have_a_format_if_their_width_fits() -> None:
         return why_kept(recipe, module)
 
     assert not reason(1) and not reason(16)
-    assert reason(32) == "width 768 is no multiple of 16 for each of 32 ranks"
+    assert reason(32) == "width 768, of which a rank has 24, is no multiple of 16"

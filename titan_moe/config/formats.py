@@ -10,7 +10,8 @@ from typing import Literal
 Format = Literal["compute", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4"]
 """`compute`: not rounded, the dtype of compute.
 `fp8_tensorwise`: e4m3, gradients e5m2, one fp32 scale a tensor.
-`fp8_rowwise`: e4m3, one scale, a power of two, for each row of the left operand and each column of the right one.
+`fp8_rowwise`: e4m3, one scale, a power of two, for each row of the left operand and each column of the right one;
+native gradients of weights have one scale in all (kernels/linear/fp8.py).
 `fp8_blockwise`: e4m3, one fp32 scale for 1 x 128 elements of activations and gradients along the summed dimension, and
 for 128 x 128 of weights (arXiv:2412.19437, section 3.3).
 `mxfp8`: e4m3, one power of two for 32 elements along the summed dimension (OCP microscaling formats 1.0).

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from titan_moe.config.formats import FORMAT_FACTS, Format
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
 
@@ -28,8 +27,8 @@ class GemmModule(NamedTuple):
         return f"layers.{self.layer}.{self.path}"
 
 
-SPLIT_BY_TP = ("qkv", "q_up", "kv_up", "out", "gate_up", "down")
-"""Linear layers of which each tp rank has a part, of inputs or outputs."""
+SPLIT_OUTPUTS, SPLIT_INPUTS = ("q_up", "kv_up", "gate_up"), ("out", "down")
+"""Linear layers of which each tp rank has a part, beside `qkv`."""
 
 
 def gemm_modules(model: ModelConfig) -> list[GemmModule]:
@@ -51,22 +50,33 @@ def why_kept(recipe: Recipe, module: GemmModule) -> str:
     if pattern := matches(p.modules_in_compute, module.name):
         return f'modules_in_compute: "{pattern}"'
     step = multiple_of(p, p.format_of(module.part))
-    for width, parts in zip(module.widths, _parts_of_widths(recipe.parallel, module), strict=True):
-        if width % (step * parts):
-            split = f" for each of {parts} ranks" if parts > 1 else ""
-            return f"width {width} is no multiple of {step}{split}"
+    for width, own in zip(module.widths, widths_of_a_rank(recipe, module), strict=True):
+        if own % step:
+            part = f", of which a rank has {own}," if own != width else ""
+            return f"width {width}{part} is no multiple of {step}"
     return ""
 
 
-def _parts_of_widths(parallel: ParallelConfig, module: GemmModule) -> tuple[int, int]:
-    """Into how many parts ranks split each width of a module. Of a linear layer both count, where one is split."""
+def widths_of_a_rank(recipe: Recipe, module: GemmModule) -> tuple[int, int]:
+    """The widths that a rank multiplies with: its part where `tp`, `etp` or exchanged heads split them."""
+    p, a, (inputs, outputs) = recipe.parallel, recipe.model.attention, module.widths
     if module.part == "experts":
-        return 1, max(parallel.etp, 1)
-    name = module.path.rpartition(".")[2]
-    parts = parallel.tp if name in SPLIT_BY_TP else 1
-    if name == "kv_up" and parallel.cp_kind == "ulysses":
-        parts *= parallel.cp  # a rank multiplies with the rows of its heads
-    return max(parts, 1), max(parts, 1)
+        return inputs, outputs // max(p.etp, 1)
+    name, tp = module.path.rpartition(".")[2], max(p.tp, 1)
+    if name == "qkv":  # ranks may share a key/value head
+        return inputs, (a.num_heads // tp + 2 * max(a.num_kv_heads // tp, 1)) * a.head_dim
+    if name in SPLIT_INPUTS:
+        return inputs // tp, outputs
+    if name == "kv_up" and p.cp_kind == "ulysses":
+        tp *= max(p.cp, 1)
+    return inputs, outputs // tp if name in SPLIT_OUTPUTS else outputs
+
+
+def ranks_of_tokens(recipe: Recipe, module: GemmModule) -> int:
+    """The number of ranks whose tokens a linear layer gets, beside those of a rank between layers."""
+    p, name = recipe.parallel, module.path.rpartition(".")[2]
+    num_ranks = max(p.tp, 1) if name in ("qkv", *SPLIT_OUTPUTS, *SPLIT_INPUTS) else 1
+    return num_ranks * max(p.cp, 1) if name == "kv_up" else num_ranks  # latents are gathered over cp
 
 
 def multiple_of(precision: PrecisionConfig, name: Format) -> int:

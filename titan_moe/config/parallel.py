@@ -24,7 +24,8 @@ class ParallelConfig:
     """Replicas of the sharded model (HSDP): parameters are sharded inside a replica, gradients are summed over
     replicas too."""
     dp_shard: int = -1
-    """Ranks that each dense parameter is sharded over (FSDP2); -1 takes all ranks that the other axes leave."""
+    """Ranks that each dense parameter is sharded over (FSDP2), together with cp; -1 takes all ranks that the other axes
+    leave."""
     cp: int = 1
     """Context-parallel ranks, which split every sequence, for sequences whose activations one rank does not hold. Each
     brings other tokens to the experts; attention still sees whole sequences. Dense parameters are sharded over

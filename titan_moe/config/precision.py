@@ -40,7 +40,8 @@ class PrecisionConfig:
     router, norms, gates and the attention core are never rounded. `titan-moe check` names the format of every module.
     `compute`: None; operands have the dtype of `compute`.
     `fp8_tensorwise`: e4m3, gradients e5m2; one scale a tensor.
-    `fp8_rowwise`: e4m3; a power of two for each row of the left and each column of the right operand.
+    `fp8_rowwise`: e4m3; a power of two for each row of the left and each column of the right operand. Native wgrad
+    moves them to the codes of one operand, and one scale in all remains.
     `fp8_blockwise`: e4m3; one scale for 1 x 128 of activations and gradients and 128 x 128 of weights (DeepSeek-V3,
     arXiv:2412.19437).
     `mxfp8`: e4m3; one power of two for 32 elements (OCP microscaling formats).

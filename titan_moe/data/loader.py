@@ -127,10 +127,13 @@ def build_loader(
     run_folder: str | Path,
     barrier: Callable[[], None],
     shard: SequenceShard = WHOLE_SEQUENCES,
+    *,
+    builds_cache: bool = True,
 ) -> Loader:
     """Open a recipe's data for one data-parallel rank, or one of its context-parallel ranks, which has a shard.
 
     Rank 0 tokenises data that is not cached yet; the other ranks wait in `barrier`, which all ranks call equally often.
+    `builds_cache` is False for ranks that read the same tokens as rank 0.
 
     Raises: ValueError, FileNotFoundError or ImportError, each naming the field of `[data]` to change.
     """
@@ -143,5 +146,5 @@ def build_loader(
         )
     tokenizer = build_tokenizer(recipe.data.tokenizer, recipe.data.source, recipe.model.vocab_size)
     folder = Path(recipe.data.cache_folder or Path(run_folder) / "cache")
-    cache = Cache(folder, is_builder=dp_rank == shard.rank == 0, barrier=barrier)
+    cache = Cache(folder, is_builder=builds_cache and dp_rank == shard.rank == 0, barrier=barrier)
     return Loader(recipe, dp_rank, dp_size, tokenizer, open_source(recipe, tokenizer, cache), shard)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from titan_moe.config.formats import FORMAT_FACTS, GemmFormats
-from titan_moe.config.gemms import NEVER_ROUNDED, GemmModule, gemm_modules, why_kept
+from titan_moe.config.gemms import NEVER_ROUNDED, GemmModule, gemm_modules, ranks_of_tokens, why_kept, widths_of_a_rank
 from titan_moe.config.parse import RecipeError
 from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
@@ -66,8 +66,9 @@ def operation_of(part: Part) -> str:
 
 def shape_of(recipe: Recipe, module: GemmModule) -> Shape:
     """The shape of a module's measurements."""
-    is_linear = module.part == "linears"
-    return linear_shape(recipe, module.widths) if is_linear else FORMAT_OPERATIONS["experts_in_formats"].shape(recipe)
+    if module.part == "linears":
+        return linear_shape(recipe, widths_of_a_rank(recipe, module), ranks_of_tokens(recipe, module))
+    return FORMAT_OPERATIONS["experts_in_formats"].shape(recipe)
 
 
 def _with(table: KernelTable, needed: set[str]) -> KernelTable:

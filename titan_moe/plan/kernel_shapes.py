@@ -157,9 +157,9 @@ OPERATIONS = {
 """One for each field of `KernelOverrides`."""
 
 
-def linear_shape(recipe: Recipe, widths: tuple[int, int]) -> Shape:
-    """The GEMMs of a dense linear layer in one microbatch."""
-    return {"tokens": microbatch_tokens(recipe), "input": widths[0], "output": widths[1]}
+def linear_shape(recipe: Recipe, widths: tuple[int, int], num_ranks: int = 1) -> Shape:
+    """The GEMMs of a dense linear layer in one microbatch: widths of a rank, tokens of so many."""
+    return {"tokens": num_ranks * microbatch_tokens(recipe), "input": widths[0], "output": widths[1]}
 
 
 FORMAT_OPERATIONS = {

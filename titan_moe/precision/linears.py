@@ -18,7 +18,7 @@ from titan_moe.precision.requirements import require_torchao
 
 ROWWISE = GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise")
 FLOAT8_LINEAR = ("fp8_tensorwise", "fp8_rowwise")
-"""Formats of torchao's `Float8Linear`, emulated, and native where not all three GEMMs are rowwise."""
+"""Formats of torchao's `Float8Linear`; native and rowwise in all three GEMMs, a layer has our kernels."""
 
 
 def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.Module:

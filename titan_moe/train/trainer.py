@@ -103,7 +103,8 @@ class Trainer:
         with _as_recipe_errors(ValueError, FileNotFoundError, ImportError):
             where = self.meshes.data_rank, self.meshes.sizes.dp
             shard = sequence_shard(recipe.parallel, self.meshes.context_rank)
-            self.loader = build_loader(recipe, *where, self.run_folder, barrier, shard)
+            builds_cache = dist.get_rank() == 0
+            self.loader = build_loader(recipe, *where, self.run_folder, barrier, shard, builds_cache=builds_cache)
         if recipe.model.class_ != ModelConfig.class_:
             capacity = self.step.step.capacity
             with capacity.unbounded():

@@ -98,4 +98,12 @@ def test_only_needed_gradients_are_computed(device: str, dtype: torch.dtype) -> 
         tensors = [tensor.clone().requires_grad_(index != frozen) for index, tensor in enumerate((x, weight_OI))]
         fp8_linear(*tensors).sum().backward()
         assert [tensor.grad is None for tensor in tensors] == [index == frozen for index in range(2)]
-    assert fp8_linear(x[:0], weight_OI).shape == (0, O)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_no_tokens_have_no_gradient(device: str, dtype: torch.dtype) -> None:
+    x = torch.randn(0, I, device=device, dtype=dtype, requires_grad=True)
+    weight_OI = torch.randn(O, I, device=device, dtype=dtype, requires_grad=True)
+    y = fp8_linear(x, weight_OI)
+    y.sum().backward()
+    assert y.shape == (0, O) and x.grad.shape == x.shape and not weight_OI.grad.any()

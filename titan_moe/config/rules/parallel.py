@@ -19,7 +19,7 @@ def axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
 @rule("dense parameters are on at least one rank")
 def dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.dp_shard == 0:
-        yield "parallel.dp_shard = 0 is no number of ranks; take 1 to shard nothing, or -1 for all ranks that are left"
+        yield "parallel.dp_shard = 0 is no number of ranks; take 1, or -1 for all ranks that are left"
 
 
 @rule("every rank has one place in the dense mesh")

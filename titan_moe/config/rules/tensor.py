@@ -83,6 +83,8 @@ def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f'model.class = "{recipe.model.class_}"', "take ours"
     if recipe.perf.chosen_kernels.head != "torch":
         yield "the Triton kernels of the head's loss", 'take perf.override.head = "torch"'
+    if recipe.precision.formats and recipe.precision.all_gather == "format":
+        yield 'precision.all_gather = "format"', 'take "compute"'
 
 
 TENSOR_RULES = rules_in(globals())

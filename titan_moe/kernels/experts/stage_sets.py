@@ -148,8 +148,11 @@ class Fp8Stages(NamedTuple):
     def d_down(
         self, dy_SW: Tensor, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None
     ) -> tuple[HiddenGradients, Tensor]:
-        rows = dy_SW.view(CODES), x_SW.view(CODES)
-        return fp8_stages.d_down(*rows, work.slots, self.weights, hidden, work.tiles, work.schedule, base)
+        rows, of_work = (dy_SW.view(CODES), x_SW.view(CODES)), (work.tiles, work.schedule)
+        rounds = self.rounds_weight_gradients
+        return fp8_stages.d_down(
+            *rows, work.slots, self.weights, hidden, *of_work, base, rounds_weight_gradients=rounds
+        )
 
     def d_up(self, gradients: HiddenGradients, work: Work, *, in_triton: bool) -> Tensor:
         return fp8_stages.d_up(gradients, self.weights, work.tiles, work.schedule)

@@ -12,7 +12,8 @@ token. All are powers of two: only codes that fall below the smallest one are ro
 matrix units have about 14 bits (kernels/experts/fp8/stages.py).
 
 Physics: the GEMMs have twice the rate of bf16; passes read and write (3 + 2)·T·(I + O) bytes. Kept for backward are
-codes and scales of x, half of bf16's bytes. The reference is kernels/formats/linear.py with "fp8_rowwise".
+codes and scales of x, half of bf16's bytes. References of the casts are in casts.py; kernels/formats/linear.py, the
+definition of "fp8_rowwise", has a scale for each column of both operands of dW.
 """
 
 from typing import Any
@@ -58,7 +59,9 @@ def _backward(
     if needs[0]:
         codes_IO, scales_I = quantize_columns(weight_OI.contiguous())
         dx_TI = _product(codes_TO, codes_IO, dy_scales_T, scales_I, dy_TO.dtype)
-    if needs[1]:
+    if needs[1] and not len(dy_TO):
+        dweight_OI = torch.zeros_like(weight_OI)
+    elif needs[1]:
         products_T = dy_scales_T * scales_T
         most = products_T.amax().clamp(min=SMALLEST_SCALE)  # products may underflow to zero
         columns_OT, columns_IT = transpose(codes_TO, products_T / most), transpose(codes_TI)

@@ -130,11 +130,14 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
     y_RD = stages.down(stages.Activations(codes_RF, scales_R), of, tiles)[:n]
     assert decibels(product(active_RF, down), y_RD) > FLOOR_DB
     gradients, dscores_R = stages.d_down(dy, x, slots, of, kept, tiles)
+    plain, _ = stages.d_down(dy, x, slots, of, kept, tiles, rounds_weight_gradients=False)
+    assert not len(gradients.dactive_RF) and not len(plain.active_RF)
+    assert torch.equal(plain.codes_R2F[:n].float(), gradients.codes_R2F[:n].float())
     dactive_RF = product(dy_SD[rows], down.mT)
-    assert decibels(dactive_RF, gradients.dactive_RF[:n]) > FLOOR_DB
+    assert decibels(dactive_RF, plain.dactive_RF[:n]) > FLOOR_DB
     gate, up = dequantize_rows(kept)[:n].double().chunk(2, dim=1)
     sigmoid = gate.sigmoid()
-    weighted = gradients.dactive_RF[:n].double() * slots.scores_R[:n, None]
+    weighted = plain.dactive_RF[:n].double() * slots.scores_R[:n, None]
     dgate = weighted * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
     kept_active_RF = gate * sigmoid * up * slots.scores_R[:n, None]
     dhidden_R2F = torch.cat([dgate, weighted * gate * sigmoid], dim=1)

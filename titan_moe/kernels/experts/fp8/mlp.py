@@ -51,24 +51,24 @@ def _(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, Tensor,
 
 @torch.library.custom_op("titan_moe::fp8_expert_mlp_dx", mutates_args=())
 def _backward(
-    dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Tensors, kept: Tensor
+    dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Tensors, kept: Tensor, rounds: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx_SD, dscores_R, packed dy and `HiddenGradients`."""
+    """dx_SD, dscores_R, packed dy and `HiddenGradients`; `rounds`: weight gradients are in fp8."""
     at, of = ExpertSlots(*slots), QuantizedExperts.of(quantized)
     tiles, dy = _tiles(at), quantize_rows(dy_SD)
-    gradients, dscores_R = stages.d_down(dy, x, at, of, kept, tiles)
+    gradients, dscores_R = stages.d_down(dy, x, at, of, kept, tiles, rounds_weight_gradients=rounds)
     return slot_sum(stages.d_up(gradients, of, tiles), at.slots_SK), dscores_R, dy, *gradients
 
 
 @_backward.register_fake
-def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor) -> tuple[Tensor, ...]:
+def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor, rounds: bool) -> tuple[Tensor, ...]:
     scores_R, (num_slots, width) = ExpertSlots(*slots).scores_R, kept.shape
     both = width - TAIL_BYTES
     gradients = (
         kept.new_empty(num_slots, both),
         torch.empty_like(scores_R),
-        dy_SD.new_empty(num_slots, both // 2, dtype=RESULTS),
-        kept.new_empty(num_slots, both // 2),
+        dy_SD.new_empty(0 if rounds else num_slots, both // 2, dtype=RESULTS),
+        kept.new_empty(num_slots if rounds else 0, both // 2),
         scores_R.new_empty(num_slots, 2),
     )
     dx_SD = dy_SD.new_empty(dy_SD.shape, dtype=RESULTS)
@@ -146,7 +146,9 @@ class _Fp8ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
         x, kept, *saved = ctx.saved_tensors
         slots, weights = saved[:4], saved[4:]
-        dx_SD, dscores_R, dy, *gradients = _backward(dy_SD.contiguous(), x, slots, codes_of(weights), kept)
+        dx_SD, dscores_R, dy, *gradients = _backward(
+            dy_SD.contiguous(), x, slots, codes_of(weights), kept, ctx.rounds_weight_gradients
+        )
         grads: tuple[Tensor | None, ...] = (None, None)
         if any(ctx.needs_input_grad[6:8]):
             grads = _dw(dy, x, slots, gradients, kept, ctx.rounds_weight_gradients)

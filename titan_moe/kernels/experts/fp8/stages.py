@@ -67,9 +67,9 @@ class HiddenGradients(NamedTuple):
     codes_R2F: Tensor
     scales_R: Tensor
     dactive_RF: Tensor
-    """In bf16, for `plain_dw`."""
+    """In bf16, for `plain_dw`; without rows for `dw`."""
     active_RF: Tensor
-    """Codes, for `dw`."""
+    """Codes, for `dw`; without rows for `plain_dw`."""
     factors_R2: Tensor
     """By which `dw` multiplies codes."""
 
@@ -110,16 +110,22 @@ def d_down(
     tiles: Tiles,
     schedule: TileSchedule | None = None,
     base: Tensor | None = None,
+    *,
+    rounds_weight_gradients: bool = True,
 ) -> tuple[HiddenGradients, Tensor]:
-    """Gradient of the pre-activation, and dscores [R]. With `schedule`, the launch gets rows into dy.
+    """Gradient of the pre-activation, for `dw` or for `plain_dw`, and dscores [R].
+
+    With `schedule`, the launch gets rows into dy.
 
     With `base`, x and `kept`, but not dy, are those of several layers.
     """
     *_, codes, scales = weights.down
     dactive_RF = gather_mm(dy, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales, dtype=RESULTS)
     codes_R2F, scales_R, active_RF, factors_R2, dscores_R = swiglu_backward(
-        dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base
+        dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base, has_active=rounds_weight_gradients
     )
+    if rounds_weight_gradients:
+        dactive_RF = dactive_RF.new_empty(0, dactive_RF.shape[1])
     return HiddenGradients(codes_R2F, scales_R, dactive_RF, active_RF, factors_R2), dscores_R
 
 

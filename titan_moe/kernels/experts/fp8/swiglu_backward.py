@@ -54,7 +54,8 @@ def _fp8_swiglu_backward_kernel(
             keep = first + features < F
             tl.store(dhidden_row_ptr + first + features, (dgate * per_scale).to(element), mask=keep)
             tl.store(dhidden_row_ptr + F + first + features, (dup * per_scale).to(element), mask=keep)
-            tl.store(active_ptr + slot * F + first + features, (active * per_active_scale).to(element), mask=keep)
+            if active_ptr is not None:
+                tl.store(active_ptr + slot * F + first + features, (active * per_active_scale).to(element), mask=keep)
         tl.store(scales_ptr + slot, scale)
         tl.store(dscores_ptr + slot, dscore)
         row = tl.load(rows_ptr + slot).to(tl.int64)
@@ -92,6 +93,8 @@ def swiglu_backward(
     x: Tensor,
     dy: Tensor,
     base: Tensor | None = None,
+    *,
+    has_active: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradient of the pre-activation [R, 2F] in e4m3 and its scales [R], weighted activation [R, F] in e4m3, and
     gradients of the scores [R].
@@ -99,19 +102,20 @@ def swiglu_backward(
     Before the last come factors [R, 2] for gradients of weights: the scale of a slot's gradient times that of its row
     of x, and the scale of its activation times that of its row of dy.
 
-    Slots past the last expert are not written. `kept` is the packed pre-activation, x and dy are packed rows. With
-    `base`, x and `kept` are those of several layers.
+    Without `has_active` the activation is empty. Slots past the last expert are not written. `kept` is the packed
+    pre-activation, x and dy are packed rows. With `base`, x and `kept` are those of several layers.
     """
     num_slots, num_features = dactive_RF.shape
     dhidden_R2F = dactive_RF.new_empty(num_slots, 2 * num_features, dtype=CODES)
-    active_RF = dactive_RF.new_empty(num_slots, num_features, dtype=CODES)
+    active_RF = dactive_RF.new_empty(num_slots if has_active else 0, num_features, dtype=CODES)
     scales_R, dscores_R = torch.empty_like(scores_R), torch.empty_like(scores_R)
     factors_R2 = scores_R.new_empty(num_slots, 2)
     block_f = min(triton.next_power_of_2(num_features), 2048)
     if num_slots:
         _fp8_swiglu_backward_kernel[(min(num_slots, MAX_PROGRAMS),)](
             dactive_RF, kept, scores_R, rows_R, offsets_e, base, x, dy,
-            dhidden_R2F, scales_R, active_RF, factors_R2, dscores_R, num_slots, offsets_e.numel(),
+            dhidden_R2F, scales_R, active_RF if has_active else None, factors_R2, dscores_R,
+            num_slots, offsets_e.numel(),
             F=num_features, ROW=kept.shape[1], D=dy.shape[1] - TAIL_BYTES, X_ROW=dy.shape[1],
             BLOCK_F=block_f, num_warps=max(block_f // 512, 1),
         )  # fmt: skip
