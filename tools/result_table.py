@@ -7,7 +7,7 @@ from typing import Any
 
 from titan_moe.config import Recipe
 from titan_moe.config.clones import num_clones
-from titan_moe.config.recipe import num_microbatches
+from titan_moe.config.recipe import microbatch_tokens, num_microbatches
 from titan_moe.plan.count import training_flops_per_token
 from titan_moe.plan.hardware import find_hardware
 
@@ -57,7 +57,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
     overridden = "" if override == type(override)() else ", some overridden"
     return {
         "layers": str(recipe.model.num_layers),
-        "tokens a microbatch": f"{train.micro_batch_sequences * train.seq_len_tokens:,}",
+        "tokens a microbatch": f"{microbatch_tokens(recipe):,}",
         "microbatches": str(num_microbatches(recipe, num_ranks)),
         "recompute": recipe.memory.recompute,
         "optimizer": f"{recipe.optim.kind}; master {p.master}, reduce {p.reduce}, moments {p.moments_dtype}",
@@ -75,7 +75,7 @@ def peer_facts(recipe: Recipe, num_ranks: int, recompute: str) -> dict[str, str]
     train = recipe.train
     return {
         "layers": str(recipe.model.num_layers),
-        "tokens a microbatch": f"{train.global_batch_sequences // num_ranks * train.seq_len_tokens:,}",
+        "tokens a microbatch": f"{train.global_batch_sequences * train.seq_len_tokens // num_ranks:,}",
         "microbatches": "1",
         "recompute": recompute,
         "optimizer": "torch; master fp32, reduce fp32, moments fp32",
