@@ -105,7 +105,8 @@ def test_tune_writes_formats_and_gate_and_check_use_them(
     with monkeypatch.context() as patch:
         pretend_gpu(patch)
         patch.setattr(tune_formats, "time_backends", slow_linears)
-        assert all(choice.formats == ROWWISE for choice in choose_formats(recipe, GPU, HOPPER))
+        choices = choose_formats(recipe, GPU, HOPPER)  # the H200's table is of the same architecture
+        assert all(choice.formats == ROWWISE for choice in choices if choice.module.part == "experts")
         with caplog.at_level(logging.INFO, "titan_moe"):
             tune.run(recipe, 1)
         patch.setattr(resolve_formats, "run_on_rank_zero", lambda choose: choose())
