@@ -8,7 +8,7 @@ import pytest
 from titan_moe.config import load_recipe
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.plan.memory import arena_bytes_per_rank, temporary_bytes_per_rank
-from titan_moe.plan.peak import peak_bytes_per_rank
+from titan_moe.plan.peak import activation_bytes_per_rank, peak_bytes_per_rank
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FOUR = ("--train.micro_batch_sequences=4", "--train.global_batch_sequences=32", "--parallel.accumulate_unsharded=false")
@@ -56,3 +56,15 @@ def test_room_of_an_arena_is_between_the_worst_case_of_one_layer_and_of_all() ->
     assert loads.room(100.0) == (64, 320)
     assert loads.largest_factor(1, 2, 63 + 240) == 1.5
     assert loads.largest_factor(1, 2, 64 + 640) == math.inf and loads.largest_factor(1, 2, 10) == 0.0
+
+
+def test_a_gathering_dispatcher_keeps_the_rows_of_all_ranks_once() -> None:
+    """However many experts of a rank a row has."""
+    gathered, sent = (
+        load_recipe(RECIPES / "qwen3_30b_a3b.toml", [f"--parallel.dispatcher={name}", "--parallel.overlap=none"])
+        for name in ("allgather", "alltoall")
+    )
+    m, num_tokens = gathered.model, 4 * 4096
+    visited = 1 - math.comb(112, 8) / math.comb(128, 8)
+    more = activation_bytes_per_rank(gathered) - activation_bytes_per_rank(sent)
+    assert more == pytest.approx(2 * m.num_layers * 8 * num_tokens * (1 - visited) * m.hidden_size, rel=1e-6)

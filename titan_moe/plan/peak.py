@@ -83,7 +83,7 @@ def _expert_elements(recipe: Recipe) -> int:
     rows are copies in any case, and two codes are an element of bf16."""
     loads, p = layer_loads(recipe), recipe.parallel
     is_sent = p.facts.moves_rows or p.etp > 1
-    rows = loads.rows if p.facts.sends != "every_row" else p.ep * loads.slots
+    rows = loads.rows if p.facts.sends != "every_row" else p.ep * p.etp * microbatch_tokens(recipe)
     width, hidden = expert_width(recipe.model), 2 * expert_hidden_size(recipe)
     if has_native_experts(recipe):
         copied = rows if is_sent else microbatch_tokens(recipe)
