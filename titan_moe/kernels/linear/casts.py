@@ -14,15 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.fp8.rows import CODES, SMALLEST, SMALLEST_SCALE, power_of_two
+from titan_moe.kernels.experts.fp8.rows import CODES, SMALLEST, power_of_two, unpack
+from titan_moe.kernels.experts.fp8.rows import quantize_rows_reference as packed_rows_reference
 from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
-from titan_moe.kernels.formats.casts import quantize
 
 
 def quantize_rows_reference(x_MN: Tensor) -> tuple[Tensor, Tensor]:
     """The definition: codes [M, N] and scales [M]."""
-    codes_MN, scales_M1, _ = quantize(x_MN, "fp8_rowwise", "activation", dim=1, power_of_two_scales=True)
-    return codes_MN, scales_M1.masked_fill(~x_MN.bool().any(dim=1, keepdim=True), SMALLEST_SCALE)[:, 0]
+    return unpack(packed_rows_reference(x_MN))
 
 
 def quantize_columns_reference(x_MN: Tensor) -> tuple[Tensor, Tensor]:
