@@ -8,45 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from support import load
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
 pytestmark = pytest.mark.gpu
 
 NUM_RANKS = min(torch.cuda.device_count(), 4)
-RECIPE = """
-[run]
-device = "cuda"
-is_deterministic = true
-[model]
-vocab_size = 512
-num_layers = 3
-num_dense_layers = 1
-hidden_size = 256
-ffn_hidden_size = 512
-[model.attention]
-num_heads = 4
-num_kv_heads = 2
-head_dim = 64
-[model.moe]
-num_experts = 16
-top_k = 4
-ffn_hidden_size = 128
-aux_loss_coef = 1e-2
-[train]
-steps = 5
-seq_len_tokens = 256
-global_batch_sequences = 8
-micro_batch_sequences = 2
-[optim]
-kind = "fused_adamw"
-lr = 1e-3
-[precision]
-moments = "bf16"
-[metrics]
-every_steps = 1
-tensorboard = false
-"""
+test_ranks = load("gpu/test_ranks")
+SETTINGS = (
+    "--run.is_deterministic=true",
+    "--train.steps=5",
+    "--optim.kind=fused_adamw",
+    "--precision.moments=bf16",
+)
 CAPTURED = ("--compile.cudagraph=step", "--perf.kernels=fused", "--parallel.expert_rank_capacity_factor=1.25")
 WHOLE = f"--parallel.ep={NUM_RANKS}"
 RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -67,9 +42,7 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
 def train(folder: Path, num_ranks: int, *overrides: str) -> tuple[list[float], list[torch.Tensor]]:
     """The losses and norms of all steps; parameters and optimizer state. The mode is of a process: each run has its
     own."""
-    folder.mkdir()
-    (folder / "recipe.toml").write_text(RECIPE)
-    words = ["train", str(folder / "recipe.toml"), f"--run.folder={folder / 'run'}", *overrides]
+    words = test_ranks.words(folder, *SETTINGS, *overrides)
     if num_ranks > 1:
         words.append(f"--nproc={num_ranks}")
     finished = subprocess.run([sys.executable, "-m", "titan_moe", *words], capture_output=True, text=True)
