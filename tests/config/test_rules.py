@@ -32,6 +32,12 @@ INTERLEAVED = (
 )
 """Overrides that interleave two microbatches."""
 
+PIPELINE = "--parallel.pp=2 --train.micro_batch_sequences=1"
+"""Overrides that run 4 microbatches through 2 stages."""
+
+ZERO_BUBBLE = f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2 --parallel.accumulate_unsharded=true"
+"""The same with split backwards."""
+
 # rule -> (overrides that break it, a part of the message)
 BROKEN = {
     "numbers_are_in_range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
@@ -64,7 +70,34 @@ BROKEN = {
     ),
     "bias_needs_sigmoid": ("--model.moe.bias_update_speed=1e-3", 'score_fn = "sigmoid"'),
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
-    "axes_work": ("--parallel.pp=2", "parallel.pp = 2 does not work yet"),
+    "pipeline_options_need_pp": (
+        "--parallel.vpp=2",
+        "parallel.vpp = 2 needs a pipeline, and parallel.pp = 1; raise pp",
+    ),
+    "vpp_fits_the_schedule": (
+        f"{PIPELINE} --parallel.vpp=3 --parallel.pp_schedule=zbv",
+        'vpp = 3 does not fit parallel.pp_schedule = "zbv"; take 2, or "interleaved_1f1b" or "interleaved_zero_bubble"',
+    ),
+    "stages_have_layers": (
+        f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=3",
+        "parallel.pp * vpp = 2 * 3 = 6 stages are more than model.num_layers = 4; take fewer, or say with",
+    ),
+    "layout_fits_the_model": (
+        f"{PIPELINE} --parallel.pp_layout=Ett|t|L",
+        'parallel.pp_layout = "Ett|t|L": it has 3 layers (t), and model.num_layers = 4; "" divides',
+    ),
+    "microbatches_fill_the_pipeline": (
+        "--parallel.pp=2 --train.micro_batch_sequences=4",
+        'makes 1 microbatches a step, and parallel.pp_schedule = "1f1b" with pp = 2 needs 2 or more; take 32 sequences',
+    ),
+    "split_backwards_are_possible": (
+        f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2",
+        'set parallel.accumulate_unsharded = true, or take pp_schedule = "1f1b" or "interleaved_1f1b"',
+    ),
+    "pipeline_has_no_other_overlap": (
+        f"{PIPELINE} {INTERLEAVED}",
+        'parallel.overlap = "microbatch" does not work with parallel.pp = 2; choose one: overlap = "none", or',
+    ),
     "cp_divides_sequences": (
         "--parallel.cp=2 --train.seq_len_tokens=129",
         "parallel.cp * tp = 2 * 1 = 2 does not divide train.seq_len_tokens = 129; take 128 or 130, or parallel.cp = 1",
@@ -332,6 +365,45 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             'compile.cudagraph = "microbatch" captures one microbatch for all',
         ),
+        (
+            "--parallel.pp_schedule=zbv",
+            8,
+            'parallel.pp_schedule = "zbv" needs a pipeline, and parallel.pp = 1; raise pp',
+        ),
+        ("--parallel.pp_layout=EttttL", 8, 'parallel.pp_layout = "EttttL" needs a pipeline'),
+        (
+            f"{PIPELINE} --parallel.vpp=2",
+            8,
+            'does not fit parallel.pp_schedule = "1f1b"; take 1, or "interleaved_1f1b"',
+        ),
+        (
+            f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b",
+            8,
+            'take 2 or more, or "1f1b"',
+        ),
+        (
+            f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=2 --train.global_batch_sequences=20",
+            8,
+            'needs a multiple of pp = 2; take 16 or 24 sequences, or pp_schedule = "1f1b", "zbv" or "dualpipev"',
+        ),
+        (
+            f"{PIPELINE} --parallel.pp_schedule=dualpipev --parallel.vpp=2 --train.global_batch_sequences=12",
+            8,
+            "with pp = 2 needs 4 or more; take 16 sequences, or fewer train.micro_batch_sequences, or pp_schedule",
+        ),
+        (
+            "--parallel.pp=4 --train.micro_batch_sequences=1 --parallel.pp_layout=E|tttt||L",
+            8,
+            "leaves pipeline rank 2 nothing; give one of its stages a layer, or take fewer ranks",
+        ),
+        (f"{ZERO_BUBBLE} --memory.recompute=experts", 8, 'memory.recompute = "experts" makes one; take "none", or'),
+        (f"{ZERO_BUBBLE} --memory.recompute=block", 8, 'memory.recompute = "block" makes one; take "none", or'),
+        (f"{ZERO_BUBBLE} --compile.extent=block", 8, 'whole blocks make one; take compile.extent = "pieces", or'),
+        (
+            "--parallel.pp=2 --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
+            8,
+            'parallel.pp = 2 has several in flight; take "step"',
+        ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
         (
             "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=0.5",
@@ -518,6 +590,18 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.dispatcher=allgather",
         "--parallel.etp=8 --parallel.ep=1 --parallel.dispatcher=local --model.moe.expert_mlp_bias=true",
         "--parallel.etp=2 --precision.format=fp8_rowwise",
+        f"{PIPELINE} --memory.recompute=block --compile.extent=block --parallel.dispatcher=allgather",
+        f"{PIPELINE} --model.class=my.model:Mine",
+        f"{PIPELINE} --model.embeddings_are_tied=true",
+        f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=2 --memory.recompute=experts",
+        f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=3 --parallel.pp_layout=Et|t|tt|||L",
+        f"{PIPELINE} --parallel.tp=2 --parallel.ep=2 --parallel.etp=2 --parallel.pp_layout=(Ettt)|tL",
+        f"{PIPELINE} --train.global_batch_sequences=12 --validation.num_sequences=4",  # an odd number of microbatches
+        ZERO_BUBBLE,
+        f"{ZERO_BUBBLE} --train.global_batch_sequences=8 --validation.num_sequences=8",
+        f"{ZERO_BUBBLE} --compile.extent=block --compile.regional=off",
+        f"{ZERO_BUBBLE} --parallel.pp_schedule=dualpipev",
+        f"{ZERO_BUBBLE} --parallel.pp_schedule=interleaved_zero_bubble",
     ],
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:

@@ -19,7 +19,34 @@ class ParallelConfig:
     """
 
     pp: int = 1
-    """Pipeline stages. Only 1 works today."""
+    """Pipeline-parallel ranks: each has consecutive layers, and sends hidden states and their gradients to the ranks of
+    the layers after and before. For models that the other axes do not fit into memory, and between nodes: a stage sends
+    the hidden states of a microbatch, where ep sends rows and FSDP parameters. Ranks wait for each other at the start
+    and the end of a step (the bubble, which `titan-moe check` prints), so a step needs microbatches: at least pp, and
+    several times as many for a small bubble."""
+    pp_schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
+    """The order of forwards and backwards on each pipeline rank; the numbers are the same.
+
+    `1f1b`: One forward, one backward, with one stage a rank (arXiv:2104.04473). At most pp microbatches are in flight.
+    `interleaved_1f1b`: The same with vpp stages a rank, and the bubble divided by vpp (Megatron's virtual pipeline,
+    arXiv:2104.04473, section 2.2), for vpp times the messages and more activations. The microbatches of a step are a
+    multiple of pp.
+    `interleaved_zero_bubble`: The same with weight gradients apart from those of activations: they fill the bubble
+    (ZB1P, arXiv:2401.10241). A stage's activations stay until its weight gradients.
+    `zbv`: Two stages a rank, from the first rank to the last and back (V), and split backwards. No bubble in the middle
+    of a step where forward, gradients of activations and of weights take equal time, with the activations of 1f1b
+    (ZB-V, arXiv:2401.10241).
+    `dualpipev`: V too. In the middle of a step the forward of one microbatch is beside the backward of another
+    (DualPipe, arXiv:2412.19437, cut in half), which can hide their communication over ep. At least 2 * pp microbatches.
+    """
+    vpp: int = 1
+    """Stages of a pipeline rank (Megatron's virtual pipeline): 1 with `1f1b`, 2 with `zbv` and `dualpipev`, at least 2
+    with the interleaved schedules."""
+    pp_layout: str = ""
+    """What each of the pp * vpp stages has, in the language of Megatron's --pipeline-model-parallel-layout, such as
+    "Et*3|(tt|)*29tL": E is the embedding, t a layer, L the last norm, head and loss; | is the border of two stages, *n
+    repeats the letter or (group) before it; commas and spaces are ignored, and a stage may be empty. Empty: consecutive
+    layers, so that the slowest stage has the fewest FLOPs, with attention, experts and the head."""
     dp_replicate: int = 1
     """Replicas of the sharded model (HSDP): parameters are sharded inside a replica, gradients are summed over
     replicas too."""
@@ -90,7 +117,7 @@ class ParallelConfig:
     reshard_experts_after_forward: bool = True
     """The same for the gathered experts of a block. Where edp = 1 nothing is gathered, and this changes nothing:
     experts are cast to precision.compute, and the copies of all layers stay until their backward, unless
-    memory.recompute has them made again."""
+    memory.recompute has them made again; in a pipeline they stay for the step."""
     accumulate_unsharded: bool = False
     """Gather parameters in the first microbatch of a step and reduce gradients in its last (no_sync), instead of two
     gathers and a reduction a microbatch; nothing is resharded after forward then. Every rank holds unsharded parameters

@@ -9,6 +9,7 @@ from titan_moe.config.rules.context import CONTEXT_RULES
 from titan_moe.config.rules.model import MODEL_RULES
 from titan_moe.config.rules.parallel import PARALLEL_RULES
 from titan_moe.config.rules.perf import PERF_RULES
+from titan_moe.config.rules.pipeline import PIPELINE_RULES
 from titan_moe.config.rules.precision import PRECISION_RULES
 from titan_moe.config.rules.ranges import RANGE_RULES
 from titan_moe.config.rules.rule import Rule
@@ -21,6 +22,7 @@ RULES: list[Rule] = [
     *RANGE_RULES,
     *MODEL_RULES,
     *PARALLEL_RULES,
+    *PIPELINE_RULES,
     *TENSOR_RULES,
     *CONTEXT_RULES,
     *PERF_RULES,

@@ -10,12 +10,6 @@ from titan_moe.config.recipe import Recipe, expert_hidden_size
 from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
 
 
-@rule("another size would silently be 1")
-def axes_work(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.parallel.pp > 1:
-        yield f"parallel.pp = {recipe.parallel.pp} does not work yet; set it to 1 and spread with dp_shard and ep"
-
-
 @rule("dense parameters are on at least one rank")
 def dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.dp_shard == 0:

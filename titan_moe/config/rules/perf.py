@@ -128,6 +128,11 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             'compile.cudagraph = "microbatch" captures one microbatch for all, but parallel.accumulate_unsharded = '
             'true makes the first and the last of a step differ; take "step", or accumulate_unsharded = false'
         )
+    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.pp > 1:
+        yield (
+            f'compile.cudagraph = "microbatch" runs microbatches one after the other, and parallel.pp = '
+            f'{recipe.parallel.pp} has several in flight; take "step", which captures all actions of a rank'
+        )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'

@@ -59,7 +59,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "route_scale": ABOVE_ZERO,
     },
     "parallel": {
-        "pp dp_replicate cp tp ep etp": POSITIVE,
+        "pp vpp dp_replicate cp tp ep etp": POSITIVE,
         "dp_shard": Range(-1),
         "expert_clones expert_rank_capacity_factor ep_ranks_per_node": ZERO_OR_MORE,
     },

@@ -1,0 +1,50 @@
+"""Facts about pipeline schedules, a row each, by the name in `parallel.pp_schedule`.
+
+Rules and plan ask facts, never names. A new schedule is a row here and an order in plan/pipeline/orders.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+UNBOUNDED = 1_000
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """What rules and plan need to know."""
+
+    min_vpp: int = 1
+    max_vpp: int = 1
+    is_v: bool = False
+    """Whether stages go from the first rank to the last and back (V), instead of from the first to the last each time
+    (loop)."""
+    splits_backward: bool = False
+    """Whether weight gradients of some microbatches are computed later than those of activations."""
+    rounds: bool = False
+    """Whether a stage takes pp microbatches at a time, so that pp divides their number."""
+    microbatches_per_rank: int = 0
+    """The fewest that it can run, over pp; 0: any number."""
+
+    def rank_of(self, stage: int, pp: int) -> int:
+        """The pipeline rank of a stage."""
+        return min(stage, 2 * pp - 1 - stage) if self.is_v else stage % pp
+
+    def fewest_microbatches(self, pp: int) -> int:
+        """The fewest microbatches of a step that it can run."""
+        return max(self.microbatches_per_rank * pp, 1)
+
+
+SCHEDULES = {
+    "1f1b": ScheduleFacts(),
+    "interleaved_1f1b": ScheduleFacts(2, UNBOUNDED, rounds=True),
+    "interleaved_zero_bubble": ScheduleFacts(2, UNBOUNDED, rounds=True, splits_backward=True),
+    "zbv": ScheduleFacts(2, 2, is_v=True, splits_backward=True),
+    "dualpipev": ScheduleFacts(2, 2, is_v=True, splits_backward=True, microbatches_per_rank=2),
+}
+"""By name."""
+
+
+def schedules_that(have: Callable[[ScheduleFacts], bool]) -> str:
+    """List the schedules with a fact, for a way out: `"1f1b" or "interleaved_1f1b"`; empty if none has it."""
+    *others, last = [f'"{name}"' for name, facts in SCHEDULES.items() if have(facts)] or [""]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,122 @@
+"""Rules of pipeline parallelism: stages, microbatches, and what does not work with it."""
+
+from collections.abc import Iterator
+
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.pipeline_layout import parse_layout
+from titan_moe.config.pipeline_schedules import SCHEDULES, ScheduleFacts, schedules_that
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
+
+NO_PP = "parallel.pp = 1"
+WHOLE_BACKWARDS = schedules_that(lambda facts: not facts.splits_backward)
+
+
+@rule("an option without effect hides a mistake")
+def pipeline_options_need_pp(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.pp == 1:
+        for key in ("pp_schedule", "vpp", "pp_layout"):
+            value, default = getattr(p, key), getattr(ParallelConfig, key)
+            if value != default:
+                said, plain = (f'"{word}"' if isinstance(word, str) else word for word in (value, default))
+                yield f"parallel.{key} = {said} needs a pipeline, and parallel.pp = 1; raise pp, or set it to {plain}"
+
+
+@rule("each schedule has its number of stages on a rank")
+def vpp_fits_the_schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, facts = recipe.parallel, SCHEDULES[recipe.parallel.pp_schedule]
+    if p.pp > 1 and not facts.min_vpp <= p.vpp <= facts.max_vpp:
+        take = f"{facts.min_vpp}" if facts.min_vpp == facts.max_vpp else f"{facts.min_vpp} or more"
+        others = schedules_that(lambda other: other.min_vpp <= p.vpp <= other.max_vpp)
+        way_out = f", or {others}" if others else ""
+        yield f'parallel.vpp = {p.vpp} does not fit parallel.pp_schedule = "{p.pp_schedule}"; take {take}{way_out}'
+
+
+@rule("a stage without layers makes others slower")
+def stages_have_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_layers = recipe.parallel, recipe.model.num_layers
+    if p.pp > 1 and not p.pp_layout and p.pp * p.vpp > num_layers:
+        yield (
+            f"parallel.pp * vpp = {p.pp} * {p.vpp} = {p.pp * p.vpp} stages are more than model.num_layers = "
+            f"{num_layers}; take fewer, or say with parallel.pp_layout which are empty"
+        )
+
+
+@rule("every layer is on one stage, in the order of the model")
+def layout_fits_the_model(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.pp > 1 and p.pp_layout:
+        try:
+            stages = parse_layout(p.pp_layout, recipe.model.num_layers, p.pp * p.vpp)
+        except ValueError as error:
+            yield f'parallel.pp_layout = "{p.pp_layout}": {error}; "" divides the layers by their FLOPs'
+            return
+        ranks_with_modules = {
+            SCHEDULES[p.pp_schedule].rank_of(stage, p.pp) for stage, held in enumerate(stages) if held
+        }
+        if idle := sorted(set(range(p.pp)) - ranks_with_modules):
+            yield (
+                f'parallel.pp_layout = "{p.pp_layout}" leaves pipeline rank {idle[0]} nothing; give one of its stages '
+                "a layer, or take fewer ranks"
+            )
+
+
+@rule("ranks without a microbatch wait, and each schedule has an order for some numbers only")
+def microbatches_fill_the_pipeline(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, train, facts = recipe.parallel, recipe.train, SCHEDULES[recipe.parallel.pp_schedule]
+    of_one = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))
+    if p.pp <= 1 or of_one < 1 or train.global_batch_sequences % of_one:
+        return  # another rule refuses it
+    number, fewest = train.global_batch_sequences // of_one, max(p.pp, facts.fewest_microbatches(p.pp))
+    found = f"train.global_batch_sequences = {train.global_batch_sequences} makes {number} microbatches a step"
+    if number < fewest:
+        yield (
+            f'{found}, and parallel.pp_schedule = "{p.pp_schedule}" with pp = {p.pp} needs {fewest} or more; take '
+            f"{fewest * of_one} sequences, or fewer train.micro_batch_sequences{_others(facts, p.pp, number)}"
+        )
+    elif facts.rounds and number % p.pp:
+        sequences = nearest_multiples(train.global_batch_sequences, p.pp * of_one)
+        yield (
+            f'{found}, and parallel.pp_schedule = "{p.pp_schedule}" needs a multiple of pp = {p.pp}; take '
+            f"{sequences} sequences{_others(facts, p.pp, number)}"
+        )
+
+
+def _others(facts: ScheduleFacts, pp: int, number: int) -> str:
+    """The schedules that this number of microbatches fits."""
+    others = schedules_that(lambda other: max(pp, other.fewest_microbatches(pp)) <= number and not other.rounds)
+    return f", or pp_schedule = {others}" if others else ""
+
+
+@rule("weight gradients that are computed later are operations of their own")
+def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.pp <= 1 or not SCHEDULES[p.pp_schedule].splits_backward:
+        return
+    setting, way_out = f'parallel.pp_schedule = "{p.pp_schedule}"', f"pp_schedule = {WHOLE_BACKWARDS}"
+    if recipe.memory.recompute != "none":
+        yield (
+            f"{setting} splits backwards, which memory.recompute = "
+            f'"{recipe.memory.recompute}" makes one; take "none", or {way_out}'
+        )
+    if recipe.compile.compiles_blocks():
+        yield f'{setting} splits backwards, which whole blocks make one; take compile.extent = "pieces", or {way_out}'
+    if not p.accumulate_unsharded:
+        yield (
+            f"{setting} reduces gradients after the last weight gradient; set parallel.accumulate_unsharded = true, "
+            f"or take {way_out}"
+        )
+
+
+@rule("both interleave microbatches, and together they are not built")
+def pipeline_has_no_other_overlap(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.pp > 1 and p.overlap == "microbatch":
+        yield (
+            f'parallel.overlap = "microbatch" does not work with parallel.pp = {p.pp}; choose one: overlap = "none", '
+            f"or {NO_PP}"
+        )
+
+
+PIPELINE_RULES = rules_in(globals())
