@@ -24,6 +24,7 @@ from titan_moe.plan.memory import (
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.peak import activation_bytes_per_rank
+from titan_moe.plan.pipeline.parts import Part
 from titan_moe.plan.roofline import sharding_bytes, step_work
 
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
@@ -105,7 +106,7 @@ def test_etp_parts_of_experts_are_what_fsdp_gathers() -> None:
     parallel = ("--parallel.dispatcher=alltoall", "--parallel.overlap=none")
     split = load_recipe(QWEN3, [*parallel, "--parallel.ep=2", "--parallel.etp=2"])
     whole = load_recipe(QWEN3, [*parallel, "--parallel.ep=4"])
-    assert sharding_bytes(split, 8) == sharding_bytes(whole, 8) > 0
+    assert sharding_bytes(Part(split, 8)) == sharding_bytes(Part(whole, 8)) > 0
 
 
 def test_etp_shapes_of_kernels() -> None:

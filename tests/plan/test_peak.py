@@ -7,8 +7,9 @@ import pytest
 
 from titan_moe.config import load_recipe
 from titan_moe.plan.loads import LayerLoads
-from titan_moe.plan.memory import arena_bytes_per_rank, temporary_bytes_per_rank
-from titan_moe.plan.peak import activation_bytes_per_rank, peak_bytes_per_rank
+from titan_moe.plan.memory import arena_bytes_per_rank, experts_per_rank, gathered_bytes, temporary_bytes_per_rank
+from titan_moe.plan.peak import activation_bytes_per_rank, peak_bytes, peak_bytes_per_rank
+from titan_moe.plan.pipeline.parts import parts_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FOUR = ("--train.micro_batch_sequences=4", "--train.global_batch_sequences=32", "--parallel.accumulate_unsharded=false")
@@ -56,6 +57,23 @@ def test_room_of_an_arena_is_between_the_worst_case_of_one_layer_and_of_all() ->
     assert loads.room(100.0) == (64, 320)
     assert loads.largest_factor(1, 2, 63 + 240) == 1.5
     assert loads.largest_factor(1, 2, 64 + 640) == math.inf and loads.largest_factor(1, 2, 10) == 0.0
+    assert loads._replace(num_layers=0).largest_factor(1, 2, 10) == math.inf, "a pipeline stage without experts"
+
+
+def test_microbatches_in_flight_are_in_the_peak_of_a_pipeline_rank() -> None:
+    recipe = load_recipe(RECIPES / "deepseek_v3.toml", [])
+    more, fewer = (parts_of(recipe, 128)[rank] for rank in (2, 14))
+    assert more.recipe == fewer.recipe and more.num_in_flight > fewer.num_in_flight + 10
+    in_flight = (more.num_in_flight - fewer.num_in_flight) * activation_bytes_per_rank(more.recipe)
+    assert peak_bytes(more, 1.125) - peak_bytes(fewer, 1.125) == pytest.approx(in_flight, rel=1e-6)
+
+
+def test_copies_of_a_pipelines_experts_last_for_the_step() -> None:
+    """Also where experts are recomputed: microbatches in flight share them."""
+    words = ["--parallel.accumulate_unsharded=false", "--parallel.reshard_after_forward=true"]
+    recipe = load_recipe(RECIPES / "deepseek_v3.toml", words)
+    part = parts_of(recipe, 128)[2]
+    assert gathered_bytes(part) == 2 * experts_per_rank(part.recipe) > 0
 
 
 def test_a_gathering_dispatcher_keeps_the_rows_of_all_ranks_once() -> None:

@@ -15,6 +15,7 @@ from titan_moe.plan.count import ParameterCount, count_parameters, training_flop
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.links import rows_sent
 from titan_moe.plan.memory import state_bytes_per_rank
+from titan_moe.plan.pipeline.parts import Part
 from titan_moe.plan.roofline import Work, sharding_bytes, step_work
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -90,16 +91,16 @@ def test_roofline_sharding_bytes(parallel: ParallelConfig, expected: float, monk
         **dict.fromkeys((field.name for field in fields(ParameterCount)), 0)
         | {"embedding": 50, "head": 46, "norms": 4 + 10, "attention": 50, "routed_experts": 400},
     )
-    monkeypatch.setattr("titan_moe.plan.roofline.count_parameters", lambda model: counted)
+    monkeypatch.setattr("titan_moe.plan.pipeline.parts.count_parameters", lambda model: counted)
     monkeypatch.setattr("titan_moe.plan.roofline.experts_per_rank", lambda recipe: 400 / recipe.parallel.ep)
     num_ranks = parallel.dp_shard * parallel.dp_replicate
     train = TrainConfig(global_batch_sequences=2 * num_ranks, micro_batch_sequences=1)
     recipe = Recipe(model=ModelConfig(hidden_size=4), parallel=parallel, train=train)
-    assert sharding_bytes(recipe, num_ranks) == pytest.approx(expected)
+    assert sharding_bytes(Part(recipe, num_ranks)) == pytest.approx(expected)
     once = replace(parallel, accumulate_unsharded=True, reshard_after_forward=True, reshard_experts_after_forward=True)
     kept = replace(parallel, reshard_after_forward=False, reshard_experts_after_forward=False)
-    of_two = sharding_bytes(replace(recipe, parallel=kept), num_ranks)
-    assert sharding_bytes(replace(recipe, parallel=once), num_ranks) == pytest.approx(of_two / 2)
+    of_two = sharding_bytes(Part(replace(recipe, parallel=kept), num_ranks))
+    assert sharding_bytes(Part(replace(recipe, parallel=once), num_ranks)) == pytest.approx(of_two / 2)
 
 
 GQA = AttentionConfig(num_heads=8, num_kv_heads=2, head_dim=16)

@@ -19,6 +19,8 @@ from titan_moe.plan.memory import (
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.peak import peak_bytes_per_rank
+from titan_moe.plan.pipeline.describe import describe_pipeline
+from titan_moe.plan.pipeline.parts import parts_of
 
 LABEL_WIDTH = 12
 BALANCED_FACTOR = 1.125
@@ -38,6 +40,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         ("FLOPs", f"{gflop:.4g} GFLOP a token to train on, sequences of {seq_len_tokens:,} tokens"),
         *_parallel_rows(recipe, world_size),
         ("step", _step(recipe, world_size)),
+        *_pipeline_rows(recipe, world_size),
         ("memory", _memory(recipe, world_size)),
         *_peak_rows(recipe, world_size),
         *_capture_rows(recipe),
@@ -127,6 +130,12 @@ def _step(recipe: Recipe, world_size: int) -> str:
     )
 
 
+def _pipeline_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    factor = recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
+    lines = describe_pipeline(recipe, world_size, factor, experts_of(recipe))
+    return [("pipeline" if not index else "", line) for index, line in enumerate(lines)]
+
+
 def _capture_rows(recipe: Recipe) -> list[tuple[str, str]]:
     if recipe.run.device == "cpu":
         return []
@@ -148,7 +157,8 @@ def _memory(recipe: Recipe, world_size: int) -> str:
     during_a_step = f" {gathered:.3g} GiB of {held} during a step and" if gathered else ""
     shared = shared_bytes_per_rank(recipe) / 2**30
     among_ranks = f" {shared:.3g} GiB of memory that ranks share and" if shared else ""
-    return f"{gib:.3g} GiB a rank: {kept};{during_a_step}{among_ranks} activations come on top"
+    rank = "on the ranks that have most" if recipe.parallel.pp > 1 else "a rank"
+    return f"{gib:.3g} GiB {rank}: {kept};{during_a_step}{among_ranks} activations come on top"
 
 
 def _peak_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
@@ -156,15 +166,18 @@ def _peak_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     if recipe.run.device == "cpu":
         return []
     experts, factor = experts_of(recipe), recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
-    peak = peak_bytes_per_rank(recipe, world_size, factor, experts) / 2**30
+    peak = f"about {peak_bytes_per_rank(recipe, world_size, factor, experts) / 2**30:.3g} GiB at the peak of a step"
     if not has_arena(recipe, experts):
-        return [("", f"about {peak:.3g} GiB at the peak of a step")]
-    arena, eighth = (arena_bytes_per_rank(recipe, at) / 2**30 for at in (factor, factor + 0.125))
+        return [("", peak)]
+    places = [part.places for part in parts_of(recipe, world_size)]
+    arena, eighth = (
+        max(arena_bytes_per_rank(recipe, at, of_rank) for of_rank in places) / 2**30 for at in (factor, factor + 0.125)
+    )
     temporary = temporary_bytes_per_rank(recipe) / 2**30
     is_fixed = bool(recipe.parallel.fixed_capacity_factor) or recipe.memory.recompute != "none"
     grows = "" if is_fixed else f" at a capacity factor of {factor:g}, {eighth - arena:.3g} GiB more for each eighth,"
     return [
-        ("", f"about {peak:.3g} GiB at the peak of a step; of it {arena:.3g} GiB in the arena of rows{grows}"),
+        ("", f"{peak}; of it {arena:.3g} GiB in the arena of rows{grows}"),
         ("", f"and {temporary:.3g} GiB of one layer's temporaries"),
     ]
 

@@ -64,19 +64,19 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
 
 def training_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> int:
     """Count the FLOPs of training on one token of a sequence: the numerator of TFLOP/s and MFU."""
-    width, moe = model.hidden_size, model.moe
-    moe_layer = (
-        3 * expert_width(model) * moe.ffn_hidden_size * moe.top_k
-        + 3 * width * moe.shared_ffn_hidden_size
-        + 2 * width * moe.latent_size
-    )
-    multiply_adds = (
-        model.num_layers * attention_projection_weights(model)
-        + model.num_moe_layers * moe_layer
-        + (model.num_layers - model.num_moe_layers) * 3 * width * model.ffn_hidden_size
-        + model.vocab_size * width
-    )
+    layers = sum(layer_matrix_weights(model, layer) for layer in range(model.num_layers))
+    multiply_adds = layers + model.vocab_size * model.hidden_size
     return 6 * multiply_adds + attention_core_flops_per_token(model, seq_len_tokens)
+
+
+def layer_matrix_weights(model: ModelConfig, layer: int) -> int:
+    """Count the matrix weights of a layer that one token uses: each costs one multiply-add in forward."""
+    width, moe = model.hidden_size, model.moe
+    if layer < model.num_layers - model.num_moe_layers:
+        return attention_projection_weights(model) + 3 * width * model.ffn_hidden_size
+    experts = 3 * expert_width(model) * moe.ffn_hidden_size * moe.top_k
+    shared = 3 * width * moe.shared_ffn_hidden_size
+    return attention_projection_weights(model) + experts + shared + 2 * width * moe.latent_size
 
 
 def attention_projection_weights(model: ModelConfig) -> int:
@@ -104,9 +104,18 @@ def attention_core_flops_per_token(model: ModelConfig, seq_len_tokens: int) -> i
 
     A token attends to N / 2 of N tokens on average; with a window W to W - W² / 2N, the same for W = N.
     """
-    windows = [model.attention.window(layer, seq_len_tokens) for layer in range(model.num_layers)]
-    twice_the_pairs = sum(window * (2 * seq_len_tokens - window) for window in windows)
+    twice_the_pairs = sum(_twice_the_pairs(model, layer, seq_len_tokens) for layer in range(model.num_layers))
     return 3 * attention_core_width(model) * twice_the_pairs // seq_len_tokens
+
+
+def attention_core_flops_of_layer(model: ModelConfig, layer: int, seq_len_tokens: int) -> int:
+    """The same in one layer."""
+    return 3 * attention_core_width(model) * _twice_the_pairs(model, layer, seq_len_tokens) // seq_len_tokens
+
+
+def _twice_the_pairs(model: ModelConfig, layer: int, seq_len_tokens: int) -> int:
+    window = model.attention.window(layer, seq_len_tokens)
+    return window * (2 * seq_len_tokens - window)
 
 
 def attention_core_width(model: ModelConfig) -> int:

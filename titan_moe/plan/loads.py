@@ -32,6 +32,8 @@ class LayerLoads(NamedTuple):
     def largest_factor(self, row_bytes: int, slot_bytes: int, num_bytes: float) -> float:
         """The largest factor whose room takes no more than `num_bytes`, in steps of 1/8; infinite if all layers' worst
         case does, 0 if one layer's does not."""
+        if self.num_layers == 0:  # of a pipeline stage without experts
+            return math.inf
 
         def size(factor: float) -> float:
             rows, slots = self.room(factor)

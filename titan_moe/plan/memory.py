@@ -1,37 +1,55 @@
-"""GPU memory of a run without its activations."""
+"""GPU memory of a run without its activations.
+
+What takes a part is of one pipeline rank. What takes a recipe alone is of all its layers, those of a `Part.recipe`.
+"""
 
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
-from titan_moe.plan.count import count_parameters, expert_width, parameters_of_an_expert
+from titan_moe.plan.count import expert_width, parameters_of_an_expert
 from titan_moe.plan.loads import layer_loads
+from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.places import ArenaPlaces
 
 SCALE_BYTES = 16
 """Behind the codes of a row or slot in fp8 (kernels/experts/fp8/rows.py)."""
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
-    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run."""
-    precision = recipe.precision
+    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run; of a pipeline
+    the rank that has most."""
+    return max(state_bytes(part) for part in parts_of(recipe, world_size))
+
+
+def state_bytes(part: Part) -> int:
+    """The same on a pipeline rank."""
+    precision = part.recipe.precision
     parameter_and_gradient = 2 * BYTES_OF_DTYPE[precision.master]
-    return round(parameters_per_rank(recipe, world_size) * (parameter_and_gradient + precision.bytes_of_moments))
+    return round(parameters_of(part) * (parameter_and_gradient + precision.bytes_of_moments))
 
 
 def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
-    """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state.
+    """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state; of a
+    pipeline the rank that has most.
 
     With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
     only copies in compute's dtype: for the step, or from a layer's forward to its backward, which is of all layers at
     once where nothing is recomputed.
     """
-    count, sizes, precision = count_parameters(recipe.model), resolve(recipe.parallel, world_size), recipe.precision
+    return max(gathered_bytes(part) for part in parts_of(recipe, world_size))
+
+
+def gathered_bytes(part: Part) -> int:
+    """The same on a pipeline rank."""
+    recipe = part.recipe
+    sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
-    dense, experts = count.dense_per_tp_rank(sizes.tp), experts_per_rank(recipe)
+    dense, experts = part.count.dense_per_tp_rank(sizes.tp), experts_per_rank(recipe)
     is_unsharded = sizes.experts_are_unsharded(precision)
     copy = compute if precision.compute != precision.master else 0
     if not recipe.parallel.accumulate_unsharded:
-        if recipe.memory.recompute != "none":
+        if recipe.memory.recompute != "none" and recipe.parallel.pp == 1:
             return 0
         return round(experts * copy if is_unsharded else 0) + _clones_of_all_layers(recipe)
     gathered = dense * (compute + reduce) + experts * (copy if is_unsharded else compute + reduce)
@@ -59,9 +77,14 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
     return max(rows, _clone_bytes(recipe)) if recipe.parallel.facts.shares_memory_of_ep else rows
 
 
-def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float) -> int:
-    """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs."""
-    rows, slots = layer_loads(recipe).room(0.0 if recipe.memory.recompute != "none" else capacity_factor)
+def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, places: ArenaPlaces | None = None) -> int:
+    """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs; of a pipeline rank
+    those of its places."""
+    factor, places = capacity_factor, places or ArenaPlaces(1, recipe.model.num_moe_layers)
+    if recipe.memory.recompute != "none":  # nothing is kept: there is room for one layer
+        factor, places = 0.0, places._replace(number=1)
+    rows, slots = layer_loads(recipe)._replace(num_layers=places.num_layers).room(factor)
+    rows, slots = places.number * rows, places.number * slots
     element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], 2 * expert_hidden_size(recipe)
     if has_native_experts(recipe):
         return rows * (expert_width(recipe.model) + SCALE_BYTES) + slots * (hidden + SCALE_BYTES)
@@ -89,19 +112,18 @@ def _clone_bytes(recipe: Recipe) -> int:
     return num_cloned * _part_of_an_expert(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
-def parameters_per_rank(recipe: Recipe, world_size: int) -> float:
+def parameters_of(part: Part) -> float:
     """Count the parameters of a rank's shards; gradients and moments are sharded alike.
 
     Dense parameters are sharded over tp, dp_shard and cp; experts over ep and etp, and inside these over edp. Replicas
     divide nothing.
     """
-    sizes = resolve(recipe.parallel, world_size)
-    count = count_parameters(recipe.model)
-    return count.dense_per_tp_rank(sizes.tp) / sizes.fsdp + experts_per_rank(recipe) / sizes.edp
+    sizes = resolve(part.recipe.parallel, part.world_size)
+    return part.count.dense_per_tp_rank(sizes.tp) / sizes.fsdp + experts_per_rank(part.recipe) / sizes.edp
 
 
 def experts_per_rank(recipe: Recipe) -> float:
-    """Count the parameters of routed experts that a rank computes with: its share over ep and etp."""
+    """Count the parameters of routed experts in all layers that a rank computes with: its share over ep and etp."""
     return recipe.model.num_moe_layers * recipe.model.moe.num_experts / recipe.parallel.ep * _part_of_an_expert(recipe)
 
 

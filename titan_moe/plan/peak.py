@@ -1,8 +1,9 @@
 """The peak of a rank's memory in a step, estimated.
 
-A step has two peaks. Where a microbatch's backward begins, all its activations are there, and the gradients of the
-microbatches before. Where it ends, all gradients are there and activations are gone, but the arena stays. Counted are
-the tensors that compiled blocks keep; workspaces of libraries, fragments and memory that ranks share are not.
+A step has two peaks. Where a microbatch's backward begins, all its activations are there, in a pipeline those of others
+too, and the gradients of the microbatches before. Where it ends, all gradients are there and its activations are gone,
+but the arena stays. Counted are the tensors that compiled blocks keep; workspaces of libraries, fragments, memory that
+ranks share and messages between stages are not.
 """
 
 from titan_moe.config.arena import has_arena
@@ -10,42 +11,51 @@ from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
-from titan_moe.plan.count import count_parameters, expert_width
+from titan_moe.plan.count import expert_width
 from titan_moe.plan.loads import layer_loads
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
     experts_per_rank,
-    gathered_bytes_per_rank,
-    parameters_per_rank,
+    gathered_bytes,
+    parameters_of,
     temporary_bytes_per_rank,
 )
+from titan_moe.plan.pipeline.parts import Part, parts_of
 
 
 def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
-    """Estimate the peak with this implementation of the experts. Where the capacity is "auto" the factor is the load's,
-    with its margin."""
-    p, count = recipe.precision, count_parameters(recipe.model)
-    parameters = parameters_per_rank(recipe, world_size)
+    """Estimate the peak with this implementation of the experts; of a pipeline on the rank that has most. Where the
+    capacity is "auto" the factor is the load's, with its margin."""
+    return max(peak_bytes(part, capacity_factor, experts) for part in parts_of(recipe, world_size))
+
+
+def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> int:
+    """The same on a pipeline rank."""
+    recipe, p, count = part.recipe, part.recipe.precision, part.count
+    parameters = parameters_of(part)
     state = parameters * (BYTES_OF_DTYPE[p.master] + p.bytes_of_moments)
     gradients = parameters * BYTES_OF_DTYPE[p.master]
-    gathered = gathered_bytes_per_rank(recipe, world_size)
+    gathered = gathered_bytes(part)
     # what FSDP gathers for all of forward and backward
     of_root = (count.embedding + count.head) / recipe.parallel.tp
     root = 0 if recipe.parallel.accumulate_unsharded else of_root * BYTES_OF_DTYPE[p.compute]
     arena, temporary = 0, 0
     if has_arena(recipe, experts):
-        arena, temporary = arena_bytes_per_rank(recipe, capacity_factor), temporary_bytes_per_rank(recipe)
-    activations = activation_bytes_per_rank(recipe, experts)
-    begin: float = gathered + arena + activations + _loss_bytes(recipe)
-    if num_microbatches(recipe, world_size) > 1:  # the sums of the microbatches before; unsharded ones are gathered
+        arena = arena_bytes_per_rank(recipe, capacity_factor, part.places)
+        temporary = temporary_bytes_per_rank(recipe)
+    of_one = activation_bytes_per_rank(recipe, experts)
+    activations = part.num_in_flight * of_one
+    begin: float = gathered + arena + activations + (_loss_bytes(recipe) if part.has_head else 0)
+    if num_microbatches(recipe, part.world_size) > 1:  # sums of the microbatches before; unsharded ones are gathered
         experts_alone = experts_per_rank(recipe) * BYTES_OF_DTYPE[p.master]
         begin += experts_alone if recipe.parallel.accumulate_unsharded else gradients
     end = gradients + arena + temporary + (gathered if recipe.parallel.accumulate_unsharded else 0)
+    end += max(part.num_in_flight - 1, 0) * of_one  # of the others in flight
     return round(state + root + max(begin, end))
 
 
 def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused") -> int:
-    """Count the bytes that the blocks of a microbatch keep for backward, without the arena.
+    """Count the bytes that all blocks of a recipe keep of a microbatch for backward, without the arena.
 
     A rank of cp or tp keeps its tokens, or its heads of all tokens; gathered inputs, keys and values are left out.
     """

@@ -15,12 +15,12 @@ from titan_moe.plan.count import (
     attention_core_flops_per_token,
     attention_core_width,
     attention_projection_weights,
-    count_parameters,
     expert_width,
 )
 from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.links import rows_sent
-from titan_moe.plan.memory import experts_per_rank, parameters_per_rank
+from titan_moe.plan.memory import experts_per_rank, parameters_of
+from titan_moe.plan.pipeline.parts import Part, parts_of
 
 FORWARD_AND_BACKWARD = 6
 """FLOPs of a multiply-add with a weight: two forward, two for each gradient."""
@@ -44,8 +44,11 @@ class Work:
         return 1e3 * max(seconds)
 
 
-def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
-    """The work of each part where it is known, by the names of the trace's regions."""
+def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Work]:
+    """The work of each part where it is known, by the names of the trace's regions; of a pipeline on one of its
+    ranks."""
+    part = parts_of(recipe, world_size)[pp_rank]
+    recipe, world_size = part.recipe, part.world_size
     m, t = recipe.model, recipe.train
     width, moe, num_moe_layers = m.hidden_size, m.moe, m.num_moe_layers
     sizes = resolve(recipe.parallel, world_size)
@@ -58,7 +61,7 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
         "experts": num_moe_layers * 3 * expert_width(m) * moe.ffn_hidden_size * moe.top_k,
         "shared": num_moe_layers * 3 * width * moe.shared_ffn_hidden_size,
         "latent": num_moe_layers * 2 * width * moe.latent_size,
-        "head": m.vocab_size * width,
+        "head": part.has_head * m.vocab_size * width,
     }
     flops = {part: FORWARD_AND_BACKWARD * num_tokens * size for part, size in weights.items()}
     flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
@@ -73,18 +76,18 @@ def step_work(recipe: Recipe, world_size: int) -> dict[str, Work]:
         work["experts"] = Work(flops=flops["experts"], wire_bytes=2 * moved)
         moved = 0.0
     work["dispatch"] = work["combine"] = Work(wire_bytes=gathered + moved)
-    work["clip"], work["optimizer"] = update_work(recipe, world_size)
-    work["sharding"] = Work(wire_bytes=sharding_bytes(recipe, world_size))
+    work["clip"], work["optimizer"] = update_work(part)
+    work["sharding"] = Work(wire_bytes=sharding_bytes(part))
     return {part: done for part, done in work.items() if done != Work()}
 
 
-def update_work(recipe: Recipe, world_size: int) -> tuple[Work, Work]:
+def update_work(part: Part) -> tuple[Work, Work]:
     """The work of norm and clipping, and of AdamW: passes over memory.
 
     The norm reads the gradients. Clipping reads and writes them, unless the optimizer's kernel clips. AdamW reads
     parameter, gradient and two moments and writes all but the gradient.
     """
-    held, precision = parameters_per_rank(recipe, world_size), recipe.precision
+    recipe, held, precision = part.recipe, parameters_of(part), part.recipe.precision
     master = BYTES_OF_DTYPE[precision.master]
     clips_in_a_pass = recipe.optim.max_grad_norm > 0 and not OPTIMIZERS[recipe.optim.kind].clips_as_it_reads
     clip = Work(memory_bytes=held * master * (3 if clips_in_a_pass else 1))
@@ -109,15 +112,16 @@ def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
     return 2 * recipe.model.num_layers * num_tokens * p.tp * elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
-def sharding_bytes(recipe: Recipe, world_size: int) -> float:
+def sharding_bytes(part: Part) -> float:
     """Count the bytes that FSDP sends a rank in a step: gathered parameters, reduced gradients, sums over replicas.
 
     Every microbatch gathers parameters for forward, again for backward if they were resharded, and reduces its
     gradients; with `accumulate_unsharded` the first microbatch gathers and the last reduces.
     """
-    sizes, p, counted = resolve(recipe.parallel, world_size), recipe.parallel, count_parameters(recipe.model)
+    recipe, counted = part.recipe, part.count
+    sizes, p = resolve(recipe.parallel, part.world_size), recipe.parallel
     gathered, summed = (BYTES_OF_DTYPE[dtype] for dtype in (recipe.precision.compute, recipe.precision.reduce))
-    root = (counted.embedding + counted.head) / p.tp + recipe.model.hidden_size
+    root = (counted.embedding + counted.head) / p.tp + part.has_head * recipe.model.hidden_size
     blocks = counted.dense_per_tp_rank(p.tp) - root
     groups = (  # parameters, gathers a microbatch, ranks that share them
         (root, 1, sizes.fsdp),
@@ -132,4 +136,4 @@ def sharding_bytes(recipe: Recipe, world_size: int) -> float:
     for size, num_gathers, num_ranks in groups:
         num_bytes += size * (1 - 1 / num_ranks) * (num_gathers * gathered + summed)
         num_bytes += 2 * size / num_ranks * (1 - 1 / sizes.dp_replicate) * summed
-    return num_bytes * (1 if p.accumulate_unsharded else num_microbatches(recipe, world_size))
+    return num_bytes * (1 if p.accumulate_unsharded else num_microbatches(recipe, part.world_size))

@@ -1,0 +1,50 @@
+"""The places of an arena: as many as the schedule keeps at a time, counted one by one."""
+
+from dataclasses import replace
+
+import pytest
+
+from titan_moe.config import Recipe
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.train import TrainConfig
+from titan_moe.plan.pipeline.places import arena_places, moe_layers_of
+from titan_moe.plan.pipeline.schedules import actions_of
+
+MODEL = ModelConfig(num_layers=9, num_dense_layers=2, moe=MoEConfig(num_experts=8))
+TRAIN = TrainConfig(global_batch_sequences=48, micro_batch_sequences=2)  # 12 microbatches
+LAYOUTS = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
+
+
+def recipe(schedule: str, layout: str = "") -> Recipe:
+    parallel = ParallelConfig(pp=4, vpp=LAYOUTS[schedule], pp_schedule=schedule, pp_layout=layout)
+    return Recipe(model=MODEL, parallel=parallel, train=TRAIN)
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("schedule", LAYOUTS)
+def test_places_are_the_most_in_flight(schedule: str, rank: int) -> None:
+    run = recipe(schedule)
+    layers = moe_layers_of(run, rank)
+    in_flight, most = set(), 0
+    for kind, stage, microbatch in actions_of(schedule, 4, LAYOUTS[schedule], 12)[rank]:
+        if kind == "forward" and layers[stage]:
+            in_flight.add((stage, microbatch))
+        if kind in ("backward", "backward_weight"):
+            in_flight.discard((stage, microbatch))
+        most = max(most, len(in_flight))
+    places = arena_places(run, rank, world_size=8)
+    assert places.number == max(most, 1) and places.num_layers == max(layers.values())
+
+
+def test_places_of_1f1b() -> None:
+    assert [arena_places(recipe("1f1b", "Ett|ttt|tt|ttL"), rank, 8) for rank in range(4)] == [
+        (1, 0),
+        (3, 3),
+        (2, 2),
+        (1, 2),
+    ]
+
+
+def test_without_a_pipeline_there_is_one_place() -> None:
+    assert arena_places(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8) == (1, 7)

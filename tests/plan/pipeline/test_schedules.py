@@ -1,0 +1,284 @@
+"""Schedules are those of torch.distributed.pipelining or better, and every rank's list can run."""
+
+import doctest
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from torch.distributed.pipelining import schedules as theirs
+
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.pipeline_schedules import SCHEDULES
+from titan_moe.plan.pipeline.orders import PHASES
+from titan_moe.plan.pipeline.schedules import Action, actions_of
+from titan_moe.plan.pipeline.stages import rank_of_stage
+
+README = Path(__file__).parents[3] / "titan_moe" / "plan" / "pipeline" / "README.md"
+TORCH = {
+    "1f1b": theirs.Schedule1F1B,
+    "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": theirs.ScheduleInterleavedZeroBubble,
+    "zbv": theirs.ScheduleZBVZeroBubble,
+    "dualpipev": theirs.ScheduleDualPipeV,
+}
+KINDS = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "backward_input",
+    "BACKWARD_WEIGHT": "backward_weight",
+}
+DURATION = {"backward": 2}
+SAME_ORDER = ("1f1b", "interleaved_1f1b")
+
+Case = tuple[str, int, int, int]  # schedule, pp, vpp, microbatches
+Unit = tuple[Action, ...]
+
+
+def cases() -> list[Case]:
+    found = []
+    for schedule, facts in SCHEDULES.items():
+        for pp in (1, 2, 3, 4, 8):
+            for vpp in range(facts.min_vpp, min(facts.max_vpp, 3) + 1):
+                step = pp if facts.rounds else 1
+                numbers = {pp, 2 * pp, 2 * pp + step, 7 * pp - step}
+                fewest = facts.fewest_microbatches(pp)
+                found += [(schedule, pp, vpp, number) for number in sorted(numbers) if number >= fewest]
+    return found
+
+
+CASES = cases()
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def compute(actions: list[Action]) -> list[Action]:
+    return [action for action in actions if action.kind.startswith(("forward", "backward"))]
+
+
+def units_of(actions: list[Action]) -> list[Unit]:
+    """Of DualPipeV a forward and the backward right behind it are one."""
+    units: list[Unit] = []
+    last = None
+    for action in actions:
+        if last and last.kind == "forward" and action.kind == "backward" and last.microbatch != action.microbatch:
+            units[-1] += (action,)
+        elif action.kind.startswith(("forward", "backward")):
+            units.append((action,))
+        last = action
+    return units
+
+
+def torch_units(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Unit]]:
+    """Torch's lists, made without processes and stages."""
+    it: Any = object.__new__(TORCH[schedule])
+    it.pp_group_size, it.n_local_stages, it._n_microbatches = pp, vpp, num_microbatches
+    it._num_stages = it.num_stages = pp * vpp
+    it.number_of_rounds = max(1, num_microbatches // pp)
+    it.microbatches_per_round = num_microbatches // it.number_of_rounds
+    if schedule == "1f1b":
+        by_rank = list(it._get_pipeline_order().values())
+    else:
+        by_rank = [it._calculate_single_rank_operations(rank) for rank in range(pp)]
+    units = [[_unit(action) for action in actions if action] for actions in by_rank]
+    units = [[unit for unit in of_rank if unit] for of_rank in units]
+    if schedule == "1f1b":  # torch numbers the forwards of the last rank from 1
+        units[-1] = [tuple(a._replace(microbatch=a.microbatch - (a.kind == "forward")) for a in u) for u in units[-1]]
+    return units
+
+
+def _unit(action: Any) -> Unit:
+    parts = [part for part in action.sub_actions or (action,) if part.computation_type.name in KINDS]
+    return tuple(
+        Action(KINDS[part.computation_type.name], part.stage_index, part.microbatch_index)  # type: ignore[arg-type]
+        for part in parts
+    )
+
+
+def makespan(units: list[list[Unit]], last_stage: int) -> int:
+    """The time when the last unit ends, in time steps, if a unit begins when all that it needs has ended."""
+    ended: dict[tuple[str, int, int], int] = {}
+    free, done = [0] * len(units), [0] * len(units)
+    for now in range(100_000):
+        for rank, of_rank in enumerate(units):
+            if done[rank] == len(of_rank) or free[rank] > now:
+                continue
+            unit = of_rank[done[rank]]
+            own = {_key(action) for action in unit}
+            if all(ended.get(need, now + 1) <= now for action in unit for need in _needs(action, last_stage) - own):
+                free[rank] = now + sum(DURATION.get(action.kind, 1) for action in unit)
+                ended |= dict.fromkeys(own, free[rank])
+                done[rank] += 1
+        if all(done[rank] == len(of_rank) for rank, of_rank in enumerate(units)):
+            return max(free)
+    raise AssertionError("deadlock")
+
+
+def _key(action: Action) -> tuple[str, int, int]:
+    way = {"forward": "F", "backward_weight": "W"}.get(action.kind, "I")
+    return way, action.stage, action.microbatch
+
+
+def _needs(action: Action, last_stage: int) -> set[tuple[str, int, int]]:
+    way, stage, microbatch = _key(action)
+    before = {"F": ("F", stage - 1), "I": ("I", stage + 1), "W": ("I", stage)}[way]
+    first = {"I": {("F", stage, microbatch)}}.get(way, set())
+    return first | ({(*before, microbatch)} if 0 <= before[1] <= last_stage else set())
+
+
+def most_in_flight(actions: list[Action]) -> int:
+    held, most = 0, 0
+    for action in actions:
+        held += {"forward": 1, "backward": -1, "backward_weight": -1}.get(action.kind, 0)
+        most = max(most, held)
+    return most
+
+
+def test_schedules_are_no_slower_than_torch_and_keep_no_more(case: Case) -> None:
+    schedule, pp, vpp, num_microbatches = case
+    ours = actions_of(schedule, pp, vpp, num_microbatches)
+    reference = torch_units(schedule, pp, vpp, num_microbatches)
+    as_units = units_of if schedule == "dualpipev" else lambda of_rank: [(action,) for action in compute(of_rank)]
+    last_stage = pp * vpp - 1
+    assert makespan([as_units(of_rank) for of_rank in ours], last_stage) <= makespan(reference, last_stage)
+    flat = [[action for unit in of_rank for action in unit] for of_rank in reference]
+    assert max(map(most_in_flight, ours)) <= max(map(most_in_flight, flat))
+    if schedule in SAME_ORDER:
+        assert [compute(of_rank) for of_rank in ours] == flat
+
+
+def test_schedules_run_every_microbatch_through_every_stage_once(case: Case) -> None:
+    schedule, pp, vpp, num_microbatches = case
+    for rank, actions in enumerate(actions_of(*case)):
+        stages = [stage for stage in range(pp * vpp) if rank_of_stage(stage, pp, schedule) == rank]
+        pairs = [(stage, number) for stage in stages for number in range(num_microbatches)]
+        assert sorted((a.stage, a.microbatch) for a in actions if a.kind == "forward") == pairs
+        whole = [(a.stage, a.microbatch) for a in actions if a.kind == "backward"]
+        for half in ("backward_input", "backward_weight"):
+            assert sorted(whole + [(a.stage, a.microbatch) for a in actions if a.kind == half]) == pairs
+        assert len(set(actions)) == len(actions)
+        assert SCHEDULES[schedule].splits_backward or len(whole) == len(pairs)
+
+
+def test_lists_run_with_messages_that_wait_for_each_other(case: Case) -> None:
+    """A send without a buffer ends with its receive; each needs what it needs before it in its own list."""
+    schedule, pp, vpp, num_microbatches = case
+    lists = actions_of(*case)
+    rank_of = [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)]
+    done: set[Action] = set()
+    at = [0] * pp
+    num_messages = 0
+    while any(at[rank] < len(lists[rank]) for rank in range(pp)):
+        before = list(at)
+        for rank in range(pp):
+            if at[rank] == len(lists[rank]):
+                continue
+            action = lists[rank][at[rank]]
+            kind, stage, microbatch = action
+            if kind.startswith("send"):
+                way = 1 if kind == "send_activation" else -1
+                receive = Action(kind.replace("send", "receive"), stage + way, microbatch)  # type: ignore[arg-type]
+                peer = rank_of[stage + way]
+                result = {Action("forward", stage, microbatch)} if way == 1 else gradients(stage, microbatch)
+                assert peer != rank and result & done, f"{action} before it is computed"
+                if at[peer] < len(lists[peer]) and lists[peer][at[peer]] == receive:
+                    done |= {action, receive}
+                    at[rank], at[peer] = at[rank] + 1, at[peer] + 1
+                    num_messages += 1
+            elif not kind.startswith("receive"):
+                assert inputs_are_here(action, rank_of, done), f"{action} before what it needs"
+                done.add(action)
+                at[rank] += 1
+        assert at != before, f"deadlock: {[lists[rank][at[rank] : at[rank] + 1] for rank in range(pp)]}"
+    borders = sum(rank_of[stage] != rank_of[stage + 1] for stage in range(pp * vpp - 1))
+    assert num_messages == 2 * borders * num_microbatches
+
+
+def gradients(stage: int, microbatch: int) -> set[Action]:
+    return {Action("backward", stage, microbatch), Action("backward_input", stage, microbatch)}
+
+
+def inputs_are_here(action: Action, rank_of: list[int], done: set[Action]) -> bool:
+    kind, stage, microbatch = action
+    if kind == "backward_weight":
+        return Action("backward_input", stage, microbatch) in done
+    if kind == "forward":
+        if stage == 0:
+            return True
+        is_here = rank_of[stage - 1] == rank_of[stage]
+        return Action("forward" if is_here else "receive_activation", stage - (is_here), microbatch) in done
+    if Action("forward", stage, microbatch) not in done:
+        return False
+    if stage == len(rank_of) - 1:
+        return True
+    if rank_of[stage + 1] == rank_of[stage]:
+        return bool(gradients(stage + 1, microbatch) & done)
+    return Action("receive_gradient", stage, microbatch) in done
+
+
+def test_schedules_send_in_the_same_order_on_both_ranks_of_a_pair(case: Case) -> None:
+    schedule, pp, vpp, _ = case
+    rank_of = [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)]
+    orders: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+    for rank, actions in enumerate(actions_of(*case)):
+        for kind, stage, microbatch in actions:
+            if not kind.startswith(("send", "receive")):
+                continue
+            is_send, is_activation = kind.startswith("send"), kind.endswith("activation")
+            peer = rank_of[stage + (1 if is_send == is_activation else -1)]
+            sender = stage if is_send else stage + (-1 if is_activation else 1)
+            orders.setdefault((rank, peer), []).append((kind.partition("_")[2], sender, microbatch))
+    for (rank, peer), messages in orders.items():
+        assert orders[peer, rank] == messages
+
+
+def test_1f1b_has_the_fields_warm_up() -> None:
+    for rank, actions in enumerate(actions_of("1f1b", 4, 1, 6)):
+        kinds = "".join(action.kind[0] for action in compute(actions))
+        assert kinds == "f" * (3 - rank) + "fb" * (3 + rank) + "b" * (3 - rank)
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_zbv_waits_only_before_the_first_and_after_the_last(pp: int) -> None:
+    """The ideal of the paper: pp - 1 units on each rank, whatever the number of microbatches."""
+    for num_microbatches in (2 * pp, 5 * pp):
+        actions = actions_of("zbv", pp, 2, num_microbatches)
+        units = [[(action,) for action in compute(of_rank)] for of_rank in actions]
+        assert makespan(units, 2 * pp - 1) == 6 * num_microbatches + pp - 1
+
+
+def test_dualpipev_has_a_forward_beside_a_backward() -> None:
+    pp, num_microbatches = 4, 20
+    for rank, actions in enumerate(actions_of("dualpipev", pp, 2, num_microbatches)):
+        pairs = [unit for unit in units_of(actions) if len(unit) == 2]
+        steady, after = 2 * (num_microbatches - 2 * pp + rank + 1), pp - rank - 1
+        assert len(pairs) >= steady + after - 1, "all of the middle; the last rank splits the first pair"
+        assert Counter(kind for unit in pairs for kind, _, _ in unit) == {"forward": len(pairs), "backward": len(pairs)}
+
+
+def test_every_schedule_of_recipes_has_facts_and_an_order() -> None:
+    names = get_args(get_type_hints(ParallelConfig)["pp_schedule"])
+    assert list(names) == list(SCHEDULES) == list(PHASES) == list(TORCH)
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    results = doctest.testfile(str(README), module_relative=False)
+    assert results.attempted == 2 and results.failed == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("1f1b", 2, 2, 4),
+        ("interleaved_1f1b", 4, 1, 8),
+        ("interleaved_1f1b", 4, 2, 6),
+        ("zbv", 2, 3, 4),
+        ("dualpipev", 4, 2, 7),
+    ],
+)
+def test_schedules_refuse_what_they_do_not_fit(case: Case) -> None:
+    with pytest.raises(ValueError, match=f"{case[0]} does not fit pp = {case[1]}"):
+        actions_of(*case)

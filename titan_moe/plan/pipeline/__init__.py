@@ -1,0 +1,1 @@
+"""Pipeline parallelism as data: stages, the order of every rank's actions, and their simulation."""

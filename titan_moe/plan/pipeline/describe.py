@@ -1,0 +1,51 @@
+"""The rows of `titan-moe check` about a pipeline."""
+
+from collections.abc import Iterator, Sequence
+
+from titan_moe.config.pipeline_schedules import SCHEDULES
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.memory import state_bytes
+from titan_moe.plan.peak import peak_bytes
+from titan_moe.plan.pipeline.flops import flops_of_stage
+from titan_moe.plan.pipeline.parts import parts_of
+from titan_moe.plan.pipeline.schedules import actions_of
+from titan_moe.plan.pipeline.simulation import Simulation, Times, simulate
+from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+
+
+def simulate_step(recipe: Recipe, world_size: int) -> Simulation:
+    """Simulate a step of a recipe; times are FLOPs of a token."""
+    p = recipe.parallel
+    actions = actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches(recipe, world_size))
+    flops = [flops_of_stage(recipe, stage) for stage in stages_of(recipe)]
+    return simulate(actions, Times(*zip(*flops, strict=True)))
+
+
+def describe_pipeline(recipe: Recipe, world_size: int, capacity_factor: float, experts: str) -> Iterator[str]:
+    """The schedule with its bubble, then the stages, microbatches in flight and memory of each pipeline rank; nothing
+    without a pipeline."""
+    p, stages = recipe.parallel, stages_of(recipe)
+    if p.pp == 1:
+        return
+    of_a_rank = f", {p.vpp} on a rank" if p.vpp > 1 else ""
+    delayed = ", if all weight gradients are delayed" if SCHEDULES[p.pp_schedule].splits_backward else ""
+    number, bubble = num_microbatches(recipe, world_size), simulate_step(recipe, world_size).bubble_share
+    yield (
+        f"{p.pp_schedule}, {len(stages)} stages{of_a_rank}, {number} microbatches a step; bubble {100 * bubble:.3g} % "
+        f"of the step, by FLOPs, without messages and recompute{delayed}"
+    )
+    for rank, part in enumerate(parts_of(recipe, world_size)):
+        held = " + ".join(name_modules(stages[stage]) for stage in stages_of_rank(rank, p))
+        memory = f"{state_bytes(part) / 2**30:.3g} GiB"
+        if recipe.run.device != "cpu":
+            memory += f", about {peak_bytes(part, capacity_factor, experts) / 2**30:.3g} GiB at the peak"
+        yield f"pp rank {rank}: {held}; microbatches in flight {part.num_in_flight:.3g}; {memory}"
+
+
+def name_modules(stage: Sequence[str]) -> str:
+    """The modules of a stage in words: `embedding, layers 0 to 11`."""
+    layers = [name.removeprefix("layers.") for name in stage if name.startswith("layers.")]
+    words = ["embedding"] if "embed" in stage else []
+    if layers:
+        words.append(f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}")
+    return ", ".join([*words, *(["head"] if "head" in stage else [])]) or "nothing"

@@ -1,0 +1,86 @@
+"""Divide layers into stages, and over ranks, of nearly equal time."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, permutations
+from typing import NamedTuple
+
+
+class _Best(NamedTuple):
+    """The best division of the layers so far; the smallest is the best."""
+
+    cost: float = math.inf
+    num_layers_at_ends: int = 0  # of the first and the last stage
+    sizes: tuple[int, ...] = ()
+
+
+def divide(times: Sequence[float], num_stages: int, time_of_head: float = 0) -> tuple[int, ...]:
+    """The number of consecutive layers of each stage, 1 or more, given the time of each layer; the last stage has the
+    head too.
+
+    The slowest stage is as fast as possible. Of these divisions, the one with the most equal times (the smallest sum of
+    their squares); of these, the one with the fewest layers on the first and the last stage, which have the embedding
+    and the head, and then on the earlier ones, which have more microbatches in flight.
+
+    Raises: ValueError for fewer layers than stages.
+    """
+    if not 1 <= num_stages <= len(times):
+        raise ValueError(f"{len(times)} layers cannot be divided into {num_stages} stages of 1 layer or more")
+    slowest = _best(times, num_stages, time_of_head, math.inf)
+    return _best(times, num_stages, time_of_head, slowest.cost).sizes
+
+
+def _best(times: Sequence[float], num_stages: int, time_of_head: float, limit: float) -> _Best:
+    """The division with the fastest slowest stage, or, given that as limit, with the most equal times."""
+    ends = [0.0, *accumulate(times)]
+    num_layers = len(times)
+    best = {0: _Best(0.0)}
+    """By number of layers in the stages so far."""
+    for stage in range(num_stages):
+        is_last, is_end = stage == num_stages - 1, stage in (0, num_stages - 1)
+        later = num_stages - 1 - stage
+        found: dict[int, _Best] = {}
+        for end in [num_layers] if is_last else range(stage + 1, num_layers - later + 1):
+            candidates = []
+            for start, before in best.items():
+                time = ends[end] - ends[start] + (time_of_head if is_last else 0)
+                if start < end and time <= limit:
+                    cost = max(before.cost, time) if limit == math.inf else before.cost + time**2
+                    at_ends = before.num_layers_at_ends + is_end * (end - start)
+                    candidates.append(_Best(cost, at_ends, (*before.sizes, end - start)))
+            if candidates:
+                found[end] = min(candidates)
+        best = found
+    return best[num_layers]
+
+
+def even_out_ranks(
+    sizes: Sequence[int], times: Sequence[float], time_of_head: float, rank_of: Sequence[int]
+) -> tuple[int, ...]:
+    """Sizes of stages whose ranks have nearly equal times, where a rank has several stages; `rank_of` is by stage.
+
+    From the given sizes, one layer is moved to another stage as long as that makes the slowest rank faster, or, at the
+    same time, the ranks more equal. Every stage keeps 1 layer or more.
+    """
+    ends = [0.0, *accumulate(times)]
+
+    def unevenness(sizes: Sequence[int]) -> tuple[float, float, float]:
+        borders = [0, *accumulate(sizes)]
+        of_stages = [ends[last] - ends[first] for first, last in pairwise(borders)]
+        of_stages[-1] += time_of_head
+        of_ranks = [0.0] * (max(rank_of) + 1)
+        for rank, time in zip(rank_of, of_stages, strict=True):
+            of_ranks[rank] += time
+        return max(of_ranks), sum(time**2 for time in of_ranks), max(of_stages)
+
+    best = unevenness(sizes), tuple(sizes)
+    while True:
+        moved = (_move_layer(best[1], source, to) for source, to in permutations(range(len(sizes)), 2))
+        candidate = min(((unevenness(other), other) for other in moved if min(other) > 0), default=best)
+        if candidate[0] >= best[0]:
+            return best[1]
+        best = candidate
+
+
+def _move_layer(sizes: tuple[int, ...], source: int, to: int) -> tuple[int, ...]:
+    return tuple(size - (stage == source) + (stage == to) for stage, size in enumerate(sizes))

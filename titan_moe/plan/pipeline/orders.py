@@ -1,0 +1,112 @@
+"""The order of forwards and backwards of each schedule, without messages.
+
+An order is phases, "so often these actions", in letters: F is a forward, B a backward, I a `backward_input`; a digit is
+one of the rank's stages, none the next in turn. What has a + between runs as one.
+
+The order of a split backward has the gradients of inputs alone: the generator (schedules.py) finds the time for those
+of weights.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from titan_moe.plan.pipeline.action import Action, Kind
+from titan_moe.plan.pipeline.stages import stages_on_rank
+
+KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input"}
+
+Unit = tuple[Action, ...]
+"""Actions that a rank runs as one: they begin when all can, and what they send is sent after the last."""
+
+
+class Phase(NamedTuple):
+    """Actions that a rank repeats."""
+
+    repeats: int
+    actions: str
+
+
+def order_of(schedule: str, rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Unit]:
+    """The order of a rank."""
+    phases = PHASES[schedule](rank, pp, vpp, num_microbatches)
+    return _write_out(phases, stages_on_rank(rank, pp, vpp, schedule), pp, num_microbatches)
+
+
+def _one_forward_one_backward(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
+    """As many forwards first as ranks follow (arXiv:2104.04473)."""
+    return _alternate(pp - rank - 1, num_microbatches, "B")
+
+
+def _interleaved(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
+    """A stage takes pp microbatches, then the next stage does; in between gradients take the way back."""
+    return _alternate((vpp - 1) * pp + 2 * (pp - rank - 1), vpp * num_microbatches, "B")
+
+
+def _interleaved_zero_bubble(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
+    """Gradients come back sooner without those of weights (ZB1P, arXiv:2401.10241)."""
+    return _alternate((vpp - 1) * pp + pp - rank - 1, vpp * num_microbatches, "I")
+
+
+def _alternate(warm_up: int, num_forwards: int, backward: str) -> list[Phase]:
+    warm_up = min(warm_up, num_forwards)
+    return [Phase(warm_up, "F"), Phase(num_forwards - warm_up, f"F {backward}"), Phase(warm_up, backward)]
+
+
+def _zbv(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
+    """Forwards down the V until the first has come up again, then all four in turn (ZB-V, arXiv:2401.10241)."""
+    steady = max(num_microbatches - pp, pp)  # of fewer microbatches, the last are left out
+    return [
+        Phase(2 * (pp - rank) - 1, "F0"),
+        Phase(rank, "F1 F0"),
+        Phase(pp - rank, "F1 I1"),
+        Phase(steady, "F0 I0 F1 I1"),
+        Phase(rank, "I0 I1"),
+        Phase(pp - rank, "I0"),
+    ]
+
+
+def _dualpipev(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
+    """In the middle each forward is beside a backward (github.com/deepseek-ai/DualPipe). Backwards are split where the
+    next rank waits for a gradient: before the middle, and in the last half of those after it."""
+    after, whole = pp - rank - 1, rank // 2 + 1
+    return [
+        Phase(2 * after, "F0"),
+        Phase(rank + 1, "F0 F1"),
+        Phase(after, "I1 F1"),
+        Phase(1, "F0+B1 F1+B0" if after else "F0 B1 F1+B0"),  # the bottom of the V has the gradient F0 leads to
+        Phase(num_microbatches - 2 * pp + rank, "F0+B1 F1+B0"),
+        Phase(after, "B1 F1+B0"),
+        Phase(whole, "B1 B0"),
+        Phase(rank + 1 - whole, "I1 I0"),
+        Phase(after, "I0"),
+    ]
+
+
+PHASES: dict[str, Callable[[int, int, int, int], Sequence[Phase]]] = {
+    "1f1b": _one_forward_one_backward,
+    "interleaved_1f1b": _interleaved,
+    "interleaved_zero_bubble": _interleaved_zero_bubble,
+    "zbv": _zbv,
+    "dualpipev": _dualpipev,
+}
+"""By schedule: the phases of a rank, from its number, pp, vpp and the number of microbatches."""
+
+
+def _write_out(phases: Sequence[Phase], stages: Sequence[int], pp: int, num_microbatches: int) -> list[Unit]:
+    """Number the microbatches, in order for each stage and way. Those past the last are left out."""
+    turns: Counter[bool] = Counter()  # by whether forward
+    microbatches: Counter[tuple[bool, int]] = Counter()
+    units = []
+    for phase in phases:
+        for word in phase.repeats * phase.actions.split():
+            actions = []
+            for letter in word.split("+"):
+                is_forward = letter[0] == "F"
+                turn = turns[is_forward] // pp % len(stages)
+                stage = stages[int(letter[1:] or (turn if is_forward else -1 - turn))]
+                actions.append(Action(KINDS[letter[0]], stage, microbatches[is_forward, stage]))
+                turns[is_forward] += 1
+                microbatches[is_forward, stage] += 1
+            units.append(tuple(action for action in actions if action.microbatch < num_microbatches))
+    return [unit for unit in units if unit]

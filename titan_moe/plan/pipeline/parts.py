@@ -1,0 +1,77 @@
+"""What each pipeline rank has of a run: its layers, and how many microbatches keep their activations there."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.count import ParameterCount, count_parameters
+from titan_moe.plan.pipeline.flops import flops_of_stage
+from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places
+from titan_moe.plan.pipeline.schedules import actions_of
+from titan_moe.plan.pipeline.simulation import max_held
+from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a pipeline rank has; without a pipeline all of the run."""
+
+    recipe: Recipe
+    """The run's, with the rank's layers alone as its model."""
+    world_size: int  # all ranks of the run
+    has_embedding: bool = True
+    has_head: bool = True
+    num_in_flight: float = 1.0
+    """The most microbatches whose activations of all its layers it keeps at once."""
+    places: ArenaPlaces | None = None
+    """Of the arena of a rank of a pipeline."""
+
+    @property
+    def count(self) -> ParameterCount:
+        """The parameters of its modules. A tied weight is where embedding or head are, once if both are there."""
+        count, model = count_parameters(self.recipe.model), self.recipe.model
+        has_copy = model.embeddings_are_tied and not self.has_embedding
+        return replace(
+            count,
+            embedding=count.embedding if self.has_embedding else 0,
+            head=(count.embedding if has_copy else count.head) if self.has_head else 0,
+            norms=count.norms - (0 if self.has_head else model.hidden_size),
+        )
+
+
+def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
+    """The parts of all pipeline ranks."""
+    p, model = recipe.parallel, recipe.model
+    if p.pp == 1:
+        return [Part(recipe, world_size)]
+    stages = stages_of(recipe)
+    num_dense = model.num_layers - model.num_moe_layers
+    parts = []
+    for rank in range(p.pp):
+        names = [name for stage in stages_of_rank(rank, p) for name in stages[stage]]
+        layers = _layers(names)
+        dense = sum(layer < num_dense for layer in layers)
+        alone = replace(recipe, model=replace(model, num_layers=len(layers), num_dense_layers=dense))
+        num_in_flight = in_flight(recipe, world_size, rank)
+        places = arena_places(recipe, rank, world_size)
+        parts.append(Part(alone, world_size, "embed" in names, "head" in names, num_in_flight, places))
+    return parts
+
+
+def _layers(names: Iterable[str]) -> list[int]:
+    return [int(name.removeprefix("layers.")) for name in names if name.startswith("layers.")]
+
+
+def training_flops_of_rank(recipe: Recipe, pp_rank: int) -> float:
+    """Count the FLOPs of training on one token on a pipeline rank."""
+    stages = stages_of(recipe)
+    return sum(flops_of_stage(recipe, stages[stage]).total for stage in stages_of_rank(pp_rank, recipe.parallel))
+
+
+def in_flight(recipe: Recipe, world_size: int, rank: int) -> float:
+    """The most microbatches whose activations a pipeline rank keeps at once; one of a half of its layers is a half."""
+    p, stages = recipe.parallel, stages_of(recipe)
+    sizes = {stage: float(len(_layers(stages[stage]))) for stage in stages_of_rank(rank, p)}
+    number = num_microbatches(recipe, world_size)
+    few = min(number, 4 * p.pp + number % p.pp)  # more of them do not raise it
+    return max_held(actions_of(p.pp_schedule, p.pp, p.vpp, few)[rank], sizes) / max(sum(sizes.values()), 1.0)

@@ -1,0 +1,41 @@
+"""The places of a pipeline rank's arena: one for each microbatch that a stage of it keeps for backward."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.pipeline.schedules import actions_of
+from titan_moe.plan.pipeline.simulation import max_held
+from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+
+
+class ArenaPlaces(NamedTuple):
+    """How an arena is divided (kernels/experts/arena.py)."""
+
+    number: int
+    """The most (stage, microbatch) pairs in flight, at least 1."""
+    num_layers: int
+    """MoE layers that one has room for: those of the stage that has most of them."""
+
+
+def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int, int] | None = None) -> ArenaPlaces:
+    """The places of a pipeline rank. A stage without MoE layers needs none. `layers` are the MoE layers of each stage
+    of the rank; without it, those of the recipe's model."""
+    p = recipe.parallel
+    layers = moe_layers_of(recipe, rank) if layers is None else layers
+    most = max(layers.values())
+    if p.pp == 1 or not most:
+        return ArenaPlaces(1, most)
+    actions = actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches(recipe, world_size))[rank]
+    number = max_held(actions, {stage: 1.0 for stage, num_layers in layers.items() if num_layers})
+    return ArenaPlaces(round(number), most)
+
+
+def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:
+    """The number of MoE layers of each stage of a pipeline rank."""
+    model = recipe.model
+    if recipe.parallel.pp == 1:
+        return {0: model.num_moe_layers}
+    moe = {f"layers.{layer}" for layer in range(model.num_layers - model.num_moe_layers, model.num_layers)}
+    stages = stages_of(recipe)
+    return {stage: len(moe.intersection(stages[stage])) for stage in stages_of_rank(rank, recipe.parallel)}

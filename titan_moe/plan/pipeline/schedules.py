@@ -1,0 +1,132 @@
+"""The schedule of a pipeline: the list of actions of every rank, with its messages.
+
+The lists come from a simulation in which a forward, a `backward_input` and a `backward_weight` take one unit of time
+each. A rank runs its order (orders.py). It computes weight gradients of split backwards where it would wait, before a
+forward if it has as many activations as the pipeline stages (those of 1f1b), and the rest at the end.
+
+When an action ends whose result another rank needs, its send is appended to the rank's list and the receive to that of
+the other, at that moment. So all lists are parts of one order of all actions: messages between two ranks are in the
+same order on both, no ranks wait for each other in a circle, and a result is received before it is needed.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from functools import lru_cache
+
+from titan_moe.config.pipeline_schedules import SCHEDULES
+from titan_moe.plan.pipeline.action import Action
+from titan_moe.plan.pipeline.orders import Unit, order_of
+from titan_moe.plan.pipeline.stages import rank_of_stage
+
+__all__ = ["Action", "actions_of"]
+
+DURATION = {"backward": 2}
+"""Units of time; all others take 1."""
+
+
+def actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+    """The actions of a step, by pipeline rank, in the order in which the rank begins them.
+
+    Raises: ValueError for stages and microbatches that the schedule does not fit; `config.rules` refuses them first.
+    """
+    facts = SCHEDULES[schedule]
+    fits_vpp = facts.min_vpp <= vpp <= facts.max_vpp
+    if not fits_vpp or num_microbatches < facts.fewest_microbatches(pp) or (facts.rounds and num_microbatches % pp):
+        raise ValueError(f"{schedule} does not fit pp = {pp}, vpp = {vpp} and {num_microbatches} microbatches")
+    return [list(actions) for actions in _actions_of(schedule, pp, vpp, num_microbatches)]
+
+
+@lru_cache(maxsize=16)
+def _actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+    """Every step asks for the same lists."""
+    orders = [order_of(schedule, rank, pp, vpp, num_microbatches) for rank in range(pp)]
+    return lay_out(orders, [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)])
+
+
+def lay_out(orders: Sequence[Sequence[Unit]], rank_of: Sequence[int]) -> list[list[Action]]:
+    """Simulate the orders of the ranks, given the rank of each stage; write down what begins and what is sent.
+
+    Raises: ValueError if ranks wait for each other.
+    """
+    ranks = [_Rank(order, len(rank_of)) for order in orders]
+    ended: set[Action] = set()
+    now = 0
+    while not all(rank.is_done for rank in ranks):
+        for rank in ranks:
+            for action in rank.end(now):
+                ended.add(action)
+                _exchange(action, ranks, rank_of)
+        for rank in ranks:
+            rank.begin(now, ended)
+        waiting = {number: rank.order[0] for number, rank in enumerate(ranks) if rank.order}
+        if waiting and not any(rank.running for rank in ranks):
+            raise ValueError(f"pipeline ranks wait for each other; by rank: {waiting}")
+        now += 1
+    return [rank.actions for rank in ranks]
+
+
+def _exchange(action: Action, ranks: Sequence["_Rank"], rank_of: Sequence[int]) -> None:
+    """Append the message of a result, if the stage that needs it is on another rank."""
+    kind, stage, microbatch = action
+    to = stage + 1 if kind == "forward" else stage - 1
+    if kind == "backward_weight" or not 0 <= to < len(rank_of) or rank_of[to] == rank_of[stage]:
+        return
+    sender, receiver = ranks[rank_of[stage]].actions, ranks[rank_of[to]].actions
+    if kind == "forward":
+        sender.append(Action("send_activation", stage, microbatch))
+        receiver.append(Action("receive_activation", to, microbatch))
+    else:
+        sender.append(Action("send_gradient", stage, microbatch))
+        receiver.append(Action("receive_gradient", to, microbatch))
+
+
+class _Rank:
+    """A rank in the simulation."""
+
+    def __init__(self, order: Sequence[Unit], num_stages: int) -> None:
+        self.order = deque(order)
+        self.num_stages = num_stages
+        self.weight_grads: deque[Action] = deque()  # that can be computed
+        self.num_in_flight = 0  # activations of microbatches and stages
+        self.running: Unit = ()
+        self.end_time = 0
+        self.actions: list[Action] = []
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.order or self.weight_grads or self.running)
+
+    def end(self, now: int) -> Unit:
+        """The actions that end now."""
+        if now < self.end_time:
+            return ()
+        ended, self.running = self.running, ()
+        for kind, stage, microbatch in ended:
+            if kind == "backward_input":
+                self.weight_grads.append(Action("backward_weight", stage, microbatch))
+        return ended
+
+    def begin(self, now: int, ended: set[Action]) -> None:
+        """Begin what is next, if the rank is free and something can run."""
+        if self.running:
+            return
+        self.running = self._next(ended)
+        self.end_time = now + sum(DURATION.get(action.kind, 1) for action in self.running)
+        self.actions += self.running
+        self.num_in_flight += sum((action.kind == "forward") - action.frees for action in self.running)
+
+    def _next(self, ended: set[Action]) -> Unit:
+        if self.order and all(self._can_run(action, ended) for action in self.order[0]):
+            is_full = self.num_in_flight >= self.num_stages and self.order[0][0].kind == "forward"
+            if not (is_full and self.weight_grads):
+                return self.order.popleft()
+        return (self.weight_grads.popleft(),) if self.weight_grads else ()
+
+    def _can_run(self, action: Action, ended: set[Action]) -> bool:
+        kind, stage, microbatch = action
+        if kind == "forward":
+            return stage == 0 or Action("forward", stage - 1, microbatch) in ended
+        if stage == self.num_stages - 1:
+            return Action("forward", stage, microbatch) in ended
+        after = (Action("backward", stage + 1, microbatch), Action("backward_input", stage + 1, microbatch))
+        return any(gradient in ended for gradient in after)

@@ -1,0 +1,127 @@
+"""The time that a pipeline's schedule takes, from its lists of actions and the times of its stages."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from titan_moe.plan.pipeline.action import Action
+
+
+class Times(NamedTuple):
+    """The times of each stage, in any unit; a whole backward takes both parts."""
+
+    forward: Sequence[float]
+    backward_input: Sequence[float]
+    backward_weight: Sequence[float]
+
+    @classmethod
+    def unit(cls, num_stages: int) -> "Times":
+        """All parts of all stages take 1."""
+        return cls(*(3 * [[1.0] * num_stages]))
+
+    def of(self, action: Action) -> float:
+        """The time of an action; messages take none."""
+        if action.is_message:
+            return 0.0
+        if action.kind == "backward":
+            return self.backward_input[action.stage] + self.backward_weight[action.stage]
+        by_stage: Sequence[float] = getattr(self, action.kind)
+        return by_stage[action.stage]
+
+
+class Run(NamedTuple):
+    """When an action ran."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What happens when each rank runs its list."""
+
+    runs: list[list[Run]]  # by rank, in order; messages too
+    max_in_flight: list[int]
+    """By stage, the most microbatches whose activations it keeps, from a forward to the end of its backward."""
+
+    @property
+    def makespan(self) -> float:
+        """The time from the first start to the last end."""
+        return max((runs[-1].end for runs in self.runs if runs), default=0.0)
+
+    @property
+    def bubble_share(self) -> float:
+        """The share of the ranks' time in which they wait."""
+        busy = sum(run.end - run.start for runs in self.runs for run in runs)
+        return 1 - busy / (self.makespan * len(self.runs)) if busy else 0.0
+
+
+def simulate(actions: Sequence[Sequence[Action]], times: Times) -> Simulation:
+    """Run the list of each rank in order, as early as possible.
+
+    A message takes no time: it is sent when the sender comes to it, and the receiver waits for it where it needs it.
+    Lists may lack messages; then an action waits for the end of the one before it in the model.
+
+    Raises: ValueError if ranks wait for each other.
+    """
+    listed = {action for of_rank in actions for action in of_rank}
+    last_stage = max((action.stage for action in listed), default=0)
+    runs: list[list[Run]] = [[] for _ in actions]
+    ends: dict[Action, float] = {}
+    progressed = True
+    while progressed:
+        progressed = False
+        for rank, of_rank in enumerate(actions):
+            for action in of_rank[len(runs[rank]) :]:
+                needed = _needs(action, listed, last_stage)
+                if not all(need in ends for need in needed):
+                    break
+                start = max([ends[need] for need in needed] + [run.end for run in runs[rank][-1:]], default=0.0)
+                ends[action] = start + times.of(action)
+                runs[rank].append(Run(rank, action, start, ends[action]))
+                progressed = True
+    waiting = {rank: of_rank[len(runs[rank])] for rank, of_rank in enumerate(actions) if len(runs[rank]) < len(of_rank)}
+    if waiting:
+        raise ValueError(f"pipeline ranks wait for each other; by rank: {waiting}")
+    return Simulation(runs, max_in_flight(actions))
+
+
+def _needs(action: Action, listed: Collection[Action], last_stage: int) -> list[Action]:
+    """What an action waits for."""
+    kind, stage, microbatch = action
+    if kind == "backward_weight":
+        return [Action("backward_input", stage, microbatch)]
+    if kind == "forward":
+        before = [Action("send_activation", stage - 1, microbatch), Action("forward", stage - 1, microbatch)]
+        return _first(before, listed) if stage > 0 else []
+    if kind not in ("backward", "backward_input"):
+        return []
+    after = [Action(kind, stage + 1, microbatch) for kind in ("send_gradient", "backward", "backward_input")]
+    return [Action("forward", stage, microbatch), *(_first(after, listed) if stage < last_stage else [])]
+
+
+def _first(choices: Sequence[Action], listed: Collection[Action]) -> list[Action]:
+    """The first that is in the lists; one that is in none is waited for in vain."""
+    return [next((choice for choice in choices if choice in listed), choices[0])]
+
+
+def max_in_flight(actions: Sequence[Sequence[Action]]) -> list[int]:
+    """By stage, the most microbatches whose activations it keeps, from a forward to the end of its backward."""
+    stages = {action.stage for of_rank in actions for action in of_rank}
+    most = [0] * (1 + max(stages, default=-1))
+    for of_rank in actions:
+        for stage in {action.stage for action in of_rank}:
+            most[stage] = round(max_held(of_rank, {stage: 1.0}))
+    return most
+
+
+def max_held(actions: Sequence[Action], size_of: Mapping[int, float]) -> float:
+    """The most that a rank keeps at once, if a microbatch of a stage has this size; stages without one have none."""
+    held = most = 0.0
+    for action in actions:
+        size = size_of.get(action.stage, 0.0)
+        held += size * ((action.kind == "forward") - action.frees)
+        most = max(most, held)
+    return most
