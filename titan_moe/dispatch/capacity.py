@@ -8,9 +8,9 @@ read. No token is dropped: a step that does not fit sets a flag on the device, c
 the bound lifted.
 
 Without an arena the factor bounds the rows and slots of each layer, and while it is lifted the host reads exact sizes.
-With an arena (kernels/experts/arena.py) it bounds the sum over layers, each layer's temporaries have the size of the
-worst case, and while it is lifted backward computes the rows and hidden states of a layer again: nothing is kept, and
-no size is read.
+With an arena (kernels/experts/arena.py) it bounds the sum over the layers of a microbatch, each layer's temporaries
+have the size of the worst case, and while it is lifted backward computes the rows and hidden states of a layer again:
+nothing is kept, and no size is read.
 """
 
 import math
@@ -40,8 +40,10 @@ class ExpertCapacity:
         self.is_unbounded = False
         self.arena: Arena | None = None
         self.loads: LayerLoads | None = None
+        self.place = 0
+        """Of the arena, where the next forward is written: 0 but inside `writing_to`."""
         self.balanced = torch.ones(2, dtype=torch.float64, device=device)
-        """Rows and slots of a balanced load of all layers, where there is an arena."""
+        """Rows and slots of a balanced load of all layers of a place, where there is an arena."""
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """On the device: whether a layer has overflowed since `reset`. A recomputed forward sets it again, alike."""
         self.need = torch.zeros((), dtype=torch.float32, device=device)
@@ -52,9 +54,10 @@ class ExpertCapacity:
         """Raise the error of a failed exchange. Reads nothing on the device."""
 
     def use_arena(self, arena: Arena, loads: LayerLoads) -> None:
-        """Bound what all layers together keep for backward, in this arena."""
+        """Bound what all layers together keep for backward, in each place of this arena. `loads` are of the stage that
+        has the most layers on this rank, perhaps none."""
         self.arena, self.loads = arena, loads
-        self.balanced.copy_(torch.tensor(loads.of_all_layers()))
+        self.balanced.copy_(torch.tensor(loads.of_all_layers()).clamp(min=1))
         self.resize(self.capacity_factor)
 
     def resize(self, capacity_factor: float) -> None:
@@ -62,8 +65,8 @@ class ExpertCapacity:
         self.capacity_factor = capacity_factor
         if self.arena is not None and self.loads is not None:
             factor = 0.0 if self.arena.is_checkpointed else capacity_factor
-            self.arena.resize(*self.loads.room(factor))
             self.arena.keeps = factor > 0
+            self.arena.resize(*self.loads.room(factor))
 
     @property
     def arena_handle(self) -> int:
@@ -123,9 +126,18 @@ class ExpertCapacity:
             self.arena.reset()
 
     def start_forward(self) -> None:
-        """Take from the beginning of the arena again: before the forward of a microbatch."""
+        """Take from the beginning of the arena, or of its place, again: before the forward of a microbatch."""
         if self.arena is not None:
-            self.arena.start_forward()
+            self.arena.start_forward(self.place)
+
+    @contextmanager
+    def writing_to(self, place: int) -> Iterator[None]:
+        """Let the forwards within a `with` block start in this place of the arena."""
+        self.place = place
+        try:
+            yield
+        finally:
+            self.place = 0
 
     def record_load(self, used: Tensor, balanced: float, overflowed: Tensor) -> None:
         """Record the rows or slots that a layer has used, an int scalar, those of a balanced load, and its overflow

@@ -65,7 +65,7 @@ class _Kept(NamedTuple):
 
     x_SW: Tensor  # in an arena its rows
     hidden: Tensor  # in an arena its hidden states
-    base: Tensor | None  # in an arena int64 [3], first row and slot of the layer, number of the forward
+    base: Tensor | None  # in an arena int64 [4], as `Arena.take` returns it
 
 
 class _Peers(NamedTuple):
@@ -147,7 +147,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Results, whether slots overflowed, and what backward needs: rows, hidden states, base, and slots.
 
-    With an arena rows and hidden states are empty, and base is int64 [3]. `plan` is ids_TK and the first three of a
+    With an arena rows and hidden states are empty, and base is int64 [4]. `plan` is ids_TK and the first three of a
     `RowPlan`, `weights` are those of `stages_of`, `sizes` are `Sizes`.
     """
     of = Sizes(*sizes)
@@ -188,7 +188,7 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
     num_kept, num_hidden = (0, 0) if of.arena else (of.max_rows, of.num_slots)
     x_SW = x_TD.new_empty(num_kept, row_width(x_TD.shape[1], x_TD.element_size(), of.stage_format))
     hidden = new_hidden(x_TD, num_hidden, weights[1].shape[2], of.stage_format)
-    base = index(3 if of.arena else 0, dtype=torch.int64)
+    base = index(4 if of.arena else 0, dtype=torch.int64)
     slots = (index(of.num_slots), index(of.max_rows, scores_TK.shape[1]), scores_TK.new_empty(of.num_slots))
     return x_TD.new_empty(x_TD.shape), index(), x_SW, hidden, base, *slots, index(of.num_local_experts)
 

@@ -3,12 +3,22 @@
 Each table maps the values of a field of `config.kernels.Kernels` to functions of one signature.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
 
+from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
+from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP, can_queue
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
-from titan_moe.kernels.experts.grouped_mm import GroupedGemm, grouped_mm, grouped_mm_loop
-from titan_moe.kernels.experts.swiglu_down import SwiGLUDown, fused_swiglu_down, swiglu_down_reference
+from titan_moe.kernels.experts.grouped_mm import GroupedGemm, QueuedGroupedMM, grouped_mm, grouped_mm_loop
+from titan_moe.kernels.experts.swiglu_down import (
+    SwiGLUDown,
+    fused_swiglu_down,
+    queued_swiglu_down,
+    queued_swiglu_down_reference,
+    swiglu_down_reference,
+)
 from titan_moe.kernels.loss.cross_entropy import CrossEntropy, linear_cross_entropy
 from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy
 from titan_moe.kernels.optim.accumulate import Accumulate, accumulate, accumulate_reference
@@ -30,10 +40,19 @@ SWIGLU_DOWN: dict[str, SwiGLUDown] = {
     "reference": swiglu_down_reference,
     "fused": fused_swiglu_down,
 }
+QUEUED_SWIGLU_DOWN: dict[SwiGLUDown, Callable[[WeightGradQueue], SwiGLUDown]] = {
+    swiglu_down_reference: queued_swiglu_down_reference,
+    fused_swiglu_down: queued_swiglu_down,
+}
+"""The same operations with weight gradients that a queue delays."""
 GROUPED_GEMM: dict[str, GroupedGemm] = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}
+QUEUED_GROUPED_GEMM: dict[str, Callable[[WeightGradQueue], GroupedGemm]] = {
+    "grouped_mm": QueuedGroupedMM,
+    "reference": partial(QueuedGroupedMM, loop=True),
+}
+"""The same with weight gradients that a queue delays."""
 
 
-@cache
 def choose_expert_mlp(choice: str, score_on: str, has_bias: bool = False) -> ExpertMLP:
     """The MLP for the recipe's choice of expert kernels, `model.moe.score_on` and `model.moe.expert_mlp_bias`.
 
@@ -41,9 +60,24 @@ def choose_expert_mlp(choice: str, score_on: str, has_bias: bool = False) -> Exp
         applied; or with biases, which its GEMMs do not add.
     """
     if choice != "fused":
-        return composite(GROUPED_GEMM[choice], weighs_input=score_on == "input")
+        return _composite(choice, score_on == "input")
     if score_on == "input":
         raise ValueError('perf.kernels = "fused" needs model.moe.score_on = "activation"; or take "grouped_mm"')
     if has_bias:
         raise ValueError('perf.kernels = "fused" needs model.moe.expert_mlp_bias = false; or take "grouped_mm"')
     return fused_expert_mlp
+
+
+@cache
+def _composite(choice: str, weighs_input: bool) -> ExpertMLP:
+    return composite(GROUPED_GEMM[choice], weighs_input=weighs_input)
+
+
+def choose_queued_expert_mlp(mlp: ExpertMLP, queue: WeightGradQueue) -> ExpertMLP | None:
+    """The same MLP with weight gradients that the queue delays; None if it has none of its own: emulated formats."""
+    if can_queue(mlp):
+        return QueuedMLP(mlp, queue)
+    for choice, weighs_input in product(GROUPED_GEMM, (False, True)):
+        if mlp is _composite(choice, weighs_input):
+            return composite(QUEUED_GROUPED_GEMM[choice](queue), weighs_input=weighs_input)
+    return None

@@ -20,29 +20,61 @@ CASES = {
 def test_arena_takes_as_the_reference(device: str, name: str, keeps: bool) -> None:
     sizes, room = CASES[name], (10, 12)
     arena = Arena(2, 2, torch.float32, device)
-    arena.resize(*room)
     arena.keeps = keeps
+    arena.resize(*room)
     expected, need, overflowed = take_reference(sizes, room, keeps)
     for repeats in (1, 2):  # a second microbatch takes the same
         arena.start_forward()
         taken = []
         for rows, slots in sizes:
-            last = torch.tensor([0, rows, slots], dtype=torch.int32, device=device)
-            *place, number = arena.take(last[1:2], last[2:]).tolist()
+            *base, number, _ = take(arena, rows, slots)
             assert number == repeats
-            taken.append(tuple(place))
+            taken.append(tuple(base))
         assert taken == expected and bool(arena.overflowed) == overflowed
         assert tuple(arena.need.tolist()) == need, repeats
     arena.reset()
     assert not bool(arena.overflowed) and arena.need.tolist() == [0, 0]
 
 
+def take(arena: Arena, rows: int, slots: int) -> list[int]:
+    last = torch.tensor([0, rows, slots], dtype=torch.int32, device=arena.need.device)
+    return arena.take(last[1:2], last[2:]).tolist()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("device", DEVICES)
+def test_places_take_as_the_reference_and_do_not_overlap(device: str, keeps: bool) -> None:
+    num_places, room, names = 3, (10, 12), list(CASES)
+    arena = Arena(2, 2, torch.float32, device, num_places=num_places)
+    arena.keeps = keeps
+    arena.resize(*room)
+    assert (len(arena.rows_AW), len(arena.hidden_BH)) == ((30, 36) if keeps else room), (
+        "one place where nothing is kept"
+    )
+    largest, has_overflowed = (0, 0), False
+    for turn, place in enumerate([0, 2, 1, 2, 0, 2]):
+        sizes = CASES[names[turn % len(names)]]
+        expected, need, overflowed = take_reference(sizes, room, keeps, place)
+        has_overflowed |= overflowed
+        largest = tuple(map(max, need, largest))
+        arena.start_forward(place)
+        for (rows, slots), (row, slot) in zip(sizes, expected, strict=True):
+            assert take(arena, rows, slots)[:2] == [row, slot], (turn, place)
+            if keeps:
+                assert place * 10 <= row <= row + rows <= (place + 1) * 10 or overflowed
+                assert place * 12 <= slot <= slot + slots <= (place + 1) * 12 or overflowed
+        assert bool(arena.overflowed) == has_overflowed
+        assert tuple(arena.need.tolist()) == largest, "of a place"
+    with pytest.raises(IndexError):
+        arena.start_forward(num_places)
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_forward_that_another_has_overwritten_voids_the_step(device: str, keeps: bool) -> None:
     arena = Arena(2, 2, torch.float32, device)
-    arena.resize(10, 10)
     arena.keeps = keeps
+    arena.resize(10, 10)
     one = torch.ones(1, dtype=torch.int32, device=device)
     arena.start_forward()
     base = arena.take(one, one)
@@ -51,3 +83,22 @@ def test_a_forward_that_another_has_overwritten_voids_the_step(device: str, keep
     arena.start_forward()  # of a teacher, say, before the first one's backward
     arena.verify(base)
     assert bool(arena.overflowed) == keeps, "without keeping, backward computes its rows again"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_forward_in_a_place_in_use_voids_the_step(device: str) -> None:
+    arena = Arena(2, 2, torch.float32, device, num_places=2)
+    arena.resize(10, 10)
+    one = torch.ones(1, dtype=torch.int32, device=device)
+    bases = []
+    for place in (0, 1):
+        arena.start_forward(place)
+        bases.append(arena.take(one, one))
+    for base in bases:  # both are in flight
+        arena.verify(base)
+    assert not bool(arena.overflowed)
+    arena.start_forward(1)  # a third
+    arena.verify(bases[0])
+    assert not bool(arena.overflowed), "its place was left alone"
+    arena.verify(bases[1])
+    assert bool(arena.overflowed)

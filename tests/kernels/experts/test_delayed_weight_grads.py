@@ -1,12 +1,22 @@
-"""Delayed weight gradients are those of the fused MLP, bit for bit."""
+"""Delayed weight gradients are those of the MLPs in Triton, bit for bit."""
+
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from support.kernel_samples import SAMPLES
 from torch import Tensor
 
-from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads
+from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN
+from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
+from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, QueuedMLP, delay_weight_grads
+from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS, quantize_experts
+from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
+from titan_moe.kernels.experts.grouped_mm import grouped_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
+from titan_moe.kernels.experts.swiglu_down import fused_swiglu_down
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.permute.rows import place_scores
 from titan_moe.kernels.registry import KERNELS, Sample, load_all
@@ -69,3 +79,64 @@ def test_what_was_computed_is_freed(device: str, dtype: torch.dtype) -> None:
     assert delayed.grads.pending is None and gate_up.grad is not None
     with pytest.raises(RuntimeError, match="used once"):
         run_with(delayed, x_SD, scores_SK, *sample.args[4:])
+
+
+def place(sample: Sample) -> tuple[list[Tensor], ExpertSlots]:
+    """Rows and weights, of a hidden width that fp8 takes, and slots, whose scores are differentiable."""
+    x_SD, scores_SK, gate_up, down, rows_R, slots_SK, offsets_e = sample.args
+    gate_up, down = gate_up[:, :, :32].contiguous(), down[..., :32].contiguous()
+    scores_R = place_scores(scores_SK.detach(), slots_SK, rows_R.numel()).requires_grad_()
+    leaves = [x.detach().clone().requires_grad_() for x in (x_SD, gate_up, down)]
+    return leaves, ExpertSlots(rows_R, slots_SK, scores_R, offsets_e)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize(("mlp", "has_codes"), [(fused_expert_mlp, False), (FP8_MLPS[0], True), (FP8_MLPS[1], False)])
+def test_queued_gradients_are_those_of_the_mlp(mlp: Any, has_codes: bool, device: str, dtype: torch.dtype) -> None:
+    for sample in draw(device, dtype)[: 1 if mlp in FP8_MLPS else None]:  # the interpreter is slow
+        results = []
+        for queue in (WeightGradQueue(), None):
+            (x_SD, gate_up, down), slots = place(sample)
+            weights = ExpertWeights.of([gate_up * 1, down * 1])
+            if has_codes:
+                weights = weights._replace(codes=tuple(quantize_experts(gate_up.detach(), down.detach(), False)))
+            if queue is None:
+                mlp(x_SD, slots, weights).sin().sum().backward()
+            else:
+                with queue.recording() as pending:
+                    y_SD = QueuedMLP(mlp, queue)(x_SD, slots, weights)
+                y_SD.sin().sum().backward()
+                assert gate_up.grad is down.grad is None and x_SD.grad is not None
+                ((_, grads),) = pending.uses
+                operands = weakref.ref(grads.pending)
+                pending.compute()
+                assert operands() is None
+            end = int(slots.offsets_e[-1])
+            results.append([x_SD.grad, slots.scores_R.grad[:end], gate_up.grad, down.grad])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other), sample.name
+
+
+def test_other_mlps_are_refused() -> None:
+    with pytest.raises(ValueError, match="Triton"):
+        QueuedMLP(composite(grouped_mm), WeightGradQueue())
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_queued_gradients_are_those_of_swiglu_down(device: str, dtype: torch.dtype) -> None:
+    results = []
+    for queue in (WeightGradQueue(), None):
+        torch.manual_seed(0)
+        hidden, weight = (torch.randn(shape, device=device, dtype=dtype) for shape in ((2, 5, 48), (16, 24)))
+        leaves = hidden.requires_grad_(), weight.requires_grad_()
+        if queue is None:
+            fused_swiglu_down(hidden, weight).sin().sum().backward()
+        else:
+            with queue.recording() as pending:
+                y = QUEUED_SWIGLU_DOWN[fused_swiglu_down](queue)(hidden, weight)
+            y.sin().sum().backward()
+            assert weight.grad is None
+            pending.compute()
+        results.append([leaf.grad for leaf in leaves])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

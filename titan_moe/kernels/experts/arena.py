@@ -8,8 +8,12 @@ each layer takes what it needs, behind the layer before: its first row and slot 
 arena is sized by the sum over layers, which varies much less than one layer's need. A microbatch's forward starts at
 the beginning; its backward reads each layer where forward wrote it. Addresses stay, so CUDA graphs replay.
 
-Where a layer does not fit, a flag is set and the layer is written at the beginning. Its own forward is right, so the
-need of all layers is known, but a backward would read other rows: the step is void.
+In a pipeline several microbatches are between forward and backward. Then the arena has as many equal places, one behind
+the other, and the forward of a stage starts at the beginning of one. The host chooses the place, by the schedule alone:
+every step chooses the same.
+
+Where a layer does not fit into its place, a flag is set and the layer is written at the place's beginning. Its own
+forward is right, so the need of all layers is known, but a backward would read other rows: the step is void.
 
 To the compiler an arena is a number, its handle: an operation that takes the handle is a function of its other
 arguments, as with symmetric memory. So an arena may be resized without a new graph of the compiler. (A recorded CUDA
@@ -35,22 +39,24 @@ NONE = 0
 
 
 def take_reference(
-    sizes: list[tuple[int, int]], room: tuple[int, int], keeps: bool = True
+    sizes: list[tuple[int, int]], room: tuple[int, int], keeps: bool = True, place: int = 0
 ) -> tuple[list[tuple[int, int]], tuple[int, int], bool]:
-    """The layers of a microbatch by their rows and slots: first rows and slots, need, whether one did not fit."""
+    """The layers of a microbatch by their rows and slots, and the room of a place: first rows and slots, need, whether
+    one did not fit."""
     bases, head, overflowed = [], (0, 0), False
+    first = (place * room[0], place * room[1]) if keeps else (0, 0)
     for size in sizes:
         begin = head if keeps else (0, 0)
-        fits = all(first + number <= limit for first, number, limit in zip(begin, size, room, strict=True))
-        bases.append(begin if fits else (0, 0))
+        fits = all(begun + number <= limit for begun, number, limit in zip(begin, size, room, strict=True))
+        bases.append((first[0] + begin[0], first[1] + begin[1]) if fits else first)
         overflowed |= not fits
         head = (head[0] + size[0], head[1] + size[1])
     return bases, head, overflowed
 
 
-@triton.jit(do_not_specialize=["num_arena_rows", "num_arena_slots"])
+@triton.jit(do_not_specialize=["place", "num_place_rows", "num_place_slots"])
 def _take_kernel(
-    rows_ptr, slots_ptr, base_ptr, head_ptr, need_ptr, overflowed_ptr, num_arena_rows, num_arena_slots,
+    rows_ptr, slots_ptr, base_ptr, head_ptr, need_ptr, overflowed_ptr, place, num_place_rows, num_place_slots,
     KEEPS: tl.constexpr,
 ):  # fmt: skip
     num_rows, num_slots = tl.load(rows_ptr).to(tl.int64), tl.load(slots_ptr).to(tl.int64)
@@ -59,23 +65,26 @@ def _take_kernel(
     tl.store(head_ptr + 1, slot + num_slots)
     tl.store(need_ptr, tl.maximum(tl.load(need_ptr), row + num_rows))
     tl.store(need_ptr + 1, tl.maximum(tl.load(need_ptr + 1), slot + num_slots))
+    number = tl.load(head_ptr + 2)
     if not KEEPS:
         row, slot = row * 0, slot * 0
-    fits = (row + num_rows <= num_arena_rows) & (slot + num_slots <= num_arena_slots)
-    tl.store(base_ptr, tl.where(fits, row, 0))
-    tl.store(base_ptr + 1, tl.where(fits, slot, 0))
-    tl.store(base_ptr + 2, tl.load(head_ptr + 2))
+    fits = (row + num_rows <= num_place_rows) & (slot + num_slots <= num_place_slots)
+    first = place.to(tl.int64)  # its product with the room of a place may be large
+    tl.store(base_ptr, first * num_place_rows + tl.where(fits, row, 0))
+    tl.store(base_ptr + 1, first * num_place_slots + tl.where(fits, slot, 0))
+    tl.store(base_ptr + 2, number)
+    tl.store(base_ptr + 3, first)
     tl.store(overflowed_ptr, (tl.load(overflowed_ptr) != 0).to(tl.int8) | (~fits).to(tl.int8))
 
 
 @triton.jit
-def _verify_kernel(base_ptr, head_ptr, overflowed_ptr):
-    if tl.load(base_ptr + 2) != tl.load(head_ptr + 2):
+def _verify_kernel(base_ptr, heads_ptr, overflowed_ptr):
+    if tl.load(base_ptr + 2) != tl.load(heads_ptr + tl.load(base_ptr + 3) * 3 + 2):
         tl.store(overflowed_ptr, 1)
 
 
 class Arena:
-    """The buffer, and what the layers of a microbatch have taken of it.
+    """The buffer, and what the layers of the microbatches in flight have taken of it.
 
     While `keeps` is true, layers lie one behind the other, for their backward. While it is false, every layer is
     written at the beginning, and its backward computes it again; or, where `is_checkpointed`, a recomputed forward
@@ -91,14 +100,20 @@ class Arena:
         *,
         is_checkpointed: bool = False,
         is_fp8: bool = False,
+        num_places: int = 1,
     ) -> None:
-        """`hidden` is F; `is_fp8` as in stage_sets.py. The arena has no room yet."""
+        """`hidden` is F; `is_fp8` as in stage_sets.py; `num_places` microbatches are kept at a time. The arena has no
+        room yet."""
         row = (width + TAIL_BYTES) // dtype.itemsize if is_fp8 else width
         slot, of_slots = (2 * hidden + TAIL_BYTES, CODES) if is_fp8 else (2 * hidden, dtype)
         self.rows_AW = torch.empty(0, row, dtype=dtype, device=device)
         self.hidden_BH = torch.empty(0, slot, dtype=of_slots, device=device)
-        self.head = torch.zeros(3, dtype=torch.int64, device=device)
-        """Rows and slots that the layers of this forward have taken so far, or would have; its number."""
+        self.heads_P3 = torch.zeros(num_places, 3, dtype=torch.int64, device=device)
+        """By place, rows and slots that the layers of its forward have taken so far, or would have; its number."""
+        self.place = 0
+        """That of the forward under way."""
+        self.room = (0, 0)
+        """Rows and slots of a place."""
         self.need = torch.zeros(2, dtype=torch.int64, device=device)
         """The largest head since `reset`."""
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
@@ -122,6 +137,11 @@ class Arena:
         return self
 
     @property
+    def num_places(self) -> int:
+        """Microbatches that are kept at a time."""
+        return len(self.heads_P3)
+
+    @property
     def backward_recomputes(self) -> bool:
         """Whether a backward must compute its layer's rows and hidden states again."""
         return not self.keeps and not self.is_checkpointed
@@ -139,7 +159,11 @@ class Arena:
         return row, slot
 
     def resize(self, num_rows: int, num_slots: int) -> None:
-        """Allocate room for so many rows and slots of all layers together; the old contents are lost."""
+        """Allocate places for so many rows and slots of all layers together; one place while nothing is kept. The old
+        contents are lost."""
+        self.room = num_rows, num_slots
+        num_places = self.num_places if self.keeps else 1
+        num_rows, num_slots = num_places * num_rows, num_places * num_slots
         if (num_rows, num_slots) == (len(self.rows_AW), len(self.hidden_BH)):
             return
         rows, hidden = self.rows_AW[:0].clone(), self.hidden_BH[:0].clone()
@@ -157,10 +181,15 @@ class Arena:
             return 0
         return max(self.peak_bytes_beside, torch.cuda.max_memory_allocated(self.rows_AW.device) - self.num_bytes)
 
-    def start_forward(self) -> None:
-        """Take from the beginning again: before the forward of a microbatch."""
-        self.head[:2].zero_()
-        self.head[2:].add_(1)
+    def start_forward(self, place: int = 0) -> None:
+        """Take from the beginning of a place: before the forward of a microbatch. Its last forward is overwritten.
+
+        Raises: IndexError for a place that the arena does not have.
+        """
+        head = self.heads_P3[place]
+        head[:2].zero_()
+        head[2:].add_(1)
+        self.place = place
 
     def reset(self) -> None:
         """Forget need and overflow."""
@@ -168,19 +197,20 @@ class Arena:
         self.overflowed.zero_()
 
     def take(self, num_rows: Tensor, num_slots: Tensor) -> Tensor:
-        """Take room for a layer: -> int64 [3], its first row and slot, and the number of the forward.
+        """Take room for a layer: -> int64 [4], its first row and slot, the number of the forward, and its place.
 
         Shapes: int32 scalars on the device, the layer's rows and slots; views of longer arrays are allowed.
         """
-        base = torch.empty_like(self.head)
+        head = self.heads_P3[self.place]
+        base = head.new_empty(4)
         _take_kernel[(1,)](
-            num_rows, num_slots, base, self.head, self.need, self.overflowed.view(torch.int8),
-            len(self.rows_AW), len(self.hidden_BH), KEEPS=self.keeps,
+            num_rows, num_slots, base, head, self.need, self.overflowed.view(torch.int8),
+            self.place if self.keeps else 0, *self.room, KEEPS=self.keeps,
         )  # fmt: skip
         return base
 
     def verify(self, base: Tensor) -> None:
-        """Before a layer's backward: if another forward has begun since, its rows are overwritten, and the step is
-        void."""
+        """Before a layer's backward: if another forward has begun in its place since, its rows are overwritten, and the
+        step is void."""
         if self.keeps:
-            _verify_kernel[(1,)](base, self.head, self.overflowed.view(torch.int8))
+            _verify_kernel[(1,)](base, self.heads_P3, self.overflowed.view(torch.int8))

@@ -1,9 +1,10 @@
-"""Delayed weight gradients of the fused expert MLP: computed while gradients of rows are sent.
+"""Delayed weight gradients of the expert MLP in Triton: computed while gradients of rows are sent, or after a backward.
 
 Half of the FLOPs of an expert's backward are weight gradients, for which nothing in backward waits (zero-bubble
 schedules, arXiv:2401.10241; Megatron's delayed weight gradients, arXiv:2603.07685). Autograd runs in reverse order. So
 weights that pass through `delay_weight_grads` before the rows arrive get their gradients after those of rows are sent:
-the operations of fused_mlp.py in another order, bit for bit.
+the operations of fused_mlp.py in another order, bit for bit. Where a schedule splits a backward, they are computed
+after it (kernels/delayed_weight_grads.py).
 
 Physics: on an H200 a thread block of Triton's weight gradients takes 47,000 of a multiprocessor's 65,536 registers, one
 that sends rows 8,000 to 12,000 and no shared memory, so both fit; and the former end after 0.1 to 0.2 ms. PyTorch's
@@ -15,28 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.delayed_weight_grads import DelayedWeightGrads, WeightGradQueue
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fused_mlp import WeightGrads, fused_expert_mlp, matrices
+from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
+from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
-
-
-class DelayedWeightGrads:
-    """Pending weight gradients."""
-
-    def __init__(self) -> None:
-        self.pending: WeightGrads | None = None
-        self.is_used = False
-
-    def delay(self, weight_grads: WeightGrads) -> None:
-        """Take them over from the backward of the MLP."""
-        self.pending = weight_grads
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """Compute them, and free their inputs."""
-        weight_grads, self.pending = self.pending, None
-        assert weight_grads is not None, "the rows' backward comes before the weights'"
-        return weight_grads()
 
 
 class _Delayed(torch.autograd.Function):
@@ -45,10 +30,11 @@ class _Delayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grads: DelayedWeightGrads, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.grads = grads
+        ctx.set_materialize_grads(False)  # the MLP returns None
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, *unread: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *unread: None) -> tuple[Tensor | None, ...]:
         return None, *ctx.grads.compute()
 
 
@@ -80,3 +66,26 @@ def delay_weight_grads(weights: ExpertWeights) -> DelayedWeights:
     """Delay the gradients of these weights, which must not include clones."""
     grads = DelayedWeightGrads()
     return DelayedWeights(ExpertWeights.of(_Delayed.apply(grads, *matrices(weights))), grads)
+
+
+class QueuedMLP:
+    """An MLP in Triton, in compute's dtype or in fp8, whose weight gradients are delayed while a queue records."""
+
+    def __init__(self, mlp: ExpertMLP, queue: WeightGradQueue) -> None:
+        """Raises: ValueError for another MLP."""
+        if not can_queue(mlp):
+            raise ValueError("only experts in Triton have weight gradients of their own to delay")
+        self.mlp: Any = mlp
+        self.queue = queue
+
+    def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+        pending = self.queue.pending
+        if pending is None:
+            return self.mlp(x_SD, slots, weights)
+        tensors, delay = pending.delay(*weights.tensors())
+        return self.mlp(x_SD, slots, ExpertWeights.of(tensors, weights.names())._replace(codes=weights.codes), delay)
+
+
+def can_queue(mlp: ExpertMLP) -> bool:
+    """Whether `QueuedMLP` takes an MLP."""
+    return can_delay(mlp) or mlp in FP8_MLPS

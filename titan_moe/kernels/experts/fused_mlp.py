@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
 from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_reference
@@ -31,9 +32,6 @@ from titan_moe.kernels.experts.up import TILE_ROWS
 from titan_moe.kernels.experts.weights import MATRICES, ExpertParameter, ExpertWeights, Tensors
 from titan_moe.kernels.permute.rows import full_size_plan, place_scores
 from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
-
-WeightGrads = Callable[[], tuple[Tensor, Tensor]]
-"""Computes the gradients of gate_up and down, each in one piece."""
 
 
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
@@ -83,7 +81,7 @@ def _(
 
 class _FusedExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, delay: Callable[[WeightGrads], None] | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, delay: Delay | None, *tensors: Tensor) -> Tensor:
         # two parameters and the rest: Dynamo of torch 2.11 drops `ctx` where it counts as many arguments as parameters
         x_SD, rows_R, slots_SK, scores_R, offsets_e, *weights = tensors
         slots = [rows_R, slots_SK, scores_R, offsets_e]
@@ -99,22 +97,19 @@ class _FusedExpertMLP(torch.autograd.Function):
         dx_SD, dscores_R, dhidden_R2F, active_RF = _backward(dy_SD, slots, weights, hidden_R2F)
         grads: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[6:]):
-            weight_grads = partial(_dw, dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF)
+            operands = dy_SD, x_SD.detach(), rows_R, offsets_e, dhidden_R2F, active_RF  # without x's graph
             if ctx.delay is None:
-                grads[:] = ExpertWeights.of(weights).split(weight_grads())
+                grads[:] = ExpertWeights.of(weights).split(_dw(*operands))
             else:
-                ctx.delay(weight_grads)
-                # autograd goes on with gradients of these shapes alone; they are not read
-                grads[:] = [weight.new_zeros(()).expand_as(weight) for weight in weights]
+                ctx.delay(partial(_dw, *operands))
         return None, dx_SD, None, None, dscores_R, None, *grads
 
 
-def fused_expert_mlp(
-    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Callable[[WeightGrads], None] | None = None
-) -> Tensor:
+def fused_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None) -> Tensor:
     """The MLP in Triton: bf16 on a GPU (fp32 in the interpreter).
 
-    `delay`, if given, takes the computation of the weight gradients in backward, in place of its results.
+    `delay`, if given, takes over the computation of the weight gradients in backward, whose results are None; weights
+    have no clones then.
 
     Raises: ValueError for experts with biases.
     """

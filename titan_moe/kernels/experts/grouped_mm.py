@@ -10,7 +10,7 @@ host.
 its fake kernel refuses fp32, its backward refuses an expanded gradient, it has no fp64, and it leaves slots past the
 last border unwritten. The last one remains true here: slots past `offsets_e[-1]` of an output, and of the gradient of
 x, hold anything and must not be read. The weight gradient is an operation of its own, so that a schedule may run it
-later.
+later (`QueuedGroupedMM`).
 
 The weight may have clones behind a rank's own experts; weights.py says why they are joined no earlier than here.
 """
@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.delayed_weight_grads import Delay, WeightGradQueue
 from titan_moe.kernels.experts.weights import ExpertParameter
 from titan_moe.kernels.registry import Kernel, register
 
@@ -96,6 +97,43 @@ def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
 
 grouped_mm.register_autograd(_backward, setup_context=_save)
 grouped_mm_loop = partial(grouped_mm, loop=True)
+
+
+class _Delayed(torch.autograd.Function):
+    """`grouped_mm` of own weights, whose gradient is left to `delay`."""
+
+    @staticmethod
+    def forward(ctx: Any, delay: Delay, loop: bool, x_RI: Tensor, own_eOI: Tensor, offsets_e: Tensor) -> Tensor:
+        ctx.delay, ctx.loop = delay, loop
+        ctx.save_for_backward(x_RI, own_eOI, offsets_e)
+        return grouped_mm(x_RI, own_eOI, None, offsets_e, loop)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
+        x_RI, own_eOI, offsets_e = ctx.saved_tensors
+        grad_RO, dx_RI = grad_RO.contiguous(), None
+        if ctx.needs_input_grad[2]:
+            dx_RI = grouped_mm(grad_RO, own_eOI.transpose(-2, -1), None, offsets_e, ctx.loop)
+        x_RI, loop = x_RI.detach(), ctx.loop  # without its graph
+        ctx.delay(lambda: [_grouped_mm_dw(grad_RO, x_RI, offsets_e, loop)])
+        return None, None, dx_RI, None, None
+
+
+class QueuedGroupedMM:
+    """`grouped_mm` whose weight gradient is delayed while a queue records. With clones it is not: their gradients and
+    those of rows have one way back."""
+
+    def __init__(self, queue: WeightGradQueue, *, loop: bool = False) -> None:
+        """`loop` as in `grouped_mm`."""
+        self.queue, self.loop = queue, loop
+
+    def __call__(self, x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor) -> Tensor:
+        pending = self.queue.pending
+        if pending is not None and clones_cOI is None:
+            (stand_in,), delay = pending.delay(own_eOI)
+            if delay is not None:
+                return _Delayed.apply(delay, self.loop, x_RI, stand_in, offsets_e)
+        return grouped_mm(x_RI, own_eOI, clones_cOI, offsets_e, self.loop)
 
 
 @register_flop_formula(torch.ops.titan_moe.grouped_mm)

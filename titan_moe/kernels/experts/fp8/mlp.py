@@ -9,12 +9,14 @@ composite of composite_mlp.py with emulated GEMMs. Here scales are powers of two
 scale an expert (transposed.py).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fp8 import stages
 from titan_moe.kernels.experts.fp8.rows import CODES, RESULTS, TAIL_BYTES, quantize_rows
@@ -133,11 +135,11 @@ def codes_of(weights: Tensors) -> Tensors:
 
 class _Fp8ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rounds_weight_gradients: bool, *tensors: Tensor) -> Tensor:
-        # two parameters and the rest, as in fused_mlp.py
+    def forward(ctx: Any, rounds_weight_gradients: bool, delay: Delay | None, *tensors: Tensor) -> Tensor:
+        # few parameters and the rest, as in fused_mlp.py
         x_SD, *slots = tensors[:5]
         weights = tensors[5:]
-        ctx.rounds_weight_gradients = rounds_weight_gradients
+        ctx.rounds_weight_gradients, ctx.delay = rounds_weight_gradients, delay
         y_SD, x, kept = _forward(x_SD, slots, codes_of(weights))
         ctx.save_for_backward(x, kept, *slots, *weights)
         return y_SD
@@ -150,30 +152,39 @@ class _Fp8ExpertMLP(torch.autograd.Function):
             dy_SD.contiguous(), x, slots, codes_of(weights), kept, ctx.rounds_weight_gradients
         )
         grads: tuple[Tensor | None, ...] = (None, None)
-        if any(ctx.needs_input_grad[6:8]):
-            grads = _dw(dy, x, slots, gradients, kept, ctx.rounds_weight_gradients)
-        return None, dx_SD, None, None, dscores_R, None, *grads, *(None,) * (len(weights) - NUM_PARAMETERS)
+        if any(ctx.needs_input_grad[7:9]):
+            operands = dy, x, slots, gradients, kept, ctx.rounds_weight_gradients
+            if ctx.delay is None:
+                grads = _dw(*operands)
+            else:
+                ctx.delay(partial(_dw, *operands))
+        return None, None, dx_SD, None, None, dscores_R, None, *grads, *(None,) * (len(weights) - NUM_PARAMETERS)
 
 
-def fp8_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+def fp8_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None) -> Tensor:
     """The MLP with operands in e4m3, sums in fp32 and results in bf16, on a GPU. Weights with codes are not read.
+    `delay` as in fused_mlp.py.
 
     Raises: ValueError for experts with biases or clones.
     """
-    return _run(x_SD, slots, weights, rounds_weight_gradients=True)
+    return _run(x_SD, slots, weights, delay, rounds_weight_gradients=True)
 
 
-def fp8_expert_mlp_with_plain_weight_gradients(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+def fp8_expert_mlp_with_plain_weight_gradients(
+    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None
+) -> Tensor:
     """The same, with weight gradients by GEMMs in bf16.
 
     Raises: ValueError for experts with biases or clones.
     """
-    return _run(x_SD, slots, weights, rounds_weight_gradients=False)
+    return _run(x_SD, slots, weights, delay, rounds_weight_gradients=False)
 
 
-def _run(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, *, rounds_weight_gradients: bool) -> Tensor:
+def _run(
+    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None, *, rounds_weight_gradients: bool
+) -> Tensor:
     slots = slots._replace(scores_R=slots.scores_R.contiguous())
-    return _Fp8ExpertMLP.apply(rounds_weight_gradients, x_SD.contiguous(), *slots, *operands(weights))
+    return _Fp8ExpertMLP.apply(rounds_weight_gradients, delay, x_SD.contiguous(), *slots, *operands(weights))
 
 
 FP8_MLPS: tuple[ExpertMLP, ...] = (fp8_expert_mlp, fp8_expert_mlp_with_plain_weight_gradients)
