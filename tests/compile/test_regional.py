@@ -90,7 +90,7 @@ def test_compile_num_graphs_is_independent_of_layers_and_batches(
     """Dense block and softmax, and of a MoE block front, router, experts and shared experts, or one graph for all."""
     build("on", extent, config=SHALLOW)(*batch()).backward()
     assert counter.frame_count == num_graphs
-    deep = build("on", extent, config=replace(CONFIG, num_layers=48))
+    deep = build("on", extent)  # more layers than the graphs that Dynamo allows a function
     for _ in range(2):  # routing changes from batch to batch
         deep(*batch()).backward()
     assert counter.frame_count == num_graphs

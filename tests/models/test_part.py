@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from titan_moe.config.kernels import PRESETS
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.layers.init import init_weights
-from titan_moe.models.part import part_of
+from titan_moe.models.part import part_of, tied_weight
 from titan_moe.models.transformer import Transformer
+from titan_moe.parameters import ParameterKind, named_kinds, untied_embeddings
 
 CONFIG = ModelConfig(
     vocab_size=32,
@@ -79,10 +80,23 @@ def test_part_of_error_names_an_unknown_module() -> None:
         part_of(on_meta(), ["embed", "layers.7"])
 
 
-def test_part_of_refuses_a_weight_in_two_parts() -> None:
-    model = on_meta(ModelConfig(num_layers=2, ffn_hidden_size=8, embeddings_are_tied=True))
-    with pytest.raises(ValueError, match="embed.weight and head.weight are one weight"):
+TIED = ModelConfig(num_layers=2, ffn_hidden_size=8, embeddings_are_tied=True)
+
+
+def test_tied_embeddings_are_in_the_first_and_the_last_part() -> None:
+    model = on_meta(TIED)
+    first, middle, last = (part_of(model, kept) for kept in (["embed", "layers.0"], ["layers.1"], ["norm", "head"]))
+    for part in (first, last):
+        assert part.embed.weight is part.head.weight is tied_weight(part)
+        names = [(name, kind) for name, _, kind in named_kinds(part) if name.startswith(("embed", "head"))]
+        assert names == [("embed.weight", ParameterKind.EMBEDDING)] and not untied_embeddings(part)
+    assert tied_weight(middle) is None and not list(middle.embed.parameters())
+    assert first.embed.weight is not last.embed.weight
+
+
+def test_part_of_refuses_any_other_weight_in_two_parts() -> None:
+    model = on_meta(TIED)
+    model.norm.weight = model.layers["0"].ffn_norm.weight
+    with pytest.raises(ValueError, match="layers.0.ffn_norm.weight and norm.weight are one weight"):
         part_of(model, ["embed", "layers.0"])
     assert part_of(model, ["layers.1"]).state_dict()
-    both = part_of(model, ["embed", "norm", "head"])
-    assert both.head.weight is both.embed.weight

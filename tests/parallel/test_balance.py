@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from titan_moe import ModelConfig, MoE, MoEConfig, scale_balancing_losses, update_expert_biases
 from titan_moe.config.kernels import Kernels
+from titan_moe.parallel.balance import ExpertBalancer
 
 WIDTH, SPEED = 16, 0.01
 
@@ -112,6 +113,12 @@ def test_the_factor_of_a_gradient_scaler_is_followed() -> None:
     plain(data()[0]).mean().backward()
     (scaled(data()[0]).mean() * 1024).backward()
     torch.testing.assert_close(scaled.router.weight.grad, 1024 * plain.router.weight.grad)
+
+
+def test_a_rank_without_routers_counts_on_the_device_of_the_step() -> None:
+    on_meta = torch.zeros((), dtype=torch.bool, device="meta")
+    counts = ExpertBalancer([nn.Linear(2, 2)], dist.group.WORLD, {"layers.0": 4}).finish(on_meta)
+    assert counts["layers.0"].device.type == "meta" and counts["layers.0"].shape == (4,)
 
 
 def test_biases_stay_fp32_in_a_bf16_model() -> None:

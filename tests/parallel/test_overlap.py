@@ -111,7 +111,7 @@ def learn(run: Recipe) -> tuple[list[float], list[Tensor]]:
     for index in range(run.train.steps):
         losses.append(built.step(batch_of(index)).loss.item())
         assert all(isinstance(parameter, DTensor) for parameter in built.optimizers.parameters), "all is resharded"
-        losses.append(validation_loss(built.parts, [batch_of(99)], CPU, built.meshes.data_group).item())
+        losses.append(validation_loss(built.model, built.parts, [batch_of(99)], CPU, built.meshes).item())
     return losses, [parameter.full_tensor() for parameter in built.optimizers.parameters]
 
 

@@ -16,7 +16,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.mesh import build_meshes
-from titan_moe.train.build import build_parts
+from titan_moe.train.build import build_on_meta, build_parts
 
 SEQUENCES, TOKENS = 4, 32
 MODEL = ModelConfig(
@@ -39,7 +39,7 @@ def gradients(precision: PrecisionConfig, parallel: ParallelConfig = RECIPE.para
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     meshes = build_meshes(resolve(parallel, num_ranks), torch.device("cpu"))
     recipe = replace(RECIPE, precision=precision, parallel=parallel)
-    (model,) = build_parts(recipe, meshes, torch.device("cpu"), ExpertCapacity())
+    (model,) = build_parts(build_on_meta(recipe), recipe, meshes, torch.device("cpu"), ExpertCapacity())
     dtypes = []
     qkv = model.layers["1"].attention.qkv
     qkv.register_forward_pre_hook(lambda module, args: dtypes.append(type(module.weight.data).__name__))

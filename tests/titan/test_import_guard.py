@@ -1,10 +1,12 @@
-"""The import of torchtitan: lazy, of a supported version, with an existing device type and its own logger."""
+"""The import of torchtitan: lazy, of a supported version, with an existing device type, its own logger, no graphs."""
 
 import subprocess
 import sys
 from importlib import metadata
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
 
 import titan_moe.titan as titan
 from titan_moe.titan import import_guard
@@ -25,7 +27,8 @@ def test_titan_import_loads_neither_torch_nor_torchtitan():
 
 def test_torchtitan_first_import_sets_logger_and_device_only():
     code = """
-import logging, torch, torch._utils
+import logging, sys, torch, torch._utils
+compile = torch.compile
 before = torch._utils._get_available_device_type, torch._utils._get_device_module, dir(torch.cpu)
 logging.basicConfig(level="INFO")
 from titan_moe.titan import CheckpointManager, GarbageCollection, import_torchtitan
@@ -36,8 +39,21 @@ assert device_type == (torch._utils._get_available_device_type() or "cpu"), devi
 assert CheckpointManager.__init__.__globals__["logger"].name == "torchtitan"
 logging.getLogger("torchtitan").setLevel("INFO")
 GarbageCollection.collect("wanted message")
+import titan_moe.train.trainer
+assert torch.compile is compile and "torch._inductor.compile_fx" not in sys.modules, "Inductor takes long to import"
 """
     assert run_python(code).splitlines()[0].startswith("INFO:torchtitan:[GC] wanted message")
+
+
+@pytest.mark.filterwarnings("error:.*lru_cache")
+def test_functions_of_torchtitan_are_compiled_at_their_first_call():
+    own, outer = CompileCounter(), CompileCounter()
+    with import_guard._compiled_at_first_call():
+        double = torch.compile(lambda x: 2 * x, backend=own)
+    inlined = torch.compile(lambda x: double(x) + 1, backend=outer, fullgraph=True)
+    assert inlined(torch.ones(3)).tolist() == [3] * 3 and (own.frame_count, outer.frame_count) == (0, 1)
+    for _ in range(2):
+        assert double(torch.ones(2)).tolist() == [2, 2] and own.frame_count == 1
 
 
 def test_titan_names_are_callable():

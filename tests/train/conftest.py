@@ -1,22 +1,27 @@
 """Runs of one tiny recipe by the command line, in this process or, where it is killed, in another."""
 
+import io
 import json
+import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from titan_moe import cli
 
 TINY = Path(__file__).with_name("tiny.toml")
-TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+TORCHRUN_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MEASURED = {"tokens_per_second_per_gpu", "tflops_per_gpu", "mfu", "step_ms", "memory_gib"}
 """What differs between two runs of one recipe."""
 SIGNALLED = """
@@ -49,6 +54,14 @@ class Run:
     def again(self, *words: str) -> int:
         """Resume with the recipe of the run folder."""
         return cli.main(["train", str(self.folder / "recipe.toml"), *words])
+
+    def on(self, ranks: Any, num_ranks: int, *words: str, verb: str = "train") -> str:
+        """Train (or trace) on ranks of the pool, which have done their imports; the messages of the first one."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        answers = ranks(num_ranks, run_command, port, [verb, *self.words[1:], *words])
+        assert {code for code, _ in answers} == {0}, answers
+        return answers[0][1]
 
     def start_signalled(self, step: int, number: int, delay_s: float) -> subprocess.Popen[str]:
         """Train in another process that gets a signal this long after it has logged a step."""
@@ -93,6 +106,20 @@ class Run:
         file = self.folder / f"step-{step}.pt"
         dcp_to_torch_save(self.folder / "checkpoints" / f"step-{step}", file)
         return _flat(torch.load(file, weights_only=False))
+
+
+def run_command(port: int, words: list[str]) -> tuple[int, str]:
+    """Run `titan-moe` on this rank as torchrun would start it; the exit code and the messages."""
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()  # the command makes its own
+    values = (num_ranks, rank, rank, num_ranks, "127.0.0.1", str(port))
+    said, logger = logging.StreamHandler(io.StringIO()), logging.getLogger("titan_moe")
+    logger.addHandler(said)
+    try:
+        with mock.patch.dict(os.environ, zip(TORCHRUN_VARIABLES, values, strict=True)):
+            return cli.main(words), said.stream.getvalue()
+    finally:
+        logger.removeHandler(said)
 
 
 def _start(

@@ -81,7 +81,7 @@ def build(model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> nn.M
 def test_build_takes_the_recipes_gradient_accumulation(backend: str, one_rank: Meshes) -> None:
     words = ["--run.device=auto", "--precision.compute=bf16", f"--perf.override.gradients={backend}"]
     recipe = load_recipe(Path(__file__).with_name("tiny.toml"), words)
-    (model,) = build_parts(recipe, one_rank, torch.device("cpu"), ExpertCapacity())
+    (model,) = build_parts(build_on_meta(recipe), recipe, one_rank, torch.device("cpu"), ExpertCapacity())
     layers = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     assert layers and all(experts.local.accumulate is ACCUMULATE[backend] for experts in layers)
 

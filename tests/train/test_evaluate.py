@@ -43,7 +43,7 @@ def batch() -> Batch:
 
 
 def loss(run: Assembly) -> float:
-    return validation_loss(run.parts, [batch()], CPU, run.meshes.data_group).item()
+    return validation_loss(run.model, run.parts, [batch()], CPU, run.meshes).item()
 
 
 def change(parameters: list[nn.Parameter]) -> None:

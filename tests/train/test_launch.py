@@ -3,12 +3,10 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.launches]
-QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 
 
 def test_launch_prints_a_recipe_error_once(tiny) -> None:
@@ -18,36 +16,6 @@ def test_launch_prints_a_recipe_error_once(tiny) -> None:
     assert process.returncode == 2
     assert stderr.count("titan-moe: 1 problem\n  data.path = 'nowhere/*' matches no file") == 1
     assert "Traceback" not in stderr and "torch/distributed" not in stderr
-
-
-@pytest.mark.parametrize("kind", ["ulysses", "allgather"])
-def test_launch_context_parallel_ranks_train_the_quickstart_as_one_process(make_run, kind: str) -> None:
-    few = (
-        "--train.steps=2 --train.micro_batch_sequences=2 --validation.every_steps=2 --validation.num_sequences=4 "
-        "--metrics.every_steps=1 --metrics.sample_tokens=3 --data.document_attention=true "
-        "--checkpoint.save_last_step=false"
-    ).split()
-    one, split = make_run(*few), make_run(*few, "--parallel.cp=2", f"--parallel.cp_kind={kind}")
-    for run in (one, split):
-        run.words[1] = QUICKSTART
-    assert one.train(f"--data.cache_folder={one.folder / 'cache'}") == 0
-    process = split.start("--nproc", "2", f"--data.cache_folder={one.folder / 'cache'}")
-    stderr = process.communicate(timeout=240)[1]
-    assert process.returncode == 0, stderr
-    for name in ("loss", "aux_loss", "grad_norm", "validation_loss"):
-        assert split.column(name) == pytest.approx(one.column(name), rel=1e-4), name
-    assert split.column("tokens_seen") == one.column("tokens_seen") == [2048, 4096]
-
-
-def test_launch_trains_over_two_nodes_as_one_process(tiny) -> None:
-    words = ("--train.steps=4", "--train.micro_batch_sequences=1")
-    alone, spread = tiny(*words), tiny(*words)
-    assert alone.train() == 0
-    nodes = ("--parallel.ep=4", "--parallel.dispatcher=hierarchical", "--parallel.ep_ranks_per_node=2")
-    process = spread.start("--nproc", "4", *nodes)
-    stderr = process.communicate(timeout=180)[1]
-    assert process.returncode == 0, stderr
-    assert spread.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5) and len(spread.column("loss")) == 4
 
 
 def test_launch_refuses_two_levels_on_one_node(tiny) -> None:

@@ -43,7 +43,7 @@ def test_step_over_parts_equals_the_step_over_the_model(tmp_path: Path) -> None:
                 losses.append(x.detach() * scale)
             return torch.stack(losses).sum()
 
-        balancer = ExpertBalancer(parts, whole.meshes.stage_group)
+        balancer = ExpertBalancer(parts, whole.meshes.world_group)
         limits = ExpertCapacity(), recipe.optim.max_grad_norm
         counts = torch.zeros(3, dtype=torch.int64).unbind()
         step = TrainStep(chained, build_optimizer(parts, recipe.optim), balancer, *limits, whole.meshes, None, *counts)

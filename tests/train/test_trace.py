@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from titan_moe import cli
+from titan_moe.plan.pipeline.action import Action
+from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.profile.attribution import OTHER
 from titan_moe.profile.breakdown import break_down
+from titan_moe.profile.lanes import read_lanes
 from titan_moe.profile.trace_parsing import Timeline, read_trace
 
 pytestmark = pytest.mark.slow
@@ -55,8 +58,9 @@ def test_trace_leaves_the_run_folder_unchanged(tiny) -> None:
         assert trace(run, "--profile.num_steps=1") == 0
 
 
-def test_trace_report_lists_compiled_functions(tiny) -> None:
+def test_trace_report_lists_compiled_functions(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     run = tiny("--compile.regional=on", "--model.num_layers=1", "--model.num_dense_layers=0")
     assert trace(run, "--profile.num_steps=1") == 0
     report = (run.folder / "trace" / "report.html").read_text()
@@ -84,11 +88,9 @@ def test_trace_of_block_graphs_has_blocks_as_one_part(
     assert "FLOP/s" in row, "the work of all parts inside the block"
 
 
-def test_trace_attributes_communication_of_ranks(tiny) -> None:
+def test_trace_attributes_communication_of_ranks(ranks, tiny) -> None:
     run = tiny("--parallel.ep=2", "--parallel.dispatcher=alltoall")
-    process = run.start("--nproc", "2", verb="trace")
-    stderr = process.communicate(timeout=180)[1]
-    assert process.returncode == 0, stderr
+    run.on(ranks, 2, verb="trace")
     paths = sorted((run.folder / "trace" / "traces").iterdir())
     assert len(paths) == 2
     for path in paths:
@@ -119,3 +121,28 @@ def test_trace_attributes_kernels(tiny) -> None:
         assert result.parts[part].forward_ms > 0 and result.parts[part].backward_ms > 0
     launched = [span for span in timeline.spans if span.launched_us is not None]
     assert len(launched) > 0.99 * len(timeline.spans), "almost every kernel has its launch in the trace"
+
+
+@pytest.mark.launches
+def test_trace_of_a_pipeline_has_a_lane_for_each_rank(tiny) -> None:
+    run = tiny("--parallel.pp=2", "--train.micro_batch_sequences=1", "--profile.num_steps=2")
+    process = run.start("--nproc", "2", verb="trace")
+    stderr = process.communicate(timeout=240)[1]
+    assert process.returncode == 0, stderr
+    folder = run.folder / "trace"
+    timelines = [read_trace(path) for path in sorted((folder / "traces").iterdir())]
+    lanes = read_lanes(timelines, clocks_agree=True)
+    lists = actions_of("1f1b", 2, 1, 4)
+    assert [[run.action for run in runs] for runs in lanes.runs] == [
+        [action for action in of_rank if not action.is_message] for of_rank in lists
+    ]
+    ends = {run.action: run.end for runs in lanes.runs for run in runs}
+    starts = {run.action: run.start for runs in lanes.runs for run in runs}
+    for microbatch in range(4):
+        assert starts[Action("forward", 1, microbatch)] >= ends[Action("forward", 0, microbatch)]
+        assert starts[Action("backward", 0, microbatch)] >= ends[Action("backward", 1, microbatch)]
+    for timeline in timelines:
+        result = break_down(timeline)
+        assert result.parts["attention"].backward_ms > 0 and result.parts["pipeline"].exposed_ms > 0
+    assert 0 < lanes.bubble_share < 1
+    assert "<h2>Pipeline</h2>" in (folder / "report.html").read_text() and (folder / "pipeline.svg").exists()

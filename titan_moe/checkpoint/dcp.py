@@ -78,10 +78,10 @@ class Checkpointer:
         if self.is_main:
             for step in self.folders.remove_incomplete():
                 logger.warning("removed %s: its save was interrupted", self.folders.path(step))
-        device = next(model_parts[0].parameters()).device
+        device = next(parameter for part in model_parts for parameter in part.parameters()).device
         self.manager = build_checkpoint_manager(
             self.folders.root,
-            model_parts=model_parts,
+            model_parts=[part for part in model_parts if part.state_dict()],  # a stage may be empty
             optimizers=optimizers,
             schedulers=schedulers,
             loader=loader,

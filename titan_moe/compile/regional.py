@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch.base import ExpertInputs
+from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
 from titan_moe.layers.block import Block
@@ -42,6 +43,22 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
             _compile_pieces(module)
 
 
+def modules_in_graphs(model: nn.Module, config: CompileConfig, device: torch.device) -> set[nn.Module]:
+    """The modules whose computation `apply` compiles, so far as they are in graphs of their own or of their parents."""
+    inside: set[nn.Module] = set()
+    if not config.compiles(device.type):
+        return inside
+    for module in model.modules():
+        if _is_one_graph(module, config.compiles_blocks(device.type)):
+            inside.update(module.modules())
+        elif isinstance(module, MoE):
+            for piece in (module.router, module.experts, module.shared_experts):
+                inside.update(piece.modules())
+        elif isinstance(module, Block):  # its front
+            inside.update(module.attention.modules())
+    return inside
+
+
 def _is_one_graph(module: nn.Module, compiles_blocks: bool) -> bool:
     """Whether a module is compiled as one graph. A dense block always is. A MoE block, or the MoE layer of a user's
     block, is if `compile.extent = "block"` and its dispatcher does not read the host."""
@@ -56,7 +73,8 @@ def _compile_pieces(module: nn.Module) -> None:
     elif isinstance(module, MoE):  # in a block of any class, also a user's
         for piece in (module.router, module.shared_experts):
             piece.forward = _compile(piece.forward)  # type: ignore[method-assign]
-        module.experts.compute = _compile_experts(module)  # type: ignore
+        if not isinstance(module.experts.mlp, QueuedMLP):  # which is one kernel after the other, and has side effects
+            module.experts.compute = _compile_experts(module)  # type: ignore
     elif isinstance(module, Block):
         module.front = _compile(module.front)  # type: ignore[method-assign]
 

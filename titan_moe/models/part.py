@@ -6,6 +6,11 @@ from copy import deepcopy
 
 from torch import Tensor, nn
 
+from titan_moe.parameters import ParameterKind
+
+TIED = "embed", "head"
+"""The modules of tied embeddings."""
+
 
 class PassThrough(nn.Module):
     """Replaces a module of another part: returns its first input."""
@@ -14,14 +19,25 @@ class PassThrough(nn.Module):
         return x
 
 
+class PassThroughWithEmbedding(PassThrough):
+    """The same, and holds the weight that it shares with a module of this part, so that the weight keeps its name."""
+
+    parameter_kinds = {"weight": ParameterKind.EMBEDDING}
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
 def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
     """Copy a model, which should be on the meta device, and delete all modules but `kept`.
 
     Names are those of the model's children and of its blocks: "embed", "layers.0", "norm", "head". Kept modules keep
     their names, so initial weights and checkpoints do not depend on the split. A part without the embedding takes
-    hidden states [B, N, D]; one without the head returns them.
+    hidden states [B, N, D]; one without the head returns them. The weight of tied embeddings is in the part of the
+    embedding and in that of the head, with both names; the sum of its two gradients is for the caller.
 
-    Raises: ValueError for an unknown name, and for a weight in two parts.
+    Raises: ValueError for an unknown name, and for any other weight in two parts.
 
     Example:
         >>> import torch
@@ -34,22 +50,34 @@ def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
         (['3'], 'PassThrough')
     """
     for name in kept:
-        if name not in _modules(model):
-            raise ValueError(f"{name!r} is no module of the model; it has {', '.join(_modules(model))}")
+        if name not in module_names(model):
+            raise ValueError(f"{name!r} is no module of the model; it has {', '.join(module_names(model))}")
     _refuse_shared_weights(model, kept)
     part = deepcopy(model)
-    for name in _modules(model):
+    shared = tied_weight(part) if set(TIED) & set(kept) else None
+    for name in module_names(model):
         if name in kept:
             continue
         owner, _, child = name.rpartition(".")
         if owner:
             del part.get_submodule(owner)[child]
+        elif shared is not None and name in TIED:
+            setattr(part, child, PassThroughWithEmbedding(shared))
         else:
             setattr(part, child, PassThrough())
     return part
 
 
-def _modules(model: nn.Module) -> list[str]:
+def tied_weight(model: nn.Module) -> nn.Parameter | None:
+    """The weight of tied embeddings, the embedding's and the head's; None where they are two."""
+    modules = (getattr(model, name, None) for name in TIED)
+    embedding, head = (
+        module._parameters.get("weight") if isinstance(module, nn.Module) else None for module in modules
+    )
+    return embedding if embedding is head else None
+
+
+def module_names(model: nn.Module) -> list[str]:
     """The names that a model can be split into."""
     names = []
     for name, child in model.named_children():
@@ -62,9 +90,10 @@ def _refuse_shared_weights(model: nn.Module, kept: Collection[str]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses[parameter].add(name)
     for names in uses.values():
+        if names == {f"{name}.weight" for name in TIED}:
+            continue
         here = {name for name in names if any(name.startswith(f"{module}.") for module in kept)}
         if here and here != names:
             raise ValueError(
-                f"{' and '.join(sorted(names))} are one weight and cannot be in two parts; keep them in one, "
-                "or set model.embeddings_are_tied = false"
+                f"{' and '.join(sorted(names))} are one weight and cannot be in two parts; keep them in one"
             )

@@ -3,8 +3,9 @@
 B batch · N sequence · D model width · V vocabulary
 """
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_moe.config.context import WHOLE_SEQUENCES, SequenceShard
@@ -15,6 +16,7 @@ from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mask import MASKS, MaskSpec
 from titan_moe.layers.rope import rope_tables
+from titan_moe.models.generate import generate, next_logits
 
 
 class Transformer(nn.Module):
@@ -28,6 +30,8 @@ class Transformer(nn.Module):
     """Lengths of sequences are multiples of it, where ranks split them."""
     num_context_ranks = 1
     """A forward gets one of so many equal parts of each sequence, and document ids of whole sequences."""
+    num_sequence_ranks = 1
+    """Between layers hidden states are one of so many equal parts of each sequence."""
     query_shard: SequenceShard = WHOLE_SEQUENCES
     """The tokens whose queries attend on this rank; those of a forward, or of whole sequences."""
 
@@ -61,7 +65,8 @@ class Transformer(nn.Module):
 
     def contexts(self, x: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
         """By layer, from tokens [B, N] or hidden states [B, N, D]; layers with equal windows share one."""
-        attention, num_tokens, device = self.config.attention, x.shape[1] * self.num_context_ranks, x.device
+        num_ranks = self.num_sequence_ranks if x.is_floating_point() else self.num_context_ranks
+        attention, num_tokens, device = self.config.attention, x.shape[1] * num_ranks, x.device
         tables, positions_Q = rope_tables(attention, num_tokens, device), None
         if self.query_shard.num_ranks > 1:
             chunks = self.query_shard.slices(num_tokens)
@@ -74,30 +79,16 @@ class Transformer(nn.Module):
             shared[window] = Context(*tables, None if spec.is_causal_only else self.make_mask(spec))
         return {name: shared[window] for name, window in windows.items()}
 
-    @torch.no_grad()
-    def generate(
-        self,
-        tokens_BN: Tensor,
-        num_tokens: int,
-        *,
-        temperature: float = 0.0,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    def generate(self, tokens_BN: Tensor, num_tokens: int, **sampling: Any) -> Tensor:
         """Continue each row: [B, N] -> [B, N + num_tokens], with a whole forward for every token (no KV cache).
 
-        Tokens are sampled from the logits divided by `temperature`, with a `generator` on the model's device; at 0 the
-        likeliest is taken.
+        `sampling` is `temperature` and `generator`, as in models/generate.py: by default the likeliest token is taken.
         """
-        for _ in range(num_tokens):
-            next_B1 = _choose(self.next_logits(tokens_BN), temperature, generator)
-            tokens_BN = torch.cat([tokens_BN, next_B1], dim=1)
-        return tokens_BN
+        return generate(self.next_logits, tokens_BN, num_tokens, **sampling)
 
     def next_logits(self, tokens_BN: Tensor) -> Tensor:
         """Logits [B, V] of the tokens that continue each row."""
-        length = tokens_BN.shape[1]
-        padded_BN = F.pad(tokens_BN, (0, -length % self.length_multiple))  # no token attends to a later one
-        return self(padded_BN)[:, length - 1]
+        return next_logits(self, tokens_BN, self.length_multiple)
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -116,10 +107,3 @@ def _embedding(config: ModelConfig) -> nn.Embedding:
     if config.embedding_multiplier == 1.0:
         return nn.Embedding(config.vocab_size, config.hidden_size)
     return ScaledEmbedding(config.vocab_size, config.hidden_size, config.embedding_multiplier)
-
-
-def _choose(logits_BV: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0.0:
-        return logits_BV.argmax(-1, keepdim=True)
-    wide = torch.promote_types(logits_BV.dtype, torch.float32)
-    return torch.multinomial((logits_BV.to(wide) / temperature).softmax(-1), 1, generator=generator)

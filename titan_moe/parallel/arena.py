@@ -1,4 +1,4 @@
-"""The arena of a model's experts: what backward needs of the rows of all layers."""
+"""The arena of a rank's experts: what backward needs of the rows of all layers."""
 
 import torch
 from torch import nn
@@ -13,11 +13,25 @@ from titan_moe.layers.moe import MoE
 from titan_moe.memory.recompute import RECOMPUTED
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.plan.loads import layer_loads
+from titan_moe.plan.pipeline.places import arena_places
+from titan_moe.plan.pipeline.stages import stages_of_rank
 
 
-def give_arena(model: nn.Module, recipe: Recipe, device: torch.device, capacity: ExpertCapacity) -> None:
-    """Give `capacity` an arena, if ranks share memory, experts are fused and rows are bounded. Every forward of the
-    model starts at its beginning.
+def give_arena(
+    model: nn.Module,
+    parts: list[nn.Module],
+    recipe: Recipe,
+    device: torch.device,
+    capacity: ExpertCapacity,
+    *,
+    pipeline_rank: int = 0,
+    world_size: int = 1,
+) -> None:
+    """Give `capacity` an arena, if ranks share memory, experts are fused and rows are bounded. Every forward of a part
+    starts at the beginning of a place.
+
+    All ranks of a pipeline decide alike, by the whole model; one without MoE layers has an empty arena. `parts` are the
+    stages of this rank, and have as many places as microbatches are in flight in them.
 
     Where experts or blocks are recomputed, backward follows the forward of its layer, and there is room for one layer.
     So a recomputed block with several MoE layers, or a layer outside of blocks, has no arena.
@@ -31,12 +45,28 @@ def give_arena(model: nn.Module, recipe: Recipe, device: torch.device, capacity:
         return
     is_checkpointed = recipe.memory.recompute != "none"
     if recipe.memory.recompute == "block":
-        blocks = RECOMPUTED["block"](model)
-        counts = [sum(isinstance(module, MoE) for module in block.modules()) for block in blocks]
+        counts = [count_moe_layers(block) for block in RECOMPUTED["block"](model)]
         if max(counts) > 1 or sum(counts) < len(layers):
             return
     ((width, hidden),) = shapes
-    dtype = DTYPES[recipe.precision.compute]
-    arena = Arena(width, hidden // recipe.parallel.etp, dtype, device, is_checkpointed=is_checkpointed, is_fp8=is_fp8)
-    capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=len(layers)))
-    model.register_forward_pre_hook(lambda *_: capacity.start_forward())
+    stages = stages_of_rank(pipeline_rank, recipe.parallel)
+    of_stages = {stage: count_moe_layers(part) for stage, part in zip(stages, parts, strict=True)}
+    places = arena_places(recipe, pipeline_rank, world_size, of_stages)
+    arena = Arena(
+        width,
+        hidden // recipe.parallel.etp,
+        DTYPES[recipe.precision.compute],
+        device,
+        is_checkpointed=is_checkpointed,
+        is_fp8=is_fp8,
+        num_places=1 if is_checkpointed else places.number,
+    )
+    capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=places.num_layers))
+    for part in parts:
+        if count_moe_layers(part):  # a forward of another part would overwrite a place
+            part.register_forward_pre_hook(lambda *_: capacity.start_forward())
+
+
+def count_moe_layers(part: nn.Module) -> int:
+    """The layers whose rows lie in an arena."""
+    return sum(isinstance(module, MoE) for module in part.modules())

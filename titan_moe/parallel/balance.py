@@ -2,6 +2,7 @@
 (arXiv:2408.15664), which each optimizer step updates from the token counts of all ranks."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -64,9 +65,13 @@ class ExpertBalancer:
     The main loss of a microbatch is a sum over tokens, so the balancing losses of all routers become sums too.
     """
 
-    def __init__(self, parts: list[nn.Module], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, parts: list[nn.Module], group: dist.ProcessGroup, num_experts: Mapping[str, int] | None = None
+    ) -> None:
+        """`group` has all ranks of all stages. `num_experts` are those of every router of the model, also on other
+        stages, by name (`count_experts`); by default the routers of `parts` are all."""
         self.routers = {name: router for part in parts for name, router in _named_routers(part).items()}
-        self.group = group
+        self.group, self.num_experts = group, num_experts
         for router in self.routers.values():
             router.balance.reduction = "sum"
 
@@ -78,16 +83,25 @@ class ExpertBalancer:
 
     @torch.no_grad()
     def finish(self, skips_update: Tensor) -> dict[str, Tensor]:
-        """Sum the counts over ranks and update every bias; returns the counts by router name.
+        """Sum the counts over ranks and update every bias; returns the counts of all routers by name.
 
         Where `skips_update`, a bool on the device, is true, the biases stay.
         """
-        return _update_biases(self.routers, self.group, skips_update)
+        return _update_biases(self.routers, self.group, skips_update, self.num_experts)
 
     def aux_loss(self, like: Tensor) -> Tensor:
         """This rank's balancing losses of the step, summed over layers."""
         losses = [router.balance.aux_loss for router in self.routers.values()]
         return torch.stack(losses).sum().to(like.dtype) if losses else torch.zeros_like(like)
+
+
+def count_experts(model: nn.Module) -> dict[str, int]:
+    """The number of experts of every router of a model, by name."""
+    return _count_experts(_named_routers(model))
+
+
+def _count_experts(routers: dict[str, TopKRouter]) -> dict[str, int]:
+    return {name: len(router.expert_bias_E) for name, router in routers.items()}
 
 
 def _named_routers(model: nn.Module) -> dict[str, TopKRouter]:
@@ -108,22 +122,38 @@ def _reset_sums(routers: dict[str, TopKRouter]) -> None:
 
 
 def _update_biases(
-    routers: dict[str, TopKRouter], group: dist.ProcessGroup | None, skips_update: Tensor | None = None
+    routers: dict[str, TopKRouter],
+    group: dist.ProcessGroup | None,
+    skips_update: Tensor | None = None,
+    num_experts: Mapping[str, int] | None = None,
 ) -> dict[str, Tensor]:
     """Sum the counts over ranks, in one message for all layers with equally many experts, and update the biases."""
-    by_num_experts: defaultdict[int, dict[str, TopKRouter]] = defaultdict(dict)
-    for name, router in routers.items():
-        by_num_experts[len(router.expert_bias_E)][name] = router
+    by_num_experts: defaultdict[int, list[str]] = defaultdict(list)
+    for name, number in (_count_experts(routers) if num_experts is None else num_experts).items():
+        by_num_experts[number].append(name)
     counts: dict[str, Tensor] = {}
-    for alike in by_num_experts.values():
-        counts_LE = torch.stack([router.balance.tokens_per_expert_E for router in alike.values()])
+    for number, alike in by_num_experts.items():
+        counts_LE = _stack_counts(routers, alike, number, skips_update)
         if dist.is_initialized():
             dist.all_reduce(counts_LE, group=group)
         load_LE = counts_LE.float()
         signs_LE = torch.sign(load_LE.mean(1, keepdim=True) - load_LE)
         if skips_update is not None:
             signs_LE *= ~skips_update
-        for router, sign_E in zip(alike.values(), signs_LE, strict=True):
-            router.expert_bias_E.add_(sign_E, alpha=router.bias_update_speed)
+        for name, sign_E in zip(alike, signs_LE, strict=True):
+            if name in routers:
+                routers[name].expert_bias_E.add_(sign_E, alpha=routers[name].bias_update_speed)
         counts |= zip(alike, counts_LE, strict=True)
-    return {name: counts[name] for name in routers}
+    return {name: counts[name] for name in num_experts or routers}
+
+
+def _stack_counts(
+    routers: dict[str, TopKRouter], names: list[str], num_experts: int, skips_update: Tensor | None
+) -> Tensor:
+    """The counts of these layers, zero for those of other stages: [L, E], on the device of `skips_update`."""
+    own = {name: routers[name].balance.tokens_per_expert_E for name in names if name in routers}
+    if len(own) == len(names):
+        return torch.stack(list(own.values()))
+    assert skips_update is not None, "a trainer's step"
+    absent_E = torch.zeros(num_experts, dtype=torch.int64, device=skips_update.device)
+    return torch.stack([own.get(name, absent_E) for name in names])

@@ -18,6 +18,7 @@ DeepSeek-V3, and 4,032 either way in DeepSeek-V2-Lite; with fewer ranks they are
 width elements for each token, or latents.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -58,7 +59,8 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 module.num_context_ranks = config.cp
                 if config.cp_kind == "allgather":
                     module.query_shard = shard
-                module.next_logits = NextLogits(module, shard, group)  # type: ignore[method-assign]
+                next_logits = NextLogits(module, config.length_multiple, shard, group)
+                module.next_logits = next_logits  # type: ignore[method-assign]
 
 
 def _exchange_heads(attention: GroupedQueryAttention, tp: int, group: dist.ProcessGroup) -> None:
@@ -138,13 +140,15 @@ def _gather_output(group: dist.ProcessGroup, module: nn.Module, args: Any, out_B
 class NextLogits:
     """`Transformer.next_logits` of text of which each rank takes its tokens."""
 
-    def __init__(self, model: Transformer, shard: SequenceShard, group: dist.ProcessGroup) -> None:
-        self.model, self.shard, self.group = model, shard, group
+    def __init__(
+        self, model: Callable[[Tensor], Tensor], length_multiple: int, shard: SequenceShard, group: dist.ProcessGroup
+    ) -> None:
+        self.model, self.length_multiple, self.shard, self.group = model, length_multiple, shard, group
 
     def __call__(self, tokens_BN: Tensor) -> Tensor:
         """Tokens [B, N] of any length, the same on all ranks -> logits [B, V]."""
         length = tokens_BN.shape[1]
-        padded_BN = F.pad(tokens_BN, (0, -length % self.model.length_multiple))
+        padded_BN = F.pad(tokens_BN, (0, -length % self.length_multiple))
         chunks = self.shard.slices(padded_BN.shape[1])
         logits_BnV = self.model(torch.cat([padded_BN[:, chunk] for chunk in chunks], dim=1))
         own = [place for chunk in chunks for place in range(chunk.start, chunk.stop)]

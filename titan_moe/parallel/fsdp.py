@@ -61,7 +61,7 @@ def apply(
                     experts,
                     meshes.expert_fsdp,
                     policy.param_dtype,
-                    keeps=config.accumulate_unsharded,
+                    keeps=config.accumulate_unsharded or config.pp > 1,  # one copy for all microbatches in flight
                     gradients=gradients,
                     delay_weight_grads_of_experts=delay_weight_grads_of_experts,
                     room=_room(experts, config),
@@ -81,10 +81,11 @@ def apply(
 
 
 def _room(experts: GroupedExperts, config: ParallelConfig) -> int:
-    """Replica slots behind the copies of experts. Interleaved microbatches share a kept copy, and have different
-    clones."""
-    has_clones = isinstance(experts.gather_weights, CloneWeights) and config.overlap != "microbatch"
-    return config.fixed_expert_clones if has_clones else 0
+    """Replica slots behind the copies of experts. Microbatches that are in flight together, interleaved or in a
+    pipeline, share a kept copy, and have different clones."""
+    is_alone = config.overlap != "microbatch" and config.pp == 1
+    has_clones = isinstance(experts.gather_weights, CloneWeights)
+    return config.fixed_expert_clones if has_clones and is_alone else 0
 
 
 def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
@@ -98,6 +99,36 @@ def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:
     """Let the next backwards keep parameters unsharded and gradients unreduced, or reshard and reduce them."""
     _fsdp(model).set_requires_gradient_sync(not keeps)
     _fsdp(model).set_reshard_after_backward(not keeps)
+
+
+@torch.no_grad()
+def accumulate_late_grads(model: nn.Module) -> None:
+    """Add gradients that arrive after a backward, and so after the hooks of FSDP, to the sums that the hooks keep, in
+    the dtype of the reduction. The next gradient would be added in compute's dtype."""
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
+@torch.no_grad()
+def start_reducing(model: nn.Module) -> None:
+    """Reshard parameters and start to reduce their gradients, as the hooks of FSDP do in a backward."""
+    set_unsharded_accumulation(model, False)
+    for group in reversed(_groups(model)):
+        group.post_backward()
+
+
+def finish_reducing(model: nn.Module) -> None:
+    """Wait for the reduced gradients."""
+    _fsdp(fully_shard.state(model))._root_post_backward_final_callback()
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """The parameters that FSDP gathers together, by module; a module without parameters of its own has none."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [_fsdp(fully_shard.state(module))._fsdp_param_group for module in modules]
+    return [group for group in groups if group is not None]
 
 
 class ManualFSDP:

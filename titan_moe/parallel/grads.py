@@ -1,7 +1,8 @@
 """The norm of all gradients over all ranks, and clipping by it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,20 @@ from titan_moe.parameters import local
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[nn.Parameter], meshes: Meshes) -> Tensor:
+def grad_norm(parameters: Iterable[nn.Parameter], meshes: Meshes, tied: Collection[nn.Parameter] = ()) -> Tensor:
     """The global 2-norm of all gradients, on the device, in at least fp32.
 
     Gradients are on two meshes, dense and expert, and every shard must count exactly once. A rank sums the squares of
-    its shards, each divided by its number of copies in the pipeline stage; one all-reduce over all ranks sums these.
+    its shards, each divided by its number of copies in the pipeline stage, or in two stages if it is `tied`; one
+    all-reduce over all ranks sums these.
     """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    with_grads = [parameter for parameter in parameters if parameter.grad is not None]
+    grads = [cast(Tensor, parameter.grad) for parameter in with_grads]
     shards = [local(grad) for grad in grads]
     norms = torch._foreach_norm(shards, 2, torch.promote_types(shards[0].dtype, torch.float32))  # bf16 errs by 0.5 %
-    torch._foreach_div_(norms, [math.sqrt(_num_copies(grad, meshes.stage_group.size())) for grad in grads])
+    num_stages = [2 if any(parameter is other for other in tied) else 1 for parameter in with_grads]
+    copies = [n * _num_copies(grad, meshes.stage_group.size()) for n, grad in zip(num_stages, grads, strict=True)]
+    torch._foreach_div_(norms, [math.sqrt(number) for number in copies])
     square = torch.stack(norms).square().sum()
     dist.all_reduce(square, group=meshes.world_group)
     return square.sqrt()

@@ -22,7 +22,10 @@ class Meshes:
     dense: DeviceMesh  # all ranks, axes pp, dp_replicate, dp_shard, cp, tp
     expert: DeviceMesh  # all ranks, axes pp, edp_replicate, edp, ep, etp
     data_group: dist.ProcessGroup
-    """The ranks of dp_replicate, dp_shard and cp, which have every token of a step once: sums losses and labels."""
+    """The ranks of dp_replicate, dp_shard and cp, which have every token of a step once: sums labels."""
+    loss_group: dist.ProcessGroup
+    """The same of all stages: sums losses, which the last stage has, and balancing losses, which each has of its
+    layers."""
     sequence_group: dist.ProcessGroup
     """The ranks of cp and tp, which have parts of the same sequences: sums the balancing losses of sequences."""
     stage_group: dist.ProcessGroup
@@ -40,6 +43,11 @@ class Meshes:
     def expert_fsdp(self) -> DeviceMesh:
         """Shards expert parameters, and replicates them if there are replicas."""
         return self.expert["edp"] if self.sizes.dp_replicate == 1 else self.expert["edp_replicate", "edp"]
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """The ranks that have the stages of a pipeline: sends activations and their gradients."""
+        return self.dense["pp"].get_group()
 
     @property
     def ep(self) -> DeviceMesh:
@@ -82,7 +90,7 @@ def build_meshes(sizes: ParallelSizes, device: torch.device) -> Meshes:
     dense = world._unflatten(0, dense_sizes, ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
     expert = world._unflatten(0, expert_sizes, ("pp", "edp_replicate", "edp", "ep", "etp"))
     data, stage = ("dp_replicate", "dp_shard", "cp"), ("dp_replicate", "dp_shard", "cp", "tp")
-    groups = _group(dense, data), _group(dense, ("cp", "tp")), _group(dense, stage)
+    groups = (_group(dense, axes) for axes in (data, ("pp", *data), ("cp", "tp"), stage))
     return Meshes(sizes, dense, expert, *groups)
 
 

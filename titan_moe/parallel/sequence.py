@@ -30,6 +30,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
         match module:
             case Transformer():
                 module.length_multiple = config.length_multiple
+                module.num_sequence_ranks = num_ranks
             case LoadBalance():
                 module.num_sequence_ranks = num_ranks
                 if module.aux_loss_coef or module.z_loss_coef:

@@ -63,15 +63,12 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 module.register_forward_pre_hook(partial(_gather_tokens, group))
                 module.register_forward_hook(partial(_scatter_tokens, group))
             case nn.Embedding():
-                tied = [other for other in model.modules() if other._parameters.get("weight") is module.weight]
-                _split(module, "weight", ROWS, mesh)
-                for other in tied:
-                    other.register_parameter("weight", module.weight)
+                _split_vocabulary(model, module, mesh)
                 num_words = module.num_embeddings // mesh.size()
                 module.forward = EmbedOwnWords(module.forward, num_words, group)
             case LanguageModelHead():
                 if not isinstance(module.weight, DTensor):  # the embedding's
-                    _split(module, "weight", ROWS, mesh)
+                    _split_vocabulary(model, module, mesh)
                 module.forward = HeadOverRanks(module, group)  # type: ignore[assignment]
     for module in model.modules():
         if not isinstance(module, GroupedExperts):
@@ -79,6 +76,14 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 if not isinstance(parameter, DTensor):
                     _register(module, name, parameter.data, parameter.requires_grad, mesh, Replicate())
             _read_local_tensors(module, readers.get(module))
+
+
+def _split_vocabulary(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Split the rows of a weight over words, for all modules that share it."""
+    tied = [other for other in model.modules() if other._parameters.get("weight") is module.weight]
+    _split(module, "weight", ROWS, mesh)
+    for other in tied:
+        other.register_parameter("weight", module._parameters["weight"])
 
 
 def _split_heads(attention: GroupedQueryAttention, mesh: DeviceMesh) -> "_OwnRows":

@@ -1,12 +1,14 @@
-"""Guard the first import of torchtitan: check its version, set an existing device type, separate its logger."""
+"""Guard the import of torchtitan: check its version, set a device type, separate its logger, compile later."""
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
 from importlib import import_module, metadata
 from itertools import takewhile
 from types import ModuleType
+from typing import Any
 
 MIN_VERSION = (0, 2, 2)
 BELOW_VERSION = (0, 3)
@@ -22,10 +24,11 @@ def import_torchtitan(module: str = "") -> ModuleType:
         return import_module(name)
     check_version()
     try:
-        with _cpu_as_device():
-            import_module("torchtitan.tools.utils")
-        _separate_logger()
-        return import_module(name)
+        with _compiled_at_first_call():
+            with _cpu_as_device():
+                import_module("torchtitan.tools.utils")
+            _separate_logger()
+            return import_module(name)
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "torchtitan":
             raise
@@ -67,6 +70,31 @@ def _cpu_as_device() -> Iterator[None]:
         yield
     finally:
         torch_utils._get_available_device_type = device_type
+
+
+@contextmanager
+def _compiled_at_first_call() -> Iterator[None]:
+    """Postpone `torch.compile` of functions that a module compiles when it is imported, as torchtitan's attention does:
+    with its options it imports Inductor, a third of the time in which a run without graphs starts."""
+    import torch
+
+    compile_now = torch.compile
+
+    def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        compiled = cache(lambda: compile_now(function, **options))
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_traced = torch.compiler.is_compiling()  # then it is a part of that graph
+            return (function if is_traced else compiled())(*args, **kwargs)
+
+        return call
+
+    torch.compile = compile_later
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
 
 
 def _separate_logger() -> None:

@@ -11,16 +11,22 @@ from titan_moe.compile import regional
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.layers.forced_routing import force_routing
 from titan_moe.layers.init import init_weights
 from titan_moe.memory import recompute
 from titan_moe.metrics import regions
+from titan_moe.models.part import tied_weight
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
 from titan_moe.parallel import arena, context, expert, fsdp, sequence, symm_memory, tensor
-from titan_moe.parallel.balance import ExpertBalancer
+from titan_moe.parallel.balance import ExpertBalancer, count_experts
 from titan_moe.parallel.mesh import Meshes, build_meshes
+from titan_moe.parallel.pipeline import stages, weight_grads
+from titan_moe.parallel.pipeline.agreement import check_one_schedule
+from titan_moe.parallel.pipeline.model import Model, whole_model
+from titan_moe.parallel.pipeline.stages import find_tied_embedding
 from titan_moe.precision import policy
 from titan_moe.precision.all_gather import gather_in_fp8
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
@@ -35,7 +41,8 @@ class Assembly(NamedTuple):
     """The training state of this rank."""
 
     meshes: Meshes
-    parts: list[nn.Module]  # this rank's part of the model: all of it, or some stages of a pipeline
+    model: Model  # all of it, without gradients: on this rank, or over the stages of a pipeline
+    parts: list[nn.Module]  # this rank's part of it: the model, or some stages
     optimizers: Optimizers
     schedule: Schedules
     step: StepRunner
@@ -45,37 +52,57 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     """Build model, optimizer and step of a recipe; the process group must exist."""
     meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
     capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
-    parts = build_parts(recipe, meshes, device, capacity)
+    model = build_on_meta(recipe)
+    num_experts, is_tied = count_experts(model), tied_weight(model) is not None
+    queue = weight_grads.build_queue(recipe)
+    parts = build_parts(model, recipe, meshes, device, capacity, queue)
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
-    balancer = ExpertBalancer(parts, meshes.stage_group)
-    forward_backward = build_forward_backward(parts, recipe.parallel)
-    counts = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    balancer = ExpertBalancer(parts, meshes.world_group, num_experts)
+    tied = find_tied_embedding(parts, recipe.parallel, meshes, is_tied=is_tied)
+    check_one_schedule(recipe, meshes, device)
+    forward_backward = build_forward_backward(parts, recipe, meshes, tied, queue, capacity=capacity)
+    skipped, in_row, spiked = torch.zeros(3, dtype=torch.int64, device=device).unbind()
     spikes = Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None
     max_grad_norm = recipe.optim.max_grad_norm
-    step = TrainStep(forward_backward, optimizers, balancer, capacity, max_grad_norm, meshes, spikes, *counts)
+    shared = () if tied is None else tuple(tied.weights)
+    step = TrainStep(
+        forward_backward, optimizers, balancer, capacity, max_grad_norm, meshes, spikes, skipped, in_row, spiked, shared
+    )
     follows_load = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0
     control = None
     if follows_load and (capacity.arena is None or not capacity.arena.is_checkpointed):
         control = CapacityControl(largest=partial(largest_factor, capacity, device))
     runner = StepRunner(step, schedule, recipe.compile.cudagraph, control=control)
-    return Assembly(meshes, parts, optimizers, schedule, runner)
+    return Assembly(meshes, whole_model(parts, recipe, meshes), parts, optimizers, schedule, runner)
 
 
-def build_parts(recipe: Recipe, meshes: Meshes, device: torch.device, capacity: ExpertCapacity) -> list[nn.Module]:
-    """Build, shard, compile and initialise this rank's part of the model of a recipe."""
-    model = build_on_meta(recipe)
+def build_parts(
+    model: nn.Module,
+    recipe: Recipe,
+    meshes: Meshes,
+    device: torch.device,
+    capacity: ExpertCapacity,
+    queue: WeightGradQueue | None = None,
+) -> list[nn.Module]:
+    """Shard, compile and initialise this rank's part of the model of a recipe, which is on the meta device.
+
+    `queue` takes the weight gradients of layers that can delay them.
+    """
     policy.convert(model, recipe, device)  # first: it swaps modules, and shards must be of the final ones
+    parts = stages.split(model, recipe, meshes)  # before sharding: a rank shards only its own stages
+    layers = nn.ModuleList(parts)
     nodes = expert.open_nodes(recipe.parallel, meshes.ep.get_group())
-    memory = symm_memory.share_memory(model, recipe, meshes, device, capacity, nodes)
-    arena.give_arena(model, recipe, device, capacity)
-    parts = [model]  # a pipeline splits here, before sharding: a rank shards only its own stages
+    memory = symm_memory.share_memory(layers, recipe, meshes, device, capacity, nodes)
+    rank = meshes.dense.get_local_rank("pp")
+    arena.give_arena(model, parts, recipe, device, capacity, pipeline_rank=rank, world_size=meshes.sizes.world)
     for part in parts:
         expert.apply(part, recipe.parallel, meshes, capacity, memory, nodes)  # experts leave the dense mesh before FSDP
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
         context.apply(part, recipe.parallel, meshes)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
+        weight_grads.apply(part, queue, recipe, device)  # delays those of what will not be compiled
         regional.apply(part, recipe.compile, device)  # blocks or pieces: the hooks of FSDP stay outside the graphs
         if recipe.profile.start_step:
             regions.apply(part)  # names in the trace, around compiled pieces and inside recomputed ones

@@ -97,11 +97,12 @@ def round_up(factor: float) -> float:
 def largest_factor(capacity: ExpertCapacity, device: torch.device) -> float:
     """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far; infinite
     without an arena or a GPU. A collective call."""
-    if capacity.arena is None or capacity.loads is None or device.type != "cuda":
+    arena, loads = capacity.arena, capacity.loads
+    if arena is None or loads is None or device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
     of_others = total - free - torch.cuda.memory_reserved(device)
-    room = total * (1 - RESERVED_SHARE) - of_others - capacity.arena.peak_beside()
-    factor = torch.tensor(capacity.loads.largest_factor(*capacity.arena.row_bytes, room), device=device)
+    room = total * (1 - RESERVED_SHARE) - of_others - arena.peak_beside()
+    factor = torch.tensor(loads.largest_factor(*arena.row_bytes, room / arena.num_places), device=device)
     dist.all_reduce(factor, dist.ReduceOp.MIN)
     return factor.item()

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.parallel import fsdp
+from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.pipeline.model import Model
 
 
 @contextmanager
@@ -26,15 +28,14 @@ def evaluating(parts: list[nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def validation_loss(
-    parts: list[nn.Module], batches: Iterable[Batch], device: torch.device, group: dist.ProcessGroup
+    model: Model, parts: list[nn.Module], batches: Iterable[Batch], device: torch.device, meshes: Meshes
 ) -> Tensor:
     """Mean cross entropy over the label tokens of all ranks. Every rank must have the same number of batches."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    (model,) = parts  # several parts belong to a pipeline and are run by its schedule
     with evaluating(parts):
         for batch in batches:
             for tokens_BN, labels_BN, document_ids_BN in batch.to(device).microbatches():
                 total[0] += model(tokens_BN, labels_BN, document_ids_BN)
                 total[1] += (labels_BN != IGNORE_LABEL).sum()
-    dist.all_reduce(total, group=group)
-    return total[0] / total[1].clamp(min=1)
+    dist.all_reduce(total, group=meshes.loss_group)
+    return total[0] * meshes.sizes.pp / total[1].clamp(min=1)  # the last stage has losses, every stage labels

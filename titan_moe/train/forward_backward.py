@@ -9,10 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config import Recipe
 from titan_moe.data.packing import Batch
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.parallel import fsdp, unsharded_experts
+from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.overlap import forward_backward_interleaved
+from titan_moe.parallel.pipeline.forward_backward import Pipeline
+from titan_moe.parallel.pipeline.stages import TiedEmbedding
 
 Microbatch = tuple[Tensor, Tensor, Tensor | None]
 """Tokens, labels, and document ids where documents are packed."""
@@ -20,9 +25,21 @@ ForwardBackward = Callable[[Batch, Tensor], Tensor]
 """Batch, scale of the loss -> this rank's loss, scaled; accumulates gradients."""
 
 
-def build_forward_backward(parts: list[nn.Module], parallel: ParallelConfig) -> ForwardBackward:
-    """Choose the order of a step's microbatches, and bind the model."""
-    (model,) = parts  # several parts need a pipeline schedule
+def build_forward_backward(
+    parts: list[nn.Module],
+    recipe: Recipe,
+    meshes: Meshes,
+    tied: TiedEmbedding | None,
+    queue: WeightGradQueue | None = None,
+    *,
+    capacity: ExpertCapacity,
+) -> ForwardBackward:
+    """Choose the order of a step's microbatches, and bind the model. `queue` has the weight gradients that its layers
+    delay; microbatches in flight share the arena of `capacity`."""
+    parallel = recipe.parallel
+    if parallel.pp > 1:
+        return Pipeline(parts, recipe, meshes, tied, queue, capacity=capacity)
+    (model,) = parts
     if parallel.overlap == "microbatch":
         return partial(forward_backward_interleaved, model)
     return partial(forward_backward_gathered if parallel.accumulate_unsharded else forward_backward, model)

@@ -5,8 +5,10 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_moe.config import Recipe, RecipeError
@@ -15,6 +17,7 @@ from titan_moe.config.model import MoEConfig
 from titan_moe.layers.moe import MoE
 from titan_moe.layers.router import TopKRouter
 from titan_moe.parallel.expert import has_own_dispatcher
+from titan_moe.parallel.pipeline.model import Model, PipelinedModel
 from titan_moe.train.evaluate import evaluating
 
 logger = logging.getLogger("titan_moe")
@@ -110,6 +113,7 @@ def _router_problems(model: nn.Module, moe: MoEConfig) -> Iterator[str]:
 
 @torch.no_grad()
 def check_loss(
+    model: Model,
     parts: list[nn.Module],
     recipe: Recipe,
     vocab_size: int,
@@ -124,7 +128,6 @@ def check_loss(
 
     Raises: RecipeError if it is one, or no scalar.
     """
-    (model,) = parts
     shape = (recipe.train.micro_batch_sequences, recipe.train.seq_len_tokens)
     generator = torch.Generator().manual_seed(recipe.run.seed)
     tokens_BN, labels_BN = (torch.randint(vocab_size, shape, generator=generator).to(device) for _ in range(2))
@@ -133,16 +136,23 @@ def check_loss(
     with evaluating(parts):
         loss = model(tokens_BN, labels_BN, document_ids_BN)
     check_exchanges()  # without all ranks the loss says nothing
-    key = f'model.class = "{recipe.model.class_}"'
+    has_loss = not isinstance(model, PipelinedModel) or model.has_head
+    problems = list(_loss_problems(loss, labels_BN.numel(), vocab_size)) if has_loss else []
+    if recipe.parallel.pp > 1:  # all ranks end alike
+        by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, problems)
+        problems = next(filter(None, by_rank), [])
+    if problems:
+        raise RecipeError([f'model.class = "{recipe.model.class_}" {problem}' for problem in problems])
+
+
+def _loss_problems(loss: Any, num_labels: int, vocab_size: int) -> Iterator[str]:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise RecipeError([f"{key} returns {found} for tokens and labels; let it return the loss, a scalar"])
-    num_labels = labels_BN.numel()
-    if num_labels >= MIN_LABELS and loss < 0.5 * math.log(vocab_size) * num_labels:
-        raise RecipeError(
-            [
-                f"{key} returns {loss.item():.4g} for {num_labels} random labels, and the sum of their losses is about "
-                f"{math.log(vocab_size) * num_labels:.4g} or more; return the sum over label tokens, not a mean: the "
-                "trainer divides by the label tokens of the whole step"
-            ]
+        yield f"returns {found} for tokens and labels; let it return the loss, a scalar"
+    elif num_labels >= MIN_LABELS and loss < 0.5 * math.log(vocab_size) * num_labels:
+        yield (
+            f"returns {loss.item():.4g} for {num_labels} random labels, and the sum of their losses is about "
+            f"{math.log(vocab_size) * num_labels:.4g} or more; return the sum over label tokens, not a mean: the "
+            "trainer divides by the label tokens of the whole step"
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -53,6 +53,8 @@ class TrainStep:
     num_skipped: Tensor
     num_skipped_in_row: Tensor
     num_spikes: Tensor
+    tied: tuple[nn.Parameter, ...] = ()
+    """Parameters that two stages of a pipeline have."""
 
     def __call__(self, batch: Batch) -> StepResult:
         scale = 1.0 / self.count_labels(batch)
@@ -61,12 +63,12 @@ class TrainStep:
         loss = self.forward_backward(batch, scale)
         # ranks of cp have the same balancing losses, those of their whole sequences
         losses = torch.stack([loss, self.balancer.aux_loss(loss) / self.meshes.sizes.cp])
-        dist.all_reduce(losses, group=self.meshes.data_group)
+        dist.all_reduce(losses, group=self.meshes.loss_group)
         loads = torch.stack([self.capacity.invalidates_step.float(), self.capacity.needed_factor()])
         dist.all_reduce(loads, dist.ReduceOp.MAX, group=self.meshes.world_group)
         has_overflowed = loads[0] > 0
         with region("clip"):
-            norm = grad_norm(self.optimizers.parameters, self.meshes)
+            norm = grad_norm(self.optimizers.parameters, self.meshes, self.tied)
         is_spike = self._find_spike(losses[0], norm, has_overflowed)
         skips_update = has_overflowed | ~norm.isfinite() | is_spike
         tokens_per_expert = self.balancer.finish(skips_update)

@@ -9,11 +9,14 @@ import torch
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError
-from titan_moe.config.parallel import resolve
-from titan_moe.plan.count import training_flops_per_token
+from titan_moe.config.parallel import ranks_of_a_node, resolve
 from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.pipeline.describe import simulate_step
+from titan_moe.plan.pipeline.parts import training_flops_of_rank
 from titan_moe.plan.roofline import Work, step_work
 from titan_moe.profile.compile_trace import compile_report, start_records
+from titan_moe.profile.lane_report import describe_lanes, lane_picture
+from titan_moe.profile.lanes import read_lanes
 from titan_moe.profile.report import TracedRun, render
 from titan_moe.profile.trace import trace_path
 from titan_moe.profile.trace_parsing import read_trace
@@ -30,7 +33,8 @@ INSIDE_A_BLOCK = ("attention", "dense", "router", "latent", "dispatch", "experts
 def run(recipe: Recipe) -> None:
     """Run a few steps of a recipe under the profiler, in the folder `trace` of the run folder.
 
-    Every rank writes a Chrome trace, rank 0 also the `report.html` of its own one. The weights are discarded.
+    Every rank writes a Chrome trace, rank 0 also the `report.html` of its own one; with a pipeline also its lanes, from
+    the traces of its ranks, and their picture `pipeline.svg`. The weights are discarded.
 
     Raises: the errors of training; RecipeError if the folder contains the checkpoint of an interrupted trace.
     """
@@ -48,7 +52,8 @@ def run(recipe: Recipe) -> None:
     if rank > 0 or not path.exists():  # no trace: the run was stopped before the traced steps
         return
     report = folder / "report.html"
-    html = render(read_trace(path, recipe.profile.num_steps), _traced_run(short), compile_report())
+    pipeline = _pipeline(short, folder) if short.parallel.pp > 1 else ""
+    html = render(read_trace(path, recipe.profile.num_steps), _traced_run(short), compile_report(), pipeline)
     report.write_text(html, encoding="utf-8")
     logger.info("traces are in %s; the report is %s", path.parent, report)
     if short.compile.compiles_blocks(_device(short).type):
@@ -88,9 +93,23 @@ def _traced_run(recipe: Recipe) -> TracedRun:
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
     sizes = resolve(recipe.parallel, world_size)
     num_tokens //= sizes.dp * sizes.cp * sizes.tp
-    flops = training_flops_per_token(recipe.model, recipe.train.seq_len_tokens) * num_tokens
+    flops = training_flops_of_rank(recipe, 0) * num_tokens
     title = f"{recipe.model.name} on {world_size} x {device}"
     return TracedRun(title, work, flops, num_tokens, find_hardware(device))
+
+
+def _pipeline(recipe: Recipe, folder: Path) -> str:
+    """The report's section about the pipeline of rank 0, which also becomes a picture in the folder."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    ranks = range(0, world_size, world_size // recipe.parallel.pp)
+    try:
+        timelines = [read_trace(trace_path(recipe.profile, folder, rank)) for rank in ranks]
+        measured = read_lanes(timelines, clocks_agree=ranks_of_a_node(world_size) == world_size)
+    except (ValueError, FileNotFoundError) as error:  # a step in one graph has no actions; hosts may share no folder
+        return f"<h2>Pipeline</h2><p>No lanes: {error}.</p>"
+    planned = simulate_step(recipe, world_size)
+    (folder / "pipeline.svg").write_text(lane_picture(measured, planned), encoding="utf-8")
+    return describe_lanes(measured, planned)
 
 
 def _in_blocks(work: dict[str, Work]) -> dict[str, Work]:

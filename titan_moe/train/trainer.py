@@ -93,8 +93,8 @@ class Trainer:
             self._log_start()
         self.recipe = recipe = resolve_auto(recipe, device)
         torch.manual_seed(recipe.run.seed)
-        self.meshes, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
-        if recipe.metrics.sample_tokens and not all(hasattr(part, "generate") for part in self.parts):
+        self.meshes, self.model, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
+        if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
             problem = f'model.class = "{recipe.model.class_}" has no `generate`'
             raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
         # a timeout of days: tokenising a large corpus takes longer than the default one
@@ -108,7 +108,7 @@ class Trainer:
         if recipe.model.class_ != ModelConfig.class_:
             capacity = self.step.step.capacity
             with capacity.unbounded():
-                check_loss(self.parts, recipe, self.loader.tokenizer.vocab_size, device, capacity.check)
+                check_loss(self.model, self.parts, recipe, self.loader.tokenizer.vocab_size, device, capacity.check)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         self.progress = Progress()
         self.num_skipped_in_row = 0
@@ -243,7 +243,7 @@ class Trainer:
             with self.watchdog.during("a validation"), self.meter.paused():
                 batches = self.loader.validation_batches()
                 with self.step.step.capacity.unbounded():
-                    loss = validation_loss(self.parts, batches, self.device, self.meshes.data_group)
+                    loss = validation_loss(self.model, self.parts, batches, self.device, self.meshes)
                 self.meter.log_validation(progress.step, loss)
                 self.step.step.capacity.check()  # validation has exchanges too
         is_saved = self._is_due(recipe.checkpoint.every_steps)
@@ -272,9 +272,8 @@ class Trainer:
         metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
         prompt_BN = self.loader.held_out_prompt(SAMPLE_PROMPT_TOKENS).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
-        (model,) = self.parts
         with evaluating(self.parts), self.step.step.capacity.unbounded():
-            tokens_BN = model.generate(
+            tokens_BN = self.model.generate(
                 prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
             )
         if self.is_main:

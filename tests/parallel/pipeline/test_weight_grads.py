@@ -1,0 +1,252 @@
+"""Which weight gradients of a stage are delayed, and that all are those of a whole backward.
+
+tests/distributed/test_pipelines.py compares whole runs with one process; here the same schedule runs with and without
+delayed gradients, bit for bit, also in bf16.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import load
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_moe.compile import regional
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
+from titan_moe.config.precision import PrecisionConfig
+from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads, WeightGradQueue
+from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
+from titan_moe.layers.moe import MoE
+from titan_moe.models.transformer import Transformer
+from titan_moe.parallel.autograd_segment import AutogradSegment
+from titan_moe.parallel.pipeline import weight_grads
+from titan_moe.train import build
+
+one_loss = load("distributed/test_one_loss")
+CPU = torch.device("cpu")
+ZBV = ParallelConfig(pp=2, vpp=2, pp_schedule="zbv", accumulate_unsharded=True)
+TOKENS = torch.arange(16).reshape(2, 8)
+LATE = {
+    "gqa": ("qkv.weight", "out.weight", "gate_up", "down", "gate_up.weight", "down.weight"),
+    "mla-latent-gate": (
+        "q_up.weight",
+        "kv_down.weight",
+        "kv_up.weight",
+        "out.weight",
+        "gate_up",
+        "down",
+        "gate_up.weight",
+        "down.weight",
+        "gate.weight",
+        "latent_down.weight",
+        "latent_up.weight",
+    ),
+}
+"""Ends of the names of parameters with delayed gradients, by model."""
+
+
+def recipe_of(name: str, parallel: ParallelConfig = ZBV, **changes: Any) -> Recipe:
+    base = one_loss.split_recipe(parallel, name, **changes)
+    moe = replace(base.model.moe, expert_mlp_bias=True)
+    train = replace(base.train, micro_batch_sequences=1)
+    return replace(base, model=replace(base.model, num_layers=4, moe=moe), train=train)
+
+
+def built(recipe: Recipe) -> tuple[nn.Module, WeightGradQueue]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Transformer(recipe.model, kernels=recipe.perf.chosen_kernels)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    queue = WeightGradQueue()
+    weight_grads.apply(model, queue, recipe, CPU)
+    return model, queue
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, and sees the memory of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.memory = Counter[str](), dict[StorageWeakRef, str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        results = func(*args, **(kwargs or {}))
+        for result in results if isinstance(results, tuple | list) else [results]:
+            if isinstance(result, Tensor):
+                self.memory[StorageWeakRef(result.untyped_storage())] = str(func)
+        return results
+
+    def alive(self) -> set[StorageWeakRef]:
+        return {memory for memory in self.memory if not memory.expired()}
+
+
+def of(tensors: Iterable[Tensor]) -> set[StorageWeakRef]:
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors}
+
+
+def late_names(names: Iterable[str], model: str) -> set[str]:
+    return {name for name in names if name.endswith(LATE[model])}
+
+
+def is_of_experts(name: str) -> bool:
+    return ".experts." in name
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_backward_weight_computes_each_delayed_gradient_once(name: str) -> None:
+    model, queue = built(recipe_of(name))
+    model(TOKENS, TOKENS).backward()  # not recorded
+    whole = grads_of(model)
+    model.zero_grad()
+    late = late_names(whole, name)
+    num_of_experts = sum(map(is_of_experts, late))
+    assert 0 < num_of_experts < len(late) < len(whole)
+
+    segment = AutogradSegment(lambda tokens_BN: (model(tokens_BN, TOKENS),))
+    with queue.recording() as pending:
+        segment(TOKENS)
+    with Watch() as first:
+        segment.backward([torch.ones((), dtype=torch.float64)])
+    assert whole.keys() - grads_of(model).keys() == late and not first.counts["grouped_mm_dw"]
+    with Watch() as second:
+        pending.compute()
+    assert second.counts["grouped_mm_dw"] == num_of_experts
+    assert second.counts["mm"] == len(late) - num_of_experts
+    for parameter, grad in grads_of(model).items():
+        assert torch.equal(grad, whole[parameter]), parameter
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_only_operands_are_kept_between_the_two(name: str) -> None:
+    model, queue = built(recipe_of(name))
+    segment = AutogradSegment(lambda tokens_BN: (model(tokens_BN, TOKENS),))
+    with Watch() as watch, queue.recording() as pending:
+        segment(TOKENS)
+        kept = watch.alive()
+        segment.backward([torch.ones((), dtype=torch.float64)])
+    del segment
+    operands = of(
+        cell.cell_contents
+        for _, grads in pending.uses
+        for cell in grads.pending.__closure__
+        if isinstance(cell.cell_contents, Tensor)
+    )
+    others = of([*model.parameters(), *model.buffers(), TOKENS, *(root for root, _ in pending.uses)])
+    others |= of(grads_of(model).values())
+    rest = watch.alive() - operands - others
+    assert not rest, [watch.memory[memory] for memory in rest]
+    assert 0 < len(operands) < len(kept - others)
+    pending.compute()
+    assert not watch.alive() & operands
+
+
+def compiled(recipe: Recipe) -> tuple[nn.Module, WeightGradQueue]:
+    model, queue = built(replace(recipe, compile=CompileConfig("on")))
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        regional.apply(model, CompileConfig("on"), CPU)
+    return model, queue
+
+
+def test_what_is_in_a_graph_computes_its_own_gradients() -> None:
+    torch._dynamo.reset()
+    recipe = recipe_of("mla-latent-gate")
+    (model, queue), (eager, _) = compiled(recipe), built(recipe)
+    with queue.recording() as pending:
+        loss = model(TOKENS, TOKENS)
+    loss.backward()
+    missing = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    assert missing == {name for name, _ in model.named_parameters() if "latent_" in name}
+    pending.compute()
+    eager(TOKENS, TOKENS).backward()
+    for name, grad in grads_of(eager).items():
+        torch.testing.assert_close(model.get_parameter(name).grad, grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "grouped_mm"])
+def test_experts_in_triton_stay_out_of_graphs(kernels: str) -> None:
+    recipe = recipe_of("gqa", perf=PerfConfig(kernels=kernels))
+    recipe = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, expert_mlp_bias=False)))
+    model, _ = compiled(recipe)
+    for experts in (moe.experts for moe in model.modules() if isinstance(moe, MoE)):
+        assert isinstance(experts.mlp, QueuedMLP) == (kernels == "fused") == ("compute" not in vars(experts))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": replace(ZBV, pp_schedule="interleaved_1f1b")},
+        {"parallel": replace(ZBV, accumulate_unsharded=False)},
+        {"memory": MemoryConfig("experts")},
+        {"parallel": replace(ZBV, pp=1, vpp=1)},
+    ],
+)
+def test_other_runs_delay_nothing(changes: dict[str, Any]) -> None:
+    assert weight_grads.build_queue(recipe_of("gqa")) is not None
+    assert weight_grads.build_queue(replace(recipe_of("gqa"), **changes)) is None
+
+
+def gradients(recipe: Recipe, *, delays: bool) -> tuple[dict[str, Tensor], int]:
+    """This rank's gradients of a step, and how many weight gradients were delayed."""
+    num_delayed, compute = 0, PendingWeightGrads.compute
+
+    def counted(pending: PendingWeightGrads) -> None:
+        nonlocal num_delayed
+        num_delayed += len(pending.uses)
+        compute(pending)
+
+    with mock.patch.object(weight_grads, "build_queue", weight_grads.build_queue if delays else lambda recipe: None):
+        meshes, _, parts, _, _, runner = build.assemble(recipe, CPU)
+    with mock.patch.object(PendingWeightGrads, "compute", counted):
+        batch = one_loss.batch_of(0, 1, meshes, has_documents=True, parallel=recipe.parallel)
+        grads = [one_loss.first_gradients(runner.step, parts, batch) for _ in range(2)]
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items()), "a step leaves nothing behind"
+    return grads[0], num_delayed
+
+
+def both(recipe: Recipe) -> list[tuple[dict[str, Tensor], int]]:
+    return [gradients(recipe, delays=delays) for delays in (True, False)]
+
+
+BF16 = PrecisionConfig("bf16", "fp32", "fp32")
+EP2 = replace(ZBV, ep=2, dispatcher="alltoall")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "name", "precision"),
+    [
+        pytest.param(2, ZBV, "gqa", BF16, id="unsharded_experts"),
+        pytest.param(4, ZBV, "mla-latent-gate", BF16, id="edp2"),
+        pytest.param(4, replace(EP2, tp=2), "gqa", BF16, id="tp2-ep2"),
+        pytest.param(4, replace(EP2, tp=2), "gqa-shared", one_loss.FP64, id="tp2-ep2-shared_heads"),
+        pytest.param(2, replace(ZBV, pp_schedule="interleaved_zero_bubble"), "gqa-tied", BF16, id="tied"),
+        pytest.param(2, replace(ZBV, pp_schedule="dualpipev"), "gqa", one_loss.FP64, id="whole_backwards_too"),
+    ],
+)
+def test_a_step_has_the_gradients_of_whole_backwards(
+    ranks: Any, num_ranks: int, parallel: ParallelConfig, name: str, precision: PrecisionConfig
+) -> None:
+    kernels = "reference" if precision == one_loss.FP64 else "grouped_mm"
+    recipe = recipe_of(name, parallel, precision=precision, perf=PerfConfig(kernels=kernels))
+    tolerance = 1e-12 if parallel.pp_schedule == "dualpipev" else 0  # which adds microbatches in another order
+    for (delayed, num_delayed), (whole, num_of_whole) in ranks(num_ranks, both, recipe):
+        assert num_delayed > 0 == num_of_whole and delayed.keys() == whole.keys()
+        for parameter, grad in whole.items():
+            torch.testing.assert_close(
+                delayed[parameter], grad, rtol=tolerance, atol=tolerance, msg=lambda m, n=parameter: f"{n}: {m}"
+            )

@@ -1,0 +1,188 @@
+"""Forward and backward of a step through the stages of this rank, by the actions of plan/pipeline/schedules.py.
+
+The schedules are data on floor 0, which `check` simulates and this file runs, word for word. Autograd of every stage
+and microbatch is a segment of its own, so nothing but activations and their gradients passes between stages.
+
+`backward_input` runs that segment. The layers of weight_grads.py leave the gradients of their weights, with their
+operands; what else the microbatch kept is freed. `backward_weight` computes and accumulates them. A whole `backward`
+leaves nothing: the forward of its microbatch is not recorded. FSDP's hooks run in the segment's backward, before the
+gradients of weights. So with split backwards they never reduce: gradients are added as they come, and reduced after
+the last action of the stage.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.config import Recipe
+from titan_moe.data.packing import Batch
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads, WeightGradQueue
+from titan_moe.parallel import fsdp
+from titan_moe.parallel.arena import count_moe_layers
+from titan_moe.parallel.autograd_segment import AutogradSegment
+from titan_moe.parallel.fsdp import DTYPES
+from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.pipeline.messages import Messages, Received, activations_like
+from titan_moe.parallel.pipeline.places import InFlight, Places
+from titan_moe.parallel.pipeline.stages import TiedEmbedding
+from titan_moe.parallel.unsharded_experts import caching_casts
+from titan_moe.plan.pipeline.schedules import Action, actions_of
+from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of_rank
+from titan_moe.profile.region import action_region
+
+
+class Pipeline:
+    """`ForwardBackward` of a rank's stages; all ranks of the pipeline call it with the same batch.
+
+    The loss is that of the last stage, and zero on ranks without it.
+    """
+
+    def __init__(
+        self,
+        parts: list[nn.Module],
+        recipe: Recipe,
+        meshes: Meshes,
+        tied: TiedEmbedding | None = None,
+        queue: WeightGradQueue | None = None,
+        *,
+        capacity: ExpertCapacity,
+    ) -> None:
+        """`queue` is that of the layers (weight_grads.py); without one, a `backward_input` is a whole backward.
+        `capacity` has the arena of microbatches in flight."""
+        p = self.config = recipe.parallel
+        self.rank, self.group = meshes.dense.get_local_rank("pp"), meshes.pipeline_group
+        self.stages = dict(zip(stages_of_rank(self.rank, p), parts, strict=True))
+        self.last_stage = p.pp * p.vpp - 1
+        self.tied, self.queue, self.capacity = tied, queue, capacity
+        self.stages_with_experts = frozenset(stage for stage, part in self.stages.items() if count_moe_layers(part))
+        self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
+
+    def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
+        p = self.config
+        actions = actions_of(p.pp_schedule, p.pp, p.vpp, len(batch.tokens_MBN))[self.rank]
+        run = StepRun(self, batch, scale, actions)
+        with ExitStack() as casts:
+            for part in self.stages.values():
+                casts.enter_context(caching_casts(part))
+            for action in actions:
+                with action_region(action):
+                    run.do(action)
+        run.finish()
+        if self.tied is not None:
+            self.tied.sum_gradients()
+        return torch.stack(run.losses).sum() if run.losses else scale.new_zeros(())
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of a stage in the pipeline's group."""
+        return rank_of_stage(stage, self.config.pp, self.config.pp_schedule)
+
+
+class StepRun:
+    """The microbatches of a step under way."""
+
+    def __init__(self, pipeline: Pipeline, batch: Batch, scale: Tensor, actions: list[Action]) -> None:
+        self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
+        self.microbatches = list(batch.microbatches())
+        like = activations_like(batch.tokens_MBN[0], pipeline.config.tp, pipeline.hidden_size, pipeline.dtype)
+        self.messages = Messages(pipeline.group, like)
+        self.arena_places = Places(pipeline.capacity, pipeline.stages_with_experts)
+        self.inputs: dict[InFlight, Received] = {}
+        self.outputs: dict[InFlight, Tensor] = {}
+        self.segments: dict[InFlight, AutogradSegment] = {}
+        self.output_grads: dict[InFlight, Received] = {}
+        self.input_grads: dict[InFlight, Tensor] = {}
+        self.losses: list[Tensor] = []
+        self.weight_grads: dict[InFlight, PendingWeightGrads] = {}
+        self.split_backwards = {action[1:] for action in actions if action.kind == "backward_input"}
+        self.ends = "backward", "backward_input" if pipeline.queue is None else "backward_weight"
+        """The actions after which a stage has all gradients of a microbatch."""
+        self.num_backwards_left = Counter(action.stage for action in actions if action.kind in self.ends)
+
+    def do(self, action: Action) -> None:
+        """Run the next action of this rank's list."""
+        kind, stage, microbatch = action
+        pair, rank_of = (stage, microbatch), self.pipeline.rank_of
+        match kind:
+            case "forward":
+                self._forward(stage, microbatch)
+            case "backward" | "backward_input":
+                self._backward(stage, microbatch)
+            case "backward_weight" if self.pipeline.queue is not None:
+                self.weight_grads.pop(pair).compute()
+            case "send_activation":
+                self.messages.send(self.outputs.pop(pair), rank_of(stage + 1))
+            case "receive_activation":
+                self.inputs[pair] = self.messages.receive(rank_of(stage - 1))
+            case "send_gradient":
+                self.messages.send(self.input_grads.pop(pair), rank_of(stage - 1))
+            case "receive_gradient":
+                self.output_grads[pair] = self.messages.receive(rank_of(stage + 1))
+        if action.frees:
+            self.arena_places.free(stage, microbatch)
+        if kind in self.ends:
+            self._end_backward(stage)
+
+    def finish(self) -> None:
+        """Wait for what was sent and reduced."""
+        self.messages.finish()
+        if self.pipeline.queue is not None:
+            for part in self.stages.values():
+                fsdp.finish_reducing(part)
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        pair, part = (stage, microbatch), self.stages[stage]
+        tokens_BN, labels_BN, document_ids_BN = self.microbatches[microbatch]
+        x = tokens_BN if stage == 0 else self.inputs.pop(pair).wait().requires_grad_()
+        is_last = stage == self.pipeline.last_stage
+
+        def run(x: Tensor) -> tuple[Tensor]:
+            with self.arena_places.forward_of(stage, microbatch):
+                out = part(x, labels_BN, document_ids_BN)
+            return (out * self.scale if is_last else out,)
+
+        self.segments[pair] = AutogradSegment(run)
+        with self._recording(pair):
+            (out,) = self.segments[pair](x)
+        if is_last:
+            self.losses.append(out.detach())
+            self.output_grads[pair] = Received(torch.ones_like(out), None)
+        elif stage + 1 in self.stages:
+            self.inputs[stage + 1, microbatch] = Received(out.detach(), None)
+        else:
+            self.outputs[pair] = out.detach()
+
+    @contextmanager
+    def _recording(self, pair: InFlight) -> Iterator[None]:
+        """Let the layers leave the weight gradients of a forward to `backward_weight`, if its backward is split."""
+        queue = self.pipeline.queue
+        if queue is None or pair not in self.split_backwards:
+            yield
+            return
+        with queue.recording() as self.weight_grads[pair]:
+            yield
+
+    def _backward(self, stage: int, microbatch: int) -> None:
+        pair = stage, microbatch
+        if self.pipeline.config.accumulate_unsharded:
+            reduces = self.pipeline.queue is None and self.num_backwards_left[stage] == 1
+            fsdp.set_unsharded_accumulation(self.stages[stage], not reduces)
+        (grad,) = self.segments.pop(pair).backward([self.output_grads.pop(pair).wait()])
+        if stage == 0:
+            return
+        assert grad is not None, f"stage {stage} does not depend on the stage before it"
+        if stage - 1 in self.stages:
+            self.output_grads[stage - 1, microbatch] = Received(grad, None)
+        else:
+            self.input_grads[pair] = grad
+
+    def _end_backward(self, stage: int) -> None:
+        self.num_backwards_left[stage] -= 1
+        if self.pipeline.queue is None:
+            return
+        fsdp.accumulate_late_grads(self.stages[stage])
+        if self.num_backwards_left[stage] == 0:
+            fsdp.start_reducing(self.stages[stage])

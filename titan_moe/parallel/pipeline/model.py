@@ -1,0 +1,91 @@
+"""The whole model of a pipeline without gradients: for validation and text."""
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_moe.config import Recipe
+from titan_moe.config.context import sequence_shard
+from titan_moe.models.generate import generate, next_logits
+from titan_moe.parallel.context import NextLogits
+from titan_moe.parallel.fsdp import DTYPES
+from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.pipeline.messages import activations_like, check_activation
+from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of_rank
+
+
+class Model(Protocol):
+    """A whole model, on one rank or over the stages of a pipeline."""
+
+    def __call__(self, tokens_BN: Tensor, labels_BN: Tensor | None = None, ids_BN: Tensor | None = None, /) -> Tensor:
+        """Tokens int64 [B, N] -> logits, or with labels their summed loss."""
+
+    def generate(self, tokens_BN: Tensor, num_tokens: int, **sampling: Any) -> Tensor: ...
+
+
+class PipelinedModel:
+    """All stages, one after the other; every rank of the pipeline calls it with the same tokens.
+
+    A rank goes on as soon as its stages are done, so the microbatches of a loop are in several stages at a time.
+    """
+
+    def __init__(self, parts: list[nn.Module], recipe: Recipe, meshes: Meshes) -> None:
+        p = self.config = recipe.parallel
+        self.group, self.rank = meshes.pipeline_group, meshes.dense.get_local_rank("pp")
+        self.stages = dict(zip(stages_of_rank(self.rank, p), parts, strict=True))
+        self.ranks = [rank_of_stage(stage, p.pp, p.pp_schedule) for stage in range(p.pp * p.vpp)]
+        self.hidden_size, self.vocab_size = recipe.model.hidden_size, recipe.model.vocab_size
+        self.dtype = DTYPES[recipe.precision.compute]
+        shard, context = sequence_shard(p, meshes.context_rank), meshes.dense["cp"].get_group()
+        self.next_own_logits = NextLogits(self, p.length_multiple, shard, context) if p.cp > 1 else self._next_logits
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this rank has the last stage, and so logits and losses."""
+        return self.ranks[-1] == self.rank
+
+    @torch.no_grad()
+    def __call__(
+        self, tokens_BN: Tensor, labels_BN: Tensor | None = None, document_ids_BN: Tensor | None = None
+    ) -> Tensor:
+        """As `Transformer.forward`, on the rank of the last stage. On the others zeros of the same shape."""
+        x, like = tokens_BN, activations_like(tokens_BN, self.config.tp, self.hidden_size, self.dtype)
+        for stage, rank in enumerate(self.ranks):
+            if rank != self.rank:
+                continue
+            if stage and self.ranks[stage - 1] != rank:
+                x = torch.empty_like(like)
+                dist.recv(x, group=self.group, group_src=self.ranks[stage - 1])
+            x = self.stages[stage](x, labels_BN, document_ids_BN)
+            if stage + 1 < len(self.ranks) and self.ranks[stage + 1] != rank:
+                check_activation(x, like)
+                dist.send(x.contiguous(), group=self.group, group_dst=self.ranks[stage + 1])
+        if self.has_head:
+            return x
+        if labels_BN is not None:
+            return torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=tokens_BN.device)
+        return torch.zeros((), dtype=self.dtype, device=tokens_BN.device).expand(*tokens_BN.shape, self.vocab_size)
+
+    def generate(self, tokens_BN: Tensor, num_tokens: int, **sampling: Any) -> Tensor:
+        """As `Transformer.generate`, on every rank."""
+        return generate(self.next_logits, tokens_BN, num_tokens, **sampling)
+
+    @torch.no_grad()
+    def next_logits(self, tokens_BN: Tensor) -> Tensor:
+        """Logits [B, V] of the tokens that continue each row, from the last stage."""
+        logits_BV = self.next_own_logits(tokens_BN).contiguous()
+        dist.broadcast(logits_BV, group=self.group, group_src=self.ranks[-1])
+        return logits_BV
+
+    def _next_logits(self, tokens_BN: Tensor) -> Tensor:
+        return next_logits(self, tokens_BN, self.config.length_multiple)
+
+
+def whole_model(parts: list[nn.Module], recipe: Recipe, meshes: Meshes) -> Any:
+    """The model of these stages: the only part, or all stages together."""
+    if recipe.parallel.pp > 1:
+        return PipelinedModel(parts, recipe, meshes)
+    (model,) = parts
+    return model

@@ -1,0 +1,77 @@
+"""The stages of a pipeline: the parts of a model, and what a tied weight needs that is in two of them."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.models.part import module_names, part_of, tied_weight
+from titan_moe.parallel.mesh import Meshes
+from titan_moe.parameters import local
+from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of, stages_of_rank
+
+
+def split(model: nn.Module, recipe: Recipe, meshes: Meshes) -> list[nn.Module]:
+    """This rank's stages of a model on the meta device, in the order of the stages; the model itself without `pp`.
+
+    Raises: RecipeError if a model of the user's own cannot be split.
+    """
+    if recipe.parallel.pp == 1:
+        return [model]
+    stages = stages_of(recipe)
+    numbers = stages_of_rank(meshes.dense.get_local_rank("pp"), recipe.parallel)
+    try:
+        others = set(module_names(model)).difference(*stages)
+        if others:
+            known = "of a model's own modules stages have embed, layers, norm and head"
+            raise ValueError(f"no stage has its {', '.join(sorted(others))}; {known}: move them into one of these")
+        return [part_of(model, stages[number]) for number in numbers]
+    except (ValueError, AttributeError) as error:
+        problem = (
+            f'model.class = "{recipe.model.class_}" cannot be split into parallel.pp = {recipe.parallel.pp} stages'
+        )
+        raise RecipeError([f"{problem}: {error}"]) from error
+
+
+class TiedEmbedding:
+    """The weight of tied embeddings, which the first stage has for the embedding and the last one for the head.
+
+    Both ranks add the same gradients in the same order, so the two weights stay equal, bit for bit.
+    """
+
+    def __init__(self, first: nn.Parameter | None, last: nn.Parameter | None, group: dist.ProcessGroup | None) -> None:
+        """The weights of this rank, of which it may have one or both; `group` has the ranks of both, if they differ."""
+        self.weights = [weight for weight in (first, last) if weight is not None]
+        self.group = group
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Add the gradients of both stages, after the last backward of a step. Collective where ranks differ."""
+        grads = [local(weight.grad) for weight in self.weights if weight.grad is not None]
+        if self.group is not None:
+            dist.all_reduce(grads[0], group=self.group)
+        elif len(grads) == 2:
+            total = grads[0] + grads[1]
+            for grad in grads:
+                grad.copy_(total)
+
+
+def find_tied_embedding(
+    parts: list[nn.Module], p: ParallelConfig, meshes: Meshes, *, is_tied: bool
+) -> TiedEmbedding | None:
+    """The tied embedding of a pipeline, once its parts have their final parameters; None if this rank has none of it,
+    or the whole model's embeddings are not tied (`is_tied`). Collective."""
+    if p.pp == 1 or not is_tied:
+        return None
+    last_stage = p.pp * p.vpp - 1
+    ends = [rank_of_stage(stage, p.pp, p.pp_schedule) for stage in (0, last_stage)]
+    by_stage = dict(zip(stages_of_rank(meshes.dense.get_local_rank("pp"), p), parts, strict=True))
+    first, last = (tied_weight(by_stage[stage]) if stage in by_stage else None for stage in (0, last_stage))
+    group = None
+    if ends[0] != ends[1]:  # every rank takes part in the making of every group
+        by_end = meshes.dense.mesh.flatten(1)[sorted(ends)]
+        for ranks in by_end.T.tolist():
+            made = dist.new_group(ranks)
+            group = made if dist.get_rank() in ranks else group
+    return TiedEmbedding(first, last, group) if first is not None or last is not None else None

@@ -1,0 +1,74 @@
+"""Which weight gradients of a stage a `backward_weight` computes; all others are computed in `backward_input`.
+
+Delayed are those of routed experts (in Triton, also in fp8, or as grouped GEMMs) and of dense linear layers: attention
+projections, dense layers, shared experts, latent projections. Not delayed are
+
+* embeddings, norms, biases and routers, which are small;
+* the head: its loss computes both gradients in forward;
+* what runs in a compiled graph, which has no side effects. Under `compile.extent = "pieces"` these are attention,
+  shared experts and dense layers. Experts in Triton run outside of graphs then, so their gradients are delayed;
+* converted linear layers, and experts in emulated formats;
+* experts with clones: gradients of clones and of rows are sent home by one operation; and experts whose GEMMs get
+  their rows from peers (dispatch/symm_mem_fused.py), whose backward is one operation.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from titan_moe.compile.regional import modules_in_graphs
+from titan_moe.config import Recipe
+from titan_moe.config.pipeline_schedules import SCHEDULES
+from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN, choose_queued_expert_mlp
+from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
+from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
+from titan_moe.kernels.linear.delayed import queued_linear
+from titan_moe.layers.mlp import SwiGLUDown
+from titan_moe.layers.moe import MoE
+
+
+def build_queue(recipe: Recipe) -> WeightGradQueue | None:
+    """The queue of a rank, if the schedule splits backwards; None where every backward computes all gradients.
+
+    A gradient that comes after its parameter is resharded would be lost, and a recomputed forward is not recorded.
+    """
+    p = recipe.parallel
+    splits = p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward
+    return WeightGradQueue() if splits and p.accumulate_unsharded and recipe.memory.recompute == "none" else None
+
+
+def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, device: torch.device) -> None:
+    """Let the layers of a stage leave their weight gradients to `queue` while it records, in place.
+
+    Apply it before compile, which leaves out what delays, and after dispatchers are set. Names and classes stay.
+    """
+    if queue is None:
+        return
+    compiled = modules_in_graphs(stage, recipe.compile, device)
+    for module in stage.modules():
+        if isinstance(module, MoE):
+            if not recipe.parallel.fixed_expert_clones:
+                _delay_experts(module, queue, is_compiled=module.experts in compiled)
+        elif module in compiled:
+            continue
+        elif isinstance(module, SwiGLUDown):
+            queued = QUEUED_SWIGLU_DOWN.get(module.swiglu_down)
+            module.swiglu_down = module.swiglu_down if queued is None else queued(queue)
+        elif _is_plain_linear(module):
+            module.forward = partial(_linear, module, queue)
+
+
+def _delay_experts(moe: MoE, queue: WeightGradQueue, *, is_compiled: bool) -> None:
+    mlp = choose_queued_expert_mlp(moe.experts.mlp, queue)
+    if mlp is not None and (isinstance(mlp, QueuedMLP) or not is_compiled):
+        moe.experts.mlp = mlp
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether it computes as `nn.Linear` does, whatever its class is."""
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+
+
+def _linear(linear: nn.Linear, queue: WeightGradQueue, x: Tensor) -> Tensor:
+    return queued_linear(x, linear.weight, linear.bias, queue)
