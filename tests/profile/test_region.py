@@ -6,7 +6,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
-from titan_moe.profile.region import PREFIX, in_region, region
+from titan_moe.plan.pipeline.action import Action
+from titan_moe.profile.region import ACTION_PREFIX, PREFIX, action_region, in_region, region
 
 
 def names_of(run: profile) -> set[str]:
@@ -21,6 +22,16 @@ def test_region_is_a_range_of_the_trace() -> None:
 
 def test_region_without_a_profiler_is_a_null_context() -> None:
     assert isinstance(region("router"), nullcontext)
+    assert isinstance(action_region(Action("forward", 0, 0)), nullcontext)
+
+
+def test_region_of_an_action_is_no_part_of_the_model() -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as run:
+        with action_region(Action("backward_input", 3, 12)), region("router"):
+            torch.ones(3)
+    assert names_of(run) == {PREFIX + "router"}
+    actions = [event.name for event in run.events() if event.name.startswith(ACTION_PREFIX)]
+    assert actions == ["pipeline: backward_input 3 12"]
 
 
 def test_region_does_not_change_a_full_graph() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from titan_moe.profile.region import PREFIX
+from titan_moe.profile.region import ACTION_PREFIX, MESSAGES, PREFIX
 
 Event = dict[str, Any]
 
@@ -16,6 +16,16 @@ def event(category: str, name: str, start_us: float, stop_us: float, thread: int
 def part(name: str, start_us: float, stop_us: float, thread: int = 1) -> Event:
     """A region."""
     return event("user_annotation", PREFIX + name, start_us, stop_us, thread)
+
+
+def action(kind: str, stage: int, microbatch: int, start_us: float, stop_us: float) -> Event:
+    """An action of a pipeline rank."""
+    return event("user_annotation", f"{ACTION_PREFIX}{kind} {stage} {microbatch}", start_us, stop_us)
+
+
+def message(start_us: float, stop_us: float) -> Event:
+    """A message between stages, or the wait for one inside an action."""
+    return part(MESSAGES, start_us, stop_us)
 
 
 def forward(name: str, start_us: float, stop_us: float, sequence: int, thread: int = 1) -> Event:

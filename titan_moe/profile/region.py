@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from titan_moe.plan.pipeline.action import Action
+
 PREFIX = "titan_moe/"
 """Prefix of these ranges in a trace."""
+ACTION_PREFIX = "pipeline: "
+"""Prefix of the ranges of pipeline actions. They are no parts of the model."""
+MESSAGES = "pipeline"
+"""The part of messages between the stages of a pipeline, and of the wait for one."""
 
 
 def region(name: str) -> AbstractContextManager[Any]:
@@ -32,3 +38,10 @@ def in_region(function: Callable[..., Any], name: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return wrapper
+
+
+def action_region(action: Action) -> AbstractContextManager[Any]:
+    """Mark an action of a pipeline rank, for its lane in the report. Parts inside keep their names."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return record_function(f"{ACTION_PREFIX}{action.kind} {action.stage} {action.microbatch}")

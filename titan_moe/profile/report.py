@@ -1,9 +1,10 @@
 """The report of a trace: one HTML file without external resources.
 
-In this order: the breakdown of a step, each part beside its roofline, the longest kernels, compilations, memory.
+In this order: the breakdown of a step, the lanes of a pipeline, each part beside its roofline, the longest kernels,
+compilations, memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -14,6 +15,8 @@ from titan_moe.profile.breakdown import Breakdown, KernelTime, PartTime, break_d
 from titan_moe.profile.chart import PALETTE, area_curve, stacked_bar
 from titan_moe.profile.compile_trace import CompileReport
 from titan_moe.profile.quantisation import QUANTISATION
+from titan_moe.profile.region import MESSAGES
+from titan_moe.profile.table import table
 from titan_moe.profile.trace_parsing import Timeline
 
 TITLES = {
@@ -29,6 +32,7 @@ TITLES = {
     "dense": "dense feed-forward",
     "block": "rest of the blocks",
     "head": "head and loss",
+    MESSAGES: "messages between stages",
     "sharding": "sharding (FSDP)",
     "clip": "gradient norm and clipping",
     "optimizer": "optimizer",
@@ -69,8 +73,8 @@ class TracedRun:
     """The device's peaks, if known."""
 
 
-def render(timeline: Timeline, run: TracedRun, compiled: CompileReport) -> str:
-    """Return the report as HTML."""
+def render(timeline: Timeline, run: TracedRun, compiled: CompileReport, pipeline: str = "") -> str:
+    """Return the report as HTML, with the section of a pipeline."""
     result = break_down(timeline)
     sections = [
         f"<h1>{escape(run.title)}</h1>",
@@ -78,6 +82,7 @@ def render(timeline: Timeline, run: TracedRun, compiled: CompileReport) -> str:
         "use the shares, and take the speed of a run from its metrics.</p>",
         _summary(result, run, timeline),
         _step_bar(result),
+        pipeline,
         _parts(result, run),
         _top_kernels(top_kernels(timeline), timeline.is_gpu),
         _compiled(compiled, timeline),
@@ -136,7 +141,7 @@ def _parts(result: Breakdown, run: TracedRun) -> str:
             " Quantisation is apart from the part that needs it: the passes around the GEMMs of experts in fp8, SwiGLU "
             "among them, and casts of linear layers, but for those that the compiler fused with other work."
         )
-    return f'<h2>Parts</h2>{_table(header, rows)}<p class="note">{note}</p>'
+    return f'<h2>Parts</h2>{table(header, rows)}<p class="note">{note}</p>'
 
 
 def _compare_with_roofline(work: Work, time: PartTime, hardware: Hardware | None) -> tuple[str, ...]:
@@ -170,7 +175,7 @@ def _top_kernels(kernels: Sequence[KernelTime], is_gpu: bool) -> str:
         for kernel in kernels
     ]
     header = (noun[:-1], "mostly in", "calls per step", "ms per step", "µs per call")
-    return f"<h2>Top {noun}</h2>{_table(header, rows)}"
+    return f"<h2>Top {noun}</h2>{table(header, rows)}"
 
 
 def _compiled(report: CompileReport, timeline: Timeline) -> str:
@@ -190,7 +195,7 @@ def _compiled(report: CompileReport, timeline: Timeline) -> str:
     reasons = [f"graph break, {count} times: {reason}" for reason, count in report.graph_breaks.items()]
     reasons += [f"{function.name} recompiled: {reason}" for function in report.functions for reason in function.reasons]
     items = "".join(f"<li>{escape(reason)}</li>" for reason in reasons)
-    return f"<h2>Compile</h2><p>{summary}</p>{_table(header, rows)}<ul>{items}</ul>"
+    return f"<h2>Compile</h2><p>{summary}</p>{table(header, rows)}<ul>{items}</ul>"
 
 
 def _memory(timeline: Timeline) -> str:
@@ -218,9 +223,3 @@ def _scaled(amount: float, unit: str) -> str:
         if amount >= size:
             return f"{amount / size:.4g} {prefix}{unit}"
     return f"{amount:.4g} {unit}"
-
-
-def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -2,7 +2,7 @@
 
 On a GPU the spans are kernels, copies and memsets. The `correlation` id links each to the host event that launched it;
 kernels of a CUDA graph are matched with those of an eager step. Kernels that quantise are a part of their own. On a CPU
-the spans are the self time of operations, and the collectives of gloo's threads.
+the spans are the self time of operations, the collectives of gloo's threads, and messages between pipeline stages.
 """
 
 import json
@@ -14,10 +14,15 @@ from typing import Any
 
 from titan_moe.profile.attribution import OTHER, HostEvent, attribute
 from titan_moe.profile.quantisation import QUANTISATION, is_quantisation
+from titan_moe.profile.region import ACTION_PREFIX, MESSAGES, PREFIX
 from titan_moe.profile.replay import GRAPH_LAUNCHES, attribute_replays
 from titan_moe.profile.span import Span
 
 STEP = "ProfilerStep#"
+PIPELINE = (ACTION_PREFIX, PREFIX + MESSAGES)
+PENDING = ("gloo:send", "gloo:recv")
+"""Events that last from the start of a message to its end, on the thread that started it: they are no work, and cross
+the events beside them."""
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 HOST_CATEGORIES = ("cpu_op", "user_annotation", *LAUNCH_CATEGORIES)
@@ -42,6 +47,8 @@ class Timeline:
     """(time in us, allocated bytes) at every change. On a CPU only allocations since the start of the trace."""
     unix_offset_us: float | None
     """Unix time minus trace time; None if the trace does not contain it."""
+    pipeline: list[HostEvent]
+    """The ranges of pipeline actions, and of messages and waits, on the host, in order; of all steps of the trace."""
 
     @property
     def duration_us(self) -> float:
@@ -68,7 +75,7 @@ def read_events(
     events: list[dict[str, Any]], unix_offset_us: float | None = None, num_steps: int | None = None
 ) -> Timeline:
     """Read the events of a trace."""
-    complete = [event for event in events if event.get("ph") == "X"]
+    complete = [event for event in events if event.get("ph") == "X" and event["name"] not in PENDING]
     steps = [e for e in complete if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]
     if not steps:
         raise ValueError(f"no optimizer step in this trace: no event is named {STEP}N")
@@ -86,7 +93,8 @@ def read_events(
         stop_us = max([stop_us, *(span.stop_us for span in spans)])
     inside = [span for span in spans if span.stop_us > start_us and span.start_us < stop_us]
     inside.sort(key=lambda span: span.start_us)
-    return Timeline(inside, start_us, stop_us, len(steps), bool(device), _memory(events), unix_offset_us)
+    pipeline = [event for event, _ in host if event.category == "user_annotation" and event.name.startswith(PIPELINE)]
+    return Timeline(inside, start_us, stop_us, len(steps), bool(device), _memory(events), unix_offset_us, pipeline)
 
 
 def _host_event(event: dict[str, Any]) -> HostEvent:
@@ -141,7 +149,7 @@ def _device_span(event: dict[str, Any], launch: HostEvent | None) -> Span:
 
 
 def _host_spans(host: list[tuple[HostEvent, HostEvent | None]]) -> list[Span]:
-    """The self time of every operation, and every collective of gloo's threads."""
+    """The self time of every operation, every collective of gloo's threads, and the messages between stages."""
     gloo_threads = {event.thread for event, _ in host if event.name.startswith("gloo:")}
     enclosing: dict[HostEvent, HostEvent | None] = {}  # the innermost operation around every event, ranges skipped
     children = defaultdict(list)
@@ -157,6 +165,9 @@ def _host_spans(host: list[tuple[HostEvent, HostEvent | None]]) -> list[Span]:
         if event.name.startswith("gloo:"):
             if collective is not None:  # the call on another thread that has just started it
                 event.part, event.is_backward = collective.part, collective.is_backward
+            spans.append(_span(event, event.start_us, event.stop_us))
+        elif event.name == PREFIX + MESSAGES:
+            event.is_communication = True
             spans.append(_span(event, event.start_us, event.stop_us))
         elif event.is_operation and event.thread not in gloo_threads:
             spans += _self_time(event, children[event])

@@ -1,0 +1,161 @@
+"""The lanes of a pipeline: when each rank ran its actions in the last traced step, from the traces of all its ranks.
+
+On a GPU an action runs from its first kernel to the end of its last one, and its kernels are those that the host has
+launched inside its range. Collectives and FSDP's copies are left out: they may run before the action has its input. On
+a CPU an action is its range, without the wait for its input.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from statistics import mean
+from typing import NamedTuple, get_args
+
+from titan_moe.plan.pipeline.action import Action, Kind
+from titan_moe.plan.pipeline.simulation import Run, Simulation, Times, max_in_flight, simulate
+from titan_moe.profile.attribution import PYTORCH_RANGES, HostEvent
+from titan_moe.profile.region import ACTION_PREFIX
+from titan_moe.profile.span import Span
+from titan_moe.profile.trace_parsing import Timeline
+
+KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+
+
+class Shares(NamedTuple):
+    """What a rank does from the first action of a step to the end of the last one, as shares of that time."""
+
+    busy: float
+    for_activations: float
+    """It waits for the activations of the action that comes next."""
+    for_gradients: float
+    other: float
+    """Other gaps, and the time after its last action."""
+
+
+def read_lanes(timelines: Sequence[Timeline], *, clocks_agree: bool) -> Simulation:
+    """What the ranks of a pipeline ran in their last traced step, in milliseconds since the first action.
+
+    Where clocks do not agree, as on several hosts, the steps of all ranks begin at the same time, with their first
+    actions on the host.
+
+    Args: `timelines` are those of the ranks, in their order.
+    Raises: ValueError for a trace without pipeline actions.
+    """
+    lanes = []
+    for rank, timeline in enumerate(timelines):
+        began_us, runs = _last_step(timeline)
+        if not runs:
+            raise ValueError(f"the trace of pipeline rank {rank} has no pipeline actions")
+        has_clock = clocks_agree and timeline.unix_offset_us is not None
+        zero_us = -(timeline.unix_offset_us or 0.0) if has_clock else began_us
+        lanes.append([Run(rank, action, start - zero_us, stop - zero_us) for action, start, stop in runs])
+    first_us = min((run.start for lane in lanes for run in lane), default=0.0)
+    in_ms = [
+        [run._replace(start=(run.start - first_us) / 1e3, end=(run.end - first_us) / 1e3) for run in lane]
+        for lane in lanes
+    ]
+    return Simulation(in_ms, max_in_flight(_actions(in_ms)))
+
+
+def shares_of(lanes: Simulation, rank: int) -> Shares:
+    """The shares of a rank."""
+    rank_of = {run.action.stage: run.rank for runs in lanes.runs for run in runs}
+    times = dict.fromkeys(Shares._fields, 0.0)
+    now = 0.0
+    for run in lanes.runs[rank]:
+        times[_awaited(run.action, rank_of)] += max(run.start - now, 0.0)
+        times["busy"] += run.end - run.start
+        now = run.end
+    times["other"] += lanes.makespan - now
+    return Shares(**{name: time / lanes.makespan for name, time in times.items()})
+
+
+def with_mean_times(lanes: Simulation) -> Simulation:
+    """The same actions, as early as possible, if each takes the mean of its kind and stage and messages take no time:
+    the bubble of the schedule itself."""
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for runs in lanes.runs:
+        for run in runs:
+            times[run.action.kind, run.action.stage].append(run.end - run.start)
+
+    def of(kind: Kind) -> list[float]:
+        return [mean(times.get((kind, stage), [0.0])) for stage in range(len(lanes.max_in_flight))]
+
+    weight, inputs, whole = of("backward_weight"), of("backward_input"), of("backward")
+    inputs = [part or max(both - other, 0.0) for part, both, other in zip(inputs, whole, weight, strict=True)]
+    return simulate(_actions(lanes.runs), Times(of("forward"), inputs, weight))
+
+
+def _last_step(timeline: Timeline) -> tuple[float, list[tuple[Action, float, float]]]:
+    """When the host began the last step that has actions, and their times. Steps that CUDA graphs record or replay have
+    none; an eager one is before them."""
+    for ranges in reversed(list(_steps(timeline.pipeline))):
+        runs = list(_runs_of_gpu(ranges, timeline.spans) if timeline.is_gpu else _runs_of_cpu(ranges))
+        if runs:
+            return ranges[0].start_us, runs
+    return 0.0, []
+
+
+def _steps(pipeline: Sequence[HostEvent]) -> Iterator[list[HostEvent]]:
+    """The ranges of each step; an action that comes again begins one."""
+    seen: set[str] = set()
+    step: list[HostEvent] = []
+    for event in pipeline:
+        if event.name in seen:
+            yield step
+            seen, step = set(), []
+        if event.name.startswith(ACTION_PREFIX):
+            seen.add(event.name)
+        step.append(event)
+    if seen:
+        yield step
+
+
+def _runs_of_cpu(ranges: Sequence[HostEvent]) -> Iterator[tuple[Action, float, float]]:
+    for index, event in enumerate(ranges):
+        if action := _computation(event):
+            start_us = event.start_us
+            for later in ranges[index + 1 :]:
+                if later.start_us >= event.stop_us:
+                    break
+                start_us = max(start_us, later.stop_us)  # a wait inside the action
+            yield action, start_us, event.stop_us
+
+
+def _runs_of_gpu(ranges: Sequence[HostEvent], spans: Sequence[Span]) -> Iterator[tuple[Action, float, float]]:
+    copies = set(PYTORCH_RANGES.values())
+    computing = (span for span in spans if not span.is_communication and span.part not in copies)
+    by_launch = [(span.launched_us, span) for span in computing if span.launched_us is not None]
+    by_launch.sort(key=itemgetter(0))
+    launches, kernels = [launched_us for launched_us, _ in by_launch], [kernel for _, kernel in by_launch]
+    now_us = 0.0
+    for event in ranges:
+        of_range = kernels[bisect_left(launches, event.start_us) : bisect_right(launches, event.stop_us)]
+        if of_range and (action := _computation(event)):
+            start_us = max(now_us, min(kernel.start_us for kernel in of_range))
+            now_us = max(start_us, *(kernel.stop_us for kernel in of_range))
+            yield action, start_us, now_us
+
+
+def _computation(event: HostEvent) -> Action | None:
+    """The action of a range; None for a message or a wait."""
+    if not event.name.startswith(ACTION_PREFIX):
+        return None
+    kind, stage, microbatch = event.name.removeprefix(ACTION_PREFIX).split()
+    action = Action(KINDS[kind], int(stage), int(microbatch))
+    return None if action.is_message else action
+
+
+def _actions(lanes: Sequence[Sequence[Run]]) -> list[list[Action]]:
+    return [[run.action for run in runs] for runs in lanes]
+
+
+def _awaited(action: Action, rank_of: dict[int, int]) -> str:
+    """The share that a gap before an action counts for."""
+    own = rank_of[action.stage]
+    if action.kind == "forward":
+        return "for_activations" if rank_of.get(action.stage - 1, own) != own else "other"
+    if action.kind == "backward_weight":
+        return "other"
+    return "for_gradients" if rank_of.get(action.stage + 1, own) != own else "other"
