@@ -26,6 +26,8 @@ TIMEOUT_SECONDS = 240
 SECONDS_AFTER_A_FAILURE = 10
 """A rank whose peer has failed waits in a collective: what it still has to say, it says at once."""
 BESIDE_TIMEOUT_SECONDS = 900
+if not torch.cuda.is_available():  # processes that compile have more to import than they gain on a few cores
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if IS_INTERPRETED:
     runpy.run_path(str(Path(__file__).parent / "support" / "quick_interpreter.py"))
@@ -156,12 +158,15 @@ BESIDE = {
 STARTED = pytest.StashKey[dict[str, Beside]]()
 
 
-PROCESSES = {"ranks", "new_ranks", "ranks_of_a_size", *BESIDE}
+RANKS = {"ranks", "new_ranks", "ranks_of_a_size"}
+PROCESSES = {*RANKS, *BESIDE}
 """Fixtures that start processes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=4, help="random layouts of tests/distributed/test_layouts.py")
+    help_ = "all schedules and axes in tests/distributed/test_pipelines.py"
+    parser.addoption("--all-schedules", action="store_true", help=help_)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -173,7 +178,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("interpreted") and not IS_INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter: tests/test_interpreter.py"))
-    items.sort(key=lambda item: len(_waits_for(item)))
+    files_of_ranks = {item.path for item in items if RANKS.intersection(getattr(item, "fixturenames", ()))}
+    # files of one process first: ranks take the cores that the processes beside leave when they have ended
+    items.sort(key=lambda item: (len(_waits_for(item)), item.path in files_of_ranks))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -55,8 +55,9 @@ def test_layouts_train_as_one_process(ranks, alone: Any, parallel: ParallelConfi
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 
-@pytest.mark.parametrize("parallel", [replace(EP2, dispatcher="allgather"), ParallelConfig(etp=2)], ids=["ep2", "etp2"])
-def test_one_graph_a_block_trains_as_one_process(ranks, alone: Any, parallel: ParallelConfig) -> None:
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"etp": 2}], ids=["ep2", "etp2"])
+def test_one_graph_a_block_trains_as_one_process(ranks, alone: Any, sizes: dict[str, int]) -> None:
+    parallel = ParallelConfig(**sizes, dispatcher="allgather")
     candidate = with_biases(parallel, compile=CompileConfig("on", extent="block"))
     for fields in ranks(2, one_loss.train_compiled, candidate, -1, STEPS):
         trace = one_loss.Trace(**fields)

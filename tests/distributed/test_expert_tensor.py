@@ -1,6 +1,7 @@
 """Expert tensor parallelism beside the features of a step; checkpoints and initial weights do not depend on it.
 
-test_one_loss.py has its layouts, test_expert_biases.py biases, test_symm_mem.py memory that ranks share.
+test_one_loss.py and test_layouts.py have its layouts, test_expert_biases.py biases and graphs of blocks,
+test_symm_mem.py memory that ranks share.
 """
 
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.config.perf import MemoryConfig
 from titan_moe.train.build import assemble
 
 one_loss, tensor_parallel = map(load, ("distributed/test_one_loss", "distributed/test_tensor_parallel"))
@@ -46,14 +47,6 @@ def test_etp_trains_as_one_process(
     candidate = one_loss.recipe(parallel, memory=MemoryConfig(what))
     for trace in one_loss.run(ranks, num_ranks, candidate, num_starved, STEPS):
         one_loss.assert_same(trace, alone[num_starved], 1e-9)
-
-
-def test_etp_in_graphs_of_blocks_trains_as_one_process(ranks, alone: dict[int, Any]) -> None:
-    candidate = one_loss.recipe(replace(EP2_ETP2, dispatcher="allgather"), compile=CompileConfig("on", extent="block"))
-    for fields in ranks(4, one_loss.train_compiled, candidate, -1, STEPS):
-        trace = one_loss.Trace(**fields)
-        one_loss.assert_same(trace, alone[-1], 1e-9)
-        assert trace.num_graphs == [4] * STEPS
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch import Routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.mesh import build_meshes
-from titan_moe.train.build import build_parts
+from titan_moe.train.build import build_on_meta, build_parts
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -37,7 +37,13 @@ RECIPE = Recipe(
 def watch(parallel: ParallelConfig) -> dict[str, Any]:
     """Which experts have their gradient before the block below starts its backward, and the dtypes of their inputs."""
     meshes = build_meshes(resolve(parallel, torch.distributed.get_world_size()), torch.device("cpu"))
-    (model,) = build_parts(replace(RECIPE, parallel=parallel), meshes, torch.device("cpu"), ExpertCapacity())
+    (model,) = build_parts(
+        build_on_meta(replace(RECIPE, parallel=parallel)),
+        replace(RECIPE, parallel=parallel),
+        meshes,
+        torch.device("cpu"),
+        ExpertCapacity(),
+    )
     blocks = list(model.layers.values())
     reduced: dict[int, bool] = {}
     dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
@@ -67,7 +73,7 @@ def watch_whole_blocks(parallel: ParallelConfig) -> dict[str, Any]:
     torch._dynamo.reset()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
         recipe = replace(RECIPE, parallel=parallel, compile=CompileConfig("on", extent="block"))
-        (model,) = build_parts(recipe, meshes, torch.device("cpu"), ExpertCapacity())
+        (model,) = build_parts(build_on_meta(recipe), recipe, meshes, torch.device("cpu"), ExpertCapacity())
     blocks = list(model.layers.values())
     reduced: dict[int, bool] = {}
     kept, stored = [], [local_size(block) for block in blocks]

@@ -2,9 +2,8 @@
 
     python -m pytest tests/distributed/test_layouts.py --layouts 200
 
-The first seeds have both kinds of context parallelism, tp, ep and etp. Layouts are drawn here and accepted by the
-rules, so an axis or a dispatcher that begins to work is tested without another line. Expert counts, gradients and
-losses are compared as in test_one_loss.py, in fp64.
+Layouts are drawn here and accepted by the rules, so an axis or a dispatcher that begins to work is tested without
+another line. Expert counts, gradients and losses are compared as in test_one_loss.py, in fp64.
 """
 
 import random
@@ -25,7 +24,7 @@ from titan_moe.config.train import DataConfig, RunConfig
 
 one_loss = load("distributed/test_one_loss")
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
 WORLDS = (2, 4, 8)
 MODELS = list(one_loss.SPLIT_MODELS)
 KINDS: tuple[Literal["ulysses", "allgather"], ...] = ("ulysses", "allgather")
@@ -53,8 +52,8 @@ def layouts_of_two(first: str, second: str) -> Iterator[tuple[int, ParallelConfi
     for num_ranks in WORLDS:
         options = (1, 2)
         found = []
-        for dp_replicate, cp, tp, ep, etp in product(options, repeat=5):
-            parallel = ParallelConfig(dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep, etp=etp)
+        for pp, dp_replicate, cp, tp, ep, etp in product(options, repeat=6):
+            parallel = ParallelConfig(pp=pp, dp_replicate=dp_replicate, cp=cp, tp=tp, ep=ep, etp=etp)
             sizes = sizes_of(parallel, num_ranks)
             if sizes is not None and getattr(sizes, first) == getattr(sizes, second) == 2:
                 found.append((sum(getattr(sizes, axis) > 1 for axis in AXES), len(found), parallel))
@@ -118,6 +117,7 @@ def sample(seed: int) -> tuple[int, Recipe, str, int]:
         num_ranks = draw.choice((2, 4, 4, 8))
         sizes = [size for size in (1, 2, 4, 8) if size <= num_ranks]
         parallel = ParallelConfig(
+            pp=draw.choice((1, 1, 2)),
             dp_replicate=draw.choice((1, 1, 2)),
             cp=draw.choice(sizes),
             cp_kind=draw.choice(KINDS),
@@ -135,7 +135,7 @@ def sample(seed: int) -> tuple[int, Recipe, str, int]:
             parallel = replace(parallel, ep_ranks_per_node=draw.choice((2, 4)))
         model, num_starved = draw.choice(MODELS), draw.choice(list(STARVED.values()))
         recipe = recipe_of(
-            parallel, model, draw.choice((1, 2, 4, 8)), draw.choice(("none", "none", "experts", "block"))
+            parallel, model, draw.choice((2, 2, 4, 8)), draw.choice(("none", "none", "experts", "block"))
         )
         if sizes_of(parallel, num_ranks) is not None and not check_rules(recipe, num_ranks):
             return num_ranks, recipe, model, num_starved

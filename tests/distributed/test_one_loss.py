@@ -1,7 +1,8 @@
 """One loss: a tiny model trains the same on every layout.
 
 The reference is one process with the loop GEMM in fp64. Every layout must give its gradients after step 1, its losses
-and gradient norms of 10 steps (warm-up and decay) to 1e-9, and its expert counts exactly.
+and gradient norms to 1e-9, and its expert counts exactly: one over 10 steps (warm-up and decay), the others over a few.
+test_layouts.py has every pair of axes and random samples; here is what they do not draw.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.train.build import assemble
 
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 10
-FEW = 4
+FEW = 3
 """Steps of what differs from a layout that runs them all."""
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
 MOE = MoEConfig(
@@ -87,17 +88,18 @@ def batch_of(
     *,
     has_documents: bool = False,
     parallel: ParallelConfig = ALONE,
+    num_sequences: int = SEQUENCES,
 ) -> Batch:
     """This rank's slice of a step's sequences; a few labels are missing, so ranks differ in label tokens."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCABULARY, (SEQUENCES, TOKENS + 1), generator=generator)
+    tokens = torch.randint(VOCABULARY, (num_sequences, TOKENS + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[0, :5] = -100
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if meshes is not None:
         rank, num_ranks = meshes.data_rank, meshes.sizes.dp
-    ids = (torch.arange(TOKENS) > torch.randint(1, TOKENS, (SEQUENCES, 1), generator=generator)).int()
-    mine = slice(rank * SEQUENCES // num_ranks, (rank + 1) * SEQUENCES // num_ranks)
+    ids = (torch.arange(TOKENS) > torch.randint(1, TOKENS, (num_sequences, 1), generator=generator)).int()
+    mine = slice(rank * num_sequences // num_ranks, (rank + 1) * num_sequences // num_ranks)
     own = slice(None) if meshes is None else own_tokens(meshes, parallel)
     shape = (-1, micro_batch_sequences, TOKENS)
     document_ids = ids[mine].reshape(shape) if has_documents else None
@@ -124,7 +126,7 @@ def starve(router: TopKRouter, num_starved: int) -> None:
 
 def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
     """Run the first steps on this rank; the fields of a Trace."""
-    meshes, (model,), _, _, step_runner = assemble(run, torch.device("cpu"))
+    meshes, _, parts, _, _, step_runner = assemble(run, torch.device("cpu"))
     step = step_runner.step
     if num_starved >= 0:
         for router in step.balancer.routers.values():
@@ -133,10 +135,15 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
     for index in range(min(num_steps, run.train.steps)):
         has_documents = run.data.document_attention
         batch = batch_of(
-            index, run.train.micro_batch_sequences, meshes, has_documents=has_documents, parallel=run.parallel
+            index,
+            run.train.micro_batch_sequences,
+            meshes,
+            has_documents=has_documents,
+            parallel=run.parallel,
+            num_sequences=run.train.global_batch_sequences,
         )
         if index == 0:
-            trace.grads = first_gradients(step, model, batch)
+            trace.grads = first_gradients(step, parts, batch)
         result = step_runner(batch)
         trace.losses.append(result.loss.item())
         trace.aux_losses.append(result.aux_loss.item())
@@ -154,37 +161,32 @@ def train_compiled(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -
         return train(run, num_starved, num_steps)
 
 
-def first_gradients(step: Any, model: torch.nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """All full gradients, before clipping; leaves the model unchanged."""
+def first_gradients(step: Any, parts: list[torch.nn.Module], batch: Batch) -> dict[str, Tensor]:
+    """All full gradients of this rank's stages, before clipping; leaves the model unchanged."""
     scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
     step.forward_backward(batch, scale)
-    rows, grads = fused_rows(model), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    grads = {name: full_tensor(grad, rows.get(name, ())).clone() for name, grad in grads.items()}
-    assert len(grads) == len(list(model.parameters()))
-    model.zero_grad()
+    grads = {}
+    for part in parts:
+        rows, own = fused_rows(part), {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
+        assert len(own) == len(list(part.parameters()))
+        grads |= {name: full_tensor(grad, rows.get(name, ())).clone() for name, grad in own.items()}
+        part.zero_grad()
     return grads
 
 
 def run(ranks: Any, num_ranks: int, *args: Any) -> list[Trace]:
-    return [Trace(**fields) for fields in ranks(num_ranks, train, *args)]
-
-
-LAYOUTS = {
-    "dp2": (2, ParallelConfig(), ("local",)),
-    "dp4-ep2": (4, ParallelConfig(ep=2), ("alltoall",)),
-    "dp4-ep4": (4, ParallelConfig(ep=4), ("allgather", "alltoall")),
-    "dp8-ep4-edp2": (8, ParallelConfig(ep=4), ("allgather",)),
-    "dp4-ep4-2x2": (4, ParallelConfig(ep=4, ep_ranks_per_node=2), ("hierarchical",)),
-    "hsdp2x2-ep2": (4, ParallelConfig(dp_replicate=2, ep=2), ("alltoall",)),
-    "dp4-ep2-etp2": (4, ParallelConfig(ep=2, etp=2), ("allgather",)),
-    "dp8-ep2-etp2-edp2": (8, ParallelConfig(ep=2, etp=2), ("alltoall",)),
-}
-CASES = [
-    pytest.param(num_ranks, replace(parallel, dispatcher=dispatcher), id=f"{name}-{dispatcher}")
-    for name, (num_ranks, parallel, dispatchers) in LAYOUTS.items()
-    for dispatcher in dispatchers
-]
+    """The observations of every rank, with the gradients of all stages of its pipeline."""
+    traces = [Trace(**fields) for fields in ranks(num_ranks, train, *args)]
+    ranks_of_a_stage = num_ranks // args[0].parallel.pp
+    for first in range(ranks_of_a_stage):
+        pipeline, grads = traces[first::ranks_of_a_stage], dict[str, Tensor]()
+        for trace in pipeline:
+            assert all(torch.equal(grads[name], trace.grads[name]) for name in grads.keys() & trace.grads), "tied"
+            grads |= trace.grads
+        for trace in pipeline:
+            trace.grads = grads
+    return traces
 
 
 def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
@@ -210,7 +212,7 @@ def alone(ranks) -> dict[int, Trace]:
     one = recipe(ParallelConfig())
     return {
         num_starved: run(ranks, 1, one, num_starved, steps)[0]
-        for num_starved, steps in ((-1, STEPS), (1, FEW), (4, FEW))
+        for num_starved, steps in ((-1, STEPS), (3, FEW), (4, FEW))
     }
 
 
@@ -222,9 +224,19 @@ def test_one_loss_falls_in_one_process(alone: dict[int, Trace]) -> None:
     assert all(sum(counts) == total for by_router in trace.counts for counts in by_router.values())
 
 
-@pytest.mark.parametrize(("num_ranks", "parallel"), CASES)
-def test_one_loss_on_every_layout(ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig) -> None:
-    for trace in run(ranks, num_ranks, recipe(parallel)):
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "num_steps"),
+    [
+        pytest.param(2, ParallelConfig(), FEW, id="dp2-local"),
+        pytest.param(4, ParallelConfig(ep=2, dispatcher="alltoall"), STEPS, id="dp4-ep2-alltoall"),
+        pytest.param(8, ParallelConfig(ep=2, etp=2, dispatcher="alltoall"), FEW, id="dp8-ep2-etp2-edp2-alltoall"),
+    ],
+)
+def test_one_loss_on_layouts(
+    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, num_steps: int
+) -> None:
+    for trace in run(ranks, num_ranks, recipe(parallel), -1, num_steps):
+        assert len(trace.losses) == num_steps
         assert_same(trace, alone[-1], 1e-9)
 
 
@@ -258,28 +270,15 @@ def split_recipe(parallel: ParallelConfig, name: str, **changes: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def split_alone(ranks) -> Callable[[str], Trace]:
     """One process, by the name of a model."""
-    return cache(lambda name: run(ranks, 1, split_recipe(ParallelConfig(), name))[0])
+    return cache(lambda name: run(ranks, 1, split_recipe(ParallelConfig(), name), -1, FEW)[0])
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "name", "changes"),
     [
-        pytest.param(2, TP2, "gqa", {}, id="tp2-gqa"),
-        pytest.param(2, TP2, "mla", {}, id="tp2-mla"),
-        pytest.param(2, TP2, "gqa-tied", {}, id="tp2-gqa-tied"),
-        pytest.param(2, TP2_EP2, "gqa", {}, id="tp2-ep2-gqa"),
-        pytest.param(2, TP2_EP2, "mla-latent-gate", {}, id="tp2-ep2-mla-latent-gate"),
-        pytest.param(2, replace(TP2_EP2, dispatcher="allgather"), "mla", {}, id="tp2-ep2-allgather-mla"),
-        pytest.param(4, replace(TP2_EP2, ep=4), "gqa", {}, id="tp2-dp2-ep4-gqa"),
-        pytest.param(4, replace(TP2_EP2, dispatcher="allgather"), "mla", {}, id="tp2-dp2-ep2-edp2-mla"),
         pytest.param(4, TWO_NODES, "mla", {}, id="tp2-dp2-ep4-2x2-mla"),
-        pytest.param(4, replace(TP2_EP2, dp_replicate=2), "gqa", {}, id="tp2-hsdp2-ep2-gqa"),
-        pytest.param(4, ParallelConfig(tp=4), "gqa", {}, id="tp4-gqa"),
-        pytest.param(4, replace(TP2_EP2, tp=4, ep=4), "mla", {}, id="tp4-ep4-mla"),
         pytest.param(4, ParallelConfig(tp=4), "gqa-shared", {}, id="tp4-gqa-shared"),
-        pytest.param(4, replace(TP2_EP2, etp=2), "mla-latent-gate", {}, id="tp2-dp2-ep2-etp2-mla-latent-gate"),
         pytest.param(4, ParallelConfig(tp=2, etp=4), "mla", {}, id="tp2-dp2-etp4-mla"),
-        pytest.param(2, TP2_EP2, "gqa", {"memory": MemoryConfig("experts")}, id="tp2-ep2-recompute_experts"),
         pytest.param(2, TP2_EP2, "mla", {"memory": MemoryConfig("block")}, id="tp2-ep2-recompute_block"),
         pytest.param(4, replace(TP2_EP2, accumulate_unsharded=True), "mla", {}, id="tp2-dp2-unsharded"),
         pytest.param(
@@ -294,7 +293,7 @@ def split_alone(ranks) -> Callable[[str], Trace]:
 def test_one_loss_with_tensor_parallelism(
     ranks, split_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str, changes: Any
 ) -> None:
-    for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes)):
+    for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes), -1, FEW):
         assert_same(trace, split_alone(name), 1e-9)
 
 
@@ -302,7 +301,6 @@ def test_one_loss_with_tensor_parallelism(
     ("extent", "name", "what"),
     [
         ("pieces", "gqa", "none"),
-        ("block", "gqa", "none"),
         ("block", "mla", "experts"),
         ("block", "gqa-shared", "block"),
     ],
@@ -333,13 +331,9 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
     ("num_ranks", "parallel", "name", "changes"),
     [
         pytest.param(2, CP2, "gqa", {}, id="cp2-gqa-Megatron_2217"),
-        pytest.param(2, CP2, "mla", {}, id="cp2-mla"),
-        pytest.param(2, CP2, "gqa-window", {}, id="cp2-gqa-window"),
         pytest.param(2, with_gathered_keys(CP2), "gqa-tied", {}, id="cp2-allgather-gqa-tied-Megatron_2217"),
-        pytest.param(2, with_gathered_keys(CP2), "mla-latent-gate", {}, id="cp2-allgather-mla-latent-gate"),
         pytest.param(2, with_gathered_keys(CP2), "gqa-window", {}, id="cp2-allgather-gqa-window"),
         pytest.param(2, CP2_EP2, "mla-latent-gate", {}, id="cp2-ep2-mla-latent-gate-verl_6609-pytorch_160285"),
-        pytest.param(2, replace(CP2_EP2, dispatcher="allgather"), "gqa-tied", {}, id="cp2-ep2-allgather-gqa-tied"),
         pytest.param(2, CP2_EP2, "gqa", {"memory": MemoryConfig("block")}, id="cp2-ep2-recompute_block"),
         pytest.param(
             2,
@@ -349,13 +343,10 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
             id="cp2-ep2-interleaved-clones",
         ),
         pytest.param(4, CP4, "gqa-shared", {}, id="cp4-gqa-shared"),
-        pytest.param(4, replace(CP4, ep=4, dispatcher="allgather"), "mla", {}, id="cp4-ep4-mla"),
         pytest.param(4, with_gathered_keys(CP4), "gqa-shared", {}, id="cp4-allgather-gqa-shared"),
         pytest.param(4, CP2_TP2, "gqa-shared", {}, id="cp2-tp2-gqa-shared-Megatron_5047"),
-        pytest.param(4, replace(CP2_TP2, ep=4, dispatcher="alltoall"), "mla", {}, id="cp2-tp2-ep4-mla"),
         pytest.param(4, with_gathered_keys(CP2_TP2), "mla", {}, id="cp2-tp2-allgather-mla-Megatron_7452"),
         pytest.param(4, replace(CP2_EP2, ep=4), "gqa", {}, id="cp2-dp2-ep4-gqa-Megatron_3768"),
-        pytest.param(4, replace(CP2_EP2, dp_replicate=2), "gqa", {}, id="cp2-hsdp2-ep2-gqa"),
         pytest.param(4, replace(CP2_EP2, accumulate_unsharded=True), "mla", {}, id="cp2-dp2-ep2-edp2-unsharded"),
     ],
 )
@@ -367,26 +358,16 @@ def test_one_loss_with_context_parallelism(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel", "name"),
-    [
-        pytest.param(replace(CP2_TP2, ep=8, dispatcher="alltoall"), "gqa", id="dp2-cp2-tp2-ep8-gqa"),
-        pytest.param(replace(CP4, cp=8, ep=8, dispatcher="alltoall"), "gqa-window", id="cp8-ep8-gqa-window"),
-    ],
-)
-def test_one_loss_with_context_parallelism_on_eight_ranks(
-    ranks, split_alone: Callable[[str], Trace], parallel: ParallelConfig, name: str
-) -> None:
-    candidate = split_recipe(parallel, name)
-    candidate = replace(candidate, train=replace(candidate.train, micro_batch_sequences=2))
-    for trace in run(ranks, 8, candidate, -1, FEW):
-        assert_same(trace, split_alone(name), 1e-9)
+def test_one_loss_with_experts_over_all_dense_axes(ranks, split_alone: Callable[[str], Trace]) -> None:
+    """Each expert group spans dp, cp and tp."""
+    parallel = replace(CP2_TP2, ep=8, dispatcher="alltoall")
+    for trace in run(ranks, 8, split_recipe(parallel, "gqa"), -1, FEW):
+        assert_same(trace, split_alone("gqa"), 1e-9)
 
 
 @pytest.mark.parametrize(
     ("extent", "name", "what", "parallel"),
     [
-        ("pieces", "gqa", "none", CP2),
         ("block", "mla", "none", CP2),
         ("block", "gqa-window", "experts", with_gathered_keys(CP2)),
     ],
@@ -402,9 +383,10 @@ def test_one_loss_with_context_parallelism_in_graphs(
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
-@pytest.mark.parametrize("num_starved", [1, 4], ids=["expert_without_tokens", "ranks_without_tokens"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "hierarchical"])
-def test_one_loss_with_skewed_routing(ranks, alone: dict[int, Trace], dispatcher: str, num_starved: int) -> None:
+def test_one_loss_with_skewed_routing(ranks, alone: dict[int, Trace], dispatcher: str) -> None:
+    """A rank without tokens, and one of whose two experts one has none."""
+    num_starved = 3
     of_node = 2 if dispatcher == "hierarchical" else 0
     parallel = ParallelConfig(ep=4, dispatcher=dispatcher, ep_ranks_per_node=of_node)
     for trace in run(ranks, 4, recipe(parallel), num_starved, FEW):
@@ -425,40 +407,29 @@ EP2 = ParallelConfig(ep=2, dispatcher="allgather")
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallel", "what"),
+    ("parallel", "what", "num_starved"),
     [
-        pytest.param(4, EP2, "none", id="dp4-ep2-edp2"),
-        pytest.param(2, replace(EP2, reshard_after_forward=False), "experts", id="dp2-ep2-recompute_experts"),
-        pytest.param(2, EP2, "block", id="dp2-ep2-recompute_block"),
+        pytest.param(replace(EP2, ep=1), "none", -1, id="dp2-edp2"),
+        pytest.param(replace(EP2, reshard_after_forward=False), "experts", 4, id="dp2-ep2-recompute_experts-starved"),
+        pytest.param(EP2, "block", -1, id="dp2-ep2-recompute_block"),
     ],
 )
 def test_one_loss_with_block_graphs(
-    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, what: str
+    ranks, alone: dict[int, Trace], parallel: ParallelConfig, what: str, num_starved: int
 ) -> None:
+    """A rank without tokens compiles nothing again. test_fsdp.py has graphs of experts over both ep and edp."""
     candidate = recipe(parallel, compile=WHOLE, memory=MemoryConfig(what))
-    for fields in ranks(num_ranks, train_compiled, candidate, -1, FEW):
+    for fields in ranks(2, train_compiled, candidate, num_starved, FEW):
         trace = Trace(**fields)
-        assert_same(trace, alone[-1], 1e-9)
+        assert_same(trace, alone[num_starved], 1e-9)
         assert trace.num_graphs == [4] * FEW, "a dense block, one with experts, two sizes of the loss's softmax"
-
-
-def test_one_loss_without_recompiling_for_ranks_without_tokens(ranks, alone: dict[int, Trace]) -> None:
-    candidate = recipe(ParallelConfig(ep=2, dispatcher="allgather"), compile=WHOLE)
-    for fields in ranks(2, train_compiled, candidate, 4, FEW):
-        trace = Trace(**fields)
-        assert_same(trace, alone[4], 1e-9)
-        assert trace.num_graphs == [4] * FEW
-
-
-def few_steps(parallel: ParallelConfig, what: str) -> Recipe:
-    plain = recipe(parallel, memory=MemoryConfig(what))
-    return replace(plain, train=replace(plain.train, steps=FEW))
 
 
 def train_interleaved_too(plain: Recipe, num_starved: int) -> tuple[Any, Any, int]:
     """The traces of sequential and of interleaved microbatches, and the number of collectives without a wait."""
     interleaved = replace(plain, parallel=replace(plain.parallel, overlap="microbatch"))
-    return train(plain, num_starved), train(interleaved, num_starved), _get_work_registry_size()
+    traces = [train(candidate, num_starved, FEW) for candidate in (plain, interleaved)]
+    return *traces, _get_work_registry_size()
 
 
 GATHERED_EP2 = ParallelConfig(ep=2, accumulate_unsharded=True)
@@ -469,7 +440,6 @@ GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
     ("num_ranks", "parallel", "dispatcher", "what", "num_starved"),
     [
         pytest.param(2, GATHERED_EP2, "alltoall", "none", -1, id="dp2-ep2-alltoall"),
-        pytest.param(2, GATHERED_EP2, "allgather", "none", -1, id="dp2-ep2-allgather"),
         pytest.param(4, GATHERED_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
         pytest.param(4, GATHERED_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
         pytest.param(4, replace(GATHERED_HSDP, expert_clones=1), "alltoall", "experts", 4, id="clones"),
@@ -486,7 +456,7 @@ GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
 def test_one_loss_with_interleaved_microbatches_bit_for_bit(
     ranks, num_ranks: int, parallel: ParallelConfig, dispatcher: str, what: str, num_starved: int
 ) -> None:
-    plain = few_steps(replace(parallel, dispatcher=dispatcher), what)
+    plain = recipe(replace(parallel, dispatcher=dispatcher), memory=MemoryConfig(what))
     for one_by_one, interleaved, num_open in ranks(num_ranks, train_interleaved_too, plain, num_starved):
         assert_same(Trace(**interleaved), Trace(**one_by_one), 0.0)
         assert num_open == 0
@@ -496,8 +466,7 @@ def test_one_loss_with_interleaved_microbatches_bit_for_bit(
 def test_one_loss_with_interleaved_compiled_pieces(ranks, alone: dict[int, Trace], dispatcher: str) -> None:
     of_node = int(dispatcher == "hierarchical")
     parallel = replace(GATHERED_EP2, dispatcher=dispatcher, overlap="microbatch", ep_ranks_per_node=of_node)
-    candidate = replace(few_steps(parallel, "none"), compile=CompileConfig("on"))
-    for fields in ranks(2, train_compiled, candidate):
+    for fields in ranks(2, train_compiled, recipe(parallel, compile=CompileConfig("on")), -1, FEW):
         trace = Trace(**fields)
         assert_same(trace, alone[-1], 1e-9)
         assert 4 < trace.num_graphs[0] and len(set(trace.num_graphs)) == 1, "all were made by the first step"
@@ -506,7 +475,7 @@ def test_one_loss_with_interleaved_compiled_pieces(ranks, alone: dict[int, Trace
 def test_one_loss_with_any_microbatches(ranks, alone: dict[int, Trace]) -> None:
     candidate = recipe(ParallelConfig())
     whole_batch = replace(candidate, train=replace(candidate.train, micro_batch_sequences=SEQUENCES))
-    assert_same(run(ranks, 1, whole_batch)[0], alone[-1], 1e-9)
+    assert_same(run(ranks, 1, whole_batch, -1, FEW)[0], alone[-1], 1e-9)
 
 
 @pytest.mark.parametrize("dp_replicate", [1, 2])
@@ -518,7 +487,7 @@ def test_one_loss_with_unsharded_accumulation(ranks, alone: dict[int, Trace], dp
 
 def test_one_loss_in_fp32_with_grouped_mm(ranks, alone: dict[int, Trace]) -> None:
     fp32 = PrecisionConfig("fp32", "fp32", "fp32")
-    one = run(ranks, 1, recipe(ParallelConfig(), kernels="grouped_mm", precision=fp32))[0]
+    one = run(ranks, 1, recipe(ParallelConfig(), kernels="grouped_mm", precision=fp32), -1, FEW)[0]
     candidate = recipe(ParallelConfig(ep=4, dispatcher="alltoall"), kernels="grouped_mm", precision=fp32)
     for trace in run(ranks, 4, candidate, -1, FEW):
         assert_same(trace, one, 1e-4)

@@ -30,10 +30,10 @@ TP4 = ParallelConfig(tp=4)
 
 
 def state_of(built: Any) -> dict[str, Tensor]:
-    """All parameters, moments and buffers as full tensors. Collective."""
-    (model,) = built.parts
-    rows = fused_rows(model)
-    tensors = {name: full_tensor(tensor.detach(), rows.get(name, ())) for name, tensor in model.state_dict().items()}
+    """All parameters, moments and buffers of this rank's stages as full tensors. Collective."""
+    rows = {name: sizes for part in built.parts for name, sizes in fused_rows(part).items()}
+    state = {name: tensor for part in built.parts for name, tensor in part.state_dict().items()}
+    tensors = {name: full_tensor(tensor.detach(), rows.get(name, ())) for name, tensor in state.items()}
     for name, value in built.optimizers.state_dict().items():
         weight = name.removeprefix("state.").rpartition(".")[0]
         tensors[name] = full_tensor(value, rows.get(weight, ()))
@@ -49,7 +49,9 @@ def save(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
     built = assemble(recipe, CPU)
     for step in range(2):
         size = recipe.train.micro_batch_sequences
-        built.step(one_loss.batch_of(step, size, built.meshes, parallel=recipe.parallel))
+        num_sequences = recipe.train.global_batch_sequences
+        options = {"parallel": recipe.parallel, "num_sequences": num_sequences}
+        built.step(one_loss.batch_of(step, size, built.meshes, **options))
     checkpointer = checkpointer_of(recipe, folder, built)
     checkpointer.save(2)
     checkpointer.close()
@@ -60,7 +62,7 @@ def resume(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
     """Load into a model whose every value is another; the state."""
     built = assemble(recipe, CPU)
     with torch.no_grad():
-        for parameter in built.parts[0].parameters():
+        for parameter in built.optimizers.parameters:
             parameter.fill_(7.0)
     checkpointer = checkpointer_of(recipe, folder, built)
     assert checkpointer.load()
@@ -91,13 +93,12 @@ def test_tensor_parallel_checkpoints_load_bit_for_bit_on_other_layouts(
 def describe(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]], float, Tensor]:
     """Initial state, local shapes of parameters, the loss of a validation, and generated tokens."""
     built = assemble(recipe, CPU)
-    (model,) = built.parts
-    state = state_of(built)
-    shapes = {name: tuple(p.to_local().shape) for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    state, parameters = state_of(built), {n: p for part in built.parts for n, p in part.named_parameters()}
+    shapes = {name: tuple(p.to_local().shape) for name, p in parameters.items() if isinstance(p, DTensor)}
     batch = one_loss.batch_of(0, recipe.train.micro_batch_sequences, built.meshes, parallel=recipe.parallel)
-    loss = validation_loss(built.parts, [batch], CPU, built.meshes.data_group).item()
+    loss = validation_loss(built.model, built.parts, [batch], CPU, built.meshes).item()
     with evaluating(built.parts):
-        tokens = model.generate(torch.arange(6).view(2, 3), 4)  # lengths that do not divide by 4, too
+        tokens = built.model.generate(torch.arange(6).view(2, 3), 4)  # lengths that do not divide by 4, too
     return state, shapes, loss, tokens
 
 
@@ -136,6 +137,7 @@ WIDE_MODELS = {
     [
         pytest.param("gqa", TP2_EP2, id="tp2-ep2-gqa"),
         pytest.param("mla", replace(TP2_EP2, tp=1, cp=2), id="cp2-ep2-mla"),
+        pytest.param("gqa", ParallelConfig(pp=2), id="pp2-gqa"),
     ],
 )
 def test_formats_agree_on_layouts_to_their_noise(ranks, kind: str, parallel: ParallelConfig, name: Any) -> None:

@@ -1,0 +1,122 @@
+"""Pipelines over symmetric memory: one buffer serves all stages and microbatches of a rank, and the arena has a place
+for each that is in flight.
+
+Ranks are those of test_symm_mem.py: processes that map each other's files, in Triton's interpreter.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from support import load
+
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.train.step_runner import StepRunner
+
+pytestmark = pytest.mark.interpreted
+one_loss, over_memory = load("distributed/test_one_loss"), load("distributed/test_symm_mem")
+
+PP2_EP2 = replace(over_memory.EP2, pp=2, pp_layout="Ett|tL")
+V = {"vpp": 2, "pp_schedule": "zbv", "accumulate_unsharded": True, "pp_layout": "Ett|t|t|tL"}
+"""Every stage has experts."""
+
+
+def deep(recipe: Recipe, num_layers: int, num_microbatches: int = 4) -> Recipe:
+    """Of a dense layer and others; two ranks share the sequences."""
+    train = replace(recipe.train, micro_batch_sequences=one_loss.SEQUENCES // 2 // num_microbatches)
+    return replace(recipe, model=replace(recipe.model, num_layers=num_layers), train=train)
+
+
+def joined(answers: list[dict[str, Any]]) -> list[Any]:
+    """The traces of four ranks, with the gradients of both stages."""
+    traces = [one_loss.Trace(**fields) for fields in answers]
+    for rank, trace in enumerate(traces):
+        trace.grads = traces[rank % 2].grads | traces[rank % 2 + 2].grads
+    return traces
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_layers"),
+    [({}, 3), ({"expert_clones": 1, **V}, 5)],
+    ids=["1f1b", "zbv-clones"],
+)
+def test_pipelines_share_memory_and_train_as_one_process(
+    ranks: Any, tmp_path: Path, changes: dict[str, Any], num_layers: int
+) -> None:
+    alone = ranks(1, one_loss.train, deep(one_loss.recipe(ParallelConfig()), num_layers), -1, 1)[0]
+    candidate = deep(one_loss.recipe(replace(PP2_EP2, **changes)), num_layers)
+    answers = ranks(4, over_memory.on_files, str(tmp_path), "one_loss", "train", candidate, -1, 1)
+    for trace in joined(answers):
+        one_loss.assert_same(trace, one_loss.Trace(**alone), 1e-9)
+
+
+def train_in_places(candidate: Recipe) -> tuple[dict[str, Any], int, set[int], int]:
+    """A trace; the places of the arena, those that forwards used, and steps that were taken again."""
+    capacities, used = [], set()
+
+    def start(capacity: ExpertCapacity) -> None:
+        capacities.append(capacity)
+        used.add(capacity.place)
+        capacity.arena.start_forward(capacity.place)
+
+    with (
+        mock.patch.object(ExpertCapacity, "start_forward", start),
+        mock.patch.object(StepRunner, "_take_again", autospec=True, side_effect=StepRunner._take_again) as again,
+    ):
+        fields = one_loss.train(candidate, -1, 1)
+    return fields, capacities[0].arena.num_places, used, again.call_count
+
+
+def follow_load(folder: str, candidate: Recipe) -> tuple[dict[str, Any], list[float], int]:
+    """A trace of two steps, the capacity factor after each, and how often memory was opened."""
+    map_files = partial(over_memory.mapped_files.map_files, folder)
+    with mock.patch.object(over_memory.symm_memory, "open_symm_memory", side_effect=map_files) as opened:
+        return *over_memory.follow_load(candidate, 2), opened.call_count
+
+
+def test_a_stage_without_experts_follows_the_load_of_the_others(ranks: Any, tmp_path: Path) -> None:
+    """It has an empty arena and no memory to share, and decides as they do: a step without a bound, then one with rows
+    in the arena."""
+
+    def dense_first(parallel: ParallelConfig) -> Recipe:
+        recipe = deep(over_memory.with_fused_experts(parallel), 3, num_microbatches=2)
+        return replace(recipe, model=replace(recipe.model, num_dense_layers=2))
+
+    alone = ranks(1, one_loss.train, dense_first(ParallelConfig()), -1, 2)[0]
+    auto = replace(PP2_EP2, expert_rank_capacity_factor="auto")
+    answers = ranks(4, follow_load, str(tmp_path), dense_first(auto))
+    for trace in joined([fields for fields, *_ in answers]):
+        one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
+    assert [num_opened for *_, num_opened in answers] == [0, 0, 1, 1]
+    (factors,) = {tuple(factors) for _, factors, _ in answers}
+    assert min(factors) >= 1.0
+
+
+over_memory.places = SimpleNamespace(train_in_places=train_in_places)
+
+
+def train_on_files(folder: str, candidate: Recipe) -> Any:
+    return over_memory.on_files(folder, "places", "train_in_places", candidate)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_layers", "num_places"),
+    [({"overlap": "tile"}, 3, (2, 1)), (V, 5, (4, 4))],
+    ids=["1f1b-tile", "zbv"],
+)
+def test_pipelines_have_places_in_an_arena_and_train_as_one_process(
+    ranks: Any, tmp_path: Path, changes: dict[str, Any], num_layers: int, num_places: tuple[int, int]
+) -> None:
+    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), num_layers), -1, 1)[0]
+    bounded = replace(PP2_EP2, expert_rank_capacity_factor=4.0, **changes)
+    answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(bounded), num_layers))
+    for trace in joined([fields for fields, *_ in answers]):
+        one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
+    for rank, (_, number, used, num_reruns) in enumerate(answers):
+        assert number == num_places[rank // 2] and used == set(range(number)) and num_reruns == 0

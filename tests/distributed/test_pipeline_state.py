@@ -1,0 +1,76 @@
+"""Pipelines: checkpoints and initial weights do not depend on the stages; validation and text pass all of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import load
+from torch import Tensor
+
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.train import CheckpointConfig
+
+pipelines, states = load("distributed/test_pipelines"), load("distributed/test_tensor_parallel")
+
+PP2 = ParallelConfig(pp=2)
+PP4 = ParallelConfig(pp=4)
+LAYOUTS = {
+    "pp4": (4, PP4),
+    "one": (1, ParallelConfig()),
+    "pp2-vpp2": (2, replace(PP2, vpp=2, pp_schedule="interleaved_1f1b")),
+    "pp2-v-ep2": (4, replace(pipelines.SCHEDULES["zbv"], pp=2, ep=2, dispatcher="alltoall")),
+    "pp2-tp2": (4, replace(PP2, tp=2)),
+    "empty": (2, replace(PP2, vpp=2, pp_schedule="interleaved_1f1b", pp_layout="Et|t*7||L")),
+    "ep2-dp2": (4, ParallelConfig(ep=2, dispatcher="alltoall")),
+}
+
+
+def merged(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The state of all stages; ranks that have the same tensor have the same values."""
+    whole: dict[str, Tensor] = {}
+    for state in by_rank:
+        assert all(torch.equal(whole[name], state[name]) for name in whole.keys() & state)
+        whole |= state
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "model"),
+    [
+        ("pp4", "one", "gqa"),
+        ("one", "pp4", "gqa-tied"),
+        ("pp4", "pp2-vpp2", "gqa-tied"),
+        ("pp2-vpp2", "pp2-v-ep2", "mla"),
+        ("pp2-v-ep2", "pp2-tp2", "mla"),
+        ("pp2-tp2", "empty", "gqa-tied"),
+        ("empty", "ep2-dp2", "gqa-tied"),
+    ],
+)
+def test_pipeline_checkpoints_load_bit_for_bit_on_other_layouts(
+    ranks: Any, tmp_path: Path, before: str, after: str, model: str
+) -> None:
+    config = CheckpointConfig(is_async=before == "pp4")
+    first, later = (
+        (num_ranks, replace(pipelines.recipe_of(parallel, model), checkpoint=config))
+        for num_ranks, parallel in (LAYOUTS[before], LAYOUTS[after])
+    )
+    saved = merged(ranks(first[0], states.save, first[1], tmp_path))
+    loaded = merged(ranks(later[0], states.resume, later[1], tmp_path))
+    assert saved.keys() == loaded.keys() and len(saved) > 150
+    for name, value in saved.items():
+        assert torch.equal(loaded[name], value), name
+
+
+@pytest.mark.parametrize("layout", ["pp4", "pp2-vpp2", "pp2-tp2", "pp2-cp2"])
+def test_stages_keep_parts_of_the_same_initial_weights_validate_and_generate_the_same(ranks: Any, layout: str) -> None:
+    num_ranks, parallel = (LAYOUTS | {"pp2-cp2": (4, replace(PP2, cp=2))})[layout]
+    model = "gqa-tied" if layout == "pp4" else "gqa"
+    whole, _, loss, tokens = ranks(1, states.describe, pipelines.recipe_of(ParallelConfig(), model))[0]
+    seen = ranks(num_ranks, states.describe, pipelines.recipe_of(parallel, model))
+    stages = merged([state for state, *_ in seen])
+    assert stages.keys() == whole.keys() and all(torch.equal(stages[name], value) for name, value in whole.items())
+    for _, _, stages_loss, stages_tokens in seen:
+        assert stages_loss == pytest.approx(loss, rel=1e-12)
+        assert torch.equal(stages_tokens, tokens)

@@ -1,0 +1,167 @@
+"""Every schedule of a pipeline trains as one process does, beside every other axis.
+
+Gradients after step 1 and losses as in test_one_loss.py, in fp64: documents of uneven length, a dense first layer,
+balancing losses, expert bias, shared experts, ranks with other numbers of labels. All schedules beside all axes, for 20
+steps:
+
+    python -m pytest tests/distributed/test_pipelines.py --all-schedules
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+from support import load
+
+from titan_moe.config import Recipe, check_rules
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig
+from titan_moe.config.train import RunConfig
+from titan_moe.dispatch import capacity
+from titan_moe.train.step_runner import StepRunner
+
+one_loss = load("distributed/test_one_loss")
+
+STEPS, ALL_STEPS = 3, 20
+NUM_SEQUENCES, NUM_LAYERS = 16, 8
+SCHEDULES = {
+    "1f1b": ParallelConfig(pp_schedule="1f1b"),
+    "interleaved_1f1b": ParallelConfig(pp_schedule="interleaved_1f1b", vpp=2),
+    "interleaved_zero_bubble": ParallelConfig(pp_schedule="interleaved_zero_bubble", vpp=2, accumulate_unsharded=True),
+    "zbv": ParallelConfig(pp_schedule="zbv", vpp=2, accumulate_unsharded=True),
+    "dualpipev": ParallelConfig(pp_schedule="dualpipev", vpp=2, accumulate_unsharded=True),
+}
+AXES: dict[str, dict[str, Any]] = {
+    "ep2": {"ep": 2, "dispatcher": "alltoall"},
+    "dp2": {"dp_shard": 2},
+    "tp2": {"tp": 2},
+    "cp2": {"cp": 2},
+}
+
+
+def recipe_of(parallel: ParallelConfig, model: str = "gqa", memory: str = "none") -> Recipe:
+    """Eight layers, the first of them dense; every sequence is a microbatch."""
+    base = one_loss.split_recipe(parallel, model, run=RunConfig(device="cpu"), memory=MemoryConfig(memory))
+    train = replace(
+        base.train, steps=ALL_STEPS, global_batch_sequences=NUM_SEQUENCES, micro_batch_sequences=1, seq_len_tokens=8
+    )
+    return replace(base, train=train, model=replace(base.model, num_layers=NUM_LAYERS))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Any) -> Callable[[str, int], Any]:
+    """One process, by the name of a model and the number of steps."""
+    return cache(lambda model, num_steps: one_loss.run(ranks, 1, recipe_of(ParallelConfig(), model), -1, num_steps)[0])
+
+
+def assert_trains_alike(
+    ranks: Any, alone: Callable[[str, int], Any], recipe: Recipe, model: str = "gqa", num_steps: int = STEPS
+) -> None:
+    p = recipe.parallel
+    num_ranks = p.pp * p.tp * p.cp * max(p.dp_shard, p.ep, 1)
+    assert check_rules(recipe, num_ranks) == []
+    for trace in one_loss.run(ranks, num_ranks, recipe, -1, num_steps):
+        one_loss.assert_same(trace, alone(model, num_steps), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "axis"),
+    [
+        ("1f1b", "cp2"),
+        ("interleaved_1f1b", "ep2"),
+        ("interleaved_zero_bubble", "tp2"),
+        ("zbv", "dp2"),
+        ("dualpipev", "ep2"),
+    ],
+)
+def test_every_schedule_trains_as_one_process(
+    ranks: Any, alone: Callable[[str, int], Any], schedule: str, axis: str
+) -> None:
+    parallel = replace(SCHEDULES[schedule], pp=2, **AXES[axis])
+    assert_trains_alike(ranks, alone, recipe_of(parallel))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_ranks_of_a_pipeline_train_as_one_process(
+    ranks: Any, alone: Callable[[str, int], Any], schedule: str
+) -> None:
+    assert_trains_alike(ranks, alone, recipe_of(replace(SCHEDULES[schedule], pp=4)))
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "changes"),
+    [
+        pytest.param("gqa-tied", "none", {}, id="tied"),
+        pytest.param("gqa-tied", "none", {"pp_schedule": "zbv", "vpp": 2, "accumulate_unsharded": True}, id="tied_v"),
+        pytest.param("gqa-tied", "none", {"tp": 2}, id="tied_tp"),
+        pytest.param("gqa-window", "none", {"pp_layout": "E|ttttttttL"}, id="embedding_alone"),
+        pytest.param(
+            "gqa",
+            "none",
+            {"pp_schedule": "interleaved_1f1b", "vpp": 2, "pp_layout": "E|t*8||L"},
+            id="empty_stage",
+        ),
+        pytest.param("mla", "block", {"accumulate_unsharded": True}, id="recompute_block"),
+        pytest.param("mla-latent-gate", "experts", {"dp_shard": 2}, id="recompute_experts"),
+        pytest.param("gqa", "none", {"pp_schedule": "interleaved_1f1b", "vpp": 4}, id="four_stages_a_rank"),
+    ],
+)
+def test_models_train_on_two_stages_as_in_one_process(
+    ranks: Any, alone: Callable[[str, int], Any], model: str, memory: str, changes: dict[str, Any]
+) -> None:
+    assert_trains_alike(ranks, alone, recipe_of(replace(ParallelConfig(pp=2), **changes), model, memory), model)
+
+
+@pytest.mark.parametrize(
+    ("extent", "model", "schedule", "num_graphs"),
+    [
+        pytest.param("pieces", "gqa", "zbv", None, id="pieces"),
+        pytest.param("block", "gqa", "interleaved_1f1b", 2, id="blocks"),
+    ],
+)
+def test_stages_and_microbatches_share_their_graphs(
+    ranks: Any, alone: Callable[[str, int], Any], extent: Any, model: str, schedule: str, num_graphs: int | None
+) -> None:
+    parallel = replace(SCHEDULES[schedule], pp=2, ep=2, dispatcher="allgather")
+    candidate = replace(recipe_of(parallel, model), compile=CompileConfig("on", extent=extent))
+    one = replace(candidate, parallel=ParallelConfig(ep=2, dispatcher="allgather", accumulate_unsharded=True))
+    (of_one,) = {tuple(fields["num_graphs"]) for fields in ranks(2, one_loss.train_compiled, one, -1, STEPS)}
+    seen = [one_loss.Trace(**fields) for fields in ranks(4, one_loss.train_compiled, candidate, -1, STEPS)]
+    for trace in seen:
+        assert trace.losses == pytest.approx(alone(model, STEPS).losses, rel=1e-9)
+        assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
+        assert trace.num_graphs[0] <= of_one[0], "no graph for each stage"
+        assert num_graphs is None or trace.num_graphs[0] <= num_graphs + 2, "with two sizes of the loss's softmax"
+
+
+def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
+    """Losses, and steps that were taken again; slots are bounded to the slot."""
+    again = mock.patch.object(StepRunner, "_take_again", autospec=True, side_effect=StepRunner._take_again)
+    with mock.patch.object(capacity, "SLOTS_ALIGNMENT", 1), again as taken_again:
+        losses = one_loss.train(recipe, -1, 2 * STEPS)["losses"]
+    return losses, taken_again.call_count
+
+
+def test_a_step_that_overflows_on_one_stage_is_taken_again_by_all(ranks: Any, alone: Callable[[str, int], Any]) -> None:
+    parallel = ParallelConfig(pp=2, ep=2, dispatcher="allgather", expert_rank_capacity_factor=1.4)
+    seen = ranks(4, count_reruns, recipe_of(parallel))
+    assert {reruns for _, reruns in seen} == {seen[0][1]} and seen[0][1] > 0
+    for losses, _ in seen:
+        assert losses == pytest.approx(alone("gqa", 2 * STEPS).losses, rel=1e-9)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "pp" in metafunc.fixturenames:
+        is_asked = metafunc.config.getoption("--all-schedules")
+        metafunc.parametrize(("schedule", "pp", "axis"), product(SCHEDULES, (2, 4), AXES) if is_asked else [])
+
+
+def test_every_schedule_trains_as_one_process_beside_every_axis(
+    ranks: Any, alone: Callable[[str, int], Any], schedule: str, pp: int, axis: str
+) -> None:
+    parallel = replace(SCHEDULES[schedule], pp=pp, **AXES[axis])
+    assert_trains_alike(ranks, alone, recipe_of(parallel), num_steps=ALL_STEPS)
