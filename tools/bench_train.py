@@ -10,6 +10,15 @@ reported before anything starts. All candidates of this package run in the same 
 peer in its own. A candidate that fails or takes too long is reported in its row; the next ones run in new processes.
 The figure is the median of the steps after the warmup.
 
+Pipelines are candidates like others; a step needs microbatches, 8 or 16 for instance (here on 4 GPUs, whose pp 2
+leaves 2 readers of sequences):
+
+    python tools/bench_train.py recipes/qwen3_30b_a3b.toml --nproc 4 --variants tools/pipelines.txt \\
+        --model.num_layers=24 --parallel.ep=2 --train.global_batch_sequences=32 --train.micro_batch_sequences=2
+
+The column "of pp 1 less bubble" is the speed over that of the first row of the group without a pipeline, less the
+computed bubble: 1 says that nothing but the bubble is lost.
+
 With `--profile FOLDER` each candidate of this package takes one more step under the profiler, and a text file in the
 folder lists its longest kernels. Files are numbered like the rows, from 0. The profiler slows later candidates down, so
 do not publish figures measured with this option.
@@ -21,18 +30,27 @@ import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 
 from rank_processes import Result, run_jobs, run_ranks
-from result_table import Row, append, facts_of, flops_per_token, peer_facts, section, table
+from result_table import Row, append, bubble_share, facts_of, flops_per_token, peer_facts, section, table
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
 from titan_moe.config.parse import split_overrides
+from titan_moe.config.recipe import num_microbatches
 
 WORKER = Path(__file__).with_name("time_steps.py")
 PEER = Path(__file__).with_name("peer_torchtitan.py")
+PEER_SCHEDULES = {
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "interleaved_zero_bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""`parallel.pp_schedule` -> its name in torch, which torchtitan takes."""
 PEER_MODELS = {"qwen3_30b_a3b": "qwen3_30b_a3b", "deepseek_v2_lite": "deepseek_v2_lite"}
 ROUTINGS = {"natural": (), "forced": ("--train.force_balanced_routing=true",)}
 """Routing -> its overrides."""
@@ -114,7 +132,8 @@ def run(candidates: Sequence[Candidate], args: argparse.Namespace) -> Iterator[t
             yield number, Row(candidate.name, candidate.group, {"error": "; ".join(error.problems)})
     own = {number: recipe for number, recipe in recipes.items() if not candidates[number].is_peer}
     for number, result in _time_own(own, candidates, args):
-        yield number, _row(candidates[number], recipes[number], result, facts_of(recipes[number], args.nproc))
+        facts, bubble = facts_of(recipes[number], args.nproc), bubble_share(recipes[number], args.nproc)
+        yield number, replace(_row(candidates[number], recipes[number], result, facts), bubble_share=bubble)
     for number, recipe in recipes.items():
         if candidates[number].is_peer:
             yield number, _row(candidates[number], recipe, *_time_peer(candidates[number], recipe, args))
@@ -139,6 +158,8 @@ def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
         problems = [f"torchtitan has no {candidate.recipe.stem}"]
     elif recipe.train.forced_routing == "skewed":
         problems = ["torchtitan does not support forced skewed routing"]
+    elif recipe.parallel.vpp > 2:
+        problems = ["torchtitan has two stages a rank, unless it gets the number of layers of a stage"]
     if problems:
         raise RecipeError(problems)
     return recipe
@@ -170,8 +191,9 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
         f"--warmup={args.warmup}",
         f"--num-layers={recipe.model.num_layers}",
         f"--seq={train.seq_len_tokens}",
-        f"--batch={train.global_batch_sequences * p.tp * p.cp // args.nproc}",
+        f"--batch={train.global_batch_sequences * p.tp * p.cp * p.pp // args.nproc}",
         f"--ep={p.ep}",
+        *_peer_pipeline(recipe, args.nproc),
         *(f"--{axis}={size}" for axis, size in (("tp", p.tp), ("cp", p.cp)) if size > 1),
         "--forced-balance" if train.forced_routing else "--natural",
     ]
@@ -180,6 +202,14 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
         result["torch"] = result["versions"]["torch"]
     recompute = result.get("settings", {}).get("recompute", "unknown")
     return result, peer_facts(recipe, args.nproc, recompute)
+
+
+def _peer_pipeline(recipe: Recipe, num_ranks: int) -> list[str]:
+    p = recipe.parallel
+    if p.pp == 1:
+        return []
+    number = num_microbatches(recipe, num_ranks)
+    return [f"--pp={p.pp}", f"--pp-schedule={PEER_SCHEDULES[p.pp_schedule]}", f"--microbatches={number}"]
 
 
 def _join_values(argv: Sequence[str]) -> list[str]:

@@ -5,7 +5,6 @@ T tokens on this rank · D width · K choices · E experts, equally many per ran
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,9 +101,11 @@ def count_remote_rows(case: Case, ids_TK: Tensor) -> int:
     return int(remote_TP.sum())
 
 
-def build_dispatcher(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> TokenDispatcher:
-    """A dispatcher of this package, over all ranks."""
-    group, permute = dist.group.WORLD, PERMUTE[PRESETS[case.kernels].permute]
+def build_dispatcher(
+    name: str, case: Case, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> TokenDispatcher:
+    """A dispatcher of this package, over the ranks of a group, by default all."""
+    group, permute = group or dist.group.WORLD, PERMUTE[PRESETS[case.kernels].permute]
     assert group is not None
     if name == "alltoall":
         return AllToAllDispatcher(case.experts, group, permute)
@@ -150,7 +151,8 @@ def build_with_stub_experts(name: str, case: Case, device: torch.device, dtype: 
 
     def run(x_TD: Tensor, ids_TK: Tensor, scores_TK: Tensor) -> tuple[Tensor, ...]:
         routed = dispatcher.dispatch(x_TD, ids_TK, scores_TK)
-        return (dispatcher.combine(_stub_experts(routed, case), routed),)
+        factors_e = own_factors(case, device, dist.get_rank(), dist.get_world_size())
+        return (dispatcher.combine(stub_experts(routed, factors_e), routed),)
 
     return run
 
@@ -220,7 +222,8 @@ def _torchtitan_layer(case: Case, device: torch.device, *, scales_rows: bool) ->
     with torch.device("meta"):
         layer = titan.MoE(args, case.width, case.hidden)
     layer.router = router = FixedRouter(case.experts, case.choices)
-    layer.experts = StubExperts(_expert_factors(case, device) if scales_rows else None)
+    factors_e = own_factors(case, device, dist.get_rank(), dist.get_world_size())
+    layer.experts = StubExperts(factors_e if scales_rows else None)
     layer.tokens_per_expert, layer.expert_bias = torch.zeros(case.experts, device=device), None
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     import_torchtitan("distributed.expert_parallel").ExpertParallel()._apply(layer.experts, mesh)
@@ -232,14 +235,18 @@ def _torchtitan_layer(case: Case, device: torch.device, *, scales_rows: bool) ->
     return run
 
 
-def _expert_factors(case: Case, device: torch.device) -> Tensor:
-    """The factors of this rank's stub experts."""
-    return (1 + torch.arange(case.experts, device=device) / case.experts).chunk(dist.get_world_size())[dist.get_rank()]
+def expert_factors(case: Case, device: torch.device) -> Tensor:
+    """The factors of all stub experts [E]."""
+    return 1 + torch.arange(case.experts, device=device) / case.experts
 
 
-def _stub_experts(routed: Routed, case: Case) -> Tensor:
+def own_factors(case: Case, device: torch.device, rank: int, num_ranks: int) -> Tensor:
+    """The factors of the stub experts of a rank."""
+    return expert_factors(case, device).chunk(num_ranks)[rank]
+
+
+def stub_experts(routed: Routed, factors_e: Tensor) -> Tensor:
     """Every row times the sum over its slots of score and factor, in plain PyTorch."""
-    factors_e: Any = _expert_factors(case, routed.x_SD.device)
     slots_SK = routed.slots_SK.long().clamp(min=0)
     expert_SK = torch.searchsorted(routed.offsets_e.long(), slots_SK, right=True).clamp(max=len(factors_e) - 1)
     weights_SK = torch.where(routed.slots_SK >= 0, routed.scores_R[slots_SK] * factors_e[expert_SK], 0.0)

@@ -5,6 +5,9 @@
 Written for torchtitan 0.2.2 on NVIDIA GPUs. The settings are those of torchtitan's launcher and recipes: expandable
 memory segments, compiled model and loss, fused AdamW, FSDP2 over all ranks, fp32 masters, bf16 compute. Only the data
 differs: random tokens, so that nothing is downloaded and no data loader is measured.
+
+With `--pp` torchtitan back-propagates a loss that is not divided by the number of tokens. Clipping hides it, and the
+speed does not depend on it.
 """
 
 import argparse
@@ -29,6 +32,7 @@ import torch.distributed as dist
 from rank_processes import write_once
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import job_config as titan
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
@@ -40,8 +44,8 @@ FLAVORS = {"qwen3_30b_a3b": ("qwen3", "30B-A3B"), "deepseek_v2_lite": ("deepseek
 
 PEER = "peer"
 """The name under which the changed train spec is registered, for torchtitan's Trainer."""
-
-
+SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Those of torch.distributed.pipelining that ours are compared with."""
 FLOAT8 = ["quantize.linear.float8", "float8_experts"]
 """Converters of torchtitan's registry; the second is registered here."""
 
@@ -79,6 +83,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ep", type=int, default=1, help="expert parallel degree; divides the number of ranks")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel degree; experts are not split by it")
     parser.add_argument("--cp", type=int, default=1, help="context parallel degree")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel degree")
+    parser.add_argument("--pp-schedule", choices=SCHEDULES, default="1F1B", help="all but 1F1B have 2 stages a rank")
+    parser.add_argument("--microbatches", type=int, default=1, help="of a step, with --pp; divides --batch")
     parser.add_argument("--float8", action="store_true", help="linear layers and experts in torchao's rowwise float8")
     parser.add_argument("--steps", type=int, default=15, help="timed optimizer steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
@@ -89,14 +96,20 @@ def parse_args() -> argparse.Namespace:
     routing.add_argument("--forced-balance", dest="balance_is_forced", action="store_true", default=True)
     routing.add_argument("--natural", dest="balance_is_forced", action="store_false")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.batch % args.microbatches:
+        parser.error(f"--microbatches {args.microbatches} does not divide --batch {args.batch}")
+    if args.microbatches > 1 and args.pp == 1:
+        parser.error(f"--microbatches {args.microbatches} needs --pp; without it torchtitan has one")
+    return args
 
 
 def peer_spec(args: argparse.Namespace) -> TrainSpec:
     """torchtitan's train spec with another layer count, plain causal attention and random data.
 
     The DeepSeek flavor uses document masks, which the comparison does not, so both sides get the causal mask. Flex
-    attention requires a tokenizer that it does not use with this mask, so it gets an empty object.
+    attention requires a tokenizer that it does not use with this mask, so it gets an empty object. torchtitan's Qwen3
+    can be split into stages, but its spec has no function for it, so it gets that of the other models.
     """
     name, flavor = FLAVORS[args.model]
     spec = get_train_spec(name)
@@ -113,6 +126,7 @@ def peer_spec(args: argparse.Namespace) -> TrainSpec:
         build_dataloader_fn=partial(RandomTokens, model_args.vocab_size),
         build_tokenizer_fn=(lambda job_config: SimpleNamespace()) if args.attention == "flex" else None,
         build_validator_fn=None,
+        pipelining_fn=pipeline_llm,
         state_dict_adapter=None,
     )
 
@@ -152,6 +166,9 @@ def peer_config(args: argparse.Namespace) -> titan.JobConfig:
             expert_parallel_degree=args.ep,
             tensor_parallel_degree=args.tp,
             context_parallel_degree=args.cp,
+            pipeline_parallel_degree=args.pp,
+            pipeline_parallel_schedule=args.pp_schedule,
+            pipeline_parallel_microbatch_size=args.batch // args.microbatches,
         ),
         quantize=titan.Quantize(
             linear=titan.QuantizedLinear(
@@ -187,6 +204,14 @@ def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
     return tensor.tolist()
 
 
+def count_parameters(trainer: Trainer, pp: int) -> int:
+    """The parameters of all stages; ranks of one stage count the same ones."""
+    of_rank = torch.tensor(sum(p.numel() for part in trainer.model_parts for p in part.parameters()))
+    total = of_rank.to(trainer.device)
+    dist.all_reduce(total)
+    return int(total) * pp // dist.get_world_size()
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Build the peer, warm it up and time it. Returns the figures, reduced over ranks."""
     register_train_spec(PEER, peer_spec(args))
@@ -201,12 +226,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     median_ms = statistics.median(step_ms)
     trainer.close()
     return {
-        "tokens_per_second_per_gpu": args.batch * args.seq / (args.tp * args.cp) / median_ms * 1e3,
+        "tokens_per_second_per_gpu": args.batch * args.seq / (args.tp * args.cp * args.pp) / median_ms * 1e3,
         "median_step_ms": median_ms,
         "step_ms": step_ms,
         "peak_memory_gib": allocated_gib,
         "peak_reserved_gib": reserved_gib,
-        "num_parameters": sum(p.numel() for part in trainer.model_parts for p in part.parameters()),
+        "num_parameters": count_parameters(trainer, args.pp),
         "model_args": asdict(trainer.model_args),
     }
 

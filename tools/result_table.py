@@ -10,12 +10,14 @@ from titan_moe.config.clones import num_clones
 from titan_moe.config.recipe import microbatch_tokens, num_microbatches
 from titan_moe.plan.count import training_flops_per_token
 from titan_moe.plan.hardware import find_hardware
+from titan_moe.plan.pipeline.describe import simulate_step
 
-FIGURES = ("tokens/s/GPU", "of the first", "TF", "MFU", "step ms", "peak GiB")
+FIGURES = ("tokens/s/GPU", "of the first", "of pp 1 less bubble", "TF", "MFU", "step ms", "peak GiB")
 FACTS = (
     "layers",
     "tokens a microbatch",
     "microbatches",
+    "pipeline",
     "recompute",
     "optimizer",
     "routing",
@@ -41,6 +43,8 @@ class Row:
     facts: dict[str, str] = field(default_factory=dict)
     """The columns of `FACTS`; empty if the recipe is invalid."""
     flops_per_token: float = 0.0
+    bubble_share: float | None = None
+    """Of a pipeline of this package, computed; 0 without one, None for a peer."""
 
     @property
     def speed(self) -> float:
@@ -59,6 +63,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
         "layers": str(recipe.model.num_layers),
         "tokens a microbatch": f"{microbatch_tokens(recipe):,}",
         "microbatches": str(num_microbatches(recipe, num_ranks)),
+        "pipeline": _pipeline(recipe, num_ranks),
         "recompute": recipe.memory.recompute,
         "optimizer": f"{recipe.optim.kind}; master {p.master}, reduce {p.reduce}, moments {p.moments_dtype}",
         "routing": train.forced_routing or f"natural ({recipe.data.source})",
@@ -71,12 +76,14 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
 
 
 def peer_facts(recipe: Recipe, num_ranks: int, recompute: str) -> dict[str, str]:
-    """The same for torchtitan's Trainer with the same number of tokens, in one microbatch."""
-    train = recipe.train
+    """The same for torchtitan's Trainer with the same number of tokens, in one microbatch without a pipeline."""
+    train, p = recipe.train, recipe.parallel
+    number = num_microbatches(recipe, num_ranks) if p.pp > 1 else 1
     return {
         "layers": str(recipe.model.num_layers),
-        "tokens a microbatch": f"{train.global_batch_sequences * train.seq_len_tokens // num_ranks:,}",
-        "microbatches": "1",
+        "tokens a microbatch": f"{p.pp * train.global_batch_sequences * train.seq_len_tokens // num_ranks // number:,}",
+        "microbatches": str(number),
+        "pipeline": f"{p.pp_schedule}, pp {p.pp}" if p.pp > 1 else NOTHING,
         "recompute": recompute,
         "optimizer": "torch; master fp32, reduce fp32, moments fp32",
         "routing": train.forced_routing or "natural (synthetic)",
@@ -85,6 +92,19 @@ def peer_facts(recipe: Recipe, num_ranks: int, recompute: str) -> dict[str, str]
         "overlap": "none",
         "CUDA graph": "off",
     }
+
+
+def bubble_share(recipe: Recipe, num_ranks: int) -> float:
+    """The share of a step in which pipeline ranks wait, computed from FLOPs; 0 without a pipeline."""
+    return simulate_step(recipe, num_ranks).bubble_share if recipe.parallel.pp > 1 else 0.0
+
+
+def _pipeline(recipe: Recipe, num_ranks: int) -> str:
+    p = recipe.parallel
+    if p.pp == 1:
+        return NOTHING
+    stages = f", vpp {p.vpp}" if p.vpp > 1 else ""
+    return f"{p.pp_schedule}, pp {p.pp}{stages}, bubble {bubble_share(recipe, num_ranks):.1%}"
 
 
 def flops_per_token(recipe: Recipe) -> float:
@@ -97,8 +117,8 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     yield f"| {' | '.join(COLUMNS)} |"
     yield "|" + "---|" * len(COLUMNS)
     for row in rows:
-        first = next((other for other in rows if other.group == row.group and other.speed), row)
-        cells = {"run": row.name, LOADS: _loads(row), NOTES: _notes(row), **row.facts, **_figures(row, first)}
+        alike = [other for other in rows if other.group == row.group and other.speed]
+        cells = {"run": row.name, LOADS: _loads(row), NOTES: _notes(row), **row.facts, **_figures(row, alike)}
         yield f"| {' | '.join(cells.get(column, NOTHING).replace('|', '/') for column in COLUMNS)} |"
 
 
@@ -124,14 +144,20 @@ def append(path: Path, text: str) -> None:
     path.write_text(f"{before}\n\n{text}" if before else text, encoding="utf-8")
 
 
-def _figures(row: Row, first: Row) -> dict[str, str]:
+def _figures(row: Row, alike: Sequence[Row]) -> dict[str, str]:
+    """The figures of a row beside those of its group."""
     if not row.speed:
         return {}
+    first = alike[0]
+    without = next((other for other in alike if other.bubble_share == 0), None)
     flops = row.speed * row.flops_per_token
     hardware = find_hardware(row.result.get("device", ""))
     return {
         "tokens/s/GPU": f"{row.speed:,.0f}",
         "of the first": f"{row.speed / first.speed:.2f}",
+        "of pp 1 less bubble": f"{row.speed / (without.speed * (1 - row.bubble_share)):.2f}"
+        if without and row.bubble_share
+        else NOTHING,
         "TF": f"{flops / 1e12:.3g}",
         "MFU": f"{flops / hardware.bf16_flops:.1%}" if hardware else NOTHING,
         "step ms": f"{row.result['median_step_ms']:.1f}",

@@ -29,17 +29,28 @@ def train_on_ranks(ranks: Callable[..., list[Any]]) -> Callable[[int, Sequence[s
 
     def train(num_ranks: int, words: Sequence[str]) -> list[int]:
         if num_ranks == 1:
-            return [run_words(list(words), {})]
-        # it outlives the ranks, as torchrun's does: none can leave too early for another
-        store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+            return [run_here(list(words))]
+        store = open_store()
         return ranks(num_ranks, run_as_rank, list(words), store.port)
 
     return train
 
 
+def open_store() -> dist.TCPStore:
+    """A store that outlives the ranks, as torchrun's does: none can leave too early for another."""
+    return dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+
 def run_as_rank(words: list[str], port: int) -> int:
-    """Leave the pool's process group and be one of torchrun's ranks, whose store is at `port`, for as long as a command
-    takes; its exit code."""
+    """A command's exit code on one of torchrun's ranks."""
+    with as_rank(port):
+        return cli.main(words)
+
+
+@contextmanager
+def as_rank(port: int) -> Iterator[None]:
+    """Leave the pool's process group and be one of torchrun's ranks, whose store is at `port`, for as long as a run
+    takes."""
     rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
     dist.barrier()
     dist.destroy_process_group()
@@ -52,12 +63,13 @@ def run_as_rank(words: list[str], port: int) -> int:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    return run_words(words, variables)
-
-
-def run_words(words: list[str], variables: dict[str, str]) -> int:
-    """Run a command in this process, under variables of its own."""
     with mock.patch.dict(os.environ, variables), nothing_left():
+        yield
+
+
+def run_here(words: list[str]) -> int:
+    """A command's exit code in this process."""
+    with nothing_left():
         return cli.main(words)
 
 

@@ -139,7 +139,7 @@ def test_a_validation_between_replays_sees_their_weights(extent: str, device: to
         losses = []
         for step in range(STEPS):
             loss = run.step(batch(device, step)).loss.item()
-            held_out = validation_loss(run.parts, [batch(device, 100)], device, run.meshes.data_group)
+            held_out = validation_loss(run.model, run.parts, [batch(device, 100)], device, run.meshes)
             losses.append((loss, held_out.item()))
         return losses
 

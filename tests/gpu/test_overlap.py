@@ -64,7 +64,7 @@ def losses(run: Recipe, device: torch.device) -> list[float]:
     for index in range(STEPS):
         values.append(built.step(batch(device, 0)).loss.item())
         if index == STEPS // 2:
-            values.append(validation_loss(built.parts, [batch(device, 1)], device, built.meshes.data_group).item())
+            values.append(validation_loss(built.model, built.parts, [batch(device, 1)], device, built.meshes).item())
     built.step.release()
     return values
 

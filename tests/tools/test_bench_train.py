@@ -158,6 +158,59 @@ def test_result_table_compares_with_the_first_row_with_figures(tools: Any) -> No
     assert [cells(line)[column] for line in [*table.table(rows)][2:]] == ["–", "1.00", "0.75", "1.00"]
 
 
+PIPELINE = "--parallel.pp=4 --parallel.ep=2 --train.micro_batch_sequences=2"
+
+
+def test_train_benchmark_gives_the_peer_the_same_pipeline(bench: Any) -> None:
+    module, runs = bench
+    zbv = "--parallel.pp_schedule=zbv --parallel.vpp=2 --parallel.accumulate_unsharded=true"
+    options = ["--nproc=8", "--peer", "--routings=natural", *PIPELINE.split(), *zbv.split()]
+    rows = module.main([QWEN3, *options, "--vary", "--parallel.vpp=1 --parallel.pp_schedule=1f1b"])
+    assert {"--batch=16", "--pp=4", "--pp-schedule=ZBVZeroBubble", "--microbatches=8"} <= set(runs[-1])
+    assert [row.facts["microbatches"] for row in rows] == ["8", "8", "8"]
+    assert [row.facts["tokens a microbatch"] for row in rows] == ["8,192"] * 3
+    bubbles = [row.facts["pipeline"].partition(", bubble ") for row in rows]
+    assert [name for name, _, _ in bubbles] == ["zbv, pp 4, vpp 2", "1f1b, pp 4", "zbv, pp 4"]
+    assert 0 < rows[0].bubble_share < rows[1].bubble_share and rows[2].bubble_share is None
+
+
+def test_train_benchmark_compares_pipelines_after_their_bubble(bench: Any, tools: Any) -> None:
+    """The fake runs are all equally fast, so the ratio is 1 / (1 - bubble). Peers are no reference."""
+    module, _ = bench
+    rows = module.main([QWEN3, "--nproc=8", "--routings=natural", "--vary", PIPELINE, "--peer"])
+    column = tools("result_table").COLUMNS.index("of pp 1 less bubble")
+    found = [cells(line)[column] for line in [*tools("result_table").table(rows)][2:]]
+    assert found == ["–", f"{1 / (1 - rows[1].bubble_share):.2f}", "–"] and 1.1 < float(found[1]) < 1.5
+    alone = module.main([QWEN3, "--nproc=8", "--routings=natural", *PIPELINE.split(), "--peer"])
+    assert cells([*tools("result_table").table(alone)][2])[column] == "–"
+
+
+def test_train_benchmark_variants_of_pipelines_are_valid(bench: Any) -> None:
+    module, _ = bench
+    options = ["--nproc=4", f"--variants={TOOLS / 'pipelines.txt'}", "--routings=forced", "--model.num_layers=24"]
+    sizes = ["--parallel.ep=2", "--train.global_batch_sequences=32", "--train.micro_batch_sequences=2"]
+    first, *rows = module.main([QWEN3, *options, *sizes])
+    assert first.bubble_share == 0 and len(rows) == 11
+    assert {row.result.get("error") for row in rows} == {None}
+    assert {row.facts["microbatches"] for row in rows} == {"8", "16"}
+
+
+def test_time_steps_of_a_pipeline_are_those_of_one_process(ranks: Any) -> None:
+    (one,), split = ranks(1, time_tiny), ranks(2, time_tiny, "--parallel.pp=2")
+    for result in split:
+        assert result["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert result["expert_load"] == pytest.approx(one["expert_load"])
+        tokens_per_second = 32 * 64 / 2 / result["median_step_ms"] * 1e3
+        assert result["tokens_per_second_per_gpu"] == pytest.approx(tokens_per_second)
+    assert split[0]["peak_memory_gib"] == split[1]["peak_memory_gib"] > 0
+
+
+def time_tiny(*overrides: str) -> dict[str, Any]:
+    sys.path.insert(0, str(TOOLS))
+    recipe = load_recipe(QUICKSTART, [*TINY, "--train.micro_batch_sequences=8", *overrides])
+    return importlib.import_module("time_steps").measure(recipe, torch.device("cpu"), 1, Path())
+
+
 def test_train_benchmark_does_not_start_invalid_recipes(bench: Any) -> None:
     module, runs = bench
     rows = module.main([MIXTRAL, "--nproc=8", "--train.force_skewed_routing=true", "--vary", "--model.no_such_key=1"])
@@ -247,14 +300,14 @@ def test_train_benchmark_candidates_in_one_launch_are_independent(
     monkeypatch.setattr(processes.subprocess, "Popen", launch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     missing = f"--data.source=text --data.path={tmp_path}/none*"
-    varied = ["--train.micro_batch_sequences=8", missing, "--run.seed=0"]
+    varied = ["--train.micro_batch_sequences=8", "--run.seed=0", missing]
     options = ["--nproc=2", "--steps=3", "--warmup=1", *(part for value in varied for part in ("--vary", value))]
     rows = module.main([QUICKSTART, *options, *TINY, "--parallel.ep=2", "--parallel.dispatcher=alltoall"])
-    assert launches == [[0, 1, 2, 3], [3]], "new processes only after a failure"
-    assert ["error" in row.result for row in rows] == [False, False, True, False]
-    assert f"{tmp_path}/none*" in rows[2].result["error"]
+    assert launches == [[0, 1, 2, 3]], "one launch; test_bench_dispatch.py has failures before the last"
+    assert ["error" in row.result for row in rows] == [False, False, False, True]
+    assert f"{tmp_path}/none*" in rows[3].result["error"]
     losses = [row.result.get("losses") for row in rows]
-    assert losses[0] == losses[3] and losses[1] == pytest.approx(losses[0], rel=1e-4), (
+    assert losses[0] == losses[2] and losses[1] == pytest.approx(losses[0], rel=1e-4), (
         "the second run has another microbatch size, so tokens are forced to other experts"
     )
     rows = [line.split(" | ")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("| quickstart")]

@@ -1,0 +1,191 @@
+"""Pipelines on several GPUs: they train as one GPU does, launched and replayed, and messages between stages pass beside
+exchanges over symmetric memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+import torch.distributed as dist
+from support import load
+
+from titan_moe.compile.cudagraph import NUM_WARM_UPS
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import PerfConfig
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, close_symm_memory, open_symm_memory
+from titan_moe.kernels.symm_mem.arrays import symm_bytes
+from titan_moe.layers.experts import GroupedExperts
+from titan_moe.parallel.pipeline.messages import Messages
+from titan_moe.train.process import process_group
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
+]
+conftest, capture, commands, symm_mem = map(
+    load, ("gpu/conftest", "gpu/test_capture", "gpu/test_ranks", "gpu/test_symm_mem")
+)
+
+MODEL = ("--model.num_layers=5", "--train.micro_batch_sequences=1")
+ONE_F_ONE_B = ("--parallel.pp=2",)
+V = ("--parallel.pp=2", "--parallel.vpp=2", "--parallel.pp_schedule=zbv", "--parallel.accumulate_unsharded=true")
+EP2 = ("--parallel.ep=2", "--parallel.dispatcher=symm_mem", "--perf.kernels=fused")
+TILE = (*EP2, "--parallel.overlap=tile")
+CAPTURED, PLAIN = "--compile.cudagraph=step", "--compile.regional=off"
+VALIDATED = ("--validation.every_steps=4", "--validation.num_sequences=8")
+LAYOUTS = {
+    # name: GPUs, overrides
+    "1f1b": (2, (*ONE_F_ONE_B, PLAIN)),
+    "1f1b_captured": (2, (*ONE_F_ONE_B, CAPTURED, *VALIDATED)),
+    "1f1b_recompute": (2, (*ONE_F_ONE_B, "--memory.recompute=block", PLAIN)),
+    "interleaved": (2, (*ONE_F_ONE_B, "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_1f1b", PLAIN)),
+    "zbv": (2, (*V, PLAIN)),
+    "zbv_captured": (2, (*V, CAPTURED, *VALIDATED)),
+    "alltoall": (4, (*ONE_F_ONE_B, "--parallel.ep=2", "--parallel.dispatcher=alltoall", PLAIN)),
+    "tiles": (4, (*ONE_F_ONE_B, *TILE, "--parallel.expert_rank_capacity_factor=1.5", PLAIN)),
+    "tiles_auto_captured": (4, (*ONE_F_ONE_B, *TILE, CAPTURED, *VALIDATED)),
+    "tiles_worst_case": (4, (*V, *TILE, "--parallel.expert_rank_capacity_factor=0", PLAIN)),
+    "tiles_zbv_captured": (4, (*V, *TILE, "--parallel.expert_rank_capacity_factor=1.5", CAPTURED, *VALIDATED)),
+    "arena_without_overlap": (4, (*V, *EP2, "--parallel.expert_rank_capacity_factor=1.5", PLAIN)),
+    "clones_captured": (4, (*V, *TILE, "--parallel.expert_clones=1", CAPTURED)),
+    "blocks": (4, (*ONE_F_ONE_B, *TILE, "--compile.extent=block", CAPTURED)),
+}
+
+
+def skip_without_gpus(num_gpus: int) -> None:
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs")
+
+
+@pytest.fixture(scope="module")
+def losses(train_on_ranks: Callable[..., list[int]]) -> Callable[..., list[float]]:
+    """Trains in a folder of its own on so many ranks, and reads the losses."""
+
+    def train(folder: Path, num_ranks: int, *overrides: str) -> list[float]:
+        assert train_on_ranks(num_ranks, commands.words(folder, *MODEL, *overrides)) == [0] * num_ranks
+        return commands.read(folder)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory: pytest.TempPathFactory, losses: Callable[..., list[float]]) -> Callable[..., list[float]]:
+    return cache(lambda: losses(tmp_path_factory.mktemp("one") / "gpu", 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pipelines_train_as_one_gpu(
+    tmp_path: Path, losses: Callable[..., list[float]], one_gpu: Callable[..., list[float]], layout: str
+) -> None:
+    num_gpus, overrides = LAYOUTS[layout]
+    skip_without_gpus(num_gpus)
+    expected = one_gpu()
+    assert expected[-1] < expected[0] - 0.3
+    torch.testing.assert_close(losses(tmp_path / "spread", num_gpus, *overrides), expected, rtol=5e-3, atol=5e-3)
+
+
+REPLAYED = {
+    "1f1b": ParallelConfig(pp=2),
+    "zbv": ParallelConfig(pp=2, vpp=2, pp_schedule="zbv", accumulate_unsharded=True),
+}
+
+
+def launch_and_replay(recipe: Recipe, port: int) -> tuple[list[float], list[float], bool, int]:
+    """Losses of a captured recipe that is launched, and of its replays; whether all weights are equal; and by how many
+    bytes the memory in use grows from replay to replay."""
+    with (
+        conftest.as_rank(port),
+        torch._inductor.config.patch(deterministic=True),
+        process_group(recipe.run) as device,
+    ):
+        train = recipe.train
+        ways: list[Any] = []
+        for assemble in (
+            capture.launched,
+            capture.launched,
+            capture.assemble,
+        ):  # the first compiles, as in test_capture
+            torch._dynamo.reset()
+            run = assemble(recipe, device)
+            losses = []
+            for step in range(capture.STEPS):
+                generator = torch.Generator(device).manual_seed(step)
+                tokens = torch.randint(512, (8, train.micro_batch_sequences, 257), device=device, generator=generator)
+                mine = run.meshes.data_rank * (8 // run.meshes.sizes.dp)
+                tokens = tokens[mine : mine + 8 // run.meshes.sizes.dp]
+                batch = capture.Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)
+                losses.append(run.step(batch).loss.item())
+                if step == NUM_WARM_UPS + 1:  # the second replay
+                    before = torch.cuda.memory_allocated(device)
+            grown = torch.cuda.memory_allocated(device) - before
+            ways.append((losses, [parameter.to_local().clone() for parameter in run.optimizers.parameters]))
+        (losses, weights), (replayed, others) = ways[1:]
+        return losses, replayed, all(map(torch.equal, weights, others)), grown
+
+
+def check_replayed(ranks: Any, num_gpus: int, parallel: ParallelConfig, **changes: Any) -> None:
+    skip_without_gpus(num_gpus)
+    train = replace(capture.RECIPE.train, global_batch_sequences=8, micro_batch_sequences=1)
+    recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes), "step")
+    recipe = replace(recipe, model=replace(recipe.model, num_layers=6))
+    store = conftest.open_store()
+    for losses, replayed, are_equal, grown in ranks(num_gpus, launch_and_replay, recipe, store.port):
+        assert replayed == losses and are_equal and grown == 0
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_replayed_steps_are_the_launched_steps(ranks: Any, name: str) -> None:
+    check_replayed(ranks, 2, REPLAYED[name])
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_replayed_steps_over_symmetric_memory_are_the_launched_steps(ranks: Any, name: str) -> None:
+    tiles = {"ep": 2, "dispatcher": "symm_mem", "overlap": "tile", "expert_rank_capacity_factor": 2.0}
+    perf = PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256)
+    check_replayed(ranks, 4, replace(REPLAYED[name], **tiles), perf=perf)
+
+
+def exchange_beside_messages(num_exchanges: int) -> tuple[int, int]:
+    """Tensors that are not those of the same plan before, and messages that are not what was sent. Ranks 0 and 1 are an
+    ep group and a stage, 2 and 3 the next; each exchange is between a message to the other stage and one back. The host
+    reads nothing before the end."""
+    rank, device = dist.get_rank(), torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    stages = [dist.new_group(ranks, backend="nccl") for ranks in ([0, 1], [2, 3])]
+    pipelines = [dist.new_group(ranks, backend="nccl") for ranks in ([0, 2], [1, 3])]
+    stage, pipeline = stages[rank // 2], pipelines[rank % 2]
+    sizes = symm_mem.NUM_TOKENS, symm_mem.WIDTH, symm_mem.TOP_K, torch.bfloat16
+    dispatcher = SymmMemDispatcher(symm_mem.NUM_EXPERTS, open_symm_memory(symm_bytes(2, *sizes), stage, device))
+    module = GroupedExperts(symm_mem.NUM_EXPERTS // 2, symm_mem.WIDTH, symm_mem.HIDDEN).to(device)
+    for parameter in module.parameters():
+        parameter.data = (torch.randn(parameter.shape, device=device) / 16).bfloat16()
+    plans = [symm_mem.draw(number, 2, device) for number in range(len(symm_mem.ROUTINGS))]
+    first = [symm_mem.serve(dispatcher, module, plan) for plan in plans]
+    like = torch.empty(symm_mem.NUM_TOKENS, symm_mem.WIDTH, device=device)
+    messages, peer = Messages(pipeline, like), 1 - rank // 2
+    wrong = torch.zeros(2, dtype=torch.int64, device=device)
+    for number in range(num_exchanges):
+        if rank < 2:
+            messages.send(torch.full_like(like, number), peer)
+            arrived, expected = messages.receive(peer), -number
+        else:
+            arrived, expected = messages.receive(peer), number
+            messages.send(torch.full_like(like, -number), peer)
+        results = symm_mem.serve(dispatcher, module, plans[number % len(plans)])
+        for result, before in zip(results, first[number % len(plans)], strict=True):
+            wrong[0] += (result != before).any()
+        wrong[1] += (arrived.wait() != expected).any()
+    messages.finish()
+    num_wrong = tuple(wrong.tolist())
+    close_symm_memory(stage)
+    return num_wrong
+
+
+def test_2000_exchanges_beside_messages(ranks: Any) -> None:
+    skip_without_gpus(4)
+    assert ranks(4, exchange_beside_messages, 2000) == [(0, 0)] * 4
