@@ -10,11 +10,12 @@ from titan_moe.config import check_rules, dump_recipe, load_recipe
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.memory import state_bytes_per_rank
+from titan_moe.plan.pipeline.describe import simulate_step
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 RUNS = sorted(file for file in RECIPES.glob("*.toml"))
 SHAPES = sorted((RECIPES / "models").glob("*.toml"))
-RANKS = {"quickstart": 1}
+RANKS = {"quickstart": 1, "deepseek_v3": 128}
 """Ranks that a recipe is written for; 8 where it says nothing else."""
 
 
@@ -49,20 +50,35 @@ def test_it_writes_into_a_folder_of_its_own_name(file: Path) -> None:
     assert load_recipe(file).run.folder == f"runs/{file.stem}"
 
 
-@pytest.mark.parametrize("file", [file for file in RUNS if ranks_of(file) == 8], ids=by_name)
+@pytest.mark.parametrize("file", [file for file in RUNS if ranks_of(file) >= 8], ids=by_name)
 def test_its_states_leave_room_on_an_h200(file: Path) -> None:
     h200 = find_hardware("NVIDIA H200")
     assert h200 is not None
     recipe = load_recipe(file)
-    assert state_bytes_per_rank(recipe, 8) / 2**30 < 0.75 * h200.memory_gib
+    assert state_bytes_per_rank(recipe, ranks_of(file)) / 2**30 < 0.75 * h200.memory_gib
     tokens_per_gpu = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens // 8
-    assert tokens_per_gpu in (4 * 4096, 8 * 4096, 12 * 4096), "recipes for one host are comparable"
+    assert ranks_of(file) > 8 or tokens_per_gpu in (4 * 4096, 8 * 4096, 12 * 4096), (
+        "recipes for one host are comparable"
+    )
+
+
+def test_the_bubble_that_the_recipe_of_a_pipeline_names() -> None:
+    """And the one without its layout."""
+    recipe = load_recipe(RECIPES / "deepseek_v3.toml")
+    assert round(100 * simulate_step(recipe, 128).bubble_share, 1) == 5.8
+    divided = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, pp_layout=""))
+    assert round(100 * simulate_step(divided, 128).bubble_share) == 12
 
 
 @pytest.mark.parametrize("file", RUNS, ids=by_name)
 def test_it_names_its_own_command(file: Path) -> None:
-    nproc = "" if ranks_of(file) == 1 else f" --nproc {ranks_of(file)}"
-    assert f"titan-moe train recipes/{file.name}{nproc}\n" in file.read_text(encoding="utf-8")
+    num_ranks, text = ranks_of(file), file.read_text(encoding="utf-8")
+    if num_ranks > 8:
+        assert f"torchrun --nnodes {num_ranks // 8} --nproc-per-node 8 " in text
+        assert f" -m titan_moe train recipes/{file.name}\n" in text
+    else:
+        nproc = "" if num_ranks == 1 else f" --nproc {num_ranks}"
+        assert f"titan-moe train recipes/{file.name}{nproc}\n" in text
 
 
 @pytest.mark.parametrize("file", SHAPES, ids=by_name)
