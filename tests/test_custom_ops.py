@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import titan_moe
+from titan_moe.config.context import ring_backend
 from titan_moe.config.kernels import PRESETS
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.dispatch import (
@@ -51,7 +52,9 @@ from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
 from titan_moe.kernels.linear.fp8 import fp8_linear
 from titan_moe.kernels.registry import Kernel, Sample, load_all
+from titan_moe.layers.attention import Context
 from titan_moe.layers.moe import MoE
+from titan_moe.parallel.ring_attention import RingAttention
 from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.precision.torchao_linears import blockwise_linear
@@ -170,6 +173,9 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
     sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp
     sums[0].sum().backward()
+    q, k, v = (torch.randn(2, 4, heads, 8, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    backend = ring_backend("auto", device.type, is_deterministic=False)
+    RingAttention(group, backend)(q, k, v, Context(q, q, None), 1.0).sum().backward()
     return capacities
 
 

@@ -95,7 +95,7 @@ KEPT = {
     "parallel.vpp": "Megatron's virtual pipeline: a smaller bubble for more messages",
     "parallel.pp_layout": "Megatron's pipeline-model-parallel-layout: stages that FLOPs do not find",
     "parallel.cp": "sequences whose activations one rank does not hold",
-    "parallel.cp_kind": "heads, or how few of them keys and values have, limit ulysses; masks cost allgather time",
+    "parallel.cp_kind": "heads, or how few of them keys and values have, limit ulysses; allgather has masks, ring none",
     "parallel.tp": "what one rank does not hold of a layer, and fewer sequences than ranks",
     "parallel.etp": "experts too large for a rank, or too few for ep (Mixtral); Megatron's expert-tensor-parallel-size",
     "parallel.dp_replicate": "HSDP: parameters are gathered inside a node, gradients alone cross nodes",

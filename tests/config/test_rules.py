@@ -32,6 +32,8 @@ INTERLEAVED = (
 )
 """Overrides that interleave two microbatches."""
 
+RING = "--parallel.cp=2 --parallel.cp_kind=ring"
+
 PIPELINE = "--parallel.pp=2 --train.micro_batch_sequences=1"
 """Overrides that run 4 microbatches through 2 stages."""
 
@@ -109,6 +111,11 @@ BROKEN = {
     "cp_supports_the_recipe": (
         "--parallel.cp=2 --model.class=my.model:Mine",
         'does not support model.class = "my.model:Mine"; take ours, or parallel.cp = 1',
+    ),
+    "ring_supports_the_recipe": (
+        f"{RING} --data.document_attention=true",
+        'parallel.cp_kind = "ring" does not support data.document_attention = true; take false, or parallel.cp_kind = '
+        '"allgather" or "ulysses"',
     ),
     "tp_divides_heads": (
         "--parallel.tp=4 --model.attention.num_heads=12 --model.attention.num_kv_heads=6",
@@ -444,6 +451,25 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "2 * parallel.cp * tp = 2 * 2 * 2 = 8 does not divide train.seq_len_tokens = 132; take 128 or 136",
         ),
         (
+            f"{RING} --train.seq_len_tokens=130",
+            8,
+            "2 * parallel.cp * tp = 2 * 2 * 1 = 4 does not divide train.seq_len_tokens = 130; take 128 or 132",
+        ),
+        (f"{RING} --model.attention.kind=mla", 8, 'model.attention.kind = "mla", whose latents are narrower than'),
+        (f"{RING} --model.attention.sliding_window=16", 8, "sliding_window = 16; take 0, or parallel.cp_kind = "),
+        (f"{RING} --perf.attention=math", 8, 'perf.attention = "math", which returns no log-sum-exp of each query'),
+        (
+            f"{RING} --perf.attention=efficient --run.device=cuda",
+            8,
+            'perf.attention = "efficient", which returns no log-sum-exp of each query; take "auto", or',
+        ),
+        (
+            f"{RING} --run.device=cuda --precision.compute=fp32 --perf.kernels=reference",
+            8,
+            'precision.compute = "fp32" on GPUs, where its kernels take bf16; take "bf16", or parallel.cp_kind = ',
+        ),
+        (f"{RING} --model.attention.head_dim=36", 8, "head_dim = 36, no multiple of 8; take 32 or 40, or parallel.cp"),
+        (
             "--parallel.cp=2 --parallel.tp=4 --model.attention.num_heads=4 --model.attention.num_kv_heads=4",
             8,
             "num_heads = 4 over 4 key/value heads on 4 tp ranks; take 1, or",
@@ -570,6 +596,10 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.cp=8 --parallel.dispatcher=allgather --compile.extent=block --compile.cudagraph=step",
         "--parallel.cp=2 --parallel.cp_kind=allgather --perf.attention=flex --model.attention.num_heads=9 "
         "--model.attention.num_kv_heads=3",
+        f"{RING} --model.attention.num_heads=9 --model.attention.num_kv_heads=3 --perf.attention=flex",
+        f"{RING} --run.device=cpu --precision.compute=fp32 --model.attention.head_dim=36",
+        f"{RING} --model.attention.sliding_window=4096 --parallel.tp=2",
+        "--parallel.cp_kind=ring --data.document_attention=true",  # without cp
         "--parallel.cp=2 --model.attention.kind=mla --precision.linears=fp8_rowwise",
         "--parallel.cp=2 --parallel.tp=2 --parallel.dispatcher=symm_mem --perf.attention=flex --compile.cudagraph=step",
         "--parallel.cp=2 --parallel.dp_replicate=2 --parallel.ep=2",

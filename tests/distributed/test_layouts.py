@@ -27,16 +27,21 @@ one_loss = load("distributed/test_one_loss")
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
 WORLDS = (2, 4, 8)
 MODELS = list(one_loss.SPLIT_MODELS)
-KINDS: tuple[Literal["ulysses", "allgather"], ...] = ("ulysses", "allgather")
+KINDS: tuple[Literal["ulysses", "allgather", "ring"], ...] = ("ulysses", "allgather", "ring")
 STEPS = 3
 STARVED = {"every_expert": -1, "an_expert_idle": 1, "half_the_experts_idle": 4}
 
 
 def recipe_of(parallel: ParallelConfig, model: str, micro_batch_sequences: int, memory: str = "none") -> Recipe:
-    """Documents of uneven length; balancing losses, a dense layer and shared experts are in the model."""
+    """Documents of uneven length, but for ring attention; balancing losses, a dense layer and shared experts are in the
+    model."""
     base = one_loss.split_recipe(parallel, model, memory=MemoryConfig(memory), run=RunConfig(device="cpu"))
     train = replace(base.train, micro_batch_sequences=micro_batch_sequences)
-    return replace(base, train=train, data=DataConfig(document_attention=True))
+    return replace(base, train=train, data=DataConfig(document_attention=has_documents(parallel)))
+
+
+def has_documents(parallel: ParallelConfig) -> bool:
+    return parallel.cp == 1 or parallel.cp_kind != "ring"
 
 
 def sizes_of(parallel: ParallelConfig, num_ranks: int) -> ParallelSizes | None:
@@ -78,12 +83,14 @@ def test_every_pair_of_axes_has_a_layout() -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Any) -> Callable[[str, int], Any]:
-    """One process, by the name of a model and the number of idle experts."""
+def alone(ranks: Any) -> Callable[[str, int, bool], Any]:
+    """One process, by the name of a model, the number of idle experts and whether sequences are of documents."""
 
     @cache
-    def train(model: str, num_starved: int) -> Any:
-        return one_loss.run(ranks, 1, recipe_of(ParallelConfig(), model, 4), num_starved, STEPS)[0]
+    def train(model: str, num_starved: int, is_of_documents: bool) -> Any:
+        recipe = recipe_of(ParallelConfig(), model, 4)
+        recipe = replace(recipe, data=DataConfig(document_attention=is_of_documents))
+        return one_loss.run(ranks, 1, recipe, num_starved, STEPS)[0]
 
     return train
 
@@ -98,16 +105,17 @@ def describe(num_ranks: int, recipe: Recipe) -> str:
 
 
 @pytest.mark.parametrize("pair", [pair for pair, layout in PAIRS.items() if layout is not None])
-def test_two_axes_train_as_one_process(ranks: Any, alone: Callable[[str, int], Any], pair: str) -> None:
+def test_two_axes_train_as_one_process(ranks: Any, alone: Callable[[str, int, bool], Any], pair: str) -> None:
     layout = PAIRS[pair]
     assert layout is not None
     num_ranks, parallel = layout
     number = list(PAIRS).index(pair)
     model, num_starved = MODELS[number % len(MODELS)], list(STARVED.values())[number % len(STARVED)]
-    recipe = recipe_of(replace(parallel, cp_kind=KINDS[number % len(KINDS)]), model, 2)
-    assert not check_rules(recipe, num_ranks)
+    kinds = [KINDS[(number + shift) % len(KINDS)] for shift in range(len(KINDS))]
+    recipes = [recipe_of(replace(parallel, cp_kind=kind), model, 2) for kind in kinds]
+    recipe = next(recipe for recipe in recipes if not check_rules(recipe, num_ranks))
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, STEPS):
-        one_loss.assert_same(trace, alone(model, num_starved), 1e-9)
+        one_loss.assert_same(trace, alone(model, num_starved, has_documents(recipe.parallel)), 1e-9)
 
 
 def sample(seed: int) -> tuple[int, Recipe, str, int]:
@@ -146,8 +154,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(metafunc.config.getoption("--layouts")))
 
 
-def test_a_sample_trains_as_one_process(ranks: Any, alone: Callable[[str, int], Any], seed: int) -> None:
+def test_a_sample_trains_as_one_process(ranks: Any, alone: Callable[[str, int, bool], Any], seed: int) -> None:
     num_ranks, recipe, model, num_starved = sample(seed)
+    expected = alone(model, num_starved, has_documents(recipe.parallel))
     print(f"seed {seed}: {model}, {num_starved} idle, {describe(num_ranks, recipe)}")
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, STEPS):
-        one_loss.assert_same(trace, alone(model, num_starved), 1e-9)
+        one_loss.assert_same(trace, expected, 1e-9)

@@ -262,8 +262,10 @@ TWO_NODES = ParallelConfig(tp=2, ep=4, dispatcher="hierarchical", ep_ranks_per_n
 
 
 def split_recipe(parallel: ParallelConfig, name: str, **changes: Any) -> Recipe:
-    """Documents of uneven length, several sequences a microbatch, and two microbatches a step unless there is dp."""
-    base = recipe(parallel, model=SPLIT_MODELS[name], data=DataConfig(document_attention=True), **changes)
+    """Documents of uneven length, but for ring attention, several sequences a microbatch, and two microbatches a step
+    unless there is dp."""
+    data = DataConfig(document_attention=parallel.cp_kind != "ring")
+    base = recipe(parallel, model=SPLIT_MODELS[name], data=data, **changes)
     return replace(base, train=replace(base.train, micro_batch_sequences=4))
 
 
@@ -355,6 +357,54 @@ def test_one_loss_with_context_parallelism(
 ) -> None:
     for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes), -1, FEW):
         assert_same(trace, split_alone(name), 1e-9)
+
+
+RING = replace(CP2, cp_kind="ring")
+RING_EP2 = replace(CP2_EP2, cp_kind="ring")
+
+
+@pytest.fixture(scope="module")
+def causal_alone(ranks) -> Callable[[str], Trace]:
+    """One process without documents, by the name of a model."""
+    return cache(lambda name: run(ranks, 1, split_recipe(ParallelConfig(cp_kind="ring"), name), -1, FEW)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "name", "changes"),
+    [
+        pytest.param(2, RING, "gqa-tied", {}, id="cp2-gqa-tied"),
+        pytest.param(2, RING_EP2, "gqa", {"memory": MemoryConfig("block")}, id="cp2-ep2-recompute_block"),
+        pytest.param(
+            2,
+            replace(RING_EP2, accumulate_unsharded=True, overlap="microbatch", expert_clones=1),
+            "gqa",
+            {},
+            id="cp2-ep2-interleaved-clones",
+        ),
+        pytest.param(4, replace(RING, cp=4), "gqa-shared", {}, id="cp4-gqa-shared"),
+        pytest.param(4, replace(RING_EP2, cp=4, ep=4), "gqa", {}, id="cp4-ep4-gqa"),
+        pytest.param(4, replace(RING, tp=2), "gqa-shared", {}, id="cp2-tp2-gqa-shared"),
+        pytest.param(4, replace(RING_EP2, ep=4), "gqa", {}, id="cp2-dp2-ep4-gqa"),
+        pytest.param(4, replace(RING, pp=2), "gqa", {}, id="cp2-pp2-gqa"),
+    ],
+)
+def test_one_loss_with_ring_attention(
+    ranks, causal_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str, changes: Any
+) -> None:
+    for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes), -1, FEW):
+        assert_same(trace, causal_alone(name), 1e-9)
+
+
+@pytest.mark.parametrize(("extent", "what"), [("pieces", "none"), ("block", "experts")])
+def test_one_loss_with_ring_attention_in_graphs(
+    ranks, causal_alone: Callable[[str], Trace], extent: Any, what: str
+) -> None:
+    options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig(what)}
+    recipe = split_recipe(replace(RING_EP2, dispatcher="allgather"), "gqa", **options)
+    for fields in ranks(2, train_compiled, recipe, -1, FEW):
+        trace = Trace(**fields)
+        assert_same(trace, causal_alone("gqa"), 1e-9)
+        assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
 @pytest.mark.slow

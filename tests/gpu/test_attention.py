@@ -17,6 +17,7 @@ from titan_moe.layers.attention import Context, causal_attention
 from titan_moe.layers.init import init_weights
 from titan_moe.layers.mask import MaskSpec, block_mask, dense_mask
 from titan_moe.models.transformer import Transformer
+from titan_moe.parallel.attention_block import AttendedBlock, attend_to_block, block_gradients, merge
 
 pytestmark = pytest.mark.gpu
 
@@ -156,3 +157,36 @@ def test_sequences_of_any_length(compiled: str) -> None:
     with torch.no_grad():
         for num_tokens in (1, 2, 199, 200, 201, 202, 255, 256, 257, 513, 700):
             assert_near(actual(tokens[:, :num_tokens]), expected(tokens[:, :num_tokens]), 5e-2)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_attention_in_blocks_of_keys_is_attention_to_all(backend: str) -> None:
+    """As in a ring of two ranks, of which this is the second: the last queries, with keys before them and their own."""
+    scale, half = 0.1, NUM_TOKENS // 2
+    q, k, v = (x.detach() for x in heads(SHAPES["gqa"]))
+    q = q[:, half:]
+    dout = torch.randn_like(q)
+    parts = (slice(half, None), True), (slice(half), False)
+    own, before = (
+        attend_to_block(q, k[:, part], v[:, part], backend, scale, is_causal=is_causal) for part, is_causal in parts
+    )
+    total = AttendedBlock(own.out_BnHD.float(), own.lse_BHn.contiguous())
+    merge(total, before)
+    whole = AttendedBlock(total.out_BnHD.to(q.dtype), total.lse_BHn)
+    exact = [x.float().requires_grad_() for x in (q, k, v)]
+    k_all, v_all = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in exact[1:])
+    scores = torch.einsum("bqhd,bkhd->bhqk", exact[0], k_all) * scale
+    hidden = torch.ones(half, NUM_TOKENS, dtype=torch.bool, device=CUDA).triu(half + 1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v_all)
+    assert_near(whole.out_BnHD, expected)
+    assert_near(whole.lse_BHn, scores.logsumexp(-1), 1e-3)
+    dq, dk, dv = torch.autograd.grad(expected, exact, dout.float())
+    dq_sum = torch.zeros_like(dq)
+    for part, is_causal in parts:
+        keys, values = k[:, part], v[:, part]
+        grads = block_gradients(dout, q, keys, values, whole, backend, scale, is_causal=is_causal)
+        dq_sum += grads[0]
+        assert_near(grads[1], dk[:, part])
+        assert_near(grads[2], dv[:, part])
+    assert_near(dq_sum, dq)

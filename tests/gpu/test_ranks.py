@@ -104,6 +104,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
     fp8 = ("--precision.format=fp8_rowwise", "--perf.kernels=fused")
     split = ("--parallel.tp=2",)
+    ring = "--parallel.cp_kind=ring"
     interleaved = (
         "--parallel.overlap=microbatch",
         "--parallel.accumulate_unsharded=true",
@@ -181,6 +182,10 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "cp_ep_tiles_captured": ("--parallel.cp=2", *tiled, "--compile.cudagraph=step", *validated),
         "cp_ep_blocks": ("--parallel.cp=2", whole, allgather, "--compile.extent=block"),
         "cp_gathered": ("--parallel.cp=2", "--parallel.cp_kind=allgather", "--perf.attention=flex", whole, alltoall),
+        "cp_ring": ("--parallel.cp=2", ring, plain),
+        "cp_ring_flash": (f"--parallel.cp={num_ranks}", ring, "--perf.attention=flash", plain),
+        "cp_ring_ep": (f"--parallel.cp={num_ranks}", ring, whole, alltoall, "--memory.recompute=block"),
+        "cp_ring_blocks": ("--parallel.cp=2", ring, whole, symm_mem, "--compile.extent=block", bounded),
         "cp_tp": (f"--parallel.cp={num_ranks // 2}", *split, whole, symm_mem, plain),
         "tp_edp2": (*split, half, allgather, "--memory.recompute=block", *gated, plain),
         "etp": ("--parallel.etp=2", "--perf.kernels=fused"),

@@ -25,7 +25,7 @@ def positions_by_hand(num_tokens: int, num_ranks: int, rank: int) -> list[int]:
 
 @pytest.mark.parametrize(("num_tokens", "num_ranks"), [(8, 2), (16, 4), (12, 3), (4, 2)])
 def test_context_shards_are_contiguous_or_a_chunk_from_each_end(num_tokens: int, num_ranks: int) -> None:
-    for kind in ("ulysses", "allgather"):
+    for kind in ("ulysses", "allgather", "ring"):
         parallel, seen = ParallelConfig(cp=num_ranks, cp_kind=kind), []
         for rank in range(num_ranks):
             shard = sequence_shard(parallel, rank)

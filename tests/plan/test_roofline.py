@@ -114,6 +114,8 @@ MLA = AttentionConfig(kind="mla", num_heads=8, kv_lora_rank=32, qk_nope_head_dim
         (GQA, ParallelConfig(cp=2), 1 / 2 * (8 + 2 + 2 + 8) * 16),
         (GQA, ParallelConfig(cp=4), 3 / 4 * (8 + 4 + 4 + 8) * 16),  # two ranks get the same keys and values
         (GQA, ParallelConfig(cp=4, cp_kind="allgather"), 3 * (2 + 2) * 16),
+        # backward: keys and values again, and their gradients in fp32
+        (GQA, ParallelConfig(cp=4, cp_kind="ring"), 3 * (2 + 2) * 16 * (1 + 1 + 2) / 2),
         (GQA, ParallelConfig(cp=2, tp=2), 1 / 2 * 2 * (4 + 2 + 2 + 4) * 16),  # 4 and 1 heads, of twice the tokens
         (MLA, ParallelConfig(cp=4), 3 / 4 * 8 * (16 + 8 + 12) + 3 * (32 + 8)),
         (MLA, ParallelConfig(cp=4, cp_kind="allgather"), 3 * (32 + 8)),

@@ -31,4 +31,11 @@ WHOLE_SEQUENCES = SequenceShard()
 
 def sequence_shard(parallel: ParallelConfig, rank: int) -> SequenceShard:
     """The part of a context-parallel rank."""
-    return SequenceShard(rank, parallel.cp, parallel.cp > 1 and parallel.cp_kind == "allgather")
+    return SequenceShard(rank, parallel.cp, parallel.cp > 1 and parallel.cp_kind != "ulysses")
+
+
+def ring_backend(attention: str, device: str, *, is_deterministic: bool) -> str:
+    """The kernels of ring attention, which must return the log-sum-exp, for a `perf.attention` and type of device."""
+    if device == "cpu":
+        return "cpu"
+    return "flash" if attention == "flash" or (attention == "auto" and is_deterministic) else "cudnn"

@@ -57,7 +57,7 @@ class ParallelConfig:
     """Context-parallel ranks, which split every sequence, for sequences whose activations one rank does not hold. Each
     brings other tokens to the experts; attention still sees whole sequences. Dense parameters are sharded over
     dp_shard * cp ranks. Divides the sequence, together with tp."""
-    cp_kind: Literal["ulysses", "allgather"] = "ulysses"
+    cp_kind: Literal["ulysses", "allgather", "ring"] = "ulysses"
     """How attention sees the sequences that context-parallel ranks split.
 
     `ulysses`: Between projection and attention, each rank gives tokens and gets heads: all tokens of num_heads / cp of
@@ -67,6 +67,10 @@ class ParallelConfig:
     the latents of `mla`. Any number of heads. A rank has the r-th chunk from the start of a sequence and the r-th from
     its end, so causal attention has equal work on all ranks. Every layer has a mask: take perf.attention = "flex" on
     GPUs, which skips masked blocks, as SDPA does not.
+    `ring`: Each rank has its queries, and the keys and values of one rank after the other go round (arXiv:2310.01889):
+    sent while those before are attended to, visible pairs computed alone, and never those of all tokens in memory. Any
+    number of heads, and the tokens of `allgather`. For `gqa` with plain causal attention, by kernels that return a
+    log-sum-exp: cuDNN's with perf.attention = "auto" on GPUs (with run.is_deterministic FlashAttention's).
     """
     tp: int = 1
     """Tensor-parallel ranks, which split the heads of attention, the widths of dense layers and shared experts, and the
@@ -127,8 +131,8 @@ class ParallelConfig:
 
     @property
     def length_multiple(self) -> int:
-        """What divides the lengths of sequences: cp and tp ranks have equal parts, in two chunks with `allgather`."""
-        chunks = 2 if self.cp > 1 and self.cp_kind == "allgather" else 1
+        """What divides the lengths of sequences: cp and tp ranks have equal parts, in two chunks unless `ulysses`."""
+        chunks = 2 if self.cp > 1 and self.cp_kind != "ulysses" else 1
         return chunks * self.cp * self.tp
 
     @property

@@ -79,7 +79,8 @@ def _compiled_flex() -> Callable[..., Tensor]:
 class GroupedQueryAttention(nn.Module):
     """Attention whose query heads share key/value heads; optional per-head query and key norms (Qwen3).
 
-    `gather_keys` takes keys and values to those of whole sequences, where a rank has queries of some tokens.
+    Where a rank has queries of some tokens, `gather_keys` takes keys and values to those of whole sequences before they
+    attend, or `attend` is another attention than that of one rank.
     """
 
     residual_ends = ("out.weight",)
@@ -92,10 +93,11 @@ class GroupedQueryAttention(nn.Module):
         self.qk_norm_rope = QKNormRope(a, config.norm_eps, kernels.rotary)
         self.out = nn.Linear(a.num_heads * a.head_dim, config.hidden_size, bias=False)
         self.gather_keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keys_of_own_tokens
+        self.attend: Callable[[Tensor, Tensor, Tensor, Context, float], Tensor] = causal_attention
         self.fused_rows = {"qkv.weight": tuple(n * a.head_dim for n in (a.num_heads, a.num_kv_heads, a.num_kv_heads))}
 
     def forward(self, x_BND: Tensor, context: Context) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
         q_BNHD, k_BNHD, v_BNHD = self.qk_norm_rope(self.qkv(x_BND), context.cos_NR, context.sin_NR)
         k_BNHD, v_BNHD = self.gather_keys(k_BNHD, v_BNHD)
-        return self.out(causal_attention(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))
+        return self.out(self.attend(q_BNHD, k_BNHD, v_BNHD, context, self.scale).flatten(2))

@@ -3,6 +3,7 @@
 B batch · N sequence · D model width · V vocabulary
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
-from titan_moe.layers.mask import MASKS, MaskSpec
+from titan_moe.layers.mask import MASKS, Mask, MaskSpec
 from titan_moe.layers.rope import rope_tables
 from titan_moe.models.generate import generate, next_logits
 
@@ -40,7 +41,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.make_mask = MASKS[kernels.attention]
+        self.make_mask: Callable[[MaskSpec], Mask] = MASKS[kernels.attention]
         self.embed = _embedding(config)
         num_dense = config.num_layers - config.num_moe_layers
         blocks = [self.block_class(config, is_dense=i < num_dense, kernels=kernels) for i in range(config.num_layers)]

@@ -16,6 +16,8 @@ DeepSeek-V3, and 4,032 either way in DeepSeek-V2-Lite; with fewer ranks they are
 
 `allgather` (arXiv:2407.21783): queries stay; keys and values of all tokens are gathered, (P - 1)·2·key/value heads·head
 width elements for each token, or latents.
+
+`ring` (arXiv:2310.01889): queries stay; keys and values go round the ranks (ring_attention.py).
 """
 
 from collections.abc import Callable
@@ -32,14 +34,19 @@ from titan_moe.config.context import SequenceShard, sequence_shard
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch.collectives import all_gather, all_to_all
 from titan_moe.layers.attention import GroupedQueryAttention
+from titan_moe.layers.mask import MaskSpec
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.ring_attention import RingAttention
 from titan_moe.parallel.sequence import gather_sequence
 
 
-def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
-    """Let attention see whole sequences, in place, after tensor parallelism. Parameters do not change."""
+def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend: str = "cpu") -> None:
+    """Let attention see whole sequences, in place, after tensor parallelism. Parameters do not change.
+
+    `ring_backend` has the kernels of ring attention.
+    """
     if config.cp == 1:
         return
     group = meshes.dense["cp"].get_group()
@@ -48,6 +55,8 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
         match module:
             case GroupedQueryAttention() | MultiHeadLatentAttention() if config.cp_kind == "allgather":
                 module.gather_keys = GatherKeys(group)
+            case GroupedQueryAttention() if config.cp_kind == "ring":
+                module.attend = RingAttention(group, ring_backend)
             case GroupedQueryAttention():
                 _exchange_heads(module, config.tp, group)
             case MultiHeadLatentAttention():
@@ -57,10 +66,16 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
                 module.out.register_forward_pre_hook(HeadsToTokens(group))
             case Transformer():
                 module.num_context_ranks = config.cp
-                if config.cp_kind == "allgather":
+                if config.cp_kind != "ulysses":
                     module.query_shard = shard
+                if config.cp_kind == "ring":
+                    module.make_mask = no_mask
                 next_logits = NextLogits(module, config.length_multiple, shard, group)
                 module.next_logits = next_logits  # type: ignore[method-assign]
+
+
+def no_mask(spec: MaskSpec) -> None:
+    """`Transformer.make_mask` of ring attention, which attends to blocks of visible pairs alone."""
 
 
 def _exchange_heads(attention: GroupedQueryAttention, tp: int, group: dist.ProcessGroup) -> None:

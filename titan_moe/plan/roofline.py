@@ -96,7 +96,8 @@ def update_work(part: Part) -> tuple[Work, Work]:
 
 def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
     """Count the bytes that attention layers receive from other cp ranks for the tokens that a rank has between layers:
-    queries, keys, values and results, or latents (parallel/context.py). Gradients take the same ways back."""
+    queries, keys, values and results, or latents (parallel/context.py). Gradients take the same ways back; with `ring`
+    they go round behind keys and values, which are sent twice, and are in fp32."""
     p, a = recipe.parallel, recipe.model.attention
     num_kv_heads = max(a.num_kv_heads / p.tp, 1)
     if a.kind == "mla":
@@ -108,8 +109,12 @@ def exchanged_bytes(recipe: Recipe, num_tokens: int) -> float:
     if p.cp_kind == "ulysses":
         exchanged += attention_core_width(recipe.model) / p.tp  # queries and results
     elements = (1 - 1 / p.cp) * exchanged + (p.cp - 1) * gathered
+    compute = BYTES_OF_DTYPE[recipe.precision.compute]
+    both_ways = 2 * compute
+    if p.cp_kind == "ring":
+        both_ways += max(compute, BYTES_OF_DTYPE["fp32"])
     # a rank of tp has a part of the heads of all its tokens
-    return 2 * recipe.model.num_layers * num_tokens * p.tp * elements * BYTES_OF_DTYPE[recipe.precision.compute]
+    return recipe.model.num_layers * num_tokens * p.tp * elements * both_ways
 
 
 def sharding_bytes(part: Part) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
+from titan_moe.config.context import ring_backend
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
@@ -97,10 +98,11 @@ def build_parts(
     memory = symm_memory.share_memory(layers, recipe, meshes, device, capacity, nodes)
     rank = meshes.dense.get_local_rank("pp")
     arena.give_arena(model, parts, recipe, device, capacity, pipeline_rank=rank, world_size=meshes.sizes.world)
+    ring = ring_backend(recipe.perf.attention, device.type, is_deterministic=recipe.run.is_deterministic)
     for part in parts:
         expert.apply(part, recipe.parallel, meshes, capacity, memory, nodes)  # experts leave the dense mesh before FSDP
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
-        context.apply(part, recipe.parallel, meshes)  # exchanges the heads that tensor parallelism has left
+        context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
         weight_grads.apply(part, queue, recipe, device)  # delays those of what will not be compiled
         regional.apply(part, recipe.compile, device)  # blocks or pieces: the hooks of FSDP stay outside the graphs

@@ -21,6 +21,11 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.model.num_moe_layers > 0 and recipe.perf.chosen_kernels.experts == "reference":
         yield 'the "reference" experts read their offsets on the host; take perf.kernels = "grouped_mm" or "fused"'
+    if recipe.parallel.cp > 1 and recipe.parallel.cp_kind == "ring":
+        yield (
+            'parallel.cp_kind = "ring" sends between neighbours, point to point, beside its kernels, which is untried '
+            'in a capture; take "ulysses" or "allgather"'
+        )
     if recipe.memory.recompute == "block" and recipe.model.class_ != ModelConfig.class_:
         yield (
             f'memory.recompute = "block" saves the random state on the host around blocks of model.class = '

@@ -8,13 +8,16 @@ from titan_moe.config.rules.rule import is_no_divisor, nearest_multiples, rule, 
 
 NO_CP = "parallel.cp = 1"
 ALLGATHER = 'parallel.cp_kind = "allgather"'
+NO_RING = 'parallel.cp_kind = "allgather" or "ulysses"'
+HEAD_DIM_MULTIPLE = 8
+"""Of the kernels of ring attention for GPUs."""
 
 
-@rule("each rank has equal parts of every sequence; with allgather one chunk from its start and one from its end")
+@rule("each rank has equal parts of every sequence; unless ulysses one chunk from its start and one from its end")
 def cp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_tokens = recipe.parallel, recipe.train.seq_len_tokens
     if p.cp > 1 and is_no_divisor(p.length_multiple, num_tokens):
-        chunks = "2 * " if p.cp_kind == "allgather" else ""
+        chunks = "2 * " if p.cp_kind != "ulysses" else ""
         yield (
             f"{chunks}parallel.cp * tp = {chunks}{p.cp} * {p.tp} = {p.length_multiple} does not divide "
             f"train.seq_len_tokens = {num_tokens}; take {nearest_multiples(num_tokens, p.length_multiple)}, or {NO_CP}"
@@ -53,6 +56,32 @@ def cp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
             f'parallel.cp = {p.cp} with "ulysses" takes rows of a weight of mla, which precision.all_gather = "format" '
             f'gathers as codes of all rows; take all_gather = "compute", {ALLGATHER}, or {NO_CP}'
         )
+
+
+@rule("a rank sees one block of keys after the other, plain causal, and merges their results by the log-sum-exp")
+def ring_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.parallel.cp > 1 and recipe.parallel.cp_kind == "ring":
+        for found, way_out in _unsupported_by_ring(recipe):
+            yield f'parallel.cp_kind = "ring" does not support {found}; take {way_out}'
+
+
+def _unsupported_by_ring(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """What a recipe asks for that ring attention does not support, with a way out."""
+    m, a, backend = recipe.model, recipe.model.attention, recipe.perf.attention
+    compute, num_tokens = recipe.precision.compute, recipe.train.seq_len_tokens
+    if a.kind == "mla":
+        yield 'model.attention.kind = "mla", whose latents are narrower than its keys and values', NO_RING
+    if recipe.data.document_attention:
+        yield "data.document_attention = true", f"false, or {NO_RING}"
+    if any(a.window(layer, num_tokens) < num_tokens for layer in range(m.num_layers)):
+        yield f"model.attention.sliding_window = {a.sliding_window}", f"0, or {NO_RING}"
+    if backend in ("efficient", "math"):
+        yield f'perf.attention = "{backend}", which returns no log-sum-exp of each query', f'"auto", or {NO_RING}'
+    if recipe.run.device == "cuda" and compute != "bf16":
+        yield f'precision.compute = "{compute}" on GPUs, where its kernels take bf16', f'"bf16", or {NO_RING}'
+    if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim % HEAD_DIM_MULTIPLE:
+        ways_out = f"{nearest_multiples(a.head_dim, HEAD_DIM_MULTIPLE)}, or {NO_RING}"
+        yield f"model.attention.head_dim = {a.head_dim}, no multiple of {HEAD_DIM_MULTIPLE}", ways_out
 
 
 CONTEXT_RULES = rules_in(globals())
