@@ -56,6 +56,7 @@ from titan_moe.layers.attention import Context
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.ring_attention import RingAttention
 from titan_moe.parallel.sequence import SumOverRanks
+from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.precision.torchao_linears import blockwise_linear
 
@@ -173,6 +174,10 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
     sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp
     sums[0].sum().backward()
+    up, down = (torch.nn.Linear(8, 8, bias=False).to(device, dtype) for _ in range(2))
+    gather_then_multiply(up, group, is_sequence=True)
+    multiply_then_scatter(down, group, is_sequence=True)
+    down(up(torch.randn(2, 4, 8, device=device, dtype=dtype, requires_grad=True))).sum().backward()
     q, k, v = (torch.randn(2, 4, heads, 8, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     backend = ring_backend("auto", device.type, is_deterministic=False)
     RingAttention(group, backend)(q, k, v, Context(q, q, None), 1.0).sum().backward()

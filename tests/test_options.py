@@ -97,6 +97,7 @@ KEPT = {
     "parallel.cp": "sequences whose activations one rank does not hold",
     "parallel.cp_kind": "heads, or how few of them keys and values have, limit ulysses; allgather has masks, ring none",
     "parallel.tp": "what one rank does not hold of a layer, and fewer sequences than ranks",
+    "parallel.tp_comm_overlap": "Megatron's tp-comm-overlap, torchtitan's async TP: smaller GEMMs for hidden messages",
     "parallel.etp": "experts too large for a rank, or too few for ep (Mixtral); Megatron's expert-tensor-parallel-size",
     "parallel.dp_replicate": "HSDP: parameters are gathered inside a node, gradients alone cross nodes",
     "parallel.dp_shard": "fewer shards than ranks: the other half of HSDP",

@@ -124,6 +124,10 @@ BROKEN = {
     "tp_divides_widths": ("--parallel.tp=2 --model.vocab_size=257", "take 256 or 258, or a tp that divides it"),
     "tp_divides_sequences": ("--parallel.tp=2 --train.seq_len_tokens=129", "take 128 or 130"),
     "dp_shard_divides_columns": ("--parallel.tp=2 --model.hidden_size=130", "dp_shard = 4 does not divide"),
+    "tp_overlap_is_possible": (
+        "--parallel.tp_comm_overlap=true",
+        "has no messages to hide with parallel.tp = 1; take false, or tp = 2",
+    ),
     "tp_supports_the_recipe": (
         "--parallel.tp=2 --model.class=mine:Model",
         'model.class = "mine:Model"; take ours, or parallel.tp = 1',
@@ -499,6 +503,16 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "ep = 4; take a divisor between 1 and 4",
         ),
         ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=-1", 8, "must be at least 0"),
+        (
+            "--parallel.tp=2 --parallel.tp_comm_overlap=true --run.device=cpu --precision.compute=fp32",
+            8,
+            'parallel.tp_comm_overlap = true needs run.device = "cuda", not "cpu"; take false',
+        ),
+        (
+            "--parallel.tp=2 --parallel.tp_comm_overlap=true --precision.linears=fp8_rowwise",
+            8,
+            'no GEMMs in precision.linears = "fp8_rowwise"; take precision.linears = "compute", or',
+        ),
         ("--parallel.tp=2 --perf.kernels=fused", 8, 'take perf.override.head = "torch", or parallel.tp = 1'),
         ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8; take 1, 2, 4, 8 (each tp"),
         ("--parallel.tp=2 --model.class=my.model:Mine", 8, 'model.class = "my.model:Mine"; take ours'),
@@ -603,6 +617,8 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.cp=2 --model.attention.kind=mla --precision.linears=fp8_rowwise",
         "--parallel.cp=2 --parallel.tp=2 --parallel.dispatcher=symm_mem --perf.attention=flex --compile.cudagraph=step",
         "--parallel.cp=2 --parallel.dp_replicate=2 --parallel.ep=2",
+        "--parallel.tp=2 --parallel.tp_comm_overlap=true --compile.cudagraph=step --parallel.dispatcher=symm_mem",
+        "--parallel.tp=2 --parallel.tp_comm_overlap=true --precision.experts=fp8_rowwise --parallel.cp=2",
         "--parallel.tp=2 --run.device=cpu --precision.compute=fp32",
         "--parallel.tp=2 --run.device=cpu --precision.moments=int8 --optim.kind=fused_adamw",
         "--parallel.tp=8 --model.attention.num_kv_heads=4",

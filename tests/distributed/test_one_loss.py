@@ -299,18 +299,43 @@ def test_one_loss_with_tensor_parallelism(
         assert_same(trace, split_alone(name), 1e-9)
 
 
+OVERLAPPED = replace(TP2, tp_comm_overlap=True)
+
+
 @pytest.mark.parametrize(
-    ("extent", "name", "what"),
+    ("num_ranks", "parallel", "name", "changes"),
     [
-        ("pieces", "gqa", "none"),
-        ("block", "mla", "experts"),
-        ("block", "gqa-shared", "block"),
+        pytest.param(2, OVERLAPPED, "gqa", {}, id="tp2-gqa"),
+        pytest.param(2, OVERLAPPED, "mla", {"memory": MemoryConfig("block")}, id="tp2-mla-recompute_block"),
+        pytest.param(2, OVERLAPPED, "mla-latent-gate", {}, id="tp2-mla-latent-gate"),
+        pytest.param(4, replace(OVERLAPPED, tp=4), "gqa-shared", {}, id="tp4-gqa-shared"),
+        pytest.param(4, replace(OVERLAPPED, cp=2), "gqa-tied", {}, id="cp2-tp2-gqa-tied"),
+        pytest.param(4, replace(OVERLAPPED, cp=2), "mla", {}, id="cp2-tp2-mla"),
+        pytest.param(4, replace(OVERLAPPED, pp=2), "gqa", {}, id="tp2-pp2-gqa"),
+    ],
+)
+def test_one_loss_with_overlapped_tensor_parallelism(
+    ranks, split_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str, changes: Any
+) -> None:
+    """On CPUs the layers have the collectives and GEMMs that overlap on GPUs, one after the other."""
+    for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes), -1, FEW):
+        assert_same(trace, split_alone(name), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("extent", "name", "what", "overlaps"),
+    [
+        ("pieces", "gqa", "none", False),
+        ("block", "mla", "experts", False),
+        ("block", "gqa-shared", "block", False),
+        ("pieces", "mla", "none", True),
+        ("block", "gqa", "block", True),
     ],
 )
 def test_one_loss_with_tensor_parallelism_in_graphs(
-    ranks, split_alone: Callable[[str], Trace], extent: Any, name: str, what: str
+    ranks, split_alone: Callable[[str], Trace], extent: Any, name: str, what: str, overlaps: bool
 ) -> None:
-    parallel = replace(TP2_EP2, dispatcher="allgather")
+    parallel = replace(TP2_EP2, dispatcher="allgather", tp_comm_overlap=overlaps)
     options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig(what)}
     for fields in ranks(2, train_compiled, split_recipe(parallel, name, **options), -1, FEW):
         trace = Trace(**fields)

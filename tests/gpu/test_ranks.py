@@ -104,7 +104,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
     fp8 = ("--precision.format=fp8_rowwise", "--perf.kernels=fused")
     split = ("--parallel.tp=2",)
-    ring = "--parallel.cp_kind=ring"
+    ring, overlapped = "--parallel.cp_kind=ring", "--parallel.tp_comm_overlap=true"
     interleaved = (
         "--parallel.overlap=microbatch",
         "--parallel.accumulate_unsharded=true",
@@ -177,6 +177,10 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "tp_symm_mem_captured": (*split, whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
         "tp_tiles": (*split, *tiled, "--perf.override.head=torch", *gated),
         "tp_tiles_fp8_captured": (*split, *tiled, *fp8, "--perf.override.head=torch", "--compile.cudagraph=step"),
+        "tp_async": (*split, overlapped, plain),
+        "tp_async_ep": (*split, overlapped, whole, alltoall, *gated),
+        "tp_async_blocks": (*split, overlapped, whole, allgather, "--compile.extent=block", "--memory.recompute=block"),
+        "tp_async_symm_mem_captured": (*split, overlapped, whole, symm_mem, "--compile.cudagraph=step", bounded),
         "tp_documents": (*split, whole, alltoall, "--data.document_attention=true", "--perf.attention=flex"),
         "cp": ("--parallel.cp=2", plain),
         "cp_ep_tiles_captured": ("--parallel.cp=2", *tiled, "--compile.cudagraph=step", *validated),

@@ -77,6 +77,11 @@ class ParallelConfig:
     vocabulary; between layers each has a part of every sequence (sequence parallelism, arXiv:2205.05198), so each
     brings other tokens to the experts. Divides the heads; with fewer key/value heads than ranks, ranks share them.
     Every attention and dense layer gathers its input and reduce-scatters its output: for ranks of one node."""
+    tp_comm_overlap: bool = False
+    """Hide the messages of tensor parallelism behind the GEMMs of attention and dense layers (Megatron's
+    --tp-comm-overlap, torchtitan's async TP): tokens are multiplied rank by rank as they arrive, and partial results
+    are sent as they are computed, over symmetric memory of the GPUs of a node. Without NVLink multicast. The GEMMs of
+    a rank become tp smaller ones, so it needs some thousand tokens. Embedding, head and latents do not overlap."""
     ep: int = 1
     """Expert-parallel ranks: each holds num_experts / ep experts of a layer. Folded over the dense ranks of a
     replica."""

@@ -30,6 +30,7 @@ from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.sequence import gather_sequence, scatter_sequence
+from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter, open_workspace
 from titan_moe.parallel.vocabulary import EmbedOwnWords, HeadOverRanks
 from titan_moe.parameters import TENSOR_AXIS
 
@@ -42,26 +43,40 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
         return
     mesh = meshes.dense[TENSOR_AXIS]
     group, readers = mesh.get_group(), dict[nn.Module, "_OwnRows"]()
+    if config.tp_comm_overlap and mesh.device_type == "cuda":
+        open_workspace(group)
     for module in list(model.modules()):
         match module:
             case GroupedQueryAttention():
                 readers[module.qkv] = _split_heads(module, mesh)
                 _split(module.out, "weight", COLUMNS, mesh)
-                module.register_forward_pre_hook(partial(_gather_input, group))
-                module.register_forward_hook(partial(_scatter_output, group))
+                if config.tp_comm_overlap:
+                    gather_then_multiply(module.qkv, group, is_sequence=True)
+                    multiply_then_scatter(module.out, group, is_sequence=True)
+                else:
+                    module.register_forward_pre_hook(partial(_gather_input, group))
+                    module.register_forward_hook(partial(_scatter_output, group))
             case MultiHeadLatentAttention():
                 for projection in (module.q_up, module.kv_up):
                     _split(projection, "weight", ROWS, mesh)
                 _split(module.out, "weight", COLUMNS, mesh)
                 # latents are narrower than the input: they are gathered behind their projections
-                module.q_up.register_forward_pre_hook(partial(_gather_input, group))
                 module.kv_down.register_forward_hook(partial(_gather_output, group))
-                module.register_forward_hook(partial(_scatter_output, group))
+                if config.tp_comm_overlap:
+                    gather_then_multiply(module.q_up, group, is_sequence=True)
+                    multiply_then_scatter(module.out, group, is_sequence=True)
+                else:
+                    module.q_up.register_forward_pre_hook(partial(_gather_input, group))
+                    module.register_forward_hook(partial(_scatter_output, group))
             case MLP():
                 _split(module.gate_up, "weight", ROWS, mesh, module.fused_rows["gate_up.weight"])
                 _split(module.down, "weight", COLUMNS, mesh)
-                module.register_forward_pre_hook(partial(_gather_tokens, group))
-                module.register_forward_hook(partial(_scatter_tokens, group))
+                if config.tp_comm_overlap:
+                    gather_then_multiply(module.gate_up, group, is_sequence=False)
+                    multiply_then_scatter(module.down, group, is_sequence=False)
+                else:
+                    module.register_forward_pre_hook(partial(_gather_tokens, group))
+                    module.register_forward_hook(partial(_scatter_tokens, group))
             case nn.Embedding():
                 _split_vocabulary(model, module, mesh)
                 num_words = module.num_embeddings // mesh.size()

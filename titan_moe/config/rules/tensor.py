@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.rules.rule import is_no_divisor, nearest_multiples, rule, rules_in
+from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
 
 NO_TP = "parallel.tp = 1"
 
@@ -85,6 +86,27 @@ def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "the Triton kernels of the head's loss", 'take perf.override.head = "torch"'
     if recipe.precision.formats and recipe.precision.all_gather == "format":
         yield 'precision.all_gather = "format"', 'take "compute"'
+
+
+@rule("its GEMMs read the memory of the other GPUs of a node, part by part, in the dtype of precision.compute")
+def tp_overlap_is_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_local = recipe.parallel, ranks_of_a_node(world_size)
+    if not p.tp_comm_overlap:
+        return
+    if p.tp == 1:
+        yield "parallel.tp_comm_overlap = true has no messages to hide with parallel.tp = 1; take false, or tp = 2"
+    if recipe.run.device == "cpu":
+        yield 'parallel.tp_comm_overlap = true needs run.device = "cuda", not "cpu"; take false'
+    if p.tp > 1 and world_size > 1 and is_no_divisor(p.tp, num_local):
+        yield (
+            f"parallel.tp = {p.tp} does not divide the {num_local} ranks of a node, which parallel.tp_comm_overlap = "
+            f"true needs; take a divisor of it ({divisors(num_local)}), or tp_comm_overlap = false"
+        )
+    if recipe.precision.format_of("linears") != "compute":
+        yield (
+            f"parallel.tp_comm_overlap = true has no GEMMs in precision.linears = "
+            f'"{recipe.precision.format_of("linears")}"; take precision.linears = "compute", or tp_comm_overlap = false'
+        )
 
 
 TENSOR_RULES = rules_in(globals())
