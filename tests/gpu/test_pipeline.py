@@ -124,6 +124,7 @@ def launch_and_replay(recipe: Recipe, port: int) -> tuple[list[float], list[floa
                     before = torch.cuda.memory_allocated(device)
             grown = torch.cuda.memory_allocated(device) - before
             ways.append((losses, [parameter.to_local().clone() for parameter in run.optimizers.parameters]))
+            run.step.release()  # NCCL's groups cannot end before the graphs that hold their operations
         (losses, weights), (replayed, others) = ways[1:]
         return losses, replayed, all(map(torch.equal, weights, others)), grown
 

@@ -31,7 +31,8 @@ LEAST_TIMEOUT_MINUTES = 30.0
 def process_group(config: RunConfig) -> Iterator[torch.device]:
     """Initialise the process group, of torchrun's ranks or of this process alone. Yields this rank's device.
 
-    An error of the enclosed code is recorded for the launcher, and stays the one that is raised.
+    An error of the enclosed code is recorded for the launcher, and stays the one that is raised. CUDA graphs with
+    operations of NCCL must be released before the end (`StepRunner.release`): NCCL waits for that.
 
     Raises: RecipeError if the recipe needs CUDA and this rank has no GPU.
     """
