@@ -96,9 +96,9 @@ BROKEN = {
         f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2",
         'set parallel.accumulate_unsharded = true, or take pp_schedule = "1f1b" or "interleaved_1f1b"',
     ),
-    "pipeline_has_no_other_overlap": (
+    "interleaved_pipeline_has_pairs": (
         f"{PIPELINE} {INTERLEAVED}",
-        'parallel.overlap = "microbatch" does not work with parallel.pp = 2; choose one: overlap = "none", or',
+        '"1f1b" ranks would then wait longer, or keep twice as many microbatches; take pp_schedule = "dualpipev", or',
     ),
     "cp_divides_sequences": (
         "--parallel.cp=2 --train.seq_len_tokens=129",
@@ -366,6 +366,18 @@ def test_rules_each_have_a_broken_recipe() -> None:
             f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
             8,
             'take overlap = "tile" or "none", or "allgather", "alltoall", "hierarchical" or',
+        ),
+        *(
+            (
+                f"{schedule} {INTERLEAVED}",
+                8,
+                'parallel.overlap = "microbatch" merges a forward and a backward of a rank',
+            )
+            for schedule in (
+                ZERO_BUBBLE,
+                f"{ZERO_BUBBLE} --parallel.pp_schedule=interleaved_zero_bubble",
+                f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=2",
+            )
         ),
         (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
         (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
@@ -647,6 +659,8 @@ def test_rules_with_several_cases_refuse_each(
         f"{ZERO_BUBBLE} --train.global_batch_sequences=8 --validation.num_sequences=8",
         f"{ZERO_BUBBLE} --compile.extent=block --compile.regional=off",
         f"{ZERO_BUBBLE} --parallel.pp_schedule=dualpipev",
+        f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev",
+        f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --parallel.dispatcher=alltoall",
         f"{ZERO_BUBBLE} --parallel.pp_schedule=interleaved_zero_bubble",
     ],
 )

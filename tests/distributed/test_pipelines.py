@@ -138,6 +138,26 @@ def test_stages_and_microbatches_share_their_graphs(
         assert num_graphs is None or trace.num_graphs[0] <= num_graphs + 2, "with two sizes of the loss's softmax"
 
 
+PAIRS = replace(SCHEDULES["dualpipev"], pp=2, ep=2, dispatcher="alltoall", overlap="microbatch")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        pytest.param("gqa", {}, id="alltoall"),
+        pytest.param("gqa", {"pp": 4}, id="four_ranks"),
+        pytest.param("mla-latent-gate", {"dispatcher": "allgather", "expert_clones": 1}, id="allgather_clones"),
+        pytest.param("gqa-tied", {"dp_shard": 4}, id="sharded_tied"),
+        pytest.param("gqa", {"pp_layout": "E|t*5|ttt|L"}, id="stages_without_layers"),
+        pytest.param("gqa-window", {"tp": 2}, id="tp"),
+    ],
+)
+def test_pairs_of_microbatches_train_as_one_process(
+    ranks: Any, alone: Callable[[str, int], Any], model: str, changes: dict[str, Any]
+) -> None:
+    assert_trains_alike(ranks, alone, recipe_of(replace(PAIRS, **changes), model), model)
+
+
 def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
     """Losses, and steps that were taken again; slots are bounded to the slot."""
     again = mock.patch.object(StepRunner, "_take_again", autospec=True, side_effect=StepRunner._take_again)

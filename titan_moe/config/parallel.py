@@ -37,7 +37,8 @@ class ParallelConfig:
     of a step where forward, gradients of activations and of weights take equal time, with the activations of 1f1b
     (ZB-V, arXiv:2401.10241).
     `dualpipev`: V too. In the middle of a step the forward of one microbatch is beside the backward of another
-    (DualPipe, arXiv:2412.19437, cut in half), which can hide their communication over ep. At least 2 * pp microbatches.
+    (DualPipe, arXiv:2412.19437, cut in half): with overlap = "microbatch" they hide each other's communication over ep.
+    At least 2 * pp microbatches.
     """
     vpp: int = 1
     """Stages of a pipeline rank (Megatron's virtual pipeline): 1 with `1f1b`, 2 with `zbv` and `dualpipev`, at least 2
@@ -105,7 +106,8 @@ class ParallelConfig:
     `microbatch`: Between nodes, with collectives: the forward of a microbatch is interleaved with the backward of the
     one before, block by block (DualPipe without pipeline stages, arXiv:2412.19437). Weight gradients of fused experts
     are delayed until the gradients of rows are sent. Needs `accumulate_unsharded`, two or more microbatches a step and
-    our own blocks in pieces; keeps the activations of little more than one microbatch.
+    our own blocks in pieces; keeps the activations of little more than one microbatch. With pp it needs the schedule
+    `dualpipev`, whose forwards and backwards it merges, with the activations that the schedule keeps anyway.
     """
     expert_rank_capacity_factor: float | Literal["auto"] = "auto"
     """Room for the rows and expert slots of a rank, over its balanced load, for a dispatcher that can be bounded.

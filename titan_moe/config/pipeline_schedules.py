@@ -24,6 +24,8 @@ class ScheduleFacts:
     """Whether a stage takes pp microbatches at a time, so that pp divides their number."""
     microbatches_per_rank: int = 0
     """The fewest that it can run, over pp; 0: any number."""
+    has_pairs: bool = False
+    """Whether, in the middle of a step, each forward of a rank is beside a backward that needs nothing of it."""
 
     def rank_of(self, stage: int, pp: int) -> int:
         """The pipeline rank of a stage."""
@@ -39,7 +41,7 @@ SCHEDULES = {
     "interleaved_1f1b": ScheduleFacts(2, UNBOUNDED, rounds=True),
     "interleaved_zero_bubble": ScheduleFacts(2, UNBOUNDED, rounds=True, splits_backward=True),
     "zbv": ScheduleFacts(2, 2, is_v=True, splits_backward=True),
-    "dualpipev": ScheduleFacts(2, 2, is_v=True, splits_backward=True, microbatches_per_rank=2),
+    "dualpipev": ScheduleFacts(2, 2, is_v=True, splits_backward=True, microbatches_per_rank=2, has_pairs=True),
 }
 """By name."""
 

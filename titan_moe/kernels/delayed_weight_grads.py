@@ -99,10 +99,10 @@ class WeightGradQueue:
         return None if torch.compiler.is_compiling() else self._pending
 
     @contextmanager
-    def recording(self) -> Iterator[PendingWeightGrads]:
-        """Delay the weight gradients of a forward."""
+    def recording(self, pending: PendingWeightGrads | None = None) -> Iterator[PendingWeightGrads]:
+        """Delay the weight gradients of a forward; with `pending`, those of another piece of it."""
         assert self._pending is None, "one forward at a time"
-        self._pending = PendingWeightGrads()
+        self._pending = PendingWeightGrads() if pending is None else pending
         try:
             yield self._pending
         finally:

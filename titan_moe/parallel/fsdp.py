@@ -160,7 +160,9 @@ class ManualFSDP:
         for module in reversed(self.modules[layer]):
             _fsdp(module).set_requires_gradient_sync(is_last, recurse=False)
             _fsdp(module).set_reshard_after_backward(is_last, recurse=False)
-            _fsdp(fully_shard.state(module))._fsdp_param_group.post_backward()
+            group = _fsdp(fully_shard.state(module))._fsdp_param_group
+            if group is not None:  # a stage may have no parameters but those of blocks
+                group.post_backward()
 
     def finish(self) -> None:
         """Wait for the reduced gradients."""

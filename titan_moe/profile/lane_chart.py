@@ -1,8 +1,10 @@
-"""The lanes of a pipeline as a picture: a row a rank, a box an action with the number of its microbatch."""
+"""The lanes of a pipeline as a picture: a row a rank, a box an action with the number of its microbatch. The
+two of a pair are one above the other."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
 
+from titan_moe.plan.pipeline.action import Action, halves
 from titan_moe.plan.pipeline.simulation import Run, Simulation
 from titan_moe.profile.chart import WIDTH
 
@@ -28,7 +30,8 @@ def draw_lanes(panels: Mapping[str, Simulation], unit: str = "ms") -> str:
     for number, (title, lanes) in enumerate(panels.items()):
         parts += _panel(title, lanes, top, unit if number == 0 else "")
         top += TITLE + len(lanes.runs) * (LANE + GAP) + FOOT
-    kinds = {run.action.kind for lanes in panels.values() for runs in lanes.runs for run in runs}
+    every = (run for lanes in panels.values() for runs in lanes.runs for run in runs)
+    kinds = {half.kind for run in every for half in halves(run.action)}
     parts += _legend([kind for kind in COLOURS if kind in kinds])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:.0f}" font-family="sans-serif" '
@@ -51,26 +54,29 @@ def _panel(title: str, lanes: Simulation, top: float, unit: str) -> Iterator[str
         y = top + TITLE + rank * (LANE + GAP)
         yield f'<text x="{LEFT - 6}" y="{y + 15:.0f}" text-anchor="end">rank {rank}</text>'
         yield f'<rect x="{LEFT}" y="{y:.0f}" width="{RIGHT - LEFT}" height="{LANE}" fill="#eee"/>'
-        stages = sorted({run.action.stage for run in runs})
+        stages = sorted({half.stage for run in runs for half in halves(run.action)})
         for run in runs:
-            if run.end > run.start:
-                yield _box(run, stages.index(run.action.stage), LEFT + run.start * scale, y, scale, unit)
+            actions = halves(run.action) if run.end > run.start else ()
+            height = LANE / max(len(actions), 1)
+            for number, action in enumerate(actions):
+                top_of_box = y + number * height
+                yield _box(run, action, stages.index(action.stage), scale, top_of_box, height, unit)
     if unit:
         y = top + TITLE + len(lanes.runs) * (LANE + GAP) + 10
         yield f'<text x="{LEFT}" y="{y:.0f}">0 {unit}</text>'
         yield f'<text x="{RIGHT}" y="{y:.0f}" text-anchor="end">{lanes.makespan:.4g} {unit}</text>'
 
 
-def _box(run: Run, turn: int, x: float, y: float, scale: float, unit: str) -> str:
-    width, action = (run.end - run.start) * scale, run.action
+def _box(run: Run, action: Action, turn: int, scale: float, y: float, height: float, unit: str) -> str:
+    x, width = LEFT + run.start * scale, (run.end - run.start) * scale
     fill = _darker(COLOURS[action.kind][0], SHADES[min(turn, len(SHADES) - 1)])
     time = f", {run.end - run.start:.4g} {unit}" if unit else ""
     title = f"{action.kind.replace('_', ' ')} of stage {action.stage}, microbatch {action.microbatch}{time}"
     text, number = "", str(action.microbatch)
     if width > PIXELS_OF_A_DIGIT * len(number):
-        at = f'x="{x + width / 2:.1f}" y="{y + 15:.0f}"'
+        at = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.0f}"'
         text = f'<text {at} text-anchor="middle" style="fill:white">{number}</text>'
-    box = f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{LANE}" fill="{fill}" stroke="white" '
+    box = f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{height:.0f}" fill="{fill}" stroke="white" '
     return f'{box}stroke-width="0.5"><title>{title}</title></rect>{text}'
 
 

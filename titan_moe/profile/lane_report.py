@@ -1,10 +1,11 @@
 """The section of the report about a pipeline: its lanes, and what its ranks do and wait for."""
 
-from statistics import mean
+from collections.abc import Mapping
 
+from titan_moe.plan.pipeline.action import halves
 from titan_moe.plan.pipeline.simulation import Simulation
 from titan_moe.profile.lane_chart import draw_lanes
-from titan_moe.profile.lanes import shares_of, with_mean_times
+from titan_moe.profile.lanes import mean_times, shares_of, with_mean_times
 from titan_moe.profile.table import table
 
 
@@ -38,7 +39,8 @@ def _ranks(lanes: Simulation) -> str:
     rows = []
     for rank, runs in enumerate(lanes.runs):
         shares = shares_of(lanes, rank)
-        stages = ", ".join(str(stage) for stage in sorted({run.action.stage for run in runs}))
+        held = {half.stage for run in runs for half in halves(run.action)}
+        stages = ", ".join(str(stage) for stage in sorted(held))
         rows.append((str(rank), stages, *map(_percent, shares), _percent(1 - shares.busy)))
     return table(header, rows)
 
@@ -46,12 +48,18 @@ def _ranks(lanes: Simulation) -> str:
 def _stages(lanes: Simulation) -> str:
     kinds = ("forward", "backward", "backward_input", "backward_weight")
     header = ("stage", *(f"{kind.replace('_', ' ')} ms" for kind in kinds), "most microbatches in flight")
+    alone, pairs = mean_times(lanes)
     rows = []
     for stage, in_flight in enumerate(lanes.max_in_flight):
-        runs = [run for of_rank in lanes.runs for run in of_rank if run.action.stage == stage]
-        times = [[run.end - run.start for run in runs if run.action.kind == kind] for kind in kinds]
-        rows.append((str(stage), *(f"{mean(of_kind):.3f}" if of_kind else "" for of_kind in times), str(in_flight)))
-    return table(header, rows)
+        times = [alone.get((kind, stage)) for kind in kinds]
+        rows.append((str(stage), *("" if time is None else f"{time:.3f}" for time in times), str(in_flight)))
+    return table(header, rows) + (_pairs(pairs) if pairs else "")
+
+
+def _pairs(pairs: Mapping[tuple[int, int], float]) -> str:
+    """The times of pairs, to be compared with those of their halves alone."""
+    header = ("forward of stage", "beside backward of stage", "both ms")
+    return table(header, [(*map(str, stages), f"{time:.3f}") for stages, time in sorted(pairs.items())])
 
 
 def _percent(share: float) -> str:

@@ -12,10 +12,10 @@ from operator import itemgetter
 from statistics import mean
 from typing import NamedTuple, get_args
 
-from titan_moe.plan.pipeline.action import Action, Kind
+from titan_moe.plan.pipeline.action import Action, Entry, Kind, Pair, halves
 from titan_moe.plan.pipeline.simulation import Run, Simulation, Times, max_in_flight, simulate
 from titan_moe.profile.attribution import PYTORCH_RANGES, HostEvent
-from titan_moe.profile.region import ACTION_PREFIX
+from titan_moe.profile.region import ACTION_PREFIX, ACTIONS_OF_A_PAIR
 from titan_moe.profile.span import Span
 from titan_moe.profile.trace_parsing import Timeline
 
@@ -60,34 +60,55 @@ def read_lanes(timelines: Sequence[Timeline], *, clocks_agree: bool) -> Simulati
 
 def shares_of(lanes: Simulation, rank: int) -> Shares:
     """The shares of a rank."""
-    rank_of = {run.action.stage: run.rank for runs in lanes.runs for run in runs}
+    rank_of = {half.stage: run.rank for runs in lanes.runs for run in runs for half in halves(run.action)}
+    ends = {half: run.end for runs in lanes.runs for run in runs for half in halves(run.action)}
     times = dict.fromkeys(Shares._fields, 0.0)
     now = 0.0
     for run in lanes.runs[rank]:
-        times[_awaited(run.action, rank_of)] += max(run.start - now, 0.0)
+        times[_awaited(run.action, rank_of, ends)] += max(run.start - now, 0.0)
         times["busy"] += run.end - run.start
         now = run.end
     times["other"] += lanes.makespan - now
     return Shares(**{name: time / lanes.makespan for name, time in times.items()})
 
 
+class MeanTimes(NamedTuple):
+    """In milliseconds."""
+
+    alone: dict[tuple[str, int], float]
+    """Of actions that ran alone, by kind and stage."""
+    pairs: dict[tuple[int, int], float]
+    """Of pairs, by the stages of forward and backward."""
+
+
+def mean_times(lanes: Simulation) -> MeanTimes:
+    """The mean times of what ranks ran."""
+    alone: dict[tuple[str, int], list[float]] = defaultdict(list)
+    pairs: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for run in (run for runs in lanes.runs for run in runs):
+        if isinstance(run.action, Pair):
+            pairs[run.action.forward.stage, run.action.backward.stage].append(run.end - run.start)
+        else:
+            alone[run.action.kind, run.action.stage].append(run.end - run.start)
+    return MeanTimes(
+        {key: mean(times) for key, times in alone.items()}, {key: mean(times) for key, times in pairs.items()}
+    )
+
+
 def with_mean_times(lanes: Simulation) -> Simulation:
-    """The same actions, as early as possible, if each takes the mean of its kind and stage and messages take no time:
-    the bubble of the schedule itself."""
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for runs in lanes.runs:
-        for run in runs:
-            times[run.action.kind, run.action.stage].append(run.end - run.start)
+    """The same actions, as early as possible, if each takes the mean of its kind and stage, a pair that of its two
+    stages, and messages take no time: the bubble of the schedule itself."""
+    alone, pairs = mean_times(lanes)
 
     def of(kind: Kind) -> list[float]:
-        return [mean(times.get((kind, stage), [0.0])) for stage in range(len(lanes.max_in_flight))]
+        return [alone.get((kind, stage), 0.0) for stage in range(len(lanes.max_in_flight))]
 
     weight, inputs, whole = of("backward_weight"), of("backward_input"), of("backward")
     inputs = [part or max(both - other, 0.0) for part, both, other in zip(inputs, whole, weight, strict=True)]
-    return simulate(_actions(lanes.runs), Times(of("forward"), inputs, weight))
+    return simulate(_actions(lanes.runs), Times(of("forward"), inputs, weight, pairs))
 
 
-def _last_step(timeline: Timeline) -> tuple[float, list[tuple[Action, float, float]]]:
+def _last_step(timeline: Timeline) -> tuple[float, list[tuple[Entry, float, float]]]:
     """When the host began the last step that has actions, and their times. Steps that CUDA graphs record or replay have
     none; an eager one is before them."""
     for ranges in reversed(list(_steps(timeline.pipeline))):
@@ -112,7 +133,7 @@ def _steps(pipeline: Sequence[HostEvent]) -> Iterator[list[HostEvent]]:
         yield step
 
 
-def _runs_of_cpu(ranges: Sequence[HostEvent]) -> Iterator[tuple[Action, float, float]]:
+def _runs_of_cpu(ranges: Sequence[HostEvent]) -> Iterator[tuple[Entry, float, float]]:
     for index, event in enumerate(ranges):
         if action := _computation(event):
             start_us = event.start_us
@@ -123,7 +144,7 @@ def _runs_of_cpu(ranges: Sequence[HostEvent]) -> Iterator[tuple[Action, float, f
             yield action, start_us, event.stop_us
 
 
-def _runs_of_gpu(ranges: Sequence[HostEvent], spans: Sequence[Span]) -> Iterator[tuple[Action, float, float]]:
+def _runs_of_gpu(ranges: Sequence[HostEvent], spans: Sequence[Span]) -> Iterator[tuple[Entry, float, float]]:
     copies = set(PYTORCH_RANGES.values())
     computing = (span for span in spans if not span.is_communication and span.part not in copies)
     by_launch = [(span.launched_us, span) for span in computing if span.launched_us is not None]
@@ -138,21 +159,39 @@ def _runs_of_gpu(ranges: Sequence[HostEvent], spans: Sequence[Span]) -> Iterator
             yield action, start_us, now_us
 
 
-def _computation(event: HostEvent) -> Action | None:
-    """The action of a range; None for a message or a wait."""
+def _computation(event: HostEvent) -> Entry | None:
+    """The action or the pair of a range; None for a message or a wait."""
     if not event.name.startswith(ACTION_PREFIX):
         return None
-    kind, stage, microbatch = event.name.removeprefix(ACTION_PREFIX).split()
-    action = Action(KINDS[kind], int(stage), int(microbatch))
-    return None if action.is_message else action
+    actions = []
+    for name in event.name.removeprefix(ACTION_PREFIX).split(ACTIONS_OF_A_PAIR):
+        kind, stage, microbatch = name.split()
+        actions.append(Action(KINDS[kind], int(stage), int(microbatch)))
+    if len(actions) > 1:
+        return Pair(*actions)
+    return None if actions[0].is_message else actions[0]
 
 
-def _actions(lanes: Sequence[Sequence[Run]]) -> list[list[Action]]:
+def _actions(lanes: Sequence[Sequence[Run]]) -> list[list[Entry]]:
     return [[run.action for run in runs] for runs in lanes]
 
 
-def _awaited(action: Action, rank_of: dict[int, int]) -> str:
-    """The share that a gap before an action counts for."""
+def _awaited(entry: Entry, rank_of: dict[int, int], ends: dict[Action, float]) -> str:
+    """The share that a gap before an action counts for; before a pair, that of the input which was made last."""
+    if isinstance(entry, Action):
+        return _awaited_input(entry, rank_of)
+    return _awaited_input(max(entry, key=lambda half: max(ends.get(made, 0.0) for made in _inputs(half))), rank_of)
+
+
+def _inputs(action: Action) -> list[Action]:
+    """What makes the input of an action, if it is in the lists."""
+    _, stage, microbatch = action
+    if action.kind == "forward":
+        return [Action("forward", stage - 1, microbatch)]
+    return [Action(kind, stage + 1, microbatch) for kind in ("backward", "backward_input")]
+
+
+def _awaited_input(action: Action, rank_of: dict[int, int]) -> str:
     own = rank_of[action.stage]
     if action.kind == "forward":
         return "for_activations" if rank_of.get(action.stage - 1, own) != own else "other"

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from titan_moe.plan.pipeline.action import Action
+from titan_moe.plan.pipeline.action import Entry, halves
 
 PREFIX = "titan_moe/"
 """Prefix of these ranges in a trace."""
 ACTION_PREFIX = "pipeline: "
 """Prefix of the ranges of pipeline actions. They are no parts of the model."""
+ACTIONS_OF_A_PAIR = " + "
+"""Between the names of the two in that of their range."""
 MESSAGES = "pipeline"
 """The part of messages between the stages of a pipeline, and of the wait for one."""
 
@@ -40,8 +42,8 @@ def in_region(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return wrapper
 
 
-def action_region(action: Action) -> AbstractContextManager[Any]:
-    """Mark an action of a pipeline rank, for its lane in the report. Parts inside keep their names."""
+def action_region(entry: Entry) -> AbstractContextManager[Any]:
+    """Mark an action of a pipeline rank, or a pair, for its lane in the report. Parts inside keep their names."""
     if not torch.autograd._profiler_enabled():
         return nullcontext()
-    return record_function(f"{ACTION_PREFIX}{action.kind} {action.stage} {action.microbatch}")
+    return record_function(ACTION_PREFIX + ACTIONS_OF_A_PAIR.join(" ".join(map(str, half)) for half in halves(entry)))

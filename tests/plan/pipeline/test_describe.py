@@ -1,5 +1,6 @@
 """The rows of `titan-moe check` about a pipeline."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,18 @@ def test_check_of_a_published_model_in_a_pipeline(schedule: str) -> None:
     assert "embedding, layers 0 to" in ranks[0] and sum("head" in line for line in ranks) == 1
     assert all("microbatches in flight" in line and "GiB at the peak" in line for line in ranks)
     assert lines[start + 5].startswith("memory") and "GiB on the ranks that have most" in lines[start + 5]
+
+
+def test_check_of_a_pipeline_that_interleaves_microbatches() -> None:
+    overrides = ["--parallel.pp=4", "--parallel.pp_schedule=dualpipev", "--parallel.vpp=2"]
+    overrides += ["--parallel.accumulate_unsharded=true", "--train.micro_batch_sequences=1", "--compile.cudagraph=off"]
+    overrides += ["--train.global_batch_sequences=128", "--parallel.dispatcher=alltoall"]
+    pairs = []
+    for overlap in ("none", "microbatch"):
+        recipe = load_recipe(QWEN3, [*overrides, f"--parallel.overlap={overlap}"])
+        assert check_rules(recipe, 32) == []
+        pairs.append(re.findall(r"; (\S+ of \S+) forwards beside a backward; ", describe(recipe, 32)))
+    assert pairs == [[], ["21 of 32", "22 of 32", "23 of 32", "23 of 32"]], "2 stages of 16 microbatches"
 
 
 def test_check_without_a_pipeline_does_not_name_one() -> None:

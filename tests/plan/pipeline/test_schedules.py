@@ -1,7 +1,7 @@
 """Schedules are those of torch.distributed.pipelining or better, and every rank's list can run."""
 
 import doctest
-from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -10,8 +10,9 @@ from torch.distributed.pipelining import schedules as theirs
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
+from titan_moe.plan.pipeline.action import Action, Entry, Pair, halves
 from titan_moe.plan.pipeline.orders import PHASES
-from titan_moe.plan.pipeline.schedules import Action, actions_of
+from titan_moe.plan.pipeline.schedules import actions_of, entries_of, paired_actions_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
 README = Path(__file__).parents[3] / "titan_moe" / "plan" / "pipeline" / "README.md"
@@ -59,17 +60,8 @@ def compute(actions: list[Action]) -> list[Action]:
     return [action for action in actions if action.kind.startswith(("forward", "backward"))]
 
 
-def units_of(actions: list[Action]) -> list[Unit]:
-    """Of DualPipeV a forward and the backward right behind it are one."""
-    units: list[Unit] = []
-    last = None
-    for action in actions:
-        if last and last.kind == "forward" and action.kind == "backward" and last.microbatch != action.microbatch:
-            units[-1] += (action,)
-        elif action.kind.startswith(("forward", "backward")):
-            units.append((action,))
-        last = action
-    return units
+def units_of(entries: list[Entry]) -> list[Unit]:
+    return [unit for unit in map(halves, entries) if unit[0].kind.startswith(("forward", "backward"))]
 
 
 def torch_units(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Unit]]:
@@ -141,9 +133,8 @@ def test_schedules_are_no_slower_than_torch_and_keep_no_more(case: Case) -> None
     schedule, pp, vpp, num_microbatches = case
     ours = actions_of(schedule, pp, vpp, num_microbatches)
     reference = torch_units(schedule, pp, vpp, num_microbatches)
-    as_units = units_of if schedule == "dualpipev" else lambda of_rank: [(action,) for action in compute(of_rank)]
-    last_stage = pp * vpp - 1
-    assert makespan([as_units(of_rank) for of_rank in ours], last_stage) <= makespan(reference, last_stage)
+    paired, last_stage = paired_actions_of(schedule, pp, vpp, num_microbatches), pp * vpp - 1
+    assert makespan([units_of(of_rank) for of_rank in paired], last_stage) <= makespan(reference, last_stage)
     flat = [[action for unit in of_rank for action in unit] for of_rank in reference]
     assert max(map(most_in_flight, ours)) <= max(map(most_in_flight, flat))
     if schedule in SAME_ORDER:
@@ -164,10 +155,17 @@ def test_schedules_run_every_microbatch_through_every_stage_once(case: Case) -> 
 
 
 def test_lists_run_with_messages_that_wait_for_each_other(case: Case) -> None:
-    """A send without a buffer ends with its receive; each needs what it needs before it in its own list."""
+    """A send without a buffer ends with its receive; each needs what it needs before it in its own list. Neither half
+    of a pair needs the other."""
     schedule, pp, vpp, num_microbatches = case
-    lists = actions_of(*case)
     rank_of = [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)]
+    borders = sum(rank_of[stage] != rank_of[stage + 1] for stage in range(pp * vpp - 1))
+    for lists in (actions_of(*case), paired_actions_of(*case)):
+        assert count_messages(lists, rank_of) == 2 * borders * num_microbatches
+
+
+def count_messages(lists: list[list[Any]], rank_of: list[int]) -> int:
+    pp = len(lists)
     done: set[Action] = set()
     at = [0] * pp
     num_messages = 0
@@ -176,8 +174,8 @@ def test_lists_run_with_messages_that_wait_for_each_other(case: Case) -> None:
         for rank in range(pp):
             if at[rank] == len(lists[rank]):
                 continue
-            action = lists[rank][at[rank]]
-            kind, stage, microbatch = action
+            entry = lists[rank][at[rank]]
+            kind, stage, microbatch = action = halves(entry)[0]
             if kind.startswith("send"):
                 way = 1 if kind == "send_activation" else -1
                 receive = Action(kind.replace("send", "receive"), stage + way, microbatch)  # type: ignore[arg-type]
@@ -189,12 +187,11 @@ def test_lists_run_with_messages_that_wait_for_each_other(case: Case) -> None:
                     at[rank], at[peer] = at[rank] + 1, at[peer] + 1
                     num_messages += 1
             elif not kind.startswith("receive"):
-                assert inputs_are_here(action, rank_of, done), f"{action} before what it needs"
-                done.add(action)
+                assert all(inputs_are_here(half, rank_of, done) for half in halves(entry)), f"{entry} before its inputs"
+                done |= set(halves(entry))
                 at[rank] += 1
         assert at != before, f"deadlock: {[lists[rank][at[rank] : at[rank] + 1] for rank in range(pp)]}"
-    borders = sum(rank_of[stage] != rank_of[stage + 1] for stage in range(pp * vpp - 1))
-    assert num_messages == 2 * borders * num_microbatches
+    return num_messages
 
 
 def gradients(stage: int, microbatch: int) -> set[Action]:
@@ -252,11 +249,24 @@ def test_zbv_waits_only_before_the_first_and_after_the_last(pp: int) -> None:
 
 def test_dualpipev_has_a_forward_beside_a_backward() -> None:
     pp, num_microbatches = 4, 20
-    for rank, actions in enumerate(actions_of("dualpipev", pp, 2, num_microbatches)):
-        pairs = [unit for unit in units_of(actions) if len(unit) == 2]
+    for rank, entries in enumerate(paired_actions_of("dualpipev", pp, 2, num_microbatches)):
+        pairs = [entry for entry in entries if isinstance(entry, Pair)]
         steady, after = 2 * (num_microbatches - 2 * pp + rank + 1), pp - rank - 1
         assert len(pairs) >= steady + after - 1, "all of the middle; the last rank splits the first pair"
-        assert Counter(kind for unit in pairs for kind, _, _ in unit) == {"forward": len(pairs), "backward": len(pairs)}
+        for forward, backward in pairs:
+            assert (forward.kind, backward.kind) == ("forward", "backward")
+            assert forward.stage != backward.stage and forward.microbatch != backward.microbatch
+
+
+def test_only_schedules_with_pairs_have_them(case: Case) -> None:
+    has_pairs = any(isinstance(entry, Pair) for of_rank in paired_actions_of(*case) for entry in of_rank)
+    assert has_pairs == SCHEDULES[case[0]].has_pairs
+
+
+def test_pairs_are_those_of_recipes_that_interleave_microbatches() -> None:
+    parallel = ParallelConfig(pp=2, vpp=2, pp_schedule="dualpipev")
+    assert entries_of(parallel, 6) == actions_of("dualpipev", 2, 2, 6)
+    assert entries_of(replace(parallel, overlap="microbatch"), 6) == paired_actions_of("dualpipev", 2, 2, 6)
 
 
 def test_every_schedule_of_recipes_has_facts_and_an_order() -> None:

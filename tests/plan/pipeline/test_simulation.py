@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from titan_moe.plan.pipeline.schedules import Action, actions_of
+from titan_moe.plan.pipeline.action import Action, Pair
+from titan_moe.plan.pipeline.schedules import actions_of, paired_actions_of
 from titan_moe.plan.pipeline.simulation import Times, max_held, simulate
 
 
@@ -59,6 +60,26 @@ def test_simulation_sends_where_the_list_does(kind: Any, need: str) -> None:
         done = simulate([first, sender, receiver, [Action("forward", 1, 1)]], Times.unit(2))
         begins.append(done.runs[2][-1].start - done.runs[1][0].end)
     assert begins == [0.0, 1.0]
+
+
+def test_simulation_of_a_pair_begins_when_both_can_and_ends_with_both() -> None:
+    """Stage 0 on rank 0 and stage 1 on rank 1; rank 1's last forward is beside its first backward."""
+    f, b = ([Action(kind, stage, 0) for stage in range(2)] for kind in ("forward", "backward"))  # type: ignore[arg-type]
+    ahead = [Action("forward", stage, 1) for stage in range(2)]
+    lists = [[f[0], ahead[0], b[0]], [f[1], Pair(ahead[1], b[1])]]
+    times = Times([2, 1], [1, 1], [1, 1])
+    first, second = simulate(lists, times).runs
+    assert [(run.start, run.end) for run in second] == [(2, 3), (4, 7)]
+    assert [run.start for run in first] == [0, 2, 7], "the gradient of a pair comes after both"
+    overlapped = simulate(lists, times._replace(pairs={(1, 1): 1.5}))
+    assert overlapped.runs[1][-1].end == 5.5 and overlapped.max_in_flight == [2, 2]
+
+
+def test_simulation_of_pairs_takes_as_long_as_of_their_halves() -> None:
+    for case in (("dualpipev", 2, 2, 9), ("dualpipev", 4, 2, 16)):
+        plain, paired = (simulate(lists(*case), Times.unit(2 * case[1])) for lists in (actions_of, paired_actions_of))
+        assert paired.makespan == plain.makespan and paired.bubble_share == pytest.approx(plain.bubble_share)
+        assert paired.max_in_flight == plain.max_in_flight
 
 
 def test_simulation_refuses_lists_that_wait_for_each_other() -> None:

@@ -8,7 +8,6 @@ from titan_moe.config.pipeline_schedules import SCHEDULES, ScheduleFacts, schedu
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
 
-NO_PP = "parallel.pp = 1"
 WHOLE_BACKWARDS = schedules_that(lambda facts: not facts.splits_backward)
 
 
@@ -109,13 +108,14 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
         )
 
 
-@rule("both interleave microbatches, and together they are not built")
-def pipeline_has_no_other_overlap(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("a forward and a backward hide each other's communication if a rank can begin both at a time")
+def interleaved_pipeline_has_pairs(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    if p.pp > 1 and p.overlap == "microbatch":
+    if p.pp > 1 and p.overlap == "microbatch" and not SCHEDULES[p.pp_schedule].has_pairs:
         yield (
-            f'parallel.overlap = "microbatch" does not work with parallel.pp = {p.pp}; choose one: overlap = "none", '
-            f"or {NO_PP}"
+            'parallel.overlap = "microbatch" merges a forward and a backward of a rank, and with parallel.pp_schedule '
+            f'= "{p.pp_schedule}" ranks would then wait longer, or keep twice as many microbatches; take pp_schedule = '
+            f'{schedules_that(lambda facts: facts.has_pairs)}, or overlap = "none"'
         )
 
 

@@ -1,18 +1,21 @@
 """Forward and backward of a step through the stages of this rank, by the actions of plan/pipeline/schedules.py.
 
 The schedules are data on floor 0, which `check` simulates and this file runs, word for word. Autograd of every stage
-and microbatch is a segment of its own, so nothing but activations and their gradients passes between stages.
+and microbatch is its own (runs.py), so nothing but activations and their gradients passes between stages. With
+`overlap = "microbatch"` it is in pieces, and the two of a pair take turns, the backward first: it frees memory.
 
-`backward_input` runs that segment. The layers of weight_grads.py leave the gradients of their weights, with their
+`backward_input` runs that autograd. The layers of weight_grads.py leave the gradients of their weights, with their
 operands; what else the microbatch kept is freed. `backward_weight` computes and accumulates them. A whole `backward`
 leaves nothing: the forward of its microbatch is not recorded. FSDP's hooks run in the segment's backward, before the
-gradients of weights. So with split backwards they never reduce: gradients are added as they come, and reduced after
-the last action of the stage.
+gradients of weights, and pieces run past them. So with split backwards and with pieces they never reduce: gradients are
+added as they come, and reduced after the last action of the stage.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +26,15 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads, WeightGradQueue
 from titan_moe.parallel import fsdp
 from titan_moe.parallel.arena import count_moe_layers
-from titan_moe.parallel.autograd_segment import AutogradSegment
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import Messages, Received, activations_like
 from titan_moe.parallel.pipeline.places import InFlight, Places
+from titan_moe.parallel.pipeline.runs import RunInPieces, StageInPieces, StageRun, WholeRun
 from titan_moe.parallel.pipeline.stages import TiedEmbedding
 from titan_moe.parallel.unsharded_experts import caching_casts
-from titan_moe.plan.pipeline.schedules import Action, actions_of
+from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
+from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of_rank
 from titan_moe.profile.region import action_region
 
@@ -58,19 +62,21 @@ class Pipeline:
         self.stages = dict(zip(stages_of_rank(self.rank, p), parts, strict=True))
         self.last_stage = p.pp * p.vpp - 1
         self.tied, self.queue, self.capacity = tied, queue, capacity
+        self.runs_in_pieces = p.overlap == "microbatch"
+        self.reduces_at_the_end = queue is not None or self.runs_in_pieces
+        """Gradients of a stage, after its last action; else the hooks of FSDP reduce them in its last backward."""
         self.stages_with_experts = frozenset(stage for stage, part in self.stages.items() if count_moe_layers(part))
         self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
-        p = self.config
-        actions = actions_of(p.pp_schedule, p.pp, p.vpp, len(batch.tokens_MBN))[self.rank]
-        run = StepRun(self, batch, scale, actions)
+        entries = entries_of(self.config, len(batch.tokens_MBN))[self.rank]
+        run = StepRun(self, batch, scale, entries)
         with ExitStack() as casts:
             for part in self.stages.values():
                 casts.enter_context(caching_casts(part))
-            for action in actions:
-                with action_region(action):
-                    run.do(action)
+            for entry in entries:
+                with action_region(entry):
+                    run.do(entry)
         run.finish()
         if self.tied is not None:
             self.tied.sum_gradients()
@@ -84,7 +90,7 @@ class Pipeline:
 class StepRun:
     """The microbatches of a step under way."""
 
-    def __init__(self, pipeline: Pipeline, batch: Batch, scale: Tensor, actions: list[Action]) -> None:
+    def __init__(self, pipeline: Pipeline, batch: Batch, scale: Tensor, entries: list[Entry]) -> None:
         self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
         self.microbatches = list(batch.microbatches())
         like = activations_like(batch.tokens_MBN[0], pipeline.config.tp, pipeline.hidden_size, pipeline.dtype)
@@ -92,96 +98,117 @@ class StepRun:
         self.arena_places = Places(pipeline.capacity, pipeline.stages_with_experts)
         self.inputs: dict[InFlight, Received] = {}
         self.outputs: dict[InFlight, Tensor] = {}
-        self.segments: dict[InFlight, AutogradSegment] = {}
+        stages_in_pieces = self.stages if pipeline.runs_in_pieces else ()
+        self.in_pieces = {stage: StageInPieces(self.stages[stage]) for stage in stages_in_pieces}
+        self.runs: dict[InFlight, StageRun] = {}
         self.output_grads: dict[InFlight, Received] = {}
         self.input_grads: dict[InFlight, Tensor] = {}
         self.losses: list[Tensor] = []
         self.weight_grads: dict[InFlight, PendingWeightGrads] = {}
+        actions = list(flat(entries))
         self.split_backwards = {action[1:] for action in actions if action.kind == "backward_input"}
         self.ends = "backward", "backward_input" if pipeline.queue is None else "backward_weight"
         """The actions after which a stage has all gradients of a microbatch."""
         self.num_backwards_left = Counter(action.stage for action in actions if action.kind in self.ends)
 
-    def do(self, action: Action) -> None:
-        """Run the next action of this rank's list."""
+    def do(self, entry: Entry) -> None:
+        """Run what is next in this rank's list."""
+        if isinstance(entry, Pair):
+            self._run_pair(entry)
+        else:
+            self._run(entry)
+        for action in halves(entry):
+            if action.frees:
+                self.arena_places.free(action.stage, action.microbatch)
+            if action.kind in self.ends:
+                self._end_backward(action.stage)
+
+    def _run(self, action: Action) -> None:
         kind, stage, microbatch = action
-        pair, rank_of = (stage, microbatch), self.pipeline.rank_of
+        key, rank_of = (stage, microbatch), self.pipeline.rank_of
         match kind:
             case "forward":
-                self._forward(stage, microbatch)
+                for _ in self._forward(stage, microbatch):
+                    pass
             case "backward" | "backward_input":
-                self._backward(stage, microbatch)
+                for _ in self._backward(stage, microbatch):
+                    pass
             case "backward_weight" if self.pipeline.queue is not None:
-                self.weight_grads.pop(pair).compute()
+                self.weight_grads.pop(key).compute()
             case "send_activation":
-                self.messages.send(self.outputs.pop(pair), rank_of(stage + 1))
+                self.messages.send(self.outputs.pop(key), rank_of(stage + 1))
             case "receive_activation":
-                self.inputs[pair] = self.messages.receive(rank_of(stage - 1))
+                self.inputs[key] = self.messages.receive(rank_of(stage - 1))
             case "send_gradient":
-                self.messages.send(self.input_grads.pop(pair), rank_of(stage - 1))
+                self.messages.send(self.input_grads.pop(key), rank_of(stage - 1))
             case "receive_gradient":
-                self.output_grads[pair] = self.messages.receive(rank_of(stage + 1))
-        if action.frees:
-            self.arena_places.free(stage, microbatch)
-        if kind in self.ends:
-            self._end_backward(stage)
+                self.output_grads[key] = self.messages.receive(rank_of(stage + 1))
+
+    def _run_pair(self, pair: Pair) -> None:
+        """Both begin when both can; a wait in between would stop the other one too."""
+        forward, backward = pair.forward[1:], pair.backward[1:]
+        if forward in self.inputs:  # not tokens
+            self.inputs[forward].wait()
+        self.output_grads[backward].wait()
+        for _ in zip_longest(self._backward(*backward), self._forward(*forward)):
+            pass
 
     def finish(self) -> None:
         """Wait for what was sent and reduced."""
         self.messages.finish()
-        if self.pipeline.queue is not None:
+        if self.pipeline.reduces_at_the_end:
             for part in self.stages.values():
                 fsdp.finish_reducing(part)
 
-    def _forward(self, stage: int, microbatch: int) -> None:
-        pair, part = (stage, microbatch), self.stages[stage]
-        tokens_BN, labels_BN, document_ids_BN = self.microbatches[microbatch]
-        x = tokens_BN if stage == 0 else self.inputs.pop(pair).wait().requires_grad_()
+    def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
+        key = stage, microbatch
+        tokens_BN, *labels_and_ids = self.microbatches[microbatch]
+        x = tokens_BN if stage == 0 else self.inputs.pop(key).wait().requires_grad_()
         is_last = stage == self.pipeline.last_stage
-
-        def run(x: Tensor) -> tuple[Tensor]:
-            with self.arena_places.forward_of(stage, microbatch):
-                out = part(x, labels_BN, document_ids_BN)
-            return (out * self.scale if is_last else out,)
-
-        self.segments[pair] = AutogradSegment(run)
-        with self._recording(pair):
-            (out,) = self.segments[pair](x)
+        inputs = *labels_and_ids, self.scale if is_last else None, partial(self._recording, key)
+        in_pieces = self.in_pieces.get(stage)
+        run = WholeRun(self.stages[stage], *inputs) if in_pieces is None else RunInPieces(in_pieces, *inputs)
+        self.runs[key] = run
+        with self.arena_places.forward_of(stage, microbatch):
+            yield from run.forward(x)
         if is_last:
-            self.losses.append(out.detach())
-            self.output_grads[pair] = Received(torch.ones_like(out), None)
+            self.losses.append(run.output)
+            self.output_grads[key] = Received(torch.ones_like(run.output), None)
         elif stage + 1 in self.stages:
-            self.inputs[stage + 1, microbatch] = Received(out.detach(), None)
+            self.inputs[stage + 1, microbatch] = Received(run.output, None)
         else:
-            self.outputs[pair] = out.detach()
+            self.outputs[key] = run.output
 
     @contextmanager
-    def _recording(self, pair: InFlight) -> Iterator[None]:
-        """Let the layers leave the weight gradients of a forward to `backward_weight`, if its backward is split."""
+    def _recording(self, key: InFlight) -> Iterator[None]:
+        """Let the layers leave the weight gradients of a forward, or of a piece of it, to `backward_weight`, if its
+        backward is split."""
         queue = self.pipeline.queue
-        if queue is None or pair not in self.split_backwards:
+        if queue is None or key not in self.split_backwards:
             yield
             return
-        with queue.recording() as self.weight_grads[pair]:
+        with queue.recording(self.weight_grads.setdefault(key, PendingWeightGrads())):
             yield
 
-    def _backward(self, stage: int, microbatch: int) -> None:
-        pair = stage, microbatch
+    def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
+        key = stage, microbatch
         if self.pipeline.config.accumulate_unsharded:
-            reduces = self.pipeline.queue is None and self.num_backwards_left[stage] == 1
+            reduces = not self.pipeline.reduces_at_the_end and self.num_backwards_left[stage] == 1
             fsdp.set_unsharded_accumulation(self.stages[stage], not reduces)
-        (grad,) = self.segments.pop(pair).backward([self.output_grads.pop(pair).wait()])
+        run = self.runs.pop(key)
+        yield from run.backward(self.output_grads.pop(key).wait())
+        grad = run.input_grad
         if stage == 0:
             return
         assert grad is not None, f"stage {stage} does not depend on the stage before it"
         if stage - 1 in self.stages:
             self.output_grads[stage - 1, microbatch] = Received(grad, None)
         else:
-            self.input_grads[pair] = grad
+            self.input_grads[key] = grad
 
     def _end_backward(self, stage: int) -> None:
         self.num_backwards_left[stage] -= 1
-        if self.pipeline.queue is None:
+        if not self.pipeline.reduces_at_the_end:
             return
         fsdp.accumulate_late_grads(self.stages[stage])
         if self.num_backwards_left[stage] == 0:

@@ -38,6 +38,7 @@ class Received:
         if self.work is not None:
             with region(MESSAGES):
                 self.work.wait()
+            self.work = None  # gloo would wait for another
         return self.tensor
 
 

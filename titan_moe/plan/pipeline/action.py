@@ -1,5 +1,6 @@
-"""An action of a pipeline rank."""
+"""The actions of a pipeline rank, alone and in pairs."""
 
+from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 Kind = Literal[
@@ -30,3 +31,27 @@ class Action(NamedTuple):
     def frees(self) -> bool:
         """Whether it is the last that needs the activations of its stage and microbatch."""
         return self.kind in ("backward", "backward_weight")
+
+
+class Pair(NamedTuple):
+    """A forward and a whole backward that need nothing of each other, and that a rank runs together, piece by piece.
+
+    It begins when both can, and what they send is sent after both.
+    """
+
+    forward: Action
+    backward: Action
+
+
+Entry = Action | Pair
+"""An entry of a rank's list."""
+
+
+def halves(entry: Entry) -> tuple[Action, ...]:
+    """The actions of an entry: one, or both of a pair, the forward first."""
+    return (entry,) if isinstance(entry, Action) else tuple(entry)
+
+
+def flat(entries: Iterable[Entry]) -> Iterator[Action]:
+    """All actions, with those of a pair one after the other."""
+    return (action for entry in entries for action in halves(entry))

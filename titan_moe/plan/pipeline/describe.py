@@ -6,9 +6,10 @@ from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.memory import state_bytes
 from titan_moe.plan.peak import peak_bytes
+from titan_moe.plan.pipeline.action import Entry, Pair, flat
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.parts import parts_of
-from titan_moe.plan.pipeline.schedules import actions_of
+from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import Simulation, Times, simulate
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 
@@ -16,9 +17,10 @@ from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 def simulate_step(recipe: Recipe, world_size: int) -> Simulation:
     """Simulate a step of a recipe; times are FLOPs of a token."""
     p = recipe.parallel
-    actions = actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches(recipe, world_size))
+    entries = entries_of(p, num_microbatches(recipe, world_size))
     flops = [flops_of_stage(recipe, stage) for stage in stages_of(recipe)]
-    return simulate(actions, Times(*zip(*flops, strict=True)))
+    forward, backward_input, backward_weight = zip(*flops, strict=True)
+    return simulate(entries, Times(forward, backward_input, backward_weight))
 
 
 def describe_pipeline(recipe: Recipe, world_size: int, capacity_factor: float, experts: str) -> Iterator[str]:
@@ -34,12 +36,21 @@ def describe_pipeline(recipe: Recipe, world_size: int, capacity_factor: float, e
         f"{p.pp_schedule}, {len(stages)} stages{of_a_rank}, {number} microbatches a step; bubble {100 * bubble:.3g} % "
         f"of the step, by FLOPs, without messages and recompute{delayed}"
     )
+    entries = entries_of(p, number)
     for rank, part in enumerate(parts_of(recipe, world_size)):
         held = " + ".join(name_modules(stages[stage]) for stage in stages_of_rank(rank, p))
         memory = f"{state_bytes(part) / 2**30:.3g} GiB"
         if recipe.run.device != "cpu":
             memory += f", about {peak_bytes(part, capacity_factor, experts) / 2**30:.3g} GiB at the peak"
-        yield f"pp rank {rank}: {held}; microbatches in flight {part.num_in_flight:.3g}; {memory}"
+        pairs = f"; {name_pairs(entries[rank])}" if p.overlap == "microbatch" else ""
+        yield f"pp rank {rank}: {held}; microbatches in flight {part.num_in_flight:.3g}{pairs}; {memory}"
+
+
+def name_pairs(entries: Sequence[Entry]) -> str:
+    """How much of a rank's communication over ep is hidden, in words."""
+    num_pairs = sum(isinstance(entry, Pair) for entry in entries)
+    num_forwards = sum(action.kind == "forward" for action in flat(entries))
+    return f"{num_pairs} of {num_forwards} forwards beside a backward"
 
 
 def name_modules(stage: Sequence[str]) -> str:

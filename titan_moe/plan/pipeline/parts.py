@@ -7,7 +7,7 @@ from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import ParameterCount, count_parameters
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places
-from titan_moe.plan.pipeline.schedules import actions_of
+from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 
@@ -74,4 +74,4 @@ def in_flight(recipe: Recipe, world_size: int, rank: int) -> float:
     sizes = {stage: float(len(_layers(stages[stage]))) for stage in stages_of_rank(rank, p)}
     number = num_microbatches(recipe, world_size)
     few = min(number, 4 * p.pp + number % p.pp)  # more of them do not raise it
-    return max_held(actions_of(p.pp_schedule, p.pp, p.vpp, few)[rank], sizes) / max(sum(sizes.values()), 1.0)
+    return max_held(entries_of(p, few)[rank], sizes) / max(sum(sizes.values()), 1.0)

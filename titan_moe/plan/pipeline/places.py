@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from titan_moe.config.recipe import Recipe, num_microbatches
-from titan_moe.plan.pipeline.schedules import actions_of
+from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 
@@ -26,8 +26,8 @@ def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int
     most = max(layers.values())
     if p.pp == 1 or not most:
         return ArenaPlaces(1, most)
-    actions = actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches(recipe, world_size))[rank]
-    number = max_held(actions, {stage: 1.0 for stage, num_layers in layers.items() if num_layers})
+    entries = entries_of(p, num_microbatches(recipe, world_size))[rank]
+    number = max_held(entries, {stage: 1.0 for stage, num_layers in layers.items() if num_layers})
     return ArenaPlaces(round(number), most)
 
 

@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
+from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
-from titan_moe.plan.pipeline.action import Action
+from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat
 from titan_moe.plan.pipeline.orders import Unit, order_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
-__all__ = ["Action", "actions_of"]
+__all__ = ["Action", "actions_of", "entries_of"]
 
 DURATION = {"backward": 2}
 """Units of time; all others take 1."""
@@ -29,21 +30,36 @@ def actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[
 
     Raises: ValueError for stages and microbatches that the schedule does not fit; `config.rules` refuses them first.
     """
+    return [list(flat(entries)) for entries in paired_actions_of(schedule, pp, vpp, num_microbatches)]
+
+
+def paired_actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Entry]]:
+    """The same, with a forward and a backward that the order runs as one as a pair.
+
+    Raises: ValueError as `actions_of`.
+    """
     facts = SCHEDULES[schedule]
     fits_vpp = facts.min_vpp <= vpp <= facts.max_vpp
     if not fits_vpp or num_microbatches < facts.fewest_microbatches(pp) or (facts.rounds and num_microbatches % pp):
         raise ValueError(f"{schedule} does not fit pp = {pp}, vpp = {vpp} and {num_microbatches} microbatches")
-    return [list(actions) for actions in _actions_of(schedule, pp, vpp, num_microbatches)]
+    return [list(entries) for entries in _entries_of(schedule, pp, vpp, num_microbatches)]
+
+
+def entries_of(parallel: ParallelConfig, num_microbatches: int) -> list[list[Entry]]:
+    """The lists of a recipe's pipeline, by rank: with pairs if it interleaves microbatches, else without."""
+    p = parallel
+    lists = paired_actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)
+    return lists if p.overlap == "microbatch" else [list(flat(entries)) for entries in lists]
 
 
 @lru_cache(maxsize=16)
-def _actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+def _entries_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Entry]]:
     """Every step asks for the same lists."""
     orders = [order_of(schedule, rank, pp, vpp, num_microbatches) for rank in range(pp)]
     return lay_out(orders, [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)])
 
 
-def lay_out(orders: Sequence[Sequence[Unit]], rank_of: Sequence[int]) -> list[list[Action]]:
+def lay_out(orders: Sequence[Sequence[Unit]], rank_of: Sequence[int]) -> list[list[Entry]]:
     """Simulate the orders of the ranks, given the rank of each stage; write down what begins and what is sent.
 
     Raises: ValueError if ranks wait for each other.
@@ -62,7 +78,7 @@ def lay_out(orders: Sequence[Sequence[Unit]], rank_of: Sequence[int]) -> list[li
         if waiting and not any(rank.running for rank in ranks):
             raise ValueError(f"pipeline ranks wait for each other; by rank: {waiting}")
         now += 1
-    return [rank.actions for rank in ranks]
+    return [rank.entries for rank in ranks]
 
 
 def _exchange(action: Action, ranks: Sequence["_Rank"], rank_of: Sequence[int]) -> None:
@@ -71,7 +87,7 @@ def _exchange(action: Action, ranks: Sequence["_Rank"], rank_of: Sequence[int]) 
     to = stage + 1 if kind == "forward" else stage - 1
     if kind == "backward_weight" or not 0 <= to < len(rank_of) or rank_of[to] == rank_of[stage]:
         return
-    sender, receiver = ranks[rank_of[stage]].actions, ranks[rank_of[to]].actions
+    sender, receiver = ranks[rank_of[stage]].entries, ranks[rank_of[to]].entries
     if kind == "forward":
         sender.append(Action("send_activation", stage, microbatch))
         receiver.append(Action("receive_activation", to, microbatch))
@@ -90,7 +106,7 @@ class _Rank:
         self.num_in_flight = 0  # activations of microbatches and stages
         self.running: Unit = ()
         self.end_time = 0
-        self.actions: list[Action] = []
+        self.entries: list[Entry] = []
 
     @property
     def is_done(self) -> bool:
@@ -112,7 +128,7 @@ class _Rank:
             return
         self.running = self._next(ended)
         self.end_time = now + sum(DURATION.get(action.kind, 1) for action in self.running)
-        self.actions += self.running
+        self.entries += [Pair(*self.running)] if len(self.running) == 2 else self.running
         self.num_in_flight += sum((action.kind == "forward") - action.frees for action in self.running)
 
     def _next(self, ended: set[Action]) -> Unit:

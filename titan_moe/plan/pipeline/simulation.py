@@ -1,10 +1,10 @@
 """The time that a pipeline's schedule takes, from its lists of actions and the times of its stages."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titan_moe.plan.pipeline.action import Action
+from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
 
 
 class Times(NamedTuple):
@@ -13,14 +13,19 @@ class Times(NamedTuple):
     forward: Sequence[float]
     backward_input: Sequence[float]
     backward_weight: Sequence[float]
+    pairs: Mapping[tuple[int, int], float] = {}  # by the stages of forward and backward; else as long as both
 
     @classmethod
     def unit(cls, num_stages: int) -> "Times":
         """All parts of all stages take 1."""
-        return cls(*(3 * [[1.0] * num_stages]))
+        ones = [1.0] * num_stages
+        return cls(ones, ones, ones)
 
-    def of(self, action: Action) -> float:
-        """The time of an action; messages take none."""
+    def of(self, action: Entry) -> float:
+        """The time of an action or a pair; messages take none."""
+        if isinstance(action, Pair):
+            both = self.of(action.forward) + self.of(action.backward)
+            return self.pairs.get((action.forward.stage, action.backward.stage), both)
         if action.is_message:
             return 0.0
         if action.kind == "backward":
@@ -30,10 +35,10 @@ class Times(NamedTuple):
 
 
 class Run(NamedTuple):
-    """When an action ran."""
+    """When an action or a pair ran."""
 
     rank: int
-    action: Action
+    action: Entry
     start: float
     end: float
 
@@ -58,7 +63,7 @@ class Simulation:
         return 1 - busy / (self.makespan * len(self.runs)) if busy else 0.0
 
 
-def simulate(actions: Sequence[Sequence[Action]], times: Times) -> Simulation:
+def simulate(actions: Sequence[Sequence[Entry]], times: Times) -> Simulation:
     """Run the list of each rank in order, as early as possible.
 
     A message takes no time: it is sent when the sender comes to it, and the receiver waits for it where it needs it.
@@ -66,7 +71,7 @@ def simulate(actions: Sequence[Sequence[Action]], times: Times) -> Simulation:
 
     Raises: ValueError if ranks wait for each other.
     """
-    listed = {action for of_rank in actions for action in of_rank}
+    listed = {action for of_rank in actions for action in flat(of_rank)}
     last_stage = max((action.stage for action in listed), default=0)
     runs: list[list[Run]] = [[] for _ in actions]
     ends: dict[Action, float] = {}
@@ -75,12 +80,13 @@ def simulate(actions: Sequence[Sequence[Action]], times: Times) -> Simulation:
         progressed = False
         for rank, of_rank in enumerate(actions):
             for action in of_rank[len(runs[rank]) :]:
-                needed = _needs(action, listed, last_stage)
+                needed = [need for half in halves(action) for need in _needs(half, listed, last_stage)]
                 if not all(need in ends for need in needed):
                     break
                 start = max([ends[need] for need in needed] + [run.end for run in runs[rank][-1:]], default=0.0)
-                ends[action] = start + times.of(action)
-                runs[rank].append(Run(rank, action, start, ends[action]))
+                end = start + times.of(action)
+                ends |= dict.fromkeys(halves(action), end)
+                runs[rank].append(Run(rank, action, start, end))
                 progressed = True
     waiting = {rank: of_rank[len(runs[rank])] for rank, of_rank in enumerate(actions) if len(runs[rank]) < len(of_rank)}
     if waiting:
@@ -107,20 +113,21 @@ def _first(choices: Sequence[Action], listed: Collection[Action]) -> list[Action
     return [next((choice for choice in choices if choice in listed), choices[0])]
 
 
-def max_in_flight(actions: Sequence[Sequence[Action]]) -> list[int]:
+def max_in_flight(actions: Sequence[Sequence[Entry]]) -> list[int]:
     """By stage, the most microbatches whose activations it keeps, from a forward to the end of its backward."""
-    stages = {action.stage for of_rank in actions for action in of_rank}
+    stages = {action.stage for of_rank in actions for action in flat(of_rank)}
     most = [0] * (1 + max(stages, default=-1))
     for of_rank in actions:
-        for stage in {action.stage for action in of_rank}:
+        for stage in {action.stage for action in flat(of_rank)}:
             most[stage] = round(max_held(of_rank, {stage: 1.0}))
     return most
 
 
-def max_held(actions: Sequence[Action], size_of: Mapping[int, float]) -> float:
-    """The most that a rank keeps at once, if a microbatch of a stage has this size; stages without one have none."""
+def max_held(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
+    """The most that a rank keeps at once, if a microbatch of a stage has this size; stages without one have none. A
+    pair keeps both of its microbatches."""
     held = most = 0.0
-    for action in actions:
+    for action in flat(actions):
         size = size_of.get(action.stage, 0.0)
         held += size * ((action.kind == "forward") - action.frees)
         most = max(most, held)

@@ -1,0 +1,130 @@
+"""A microbatch of a stage under way: its forward and its backward, each a generator.
+
+A generator stops where another microbatch may run: nowhere, if autograd of the stage is one segment; or at the end of
+each stretch of pieces (plan/schedule.py), where an exchange over ep is pending. Of two in pieces that take turns, one
+forward and one backward, each hides the exchanges of the other (DualPipe's pairs, arXiv:2412.19437, section 3.2.1).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from titan_moe.models.transformer import Transformer
+from titan_moe.parallel.autograd_segment import AutogradSegment
+from titan_moe.parallel.fsdp import ManualFSDP
+from titan_moe.parallel.microbatch_run import MicrobatchRun, are_dense
+from titan_moe.plan.schedule import START_LAYER, stretches
+
+Recording = Callable[[], AbstractContextManager[Any]]
+"""What the forward runs in, or each piece of it."""
+
+
+class StageRun(Protocol):
+    """The forward of a microbatch through a stage, once, and its backward, once, later."""
+
+    output: Tensor
+    """After the forward."""
+    input_grad: Tensor | None
+    """After the backward; None for tokens."""
+
+    def forward(self, x: Tensor) -> Iterator[None]: ...
+
+    def backward(self, grad: Tensor) -> Iterator[None]: ...
+
+
+class WholeRun:
+    """One autograd segment, under the hooks of FSDP."""
+
+    def __init__(
+        self,
+        part: nn.Module,
+        labels_BN: Tensor,
+        document_ids_BN: Tensor | None,
+        scale: Tensor | None,
+        recording: Recording,
+    ) -> None:
+        """`scale` is that of the loss; None without the head."""
+        self.recording = recording
+
+        def run(x: Tensor) -> tuple[Tensor]:
+            out = part(x, labels_BN, document_ids_BN)
+            return (out if scale is None else out * scale,)
+
+        self.segment = AutogradSegment(run)
+        self.output: Tensor
+        self.input_grad: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Iterator[None]:
+        with self.recording():
+            (out,) = self.segment(x)
+        self.output = out.detach()
+        yield
+
+    def backward(self, grad: Tensor) -> Iterator[None]:
+        (self.input_grad,) = self.segment.backward([grad])
+        yield
+
+
+class StageInPieces:
+    """A stage during a step whose microbatches run in pieces, past the hooks of FSDP: the first forward gathers its
+    parameters, and they stay."""
+
+    def __init__(self, part: nn.Module) -> None:
+        assert isinstance(part, Transformer)
+        self.part = part
+        self.stretches = stretches(are_dense(part))
+        self.parameters = ManualFSDP(part)
+        self.awaited = {layer for layer, _ in (piece for stretch in self.stretches for piece in stretch)}
+        """Layers whose parameters no forward has needed yet."""
+
+    def prepare(self, layer: int) -> None:
+        """Before the first piece of a layer: wait for its parameters, and start to gather those of the next layer."""
+        if layer not in self.awaited:
+            return
+        self.awaited.remove(layer)
+        if layer not in self.parameters.handles:
+            self.parameters.gather(layer)
+        self.parameters.wait(layer)
+        if layer + 1 in self.awaited:
+            self.parameters.gather(layer + 1)
+
+
+class RunInPieces:
+    """Stretches of pieces. A backward accumulates gradients layer by layer and reduces none."""
+
+    def __init__(
+        self,
+        stage: StageInPieces,
+        labels_BN: Tensor,
+        document_ids_BN: Tensor | None,
+        scale: Tensor | None,
+        recording: Recording,
+    ) -> None:
+        """`scale` is that of the loss; None without the head."""
+        self.stage, self.recording = stage, recording
+        self.inputs = labels_BN, document_ids_BN, scale
+        self.run: MicrobatchRun
+        self.output: Tensor
+        self.input_grad: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Iterator[None]:
+        run = self.run = MicrobatchRun(self.stage.part, x, *self.inputs)
+        for stretch in self.stage.stretches:
+            for layer, name in stretch:
+                self.stage.prepare(layer)
+                with self.recording():
+                    run.forward(layer, name)
+            yield
+        self.output = run.output
+
+    def backward(self, grad: Tensor) -> Iterator[None]:
+        self.run.grads = [grad]
+        for stretch in reversed(self.stage.stretches):
+            for layer, name in reversed(stretch):
+                self.run.backward()
+                if name in START_LAYER:
+                    self.stage.parameters.reduce_grads(layer, is_last=False)
+            yield
+        (self.input_grad,) = self.run.grads
