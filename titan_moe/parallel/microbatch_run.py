@@ -48,16 +48,20 @@ class MicrobatchRun:
         self.segments: list[AutogradSegment] = []  # backward still has to run these
         self.grads: list[Tensor | None] = []
         """Of the outputs of the last segment; after the whole backward of `x`. Those of hidden states are given."""
-        self.output: Tensor  # the loss, scaled, or hidden states
 
     def forward(self, layer: int, piece: str) -> None:
         """Run the next piece."""
         self.segments.append(AutogradSegment(partial(getattr(self, f"_{piece}"), layer)))
         self.activations = self.segments[-1](*self.activations)
         if piece == "head":
-            (output,), self.activations, self.contexts = self.activations, (), {}
-            self.output = output.detach()
+            (output,), self.contexts = self.activations, {}
+            self.activations = (output.detach(),)
             self.grads = [] if self.scale is None else [torch.ones_like(output)]
+
+    def take_output(self) -> Tensor:
+        """After the last piece: the loss, scaled, or hidden states, which are not kept."""
+        (output,), self.activations = self.activations, ()
+        return output
 
     def backward(self) -> None:
         """Run the backward of the last piece."""

@@ -40,4 +40,4 @@ def forward_backward_interleaved(model: nn.Module, batch: Batch, scale: Tensor) 
                 case "reduce_grads":
                     parameters.reduce_grads(layer, is_last=microbatch == len(runs) - 1)
     parameters.finish()
-    return torch.stack([run.output for run in runs]).sum()
+    return torch.stack([run.take_output() for run in runs]).sum()

@@ -170,14 +170,14 @@ class StepRun:
         run = WholeRun(self.stages[stage], *inputs) if in_pieces is None else RunInPieces(in_pieces, *inputs)
         self.runs[key] = run
         with self.arena_places.forward_of(stage, microbatch):
-            yield from run.forward(x)
+            out = yield from run.forward(x)
         if is_last:
-            self.losses.append(run.output)
-            self.output_grads[key] = Received(torch.ones_like(run.output), None)
+            self.losses.append(out)
+            self.output_grads[key] = Received(torch.ones_like(out), None)
         elif stage + 1 in self.stages:
-            self.inputs[stage + 1, microbatch] = Received(run.output, None)
+            self.inputs[stage + 1, microbatch] = Received(out, None)
         else:
-            self.outputs[key] = run.output
+            self.outputs[key] = out
 
     @contextmanager
     def _recording(self, key: InFlight) -> Iterator[None]:
@@ -195,9 +195,7 @@ class StepRun:
         if self.pipeline.config.accumulate_unsharded:
             reduces = not self.pipeline.reduces_at_the_end and self.num_backwards_left[stage] == 1
             fsdp.set_unsharded_accumulation(self.stages[stage], not reduces)
-        run = self.runs.pop(key)
-        yield from run.backward(self.output_grads.pop(key).wait())
-        grad = run.input_grad
+        grad = yield from self.runs.pop(key).backward(self.output_grads.pop(key).wait())
         if stage == 0:
             return
         assert grad is not None, f"stage {stage} does not depend on the stage before it"

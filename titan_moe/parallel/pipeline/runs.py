@@ -1,11 +1,11 @@
-"""A microbatch of a stage under way: its forward and its backward, each a generator.
+"""A microbatch of a stage under way: its forward and its backward, each a generator that returns the result.
 
-A generator stops where another microbatch may run: nowhere, if autograd of the stage is one segment; or at the end of
+It stops where another microbatch may run: nowhere, if autograd of the stage is one segment; or at the end of
 each stretch of pieces (plan/schedule.py), where an exchange over ep is pending. Of two in pieces that take turns, one
 forward and one backward, each hides the exchanges of the other (DualPipe's pairs, arXiv:2412.19437, section 3.2.1).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -24,14 +24,13 @@ Recording = Callable[[], AbstractContextManager[Any]]
 class StageRun(Protocol):
     """The forward of a microbatch through a stage, once, and its backward, once, later."""
 
-    output: Tensor
-    """After the forward."""
-    input_grad: Tensor | None
-    """After the backward; None for tokens."""
+    def forward(self, x: Tensor) -> Generator[None, None, Tensor]:
+        """-> the loss, scaled, or hidden states."""
+        ...
 
-    def forward(self, x: Tensor) -> Iterator[None]: ...
-
-    def backward(self, grad: Tensor) -> Iterator[None]: ...
+    def backward(self, grad: Tensor) -> Generator[None, None, Tensor | None]:
+        """The gradient of what forward returned -> that of its input; None for tokens."""
+        ...
 
 
 class WholeRun:
@@ -53,18 +52,17 @@ class WholeRun:
             return (out if scale is None else out * scale,)
 
         self.segment = AutogradSegment(run)
-        self.output: Tensor
-        self.input_grad: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Iterator[None]:
+    def forward(self, x: Tensor) -> Generator[None, None, Tensor]:
         with self.recording():
             (out,) = self.segment(x)
-        self.output = out.detach()
         yield
+        return out.detach()
 
-    def backward(self, grad: Tensor) -> Iterator[None]:
-        (self.input_grad,) = self.segment.backward([grad])
+    def backward(self, grad: Tensor) -> Generator[None, None, Tensor | None]:
+        (input_grad,) = self.segment.backward([grad])
         yield
+        return input_grad
 
 
 class StageInPieces:
@@ -106,10 +104,8 @@ class RunInPieces:
         self.stage, self.recording = stage, recording
         self.inputs = labels_BN, document_ids_BN, scale
         self.run: MicrobatchRun
-        self.output: Tensor
-        self.input_grad: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Iterator[None]:
+    def forward(self, x: Tensor) -> Generator[None, None, Tensor]:
         run = self.run = MicrobatchRun(self.stage.part, x, *self.inputs)
         for stretch in self.stage.stretches:
             for layer, name in stretch:
@@ -117,9 +113,9 @@ class RunInPieces:
                 with self.recording():
                     run.forward(layer, name)
             yield
-        self.output = run.output
+        return run.take_output()
 
-    def backward(self, grad: Tensor) -> Iterator[None]:
+    def backward(self, grad: Tensor) -> Generator[None, None, Tensor | None]:
         self.run.grads = [grad]
         for stretch in reversed(self.stage.stretches):
             for layer, name in reversed(stretch):
@@ -127,4 +123,5 @@ class RunInPieces:
                 if name in START_LAYER:
                     self.stage.parameters.reduce_grads(layer, is_last=False)
             yield
-        (self.input_grad,) = self.run.grads
+        (input_grad,) = self.run.grads
+        return input_grad

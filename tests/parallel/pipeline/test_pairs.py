@@ -1,0 +1,187 @@
+"""Pairs of microbatches in a pipeline: each half hides the exchanges of the other, and sums have the same bits.
+
+tests/distributed/test_pipelines.py compares whole runs with one process.
+"""
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import load
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from titan_moe.config import Recipe, check_rules
+from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.precision import PrecisionConfig
+from titan_moe.dispatch import async_collectives
+from titan_moe.parallel.microbatch_run import MicrobatchRun
+from titan_moe.parallel.pipeline.forward_backward import StepRun
+from titan_moe.parallel.pipeline.messages import Messages, Received
+from titan_moe.plan.pipeline.action import Pair
+from titan_moe.plan.pipeline.schedules import entries_of
+from titan_moe.train.build import assemble
+from titan_moe.train.evaluate import validation_loss
+
+pytestmark = pytest.mark.slow
+one_loss, overlap = load("distributed/test_one_loss"), load("parallel/test_overlap")
+CPU = torch.device("cpu")
+WAYS = ("none", "microbatch")
+PAIRS = ParallelConfig(
+    pp=2,
+    vpp=2,
+    pp_schedule="dualpipev",
+    accumulate_unsharded=True,
+    ep=2,
+    dispatcher="alltoall",
+    overlap="microbatch",
+    pp_layout="Et|t|t|tL",
+)
+FP32, BF16 = PrecisionConfig("fp32", "fp32", "fp32"), PrecisionConfig("bf16", "fp32", "fp32")
+NUM_MICROBATCHES = 6
+
+
+def recipe_of(parallel: ParallelConfig = PAIRS, *, num_dense_layers: int = 0, **changes: Any) -> Recipe:
+    base = one_loss.recipe(parallel, kernels="grouped_mm", **{"precision": FP32, **changes})
+    train = replace(base.train, global_batch_sequences=2 * NUM_MICROBATCHES, micro_batch_sequences=1)
+    model = replace(base.model, num_layers=4, num_dense_layers=num_dense_layers)
+    recipe = replace(base, model=model, train=train)
+    assert check_rules(recipe, 4) == []
+    return recipe
+
+
+def batch_of(step: int, meshes: Any) -> Any:
+    return one_loss.batch_of(step, 1, meshes, has_documents=True, num_sequences=2 * NUM_MICROBATCHES)
+
+
+class PairRecorder(overlap.OverlapRecorder):
+    """Records the exchanges that begin in a pair: the operations until each is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_pairs: list[list[list[str]]] = []
+
+    def run_pair(self, run: StepRun, pair: Pair) -> None:
+        before = len(self.journeys)
+        assert not self.traveling
+        RUN_PAIR(run, pair)
+        assert not self.traveling
+        self.in_pairs.append(self.journeys[before:])
+
+
+RUN_PAIR = StepRun._run_pair
+
+
+def watch(recipe: Recipe) -> list[list[bool]]:
+    """By pair, whether matrix products run during each of its exchanges."""
+    built = assemble(recipe, CPU)
+    with PairRecorder() as seen, mock.patch.object(StepRun, "_run_pair", lambda *args: seen.run_pair(*args)):
+        built.step.step.forward_backward(batch_of(0, built.meshes), torch.tensor(0.1))
+    return [["aten::mm" in under for under in journeys] for journeys in seen.in_pairs]
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_pairs_hide_every_exchange(ranks: Any, dispatcher: str) -> None:
+    recipe = recipe_of(replace(PAIRS, dispatcher=dispatcher))
+    lists = entries_of(recipe.parallel, NUM_MICROBATCHES)
+    for rank, are_hidden in enumerate(ranks(4, watch, recipe)):
+        assert len(are_hidden) == sum(isinstance(entry, Pair) for entry in lists[rank // 2]) > 0
+        for of_pair in are_hidden:
+            assert of_pair == [True] * (4 + 3), "ids, scores, rows and results; gradients of all but ids"
+
+
+def test_pairs_of_uneven_stages_hide_what_they_can(ranks: Any) -> None:
+    """A stage with a dense layer alone has one stretch: the first of the other stage, which has two exchanges a way,
+    is beside it."""
+    for rank, are_hidden in enumerate(ranks(4, watch, recipe_of(num_dense_layers=1))):
+        sizes = {len(of_pair) for of_pair in are_hidden}
+        assert sizes == ({3, 4} if rank < 2 else {7})
+        assert all(any(of_pair) for of_pair in are_hidden)
+
+
+def record_order(recipe: Recipe) -> list[list[str]]:
+    """By pair: its pieces, the exchanges over ep that start and that are waited for, and messages between stages."""
+    built, pairs = assemble(recipe, CPU), []
+    events: list[str] = []
+
+    def noting(name: str, function: Any) -> Any:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            if name != "receive" or args[0].work is not None:  # what is here already is no wait
+                events.append(name)
+            return function(*args, **options)
+
+        return wrapper
+
+    def run_pair(run: StepRun, pair: Pair) -> None:
+        events.clear()
+        RUN_PAIR(run, pair)
+        pairs.append(list(events))
+
+    with (
+        mock.patch.object(async_collectives, "_exchange", noting("start", async_collectives._exchange)),
+        mock.patch.object(async_collectives, "_wait", noting("wait", async_collectives._wait)),
+        mock.patch.object(Received, "wait", noting("receive", Received.wait)),
+        mock.patch.object(Messages, "send", noting("send", Messages.send)),
+        mock.patch.object(MicrobatchRun, "forward", noting("forward", MicrobatchRun.forward)),
+        mock.patch.object(MicrobatchRun, "backward", noting("backward", MicrobatchRun.backward)),
+        mock.patch.object(StepRun, "_run_pair", run_pair),
+    ):
+        built.step.step.forward_backward(batch_of(0, built.meshes), torch.tensor(0.1))
+    return pairs
+
+
+def test_pairs_take_turns_where_an_exchange_starts(ranks: Any) -> None:
+    seen: set[str] = set()
+    for events in (events for pairs in ranks(4, record_order, recipe_of()) for events in pairs):
+        seen |= set(events)
+        pieces = [index for index, event in enumerate(events) if event in ("forward", "backward")]
+        assert not {"receive", "send"} & set(events[pieces[0] :]), "inputs are there before, results are sent after"
+        assert events[pieces[0]] == "backward", "it frees memory"
+        for piece, following in pairwise(pieces):
+            assert ("start" in events[piece:following]) <= (events[piece] != events[following])
+        assert events.count("start") == events.count("wait") == 4 + 3
+    assert seen == {"receive", "forward", "backward", "start", "wait"}
+
+
+def learn(recipe: Recipe) -> tuple[list[float], list[Tensor]]:
+    """Training and validation losses of a few steps, and the final weights."""
+    built = assemble(recipe, CPU)
+    losses = []
+    for index in range(3):
+        losses.append(built.step(batch_of(index, built.meshes)).loss.item())
+        assert all(isinstance(parameter, DTensor) for parameter in built.optimizers.parameters), "all is resharded"
+        losses.append(validation_loss(built.model, built.parts, [batch_of(99, built.meshes)], CPU, built.meshes).item())
+    return losses, [parameter.full_tensor() for parameter in built.optimizers.parameters]
+
+
+def learn_both_ways(recipe: Recipe) -> list[tuple[list[float], list[Tensor]]]:
+    return [learn(replace(recipe, parallel=replace(recipe.parallel, overlap=way))) for way in WAYS]
+
+
+def test_pairs_sum_rounded_gradients_alike_and_validate_new_weights(ranks: Any) -> None:
+    for plain, paired in ranks(4, learn_both_ways, recipe_of(num_dense_layers=1, precision=BF16)):
+        assert paired[0] == plain[0] and len(set(plain[0])) == 2 * 3
+        assert all(torch.equal(a, b) for a, b in zip(paired[1], plain[1], strict=True))
+
+
+def peaks(recipe: Recipe) -> dict[str, int]:
+    """Bytes that forward and backward of a step hold at most, each way."""
+    held = {}
+    for way in WAYS:
+        built = assemble(replace(recipe, parallel=replace(recipe.parallel, overlap=way)), CPU)
+        args = batch_of(0, built.meshes), torch.tensor(0.1)
+        built.step.step.forward_backward(*args)  # lays out the gradients
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            built.step.step.forward_backward(*args)
+        events = seen.profiler.kineto_results.events()
+        held[way] = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    return held
+
+
+def test_pairs_keep_no_more_than_the_schedule(ranks: Any) -> None:
+    for held in ranks(4, peaks, recipe_of()):
+        assert held["microbatch"] < 1.15 * held["none"]
