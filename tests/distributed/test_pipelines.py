@@ -150,6 +150,8 @@ PAIRS = replace(SCHEDULES["dualpipev"], pp=2, ep=2, dispatcher="alltoall", overl
         pytest.param("gqa-tied", {"dp_shard": 4}, id="sharded_tied"),
         pytest.param("gqa", {"pp_layout": "E|t*5|ttt|L"}, id="stages_without_layers"),
         pytest.param("gqa-window", {"tp": 2}, id="tp"),
+        pytest.param("mla", {"dp_shard": 2, "cp": 2, "etp": 2}, id="cp_etp"),
+        pytest.param("gqa", {"ep": 4, "dispatcher": "hierarchical", "ep_ranks_per_node": 2}, id="hierarchical"),
     ],
 )
 def test_pairs_of_microbatches_train_as_one_process(
@@ -166,8 +168,11 @@ def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
     return losses, taken_again.call_count
 
 
-def test_a_step_that_overflows_on_one_stage_is_taken_again_by_all(ranks: Any, alone: Callable[[str, int], Any]) -> None:
-    parallel = ParallelConfig(pp=2, ep=2, dispatcher="allgather", expert_rank_capacity_factor=1.4)
+@pytest.mark.parametrize("parallel", [ParallelConfig(pp=2, ep=2), PAIRS], ids=["1f1b", "pairs"])
+def test_a_step_that_overflows_on_one_stage_is_taken_again_by_all(
+    ranks: Any, alone: Callable[[str, int], Any], parallel: ParallelConfig
+) -> None:
+    parallel = replace(parallel, dispatcher="allgather", expert_rank_capacity_factor=1.4)
     seen = ranks(4, count_reruns, recipe_of(parallel))
     assert {reruns for _, reruns in seen} == {seen[0][1]} and seen[0][1] > 0
     for losses, _ in seen:

@@ -3,10 +3,10 @@
 import re
 from xml.etree import ElementTree
 
-from titan_moe.plan.pipeline.action import Action
-from titan_moe.plan.pipeline.schedules import actions_of
+from titan_moe.plan.pipeline.action import Action, Pair
+from titan_moe.plan.pipeline.schedules import actions_of, paired_actions_of
 from titan_moe.plan.pipeline.simulation import Run, Simulation, Times, simulate
-from titan_moe.profile.lane_chart import COLOURS, LEFT, RIGHT, draw_lanes
+from titan_moe.profile.lane_chart import COLOURS, LANE, LEFT, RIGHT, draw_lanes
 from titan_moe.profile.lane_report import describe_lanes
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -44,6 +44,25 @@ def test_lanes_of_a_v_have_both_stages_of_a_rank() -> None:
     assert len(found) == sum(not action.is_message for of_rank in actions for action in of_rank)
     first, last = (found[f"forward of stage {stage}, microbatch 0"] for stage in (0, 3))
     assert first[2] == last[2] and first[3] != last[3], "one lane, in two shades"
+
+
+def test_lanes_of_pairs_are_one_above_the_other() -> None:
+    pair = Pair(Action("forward", 0, 4), Action("backward", 3, 2))
+    lanes = Simulation([[Run(0, Action("forward", 3, 1), 0, 10), Run(0, pair, 10, 30)], []], [1, 0, 0, 1])
+    found = boxes(draw_lanes({"pairs": lanes}))
+    forward, backward = (
+        found[f"{name}, 20 ms"] for name in ("forward of stage 0, microbatch 4", "backward of stage 3, microbatch 2")
+    )
+    assert forward[:2] == backward[:2] and backward[2] == forward[2] + LANE / 2 and len(found) == 3
+    assert ">gradients of" not in draw_lanes({"pairs": lanes})
+
+
+def test_pipeline_section_has_the_times_of_pairs() -> None:
+    lanes = simulate(paired_actions_of("dualpipev", 1, 2, 3), Times.unit(2)._replace(pairs={(0, 1): 2.0, (1, 0): 2.5}))
+    rows = re.findall(r"<tr>(<td>.*?)</tr>", describe_lanes(lanes, lanes))
+    of_rank, *_, first, second = (re.findall("<td>(.*?)</td>", row) for row in rows)
+    assert of_rank[:2] == ["0", "0, 1"]
+    assert (first, second) == (["0", "1", "2.000"], ["1", "0", "2.500"])
 
 
 def test_pipeline_section_has_bubbles_and_tables() -> None:

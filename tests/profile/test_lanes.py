@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from titan_moe.plan.pipeline.action import Action
+from titan_moe.plan.pipeline.action import Action, Pair
 from titan_moe.plan.pipeline.simulation import Run, Simulation
 from titan_moe.profile.breakdown import break_down
-from titan_moe.profile.lanes import Shares, read_lanes, shares_of, with_mean_times
+from titan_moe.profile.lanes import Shares, mean_times, read_lanes, shares_of, with_mean_times
 from titan_moe.profile.trace_parsing import Timeline, read_events
 
 Events = list[dict[str, Any]]
@@ -78,6 +78,50 @@ def test_lanes_are_those_of_the_last_step(trace_events: ModuleType) -> None:
     twice[0][-1]["dur"] += 1000
     lanes = read_lanes([read_events(events, 0.0) for events in twice], clocks_agree=True)
     assert [len(runs) for runs in lanes.runs] == [4, 4] and lanes.makespan == 8
+
+
+def with_pairs(e: ModuleType) -> tuple[Events, Events]:
+    """Rank 0 waits for the activation of its pair, rank 1 for the gradient of its own."""
+    first = [
+        e.event("user_annotation", "ProfilerStep#1", 0, 10_000),
+        e.action("forward", 0, 1, 0, 1000),
+        e.action("backward", 0, 0, 1000, 3000),
+        e.action("forward", 3, 1, 4000, 6000, " + backward 0 1"),
+        e.action("backward", 3, 1, 6000, 8000),
+    ]
+    second = [
+        e.event("user_annotation", "ProfilerStep#1", 0, 10_000),
+        e.action("backward", 1, 1, 1000, 2000),
+        e.action("forward", 2, 1, 2000, 3900),
+        e.action("forward", 1, 2, 8000, 9900, " + backward 2 1"),
+        e.message(8010, 8100),
+    ]
+    return first, second
+
+
+def test_lanes_of_pairs(trace_events: ModuleType) -> None:
+    lanes = read_lanes([read_events(events, 0.0) for events in with_pairs(trace_events)], clocks_agree=True)
+    of_first, of_second = (
+        Pair(Action("forward", 3, 1), Action("backward", 0, 1)),
+        Pair(Action("forward", 1, 2), Action("backward", 2, 1)),
+    )
+    assert lanes.runs[0][2] == Run(0, of_first, 4, 6) and lanes.runs[1][2] == Run(1, of_second, 8.1, 9.9)
+    total = 9.9
+    assert shares_of(lanes, 0) == pytest.approx((7 / total, 1 / total, 0, 1.9 / total))
+    assert shares_of(lanes, 1) == pytest.approx((4.7 / total, 0, 4.2 / total, 1 / total))
+    assert mean_times(lanes).pairs == pytest.approx({(3, 0): 2.0, (1, 2): 1.8})
+    assert mean_times(lanes).alone["backward", 0] == 2.0
+
+
+def test_lanes_with_mean_times_of_pairs() -> None:
+    forward, backward = ([Action(kind, 0, number) for number in range(3)] for kind in ("forward", "backward"))
+    actions = [(forward[0], 2.0), (Pair(forward[1], backward[0]), 3.0), (Pair(forward[2], backward[1]), 5.0)]
+    runs, now = [], 0.0
+    for action, time in [*actions, (backward[2], 2.0)]:
+        runs.append(Run(0, action, now, now + time))
+        now += time + 1
+    schedule = with_mean_times(Simulation([runs], [2]))
+    assert [run.end - run.start for run in schedule.runs[0]] == [2, 4, 4, 2] and schedule.makespan == 12
 
 
 def test_lanes_without_actions_are_refused(trace_events: ModuleType) -> None:

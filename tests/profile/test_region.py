@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.profiler import ProfilerActivity, profile
 
-from titan_moe.plan.pipeline.action import Action
+from titan_moe.plan.pipeline.action import Action, Pair
 from titan_moe.profile.region import ACTION_PREFIX, PREFIX, action_region, in_region, region
 
 
@@ -26,12 +26,15 @@ def test_region_without_a_profiler_is_a_null_context() -> None:
 
 
 def test_region_of_an_action_is_no_part_of_the_model() -> None:
+    pair = Pair(Action("forward", 1, 9), Action("backward", 2, 7))
     with profile(activities=[ProfilerActivity.CPU]) as run:
         with action_region(Action("backward_input", 3, 12)), region("router"):
             torch.ones(3)
+        with action_region(pair):
+            torch.ones(3)
     assert names_of(run) == {PREFIX + "router"}
     actions = [event.name for event in run.events() if event.name.startswith(ACTION_PREFIX)]
-    assert actions == ["pipeline: backward_input 3 12"]
+    assert actions == ["pipeline: backward_input 3 12", "pipeline: forward 1 9 + backward 2 7"]
 
 
 def test_region_does_not_change_a_full_graph() -> None:

@@ -18,9 +18,9 @@ def part(name: str, start_us: float, stop_us: float, thread: int = 1) -> Event:
     return event("user_annotation", PREFIX + name, start_us, stop_us, thread)
 
 
-def action(kind: str, stage: int, microbatch: int, start_us: float, stop_us: float) -> Event:
-    """An action of a pipeline rank."""
-    return event("user_annotation", f"{ACTION_PREFIX}{kind} {stage} {microbatch}", start_us, stop_us)
+def action(kind: str, stage: int, microbatch: int, start_us: float, stop_us: float, beside: str = "") -> Event:
+    """An action of a pipeline rank, perhaps in a pair."""
+    return event("user_annotation", f"{ACTION_PREFIX}{kind} {stage} {microbatch}{beside}", start_us, stop_us)
 
 
 def message(start_us: float, stop_us: float) -> Event:

@@ -51,8 +51,17 @@ def record(parallel: ParallelConfig) -> list[list[tuple[str, list[Any]]]]:
     [
         ParallelConfig(pp=2, ep=2, dispatcher="allgather"),
         ParallelConfig(pp=2, ep=2, dispatcher="allgather", vpp=2, pp_schedule="zbv", accumulate_unsharded=True),
+        ParallelConfig(
+            pp=2,
+            ep=2,
+            dispatcher="allgather",
+            vpp=2,
+            pp_schedule="dualpipev",
+            accumulate_unsharded=True,
+            overlap="microbatch",
+        ),
     ],
-    ids=["1f1b", "zbv"],
+    ids=["1f1b", "zbv", "pairs"],
 )
 def test_steps_are_the_same_operations_without_host_reads(ranks: Any, parallel: ParallelConfig) -> None:
     for second, third in ranks(4, record, parallel):
