@@ -36,6 +36,7 @@ ONE_F_ONE_B = ("--parallel.pp=2",)
 V = ("--parallel.pp=2", "--parallel.vpp=2", "--parallel.pp_schedule=zbv", "--parallel.accumulate_unsharded=true")
 EP2 = ("--parallel.ep=2", "--parallel.dispatcher=symm_mem", "--perf.kernels=fused")
 TILE = (*EP2, "--parallel.overlap=tile")
+PAIRS = (*V, "--parallel.pp_schedule=dualpipev", "--parallel.ep=2", "--parallel.overlap=microbatch")
 CAPTURED, PLAIN = "--compile.cudagraph=step", "--compile.regional=off"
 VALIDATED = ("--validation.every_steps=4", "--validation.num_sequences=8")
 LAYOUTS = {
@@ -46,6 +47,8 @@ LAYOUTS = {
     "interleaved": (2, (*ONE_F_ONE_B, "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_1f1b", PLAIN)),
     "zbv": (2, (*V, PLAIN)),
     "zbv_captured": (2, (*V, CAPTURED, *VALIDATED)),
+    "pairs": (4, (*PAIRS, "--parallel.dispatcher=alltoall", PLAIN)),
+    "pairs_compiled": (4, (*PAIRS, "--parallel.dispatcher=allgather", "--compile.cudagraph=off", *VALIDATED)),
     "alltoall": (4, (*ONE_F_ONE_B, "--parallel.ep=2", "--parallel.dispatcher=alltoall", PLAIN)),
     "tiles": (4, (*ONE_F_ONE_B, *TILE, "--parallel.expert_rank_capacity_factor=1.5", PLAIN)),
     "tiles_auto_captured": (4, (*ONE_F_ONE_B, *TILE, CAPTURED, *VALIDATED)),

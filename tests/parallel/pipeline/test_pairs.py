@@ -17,8 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from titan_moe.config import Recipe, check_rules
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import KernelOverrides, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch import async_collectives
+from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads
 from titan_moe.parallel.microbatch_run import MicrobatchRun
 from titan_moe.parallel.pipeline.forward_backward import StepRun
 from titan_moe.parallel.pipeline.messages import Messages, Received
@@ -42,16 +44,15 @@ PAIRS = ParallelConfig(
     pp_layout="Et|t|t|tL",
 )
 FP32, BF16 = PrecisionConfig("fp32", "fp32", "fp32"), PrecisionConfig("bf16", "fp32", "fp32")
+GROUPED_MM = PerfConfig(kernels="grouped_mm", loss_chunk_tokens=5)
 NUM_MICROBATCHES = 6
 
 
 def recipe_of(parallel: ParallelConfig = PAIRS, *, num_dense_layers: int = 0, **changes: Any) -> Recipe:
-    base = one_loss.recipe(parallel, kernels="grouped_mm", **{"precision": FP32, **changes})
+    base = one_loss.recipe(parallel, **{"perf": GROUPED_MM, "precision": FP32, **changes})
     train = replace(base.train, global_batch_sequences=parallel.ep * NUM_MICROBATCHES, micro_batch_sequences=1)
     model = replace(base.model, num_layers=2 * parallel.pp, num_dense_layers=num_dense_layers)
-    recipe = replace(base, model=model, train=train)
-    assert check_rules(recipe, parallel.pp * parallel.ep) == []
-    return recipe
+    return replace(base, model=model, train=train)
 
 
 def batch_of(step: int, meshes: Any) -> Any:
@@ -87,6 +88,7 @@ def watch(recipe: Recipe) -> list[list[bool]]:
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_pairs_hide_every_exchange(ranks: Any, dispatcher: str) -> None:
     recipe = recipe_of(replace(PAIRS, dispatcher=dispatcher))
+    assert check_rules(recipe, 4) == []
     lists = entries_of(recipe.parallel, NUM_MICROBATCHES)
     for rank, are_hidden in enumerate(ranks(4, watch, recipe)):
         assert len(are_hidden) == sum(isinstance(entry, Pair) for entry in lists[rank // 2]) > 0
@@ -138,19 +140,19 @@ def test_pairs_take_turns_where_an_exchange_starts(ranks: Any) -> None:
     assert seen == {"receive", "forward", "backward", "start", "wait"}
 
 
-def learn(recipe: Recipe) -> tuple[list[float], list[Tensor]]:
+def learn(recipe: Recipe, num_steps: int) -> tuple[list[float], list[Tensor]]:
     """Training and validation losses of a few steps, and the final weights."""
     built = assemble(recipe, CPU)
     losses = []
-    for index in range(3):
+    for index in range(num_steps):
         losses.append(built.step(batch_of(index, built.meshes)).loss.item())
         assert all(isinstance(parameter, DTensor) for parameter in built.optimizers.parameters), "all is resharded"
         losses.append(validation_loss(built.model, built.parts, [batch_of(99, built.meshes)], CPU, built.meshes).item())
     return losses, [parameter.full_tensor() for parameter in built.optimizers.parameters]
 
 
-def learn_both_ways(recipe: Recipe) -> list[tuple[list[float], list[Tensor]]]:
-    return [learn(replace(recipe, parallel=replace(recipe.parallel, overlap=way))) for way in WAYS]
+def learn_both_ways(recipe: Recipe, num_steps: int = 3) -> list[tuple[list[float], list[Tensor]]]:
+    return [learn(replace(recipe, parallel=replace(recipe.parallel, overlap=way)), num_steps) for way in WAYS]
 
 
 @pytest.mark.parametrize(("pp", "ep", "layout"), [(2, 2, "Et|t|t|tL"), (3, 1, "Et|t|t|t|t|tL")])
@@ -159,6 +161,39 @@ def test_pairs_sum_rounded_gradients_alike_and_validate_new_weights(ranks: Any, 
     parallel = replace(PAIRS, pp=pp, ep=ep, pp_layout=layout)
     for plain, paired in ranks(pp * ep, learn_both_ways, recipe_of(parallel, num_dense_layers=1, precision=BF16)):
         assert paired[0] == plain[0] and len(set(plain[0])) == 2 * 3
+        assert all(torch.equal(a, b) for a, b in zip(paired[1], plain[1], strict=True))
+
+
+def count_delayed(recipe: Recipe) -> list[list[int]]:
+    """Each way, the operations whose weight gradients each `backward_weight` of a step computes."""
+    counts = []
+    for way in WAYS:
+        built, of_step = assemble(replace(recipe, parallel=replace(recipe.parallel, overlap=way)), CPU), []
+
+        def compute(pending: PendingWeightGrads, of_step: list[int] = of_step) -> None:
+            of_step.append(sum(grads.pending is not None for _, grads in pending.uses))
+            COMPUTE(pending)
+
+        with mock.patch.object(PendingWeightGrads, "compute", compute):
+            built.step.step.forward_backward(batch_of(0, built.meshes), torch.tensor(0.1))
+        counts.append(of_step)
+    return counts
+
+
+COMPUTE = PendingWeightGrads.compute
+
+
+def test_split_backwards_beside_pairs_delay_all_that_they_can(ranks: Any) -> None:
+    for plain, paired in ranks(4, count_delayed, recipe_of()):
+        assert paired == plain and min(plain) > 2
+
+
+@pytest.mark.interpreted
+def test_pairs_delay_weight_gradients_of_experts_in_triton(ranks: Any) -> None:
+    """Those that the schedule splits. In a pair they are computed at once."""
+    perf = replace(GROUPED_MM, override=KernelOverrides(experts="fused"))
+    for plain, paired in ranks(4, learn_both_ways, recipe_of(perf=perf), 1):
+        assert paired[0] == plain[0]
         assert all(torch.equal(a, b) for a, b in zip(paired[1], plain[1], strict=True))
 
 
