@@ -25,6 +25,8 @@ one_loss, over_memory = load("distributed/test_one_loss"), load("distributed/tes
 PP2_EP2 = replace(over_memory.EP2, pp=2, pp_layout="Ett|tL")
 V = {"vpp": 2, "pp_schedule": "zbv", "accumulate_unsharded": True, "pp_layout": "Ett|t|t|tL"}
 """Every stage has experts."""
+PAIRS = {**V, "pp_schedule": "dualpipev", "overlap": "microbatch"}
+TWO_NODES = {"dispatcher": "hierarchical_symm_mem", "ep_ranks_per_node": 1}
 
 
 def deep(recipe: Recipe, num_layers: int, num_microbatches: int = 4) -> Recipe:
@@ -43,8 +45,8 @@ def joined(answers: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("changes", "num_layers"),
-    [({}, 3), ({"expert_clones": 1, **V}, 5)],
-    ids=["1f1b", "zbv-clones"],
+    [({}, 3), ({"expert_clones": 1, **V}, 5), ({**PAIRS, **TWO_NODES}, 5)],
+    ids=["1f1b", "zbv-clones", "dualpipev-pairs"],
 )
 def test_pipelines_share_memory_and_train_as_one_process(
     ranks: Any, tmp_path: Path, changes: dict[str, Any], num_layers: int

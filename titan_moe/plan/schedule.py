@@ -1,8 +1,8 @@
 """The schedule of a step that interleaves the forward of a microbatch with the backward of the one before, as data.
 
 One microbatch alone waits for its communication. Of two, one in forward and one in backward, each hides the
-communication of the other (DualPipe's pairs, arXiv:2412.19437 section 3.2.1; Megatron's combined 1F1B), here without
-pipeline stages.
+communication of the other (DualPipe's pairs, arXiv:2412.19437 section 3.2.1; Megatron's combined 1F1B). `interleaved`
+is the schedule without pipeline stages; the pairs of a pipeline (plan/pipeline) take turns by the same stretches.
 
 A block with experts has three pieces: `front` up to the start of the dispatch, `experts` up to the start of the
 combine, `back`. A dense block is one piece. The pieces between two exchanges of a microbatch are a stretch: `back` of
