@@ -48,7 +48,7 @@ LAYOUTS = {
     "zbv": (2, (*V, PLAIN)),
     "zbv_captured": (2, (*V, CAPTURED, *VALIDATED)),
     "pairs": (4, (*PAIRS, "--parallel.dispatcher=alltoall", PLAIN)),
-    "pairs_compiled": (4, (*PAIRS, "--parallel.dispatcher=allgather", "--compile.cudagraph=off", *VALIDATED)),
+    "pairs_captured": (4, (*PAIRS, "--parallel.dispatcher=allgather", CAPTURED, *VALIDATED)),
     "alltoall": (4, (*ONE_F_ONE_B, "--parallel.ep=2", "--parallel.dispatcher=alltoall", PLAIN)),
     "tiles": (4, (*ONE_F_ONE_B, *TILE, "--parallel.expert_rank_capacity_factor=1.5", PLAIN)),
     "tiles_auto_captured": (4, (*ONE_F_ONE_B, *TILE, CAPTURED, *VALIDATED)),
