@@ -98,7 +98,7 @@ BROKEN = {
     ),
     "interleaved_pipeline_has_pairs": (
         f"{PIPELINE} {INTERLEAVED}",
-        '"1f1b" ranks would then wait longer, or keep twice as many microbatches; take pp_schedule = "dualpipev", or',
+        'pp_schedule = "1f1b" has no pairs; take pp_schedule = "dualpipev", or overlap = "none"',
     ),
     "cp_divides_sequences": (
         "--parallel.cp=2 --train.seq_len_tokens=129",
@@ -371,7 +371,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
             (
                 f"{schedule} {INTERLEAVED}",
                 8,
-                'parallel.overlap = "microbatch" merges a forward and a backward of a rank',
+                'has no pairs; take pp_schedule = "dualpipev", or',
             )
             for schedule in (
                 ZERO_BUBBLE,

@@ -25,7 +25,7 @@ class ScheduleFacts:
     microbatches_per_rank: int = 0
     """The fewest that it can run, over pp; 0: any number."""
     has_pairs: bool = False
-    """Whether, in the middle of a step, each forward of a rank is beside a backward that needs nothing of it."""
+    """Whether its order runs forwards and backwards as one, in the middle of a step."""
 
     def rank_of(self, stage: int, pp: int) -> int:
         """The pipeline rank of a stage."""

@@ -108,13 +108,13 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
         )
 
 
-@rule("a forward and a backward hide each other's communication if a rank can begin both at a time")
+@rule("a pair begins when both of it can and sends after both, so the order of a schedule must be made for pairs")
 def interleaved_pipeline_has_pairs(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.pp > 1 and p.overlap == "microbatch" and not SCHEDULES[p.pp_schedule].has_pairs:
         yield (
-            'parallel.overlap = "microbatch" merges a forward and a backward of a rank, and with parallel.pp_schedule '
-            f'= "{p.pp_schedule}" ranks would then wait longer, or keep twice as many microbatches; take pp_schedule = '
+            'parallel.overlap = "microbatch" runs a forward and a backward of a pipeline rank as a pair, and '
+            f'parallel.pp_schedule = "{p.pp_schedule}" has no pairs; take pp_schedule = '
             f'{schedules_that(lambda facts: facts.has_pairs)}, or overlap = "none"'
         )
 
