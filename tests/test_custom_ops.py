@@ -179,7 +179,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     multiply_then_scatter(down, group, is_sequence=True)
     down(up(torch.randn(2, 4, 8, device=device, dtype=dtype, requires_grad=True))).sum().backward()
     q, k, v = (torch.randn(2, 4, heads, 8, device=device, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
-    backend = ring_backend("auto", device.type, is_deterministic=False)
+    backend = ring_backend("auto", device.type, head_dim=8, is_deterministic=False)
     RingAttention(group, backend)(q, k, v, Context(q, q, None), 1.0).sum().backward()
     return capacities
 

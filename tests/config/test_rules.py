@@ -484,6 +484,11 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             'precision.compute = "fp32" on GPUs, where its kernels take bf16; take "bf16", or parallel.cp_kind = ',
         ),
+        (
+            f"{RING} --model.attention.head_dim=320",
+            8,
+            "head_dim = 320, more than its kernels take; take 256, or parallel",
+        ),
         (f"{RING} --model.attention.head_dim=36", 8, "head_dim = 36, no multiple of 8; take 32 or 40, or parallel.cp"),
         (
             "--parallel.cp=2 --parallel.tp=4 --model.attention.num_heads=4 --model.attention.num_kv_heads=4",
@@ -624,6 +629,8 @@ def test_rules_with_several_cases_refuse_each(
         "--model.attention.num_kv_heads=3",
         f"{RING} --model.attention.num_heads=9 --model.attention.num_kv_heads=3 --perf.attention=flex",
         f"{RING} --run.device=cpu --precision.compute=fp32 --model.attention.head_dim=36",
+        f"{RING} --run.device=cpu --precision.compute=fp32 --model.attention.head_dim=320",
+        f"{RING} --model.attention.head_dim=256",
         f"{RING} --model.attention.sliding_window=4096 --parallel.tp=2",
         "--parallel.cp_kind=ring --data.document_attention=true",  # without cp
         "--parallel.cp=2 --model.attention.kind=mla --precision.linears=fp8_rowwise",

@@ -106,18 +106,21 @@ def test_operations_of_gpus_take_the_arguments_of_a_block(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "device", "is_deterministic", "expected"),
+    ("attention", "device", "head_dim", "is_deterministic", "expected"),
     [
-        ("auto", "cpu", False, "cpu"),
-        ("flash", "cpu", True, "cpu"),
-        ("auto", "cuda", False, "cudnn"),
-        ("auto", "cuda", True, "flash"),
-        ("flash", "cuda", False, "flash"),
-        ("cudnn", "cuda", False, "cudnn"),
-        ("flex", "cuda", False, "cudnn"),
+        ("auto", "cpu", 64, False, "cpu"),
+        ("flash", "cpu", 64, True, "cpu"),
+        ("auto", "cuda", 128, False, "cudnn"),
+        ("auto", "cuda", 64, True, "flash"),
+        ("auto", "cuda", 256, False, "flash"),
+        ("flash", "cuda", 64, False, "flash"),
+        ("cudnn", "cuda", 64, False, "cudnn"),
+        ("cudnn", "cuda", 256, False, "cudnn"),
+        ("flex", "cuda", 64, False, "cudnn"),
+        ("flex", "cuda", 64, True, "flash"),
     ],
 )
 def test_ring_attention_takes_the_kernels_of_the_recipe(
-    attention: str, device: str, is_deterministic: bool, expected: str
+    attention: str, device: str, head_dim: int, is_deterministic: bool, expected: str
 ) -> None:
-    assert ring_backend(attention, device, is_deterministic=is_deterministic) == expected
+    assert ring_backend(attention, device, head_dim=head_dim, is_deterministic=is_deterministic) == expected

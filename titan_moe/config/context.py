@@ -34,8 +34,16 @@ def sequence_shard(parallel: ParallelConfig, rank: int) -> SequenceShard:
     return SequenceShard(rank, parallel.cp, parallel.cp > 1 and parallel.cp_kind != "ulysses")
 
 
-def ring_backend(attention: str, device: str, *, is_deterministic: bool) -> str:
-    """The kernels of ring attention, which must return the log-sum-exp, for a `perf.attention` and type of device."""
+CUDNN_HEAD_DIM = 128
+"""The widest head of cuDNN's kernels on every GPU; some take wider ones."""
+
+
+def ring_backend(attention: str, device: str, *, head_dim: int, is_deterministic: bool) -> str:
+    """The kernels of ring attention, which must return the log-sum-exp, for a `perf.attention` and type of device.
+
+    cuDNN's, unless the recipe takes others, or leaves the choice and they do not fit. Nothing falls back later.
+    """
     if device == "cpu":
         return "cpu"
-    return "flash" if attention == "flash" or (attention == "auto" and is_deterministic) else "cudnn"
+    needs_flash = is_deterministic or head_dim > CUDNN_HEAD_DIM
+    return "flash" if attention == "flash" or (attention != "cudnn" and needs_flash) else "cudnn"

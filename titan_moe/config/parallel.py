@@ -71,7 +71,8 @@ class ParallelConfig:
     `ring`: Each rank has its queries, and the keys and values of one rank after the other go round (arXiv:2310.01889):
     sent while those before are attended to, visible pairs computed alone, and never those of all tokens in memory. Any
     number of heads, and the tokens of `allgather`. For `gqa` with plain causal attention, by kernels that return a
-    log-sum-exp: cuDNN's with perf.attention = "auto" on GPUs (with run.is_deterministic FlashAttention's).
+    log-sum-exp: cuDNN's with perf.attention = "auto" on GPUs (FlashAttention's with run.is_deterministic, and for heads
+    wider than 128).
     """
     tp: int = 1
     """Tensor-parallel ranks, which split the heads of attention, the widths of dense layers and shared experts, and the

@@ -98,7 +98,12 @@ def build_parts(
     memory = symm_memory.share_memory(layers, recipe, meshes, device, capacity, nodes)
     rank = meshes.dense.get_local_rank("pp")
     arena.give_arena(model, parts, recipe, device, capacity, pipeline_rank=rank, world_size=meshes.sizes.world)
-    ring = ring_backend(recipe.perf.attention, device.type, is_deterministic=recipe.run.is_deterministic)
+    ring = ring_backend(
+        recipe.perf.attention,
+        device.type,
+        head_dim=recipe.model.attention.head_dim,
+        is_deterministic=recipe.run.is_deterministic,
+    )
     for part in parts:
         expert.apply(part, recipe.parallel, meshes, capacity, memory, nodes)  # experts leave the dense mesh before FSDP
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards

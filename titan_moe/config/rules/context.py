@@ -9,7 +9,7 @@ from titan_moe.config.rules.rule import is_no_divisor, nearest_multiples, rule, 
 NO_CP = "parallel.cp = 1"
 ALLGATHER = 'parallel.cp_kind = "allgather"'
 NO_RING = 'parallel.cp_kind = "allgather" or "ulysses"'
-HEAD_DIM_MULTIPLE = 8
+HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM = 8, 256
 """Of the kernels of ring attention for GPUs."""
 
 
@@ -82,6 +82,9 @@ def _unsupported_by_ring(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim % HEAD_DIM_MULTIPLE:
         ways_out = f"{nearest_multiples(a.head_dim, HEAD_DIM_MULTIPLE)}, or {NO_RING}"
         yield f"model.attention.head_dim = {a.head_dim}, no multiple of {HEAD_DIM_MULTIPLE}", ways_out
+    if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim > LARGEST_HEAD_DIM:
+        ways_out = f"{LARGEST_HEAD_DIM}, or {NO_RING}"
+        yield f"model.attention.head_dim = {a.head_dim}, more than its kernels take", ways_out
 
 
 CONTEXT_RULES = rules_in(globals())
