@@ -1,6 +1,8 @@
 """Linear layers that gather or scatter their tokens: against whole GEMMs on one rank, and against PyTorch's own."""
 
 from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +15,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.recipe import Recipe
+from titan_moe.config.train import MetricsConfig
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.parallel.tensor_overlap import (
     _gather_matmul,
     _matmul_scatter,
     gather_then_multiply,
     multiply_then_scatter,
+    open_workspace,
+    workspace_bytes,
 )
 from titan_moe.train.build import assemble
 
@@ -143,3 +149,60 @@ def test_every_attention_and_dense_layer_overlaps(ranks, name: str) -> None:
     assert [plain[operation] for operation in fused] == [0, 0]
     assert [overlapped[operation] for operation in fused] == [6, 6]
     assert plain[gathers] - overlapped[gathers] == plain[scatters] - overlapped[scatters] == 6
+
+
+class Messages(TorchDispatchMode):
+    """Notes what PyTorch's operations would ask of the workspace: own rows, or partial sums for two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: set[int] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(op) == "titan_moe.gather_matmul.default":
+            self.num_bytes.add(args[0].nbytes)
+        elif str(op) == "titan_moe.matmul_scatter.default":
+            rows, weight, _, num_ranks = args
+            self.num_bytes.add(2 * rows.shape[0] // num_ranks * weight.shape[1] * rows.element_size())
+        return op(*args, **(kwargs or {}))
+
+
+def overlapping(name: str, **changes: Any) -> Recipe:
+    return one_loss.split_recipe(ParallelConfig(tp=2, tp_comm_overlap=True), name, **changes)
+
+
+def largest_message(recipe: Recipe) -> int:
+    """The bytes of a forward and backward of a microbatch."""
+    built = assemble(recipe, torch.device("cpu"))
+    tokens = torch.zeros(recipe.train.micro_batch_sequences, recipe.train.seq_len_tokens, dtype=torch.int64)
+    with Messages() as messages:
+        built.parts[0](tokens, tokens).backward()
+    return max(messages.num_bytes)
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_workspace_has_room_for_the_largest_message(ranks, name: str) -> None:
+    recipe = overlapping(name)
+    assert ranks(2, largest_message, recipe)[0] == workspace_bytes(recipe)
+
+
+def test_workspace_has_room_for_a_long_sample() -> None:
+    """A microbatch has 4 sequences; a sample is one, here of as many tokens as 40."""
+    recipe, num_tokens = overlapping("gqa"), 40 * one_loss.TOKENS
+    sampled = replace(recipe, metrics=MetricsConfig(sample_tokens=num_tokens - one_loss.TOKENS))
+    assert workspace_bytes(sampled) == 10 * workspace_bytes(recipe)
+
+
+def test_workspace_is_opened_before_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, int]] = []
+    monkeypatch.setattr(symmetric, "get_backend", lambda device: "CUDA")
+    monkeypatch.setattr(symmetric, "empty", lambda *sizes, **options: torch.empty(*sizes))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda tensor, group: None)
+    monkeypatch.setattr(symmetric, "get_symm_mem_workspace", lambda name, min_size: opened.append((name, min_size)))
+    group = SimpleNamespace(group_name="of tp")
+    meshes: Any = SimpleNamespace(dense={"tp": SimpleNamespace(get_group=lambda: group)})
+    recipe = overlapping("gqa")
+    open_workspace(recipe, meshes, torch.device("cuda", 0))
+    open_workspace(recipe, meshes, torch.device("cpu"))
+    open_workspace(replace(recipe, parallel=ParallelConfig(tp=2)), meshes, torch.device("cuda", 0))
+    assert opened == [("of tp", workspace_bytes(recipe))]

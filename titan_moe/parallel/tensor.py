@@ -30,7 +30,7 @@ from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.sequence import gather_sequence, scatter_sequence
-from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter, open_workspace
+from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
 from titan_moe.parallel.vocabulary import EmbedOwnWords, HeadOverRanks
 from titan_moe.parameters import TENSOR_AXIS
 
@@ -43,8 +43,6 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
         return
     mesh = meshes.dense[TENSOR_AXIS]
     group, readers = mesh.get_group(), dict[nn.Module, "_OwnRows"]()
-    if config.tp_comm_overlap and mesh.device_type == "cuda":
-        open_workspace(group)
     for module in list(model.modules()):
         match module:
             case GroupedQueryAttention():

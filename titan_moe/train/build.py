@@ -21,7 +21,7 @@ from titan_moe.models.part import tied_weight
 from titan_moe.optim.build import Optimizers, build_optimizer
 from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
-from titan_moe.parallel import arena, context, expert, fsdp, sequence, symm_memory, tensor
+from titan_moe.parallel import arena, context, expert, fsdp, sequence, symm_memory, tensor, tensor_overlap
 from titan_moe.parallel.balance import ExpertBalancer, count_experts
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.pipeline import stages, weight_grads
@@ -96,6 +96,7 @@ def build_parts(
     layers = nn.ModuleList(parts)
     nodes = expert.open_nodes(recipe.parallel, meshes.ep.get_group())
     memory = symm_memory.share_memory(layers, recipe, meshes, device, capacity, nodes)
+    tensor_overlap.open_workspace(recipe, meshes, device)
     rank = meshes.dense.get_local_rank("pp")
     arena.give_arena(model, parts, recipe, device, capacity, pipeline_rank=rank, world_size=meshes.sizes.world)
     ring = ring_backend(
