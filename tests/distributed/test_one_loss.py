@@ -312,6 +312,13 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
         pytest.param(4, replace(OVERLAPPED, cp=2), "gqa-tied", {}, id="cp2-tp2-gqa-tied"),
         pytest.param(4, replace(OVERLAPPED, cp=2), "mla", {}, id="cp2-tp2-mla"),
         pytest.param(4, replace(OVERLAPPED, pp=2), "gqa", {}, id="tp2-pp2-gqa"),
+        pytest.param(
+            2,
+            replace(TP2_EP2, tp_comm_overlap=True, accumulate_unsharded=True, overlap="microbatch"),
+            "gqa",
+            {},
+            id="tp2-ep2-interleaved",
+        ),
     ],
 )
 def test_one_loss_with_overlapped_tensor_parallelism(

@@ -7,7 +7,7 @@ projections, dense layers, shared experts, latent projections. Not delayed are
 * the head: its loss computes both gradients in forward;
 * what runs in a compiled graph, which has no side effects. Under `compile.extent = "pieces"` these are attention,
   shared experts and dense layers. Experts in Triton run outside of graphs then, so their gradients are delayed;
-* converted linear layers, and experts in emulated formats;
+* converted linear layers, those of `tp_comm_overlap`, and experts in emulated formats;
 * experts with clones: gradients of clones and of rows are sent home by one operation; and experts whose GEMMs get
   their rows from peers (dispatch/symm_mem_fused.py), whose backward is one operation.
 """
