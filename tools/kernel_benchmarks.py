@@ -12,7 +12,13 @@ from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.choose import ROUTE_TOKENS
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp, quantize_experts
+from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.fp8.mlp import (
+    fp8_blockwise_expert_mlp,
+    fp8_expert_mlp,
+    quantize_experts,
+    quantize_experts_in_blocks,
+)
 from titan_moe.kernels.experts.fused_mlp import with_scores_first
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
@@ -104,25 +110,31 @@ def experts(shape: dict[str, int]) -> Case:
 
 
 def experts_in_fp8(shape: dict[str, int]) -> Case:
-    """The same inputs, and codes of the weights behind them."""
+    """The same inputs, and codes of the weights behind them: with scales of rows, and of blocks."""
     case = experts(shape)
 
     def draw(device: torch.device) -> Sample:
         sample = case.draw(device)
         gate_up, down = sample.args[2:4]
-        return Sample(sample.name, (*sample.args, quantize_experts(gate_up, down, False)), sample.num_differentiable)
+        codes = [make(gate_up, down, False) for make in (quantize_experts, quantize_experts_in_blocks)]
+        return Sample(sample.name, (*sample.args, codes), sample.num_differentiable)
 
     return case._replace(draw=draw)
 
 
-def with_given_codes(*args: Any) -> Tensor:
-    """Experts in fp8 whose weights are quantised already, as for all microbatches of a step but the first."""
-    *loose, codes = args
+def with_given_codes(mlp: ExpertMLP, which: int) -> Callable[..., Tensor]:
+    """Experts in fp8 whose weights are quantised already, as for all microbatches of a step but the first. `which` of
+    the codes they take."""
 
-    def expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
-        return fp8_expert_mlp(x_SD, slots, weights._replace(codes=tuple(codes)))
+    def op(*args: Any) -> Tensor:
+        *loose, codes = args
 
-    return with_scores_first(expert_mlp)(*loose)
+        def expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+            return mlp(x_SD, slots, weights._replace(codes=tuple(codes[which])))
+
+        return with_scores_first(expert_mlp)(*loose)
+
+    return op
 
 
 def without_codes(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,7 +315,9 @@ BENCHMARKS = {
         {name: experts_in_fp8(shape) for name, shape in EXPERT_SHAPES.items()},
         {
             "titan_moe": without_codes(with_scores_first(fp8_expert_mlp)),
-            "with given codes": with_given_codes,
+            "with given codes": with_given_codes(fp8_expert_mlp, 0),
+            "blockwise": without_codes(with_scores_first(fp8_blockwise_expert_mlp)),
+            "blockwise, with given codes": with_given_codes(fp8_blockwise_expert_mlp, 1),
             "in bf16": without_codes(tunable_of("fused_expert_mlp").candidates["fused"]),
         },
     ),

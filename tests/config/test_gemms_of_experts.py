@@ -9,9 +9,9 @@ from titan_moe.config import Recipe, load_recipe
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import expert_formats, has_native_experts
 from titan_moe.config.rules import check_rules
-from titan_moe.kernels.experts.fp8.rows import TAIL_BYTES
+from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW, packed_width
 from titan_moe.plan.kernel_choice import choose_for
-from titan_moe.plan.memory import SCALE_BYTES, arena_bytes_per_rank
+from titan_moe.plan.memory import arena_bytes_per_rank, packed_bytes
 
 QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
 
@@ -45,4 +45,8 @@ def test_experts_in_fp8_are_fused_where_nothing_was_measured() -> None:
 
 
 def test_the_plan_counts_the_scales_that_rows_have() -> None:
-    assert SCALE_BYTES == TAIL_BYTES
+    blockwise = recipe("--precision.experts=fp8_blockwise")
+    for width in (128, 384, 2048, 7168):
+        assert packed_bytes(recipe(), width) == packed_width(width, WHOLE_ROW)
+        assert packed_bytes(blockwise, width) == packed_width(width, BLOCK)
+    assert arena_bytes_per_rank(recipe(), 1.125) < arena_bytes_per_rank(blockwise, 1.125)

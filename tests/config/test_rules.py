@@ -433,7 +433,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             "less than a balanced load",
         ),
-        ("--precision.format=fp8_blockwise", 8, 'precision.experts = "fp8_blockwise" has no native kernels yet'),
+        ("--precision.experts=fp8_tensorwise", 8, 'precision.experts = "fp8_tensorwise" has no native kernels yet'),
         (
             "--precision.experts=fp8_rowwise --precision.dgrad=compute --perf.kernels=fused",
             8,

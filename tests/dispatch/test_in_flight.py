@@ -35,6 +35,7 @@ from titan_moe.dispatch.row_format import FP8_REFERENCE
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.fp8.packed import WHOLE_ROW
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.unsharded_experts import caching_casts, use_unsharded_experts
 from titan_moe.plan.loads import LayerLoads
@@ -179,7 +180,7 @@ def capacity_with_places(num_places: int, num_ranks: int, device: torch.device, 
         equal_local.HIDDEN,
         fused.dtype_of(device),
         device,
-        is_fp8=is_fp8,
+        scale_columns=WHOLE_ROW if is_fp8 else None,
         num_places=num_places,
     )
     worst = num_ranks * T

@@ -12,7 +12,7 @@ from support import load
 
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fp8.mlp import (
-    FP8_MLPS,
+    ROWWISE_MLPS,
     fp8_expert_mlp,
     fp8_expert_mlp_with_plain_weight_gradients,
 )
@@ -68,5 +68,5 @@ def test_gpus_carry_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int) -> None:
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_gpus_of_an_arena_keep_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int, overlaps: bool) -> None:
     ways = tuple(in_arena.WAYS)
-    for mlp in FP8_MLPS:
+    for mlp in ROWWISE_MLPS:
         in_arena.check_ways(ranks_of_a_size(num_ranks, in_arena.run_ways, None, ways, overlaps, 0, mlp))

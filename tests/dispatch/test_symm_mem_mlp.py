@@ -21,7 +21,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
+from titan_moe.kernels.experts.fp8.mlp import scale_columns
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.plan.loads import LayerLoads
@@ -50,11 +50,11 @@ def capacity_with_arena(
     *,
     is_checkpointed: bool = False,
     num_replicas: int = 0,
-    is_fp8: bool = False,
+    scale_columns: int | None = None,
 ) -> ExpertCapacity:
     """The arena's memory is NaN: what is not written must not be read."""
     capacity = ExpertCapacity(factor, device)
-    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, is_fp8=is_fp8)
+    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, scale_columns=scale_columns)
     worst = num_ranks * T
     num_local = equal_local.NUM_EXPERTS // num_ranks + num_replicas
     capacity.use_arena(arena, LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local)))
@@ -130,7 +130,7 @@ def run_ways(
             device,
             is_checkpointed=wrap == "checkpoint",
             num_replicas=num_replicas,
-            is_fp8=mlp in FP8_MLPS,
+            scale_columns=scale_columns(mlp),
         )
         dispatcher.capacity = inner.capacity = capacity
         with capacity.unbounded() if is_lifted else nullcontext():

@@ -12,7 +12,10 @@ from titan_moe.kernels.clones.plan import launch_plan
 from titan_moe.kernels.experts.fp8 import swiglu as fp8_swiglu
 from titan_moe.kernels.experts.fp8 import swiglu_backward as fp8_swiglu_backward
 from titan_moe.kernels.experts.fp8 import transposed as fp8_transposed
-from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, quantize_rows, unpack_rows
+from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, packed_width
+from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
+from titan_moe.kernels.experts.fp8.rows import quantize_rows, unpack_rows
+from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.stages import CUT as FP8_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad as fp8_weight_grad
 from titan_moe.kernels.experts.fp8.weights import quantize_weight
@@ -67,9 +70,9 @@ def codes(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=CODES, device="meta")
 
 
-def packed(rows: int, width: int) -> Tensor:
+def packed(rows: int, width: int, columns: int = WHOLE_ROW) -> Tensor:
     """Codes with their scales behind them."""
-    return codes(rows, width + TAIL_BYTES)
+    return codes(rows, packed_width(width, columns))
 
 
 QWEN3 = RoutingRule("softmax", 8)
@@ -91,9 +94,10 @@ def base() -> Tensor:
     return torch.empty(2, dtype=torch.int64, device="meta")
 
 
-def back_in_fp8(where: Tensor | None = None) -> Any:
-    kept, x, dy = packed(R, 2 * F), packed(S, D), packed(S, D)
-    return fp8_swiglu_backward.swiglu_backward(half(R, F), kept, single(R), index(R), index(E), x, dy, where)
+def back_in_fp8(where: Tensor | None = None, columns: int = WHOLE_ROW) -> Any:
+    kept, x, dy = packed(R, 2 * F, columns), packed(S, D, columns), packed(S, D, columns)
+    back = fp8_swiglu_backward.swiglu_backward
+    return back(half(R, F), kept, single(R), index(R), index(E), x, dy, where, columns=columns)
 
 
 def tiles(usual_slots: int | None = None) -> Any:
@@ -124,7 +128,7 @@ def gather_in_fp8(copies: TileSchedule | None = None, where: Tensor | None = Non
     x, weight_eIO = packed(S, D), codes(E, 2 * F, D).mT
     scales_eO = single(E, 2 * F)
     return gather_mm(
-        x, index(R), weight_eIO, tiles(), FP8_CUT, copies, scales_eO=scales_eO, base=where, dtype=torch.bfloat16
+        x, index(R), weight_eIO, tiles(), FP8_CUT, copies, scales=scales_eO, base=where, dtype=torch.bfloat16
     )
 
 
@@ -132,6 +136,28 @@ def slots_in_fp8(copies: TileSchedule | None = None) -> object:
     scales = single(R), single(E, D)
     weight_eIO = codes(E, D, F).mT
     return slot_mm(codes(R, F), weight_eIO, tiles(), schedule=copies, cut=FP8_CUT, scales=scales, dtype=torch.bfloat16)
+
+
+def gather_in_blocks(copies: TileSchedule | None = None, where: Tensor | None = None, width: int = D) -> object:
+    scales = single(E, 2 * F // BLOCK, width // BLOCK)
+    return gather_mm(
+        packed(S, width, BLOCK), index(R), codes(E, 2 * F, width).mT, tiles(), BLOCK_CUT, copies,
+        scales=scales, columns=BLOCK, base=where, dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def slots_in_blocks(copies: TileSchedule | None = None, usual_slots: int | None = None) -> object:
+    scales = single(R, F // BLOCK), single(E, D // BLOCK, F // BLOCK)
+    weight_eIO, of_tiles = codes(E, D, F).mT, tiles(usual_slots)
+    return slot_mm(
+        codes(R, F), weight_eIO, of_tiles, schedule=copies, cut=BLOCK_CUT, scales=scales, columns=BLOCK,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def weight_grad_in_blocks() -> object:
+    scales = single(R // 128, 2 * F), single(R // 128, D)
+    return fp8_weight_grad(codes(2 * F, R), codes(D, R), index(E), scales[0], 128, b_scales=scales[1])
 
 
 GEMMS: dict[str, Callable[[], object]] = {
@@ -194,6 +220,14 @@ GEMMS: dict[str, Callable[[], object]] = {
     "fp8_slot_mm": slots_in_fp8,
     "fp8_slot_mm_with_put": lambda: slots_in_fp8(schedule()),
     "fp8_weight_grad": lambda: fp8_weight_grad(codes(2 * F, R), codes(D, R), index(E), single(E), 128),
+    "blockwise_gather_mm": gather_in_blocks,
+    "blockwise_gather_mm_with_base": lambda: gather_in_blocks(where=base()),
+    "blockwise_gather_mm_with_get": lambda: gather_in_blocks(schedule()),
+    "blockwise_gather_mm_wide_with_get": lambda: gather_in_blocks(schedule(), width=7168),
+    "blockwise_slot_mm": slots_in_blocks,
+    "blockwise_slot_mm_loops": lambda: slots_in_blocks(usual_slots=S),
+    "blockwise_slot_mm_with_put": lambda: slots_in_blocks(schedule()),
+    "blockwise_weight_grad": weight_grad_in_blocks,
 }
 """Kernels that are bound by the tensor cores, and must use them."""
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 4
@@ -342,6 +376,21 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
         codes(R, F), single(R, 2), single(E, 2), 1, tiles()
     ),
     "fp8_expert_scales": lambda: fp8_transposed.expert_scales(single(R, 2), index(E)),
+    "blockwise_rows": lambda: quantize_rows(half(S, D), BLOCK),
+    "blockwise_wide_rows": lambda: quantize_rows(half(S, 7168), BLOCK),
+    "blockwise_unpack_rows": lambda: unpack_rows(packed(S, D, BLOCK), torch.bfloat16, columns=BLOCK),
+    "blockwise_weights": lambda: quantize_weight(half(E, 2 * F, D), torch.bfloat16, BLOCK),
+    "blockwise_masters": lambda: quantize_weight(single(E, D, F), torch.bfloat16, BLOCK),
+    "blockwise_swiglu": lambda: fp8_swiglu.swiglu(half(R, 2 * F), single(R), index(E), columns=BLOCK),
+    "blockwise_swiglu_with_base": lambda: fp8_swiglu.swiglu(
+        half(R, 2 * F), single(R), index(E), packed(R, 2 * F, BLOCK), base(), columns=BLOCK
+    ),
+    "blockwise_wide_swiglu": lambda: fp8_swiglu.swiglu(half(S, 28_672), single(S), index(E), columns=BLOCK),
+    "blockwise_swiglu_backward": lambda: back_in_fp8(columns=BLOCK),
+    "blockwise_swiglu_backward_with_base": lambda: back_in_fp8(base(), BLOCK),
+    "blockwise_requantized_rows": lambda: requantized_rows(packed(S, D, BLOCK), index(R), tiles()),
+    "blockwise_requantized_rows_with_base": lambda: requantized_rows(packed(S, D, BLOCK), index(R), tiles(), base()),
+    "blockwise_requantized_slots": lambda: requantized_slots(codes(R, F), single(R, F // BLOCK), tiles()),
     "fp8_linear_rows": lambda: casts.quantize_rows(half(S, 18_432)),
     "fp8_linear_columns": lambda: casts.quantize_columns(half(5120, D)),
     "fp8_linear_transpose": lambda: casts.transpose(codes(S, D)),

@@ -5,6 +5,7 @@ import sys
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,12 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import gemm_modules
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.fp8.mlp import (
+    fp8_blockwise_expert_mlp,
+    fp8_expert_mlp,
+    quantize_experts,
+    quantize_experts_in_blocks,
+)
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.models.transformer import Transformer
@@ -119,12 +125,19 @@ def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest
     assert all(model.layers[layer].feed_forward.experts.mlp == expected for layer in "12")
 
 
-def test_native_experts_have_the_kernels_of_their_formats() -> None:
+@pytest.mark.parametrize(
+    ("formats", "mlp", "quantize"),
+    [
+        (ROWWISE, fp8_expert_mlp, quantize_experts),
+        (GemmFormats(*("fp8_blockwise",) * 3), fp8_blockwise_expert_mlp, quantize_experts_in_blocks),
+    ],
+)
+def test_native_experts_have_the_kernels_of_their_formats(formats: GemmFormats, mlp: Any, quantize: Any) -> None:
     layer = GroupedExperts(2, 16, 16)
-    experts.convert_experts(layer, ROWWISE, "native")
-    assert layer.mlp is fp8_expert_mlp and layer.quantize is not None
+    experts.convert_experts(layer, formats, "native")
+    assert layer.mlp is mlp and layer.quantize is quantize
     copied = deepcopy(layer)
-    assert copied.mlp is fp8_expert_mlp and copied.quantize is layer.quantize
+    assert copied.mlp is mlp and copied.quantize is quantize
 
 
 @pytest.mark.parametrize(("formats", "weighs_input"), [(ROWWISE, True), (replace(ROWWISE, dgrad="compute"), False)])

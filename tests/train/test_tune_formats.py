@@ -28,6 +28,7 @@ QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
 WORDS = ["--run.device=auto", "--precision.compute=bf16", "--train.seq_len_tokens=16"]
 GPU, HOPPER = "Fast GPU", (9, 0)
 ROWWISE = GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise")
+BLOCKWISE = GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise")
 BOTH = ["experts_in_formats", "linear_in_formats"]
 SHAPE = {"tokens": 32, "input": 48, "output": 64}
 
@@ -59,7 +60,7 @@ def ticks() -> Any:
 def test_formats_to_measure_are_those_that_the_modules_could_have() -> None:
     qwen3 = load_recipe(QUICKSTART.replace("quickstart", "qwen3_30b_a3b"))
     experts, *linears = formats_to_measure(qwen3, 8, HOPPER)
-    assert (experts.operation, experts.formats) == ("experts_in_formats", [ROWWISE])
+    assert (experts.operation, experts.formats) == ("experts_in_formats", [ROWWISE, BLOCKWISE])
     assert experts.shape == FORMAT_OPERATIONS["experts_in_formats"].shape(qwen3)
     assert [entry.shape for entry in linears] == [
         linear_shape(qwen3, widths) for widths in ((2048, 5120), (4096, 2048))
@@ -86,7 +87,9 @@ def test_formats_are_measured_where_there_are_kernels(
 def test_formats_of_single_gemms_are_measured_if_the_recipe_has_them() -> None:
     recipe = load_recipe(QUICKSTART, [*WORDS, "--precision.linears=fp8_rowwise", "--precision.wgrad=compute"])
     experts, linear, *_ = formats_to_measure(recipe, 1, HOPPER)
-    assert [str(each) for each in experts.formats] == ["fp8_rowwise", "fp8_rowwise (wgrad compute)"]
+    assert [str(each) for each in experts.formats] == [
+        f"{name}{suffix}" for name in ("fp8_rowwise", "fp8_blockwise") for suffix in ("", " (wgrad compute)")
+    ]
     assert [str(each) for each in linear.formats] == [
         *("fp8_tensorwise", "fp8_tensorwise (wgrad compute)", "fp8_rowwise", "fp8_rowwise (wgrad compute)"),
         *(["fp8_blockwise"] if linear.shape["output"] % 128 == 0 else []),
@@ -144,7 +147,8 @@ def test_format_that_fails_is_left_out(
     """The real experts, on meta tensors."""
     other_gemms = replace(recipe, precision=replace(recipe.precision, wgrad="compute"))
     experts, *_ = tune_formats.measure_formats(other_gemms, 1, META, HOPPER, ticks())
-    assert experts.ms == {"compute": 2.0, "fp8_rowwise": 4.0, "fp8_rowwise (wgrad compute)": 6.0}, (
+    names = [f"{name}{suffix}" for name in ("fp8_rowwise", "fp8_blockwise") for suffix in ("", " (wgrad compute)")]
+    assert experts.ms == dict(zip(["compute", *names], (2.0, 4.0, 6.0, 8.0, 10.0), strict=True)), (
         "the first time of each is forward alone"
     )
 

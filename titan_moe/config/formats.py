@@ -13,7 +13,7 @@ Format = Literal["compute", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "m
 `fp8_rowwise`: e4m3, one scale, a power of two, for each row of the left operand and each column of the right one;
 native gradients of weights have one scale in all (kernels/linear/fp8.py).
 `fp8_blockwise`: e4m3, one fp32 scale for 1 x 128 elements of activations and gradients along the summed dimension, and
-for 128 x 128 of weights (arXiv:2412.19437, section 3.3).
+for 128 x 128 of weights (arXiv:2412.19437, section 3.3); of experts, powers of two.
 `mxfp8`: e4m3, one power of two for 32 elements along the summed dimension (OCP microscaling formats 1.0).
 `nvfp4`: e2m1, one e4m3 scale for 16 elements (weights: 16 x 16) and one fp32 scale a tensor (arXiv:2509.25149)."""
 
@@ -54,7 +54,7 @@ class FormatFacts:
 FORMAT_FACTS: dict[Format, FormatFacts] = {
     "fp8_tensorwise": FormatFacts(16, 16, (9, 0), has_native_linears=True),
     "fp8_rowwise": FormatFacts(16, 16, (9, 0), has_native_linears=True, has_native_experts=True),
-    "fp8_blockwise": FormatFacts(128, 128, (9, 0), has_native_linears=True),
+    "fp8_blockwise": FormatFacts(128, 128, (9, 0), has_native_linears=True, has_native_experts=True),
     "mxfp8": FormatFacts(32, 32, (10, 0)),
     "nvfp4": FormatFacts(16, 128, (10, 0)),
 }

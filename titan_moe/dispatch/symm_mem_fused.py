@@ -22,6 +22,7 @@ Used alone, with memory and calls as in symm_mem.py:
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,18 +33,32 @@ from titan_moe.dispatch.symm_mem_mlp import Sizes, forward
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.fp8.mlp import (
+    fp8_blockwise_expert_mlp,
+    fp8_blockwise_expert_mlp_with_plain_weight_gradients,
     fp8_expert_mlp,
     fp8_expert_mlp_with_plain_weight_gradients,
     operands,
 )
+from titan_moe.kernels.experts.fp8.packed import BLOCK
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
-from titan_moe.kernels.experts.stage_sets import FP8, FP8_WITH_PLAIN_WEIGHT_GRADIENTS, PLAIN
+from titan_moe.kernels.experts.stage_sets import (
+    BLOCKWISE,
+    BLOCKWISE_WITH_PLAIN_WEIGHT_GRADIENTS,
+    FP8,
+    FP8_WITH_PLAIN_WEIGHT_GRADIENTS,
+    PLAIN,
+)
 from titan_moe.kernels.experts.weights import ExpertWeights
 
 OPERANDS: dict[ExpertMLP, tuple[Callable[[ExpertWeights], list[Tensor]], int]] = {
     fused_expert_mlp: (matrices, PLAIN),
     fp8_expert_mlp: (operands, FP8),
     fp8_expert_mlp_with_plain_weight_gradients: (operands, FP8_WITH_PLAIN_WEIGHT_GRADIENTS),
+    fp8_blockwise_expert_mlp: (partial(operands, columns=BLOCK), BLOCKWISE),
+    fp8_blockwise_expert_mlp_with_plain_weight_gradients: (
+        partial(operands, columns=BLOCK),
+        BLOCKWISE_WITH_PLAIN_WEIGHT_GRADIENTS,
+    ),
 }
 """What the operation takes of weights, and the format of its stages, for each MLP whose stages it has."""
 USUAL_LOAD = 1.25

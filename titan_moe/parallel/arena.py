@@ -7,7 +7,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.arena import has_arena
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
+from titan_moe.kernels.experts.fp8.mlp import scale_columns
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.layers.moe import MoE
 from titan_moe.memory.recompute import RECOMPUTED
@@ -38,8 +38,8 @@ def give_arena(
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     mlps = {moe.experts.mlp for moe in layers}
-    is_fp8 = mlps <= set(FP8_MLPS)
-    are_fused = is_fp8 or mlps == {fused_expert_mlp}
+    columns = {scale_columns(mlp) for mlp in mlps}
+    are_fused = mlps <= {fused_expert_mlp} or (None not in columns and len(columns) <= 1)
     shapes = {tuple(moe.experts.down.shape[1:]) for moe in layers}  # whole: experts are split over etp later
     if not are_fused or not has_arena(recipe, "fused") or len(shapes) != 1:
         return
@@ -58,7 +58,7 @@ def give_arena(
         DTYPES[recipe.precision.compute],
         device,
         is_checkpointed=is_checkpointed,
-        is_fp8=is_fp8,
+        scale_columns=columns.pop(),
         num_places=1 if is_checkpointed else places.number,
     )
     capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=places.num_layers))

@@ -21,9 +21,10 @@ from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.local import LocalDispatcher
-from titan_moe.dispatch.row_format import FP8, PLAIN
+from titan_moe.dispatch.row_format import BLOCKWISE, FP8, PLAIN
 from titan_moe.dispatch.symm_mem import SymmMemory
-from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
+from titan_moe.kernels.experts.fp8.mlp import scale_columns
+from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.dispatchers import DispatcherInputs, build_dispatcher
@@ -202,7 +203,7 @@ def _set_dispatcher(
     """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
     num_experts, num_replicas = len(moe.experts.down), config.fixed_expert_clones
     num_slots = num_experts + config.ep * num_replicas
-    row_format = FP8 if moe.experts.mlp in FP8_MLPS else PLAIN
+    row_format = {None: PLAIN, WHOLE_ROW: FP8, BLOCK: BLOCKWISE}[scale_columns(moe.experts.mlp)]
     of_layer = (num_slots, num_experts, group, moe.dispatcher.permute)
     inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, nodes, row_format)
     moe.dispatcher = build_dispatcher(config.dispatcher, inputs)

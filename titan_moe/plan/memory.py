@@ -3,6 +3,7 @@
 What takes a part is of one pipeline rank. What takes a recipe alone is of all its layers, those of a `Part.recipe`.
 """
 
+from titan_moe.config.formats import FORMAT_FACTS
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
@@ -13,7 +14,7 @@ from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.places import ArenaPlaces
 
 SCALE_BYTES = 16
-"""Behind the codes of a row or slot in fp8 (kernels/experts/fp8/rows.py)."""
+"""Behind the codes of a row or slot in fp8, a multiple of this (kernels/experts/fp8/packed.py)."""
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
@@ -87,8 +88,15 @@ def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, places: ArenaPl
     rows, slots = places.number * rows, places.number * slots
     element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], 2 * expert_hidden_size(recipe)
     if has_native_experts(recipe):
-        return rows * (expert_width(recipe.model) + SCALE_BYTES) + slots * (hidden + SCALE_BYTES)
+        return rows * packed_bytes(recipe, expert_width(recipe.model)) + slots * packed_bytes(recipe, hidden)
     return (rows * expert_width(recipe.model) + slots * hidden) * element
+
+
+def packed_bytes(recipe: Recipe, width: int) -> int:
+    """Bytes of a row or slot of so many codes in the format of experts, with its scales."""
+    is_blockwise = recipe.precision.format_of("experts") == "fp8_blockwise"
+    num_scales = width // FORMAT_FACTS["fp8_blockwise"].native_multiple if is_blockwise else 1
+    return width + -(-4 * num_scales // SCALE_BYTES) * SCALE_BYTES
 
 
 def temporary_bytes_per_rank(recipe: Recipe) -> int:
@@ -99,7 +107,7 @@ def temporary_bytes_per_rank(recipe: Recipe) -> int:
         # codes of gradients, and gradients of activations; then gradients of slots, or what those of weights sum
         rounds_all = recipe.precision.wgrad == "format"
         of_weights = width + 3 * hidden if rounds_all else 10 * hidden  # unpacked, with gradients, both in bf16
-        rows = width + SCALE_BYTES + (0 if rounds_all else 4 * width)
+        rows = packed_bytes(recipe, width) + (0 if rounds_all else 4 * width)
         return loads.worst_rows * rows + loads.worst_slots * (4 * hidden + max(2 * width, of_weights))
     elements = loads.worst_rows * width + loads.worst_slots * (3 * hidden + max(hidden, width))
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]

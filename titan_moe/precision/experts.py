@@ -4,9 +4,13 @@ from titan_moe.config import RecipeError
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
 from titan_moe.kernels.experts.fp8.mlp import (
+    BLOCKWISE_MLPS,
+    fp8_blockwise_expert_mlp,
+    fp8_blockwise_expert_mlp_with_plain_weight_gradients,
     fp8_expert_mlp,
     fp8_expert_mlp_with_plain_weight_gradients,
     quantize_experts,
+    quantize_experts_in_blocks,
 )
 from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 from titan_moe.layers.experts import GroupedExperts
@@ -15,6 +19,8 @@ from titan_moe.precision.requirements import require_torchao
 NATIVE: dict[GemmFormats, ExpertMLP] = {
     GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise"): fp8_expert_mlp,
     GemmFormats("fp8_rowwise", "fp8_rowwise", "compute"): fp8_expert_mlp_with_plain_weight_gradients,
+    GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise"): fp8_blockwise_expert_mlp,
+    GemmFormats("fp8_blockwise", "fp8_blockwise", "compute"): fp8_blockwise_expert_mlp_with_plain_weight_gradients,
 }
 """What the kernels of experts compute."""
 
@@ -27,10 +33,11 @@ def convert_experts(experts: GroupedExperts, formats: GemmFormats, backend: str,
     if backend == "emulated":
         if formats.fprop == "mxfp8":
             require_torchao('precision.experts = "mxfp8"')  # which defines its bits
-        is_rowwise = formats.fprop == "fp8_rowwise"  # powers of two, as in native experts and torchao's linear layers
-        experts.mlp = composite(emulated_grouped_mm(formats, is_rowwise), weighs_input=weighs_input)
+        powers_of_two = formats.fprop in ("fp8_rowwise", "fp8_blockwise")  # as in native experts
+        experts.mlp = composite(emulated_grouped_mm(formats, powers_of_two), weighs_input=weighs_input)
     elif formats in NATIVE and not weighs_input:
-        experts.mlp, experts.quantize = NATIVE[formats], quantize_experts
+        experts.mlp = NATIVE[formats]
+        experts.quantize = quantize_experts_in_blocks if experts.mlp in BLOCKWISE_MLPS else quantize_experts
     else:
         raise RecipeError(
             [

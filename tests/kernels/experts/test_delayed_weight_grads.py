@@ -12,7 +12,7 @@ from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.composite_mlp import composite
 from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, QueuedMLP, delay_weight_grads
-from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS, quantize_experts
+from titan_moe.kernels.experts.fp8.mlp import ROWWISE_MLPS, quantize_experts
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.kernels.experts.grouped_mm import grouped_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
@@ -91,9 +91,11 @@ def place(sample: Sample) -> tuple[list[Tensor], ExpertSlots]:
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
-@pytest.mark.parametrize(("mlp", "has_codes"), [(fused_expert_mlp, False), (FP8_MLPS[0], True), (FP8_MLPS[1], False)])
+@pytest.mark.parametrize(
+    ("mlp", "has_codes"), [(fused_expert_mlp, False), (ROWWISE_MLPS[0], True), (ROWWISE_MLPS[1], False)]
+)
 def test_queued_gradients_are_those_of_the_mlp(mlp: Any, has_codes: bool, device: str, dtype: torch.dtype) -> None:
-    for sample in draw(device, dtype)[: 1 if mlp in FP8_MLPS else None]:  # the interpreter is slow
+    for sample in draw(device, dtype)[: 1 if mlp in ROWWISE_MLPS else None]:  # the interpreter is slow
         results = []
         for queue in (WeightGradQueue(), None):
             (x_SD, gate_up, down), slots = place(sample)

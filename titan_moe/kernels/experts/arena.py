@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES
+from titan_moe.kernels.experts.fp8.packed import CODES, packed_width
 
 _ARENAS: "WeakValueDictionary[int, Arena]" = WeakValueDictionary()
 _HANDLES = count(1)
@@ -99,13 +99,15 @@ class Arena:
         device: torch.device | str,
         *,
         is_checkpointed: bool = False,
-        is_fp8: bool = False,
+        scale_columns: int | None = None,
         num_places: int = 1,
     ) -> None:
-        """`hidden` is F; `is_fp8` as in stage_sets.py; `num_places` microbatches are kept at a time. The arena has no
-        room yet."""
-        row = (width + TAIL_BYTES) // dtype.itemsize if is_fp8 else width
-        slot, of_slots = (2 * hidden + TAIL_BYTES, CODES) if is_fp8 else (2 * hidden, dtype)
+        """`hidden` is F; rows and slots are packed where `scale_columns`, those of their scales, is not None
+        (fp8/packed.py); `num_places` microbatches are kept at a time. The arena has no room yet."""
+        row, slot, of_slots = width, 2 * hidden, dtype
+        if scale_columns is not None:
+            row = packed_width(width, scale_columns) // dtype.itemsize
+            slot, of_slots = packed_width(2 * hidden, scale_columns), CODES
         self.rows_AW = torch.empty(0, row, dtype=dtype, device=device)
         self.hidden_BH = torch.empty(0, slot, dtype=of_slots, device=device)
         self.heads_P3 = torch.zeros(num_places, 3, dtype=torch.int64, device=device)

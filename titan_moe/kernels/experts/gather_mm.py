@@ -14,7 +14,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, get_arguments, get_in_order, wait_for_rows
-from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, place_in_groups
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, check_cut, place_in_groups
 
 MEASURED = GemmTiles()
 GET_BLOCKS = CopyBlocks(40, 16_384)
@@ -24,7 +24,7 @@ GET_BLOCKS = CopyBlocks(40, 16_384)
 def _gather_mm_kernel(
     x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
     get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, num_tiles_ptr, scales_ptr, base_ptr,
-    I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr, IS_INTERPRETED: tl.constexpr,
+    I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr, SCALED: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def _gather_mm_kernel(
             return
         _gather_mm_tile(
             tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
-            required_rows_ptr, arrived_ptr, scales_ptr, I, O, ROW, IS_INTERPRETED,
+            required_rows_ptr, arrived_ptr, scales_ptr, I, O, ROW, SCALED, IS_INTERPRETED,
             BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
         )  # fmt: skip
     else:
@@ -63,7 +63,7 @@ def _gather_mm_kernel(
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _gather_mm_tile(
                 tile, column, tl.load(experts_ptr + tile), x_ptr, rows_ptr, weight_desc, last_desc, out_ptr,
-                begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, scales_ptr, I, O, ROW, IS_INTERPRETED,
+                begins_ptr, ends_ptr, required_rows_ptr, arrived_ptr, scales_ptr, I, O, ROW, SCALED, IS_INTERPRETED,
                 BLOCK_R, BLOCK_O, BLOCK_LAST, BLOCK_I, COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS,
             )  # fmt: skip
 
@@ -72,7 +72,7 @@ def _gather_mm_kernel(
 def _gather_mm_tile(
     tile, column, expert, x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, begins_ptr, ends_ptr,
     required_rows_ptr, arrived_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
+    SCALED: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -86,24 +86,26 @@ def _gather_mm_tile(
     if BLOCK_LAST < BLOCK_O and column == num_columns - 1:
         _multiply(
             expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, last_desc, out_ptr, scales_ptr, I, O,
-            ROW, BLOCK_R, BLOCK_LAST, BLOCK_I,
+            ROW, SCALED, BLOCK_R, BLOCK_LAST, BLOCK_I,
         )  # fmt: skip
     else:
         _multiply(
             expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I, O,
-            ROW, BLOCK_R, BLOCK_O, BLOCK_I,
+            ROW, SCALED, BLOCK_R, BLOCK_O, BLOCK_I,
         )  # fmt: skip
 
 
 @triton.jit
 def _multiply(
     expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr,
-    ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     slots = begin + tl.arange(0, BLOCK_R)
     is_slot = slots < end
     rows = tl.load(rows_ptr + slots, mask=is_slot, other=0)
     inner = tl.arange(0, BLOCK_I)
+    if scales_ptr is not None:
+        row_scales_ptr = (x_ptr + rows.to(tl.int64) * ROW + I).to(tl.pointer_type(tl.float32), bitcast=True)
     total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
     for k in range(0, I, BLOCK_I):
         x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * ROW + (k + inner)[None, :]
@@ -112,10 +114,14 @@ def _multiply(
             weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
         else:  # the matrix units read fp8 along the summed dimension alone
             weight = weight_desc.load([expert, first, k]).reshape(BLOCK_O, BLOCK_I).T
-        total = tl.dot(x, weight, total, input_precision="ieee")
+        if SCALED:
+            scale = tl.load(row_scales_ptr + k // SCALED, mask=is_slot, other=0.0)
+            scale *= tl.load(scales_ptr + (expert * (O // SCALED) + first // SCALED) * (I // SCALED) + k // SCALED)
+            total += tl.dot(x, weight) * scale[:, None]
+        else:
+            total = tl.dot(x, weight, total, input_precision="ieee")
     columns = first + tl.arange(0, BLOCK_O)
-    if scales_ptr is not None:
-        row_scales_ptr = (x_ptr + rows.to(tl.int64) * ROW + I).to(tl.pointer_type(tl.float32), bitcast=True)
+    if scales_ptr is not None and not SCALED:
         row_scale = tl.load(row_scales_ptr, mask=is_slot, other=0.0)
         column_scale = tl.load(scales_ptr + expert * O + columns, mask=columns < O, other=0.0)
         total = total * row_scale[:, None] * column_scale[None, :]
@@ -132,7 +138,8 @@ def gather_mm(
     schedule: TileSchedule | None = None,
     copy_blocks: CopyBlocks = GET_BLOCKS,
     *,
-    scales_eO: Tensor | None = None,
+    scales: Tensor | None = None,
+    columns: int = 0,
     base: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -141,26 +148,29 @@ def gather_mm(
     With `schedule`, copy blocks of the launch get rows into x.
 
     Args:
-        scales_eO: fp32, scales of weights in fp8, which are the transpose of what is contiguous. Then x_SI holds rows
-            in fp8 with their scales behind them (kernels/experts/fp8/rows.py).
+        scales: fp32 [e, O], scales of weights in fp8, which are the transpose of what is contiguous. Then x_SI holds
+            rows in fp8 with their scales behind them (kernels/experts/fp8/packed.py).
+        columns: of blocks that share a scale, 0 if scales are those of rows and of outputs. Then scales of weights are
+            [e, O / columns, I / columns], and products of a block leave the matrix units and are added in fp32.
         base: int64 [2] on the device. x_SI is that of several layers; this layer's begins at row base[0].
         dtype: of the result, if it is not that of x_SI.
     """
     _, width, out_width = weight_eIO.shape
     out_RO = x_SI.new_empty(rows_R.numel(), out_width, dtype=dtype)
+    check_cut(cut, columns)
     # the last columns are cut half as wide where that is enough
     is_half_enough = 0 < out_width % cut.outputs <= cut.outputs // 2
     last = cut.outputs // 2 if is_half_enough else cut.outputs
     # weights come by TMA: their pointers would take the registers that the sums need
-    if scales_eO is None:
+    if scales is None:
         stored, blocks = weight_eIO, [[1, cut.inner, outputs] for outputs in (cut.outputs, last)]
     else:
         stored, blocks = weight_eIO.mT, [[1, outputs, cut.inner] for outputs in (cut.outputs, last)]
     weights = [TensorDescriptor.from_tensor(stored, block) for block in blocks]
-    copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1] // (1 if scales_eO is None else 2))
+    copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1] // (1 if scales is None else 2))
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(out_width, cut.outputs),)](
-        x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies, tiles.looped(), scales_eO, base,
-        I=width, O=out_width, ROW=x_SI.shape[1], IS_INTERPRETED=knobs.runtime.interpret, **sizes,
+        x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies, tiles.looped(), scales, base,
+        I=width, O=out_width, ROW=x_SI.shape[1], SCALED=columns, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, put_in_order, signal
-from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, place_in_groups
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, check_cut, place_in_groups
 
 MEASURED = GemmTiles()
 PUT_BLOCKS = CopyBlocks(36, 8192)
@@ -23,7 +23,7 @@ PUT_BLOCKS = CopyBlocks(36, 8192)
 def _slot_mm_kernel(
     x_desc, weight_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
     put_slots_ptr, put_num_slots_ptr, put_addresses_ptr, put_tiles_ptr, count_ptr, done_ptr, num_tiles, num_tiles_ptr,
-    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, COPY_BLOCKS: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
@@ -52,7 +52,7 @@ def _slot_mm_kernel(
         if expert >= 0:
             _slot_mm_tile(
                 tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-                row_scales_ptr, scales_ptr, I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+                row_scales_ptr, scales_ptr, I, O, SCALED, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
         if COPY_BLOCKS:
             signal(done_ptr + tile // GROUP)
@@ -61,7 +61,7 @@ def _slot_mm_kernel(
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
             _slot_mm_tile(
                 tile, column, tl.load(experts_ptr + tile), x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-                row_scales_ptr, scales_ptr, I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+                row_scales_ptr, scales_ptr, I, O, SCALED, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
             if COPY_BLOCKS:
                 signal(done_ptr + tile // GROUP)
@@ -70,10 +70,12 @@ def _slot_mm_kernel(
 @triton.jit
 def _slot_mm_tile(
     tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
-    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
+    slots = begin + tl.arange(0, BLOCK_R)
+    is_slot = slots < tl.load(ends_ptr + tile)
     total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
     for k in range(0, I, BLOCK_I):
         x = x_desc.load([begin, k])
@@ -81,15 +83,19 @@ def _slot_mm_tile(
             weight = weight_desc.load([expert, first, k]).reshape(BLOCK_O, BLOCK_I).T
         else:
             weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
-        total = tl.dot(x, weight, total, input_precision="ieee")
-    slots = begin + tl.arange(0, BLOCK_R)
+        if SCALED:
+            scale = tl.load(row_scales_ptr + slots.to(tl.int64) * (I // SCALED) + k // SCALED, mask=is_slot, other=0.0)
+            scale *= tl.load(scales_ptr + (expert * (O // SCALED) + first // SCALED) * (I // SCALED) + k // SCALED)
+            total += tl.dot(x, weight) * scale[:, None]
+        else:
+            total = tl.dot(x, weight, total, input_precision="ieee")
     columns = first + tl.arange(0, BLOCK_O)
-    if scales_ptr is not None:
-        row_scale = tl.load(row_scales_ptr + slots, mask=slots < tl.load(ends_ptr + tile), other=0.0)
+    if scales_ptr is not None and not SCALED:
+        row_scale = tl.load(row_scales_ptr + slots, mask=is_slot, other=0.0)
         column_scale = tl.load(scales_ptr + expert * O + columns, mask=columns < O, other=0.0)
         total = total * row_scale[:, None] * column_scale[None, :]
     out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
-    keep = (slots < tl.load(ends_ptr + tile))[:, None] & (columns < O)[None, :]
+    keep = is_slot[:, None] & (columns < O)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
 
 
@@ -102,6 +108,7 @@ def slot_mm(
     copy_blocks: CopyBlocks = PUT_BLOCKS,
     cut: GemmTiles = MEASURED,
     scales: tuple[Tensor, Tensor] | None = None,
+    columns: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
@@ -112,8 +119,10 @@ def slot_mm(
     Args:
         scales: fp32, scales of slots [R] and of weights [e, O] in fp8. The weight is then the transpose of what is
             contiguous.
+        columns: as in gather_mm.py; scales of slots are then [R, I / columns].
         dtype: of the result, if it is not that of x_RI.
     """
+    check_cut(cut, columns)
     num_slots, width = x_RI.shape
     is_transposed, out_width = weight_eIO.stride(2) != 1, weight_eIO.shape[2]
     out_RO = x_RI.new_empty(num_slots, out_width, dtype=dtype)
@@ -133,7 +142,7 @@ def slot_mm(
         sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width)}
     _slot_mm_kernel[(tiles.usual * num_columns + sizes["COPY_BLOCKS"],)](
         rows, weights, out_RO, *tiles[:3], *copies, num_tiles, tiles.looped(), *(scales or (None, None)),
-        I=width, O=out_width, IS_TRANSPOSED=is_transposed,
+        I=width, O=out_width, SCALED=columns, IS_TRANSPOSED=is_transposed,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_I=cut.inner, GROUP=cut.group,
         IS_INTERPRETED=knobs.runtime.interpret, **sizes, num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip

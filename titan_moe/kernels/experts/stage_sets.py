@@ -14,15 +14,21 @@ from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.fp8 import stages as fp8_stages
 from titan_moe.kernels.experts.fp8.mlp import NUM_PARAMETERS, codes_of
-from titan_moe.kernels.experts.fp8.rows import CODES, TAIL_BYTES, quantize_rows
+from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, packed_width
+from titan_moe.kernels.experts.fp8.rows import quantize_rows
 from titan_moe.kernels.experts.fp8.stages import Activations, HiddenGradients, QuantizedExperts
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles
 from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
 
-PLAIN, FP8, FP8_WITH_PLAIN_WEIGHT_GRADIENTS = range(3)
+PLAIN, FP8, FP8_WITH_PLAIN_WEIGHT_GRADIENTS, BLOCKWISE, BLOCKWISE_WITH_PLAIN_WEIGHT_GRADIENTS = range(5)
 """The formats of stages, as operations take them."""
+
+
+def _columns(stage_format: int) -> int:
+    """Columns of a scale, in fp8."""
+    return BLOCK if stage_format in (BLOCKWISE, BLOCKWISE_WITH_PLAIN_WEIGHT_GRADIENTS) else WHOLE_ROW
 
 
 class Work(NamedTuple):
@@ -64,7 +70,8 @@ def stages_of(weights: Tensors, stage_format: int) -> Stages:
     """The stages for weights as operations take them: own ones and clones, or what `operands` of fp8/mlp.py returns."""
     if stage_format == PLAIN:
         return PlainStages(ExpertWeights.of(weights).join())
-    return Fp8Stages(QuantizedExperts.of(codes_of(weights)), stage_format == FP8)
+    quantized = QuantizedExperts.of(codes_of(weights, _columns(stage_format)))
+    return Fp8Stages(quantized, stage_format in (FP8, BLOCKWISE))
 
 
 def split_gradients(weights: Tensors, joined: Tensors, stage_format: int) -> list[Tensor | None]:
@@ -76,14 +83,14 @@ def split_gradients(weights: Tensors, joined: Tensors, stage_format: int) -> lis
 
 def row_width(width: int, element_bytes: int, stage_format: int) -> int:
     """The elements of a row of `width` as it is sent and kept (W)."""
-    return width if stage_format == PLAIN else (width + TAIL_BYTES) // element_bytes
+    return width if stage_format == PLAIN else packed_width(width, _columns(stage_format)) // element_bytes
 
 
 def new_hidden(like: Tensor, num_slots: int, hidden: int, stage_format: int) -> Tensor:
     """Memory for so many pre-activations as they are kept; `hidden` is F."""
     if stage_format == PLAIN:
         return like.new_empty(num_slots, 2 * hidden)
-    return like.new_empty(num_slots, 2 * hidden + TAIL_BYTES, dtype=CODES)
+    return like.new_empty(num_slots, packed_width(2 * hidden, _columns(stage_format)), dtype=CODES)
 
 
 class PlainStages(NamedTuple):
@@ -137,7 +144,7 @@ class Fp8Stages(NamedTuple):
     rounds_weight_gradients: bool
 
     def pack(self, x_TD: Tensor) -> Tensor:
-        return quantize_rows(x_TD).view(x_TD.dtype)
+        return quantize_rows(x_TD, self.weights.columns).view(x_TD.dtype)
 
     def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None) -> Activations:
         return fp8_stages.up(x_SW.view(CODES), work.slots, self.weights, work.tiles, work.schedule, hidden, base)[0]

@@ -57,6 +57,16 @@ class GemmTiles(NamedTuple):
     num_stages: int = 4
 
 
+def check_cut(cut: GemmTiles, columns: int) -> None:
+    """Refuse a cut for blocks that share a scale, of so many columns and outputs: products leave the matrix units block
+    by block, and a thread block reads one scale of weights at a time.
+
+    Raises: ValueError where its parts are no such blocks.
+    """
+    if columns and (cut.inner != columns or columns % cut.outputs):
+        raise ValueError(f"{cut} does not fit blocks of {columns}; take inner={columns}, and outputs that divide it")
+
+
 @triton.jit
 def place_in_groups(program, num_rows, num_columns, GROUP: tl.constexpr):
     """The row and the column of a thread block's tile: column by column within groups of rows.

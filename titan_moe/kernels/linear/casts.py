@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.fp8.rows import CODES, SMALLEST, power_of_two, unpack
+from titan_moe.kernels.experts.fp8.packed import CODES
+from titan_moe.kernels.experts.fp8.rows import SMALLEST, power_of_two, unpack
 from titan_moe.kernels.experts.fp8.rows import quantize_rows_reference as packed_rows_reference
 from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
 

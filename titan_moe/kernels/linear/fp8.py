@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.kernels.experts.fp8.rows import CODES, SMALLEST_SCALE
+from titan_moe.kernels.experts.fp8.packed import CODES
+from titan_moe.kernels.experts.fp8.rows import SMALLEST_SCALE
 from titan_moe.kernels.linear.casts import quantize_columns, quantize_rows, transpose
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import composite
 from titan_moe.kernels.experts.fp8 import stages
-from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS, codes_of, fp8_expert_mlp, operands, quantize_experts
+from titan_moe.kernels.experts.fp8.mlp import ROWWISE_MLPS, codes_of, fp8_expert_mlp, operands, quantize_experts
 from titan_moe.kernels.experts.fp8.rows import (
     dequantize_rows,
     quantize_rows,
@@ -54,7 +54,7 @@ class Case(NamedTuple):
         return plan_tiles(self.slots.offsets_e, self.slots.rows_R.numel(), 128)
 
 
-def draw(name: str, device: str, dtype: torch.dtype) -> Case:
+def draw(name: str, device: str, dtype: torch.dtype, D: int = D, F: int = F) -> Case:
     torch.manual_seed(0)
     plans = {plan[0]: plan[1:] for plan in sample_plans(torch.device(device))}
     rows_R, slots_SK, offsets_e, num_experts = plans[name]
@@ -141,7 +141,7 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
     dgate = weighted * up * (sigmoid + gate * sigmoid * (1 - sigmoid))
     kept_active_RF = gate * sigmoid * up * slots.scores_R[:n, None]
     dhidden_R2F = torch.cat([dgate, weighted * gate * sigmoid], dim=1)
-    rounded_R2F = gradients.codes_R2F[:n].float() * gradients.scales_R[:n, None]
+    rounded_R2F = gradients.codes_R2F[:n].float() * gradients.scales[:n, None]
     assert decibels(dhidden_R2F, rounded_R2F) > FLOOR_DB
     dslots_RD = stages.d_up(gradients, of, tiles)[:n]
     assert decibels(product(dhidden_R2F, gate_up.mT), dslots_RD) > FLOOR_DB - 1
@@ -213,7 +213,7 @@ def test_unpacked_rows_end_with_the_memory(device: str, dtype: torch.dtype) -> N
 def test_plain_weight_gradients_have_one_rounding_less(device: str, dtype: torch.dtype) -> None:
     case = draw("skewed", device, dtype)
     exact = run(composite(grouped_mm_reference), case, torch.float64)
-    rounded, plain = (run(mlp, case) for mlp in FP8_MLPS)
+    rounded, plain = (run(mlp, case) for mlp in ROWWISE_MLPS)
     for key in ("y", "dx", "dscores"):
         assert torch.equal(plain[key], rounded[key])
     for key in ("dgate_up", "ddown"):

@@ -5,8 +5,9 @@ S rows · R expert slots, sorted by expert · e experts that the rank computes �
 Physics: the GEMMs have twice the rate of bf16; what stands beside them are passes over S·D elements to quantise rows,
 over R·F to quantise activations and gradients, and over R·(2·D + 3·F) bytes to transpose what the gradients of weights
 sum. Kept for backward are rows and pre-activations in e4m3, S·D + 2·R·F bytes, half of bf16's. The reference is the
-composite of composite_mlp.py with emulated GEMMs. Here scales are powers of two, and gradients of weights have one
-scale an expert (transposed.py).
+composite of composite_mlp.py with emulated GEMMs. Here scales are powers of two; with scales of rows, gradients of
+weights have one scale an expert (transposed.py), and with scales of blocks their factors are rounded twice
+(requantized.py).
 """
 
 from functools import partial
@@ -19,9 +20,10 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fp8 import stages
-from titan_moe.kernels.experts.fp8.rows import CODES, RESULTS, TAIL_BYTES, quantize_rows
+from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, codes_width, num_scales, packed_width
+from titan_moe.kernels.experts.fp8.rows import RESULTS, quantize_rows
 from titan_moe.kernels.experts.fp8.stages import HiddenGradients, QuantizedExperts
-from titan_moe.kernels.experts.fp8.weights import quantize_weight
+from titan_moe.kernels.experts.fp8.weights import new_quantized_weight, quantize_weight
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
@@ -39,16 +41,18 @@ def _tiles(slots: ExpertSlots) -> Tiles:
 def _forward(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     """y_SD, and the packed rows and pre-activations that backward needs."""
     at, of = ExpertSlots(*slots), QuantizedExperts.of(quantized)
-    tiles, x = _tiles(at), quantize_rows(x_SD)
+    tiles, x = _tiles(at), quantize_rows(x_SD, of.columns)
     active, kept = stages.up(x, at, of, tiles)
     return slot_sum(stages.down(active, of, tiles), at.slots_SK), x, kept
 
 
 @_forward.register_fake
 def _(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-    num_slots, both = ExpertSlots(*slots).rows_R.shape[0], QuantizedExperts.of(quantized).gate_up.codes_eOI.shape[1]
-    x = x_SD.new_empty(x_SD.shape[0], x_SD.shape[1] + TAIL_BYTES, dtype=CODES)
-    return x_SD.new_empty(x_SD.shape, dtype=RESULTS), x, x_SD.new_empty(num_slots, both + TAIL_BYTES, dtype=CODES)
+    of, (num_rows, width) = QuantizedExperts.of(quantized), x_SD.shape
+    x = x_SD.new_empty(num_rows, packed_width(width, of.columns), dtype=CODES)
+    kept_width = packed_width(of.gate_up.codes_eOI.shape[1], of.columns)
+    kept = x_SD.new_empty(ExpertSlots(*slots).rows_R.shape[0], kept_width, dtype=CODES)
+    return x_SD.new_empty(x_SD.shape, dtype=RESULTS), x, kept
 
 
 @torch.library.custom_op("titan_moe::fp8_expert_mlp_dx", mutates_args=())
@@ -57,21 +61,22 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx_SD, dscores_R, packed dy and `HiddenGradients`; `rounds`: weight gradients are in fp8."""
     at, of = ExpertSlots(*slots), QuantizedExperts.of(quantized)
-    tiles, dy = _tiles(at), quantize_rows(dy_SD)
+    tiles, dy = _tiles(at), quantize_rows(dy_SD, of.columns)
     gradients, dscores_R = stages.d_down(dy, x, at, of, kept, tiles, rounds_weight_gradients=rounds)
     return slot_sum(stages.d_up(gradients, of, tiles), at.slots_SK), dscores_R, dy, *gradients
 
 
 @_backward.register_fake
 def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor, rounds: bool) -> tuple[Tensor, ...]:
-    scores_R, (num_slots, width) = ExpertSlots(*slots).scores_R, kept.shape
-    both = width - TAIL_BYTES
+    scores_R, num_slots = ExpertSlots(*slots).scores_R, kept.shape[0]
+    of = QuantizedExperts.of(quantized)
+    both, columns = of.gate_up.codes_eOI.shape[1], of.columns
     gradients = (
         kept.new_empty(num_slots, both),
-        torch.empty_like(scores_R),
+        scores_R.new_empty(num_slots, num_scales(both, columns)) if columns else torch.empty_like(scores_R),
         dy_SD.new_empty(0 if rounds else num_slots, both // 2, dtype=RESULTS),
         kept.new_empty(num_slots if rounds else 0, both // 2),
-        scores_R.new_empty(num_slots, 2),
+        scores_R.new_empty(num_slots, num_scales(both // 2, columns) if columns else 2),
     )
     dx_SD = dy_SD.new_empty(dy_SD.shape, dtype=RESULTS)
     return dx_SD, torch.empty_like(scores_R), torch.empty_like(x), *gradients
@@ -87,60 +92,67 @@ def _dw(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor,
 
 @_dw.register_fake
 def _(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor, rounds: bool) -> tuple[Tensor, Tensor]:
-    num_experts, dactive_RF = ExpertSlots(*slots).offsets_e.shape[0], HiddenGradients(*gradients).dactive_RF
-    hidden, width = dactive_RF.shape[1], x.shape[1] - TAIL_BYTES
+    num_experts, of_hidden = ExpertSlots(*slots).offsets_e.shape[0], HiddenGradients(*gradients)
+    dactive_RF = of_hidden.dactive_RF
+    hidden, width = dactive_RF.shape[1], codes_width(x.shape[1], of_hidden.columns)
     return dactive_RF.new_empty(num_experts, 2, hidden, width), dactive_RF.new_empty(num_experts, width, hidden)
 
 
 def quantize_experts(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
     """Codes and scales of own experts, [e, 2, F, D] and [e, D, F], as operations take them. With `is_bf16`, weights are
     rounded to bf16 first, as other layouts gather them."""
-    return _quantize_experts(gate_up, down, is_bf16)  # a function, which a copied model can share
+    return _quantize_experts(gate_up, down, is_bf16, WHOLE_ROW)  # a function, which a copied model can share
+
+
+def quantize_experts_in_blocks(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
+    """The same, with scales of blocks of 128 x 128."""
+    return _quantize_experts(gate_up, down, is_bf16, BLOCK)
 
 
 @torch.library.custom_op("titan_moe::quantize_experts", mutates_args=())
-def _quantize_experts(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
+def _quantize_experts(gate_up: Tensor, down: Tensor, is_bf16: bool, columns: int) -> list[Tensor]:
     dtype = torch.bfloat16 if is_bf16 else gate_up.dtype
-    both = (quantize_weight(weight, dtype) for weight in (gate_up.flatten(1, 2), down))
+    both = (quantize_weight(weight, dtype, columns) for weight in (gate_up.flatten(1, 2), down))
     return QuantizedExperts(*both).tensors()
 
 
 @_quantize_experts.register_fake
-def _(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
-    tensors = []
-    for weight in (gate_up.flatten(1, 2), down):
-        num_experts, outputs, inputs = weight.shape
-        for columns, rows in ((outputs, inputs), (inputs, outputs)):
-            tensors.append(weight.new_empty(num_experts, columns, rows, dtype=CODES))
-            tensors.append(weight.new_empty(num_experts, columns, dtype=torch.float32))
-    return tensors
+def _(gate_up: Tensor, down: Tensor, is_bf16: bool, columns: int) -> list[Tensor]:
+    both = (new_quantized_weight(weight, columns) for weight in (gate_up.flatten(1, 2), down))
+    return QuantizedExperts(*both).tensors()
 
 
-def operands(weights: ExpertWeights) -> list[Tensor]:
+def operands(weights: ExpertWeights, columns: int = WHOLE_ROW) -> list[Tensor]:
     """What the operations take of weights: own ones, for their gradients, and their codes if they were made before.
 
-    Raises: ValueError for experts with biases or clones.
+    Raises: ValueError for experts with biases or clones, or whose widths are no multiples of a block's columns.
     """
+    if columns and any(width % columns for width in weights.down.own.shape[1:]):
+        width, hidden = weights.down.own.shape[1:]
+        raise ValueError(
+            f"experts in fp8_blockwise need widths that are multiples of {columns}, not {width} and {hidden}; take "
+            'precision.experts = "fp8_rowwise", or precision.backend = "emulated"'
+        )
     if weights.names() != MATRICES or weights.gate_up.clones is not None:
         raise ValueError('experts in fp8 have no biases and no clones; take precision.experts = "compute"')
     return [weights.gate_up.own, weights.down.own, *weights.codes]
 
 
-def codes_of(weights: Tensors) -> Tensors:
+def codes_of(weights: Tensors, columns: int = WHOLE_ROW) -> Tensors:
     """The codes of what `operands` returns. Where they were not made before, they are made for each use: so autograd
     keeps the parameters, which FSDP frees after forward and gathers again, and no codes of all layers."""
     own, codes = weights[:NUM_PARAMETERS], weights[NUM_PARAMETERS:]
-    return codes or quantize_experts(own[0].detach(), own[1].detach(), False)
+    return codes or _quantize_experts(own[0].detach(), own[1].detach(), False, columns)
 
 
 class _Fp8ExpertMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rounds_weight_gradients: bool, delay: Delay | None, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, columns: int, rounds_weight_gradients: bool, delay: Delay | None, *tensors: Tensor) -> Tensor:
         # few parameters and the rest, as in fused_mlp.py
         x_SD, *slots = tensors[:5]
         weights = tensors[5:]
-        ctx.rounds_weight_gradients, ctx.delay = rounds_weight_gradients, delay
-        y_SD, x, kept = _forward(x_SD, slots, codes_of(weights))
+        ctx.columns, ctx.rounds_weight_gradients, ctx.delay = columns, rounds_weight_gradients, delay
+        y_SD, x, kept = _forward(x_SD, slots, codes_of(weights, columns))
         ctx.save_for_backward(x, kept, *slots, *weights)
         return y_SD
 
@@ -149,16 +161,16 @@ class _Fp8ExpertMLP(torch.autograd.Function):
         x, kept, *saved = ctx.saved_tensors
         slots, weights = saved[:4], saved[4:]
         dx_SD, dscores_R, dy, *gradients = _backward(
-            dy_SD.contiguous(), x, slots, codes_of(weights), kept, ctx.rounds_weight_gradients
+            dy_SD.contiguous(), x, slots, codes_of(weights, ctx.columns), kept, ctx.rounds_weight_gradients
         )
         grads: tuple[Tensor | None, ...] = (None, None)
-        if any(ctx.needs_input_grad[7:9]):
+        if any(ctx.needs_input_grad[8:10]):
             operands = dy, x, slots, gradients, kept, ctx.rounds_weight_gradients
             if ctx.delay is None:
                 grads = _dw(*operands)
             else:
                 ctx.delay(partial(_dw, *operands))
-        return None, None, dx_SD, None, None, dscores_R, None, *grads, *(None,) * (len(weights) - NUM_PARAMETERS)
+        return None, None, None, dx_SD, None, None, dscores_R, None, *grads, *(None,) * (len(weights) - NUM_PARAMETERS)
 
 
 def fp8_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None) -> Tensor:
@@ -167,7 +179,7 @@ def fp8_expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, del
 
     Raises: ValueError for experts with biases or clones.
     """
-    return _run(x_SD, slots, weights, delay, rounds_weight_gradients=True)
+    return _run(x_SD, slots, weights, delay, WHOLE_ROW, rounds_weight_gradients=True)
 
 
 def fp8_expert_mlp_with_plain_weight_gradients(
@@ -177,18 +189,57 @@ def fp8_expert_mlp_with_plain_weight_gradients(
 
     Raises: ValueError for experts with biases or clones.
     """
-    return _run(x_SD, slots, weights, delay, rounds_weight_gradients=False)
+    return _run(x_SD, slots, weights, delay, WHOLE_ROW, rounds_weight_gradients=False)
+
+
+def fp8_blockwise_expert_mlp(
+    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None
+) -> Tensor:
+    """`fp8_expert_mlp` with scales of 128 columns of rows and slots, and of 128 x 128 of weights. Products of 128 leave
+    the matrix units and are added in fp32 (arXiv:2412.19437, section 3.3.2).
+
+    Raises: ValueError for experts with biases or clones, or with widths that are no multiples of 128.
+    """
+    return _run(x_SD, slots, weights, delay, BLOCK, rounds_weight_gradients=True)
+
+
+def fp8_blockwise_expert_mlp_with_plain_weight_gradients(
+    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None = None
+) -> Tensor:
+    """The same, with weight gradients by GEMMs in bf16.
+
+    Raises: ValueError for experts with biases or clones, or with widths that are no multiples of 128.
+    """
+    return _run(x_SD, slots, weights, delay, BLOCK, rounds_weight_gradients=False)
 
 
 def _run(
-    x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights, delay: Delay | None, *, rounds_weight_gradients: bool
+    x_SD: Tensor,
+    slots: ExpertSlots,
+    weights: ExpertWeights,
+    delay: Delay | None,
+    columns: int,
+    *,
+    rounds_weight_gradients: bool,
 ) -> Tensor:
-    slots = slots._replace(scores_R=slots.scores_R.contiguous())
-    return _Fp8ExpertMLP.apply(rounds_weight_gradients, delay, x_SD.contiguous(), *slots, *operands(weights))
+    slots, of_weights = slots._replace(scores_R=slots.scores_R.contiguous()), operands(weights, columns)
+    return _Fp8ExpertMLP.apply(columns, rounds_weight_gradients, delay, x_SD.contiguous(), *slots, *of_weights)
 
 
-FP8_MLPS: tuple[ExpertMLP, ...] = (fp8_expert_mlp, fp8_expert_mlp_with_plain_weight_gradients)
+ROWWISE_MLPS: tuple[ExpertMLP, ...] = (fp8_expert_mlp, fp8_expert_mlp_with_plain_weight_gradients)
+BLOCKWISE_MLPS: tuple[ExpertMLP, ...] = (
+    fp8_blockwise_expert_mlp,
+    fp8_blockwise_expert_mlp_with_plain_weight_gradients,
+)
+FP8_MLPS = (*ROWWISE_MLPS, *BLOCKWISE_MLPS)
 """Those whose rows and pre-activations are in fp8."""
+
+
+def scale_columns(mlp: ExpertMLP) -> int | None:
+    """Columns of a scale of an MLP's rows (packed.py); None where they are not in fp8."""
+    if mlp not in FP8_MLPS:
+        return None
+    return BLOCK if mlp in BLOCKWISE_MLPS else WHOLE_ROW
 
 
 @register_flop_formula([torch.ops.titan_moe.fp8_expert_mlp, torch.ops.titan_moe.fp8_expert_mlp_dx])
@@ -200,4 +251,6 @@ def _count(x: Any, *rest: Any, **_: Any) -> int:
 
 @register_flop_formula(torch.ops.titan_moe.fp8_expert_mlp_dw)
 def _count_dw(dy: Any, x: Any, slots: Any, gradients: Any, *_: Any, **__: Any) -> int:
-    return 2 * slots[0][0] * 3 * HiddenGradients(*gradients).dactive_RF[1] * (x[1] - TAIL_BYTES)
+    of_hidden = HiddenGradients(*gradients)
+    width = codes_width(x[1], BLOCK if len(of_hidden.scales) == 2 else WHOLE_ROW)
+    return 2 * slots[0][0] * 3 * of_hidden.dactive_RF[1] * width

@@ -10,7 +10,8 @@ S rows · R expert slots, sorted by expert · e experts that the rank computes �
     dw       gradients of weights                         rows and their gradients, both factors of d_down transposed
 
 They are those of kernels/experts/stages.py, with rows, weights, activations and gradients in e4m3. Rows and slots have
-a scale each, weights one for each output. Results of GEMMs are bf16 (fp32 in the interpreter).
+a scale each, weights one for each output; or blocks have, 128 columns of rows and slots and 128 x 128 of weights, as
+the quantised weights say. Results of GEMMs are bf16 (fp32 in the interpreter).
 """
 
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
+from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW
+from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
 from titan_moe.kernels.experts.fp8.rows import RESULTS, unpack_rows
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
 from titan_moe.kernels.experts.fp8.swiglu_backward import swiglu_backward
@@ -34,6 +37,8 @@ from titan_moe.kernels.experts.weights import Tensors
 CUT = GemmTiles(outputs=256, inner=128, num_stages=4)
 """The matrix units' sums of fp8 have about 14 bits; adding them in fp32 every 128 products (arXiv:2412.19437, section
 3.3.2) costs 40 % of the rate, and errors are those of the codes, 2 ** -4."""
+BLOCK_CUT = GemmTiles(outputs=128, inner=BLOCK, num_stages=4)
+"""With scales of blocks they are added every 128 products in any case, and both sums need registers."""
 
 
 class QuantizedExperts(NamedTuple):
@@ -43,6 +48,11 @@ class QuantizedExperts(NamedTuple):
     """[e, 2F, D]."""
     down: QuantizedWeight
     """[e, D, F]."""
+
+    @property
+    def columns(self) -> int:
+        """Those of a block that has a scale; 0 for one scale a row, slot or output."""
+        return self.gate_up.columns
 
     def tensors(self) -> list[Tensor]:
         """As operations take them."""
@@ -58,20 +68,27 @@ class Activations(NamedTuple):
     """Weighted activations in e4m3."""
 
     codes_RF: Tensor
-    scales_R: Tensor
+    scales: Tensor
+    """[R], with blocks [R, F / 128]."""
 
 
 class HiddenGradients(NamedTuple):
     """What `d_down` leaves for `d_up` and `dw`."""
 
     codes_R2F: Tensor
-    scales_R: Tensor
+    scales: Tensor
+    """[R], with blocks [R, 2F / 128]."""
     dactive_RF: Tensor
     """In bf16, for `plain_dw`; without rows for `dw`."""
     active_RF: Tensor
     """Codes, for `dw`; without rows for `plain_dw`."""
-    factors_R2: Tensor
-    """By which `dw` multiplies codes."""
+    factors: Tensor
+    """By which `dw` multiplies codes, those of swiglu_backward.py."""
+
+    @property
+    def columns(self) -> int:
+        """As in `QuantizedExperts`."""
+        return BLOCK if self.scales.ndim == 2 else WHOLE_ROW
 
 
 def up(
@@ -83,22 +100,19 @@ def up(
     kept: Tensor | None = None,
     base: Tensor | None = None,
 ) -> tuple[Activations, Tensor]:
-    """Weighted activation, and the packed pre-activation [R, 2F + 16]. With `schedule`, the launch gets rows into x.
+    """Weighted activation, and the packed pre-activation of slots. With `schedule`, the launch gets rows into x.
 
     With `base`, packed rows and the pre-activation, written into `kept`, are those of several layers.
     """
-    codes, scales, *_ = weights.gate_up
-    hidden_R2F = gather_mm(x, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales, base=base, dtype=RESULTS)
-    codes_RF, scales_R, kept = swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, kept, base)
-    return Activations(codes_RF, scales_R), kept
+    hidden_R2F = _gather_mm(x, slots, weights.gate_up[:2], tiles, schedule, base)
+    columns = weights.columns
+    codes_RF, scales, kept = swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, kept, base, columns=columns)
+    return Activations(codes_RF, scales), kept
 
 
 def down(active: Activations, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None) -> Tensor:
     """Results of slots, [R, D] in bf16."""
-    codes, scales, *_ = weights.down
-    return slot_mm(
-        active.codes_RF, codes.mT, tiles, schedule=schedule, cut=CUT, scales=(active.scales_R, scales), dtype=RESULTS
-    )
+    return _slot_mm(active, weights.down[:2], tiles, schedule)
 
 
 def d_down(
@@ -119,23 +133,51 @@ def d_down(
 
     With `base`, x and `kept`, but not dy, are those of several layers.
     """
-    *_, codes, scales = weights.down
-    dactive_RF = gather_mm(dy, slots.rows_R, codes.mT, tiles, CUT, schedule, scales_eO=scales, dtype=RESULTS)
-    codes_R2F, scales_R, active_RF, factors_R2, dscores_R = swiglu_backward(
-        dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base, has_active=rounds_weight_gradients
-    )
+    dactive_RF = _gather_mm(dy, slots, weights.down[2:], tiles, schedule)
+    codes_R2F, scales, active_RF, factors, dscores_R = swiglu_backward(
+        dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base,
+        has_active=rounds_weight_gradients, columns=weights.columns,
+    )  # fmt: skip
     if rounds_weight_gradients:
         dactive_RF = dactive_RF.new_empty(0, dactive_RF.shape[1])
-    return HiddenGradients(codes_R2F, scales_R, dactive_RF, active_RF, factors_R2), dscores_R
+    return HiddenGradients(codes_R2F, scales, dactive_RF, active_RF, factors), dscores_R
 
 
 def d_up(
     gradients: HiddenGradients, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None
 ) -> Tensor:
     """Gradients of slots, [R, D] in bf16."""
-    *_, codes, scales = weights.gate_up
-    of_both = gradients.scales_R, scales
-    return slot_mm(gradients.codes_R2F, codes.mT, tiles, schedule=schedule, cut=CUT, scales=of_both, dtype=RESULTS)
+    return _slot_mm(gradients[:2], weights.gate_up[2:], tiles, schedule)
+
+
+def _gather_mm(
+    rows: Tensor,
+    slots: ExpertSlots,
+    weight: Tensors,
+    tiles: Tiles,
+    schedule: TileSchedule | None,
+    base: Tensor | None = None,
+) -> Tensor:
+    """Packed rows times a weight, codes and scales."""
+    codes, scales = weight
+    cut, columns = _cut_of(scales)
+    return gather_mm(
+        rows, slots.rows_R, codes.mT, tiles, cut, schedule, scales=scales, columns=columns, base=base, dtype=RESULTS
+    )
+
+
+def _slot_mm(of_slots: Tensors, weight: Tensors, tiles: Tiles, schedule: TileSchedule | None) -> Tensor:
+    """Slots times a weight, both codes and scales."""
+    codes, scales = weight
+    cut, columns = _cut_of(scales)
+    both = of_slots[1], scales
+    return slot_mm(
+        of_slots[0], codes.mT, tiles, schedule=schedule, cut=cut, scales=both, columns=columns, dtype=RESULTS
+    )
+
+
+def _cut_of(weight_scales: Tensor) -> tuple[GemmTiles, int]:
+    return (BLOCK_CUT, BLOCK) if weight_scales.ndim == 3 else (CUT, WHOLE_ROW)
 
 
 def plain_dw(
@@ -149,12 +191,14 @@ def plain_dw(
     """`dw` with GEMMs in bf16: of rows and pre-activations as they were rounded, without a second rounding."""
     num_slots = slots.rows_R.numel()
     bases = (None, None) if base is None else (base[:1], base[1:2])
-    hidden_R2F = unpack_rows(kept, RESULTS, slots.offsets_e[-1:], base=bases[1], num_rows=num_slots)
+    columns = gradients.columns
+    hidden_R2F = unpack_rows(kept, RESULTS, slots.offsets_e[-1:], columns=columns, base=bases[1], num_rows=num_slots)
     dhidden_R2F, active_RF, _ = stages.swiglu_backward(
         gradients.dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e
     )
-    x_SD = unpack_rows(x, RESULTS, base=bases[0], num_rows=len(dy))
-    return stages.dw(unpack_rows(dy, RESULTS), x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF)
+    x_SD = unpack_rows(x, RESULTS, columns=columns, base=bases[0], num_rows=len(dy))
+    dy_SD = unpack_rows(dy, RESULTS, columns=columns)
+    return stages.dw(dy_SD, x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF)
 
 
 def dw(
@@ -170,13 +214,29 @@ def dw(
     With `base`, x, but not dy, is that of several layers.
     """
     rows_R, _, _, offsets_e = slots
-    codes_R2F, _, _, active_RF, factors_R2 = gradients
-    scales_e2 = expert_scales(factors_R2, offsets_e)
-    dhidden = transposed_slots(codes_R2F, factors_R2, scales_e2, 0, tiles)
+    codes_R2F, _, _, active_RF, factors = gradients
+    if gradients.columns:
+        return _dw_of_blocks(dy, x, slots, gradients, tiles, base)
+    scales_e2 = expert_scales(factors, offsets_e)
+    dhidden = transposed_slots(codes_R2F, factors, scales_e2, 0, tiles)
     x_columns = transposed_rows(x, rows_R, tiles, base)
     dgate_up = weight_grad(dhidden, x_columns, offsets_e, scales_e2[:, 0], tiles.rows)
     del dhidden, x_columns
     dy_columns = transposed_rows(dy, rows_R, tiles)
-    active = transposed_slots(active_RF, factors_R2, scales_e2, 1, tiles)
+    active = transposed_slots(active_RF, factors, scales_e2, 1, tiles)
     ddown_eDF = weight_grad(dy_columns, active, offsets_e, scales_e2[:, 1], tiles.rows)
+    return dgate_up.unflatten(1, (2, -1)), ddown_eDF
+
+
+def _dw_of_blocks(
+    dy: Tensor, x: Tensor, slots: ExpertSlots, gradients: HiddenGradients, tiles: Tiles, base: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    codes_R2F, scales, _, active_RF, active_scales = gradients
+
+    def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+        return weight_grad(a[0], b[0], slots.offsets_e, a[1], tiles.rows, b_scales=b[1])
+
+    # factors are freed after each product
+    dgate_up = product(requantized_slots(codes_R2F, scales, tiles), requantized_rows(x, slots.rows_R, tiles, base))
+    ddown_eDF = product(requantized_rows(dy, slots.rows_R, tiles), requantized_slots(active_RF, active_scales, tiles))
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.fp8.rows import SMALLEST, TAIL_BYTES
+from titan_moe.kernels.experts.fp8.packed import codes_width
+from titan_moe.kernels.experts.fp8.rows import SMALLEST
 from titan_moe.kernels.experts.tiles import Tiles
 
 BLOCK_COLUMNS = 128
@@ -85,7 +86,7 @@ def transposed_rows(packed: Tensor, rows_R: Tensor, tiles: Tiles, base: Tensor |
     several layers.
     """
     packed = packed.view(torch.uint8)
-    return _transpose(packed, packed.shape[1] - TAIL_BYTES, tiles, rows_R, base=base).view(torch.float8_e4m3fn)
+    return _transpose(packed, codes_width(packed.shape[1]), tiles, rows_R, base=base).view(torch.float8_e4m3fn)
 
 
 def transposed_slots(codes_RW: Tensor, factors_R2: Tensor, scales_e2: Tensor, index: int, tiles: Tiles) -> Tensor:

@@ -1,12 +1,15 @@
 """Weights of experts in fp8, as stored and transposed.
 
-e experts · O output width · I input width
+e experts · O output width · I input width · o, i blocks of 128 along each
 
 The matrix units read fp8 along the summed dimension alone. Forward sums over the input width, the gradient of rows over
 the output width: so each weight exists twice, once transposed, with scales along the dimension that stays. Together
 they have the bytes of one weight in bf16. They are made once an optimizer step where weights are kept that long.
 
-Physics: memory-bound; two passes read 2·(2 or 4)·e·O·I bytes and write 2·e·O·I.
+A block of 128 x 128 has one scale both ways, so transposed codes are the same codes: they are quantised once, and
+written twice.
+
+Physics: memory-bound; two passes read 2·(2 or 4)·e·O·I bytes and write 2·e·O·I. Blocks need one.
 """
 
 from typing import NamedTuple
@@ -16,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.fp8.rows import CODES, power_of_two
+from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, num_scales
+from titan_moe.kernels.experts.fp8.rows import power_of_two
 from titan_moe.kernels.formats.casts import quantize
 
 
@@ -24,21 +28,31 @@ class QuantizedWeight(NamedTuple):
     """A weight of all experts: code · scale is the number."""
 
     codes_eOI: Tensor
-    scales_eO: Tensor
+    scales: Tensor
+    """[e, O], with blocks [e, o, i]."""
     transposed_eIO: Tensor
-    transposed_scales_eI: Tensor
+    transposed_scales: Tensor
+    """[e, I], with blocks [e, i, o]."""
+
+    @property
+    def columns(self) -> int:
+        """Those of a block that has a scale; 0 for one scale an output."""
+        return BLOCK if self.scales.ndim == 3 else WHOLE_ROW
 
 
-def quantize_weight_reference(weight_eOI: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+def quantize_weight_reference(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE_ROW) -> QuantizedWeight:
     """The definition."""
     both = (weight_eOI.to(dtype), weight_eOI.to(dtype).mT.contiguous())
+    if columns:
+        ways = [quantize(weight, "fp8_blockwise", "weight", dim=2, power_of_two_scales=True) for weight in both]
+        return QuantizedWeight(*(tensor for codes, scales, _ in ways for tensor in (codes, scales)))
     ways = [quantize(weight, "fp8_rowwise", "weight", dim=2, power_of_two_scales=True) for weight in both]
     return QuantizedWeight(*(tensor for codes, scales, _ in ways for tensor in (codes, scales[..., 0])))
 
 
 @triton.jit
 def _load(pointers, keep, IS_ROUNDED: tl.constexpr):
-    weight = tl.load(pointers, mask=keep, other=0.0)
+    weight = tl.load(pointers) if keep is None else tl.load(pointers, mask=keep, other=0.0)
     if IS_ROUNDED:
         weight = weight.to(tl.bfloat16)
     return weight.to(tl.float32)
@@ -89,21 +103,55 @@ def _cast_kernel(
     tl.store(column_scales_ptr + expert * I + inputs, column, mask=is_input & (tl.program_id(0) < across))
 
 
-def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype) -> QuantizedWeight:
+@triton.jit
+def _quantize_blocks_kernel(
+    weight_ptr, codes_ptr, scales_ptr, transposed_ptr, transposed_scales_ptr,
+    O: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr, IS_ROUNDED: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(1).to(tl.int64)
+    down: tl.constexpr = O // BLOCK
+    across: tl.constexpr = I // BLOCK
+    row, column = tl.program_id(0) // across, tl.program_id(0) % across
+    outputs, inputs = row * BLOCK + tl.arange(0, BLOCK), column * BLOCK + tl.arange(0, BLOCK)
+    place = (expert * O + outputs)[:, None] * I + inputs[None, :]
+    weight = _load(weight_ptr + place, None, IS_ROUNDED)
+    scale = power_of_two(tl.max(tl.max(tl.abs(weight), axis=1), axis=0))
+    codes = (weight * (1 / scale)).to(codes_ptr.dtype.element_ty)
+    tl.store(codes_ptr + place, codes)
+    tl.store(transposed_ptr + (expert * I + inputs)[:, None] * O + outputs[None, :], tl.trans(codes))
+    tl.store(scales_ptr + (expert * down + row) * across + column, scale)
+    tl.store(transposed_scales_ptr + (expert * across + column) * down + row, scale)
+
+
+def new_quantized_weight(weight_eOI: Tensor, columns: int) -> QuantizedWeight:
+    """Memory for the codes and scales of a weight."""
+    num_experts, outputs, inputs = weight_eOI.shape
+    tensors = []
+    for rows, width in ((outputs, inputs), (inputs, outputs)):
+        tensors.append(weight_eOI.new_empty(num_experts, rows, width, dtype=CODES))
+        blocks = (rows // columns, num_scales(width, columns)) if columns else (rows,)
+        tensors.append(weight_eOI.new_empty(num_experts, *blocks, dtype=torch.float32))
+    return QuantizedWeight(*tensors)
+
+
+def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE_ROW) -> QuantizedWeight:
     """Weights of compute's dtype, or of a wider one, which are rounded to `dtype` first: -> codes in e4m3 and powers of
-    two, along both dimensions."""
+    two, along both dimensions. With `columns`, blocks of so many outputs and inputs have a scale."""
     is_rounded = dtype == torch.bfloat16 and weight_eOI.dtype != dtype
     weight_eOI = weight_eOI.contiguous()
     num_experts, outputs, inputs = weight_eOI.shape
-    codes, transposed = (
-        weight_eOI.new_empty(shape, dtype=CODES) for shape in (weight_eOI.shape, (num_experts, inputs, outputs))
-    )
-    rows, columns = (weight_eOI.new_empty(num_experts, width, dtype=torch.float32) for width in (outputs, inputs))
+    quantized = new_quantized_weight(weight_eOI, columns)
+    if columns:
+        _quantize_blocks_kernel[(outputs // columns * (inputs // columns), num_experts)](
+            weight_eOI, *quantized, O=outputs, I=inputs, BLOCK=columns, IS_ROUNDED=is_rounded, num_warps=8
+        )
+        return quantized
+    codes, of_outputs, transposed, of_inputs = quantized
     amax_eI = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32)
     block_o, block_i, block = 64, 128, 64
     _amax_kernel[(triton.cdiv(outputs, block_o), num_experts)](
         weight_eOI,
-        rows,
+        of_outputs,
         amax_eI,
         O=outputs,
         I=inputs,
@@ -114,15 +162,15 @@ def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype) -> QuantizedWeight:
     )
     _cast_kernel[(triton.cdiv(outputs, block) * triton.cdiv(inputs, block), num_experts)](
         weight_eOI,
-        rows,
+        of_outputs,
         amax_eI,
         codes,
         transposed,
-        columns,
+        of_inputs,
         O=outputs,
         I=inputs,
         BLOCK=block,
         IS_ROUNDED=is_rounded,
         num_warps=4,
     )
-    return QuantizedWeight(codes, rows, transposed, columns)
+    return quantized
