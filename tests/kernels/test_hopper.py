@@ -23,7 +23,7 @@ from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
 from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
-from titan_moe.kernels.experts.tiles import plan_tiles
+from titan_moe.kernels.experts.tiles import GemmTiles, plan_tiles
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import expert_weight_grad
 from titan_moe.kernels.linear import casts
@@ -138,19 +138,26 @@ def slots_in_fp8(copies: TileSchedule | None = None) -> object:
     return slot_mm(codes(R, F), weight_eIO, tiles(), schedule=copies, cut=FP8_CUT, scales=scales, dtype=torch.bfloat16)
 
 
-def gather_in_blocks(copies: TileSchedule | None = None, where: Tensor | None = None, width: int = D) -> object:
+WIDE_BLOCK_CUT = BLOCK_CUT._replace(outputs=2 * BLOCK)
+
+
+def gather_in_blocks(
+    copies: TileSchedule | None = None, where: Tensor | None = None, width: int = D, cut: GemmTiles = BLOCK_CUT
+) -> object:
     scales = single(E, 2 * F // BLOCK, width // BLOCK)
     return gather_mm(
-        packed(S, width, BLOCK), index(R), codes(E, 2 * F, width).mT, tiles(), BLOCK_CUT, copies,
+        packed(S, width, BLOCK), index(R), codes(E, 2 * F, width).mT, tiles(), cut, copies,
         scales=scales, columns=BLOCK, base=where, dtype=torch.bfloat16,
     )  # fmt: skip
 
 
-def slots_in_blocks(copies: TileSchedule | None = None, usual_slots: int | None = None) -> object:
+def slots_in_blocks(
+    copies: TileSchedule | None = None, usual_slots: int | None = None, cut: GemmTiles = BLOCK_CUT
+) -> object:
     scales = single(R, F // BLOCK), single(E, D // BLOCK, F // BLOCK)
     weight_eIO, of_tiles = codes(E, D, F).mT, tiles(usual_slots)
     return slot_mm(
-        codes(R, F), weight_eIO, of_tiles, schedule=copies, cut=BLOCK_CUT, scales=scales, columns=BLOCK,
+        codes(R, F), weight_eIO, of_tiles, schedule=copies, cut=cut, scales=scales, columns=BLOCK,
         dtype=torch.bfloat16,
     )  # fmt: skip
 
@@ -224,6 +231,8 @@ GEMMS: dict[str, Callable[[], object]] = {
     "blockwise_gather_mm_with_base": lambda: gather_in_blocks(where=base()),
     "blockwise_gather_mm_with_get": lambda: gather_in_blocks(schedule()),
     "blockwise_gather_mm_wide_with_get": lambda: gather_in_blocks(schedule(), width=7168),
+    "blockwise_gather_mm_of_two": lambda: gather_in_blocks(cut=WIDE_BLOCK_CUT),
+    "blockwise_slot_mm_of_two": lambda: slots_in_blocks(cut=WIDE_BLOCK_CUT),
     "blockwise_slot_mm": slots_in_blocks,
     "blockwise_slot_mm_loops": lambda: slots_in_blocks(usual_slots=S),
     "blockwise_slot_mm_with_put": lambda: slots_in_blocks(schedule()),

@@ -14,7 +14,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, get_arguments, get_in_order, wait_for_rows
-from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, check_cut, place_in_groups
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, add_block, check_cut, place_in_groups
 
 MEASURED = GemmTiles()
 GET_BLOCKS = CopyBlocks(40, 16_384)
@@ -83,29 +83,32 @@ def _gather_mm_tile(
             arrived_ptr, tl.load(required_rows_ptr + tile), COPY_BLOCKS, COPY_BLOCKS2, COPIED_ROWS, IS_INTERPRETED
         )
     begin, end = tl.load(begins_ptr + tile), tl.load(ends_ptr + tile)
-    if BLOCK_LAST < BLOCK_O and column == num_columns - 1:
+    if SCALED:
+        _multiply_blocks(
+            expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I, O,
+            ROW, SCALED, BLOCK_R, BLOCK_O,
+        )  # fmt: skip
+    elif BLOCK_LAST < BLOCK_O and column == num_columns - 1:
         _multiply(
             expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, last_desc, out_ptr, scales_ptr, I, O,
-            ROW, SCALED, BLOCK_R, BLOCK_LAST, BLOCK_I,
+            ROW, BLOCK_R, BLOCK_LAST, BLOCK_I,
         )  # fmt: skip
     else:
         _multiply(
             expert, column * BLOCK_O, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I, O,
-            ROW, SCALED, BLOCK_R, BLOCK_O, BLOCK_I,
+            ROW, BLOCK_R, BLOCK_O, BLOCK_I,
         )  # fmt: skip
 
 
 @triton.jit
 def _multiply(
     expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr,
-    ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    ROW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     slots = begin + tl.arange(0, BLOCK_R)
     is_slot = slots < end
     rows = tl.load(rows_ptr + slots, mask=is_slot, other=0)
     inner = tl.arange(0, BLOCK_I)
-    if scales_ptr is not None:
-        row_scales_ptr = (x_ptr + rows.to(tl.int64) * ROW + I).to(tl.pointer_type(tl.float32), bitcast=True)
     total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
     for k in range(0, I, BLOCK_I):
         x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * ROW + (k + inner)[None, :]
@@ -114,19 +117,47 @@ def _multiply(
             weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
         else:  # the matrix units read fp8 along the summed dimension alone
             weight = weight_desc.load([expert, first, k]).reshape(BLOCK_O, BLOCK_I).T
-        if SCALED:
-            scale = tl.load(row_scales_ptr + k // SCALED, mask=is_slot, other=0.0)
-            scale *= tl.load(scales_ptr + (expert * (O // SCALED) + first // SCALED) * (I // SCALED) + k // SCALED)
-            total += tl.dot(x, weight) * scale[:, None]
-        else:
-            total = tl.dot(x, weight, total, input_precision="ieee")
+        total = tl.dot(x, weight, total, input_precision="ieee")
     columns = first + tl.arange(0, BLOCK_O)
-    if scales_ptr is not None and not SCALED:
+    if scales_ptr is not None:
+        row_scales_ptr = (x_ptr + rows.to(tl.int64) * ROW + I).to(tl.pointer_type(tl.float32), bitcast=True)
         row_scale = tl.load(row_scales_ptr, mask=is_slot, other=0.0)
         column_scale = tl.load(scales_ptr + expert * O + columns, mask=columns < O, other=0.0)
         total = total * row_scale[:, None] * column_scale[None, :]
     out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None] & (columns < O)[None, :])
+
+
+@triton.jit
+def _multiply_blocks(
+    expert, first, begin, end, x_ptr, rows_ptr, weight_desc, out_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr,
+    ROW: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """`_multiply` of one or two blocks of columns, whose products are scaled and added outside the matrix units."""
+    slots = begin + tl.arange(0, BLOCK_R)
+    is_slot = slots < end
+    rows = tl.load(rows_ptr + slots, mask=is_slot, other=0).to(tl.int64)
+    row_ptrs, inner = x_ptr + rows * ROW, tl.arange(0, SCALED)
+    row_scale_ptrs = (row_ptrs + I).to(tl.pointer_type(tl.float32), bitcast=True)
+    scales_ptr += (expert * (O // SCALED) + first // SCALED) * (I // SCALED)
+    total = tl.zeros((BLOCK_R, SCALED), dtype=tl.float32)
+    other_total = tl.zeros((BLOCK_R, SCALED), dtype=tl.float32)
+    has_other = first + SCALED < O
+    for block in range(I // SCALED):
+        x_ptrs = row_ptrs[:, None] + (block * SCALED + inner)[None, :]
+        x = tl.load(x_ptrs, mask=is_slot[:, None], other=0.0)
+        row_scale = tl.load(row_scale_ptrs + block, mask=is_slot, other=0.0)
+        total = add_block(total, x, weight_desc, expert, first, block, row_scale, scales_ptr + block, True)
+        if BLOCK_O > SCALED:
+            other_scale_ptr = scales_ptr + I // SCALED + block
+            other_total = add_block(
+                other_total, x, weight_desc, expert, first + SCALED, block, row_scale, other_scale_ptr, has_other
+            )
+    columns = first + tl.arange(0, SCALED)
+    out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None])
+    if BLOCK_O > SCALED:
+        tl.store(out_ptrs + SCALED, other_total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None] & has_other)
 
 
 def gather_mm(
@@ -165,7 +196,7 @@ def gather_mm(
     if scales is None:
         stored, blocks = weight_eIO, [[1, cut.inner, outputs] for outputs in (cut.outputs, last)]
     else:
-        stored, blocks = weight_eIO.mT, [[1, outputs, cut.inner] for outputs in (cut.outputs, last)]
+        stored, blocks = weight_eIO.mT, [[1, columns or outputs, cut.inner] for outputs in (cut.outputs, last)]
     weights = [TensorDescriptor.from_tensor(stored, block) for block in blocks]
     copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1] // (1 if scales is None else 2))
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(out_width, cut.outputs),)](

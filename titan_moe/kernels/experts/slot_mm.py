@@ -13,7 +13,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks, TileSchedule, put_in_order, signal
-from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, check_cut, place_in_groups
+from titan_moe.kernels.experts.tiles import GemmTiles, Tiles, add_block, check_cut, place_in_groups
 
 MEASURED = GemmTiles()
 PUT_BLOCKS = CopyBlocks(36, 8192)
@@ -50,7 +50,7 @@ def _slot_mm_kernel(
         tile, column = place_in_groups(program, num_tiles, num_columns, GROUP)
         expert = tl.load(experts_ptr + tile)
         if expert >= 0:
-            _slot_mm_tile(
+            _slot_mm_any_tile(
                 tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
                 row_scales_ptr, scales_ptr, I, O, SCALED, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
@@ -59,7 +59,7 @@ def _slot_mm_kernel(
     else:
         for position in tl.range(program, num_tiles * num_columns, num_programs, num_stages=1):
             tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
-            _slot_mm_tile(
+            _slot_mm_any_tile(
                 tile, column, tl.load(experts_ptr + tile), x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
                 row_scales_ptr, scales_ptr, I, O, SCALED, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
             )  # fmt: skip
@@ -68,14 +68,30 @@ def _slot_mm_kernel(
 
 
 @triton.jit
-def _slot_mm_tile(
+def _slot_mm_any_tile(
     tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
     row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
+    if SCALED:
+        _slot_mm_tile_of_blocks(
+            tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr, row_scales_ptr, scales_ptr,
+            I, O, SCALED, BLOCK_R, BLOCK_O,
+        )  # fmt: skip
+    else:
+        _slot_mm_tile(
+            tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
+            row_scales_ptr, scales_ptr, I, O, IS_TRANSPOSED, BLOCK_R, BLOCK_O, BLOCK_I,
+        )  # fmt: skip
+
+
+@triton.jit
+def _slot_mm_tile(
+    tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr,
+    row_scales_ptr, scales_ptr, I: tl.constexpr, O: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
     begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
-    slots = begin + tl.arange(0, BLOCK_R)
-    is_slot = slots < tl.load(ends_ptr + tile)
     total = tl.zeros((BLOCK_R, BLOCK_O), dtype=tl.float32)
     for k in range(0, I, BLOCK_I):
         x = x_desc.load([begin, k])
@@ -83,20 +99,47 @@ def _slot_mm_tile(
             weight = weight_desc.load([expert, first, k]).reshape(BLOCK_O, BLOCK_I).T
         else:
             weight = weight_desc.load([expert, k, first]).reshape(BLOCK_I, BLOCK_O)
-        if SCALED:
-            scale = tl.load(row_scales_ptr + slots.to(tl.int64) * (I // SCALED) + k // SCALED, mask=is_slot, other=0.0)
-            scale *= tl.load(scales_ptr + (expert * (O // SCALED) + first // SCALED) * (I // SCALED) + k // SCALED)
-            total += tl.dot(x, weight) * scale[:, None]
-        else:
-            total = tl.dot(x, weight, total, input_precision="ieee")
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    slots = begin + tl.arange(0, BLOCK_R)
+    is_slot = slots < tl.load(ends_ptr + tile)
     columns = first + tl.arange(0, BLOCK_O)
-    if scales_ptr is not None and not SCALED:
+    if scales_ptr is not None:
         row_scale = tl.load(row_scales_ptr + slots, mask=is_slot, other=0.0)
         column_scale = tl.load(scales_ptr + expert * O + columns, mask=columns < O, other=0.0)
         total = total * row_scale[:, None] * column_scale[None, :]
     out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
     keep = is_slot[:, None] & (columns < O)[None, :]
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _slot_mm_tile_of_blocks(
+    tile, column, expert, x_desc, weight_desc, out_ptr, begins_ptr, ends_ptr, row_scales_ptr, scales_ptr,
+    I: tl.constexpr, O: tl.constexpr, SCALED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+):  # fmt: skip
+    """One or two blocks of columns, whose products are scaled and added outside the matrix units."""
+    begin, first = tl.load(begins_ptr + tile), column * BLOCK_O
+    slots = begin + tl.arange(0, BLOCK_R)
+    is_slot = slots < tl.load(ends_ptr + tile)
+    row_scale_ptrs = row_scales_ptr + slots.to(tl.int64) * (I // SCALED)
+    scales_ptr += (expert * (O // SCALED) + first // SCALED) * (I // SCALED)
+    total = tl.zeros((BLOCK_R, SCALED), dtype=tl.float32)
+    other_total = tl.zeros((BLOCK_R, SCALED), dtype=tl.float32)
+    has_other = first + SCALED < O
+    for block in range(I // SCALED):
+        x = x_desc.load([begin, block * SCALED])
+        row_scale = tl.load(row_scale_ptrs + block, mask=is_slot, other=0.0)
+        total = add_block(total, x, weight_desc, expert, first, block, row_scale, scales_ptr + block, True)
+        if BLOCK_O > SCALED:
+            other_scale_ptr = scales_ptr + I // SCALED + block
+            other_total = add_block(
+                other_total, x, weight_desc, expert, first + SCALED, block, row_scale, other_scale_ptr, has_other
+            )
+    columns = first + tl.arange(0, SCALED)
+    out_ptrs = out_ptr + slots.to(tl.int64)[:, None] * O + columns[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None])
+    if BLOCK_O > SCALED:
+        tl.store(out_ptrs + SCALED, other_total.to(out_ptr.dtype.element_ty), mask=is_slot[:, None] & has_other)
 
 
 def slot_mm(
@@ -130,7 +173,7 @@ def slot_mm(
         return out_RO
     num_tiles, num_columns = tiles.experts_M.numel(), triton.cdiv(out_width, cut.outputs)
     rows = TensorDescriptor.from_tensor(x_RI, [tiles.rows, cut.inner])
-    block = [1, cut.outputs, cut.inner] if is_transposed else [1, cut.inner, cut.outputs]
+    block = [1, columns or cut.outputs, cut.inner] if is_transposed else [1, cut.inner, cut.outputs]
     weights = TensorDescriptor.from_tensor(weight_eIO.mT if is_transposed else weight_eIO, block)
     if schedule is None:
         copies = (None,) * 6

@@ -63,8 +63,20 @@ def check_cut(cut: GemmTiles, columns: int) -> None:
 
     Raises: ValueError where its parts are no such blocks.
     """
-    if columns and (cut.inner != columns or columns % cut.outputs):
-        raise ValueError(f"{cut} does not fit blocks of {columns}; take inner={columns}, and outputs that divide it")
+    if columns and (cut.inner != columns or cut.outputs not in (columns, 2 * columns)):
+        raise ValueError(
+            f"{cut} does not fit blocks of {columns}; take inner={columns}, and as many or twice the outputs"
+        )
+
+
+@triton.jit
+def add_block(total, x, weight_desc, expert, first, block, row_scale, scale_ptr, keep):
+    """Add the product of a block of x, [R, 128], with one of weights: 128 outputs from `first` on, times both scales
+    (arXiv:2412.19437, section 3.3.2). `scale_ptr` is read where `keep` is true."""
+    size: tl.constexpr = x.shape[1]
+    weight = weight_desc.load([expert, first, block * size]).reshape(size, size).T
+    scale = row_scale * tl.load(scale_ptr, mask=keep, other=0.0)
+    return total + tl.dot(x, weight) * scale[:, None]
 
 
 @triton.jit
