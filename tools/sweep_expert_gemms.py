@@ -18,6 +18,13 @@ import torch.nn.functional as F
 from kernel_benchmarks import EXPERT_SHAPES
 from torch import Tensor
 
+from titan_moe.kernels.experts.fp8.packed import BLOCK
+from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
+from titan_moe.kernels.experts.fp8.rows import quantize_rows, unpack
+from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
+from titan_moe.kernels.experts.fp8.weight_grad import BLOCK_CUT as BLOCK_WEIGHT_GRAD_CUT
+from titan_moe.kernels.experts.fp8.weight_grad import weight_grad
+from titan_moe.kernels.experts.fp8.weights import quantize_weight
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.tiles import GemmTiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS, expert_up
@@ -42,7 +49,19 @@ WEIGHT_GRAD_TILES = [
 ]
 
 
-KERNELS = ["up", "down_grad", "weight_grad"]
+BLOCK_TILES = [
+    BLOCK_CUT,
+    BLOCK_CUT._replace(outputs=BLOCK),
+    BLOCK_CUT._replace(outputs=BLOCK, num_stages=3),
+    BLOCK_CUT._replace(num_stages=3),
+    *(BLOCK_CUT._replace(group=group) for group in (4, 8)),
+]
+BLOCK_WEIGHT_GRAD_TILES = [
+    BLOCK_WEIGHT_GRAD_CUT,
+    *(BLOCK_WEIGHT_GRAD_CUT._replace(num_stages=stages) for stages in (3, 5)),
+    *(BLOCK_WEIGHT_GRAD_CUT._replace(group=group) for group in (4, 16)),
+]
+KERNELS = ["up", "down_grad", "weight_grad", "blockwise"]
 
 
 class Problem(NamedTuple):
@@ -109,6 +128,34 @@ def problems(shape: str, device: torch.device, kernels: list[str]) -> Iterator[P
     if "weight_grad" in kernels:
         for name, features, is_transposed in (("dW1", 2 * hidden, False), ("dW2", hidden, True)):
             yield _weight_grad(name, draw(num_slots, features), x_SD, rows_R, offsets_e, is_transposed)
+    if "blockwise" in kernels:
+        yield from _blockwise(x_SD, draw(num_experts, 2 * hidden, width) / width**0.5, rows_R, offsets_e)
+
+
+def _blockwise(x_SD: Tensor, weight_eOI: Tensor, rows_R: Tensor, offsets_e: Tensor) -> Iterator[Problem]:
+    """The first GEMM of experts in fp8 with scales of blocks, and its weight gradient, beside those in bf16."""
+    num_slots, (_, both, width) = rows_R.numel(), weight_eOI.shape
+    tiles, x_RD, flops = plan_tiles(offsets_e, num_slots, TILE_ROWS), x_SD[rows_R], 2.0 * num_slots * both * width
+    x, (codes, scales, *_) = quantize_rows(x_SD, BLOCK), quantize_weight(weight_eOI, torch.bfloat16, BLOCK)
+    yield Problem(
+        "up8",
+        lambda candidate: gather_mm(
+            x, rows_R, codes.mT, tiles, candidate, scales=scales, columns=BLOCK, dtype=torch.bfloat16
+        ),
+        BLOCK_TILES,
+        lambda: F.grouped_mm(x_RD, weight_eOI.mT, offs=offsets_e),
+        flops,
+    )
+    hidden_RO = torch.randn(num_slots, both, device=x_SD.device, dtype=torch.bfloat16)
+    of_slots = (tensor.contiguous() for tensor in unpack(quantize_rows(hidden_RO, BLOCK), BLOCK))
+    a, b = requantized_slots(*of_slots, tiles), requantized_rows(x, rows_R, tiles)
+    yield Problem(
+        "dW8",
+        lambda candidate: weight_grad(a[0], b[0], offsets_e, a[1], tiles.rows, b_scales=b[1], cut=candidate),
+        BLOCK_WEIGHT_GRAD_TILES,
+        lambda: F.grouped_mm(hidden_RO.T, x_RD, offs=offsets_e),
+        flops,
+    )
 
 
 def _weight_grad(

@@ -138,7 +138,7 @@ def slots_in_fp8(copies: TileSchedule | None = None) -> object:
     return slot_mm(codes(R, F), weight_eIO, tiles(), schedule=copies, cut=FP8_CUT, scales=scales, dtype=torch.bfloat16)
 
 
-WIDE_BLOCK_CUT = BLOCK_CUT._replace(outputs=2 * BLOCK)
+NARROW_BLOCK_CUT = BLOCK_CUT._replace(outputs=BLOCK)
 
 
 def gather_in_blocks(
@@ -231,8 +231,8 @@ GEMMS: dict[str, Callable[[], object]] = {
     "blockwise_gather_mm_with_base": lambda: gather_in_blocks(where=base()),
     "blockwise_gather_mm_with_get": lambda: gather_in_blocks(schedule()),
     "blockwise_gather_mm_wide_with_get": lambda: gather_in_blocks(schedule(), width=7168),
-    "blockwise_gather_mm_of_two": lambda: gather_in_blocks(cut=WIDE_BLOCK_CUT),
-    "blockwise_slot_mm_of_two": lambda: slots_in_blocks(cut=WIDE_BLOCK_CUT),
+    "blockwise_gather_mm_narrow": lambda: gather_in_blocks(cut=NARROW_BLOCK_CUT),
+    "blockwise_slot_mm_narrow": lambda: slots_in_blocks(cut=NARROW_BLOCK_CUT),
     "blockwise_slot_mm": slots_in_blocks,
     "blockwise_slot_mm_loops": lambda: slots_in_blocks(usual_slots=S),
     "blockwise_slot_mm_with_put": lambda: slots_in_blocks(schedule()),

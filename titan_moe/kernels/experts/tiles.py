@@ -58,14 +58,13 @@ class GemmTiles(NamedTuple):
 
 
 def check_cut(cut: GemmTiles, columns: int) -> None:
-    """Refuse a cut for blocks that share a scale, of so many columns and outputs: products leave the matrix units block
-    by block, and a thread block reads one scale of weights at a time.
+    """Refuse a cut that does not fit blocks with a scale, of so many columns and outputs.
 
-    Raises: ValueError where its parts are no such blocks.
+    Raises: ValueError where a thread block does not multiply one block of columns by one or two of outputs at a time.
     """
     if columns and (cut.inner != columns or cut.outputs not in (columns, 2 * columns)):
         raise ValueError(
-            f"{cut} does not fit blocks of {columns}; take inner={columns}, and as many or twice the outputs"
+            f"{cut} does not fit blocks of {columns}; take inner={columns}, outputs={columns} or twice that"
         )
 
 
