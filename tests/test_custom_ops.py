@@ -49,7 +49,7 @@ from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
+from titan_moe.kernels.experts.fp8.mlp import fp8_blockwise_expert_mlp, fp8_expert_mlp
 from titan_moe.kernels.linear.fp8 import fp8_linear
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.attention import Context
@@ -166,6 +166,10 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     in_fp8 = MoE(of_whole_vectors, PRESETS["fused"]).to(device, dtype)
     in_fp8.experts.mlp = fp8_expert_mlp
     run_layer(in_fp8, is_trained=True)
+    of_blocks = replace(MODEL, hidden_size=128, moe=replace(MODEL.moe, ffn_hidden_size=128))
+    in_blocks = MoE(of_blocks, PRESETS["fused"]).to(device, dtype)
+    in_blocks.experts.mlp = fp8_blockwise_expert_mlp
+    run_layer(in_blocks, is_trained=True, width=128)
     linear_args = [torch.randn(16, 32, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
     fp8_linear(*linear_args).sum().backward()
     if device.type == "cuda":
@@ -184,12 +188,12 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     return capacities
 
 
-def run_layer(layer: MoE, is_trained: bool) -> None:
+def run_layer(layer: MoE, is_trained: bool, width: int = WIDTH) -> None:
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     layer.experts.requires_grad_(is_trained)
     like = next(layer.parameters())
-    layer(torch.randn(2, 4, WIDTH, device=like.device, dtype=like.dtype, requires_grad=True)).sum().backward()
+    layer(torch.randn(2, 4, width, device=like.device, dtype=like.dtype, requires_grad=True)).sum().backward()
 
 
 def with_arena(device: torch.device, dtype: torch.dtype) -> ExpertCapacity:

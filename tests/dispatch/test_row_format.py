@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_moe.dispatch.async_collectives import ASYNC
 from titan_moe.dispatch.collectives import SYNC
-from titan_moe.dispatch.row_format import FP8, FP8_REFERENCE, PLAIN, pack, packed_width, unpack
+from titan_moe.dispatch.row_format import BLOCKWISE_REFERENCE, FP8, FP8_REFERENCE, PLAIN, pack, packed_width, unpack
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.experts.fp8.mlp import fp8_expert_mlp
@@ -91,10 +91,16 @@ def test_experts_in_fp8_do_not_see_how_rows_travelled_on_gpus(ranks_of_a_size: A
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_packed_rows_have_their_width_and_come_back_rounded(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("row_format", "name", "width"), [(FP8_REFERENCE, "fp8_rowwise", 48), (BLOCKWISE_REFERENCE, "fp8_blockwise", 640)]
+)
+def test_packed_rows_have_their_width_and_come_back_rounded(
+    dtype: torch.dtype, row_format: str, name: Any, width: int
+) -> None:
     torch.manual_seed(0)
-    x_SD = torch.randn(7, 48).to(dtype)
-    packed = pack(x_SD, FP8_REFERENCE)
-    assert packed.dtype == dtype and packed.shape == (7, packed_width(48, dtype, FP8_REFERENCE))
-    assert torch.equal(unpack(packed, FP8_REFERENCE), rounded(x_SD))
-    assert pack(x_SD, PLAIN) is x_SD and unpack(x_SD, PLAIN) is x_SD and packed_width(48, dtype, PLAIN) == 48
+    x_SD = torch.randn(7, width).to(dtype) * torch.randn(7, width).mul(4).exp2().to(dtype)
+    packed = pack(x_SD, row_format)
+    assert packed.dtype == dtype and packed.shape == (7, packed_width(width, dtype, row_format))
+    expected = round_to(x_SD.float(), name, "activation", -1, power_of_two_scales=True).to(dtype)
+    assert torch.equal(unpack(packed, row_format), expected)
+    assert pack(x_SD, PLAIN) is x_SD and unpack(x_SD, PLAIN) is x_SD and packed_width(width, dtype, PLAIN) == width

@@ -4,6 +4,7 @@ Ranks and kernels are those of test_symm_mem_fused.py; every expert multiplies i
 """
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,15 +14,42 @@ from support import load
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fp8.mlp import (
     ROWWISE_MLPS,
+    fp8_blockwise_expert_mlp,
+    fp8_blockwise_expert_mlp_with_plain_weight_gradients,
     fp8_expert_mlp,
     fp8_expert_mlp_with_plain_weight_gradients,
 )
+from titan_moe.kernels.experts.fp8.packed import BLOCK
 
 fused, in_arena = load("dispatch/test_symm_mem_fused"), load("dispatch/test_symm_mem_mlp")
 equal_local = fused.equal_local
 ROUTINGS = ("random", "skewed", "all_to_one_rank")
 TOLERANCE = 0.12
 """Of a whole MLP, three products one after the other: about 19 dB."""
+
+
+def widen(module: ModuleType) -> None:
+    """Let a module of tests, and those that it has loaded, have widths of one block, with room for its scale."""
+    for value in list(vars(module).values()):
+        if isinstance(value, ModuleType) and value.__name__.startswith("dispatch_"):
+            widen(value)
+    for name in {"WIDTH", "HIDDEN", "D", "F"} & vars(module).keys():
+        setattr(module, name, BLOCK)
+    if "SIZES" in vars(module):
+        num_tokens, _, *rest = module.SIZES
+        module.SIZES = (num_tokens, BLOCK, *rest)
+
+
+def both_in_blocks(folder: str | None, *args: Any) -> Any:
+    """`run_both` with widths of one block, in a process of its own."""
+    widen(fused)
+    return fused.run_both(folder, *args)
+
+
+def ways_in_blocks(folder: str | None, *args: Any) -> Any:
+    """`run_ways` in the same way."""
+    widen(in_arena)
+    return in_arena.run_ways(folder, *args)
 
 
 def check_both(answers: list[Any]) -> None:
@@ -59,6 +87,38 @@ def test_files_of_an_arena_keep_rows_in_fp8(ranks: Any, tmp_path: Path, ways: tu
     in_arena.check_ways(ranks(2, in_arena.run_ways, str(tmp_path), ways, True, 0, mlp))
 
 
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle has widths of one block."""
+    for name in ("WIDTH", "HIDDEN"):
+        monkeypatch.setattr(equal_local, name, BLOCK)
+
+
+@pytest.mark.interpreted
+def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide: None) -> None:
+    check_both(ranks(2, both_in_blocks, str(tmp_path), ROUTINGS, 0, 8.0, fp8_blockwise_expert_mlp))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("ways", "mlp"),
+    [
+        (("kept", "too small"), fp8_blockwise_expert_mlp),
+        (("lifted",), fp8_blockwise_expert_mlp_with_plain_weight_gradients),
+        (("checkpointed", "compiled"), fp8_blockwise_expert_mlp),
+    ],
+)
+def test_files_of_an_arena_keep_scales_of_blocks(
+    ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: ExpertMLP
+) -> None:
+    in_arena.check_ways(ranks(2, ways_in_blocks, str(tmp_path), ways, True, 0, mlp))
+
+
+@fused.with_gpus
+def test_gpus_carry_rows_with_scales_of_blocks(ranks_of_a_size: Any, num_ranks: int, wide: None) -> None:
+    check_both(ranks_of_a_size(num_ranks, both_in_blocks, None, ROUTINGS, 0, 8.0, fp8_blockwise_expert_mlp))
+
+
 @fused.with_gpus
 def test_gpus_carry_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int) -> None:
     check_both(ranks_of_a_size(num_ranks, fused.run_both, None, ROUTINGS, 0, 8.0, fp8_expert_mlp))
@@ -70,3 +130,9 @@ def test_gpus_of_an_arena_keep_rows_in_fp8(ranks_of_a_size: Any, num_ranks: int,
     ways = tuple(in_arena.WAYS)
     for mlp in ROWWISE_MLPS:
         in_arena.check_ways(ranks_of_a_size(num_ranks, in_arena.run_ways, None, ways, overlaps, 0, mlp))
+
+
+@fused.with_gpus
+def test_gpus_of_an_arena_keep_scales_of_blocks(ranks_of_a_size: Any, num_ranks: int) -> None:
+    ways = tuple(in_arena.WAYS)
+    in_arena.check_ways(ranks_of_a_size(num_ranks, ways_in_blocks, None, ways, True, 0, fp8_blockwise_expert_mlp))

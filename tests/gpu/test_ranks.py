@@ -103,6 +103,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
     fp8 = ("--precision.format=fp8_rowwise", "--perf.kernels=fused")
+    blockwise = ("--precision.experts=fp8_blockwise", "--perf.kernels=fused")
     split = ("--parallel.tp=2",)
     ring, overlapped = "--parallel.cp_kind=ring", "--parallel.tp_comm_overlap=true"
     interleaved = (
@@ -167,6 +168,8 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "clones_symm_mem_edp2": (spread, symm_mem, "--parallel.expert_clones=2", "--memory.recompute=experts", plain),
         "clones_interleaved": (spread, alltoall, "--parallel.expert_clones=1", *interleaved, plain),
         "fp8": (whole, alltoall, *fp8, plain),
+        "fp8_blockwise": (whole, alltoall, *blockwise, plain),
+        "fp8_blockwise_tiles_captured": (*tiled, *blockwise, "--compile.cudagraph=step", *validated),
         "fp8_edp2": (half, alltoall, *fp8, "--parallel.accumulate_unsharded=true", "--train.micro_batch_sequences=1"),
         "fp8_symm_mem_blocks": (whole, symm_mem, *fp8, "--compile.extent=block", bounded),
         "fp8_tiles_captured": (*tiled, *fp8, "--compile.cudagraph=step", *validated),
