@@ -275,6 +275,9 @@ def split_alone(ranks) -> Callable[[str], Trace]:
     return cache(lambda name: run(ranks, 1, split_recipe(ParallelConfig(), name), -1, FEW)[0])
 
 
+OVERLAPPED = replace(TP2, tp_comm_overlap=True)
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "name", "changes"),
     [
@@ -290,41 +293,26 @@ def split_alone(ranks) -> Callable[[str], Trace]:
             {},
             id="tp2-ep2-interleaved-clones",
         ),
-    ],
-)
-def test_one_loss_with_tensor_parallelism(
-    ranks, split_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str, changes: Any
-) -> None:
-    for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes), -1, FEW):
-        assert_same(trace, split_alone(name), 1e-9)
-
-
-OVERLAPPED = replace(TP2, tp_comm_overlap=True)
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "parallel", "name", "changes"),
-    [
-        pytest.param(2, OVERLAPPED, "gqa", {}, id="tp2-gqa"),
-        pytest.param(2, OVERLAPPED, "mla", {"memory": MemoryConfig("block")}, id="tp2-mla-recompute_block"),
-        pytest.param(2, OVERLAPPED, "mla-latent-gate", {}, id="tp2-mla-latent-gate"),
-        pytest.param(4, replace(OVERLAPPED, tp=4), "gqa-shared", {}, id="tp4-gqa-shared"),
-        pytest.param(4, replace(OVERLAPPED, cp=2), "gqa-tied", {}, id="cp2-tp2-gqa-tied"),
-        pytest.param(4, replace(OVERLAPPED, cp=2), "mla", {}, id="cp2-tp2-mla"),
-        pytest.param(4, replace(OVERLAPPED, pp=2), "gqa", {}, id="tp2-pp2-gqa"),
+        # on CPUs the layers have the collectives and GEMMs that overlap on GPUs, one after the other
+        pytest.param(2, OVERLAPPED, "gqa", {}, id="overlapped-tp2-gqa"),
+        pytest.param(2, OVERLAPPED, "mla", {"memory": MemoryConfig("block")}, id="overlapped-tp2-mla-recompute_block"),
+        pytest.param(2, OVERLAPPED, "mla-latent-gate", {}, id="overlapped-tp2-mla-latent-gate"),
+        pytest.param(4, replace(OVERLAPPED, tp=4), "gqa-shared", {}, id="overlapped-tp4-gqa-shared"),
+        pytest.param(4, replace(OVERLAPPED, cp=2), "gqa-tied", {}, id="overlapped-cp2-tp2-gqa-tied"),
+        pytest.param(4, replace(OVERLAPPED, cp=2), "mla", {}, id="overlapped-cp2-tp2-mla"),
+        pytest.param(4, replace(OVERLAPPED, pp=2), "gqa", {}, id="overlapped-tp2-pp2-gqa"),
         pytest.param(
             2,
             replace(TP2_EP2, tp_comm_overlap=True, accumulate_unsharded=True, overlap="microbatch"),
             "gqa",
             {},
-            id="tp2-ep2-interleaved",
+            id="overlapped-tp2-ep2-interleaved",
         ),
     ],
 )
-def test_one_loss_with_overlapped_tensor_parallelism(
+def test_one_loss_with_tensor_parallelism(
     ranks, split_alone: Callable[[str], Trace], num_ranks: int, parallel: ParallelConfig, name: str, changes: Any
 ) -> None:
-    """On CPUs the layers have the collectives and GEMMs that overlap on GPUs, one after the other."""
     for trace in run(ranks, num_ranks, split_recipe(parallel, name, **changes), -1, FEW):
         assert_same(trace, split_alone(name), 1e-9)
 

@@ -205,24 +205,12 @@ def test_an_outlier_spoils_its_block_alone(device: str, dtype: torch.dtype) -> N
 @with_devices
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_stays_so(device: str, dtype: torch.dtype, number: float) -> None:
-    case = draw("random", device, dtype)
-    row = int(case.slots.rows_R[0])
-    for name, reached in (("x_SD", ("y", "dgate_up")), ("dy_SD", ("dx", "dgate_up", "ddown"))):
-        spoilt = getattr(case, name).clone()
-        spoilt[row, 3] = number
-        results = run(fp8_blockwise_expert_mlp, case._replace(**{name: spoilt}))
-        assert all(not results[key].isfinite().all() for key in reached), name
+    rowwise.assert_spoilt(fp8_blockwise_expert_mlp, draw("random", device, dtype), number)
 
 
 @with_devices
 def test_plain_weight_gradients_have_one_rounding_less(device: str, dtype: torch.dtype) -> None:
-    case = draw("skewed", device, dtype)
-    exact = run(composite(grouped_mm_reference), case, torch.float64)
-    rounded, plain = (run(mlp, case) for mlp in BLOCKWISE_MLPS)
-    for key in ("y", "dx", "dscores"):
-        assert torch.equal(plain[key], rounded[key])
-    for key in ("dgate_up", "ddown"):
-        assert decibels(exact[key], plain[key]) > decibels(exact[key], rounded[key])
+    rowwise.assert_nearer_with_plain_weight_grads(BLOCKWISE_MLPS, draw("skewed", device, dtype))
 
 
 @with_devices

@@ -188,16 +188,20 @@ def test_rows_without_gradient_take_nothing_from_others(device: str, dtype: torc
     assert not any(bool(nothing[key].any()) for key in ("dx", "dscores", "dgate_up", "ddown"))
 
 
-@pytest.mark.parametrize(("device", "dtype"), DEVICES)
-@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_stays_so(device: str, dtype: torch.dtype, number: float) -> None:
-    case = draw("random", device, dtype)
+def assert_spoilt(mlp: Any, case: Case, number: float) -> None:
+    """A number that is not finite reaches all that depends on it."""
     row = int(case.slots.rows_R[0])
     for name, reached in (("x_SD", ("y", "dgate_up")), ("dy_SD", ("dx", "dgate_up", "ddown"))):
         spoilt = getattr(case, name).clone()
         spoilt[row, 3] = number
-        results = run(fp8_expert_mlp, case._replace(**{name: spoilt}))
+        results = run(mlp, case._replace(**{name: spoilt}))
         assert all(not results[key].isfinite().all() for key in reached), name
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so(device: str, dtype: torch.dtype, number: float) -> None:
+    assert_spoilt(fp8_expert_mlp, draw("random", device, dtype), number)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
@@ -209,15 +213,19 @@ def test_unpacked_rows_end_with_the_memory(device: str, dtype: torch.dtype) -> N
     assert unpack_rows(packed, dtype, num_rows=0).shape == (0, D)
 
 
-@pytest.mark.parametrize(("device", "dtype"), DEVICES)
-def test_plain_weight_gradients_have_one_rounding_less(device: str, dtype: torch.dtype) -> None:
-    case = draw("skewed", device, dtype)
+def assert_nearer_with_plain_weight_grads(mlps: Any, case: Case) -> None:
+    """Of experts with rounded and with plain gradients of weights, which differ in these alone."""
     exact = run(composite(grouped_mm_reference), case, torch.float64)
-    rounded, plain = (run(mlp, case) for mlp in ROWWISE_MLPS)
+    rounded, plain = (run(mlp, case) for mlp in mlps)
     for key in ("y", "dx", "dscores"):
         assert torch.equal(plain[key], rounded[key])
     for key in ("dgate_up", "ddown"):
         assert decibels(exact[key], plain[key]) > decibels(exact[key], rounded[key])
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_plain_weight_gradients_have_one_rounding_less(device: str, dtype: torch.dtype) -> None:
+    assert_nearer_with_plain_weight_grads(ROWWISE_MLPS, draw("skewed", device, dtype))
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
