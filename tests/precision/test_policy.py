@@ -121,7 +121,7 @@ def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest
     formats = GemmFormats("fp8_rowwise", "fp8_rowwise", "compute")
     model, recipe = build(replace(MODEL, moe=replace(MOE, score_on="input")), experts="fp8_rowwise", wgrad="compute")
     assert convert(model, recipe, CPU) == {f"layers.{layer}.feed_forward.experts": formats for layer in (1, 2)}
-    expected = SimpleNamespace(gemm=(formats, True), on=True)
+    expected = SimpleNamespace(gemm=(formats, True, False), on=True)
     assert all(model.layers[layer].feed_forward.experts.mlp == expected for layer in "12")
 
 

@@ -6,6 +6,7 @@ Letters as in the operation's file.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -179,6 +180,28 @@ def matrices_without_formats(device: torch.device, dtype: torch.dtype) -> list[S
         x_TI, weight_OI = (torch.randn(rows, 16, device=device, dtype=dtype) for rows in (num_tokens, 24))
         samples.append(Sample(str(num_tokens), (x_TI, weight_OI, "compute", "compute", "compute"), 2))
     return samples
+
+
+def rounded(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Each way to find scales: of blocks, of lines, of matrices, of both; along rows and along columns."""
+
+    def draw(*shape: int) -> Tensor:
+        powers = torch.randint(-9, 9, shape, device=device)
+        return (torch.randn(shape, device=device) * torch.exp2(powers)).to(dtype)
+
+    samples = []
+    for dim, format in product((-1, -2), ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "nvfp4")):
+        role = "gradient" if dim == -1 else "weight"
+        samples.append(Sample(f"{format} along {dim}", (draw(33, 150), format, role, dim), 0))
+    amax_nMN = torch.full((3, 1, 1), 9000.0, device=device)
+    several = draw(3, 40, 20)
+    return [
+        *samples,
+        Sample("transformed", (several, "nvfp4", "gradient", -2, amax_nMN, False, 7, True), 0),
+        Sample("merged", (several, "fp8_tensorwise", "activation", -2, amax_nMN, True), 0),
+        Sample("strided", (*strided(draw(40, 20)), "nvfp4", "activation", -2), 0),
+        Sample("none", (draw(0, 20), "nvfp4", "gradient", -1), 0),
+    ]
 
 
 def biases(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -386,6 +409,7 @@ SAMPLES = {
         without_formats, (*FP32, torch.float64, *BF16), valid=slots_of_experts, valid_grad=slots_of_experts
     ),
     "emulated_linear": Samples(matrices_without_formats, (*FP32, torch.float64, *BF16)),
+    "round_to_format": Samples(rounded),
     "add_bias": Samples(biases, valid=slots_of_experts, valid_grad=slots_of_experts),
     "weighted_swiglu": Samples(swiglu),
     "swiglu_down": Samples(swiglu_down),

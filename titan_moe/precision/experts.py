@@ -25,8 +25,16 @@ NATIVE: dict[GemmFormats, ExpertMLP] = {
 """What the kernels of experts compute."""
 
 
-def convert_experts(experts: GroupedExperts, formats: GemmFormats, backend: str, *, weighs_input: bool = False) -> None:
-    """Let a layer's experts multiply in formats, in place. `weighs_input` as in `composite`.
+def convert_experts(
+    experts: GroupedExperts,
+    formats: GemmFormats,
+    backend: str,
+    *,
+    weighs_input: bool = False,
+    in_triton: bool = False,
+) -> None:
+    """Let a layer's experts multiply in formats, in place. `weighs_input` as in `composite`; `in_triton` as
+    in `emulated_grouped_mm`.
 
     Raises: RecipeError where there is no such kernel, or a package is missing.
     """
@@ -34,7 +42,7 @@ def convert_experts(experts: GroupedExperts, formats: GemmFormats, backend: str,
         if formats.fprop == "mxfp8":
             require_torchao('precision.experts = "mxfp8"')  # which defines its bits
         powers_of_two = formats.fprop in ("fp8_rowwise", "fp8_blockwise")  # as in native experts
-        experts.mlp = composite(emulated_grouped_mm(formats, powers_of_two), weighs_input=weighs_input)
+        experts.mlp = composite(emulated_grouped_mm(formats, powers_of_two, in_triton), weighs_input=weighs_input)
     elif formats in NATIVE and not weighs_input:
         experts.mlp = NATIVE[formats]
         experts.quantize = quantize_experts_in_blocks if experts.mlp in BLOCKWISE_MLPS else quantize_experts

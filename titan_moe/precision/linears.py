@@ -21,8 +21,10 @@ FLOAT8_LINEAR = ("fp8_tensorwise", "fp8_rowwise")
 """Formats of torchao's `Float8Linear`; native and rowwise in all three GEMMs, a layer has our kernels."""
 
 
-def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.Module:
+def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str, *, in_triton: bool = False) -> nn.Module:
     """Return a layer with the parameters of `linear` whose GEMMs have formats; also on the meta device.
+
+    Emulated formats are rounded by Triton kernels if asked for.
 
     Raises: RecipeError if a package is missing, or this package has no such kernel.
     """
@@ -35,7 +37,7 @@ def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str) -> nn.
     if is_emulated:
         if formats.fprop == "mxfp8":
             require_torchao(setting)  # which defines its bits
-        return FormattedLinear(linear, emulated_linear, formats, activates=activates)
+        return FormattedLinear(linear, emulated_linear, formats, False, in_triton, activates=activates)
     if formats == GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise"):
         return FormattedLinear(linear, _torchao(setting).blockwise_linear, activates=activates)
     raise RecipeError(

@@ -36,14 +36,16 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> dict[str,
         return {}
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     backend = resolve_backend(recipe.precision, capability)
+    in_triton = device.type == "cuda" and recipe.perf.kernels != "reference"
     modules = dict(model.named_modules())
     converted: dict[str, GemmFormats] = {}
     for name, formats in formats_of.items():
         module = modules.get(name)
         if isinstance(module, GroupedExperts):
-            convert_experts(module, formats, backend, weighs_input=recipe.model.moe.score_on == "input")
+            weighs_input = recipe.model.moe.score_on == "input"
+            convert_experts(module, formats, backend, weighs_input=weighs_input, in_triton=in_triton)
         elif type(module) in CONVERTIBLE:
-            model.set_submodule(name, convert_linear(module, formats, backend))
+            model.set_submodule(name, convert_linear(module, formats, backend, in_triton=in_triton))
         else:
             continue
         converted[name] = formats

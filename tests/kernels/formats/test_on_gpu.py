@@ -24,13 +24,17 @@ def test_casts_have_the_bits_of_a_cpu(format: Format, role: Role, dim: int) -> N
             assert torch.equal(on_cpu.float(), on_gpu.cpu().float())
 
 
-def step(format: Format, x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, grad_RO: Tensor) -> list[Tensor]:
-    y_RO = emulated_grouped_mm(GemmFormats(format, format, format))(x_RI, weight_eOI, None, offsets_e)
+def step(
+    format: Format, x_RI: Tensor, weight_eOI: Tensor, offsets_e: Tensor, grad_RO: Tensor, in_triton: bool = False
+) -> list[Tensor]:
+    gemm = emulated_grouped_mm(GemmFormats(format, format, format), in_triton=in_triton)
+    y_RO = gemm(x_RI, weight_eOI, None, offsets_e)
     return [y_RO, *torch.autograd.grad(y_RO, [x_RI, weight_eOI], grad_RO)]
 
 
+@pytest.mark.parametrize("in_triton", [False, True])
 @pytest.mark.parametrize("format", SCALED)
-def test_a_captured_step_reads_new_borders(format: Format) -> None:
+def test_a_captured_step_reads_new_borders(format: Format, in_triton: bool) -> None:
     torch.manual_seed(0)
     x_RI, grad_RO, weight_eOI = torch.randn(1000, 192), torch.randn(1000, 256), torch.randn(4, 256, 192)
     borders = [torch.tensor(ends, dtype=torch.int32) for ends in ((3, 400, 400, 990), (0, 17, 800, 801))]
@@ -41,11 +45,11 @@ def test_a_captured_step_reads_new_borders(format: Format) -> None:
         args_of[1].requires_grad_()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        step(format, *args)
+        step(format, *args, in_triton)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        captured = step(format, *args)
+        captured = step(format, *args, in_triton)
     for offsets_e in borders:
         args[2].copy_(offsets_e)
         graph.replay()

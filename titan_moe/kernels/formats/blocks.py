@@ -56,6 +56,11 @@ def pad_to_multiple(x_MN: Tensor, multiple: int, dim: int) -> Tensor:
     return F.pad(x_MN, (0, 0, 0, missing) if is_rows(dim, x_MN.ndim) else (0, missing))
 
 
+def divide(x: Tensor, number: float) -> Tensor:
+    """The quotient of IEEE 754. By a Python number, a GPU would multiply by its reciprocal."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def power_of_two_above(scales: Tensor) -> Tensor:
     """The smallest power of two that is not less, for positive normal fp32 numbers; others stay as they are."""
     powers = ((scales.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)

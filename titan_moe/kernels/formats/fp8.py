@@ -9,15 +9,14 @@ rounded to nearest even. Both divisions are those of IEEE 754. NaN in a block is
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.formats.blocks import Block, join, power_of_two_above, split
+from titan_moe.kernels.formats.blocks import Block, divide, join, power_of_two_above, split
 
 MIN_SCALE = torch.finfo(torch.float32).tiny
 
 
 def scales_of(amax_mn: Tensor, dtype: torch.dtype, power_of_two_scales: bool) -> Tensor:
     """The fp32 scale of each block from its largest magnitude."""
-    largest = torch.full((), torch.finfo(dtype).max, device=amax_mn.device)  # by a number, a GPU would multiply
-    scales_mn = (amax_mn / largest).clamp(min=MIN_SCALE)
+    scales_mn = divide(amax_mn, torch.finfo(dtype).max).clamp(min=MIN_SCALE)
     scales_mn = scales_mn.masked_fill(amax_mn == 0, 1.0)
     return power_of_two_above(scales_mn) if power_of_two_scales else scales_mn
 

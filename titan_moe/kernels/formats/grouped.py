@@ -36,12 +36,17 @@ CHUNK_ELEMENTS = 1 << 28
 
 
 @cache
-def emulated_grouped_mm(formats: GemmFormats, power_of_two_scales: bool = False) -> GroupedGemm:
-    """The grouped GEMM whose three products have these formats. Equal formats give the same function."""
+def emulated_grouped_mm(
+    formats: GemmFormats, power_of_two_scales: bool = False, in_triton: bool = False
+) -> GroupedGemm:
+    """The grouped GEMM whose three products have these formats, rounded by Triton kernels if asked for.
+
+    Equal arguments give the same function.
+    """
 
     def gemm(x_RI: Tensor, own_eOI: Tensor, clones_cOI: Tensor | None, offsets_e: Tensor) -> Tensor:
         names = formats.fprop, formats.dgrad, formats.wgrad
-        return grouped_mm_in_formats(x_RI, own_eOI, clones_cOI, offsets_e, *names, power_of_two_scales)
+        return grouped_mm_in_formats(x_RI, own_eOI, clones_cOI, offsets_e, *names, power_of_two_scales, in_triton)
 
     return gemm
 
@@ -55,6 +60,7 @@ def grouped_reference(
     dgrad: str,
     wgrad: str,
     power_of_two_scales: bool = False,
+    in_triton: bool = False,
 ) -> Tensor:
     """The product, not rounded."""
     assert fprop == dgrad == wgrad == "compute", "formats are tested in tests/kernels/formats/"
@@ -112,9 +118,9 @@ class BlockLayout(NamedTuple):
 
         return merge
 
-    def how(self, format: str, power_of_two_scales: bool, num_experts: int) -> Rounding:
+    def how(self, format: str, power_of_two_scales: bool, in_triton: bool, num_experts: int) -> Rounding:
         """Rounding of blocks as parts of their experts' tensors."""
-        return rounding(format, power_of_two_scales)._replace(merge=self.merge(num_experts))
+        return rounding(format, power_of_two_scales, in_triton)._replace(merge=self.merge(num_experts))
 
     def chunks(self, elements: int) -> Iterator[slice]:
         """Cut the blocks so that a tensor of so many elements a block stays small."""
@@ -138,13 +144,14 @@ def grouped_mm_in_formats(
     dgrad: str,
     wgrad: str,
     power_of_two_scales: bool = False,
+    in_triton: bool = False,
 ) -> Tensor:
     """`emulated_grouped_mm` with names of formats."""
     weight_eOI = ExpertParameter(own_eOI, clones_cOI).join()
     if not x_RI.numel():
         return x_RI.new_zeros(x_RI.shape[0], weight_eOI.shape[1])
     layout = BlockLayout.of(offsets_e, x_RI.shape[0])
-    how = layout.how(fprop, power_of_two_scales, weight_eOI.shape[0])
+    how = layout.how(fprop, power_of_two_scales, in_triton, weight_eOI.shape[0])
     left_nbI, right_eOI = round_fprop(layout.to_blocks(x_RI), weight_eOI, how)
     return layout.to_slots(_times_weights(left_nbI, right_eOI.mT, layout)).to(x_RI.dtype)
 
@@ -162,12 +169,13 @@ def _grouped_mm_dx(
     offsets_e: Tensor,
     dgrad: str,
     power_of_two_scales: bool,
+    in_triton: bool,
 ) -> Tensor:
     weight_eOI = ExpertParameter(own_eOI, clones_cOI).join()
     if not grad_RO.numel():
         return grad_RO.new_zeros(grad_RO.shape[0], weight_eOI.shape[2])
     layout = BlockLayout.of(offsets_e, grad_RO.shape[0])
-    how = layout.how(dgrad, power_of_two_scales, weight_eOI.shape[0])
+    how = layout.how(dgrad, power_of_two_scales, in_triton, weight_eOI.shape[0])
     left_nbO, right_eOI = round_dgrad(layout.to_blocks(grad_RO), weight_eOI, how)
     return layout.to_slots(_times_weights(left_nbO, right_eOI, layout)).to(grad_RO.dtype)
 
@@ -179,13 +187,19 @@ def _(grad_RO: Tensor, own_eOI: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("titan_moe::emulated_grouped_mm_dw", mutates_args=())
 def _grouped_mm_dw(
-    grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, wgrad: str, power_of_two_scales: bool, dtype: torch.dtype
+    grad_RO: Tensor,
+    x_RI: Tensor,
+    offsets_e: Tensor,
+    wgrad: str,
+    power_of_two_scales: bool,
+    in_triton: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     num_experts = offsets_e.shape[0]
     if not grad_RO.shape[0]:
         return grad_RO.new_zeros(num_experts, grad_RO.shape[1], x_RI.shape[1], dtype=dtype)
     layout = BlockLayout.of(offsets_e, grad_RO.shape[0])
-    how = layout.how(wgrad, power_of_two_scales, num_experts)
+    how = layout.how(wgrad, power_of_two_scales, in_triton, num_experts)
     left_nbO, right_nbI = round_wgrad(layout.to_blocks(grad_RO), layout.to_blocks(x_RI), how)
     dweight_eOI = left_nbO.new_zeros(num_experts, grad_RO.shape[1], x_RI.shape[1])
     is_of_expert_en = layout.expert_n == torch.arange(num_experts, device=offsets_e.device)[:, None]
@@ -200,13 +214,20 @@ def _grouped_mm_dw(
 
 @_grouped_mm_dw.register_fake
 def _(
-    grad_RO: Tensor, x_RI: Tensor, offsets_e: Tensor, wgrad: str, power_of_two_scales: bool, dtype: torch.dtype
+    grad_RO: Tensor,
+    x_RI: Tensor,
+    offsets_e: Tensor,
+    wgrad: str,
+    power_of_two_scales: bool,
+    in_triton: bool,
+    dtype: torch.dtype,
 ) -> Tensor:
     return grad_RO.new_empty(offsets_e.shape[0], grad_RO.shape[1], x_RI.shape[1], dtype=dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, _, ctx.dgrad, ctx.wgrad, ctx.power_of_two_scales = inputs
+    *tensors, _, ctx.dgrad, ctx.wgrad, power_of_two_scales, in_triton = inputs
+    ctx.options = power_of_two_scales, in_triton
     ctx.save_for_backward(*tensors)
 
 
@@ -215,12 +236,12 @@ def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     dx_RI, dweight, dclones = None, None, None
     if needs_x:
-        dx_RI = _grouped_mm_dx(grad_RO, own_eOI, clones_cOI, offsets_e, ctx.dgrad, ctx.power_of_two_scales)
+        dx_RI = _grouped_mm_dx(grad_RO, own_eOI, clones_cOI, offsets_e, ctx.dgrad, *ctx.options)
     if needs_weight:
-        dweight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.wgrad, ctx.power_of_two_scales, own_eOI.dtype)
+        dweight = _grouped_mm_dw(grad_RO, x_RI, offsets_e, ctx.wgrad, *ctx.options, own_eOI.dtype)
         if clones_cOI is not None:
             dweight, dclones = dweight.split([own_eOI.shape[0], clones_cOI.shape[0]])
-    return dx_RI, dweight, dclones, *[None] * 5
+    return dx_RI, dweight, dclones, *[None] * 6
 
 
 grouped_mm_in_formats.register_autograd(_backward, setup_context=_save)

@@ -19,7 +19,7 @@ signs D. It is orthogonal, so the product is unchanged; outliers are spread over
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.formats.blocks import Block, is_rows, join, split, spread
+from titan_moe.kernels.formats.blocks import Block, divide, is_rows, join, split, spread
 from titan_moe.kernels.optim.stochastic_rounding import WORD, philox_reference
 
 BLOCK = 16
@@ -37,12 +37,12 @@ LANE_FACTOR = 0x1E3779B97F4A7C15
 
 def tensor_scale_of(amax: Tensor) -> Tensor:
     """The fp32 scale of a tensor from its largest magnitude: block scales then end at e4m3's largest."""
-    return (amax / (E4M3.max * E2M1_MAX)).clamp(min=MIN_TENSOR_SCALE)
+    return divide(amax, E4M3.max * E2M1_MAX).clamp(min=MIN_TENSOR_SCALE)
 
 
 def block_scales_of(amax_mn: Tensor, tensor_scale: Tensor) -> Tensor:
     """The e4m3 scale of each block from its largest magnitude."""
-    return (amax_mn / E2M1_MAX / tensor_scale).clamp(E4M3.tiny, E4M3.max).to(torch.float8_e4m3fn)
+    return (divide(amax_mn, E2M1_MAX) / tensor_scale).clamp(E4M3.tiny, E4M3.max).to(torch.float8_e4m3fn)
 
 
 def codes_of(
