@@ -155,7 +155,7 @@ def test_native_kernels_that_do_not_exist_are_refused() -> None:
         convert_linear(nn.Linear(I, O), three("mxfp8"), "native")
 
 
-@pytest.mark.parametrize("name", ["fp8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_tensorwise"])
 def test_missing_torchao_is_named_with_a_way_out(monkeypatch: pytest.MonkeyPatch, name: Format) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(RecipeError, match=r'needs torchao, .*; install it with pip install "torchao>=0.17,<0.19"'):

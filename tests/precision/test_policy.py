@@ -1,7 +1,6 @@
 """The policy: what a model's modules become, by the names that floor 0 knows."""
 
 import logging
-import sys
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -144,9 +143,3 @@ def test_native_experts_have_the_kernels_of_their_formats(formats: GemmFormats, 
 def test_experts_without_kernels_are_refused(formats: GemmFormats, weighs_input: bool) -> None:
     with pytest.raises(RecipeError, match='no native kernels for this model; take precision.experts = "compute", or'):
         experts.convert_experts(GroupedExperts(2, 16, 16), formats, "native", weighs_input=weighs_input)
-
-
-def test_emulated_mxfp8_experts_need_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(RecipeError, match=r'"mxfp8" needs torchao, .* or take precision.experts = "compute"'):
-        experts.convert_experts(GroupedExperts(2, 16, 16), GemmFormats("mxfp8", "mxfp8", "mxfp8"), "emulated")

@@ -51,10 +51,11 @@ def kernels_in(*files: Path) -> list[str]:
     ]
 
 
-def test_quantisation_has_all_kernels_in_fp8_and_no_other() -> None:
-    fp8 = {*(KERNELS / "experts" / "fp8").glob("*.py"), *(KERNELS / "linear").glob("*.py")}
-    others = kernels_in(*(set(KERNELS.rglob("*.py")) - fp8))
-    assert set(kernels_in(*fp8)) == FP8_KERNELS | {"_weight_grad_kernel"}
+def test_quantisation_has_all_kernels_of_formats_and_no_other() -> None:
+    folders = "experts/fp8", "formats", "linear"
+    quantising = {file for folder in folders for file in (KERNELS / folder).glob("*.py")}
+    others = kernels_in(*(set(KERNELS.rglob("*.py")) - quantising))
+    assert set(kernels_in(*quantising)) == FP8_KERNELS | {"_weight_grad_kernel"}
     assert FP8_KERNELS.isdisjoint(others) and others
 
 

@@ -190,7 +190,7 @@ def rounded(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         return (torch.randn(shape, device=device) * torch.exp2(powers)).to(dtype)
 
     samples = []
-    for dim, format in product((-1, -2), ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "nvfp4")):
+    for dim, format in product((-1, -2), ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")):
         role = "gradient" if dim == -1 else "weight"
         samples.append(Sample(f"{format} along {dim}", (draw(33, 150), format, role, dim), 0))
     amax_nMN = torch.full((3, 1, 1), 9000.0, device=device)

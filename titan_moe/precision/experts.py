@@ -14,7 +14,6 @@ from titan_moe.kernels.experts.fp8.mlp import (
 )
 from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.precision.requirements import require_torchao
 
 NATIVE: dict[GemmFormats, ExpertMLP] = {
     GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise"): fp8_expert_mlp,
@@ -36,11 +35,9 @@ def convert_experts(
     """Let a layer's experts multiply in formats, in place. `weighs_input` as in `composite`; `in_triton` as
     in `emulated_grouped_mm`.
 
-    Raises: RecipeError where there is no such kernel, or a package is missing.
+    Raises: RecipeError where there is no such kernel.
     """
     if backend == "emulated":
-        if formats.fprop == "mxfp8":
-            require_torchao('precision.experts = "mxfp8"')  # which defines its bits
         powers_of_two = formats.fprop in ("fp8_rowwise", "fp8_blockwise")  # as in native experts
         experts.mlp = composite(emulated_grouped_mm(formats, powers_of_two, in_triton), weighs_input=weighs_input)
     elif formats in NATIVE and not weighs_input:

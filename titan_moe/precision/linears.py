@@ -35,8 +35,6 @@ def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str, *, in_
     if formats.fprop in FLOAT8_LINEAR:
         return _torchao(setting).float8_linear(linear, formats, emulate=is_emulated, activates=activates)
     if is_emulated:
-        if formats.fprop == "mxfp8":
-            require_torchao(setting)  # which defines its bits
         return FormattedLinear(linear, emulated_linear, formats, False, in_triton, activates=activates)
     if formats == GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise"):
         return FormattedLinear(linear, _torchao(setting).blockwise_linear, activates=activates)

@@ -11,7 +11,7 @@ TORCHAO = "torchao>=0.17,<0.19"
 
 
 def require_torchao(setting: str) -> None:
-    """Import torchao for a setting of the recipe, such as `precision.linears = "mxfp8"`.
+    """Import torchao for a setting of the recipe, such as `precision.linears = "fp8_tensorwise"`.
 
     Raises: RecipeError with the way to install it.
     """

@@ -19,17 +19,19 @@ FP8_KERNELS = frozenset(
         "_expert_scales_kernel",
         "_fp8_swiglu_backward_kernel",
         "_fp8_swiglu_kernel",
+        "_largest_kernel",
         "_quantize_blocks_kernel",
         "_quantize_rows_kernel",
         "_requantized_kernel",
+        "_round_kernel",
         "_row_codes_kernel",
         "_transpose_codes_kernel",
         "_transposed_kernel",
         "_unpack_rows_kernel",
     }
 )
-"""All Triton kernels of kernels/experts/fp8 and kernels/linear but GEMMs. SwiGLU and its backward are passes for the
-sake of scales: in bf16 they are part of GEMMs or a smaller pass."""
+"""All Triton kernels of kernels/experts/fp8, kernels/formats and kernels/linear but GEMMs. SwiGLU and its backward are
+passes for the sake of scales: in bf16 they are part of GEMMs or a smaller pass."""
 _BLOCKWISE = re.compile(r"triton_fp8_blockwise_(?:act|weight)_quant_\w+")
 CAST_OPS = (
     "_to_copy abs amax clamp clone div exp2 floor log2 max mul permute reciprocal slice squeeze t transpose unsqueeze "

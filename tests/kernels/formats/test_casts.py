@@ -65,6 +65,16 @@ def test_mxfp8_has_the_bits_of_torchao() -> None:
         assert torch.equal(dequantize(ours, "mxfp8", "activation", -1), expected)
 
 
+def test_mxfp8_scales_are_the_next_powers_of_two() -> None:
+    """Also an ulp above a power, where torchao's logarithm in fp32 is the power's; so no code saturates."""
+    amax = 1.75 * torch.exp2(torch.arange(-110, 127).double())
+    for ulps in (-1, 0, 1, 40):
+        x_MN = torch.zeros(len(amax), 32)
+        x_MN[:, 0] = (amax.float().view(torch.int32) + ulps).view(torch.float32)
+        scales_mn = quantize(x_MN, "mxfp8", "activation", -1).scales.float().double()
+        assert torch.equal(scales_mn[:, 0], torch.exp2(torch.ceil(torch.log2(x_MN[:, 0].double() / 448))))
+
+
 def test_nvfp4_has_the_bits_of_torchao() -> None:
     from torchao.prototype.mx_formats.kernels import pack_uint4
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, nvfp4_quantize, per_tensor_amax_to_scale

@@ -76,9 +76,10 @@ def quantize(
     """
     x_MN = x_MN.detach().float()
     block = block_of(format, role, dim, x_MN.ndim)
-    if format == "mxfp8":
-        return Quantized(*mxfp8.quantize_mxfp8(x_MN, dim))
     amax_mn = _merged(amax(x_MN, block), block, merge)
+    if format == "mxfp8":
+        scales_mn = mxfp8.scales_of(amax_mn)
+        return Quantized(mxfp8.codes_of(x_MN, scales_mn, block), scales_mn)
     if format == "nvfp4":
         tensor_scale = nvfp4.tensor_scale_of(_merged(amax(x_MN, (None, None)), (None, None), merge))
         scales_mn = nvfp4.block_scales_of(amax_mn, tensor_scale)

@@ -29,7 +29,6 @@ from titan_moe.kernels.formats.casts import Role, block_of, dtype_of, round_to
 from titan_moe.kernels.optim.stochastic_rounding import NUM_ROUNDS, WORD
 from titan_moe.kernels.registry import Kernel, register
 
-FUSED_FORMATS: tuple[Format, ...] = ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "nvfp4")
 BLOCK = tl.constexpr(nvfp4.BLOCK)
 NEGATIVE_SIGNS = tl.constexpr(nvfp4.NEGATIVE_SIGNS)
 LANE_FACTOR = tl.constexpr(nvfp4.LANE_FACTOR)
@@ -105,7 +104,7 @@ def _tile_of(program, num_lines, length, LINES: tl.constexpr, LENGTH: tl.constex
 
 
 @triton.jit(do_not_specialize=["num_lines", "length", "out_length", "stride_matrix"])
-def _amax_kernel(
+def _largest_kernel(
     x_ptr, amax_ptr, num_lines, length, out_length, stride_matrix, stride_line, stride_place,
     IS_OF_LINES: tl.constexpr, IS_TRANSFORMED: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
@@ -178,6 +177,19 @@ def _fp8_scale(amax, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
+def _mxfp8_scale(amax):
+    """`mxfp8.scales_of` in fp32, and the factors of `mxfp8.codes_of`."""
+    quotient = tl.div_rn(amax, 448.0)
+    bits = quotient.to(tl.int32, bitcast=True)
+    exponent = tl.where(bits <= 0x400000, 0, (bits + 0x7FFFFF) >> 23)
+    exponent = tl.where(quotient == float("inf"), 254, exponent)
+    scale = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
+    factor = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+    factor = tl.where(exponent == 0, 1.0, factor)
+    return tl.where(quotient == quotient, scale, quotient), tl.where(quotient == quotient, factor, quotient)
+
+
+@triton.jit
 def _nvfp4_scale(amax, tensor_scale):
     """`nvfp4.block_scales_of`."""
     scale = tl.div_rn(tl.div_rn(amax, 6.0), tensor_scale)
@@ -199,7 +211,7 @@ def _round_kernel(
     magnitude_bits = _magnitude_bits(x)
     if amax_ptr is not None:
         amax_ptr += matrix * stride_amax_matrix
-    if amax_ptr is None or CODES == "e2m1":
+    if amax_ptr is None or CODES == "nvfp4":
         blocks = tl.reshape(magnitude_bits, (LINES // BLOCK_LINES, BLOCK_LINES, LENGTH // BLOCK_LENGTH, BLOCK_LENGTH))
         amax = tl.max(tl.max(blocks, axis=3, keep_dims=True), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
     else:
@@ -209,7 +221,7 @@ def _round_kernel(
         magnitude_bits.to(tl.float32, bitcast=True),
         (LINES // BLOCK_LINES, BLOCK_LINES, LENGTH // BLOCK_LENGTH, BLOCK_LENGTH),
     )
-    if CODES == "e2m1":
+    if CODES == "nvfp4":
         tensor_scale = tl.div_rn(tl.load(amax_ptr), 2688.0)
         tensor_scale = tl.where(tensor_scale < MIN_TENSOR_SCALE, MIN_TENSOR_SCALE, tensor_scale)
         scale = _nvfp4_scale(amax, tensor_scale)
@@ -222,8 +234,12 @@ def _round_kernel(
             rounded = _to_nearest(scaled, 1, 0) * (scale * tensor_scale)
     else:
         LARGEST: tl.constexpr = 57344.0 if CODES == "e5m2" else 448.0
-        scale = _fp8_scale(amax, LARGEST, POWER_OF_TWO)
-        scaled = magnitude * tl.div_rn(1.0, scale)
+        if CODES == "mxfp8":
+            scale, factor = _mxfp8_scale(amax)
+        else:
+            scale = _fp8_scale(amax, LARGEST, POWER_OF_TWO)
+            factor = tl.div_rn(1.0, scale)
+        scaled = magnitude * factor
         scaled = tl.where(scaled > LARGEST, LARGEST, scaled)
         rounded = (_to_nearest(scaled, 2, -14) if CODES == "e5m2" else _to_nearest(scaled, 3, -6)) * scale
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
@@ -252,7 +268,7 @@ def _amax(x_MN: Tensor, format: Format, dim: int, is_transformed: bool) -> Tenso
         shape[-1 if is_rows(dim, x_MN.ndim) else -2] = tile.num_lines
     amax = x_MN.new_zeros(shape, dtype=torch.int32)
     if x_MN.numel():
-        _amax_kernel[(tile.num_programs,)](
+        _largest_kernel[(tile.num_programs,)](
             x_MN, amax, tile.num_lines, tile.length, tile.out_length, *tile.strides(x_MN),
             IS_OF_LINES=is_of_lines, IS_TRANSFORMED=is_transformed, LINES=64, LENGTH=64,
             num_warps=4, enable_fp_fusion=False,
@@ -317,7 +333,9 @@ def round_to_format(
     out_MN = x_MN.new_empty(tile.out_shape(x_MN), dtype=torch.float32)
     if not x_MN.numel():
         return out_MN
-    codes = "e2m1" if format == "nvfp4" else "e5m2" if dtype_of(format, role) == torch.float8_e5m2 else "e4m3"
+    codes = {"nvfp4": "nvfp4", "mxfp8": "mxfp8"}.get(
+        format, "e5m2" if dtype_of(format, role) == torch.float8_e5m2 else "e4m3"
+    )
     amax_strides = (0, 0)
     if amax is not None:
         matrix_stride, line_stride, _ = tile.strides(amax)

@@ -15,7 +15,7 @@ from torch import Tensor
 from titan_moe.config.formats import Format
 from titan_moe.kernels.formats.blocks import pad_to_multiple
 from titan_moe.kernels.formats.casts import Merge, Role, round_to
-from titan_moe.kernels.formats.fused_rounding import FUSED_FORMATS, amax_to_merge, round_to_format
+from titan_moe.kernels.formats.fused_rounding import amax_to_merge, round_to_format
 from titan_moe.kernels.formats.nvfp4 import BLOCK, random_hadamard
 
 
@@ -48,7 +48,7 @@ def round_wgrad(grad_TO: Tensor, x_TI: Tensor, how: Rounding) -> tuple[Tensor, T
 
 def _round(x: Tensor, role: Role, dim: int, how: Rounding, is_transformed: bool = False) -> Tensor:
     merge = None if role == "weight" else how.merge
-    if how.in_triton and how.format in FUSED_FORMATS:
+    if how.in_triton and how.format != "compute":
         amax = None if merge is None else amax_to_merge(x, how.format, role, dim, is_transformed=is_transformed)
         amax = amax if amax is None or merge is None else merge(amax)
         return round_to_format(x, how.format, role, dim, amax, how.power_of_two_scales, is_transformed=is_transformed)
