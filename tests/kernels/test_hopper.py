@@ -26,6 +26,7 @@ from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
 from titan_moe.kernels.experts.tiles import GemmTiles, plan_tiles
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import expert_weight_grad
+from titan_moe.kernels.formats.fused_rounding import launch_rounding
 from titan_moe.kernels.linear import casts
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
@@ -400,6 +401,14 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "blockwise_requantized_rows": lambda: requantized_rows(packed(S, D, BLOCK), index(R), tiles()),
     "blockwise_requantized_rows_with_base": lambda: requantized_rows(packed(S, D, BLOCK), index(R), tiles(), base()),
     "blockwise_requantized_slots": lambda: requantized_slots(codes(R, F), single(R, F // BLOCK), tiles()),
+    **{
+        f"round_{format}_{role}_{dim}": partial(launch_rounding, half(E, S, D), format, role, dim)
+        for format in ("fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "nvfp4")
+        for role, dim in (("activation", -1), ("weight", -2), ("gradient", -1))
+    },
+    "round_nvfp4_transformed": lambda: launch_rounding(
+        half(S, D), "nvfp4", "gradient", -2, single(1, 1), is_transformed=True
+    ),
     "fp8_linear_rows": lambda: casts.quantize_rows(half(S, 18_432)),
     "fp8_linear_columns": lambda: casts.quantize_columns(half(5120, D)),
     "fp8_linear_transpose": lambda: casts.transpose(codes(S, D)),

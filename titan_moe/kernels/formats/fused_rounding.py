@@ -15,6 +15,7 @@ The bits are those of IEEE 754 in fp32, on any GPU, and in Triton's interpreter:
 * A number is clamped by a comparison, which keeps NaN.
 """
 
+from math import prod
 from typing import cast
 
 import torch
@@ -95,6 +96,13 @@ def _load_tile(
 
 
 @triton.jit
+def _sizes(rows, columns, ROWS_ARE_PLACES: tl.constexpr, IS_TRANSFORMED: tl.constexpr):
+    """Lines, places on a line, and places on a rounded line."""
+    num_lines, length = (columns, rows) if ROWS_ARE_PLACES else (rows, columns)
+    return num_lines, length, tl.cdiv(length, BLOCK) * BLOCK if IS_TRANSFORMED else length
+
+
+@triton.jit
 def _tile_of(program, num_lines, length, LINES: tl.constexpr, LENGTH: tl.constexpr):
     """The matrix of a program, and its lines and places on them."""
     num_tiles_along, num_tiles_across = tl.cdiv(length, LENGTH), tl.cdiv(num_lines, LINES)
@@ -103,11 +111,13 @@ def _tile_of(program, num_lines, length, LINES: tl.constexpr, LENGTH: tl.constex
     return matrix, across * LINES + tl.arange(0, LINES), along * LENGTH + tl.arange(0, LENGTH)
 
 
-@triton.jit(do_not_specialize=["num_lines", "length", "out_length", "stride_matrix"])
+@triton.jit(do_not_specialize=["rows"])
 def _largest_kernel(
-    x_ptr, amax_ptr, num_lines, length, out_length, stride_matrix, stride_line, stride_place,
-    IS_OF_LINES: tl.constexpr, IS_TRANSFORMED: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
+    x_ptr, amax_ptr, rows, columns, stride_matrix, stride_line, stride_place,
+    ROWS_ARE_PLACES: tl.constexpr, IS_OF_LINES: tl.constexpr, IS_TRANSFORMED: tl.constexpr,
+    LINES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
+    num_lines, length, out_length = _sizes(rows, columns, ROWS_ARE_PLACES, IS_TRANSFORMED)
     matrix, line, place = _tile_of(tl.program_id(0), num_lines, out_length, LINES, LENGTH)
     x_ptr += matrix * stride_matrix
     x = _load_tile(x_ptr, line, place, num_lines, length, stride_line, stride_place, IS_TRANSFORMED, LINES, LENGTH)
@@ -197,14 +207,16 @@ def _nvfp4_scale(amax, tensor_scale):
     return _to_nearest(tl.where(scale > 448.0, 448.0, scale), 3, -6)
 
 
-@triton.jit(do_not_specialize=["num_lines", "length", "out_length", "seed", "stride_matrix", "stride_out_matrix"])
+@triton.jit(do_not_specialize=["rows", "seed"])
 def _round_kernel(
-    x_ptr, out_ptr, amax_ptr, num_lines, length, out_length, seed,
+    x_ptr, out_ptr, amax_ptr, rows, columns, seed,
     stride_matrix, stride_line, stride_place, stride_out_matrix, stride_out_line, stride_out_place,
     stride_amax_matrix, stride_amax_line,
     CODES: tl.constexpr, POWER_OF_TWO: tl.constexpr, IS_RANDOM: tl.constexpr, IS_TRANSFORMED: tl.constexpr,
-    BLOCK_LINES: tl.constexpr, BLOCK_LENGTH: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
+    ROWS_ARE_PLACES: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_LENGTH: tl.constexpr,
+    LINES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
+    num_lines, length, out_length = _sizes(rows, columns, ROWS_ARE_PLACES, IS_TRANSFORMED)
     matrix, line, place = _tile_of(tl.program_id(0), num_lines, out_length, LINES, LENGTH)
     x_ptr += matrix * stride_matrix
     x = _load_tile(x_ptr, line, place, num_lines, length, stride_line, stride_place, IS_TRANSFORMED, LINES, LENGTH)
@@ -249,6 +261,27 @@ def _round_kernel(
     tl.store(ptrs, rounded, mask=(line < num_lines)[:, None] & (place < out_length)[None, :])
 
 
+class _Tiles:
+    """The tiles of matrices, in lines along `dim`."""
+
+    def __init__(self, x_MN: Tensor, dim: int, is_transformed: bool, lines: int = 64, length: int = 64) -> None:
+        self.rows_are_places = is_rows(dim, x_MN.ndim)
+        *self.matrices, self.rows, self.columns = x_MN.shape
+        line_length, self.num_lines = x_MN.shape[-2:] if self.rows_are_places else x_MN.shape[:-3:-1]
+        self.out_length = -(-line_length // nvfp4.BLOCK) * nvfp4.BLOCK if is_transformed else line_length
+        self.grid = (prod(self.matrices) * -(-self.num_lines // lines) * -(-self.out_length // length),)
+
+    def shape(self, length: int) -> list[int]:
+        """Of matrices with lines of another length."""
+        return [*self.matrices, *([length, self.num_lines] if self.rows_are_places else [self.num_lines, length])]
+
+    def strides(self, x_MN: Tensor) -> tuple[int, int, int]:
+        """From matrix to matrix, line to line, place to place."""
+        rows, columns = x_MN.stride()[-2:]
+        lines, places = (columns, rows) if self.rows_are_places else (rows, columns)
+        return x_MN.stride(0) if self.matrices else 0, lines, places
+
+
 def amax_to_merge(x_MN: Tensor, format: Format, role: Role, dim: int, *, is_transformed: bool = False) -> Tensor | None:
     """The largest magnitudes that `casts.quantize` merges, of a tensor in parts along its rows; None if it merges none.
 
@@ -261,41 +294,57 @@ def amax_to_merge(x_MN: Tensor, format: Format, role: Role, dim: int, *, is_tran
 
 def _amax(x_MN: Tensor, format: Format, dim: int, is_transformed: bool) -> Tensor:
     """The largest magnitude of each line in fp8_rowwise, else of each matrix."""
-    tile = _Tiles(x_MN, dim, is_transformed, 64, 64)
-    is_of_lines = format == "fp8_rowwise"
-    shape = [*x_MN.shape[:-2], 1, 1]
-    if is_of_lines:
-        shape[-1 if is_rows(dim, x_MN.ndim) else -2] = tile.num_lines
-    amax = x_MN.new_zeros(shape, dtype=torch.int32)
+    tiles, is_of_lines = _Tiles(x_MN, dim, is_transformed), format == "fp8_rowwise"
+    shape = tiles.shape(1) if is_of_lines else [*tiles.matrices, 1, 1]
+    amax = torch.zeros(shape, dtype=torch.int32, device=x_MN.device)
     if x_MN.numel():
-        _largest_kernel[(tile.num_programs,)](
-            x_MN, amax, tile.num_lines, tile.length, tile.out_length, *tile.strides(x_MN),
-            IS_OF_LINES=is_of_lines, IS_TRANSFORMED=is_transformed, LINES=64, LENGTH=64,
-            num_warps=4, enable_fp_fusion=False,
+        _largest_kernel[tiles.grid](
+            x_MN, amax, tiles.rows, tiles.columns, *tiles.strides(x_MN),
+            ROWS_ARE_PLACES=tiles.rows_are_places, IS_OF_LINES=is_of_lines, IS_TRANSFORMED=is_transformed,
+            LINES=64, LENGTH=64, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return amax.view(torch.float32)
 
 
-class _Tiles:
-    """The tiles of matrices, in lines along `dim`."""
-
-    def __init__(self, x_MN: Tensor, dim: int, is_transformed: bool, lines: int, length: int) -> None:
-        self.rows_are_places = is_rows(dim, x_MN.ndim)
-        sizes = x_MN.shape[-2:]
-        self.length, self.num_lines = sizes if self.rows_are_places else sizes[::-1]
-        self.out_length = -(-self.length // nvfp4.BLOCK) * nvfp4.BLOCK if is_transformed else self.length
-        num_matrices = x_MN.shape[0] if x_MN.ndim == 3 else 1
-        self.num_programs = num_matrices * -(-self.num_lines // lines) * -(-self.out_length // length)
-
-    def out_shape(self, x_MN: Tensor) -> list[int]:
-        ends = [self.out_length, self.num_lines] if self.rows_are_places else [self.num_lines, self.out_length]
-        return [*x_MN.shape[:-2], *ends]
-
-    def strides(self, x_MN: Tensor) -> tuple[int, int, int]:
-        """From matrix to matrix, line to line, place to place."""
-        rows, columns = x_MN.stride()[-2:]
-        lines, places = (columns, rows) if self.rows_are_places else (rows, columns)
-        return x_MN.stride(0) if x_MN.ndim == 3 else 0, lines, places
+def launch_rounding(
+    x_MN: Tensor,
+    format: Format,
+    role: Role,
+    dim: int,
+    amax: Tensor | None = None,
+    power_of_two_scales: bool = False,
+    seed: int = 0,
+    is_transformed: bool = False,
+) -> Tensor:
+    """`round_to_format`."""
+    block = block_of(format, role, dim, x_MN.ndim)
+    block_length, block_lines = block if is_rows(dim, x_MN.ndim) else block[::-1]
+    lines, length, num_warps = 64, 64, 4
+    if block_length is None:  # the first pass has found the largest
+        block_lines, block_length = 1, length
+    elif block_length == 128:
+        lines, length, num_warps = (32, 128, 4) if block_lines == 1 else (128, 128, 8)
+    tiles = _Tiles(x_MN, dim, is_transformed, lines, length)
+    amax_strides = 0, 0
+    if format == "nvfp4" or None in block:
+        if amax is None or (format != "nvfp4" and block[0] is not None):
+            amax = _amax(x_MN, format, dim, is_transformed)
+        matrix_stride, line_stride, _ = tiles.strides(amax)
+        amax_strides = matrix_stride, line_stride if format == "fp8_rowwise" else 0
+    else:
+        amax = None
+    codes = "e5m2" if dtype_of(format, role) == torch.float8_e5m2 else "e4m3"
+    out_MN = torch.empty(tiles.shape(tiles.out_length), dtype=torch.float32, device=x_MN.device)
+    if x_MN.numel():
+        _round_kernel[tiles.grid](
+            x_MN, out_MN, amax, tiles.rows, tiles.columns, seed & WORD,
+            *tiles.strides(x_MN), *tiles.strides(out_MN), *amax_strides,
+            CODES=format if format in ("mxfp8", "nvfp4") else codes, POWER_OF_TWO=power_of_two_scales,
+            IS_RANDOM=format == "nvfp4" and role == "gradient", IS_TRANSFORMED=is_transformed,
+            ROWS_ARE_PLACES=tiles.rows_are_places, BLOCK_LINES=block_lines, BLOCK_LENGTH=block_length,
+            LINES=lines, LENGTH=length, num_warps=num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out_MN
 
 
 @torch.library.custom_op("titan_moe::round_to_format", mutates_args=())
@@ -316,38 +365,8 @@ def round_to_format(
         amax: that of `amax_to_merge`, merged; by default not merged.
         is_transformed: rounds `nvfp4.random_hadamard` of x with zeros behind it up to a multiple of 16 along `dim`.
     """
-    format, role = cast(Format, format), cast(Role, role)
-    block = block_of(format, role, dim, x_MN.ndim)
-    block_length, block_lines = block if is_rows(dim, x_MN.ndim) else block[::-1]
-    lines, length, num_warps = 64, 64, 4
-    if block_length is None:  # the first pass has found the largest
-        block_lines, block_length = 1, length
-    elif block_length == 128:
-        lines, length, num_warps = 32 if block_lines == 1 else 128, 128, 4 if block_lines == 1 else 8
-    if format == "nvfp4" or None in block:
-        is_merged = amax is not None and (format == "nvfp4" or block[0] is None)
-        amax = amax if is_merged else _amax(x_MN, format, dim, is_transformed)
-    else:
-        amax = None
-    tile = _Tiles(x_MN, dim, is_transformed, lines, length)
-    out_MN = x_MN.new_empty(tile.out_shape(x_MN), dtype=torch.float32)
-    if not x_MN.numel():
-        return out_MN
-    codes = {"nvfp4": "nvfp4", "mxfp8": "mxfp8"}.get(
-        format, "e5m2" if dtype_of(format, role) == torch.float8_e5m2 else "e4m3"
-    )
-    amax_strides = (0, 0)
-    if amax is not None:
-        matrix_stride, line_stride, _ = tile.strides(amax)
-        amax_strides = matrix_stride, line_stride if format == "fp8_rowwise" else 0
-    _round_kernel[(tile.num_programs,)](
-        x_MN, out_MN, amax, tile.num_lines, tile.length, tile.out_length, seed & WORD,
-        *tile.strides(x_MN), *tile.strides(out_MN), *amax_strides,
-        CODES=codes, POWER_OF_TWO=power_of_two_scales, IS_RANDOM=format == "nvfp4" and role == "gradient",
-        IS_TRANSFORMED=is_transformed, BLOCK_LINES=block_lines, BLOCK_LENGTH=block_length, LINES=lines, LENGTH=length,
-        num_warps=num_warps, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out_MN
+    names = cast(Format, format), cast(Role, role)
+    return launch_rounding(x_MN, *names, dim, amax, power_of_two_scales, seed, is_transformed)
 
 
 @round_to_format.register_fake
@@ -361,7 +380,8 @@ def _(
     seed: int = 0,
     is_transformed: bool = False,
 ) -> Tensor:
-    return x_MN.new_empty(_Tiles(x_MN, dim, is_transformed, 64, 64).out_shape(x_MN), dtype=torch.float32)
+    tiles = _Tiles(x_MN, dim, is_transformed)
+    return x_MN.new_empty(tiles.shape(tiles.out_length), dtype=torch.float32)
 
 
 register(Kernel("round_to_format", round_to_format, round_reference, needs_triton=True))
