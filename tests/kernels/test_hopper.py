@@ -12,6 +12,8 @@ from titan_moe.kernels.clones.plan import launch_plan
 from titan_moe.kernels.experts.fp8 import swiglu as fp8_swiglu
 from titan_moe.kernels.experts.fp8 import swiglu_backward as fp8_swiglu_backward
 from titan_moe.kernels.experts.fp8 import transposed as fp8_transposed
+from titan_moe.kernels.experts.fp8.block_mm import block_mm
+from titan_moe.kernels.experts.fp8.block_weight_grad import block_weight_grad
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, packed_width
 from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
 from titan_moe.kernels.experts.fp8.rows import quantize_rows, unpack_rows
@@ -168,6 +170,16 @@ def weight_grad_in_blocks() -> object:
     return fp8_weight_grad(codes(2 * F, R), codes(D, R), index(E), scales[0], 128, b_scales=scales[1])
 
 
+def mm_with_roles(width: int = D, *, gathers: bool, where: Tensor | None = None) -> object:
+    scales = single(E, 2 * F // BLOCK, width // BLOCK)
+    if gathers:
+        of_rows = {"rows_R": index(R), "base": where}
+        return block_mm(packed(S, width, BLOCK), codes(E, 2 * F, width), scales, tiles(), torch.bfloat16, **of_rows)
+    row_scales_Ri = single(R, width // BLOCK)
+    of_slots = codes(R, width), codes(E, 2 * F, width), scales, tiles(), torch.bfloat16
+    return block_mm(*of_slots, row_scales_Ri=row_scales_Ri)
+
+
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
     "expert_up_with_base": lambda: expert_up(
@@ -238,6 +250,15 @@ GEMMS: dict[str, Callable[[], object]] = {
     "blockwise_slot_mm_loops": lambda: slots_in_blocks(usual_slots=S),
     "blockwise_slot_mm_with_put": lambda: slots_in_blocks(schedule()),
     "blockwise_weight_grad": weight_grad_in_blocks,
+    "block_mm_of_slots": lambda: mm_with_roles(gathers=False),
+    "block_mm_of_rows": lambda: mm_with_roles(gathers=True),
+    "block_mm_of_rows_with_base": lambda: mm_with_roles(7168, gathers=True, where=base()),
+    "block_weight_grad": lambda: block_weight_grad(
+        codes(2 * F, R), codes(D, R), index(E), single(R // 128, 2 * F), single(R // 128, D)
+    ),
+    "block_weight_grad_odd": lambda: block_weight_grad(
+        codes(1408, R), codes(D, R), index(E), single(R // 128, 1408), single(R // 128, D)
+    ),
 }
 """Kernels that are bound by the tensor cores, and must use them."""
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 4

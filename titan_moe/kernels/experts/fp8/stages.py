@@ -11,7 +11,8 @@ S rows · R expert slots, sorted by expert · e experts that the rank computes �
 
 They are those of kernels/experts/stages.py, with rows, weights, activations and gradients in e4m3. Rows and slots have
 a scale each, weights one for each output; or blocks have, 128 columns of rows and slots and 128 x 128 of weights, as
-the quantised weights say. Results of GEMMs are bf16 (fp32 in the interpreter).
+the quantised weights say; on Hopper these have GEMMs of their own (block_mm.py, block_weight_grad.py) where no copy
+blocks run beside them. Results of GEMMs are bf16 (fp32 in the interpreter).
 """
 
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.copy_blocks import TileSchedule
+from titan_moe.kernels.experts.fp8.block_mm import block_mm, has_roles
+from titan_moe.kernels.experts.fp8.block_weight_grad import block_weight_grad
 from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW
 from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
 from titan_moe.kernels.experts.fp8.rows import RESULTS, unpack_rows
@@ -162,6 +165,8 @@ def _gather_mm(
     """Packed rows times a weight, codes and scales."""
     codes, scales = weight
     cut, columns = _cut_of(scales)
+    if columns and schedule is None and has_roles(rows.device):
+        return block_mm(rows, codes, scales, tiles, RESULTS, rows_R=slots.rows_R, base=base)
     return gather_mm(
         rows, slots.rows_R, codes.mT, tiles, cut, schedule, scales=scales, columns=columns, base=base, dtype=RESULTS
     )
@@ -171,6 +176,8 @@ def _slot_mm(of_slots: Tensors, weight: Tensors, tiles: Tiles, schedule: TileSch
     """Slots times a weight, both codes and scales."""
     codes, scales = weight
     cut, columns = _cut_of(scales)
+    if columns and schedule is None and has_roles(codes.device):
+        return block_mm(of_slots[0], codes, scales, tiles, RESULTS, row_scales_Ri=of_slots[1])
     both = of_slots[1], scales
     return slot_mm(
         of_slots[0], codes.mT, tiles, schedule=schedule, cut=cut, scales=both, columns=columns, dtype=RESULTS
@@ -235,6 +242,8 @@ def _dw_of_blocks(
     codes_R2F, scales, _, active_RF, active_scales = gradients
 
     def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+        if has_roles(dy.device):
+            return block_weight_grad(a[0], b[0], slots.offsets_e, a[1], b[1])
         return weight_grad(a[0], b[0], slots.offsets_e, a[1], tiles.rows, b_scales=b[1])
 
     # factors are freed after each product
