@@ -22,7 +22,6 @@ from titan_moe.kernels.experts.fp8.mlp import (
 from titan_moe.kernels.experts.fused_mlp import with_scores_first
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
-from titan_moe.kernels.linear.fp8 import fp8_linear
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
 from titan_moe.kernels.optim.adamw import Rule, Shard
 from titan_moe.kernels.optim.adamw_8bit import Shard8
@@ -324,9 +323,9 @@ BENCHMARKS = {
     "fp8_linear": Benchmark(
         {f"{inputs}_to_{outputs}": linear(16_384, inputs, outputs) for inputs, outputs in LINEAR_WIDTHS},
         {
-            "titan_moe": fp8_linear,
+            "titan_moe": KERNELS["fp8_linear"].op,
             "torchao tensorwise, compiled": torchao_tensorwise,
-            "in bf16": torch.nn.functional.linear,
+            "in bf16": KERNELS["fp8_linear"].reference,
         },
     ),
     "counting_sort": Benchmark(

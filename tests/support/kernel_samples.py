@@ -46,6 +46,8 @@ class Samples(NamedTuple):
     """The same of the first input's gradient."""
     outputs: Callable[[Any], tuple[Tensor, ...]] = as_tuple
     """What of the outputs is compared, in a form in which equal results are equal."""
+    tolerance: float | None = None
+    """The largest error beside the size of the result, of an operation that rounds by itself; None: by the dtype."""
 
 
 def strided(*tensors: Tensor) -> list[Tensor]:
@@ -180,6 +182,23 @@ def matrices_without_formats(device: torch.device, dtype: torch.dtype) -> list[S
         x_TI, weight_OI = (torch.randn(rows, 16, device=device, dtype=dtype) for rows in (num_tokens, 24))
         samples.append(Sample(str(num_tokens), (x_TI, weight_OI, "compute", "compute", "compute"), 2))
     return samples
+
+
+def matrices_in_sixteens(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Sizes that matrix units for fp8 take."""
+
+    def sample(name: str, *shape: int) -> Sample:
+        x, weight_OI = torch.randn(shape, device=device, dtype=dtype), torch.randn(144, shape[-1], device=device)
+        return Sample(name, (x, weight_OI.to(dtype)), 2)
+
+    x, weight_OI = sample("strided", 32, 80).args[:2]
+    return [
+        sample("sequences", 3, 16, 80),
+        sample("rows", 176, 336),
+        sample("one_tile", 16, 16),
+        sample("none", 0, 80),
+        Sample("strided", tuple(strided(x, weight_OI)), 2),
+    ]
 
 
 def rounded(device: torch.device, dtype: torch.dtype) -> list[Sample]:
@@ -410,6 +429,7 @@ SAMPLES = {
     ),
     "emulated_linear": Samples(matrices_without_formats, (*FP32, torch.float64, *BF16)),
     "round_to_format": Samples(rounded),
+    "fp8_linear": Samples(matrices_in_sixteens, tolerance=2**-3),  # each factor by 2^-4; dB: its own tests
     "add_bias": Samples(biases, valid=slots_of_experts, valid_grad=slots_of_experts),
     "weighted_swiglu": Samples(swiglu),
     "swiglu_down": Samples(swiglu_down),

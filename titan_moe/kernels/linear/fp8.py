@@ -25,6 +25,12 @@ from torch.utils.flop_counter import register_flop_formula
 from titan_moe.kernels.experts.fp8.packed import CODES
 from titan_moe.kernels.experts.fp8.rows import SMALLEST_SCALE
 from titan_moe.kernels.linear.casts import quantize_columns, quantize_rows, transpose
+from titan_moe.kernels.registry import Kernel, register
+
+
+def fp8_linear_reference(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """The product, not rounded."""
+    return x @ weight_OI.T
 
 
 def fp8_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
@@ -110,3 +116,6 @@ def _count(x: Any, weight: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.titan_moe.fp8_linear_backward)
 def _count_backward(dy: Any, codes: Any, scales: Any, weight: Any, needs: Any, **_: Any) -> int:
     return 2 * dy[0] * weight[0] * weight[1] * sum(needs)
+
+
+register(Kernel("fp8_linear", fp8_linear, fp8_linear_reference, needs_triton=True))
