@@ -16,7 +16,7 @@ from titan_moe.kernels.experts.fp8.block_mm import block_mm
 from titan_moe.kernels.experts.fp8.block_weight_grad import block_weight_grad
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, packed_width
 from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requantized_slots
-from titan_moe.kernels.experts.fp8.rows import quantize_rows, unpack_rows
+from titan_moe.kernels.experts.fp8.rows import quantize_apart, quantize_rows, unpack_rows
 from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.stages import CUT as FP8_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad as fp8_weight_grad
@@ -430,7 +430,7 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "round_nvfp4_transformed": lambda: launch_rounding(
         half(S, D), "nvfp4", "gradient", -2, single(1, 1), is_transformed=True
     ),
-    "fp8_linear_rows": lambda: casts.quantize_rows(half(S, 18_432)),
+    "fp8_linear_rows": lambda: quantize_apart(half(S, 18_432)),
     "fp8_linear_columns": lambda: casts.quantize_columns(half(5120, D)),
     "fp8_linear_transpose": lambda: casts.transpose(codes(S, D)),
     "fp8_linear_transpose_with_factors": lambda: casts.transpose(codes(S, 5120), single(S)),

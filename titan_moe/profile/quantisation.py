@@ -24,7 +24,6 @@ FP8_KERNELS = frozenset(
         "_quantize_rows_kernel",
         "_requantized_kernel",
         "_round_kernel",
-        "_row_codes_kernel",
         "_transpose_codes_kernel",
         "_transposed_kernel",
         "_unpack_rows_kernel",

@@ -1,12 +1,12 @@
-"""Matrices in e4m3 for the GEMMs of a linear layer: by rows, by columns, transposed.
+"""Matrices in e4m3 for the GEMMs of a linear layer: by columns, and transposed. By rows is `quantize_apart` of experts.
 
 M rows · N columns
 
-Scales are powers of two, as in kernels/experts/fp8/rows.py. The matrix units read fp8 along the summed dimension alone,
-so an operand of two GEMMs exists as stored and transposed.
+Scales are powers of two, as those of rows (kernels/experts/fp8/rows.py). The matrix units read fp8 along the summed
+dimension alone, so an operand of two GEMMs exists as stored and transposed.
 
-Physics: memory-bound. By rows, reads 2·M·N bytes and writes M·N; codes transposed, M·N each; by columns, reads 4·M·N
-and writes M·N, of weights only, which are smaller than activations.
+Physics: memory-bound. Codes transposed, reads and writes M·N bytes; by columns, reads 4·M·N and writes M·N, of weights
+only, which are smaller than activations.
 """
 
 import torch
@@ -15,19 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_moe.kernels.experts.fp8.packed import CODES
-from titan_moe.kernels.experts.fp8.rows import SMALLEST, power_of_two, unpack
-from titan_moe.kernels.experts.fp8.rows import quantize_rows_reference as packed_rows_reference
-from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
-
-
-def quantize_rows_reference(x_MN: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition: codes [M, N] and scales [M]."""
-    return unpack(packed_rows_reference(x_MN))
+from titan_moe.kernels.experts.fp8.rows import SMALLEST, power_of_two, quantize_rows_reference, unpack
 
 
 def quantize_columns_reference(x_MN: Tensor) -> tuple[Tensor, Tensor]:
     """The definition: codes [N, M] of the transposed matrix, and scales [N]."""
-    return quantize_rows_reference(x_MN.T.contiguous())
+    return unpack(quantize_rows_reference(x_MN.T.contiguous()))
 
 
 def transpose_reference(codes_MN: Tensor, factors_M: Tensor | None = None) -> Tensor:
@@ -35,31 +28,6 @@ def transpose_reference(codes_MN: Tensor, factors_M: Tensor | None = None) -> Te
     if factors_M is None:
         return codes_MN.T.contiguous()
     return (codes_MN.float() * factors_M[:, None]).to(codes_MN.dtype).T.contiguous()
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _row_codes_kernel(x_ptr, codes_ptr, scales_ptr, num_rows, N: tl.constexpr, BLOCK_N: tl.constexpr):
-    columns = tl.arange(0, BLOCK_N)
-    for index in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        row = tl.cast(index, tl.int64)
-        x = tl.load(x_ptr + row * N + columns, mask=columns < N, other=0.0).to(tl.float32)
-        amax = tl.max(tl.abs(x), axis=0)
-        scale = tl.where(amax == 0, SMALLEST, power_of_two(amax))
-        codes = (x * (1 / scale)).to(codes_ptr.dtype.element_ty)
-        tl.store(codes_ptr + row * N + columns, codes, mask=columns < N)
-        tl.store(scales_ptr + row, scale)
-
-
-def quantize_rows(x_MN: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [M, N] and scales [M], fp32."""
-    num_rows, width = x_MN.shape
-    codes_MN, scales_M = x_MN.new_empty(x_MN.shape, dtype=CODES), x_MN.new_empty(num_rows, dtype=torch.float32)
-    if num_rows:
-        _row_codes_kernel[(min(num_rows, MAX_PROGRAMS),)](
-            x_MN, codes_MN, scales_M, num_rows, N=width, BLOCK_N=triton.next_power_of_2(width),
-            num_warps=8 if width > 2048 else 4,
-        )  # fmt: skip
-    return codes_MN, scales_M
 
 
 @triton.jit

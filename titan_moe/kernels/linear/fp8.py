@@ -12,8 +12,8 @@ token. All are powers of two: only codes that fall below the smallest one are ro
 matrix units have about 14 bits (kernels/experts/fp8/stages.py).
 
 Physics: the GEMMs have twice the rate of bf16; passes read and write (3 + 2)·T·(I + O) bytes. Kept for backward are
-codes and scales of x, half of bf16's bytes. References of the casts are in casts.py; kernels/formats/linear.py, the
-definition of "fp8_rowwise", has a scale for each column of both operands of dW.
+codes and scales of x, half of bf16's bytes. References of the casts are in casts.py and experts/fp8/rows.py.
+kernels/formats/linear.py, the definition of "fp8_rowwise", has a scale for each column of both operands of dW.
 """
 
 from typing import Any
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.experts.fp8.packed import CODES
-from titan_moe.kernels.experts.fp8.rows import SMALLEST_SCALE
-from titan_moe.kernels.linear.casts import quantize_columns, quantize_rows, transpose
+from titan_moe.kernels.experts.fp8.rows import SMALLEST_SCALE, quantize_apart
+from titan_moe.kernels.linear.casts import quantize_columns, transpose
 from titan_moe.kernels.registry import Kernel, register
 
 
@@ -45,7 +45,7 @@ def fp8_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
 @torch.library.custom_op("titan_moe::fp8_linear", mutates_args=())
 def _forward(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y, and codes and scales of x."""
-    (codes_TI, scales_T), (codes_OI, scales_O) = quantize_rows(x_TI), quantize_rows(weight_OI.contiguous())
+    (codes_TI, scales_T), (codes_OI, scales_O) = quantize_apart(x_TI), quantize_apart(weight_OI.contiguous())
     return _product(codes_TI, codes_OI, scales_T, scales_O, x_TI.dtype), codes_TI, scales_T
 
 
@@ -61,7 +61,7 @@ def _backward(
     dy_TO: Tensor, codes_TI: Tensor, scales_T: Tensor, weight_OI: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight; empty ones where they are not needed."""
-    (codes_TO, dy_scales_T), (num_outputs, num_inputs) = quantize_rows(dy_TO), weight_OI.shape
+    (codes_TO, dy_scales_T), (num_outputs, num_inputs) = quantize_apart(dy_TO), weight_OI.shape
     dx_TI, dweight_OI = dy_TO.new_empty(0), weight_OI.new_empty(0)
     if needs[0]:
         codes_IO, scales_I = quantize_columns(weight_OI.contiguous())

@@ -136,7 +136,8 @@ def store_blocks(x, codes_ptr, scales_ptr, first, WIDTH: tl.constexpr, SIZE: tl.
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _quantize_rows_kernel(
-    x_ptr, out_ptr, num_rows, D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr
+    x_ptr, out_ptr, scales_ptr, num_rows,
+    D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_D)
     keep = columns < D
@@ -151,16 +152,28 @@ def _quantize_rows_kernel(
             scale = tl.where(amax == 0, SMALLEST, power_of_two(amax))
             per_scale = 1 / scale  # exact
             tl.store(out_row_ptr + columns, (x * per_scale).to(out_ptr.dtype.element_ty), mask=keep)
-            tl.store(scale_at(out_row_ptr, D), scale)
+            tl.store(scale_at(out_row_ptr, D) if scales_ptr is None else scales_ptr + row, scale)
 
 
 def quantize_rows(x_SD: Tensor, columns: int = WHOLE_ROW) -> Tensor:
     """[S, D] -> packed rows [S, W]. D is a multiple of 16, and of `columns`, those of a scale."""
+    packed = torch.empty(len(x_SD), packed_width(x_SD.shape[1], columns), dtype=CODES, device=x_SD.device)
+    _launch(x_SD, packed, None, columns)
+    return packed
+
+
+def quantize_apart(x_SD: Tensor) -> tuple[Tensor, Tensor]:
+    """[S, D] -> codes [S, D] and scales [S], not packed."""
+    codes_SD = torch.empty(x_SD.shape, dtype=CODES, device=x_SD.device)
+    scales_S = torch.empty(len(x_SD), dtype=torch.float32, device=x_SD.device)
+    _launch(x_SD, codes_SD, scales_S, WHOLE_ROW)
+    return codes_SD, scales_S
+
+
+def _launch(x_SD: Tensor, out: Tensor, scales_S: Tensor | None, columns: int) -> None:
     num_rows, width = x_SD.shape
-    packed = torch.empty(num_rows, packed_width(width, columns), dtype=CODES, device=x_SD.device)
     if num_rows:
         _quantize_rows_kernel[(min(num_rows, MAX_PROGRAMS),)](
-            x_SD, packed, num_rows, D=width, ROW=packed.shape[1], BLOCK_D=triton.next_power_of_2(width),
+            x_SD, out, scales_S, num_rows, D=width, ROW=out.shape[1], BLOCK_D=triton.next_power_of_2(width),
             COLUMNS=columns, num_warps=8 if width > 2048 else 4,
         )  # fmt: skip
-    return packed
