@@ -1,8 +1,9 @@
 """One loss: a tiny model trains the same on every layout.
 
 The reference is one process with the loop GEMM in fp64. Every layout must give its gradients after step 1, its losses
-and gradient norms to 1e-9, and its expert counts exactly: one over 10 steps (warm-up and decay), the others over a few.
-test_layouts.py has every pair of axes and random samples; here is what they do not draw.
+and gradient norms to 1e-9, and its expert counts exactly: one over 20 steps (warm-up and decay), the others over a few.
+test_layouts.py has every pair of axes and random samples, test_bugs_of_others.py layouts with a history over 20 steps;
+here is what they do not draw.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from titan_moe.parallel.mesh import Meshes
 from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.train.build import assemble
 
-VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 10
+VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
 FEW = 3
 """Steps of what differs from a layout that runs them all."""
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
@@ -165,7 +166,7 @@ def first_gradients(step: Any, parts: list[torch.nn.Module], batch: Batch) -> di
     """All full gradients of this rank's stages, before clipping; leaves the model unchanged."""
     scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
-    step.forward_backward(batch, scale)
+    step.compute_gradients(batch, scale)
     grads = {}
     for part in parts:
         rows, own = fused_rows(part), {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
@@ -283,7 +284,6 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
     [
         pytest.param(4, TWO_NODES, "mla", {}, id="tp2-dp2-ep4-2x2-mla"),
         pytest.param(4, ParallelConfig(tp=4), "gqa-shared", {}, id="tp4-gqa-shared"),
-        pytest.param(4, ParallelConfig(tp=2, etp=4), "mla", {}, id="tp2-dp2-etp4-mla"),
         pytest.param(2, TP2_EP2, "mla", {"memory": MemoryConfig("block")}, id="tp2-ep2-recompute_block"),
         pytest.param(4, replace(TP2_EP2, accumulate_unsharded=True), "mla", {}, id="tp2-dp2-unsharded"),
         pytest.param(
@@ -352,10 +352,7 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "name", "changes"),
     [
-        pytest.param(2, CP2, "gqa", {}, id="cp2-gqa-Megatron_2217"),
-        pytest.param(2, with_gathered_keys(CP2), "gqa-tied", {}, id="cp2-allgather-gqa-tied-Megatron_2217"),
         pytest.param(2, with_gathered_keys(CP2), "gqa-window", {}, id="cp2-allgather-gqa-window"),
-        pytest.param(2, CP2_EP2, "mla-latent-gate", {}, id="cp2-ep2-mla-latent-gate-verl_6609-pytorch_160285"),
         pytest.param(2, CP2_EP2, "gqa", {"memory": MemoryConfig("block")}, id="cp2-ep2-recompute_block"),
         pytest.param(
             2,
@@ -365,10 +362,7 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
             id="cp2-ep2-interleaved-clones",
         ),
         pytest.param(4, CP4, "gqa-shared", {}, id="cp4-gqa-shared"),
-        pytest.param(4, with_gathered_keys(CP4), "gqa-shared", {}, id="cp4-allgather-gqa-shared"),
-        pytest.param(4, CP2_TP2, "gqa-shared", {}, id="cp2-tp2-gqa-shared-Megatron_5047"),
-        pytest.param(4, with_gathered_keys(CP2_TP2), "mla", {}, id="cp2-tp2-allgather-mla-Megatron_7452"),
-        pytest.param(4, replace(CP2_EP2, ep=4), "gqa", {}, id="cp2-dp2-ep4-gqa-Megatron_3768"),
+        pytest.param(4, with_gathered_keys(CP2_TP2), "mla", {}, id="cp2-tp2-allgather-mla"),
         pytest.param(4, replace(CP2_EP2, accumulate_unsharded=True), "mla", {}, id="cp2-dp2-ep2-edp2-unsharded"),
     ],
 )

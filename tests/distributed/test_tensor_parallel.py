@@ -13,6 +13,8 @@ from support import load
 from support.checkpoint_case import Cursor
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titan_moe.checkpoint.dcp import Checkpointer
 from titan_moe.config import Recipe
@@ -116,6 +118,57 @@ def test_tensor_parallel_ranks_keep_parts_of_the_same_initial_weights_and_genera
         assert shapes["layers.1.feed_forward.router.weight"] == (8, 16)
         assert torch.equal(split_tokens, tokens)
         assert split_loss == pytest.approx(loss, rel=1e-12)
+
+
+class AllReduces(TorchDispatchMode):
+    """Shapes of the tensors that are all-reduced, of functional collectives too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allreduce" in str(func).replace("_", ""):
+            self.shapes += [tuple(tensor.shape) for tensor in tree_leaves(args[0])]
+        return func(*args, **(kwargs or {}))
+
+
+def count_messages(recipe: Recipe) -> tuple[int, int, int]:
+    """Of a step: all-reduces of the shape of a replicated parameter, those of the size of all shards of them, and the
+    shards."""
+    built = assemble(recipe, CPU)
+    parameters = [p for part in built.parts for p in part.parameters() if isinstance(p, DTensor)]
+    replicated = [p for p in parameters if "tp" in p.device_mesh.mesh_dim_names and p.placements[-1].is_replicate()]
+    shapes = {tuple(shape) for p in replicated for shape in (p.shape, p.to_local().shape)}
+    num_elements = sum(p.to_local().numel() for p in replicated)
+    batch = one_loss.batch_of(0, recipe.train.micro_batch_sequences, built.meshes, parallel=recipe.parallel)
+    with AllReduces() as seen:
+        built.step.step.compute_gradients(batch, torch.tensor(0.1, dtype=torch.float64))
+    return sum(shape in shapes for shape in seen.shapes), seen.shapes.count((num_elements,)), len(replicated)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(ParallelConfig(tp=2), id="tp2-dp2"),
+        pytest.param(ParallelConfig(tp=2, accumulate_unsharded=True), id="tp2-dp2-unsharded"),
+        pytest.param(ParallelConfig(tp=4), id="tp4-shared_heads"),
+        pytest.param(ParallelConfig(tp=2, pp=2, pp_schedule="zbv", accumulate_unsharded=True), id="tp2-pp2-zbv"),
+    ],
+)
+def test_gradients_of_replicated_parameters_are_one_message_a_step(ranks, parallel: ParallelConfig) -> None:
+    """Not one for each parameter and microbatch, of which a step has two or four."""
+    if parallel.pp > 1:
+        parallel = replace(parallel, vpp=2)
+    recipe = one_loss.split_recipe(parallel, "gqa-shared")
+    recipe = replace(
+        recipe,
+        model=replace(recipe.model, num_layers=4),
+        train=replace(recipe.train, micro_batch_sequences=2),
+    )
+    for num_singly, num_together, num_parameters in ranks(4, count_messages, recipe):
+        assert num_parameters > 5
+        assert (num_singly, num_together) == (0, 1)
 
 
 WIDE = replace(one_loss.MODEL, hidden_size=64, ffn_hidden_size=64)

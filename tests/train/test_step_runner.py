@@ -70,10 +70,10 @@ class Repeater:
         return recording
 
 
-def batch_of(step: int) -> Batch:
+def batch_of(step: int, tp: int = 1) -> Batch:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(32, (SEQUENCES, TOKENS + 1), generator=generator)
-    mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+    mine = tokens.chunk(dist.get_world_size() // tp)[dist.get_rank() // tp]
     return Batch(mine[:, None, :-1].contiguous(), mine[:, None, 1:].contiguous(), None)
 
 
@@ -98,7 +98,7 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1, poison: 
     losses, norms, reruns, factors, in_row = [], [], [], [], []
     for index in range(STEPS):
         is_poisoned = index == poisoned_step
-        result = take(batch_of(index))
+        result = take(batch_of(index, recipe.parallel.tp))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         reruns.append(take.num_reruns)
@@ -164,6 +164,16 @@ def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, exact: Any, 
     for one, other in zip(exact[num_ranks], ranks(num_ranks, train, recipe, extent), strict=True):
         assert_equal(one, other)
         assert other["skipped"] == 0 and other["reruns"][-1] == 0
+
+
+@pytest.mark.parametrize("extent", ["microbatch", "step"])
+def test_step_runner_sums_over_tensor_ranks_once_a_replayed_step(ranks: Any, exact: Any, extent: str) -> None:
+    """Each microbatch is replayed, and their gradients are summed over tensor-parallel ranks together."""
+    recipe = replace(RECIPE, parallel=ParallelConfig(tp=2, ep=2, dispatcher="allgather"))
+    for launched, replayed in zip(ranks(2, train, recipe), ranks(2, train, recipe, extent), strict=True):
+        assert_equal(launched, replayed)
+        for name in ("losses", "norms"):
+            assert replayed[name] == pytest.approx(exact[1][0][name], rel=1e-9)
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])

@@ -1,7 +1,7 @@
-"""The norm of all gradients over all ranks, and clipping by it."""
+"""The gradients of a step, after its last backward: sums over tensor-parallel ranks, norm over all ranks, clipping."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -10,7 +10,59 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_moe.parallel.mesh import Meshes
-from titan_moe.parameters import local
+from titan_moe.parameters import TENSOR_AXIS, local
+
+MESSAGE_ELEMENTS = 64 * 2**20
+"""Of a sum over tensor-parallel ranks; a larger gradient is a message of its own. Its copy takes 256 MiB in fp32."""
+
+
+class ReplicatedGrads:
+    """The gradients of the parameters that every tensor-parallel rank has; FSDP may shard them.
+
+    A rank has seen a part of the tokens, or of the heads, so the gradient is a sum over these ranks. It is summed once
+    a step, when all microbatches are accumulated and FSDP has reduced them: in one message, of this rank's shards.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        """`parameters` are all of this rank; `group` has the ranks of the tensor axis; `dtype` is that of the sum."""
+        self.parameters = [parameter for parameter in parameters if _is_replicated(parameter)]
+        self.group, self.dtype = group, dtype
+
+    @torch.no_grad()
+    def sum(self) -> None:
+        """Replace the gradients by their sums. Collective."""
+        grads = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        for message in _messages(grads):
+            flat = message[0].new_empty(sum(grad.numel() for grad in message), dtype=self.dtype)
+            parts = [
+                part.view_as(grad)
+                for part, grad in zip(flat.split([grad.numel() for grad in message]), message, strict=True)
+            ]
+            torch._foreach_copy_(parts, message)
+            dist.all_reduce(flat, group=self.group)
+            torch._foreach_copy_(message, parts)
+
+
+def _is_replicated(parameter: nn.Parameter) -> bool:
+    """Whether all ranks of a tensor axis have the parameter."""
+    if not parameter.requires_grad or not isinstance(parameter, DTensor):
+        return False
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False)
+    return any(axis == TENSOR_AXIS and placement.is_replicate() for axis, placement in axes)
+
+
+def _messages(grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of gradients, in order, of at most `MESSAGE_ELEMENTS` if they are several."""
+    message: list[Tensor] = []
+    num_elements = 0
+    for grad in grads:
+        if message and num_elements + grad.numel() > MESSAGE_ELEMENTS:
+            yield message
+            message, num_elements = [], 0
+        message.append(grad)
+        num_elements += grad.numel()
+    if message:
+        yield message
 
 
 @torch.no_grad()

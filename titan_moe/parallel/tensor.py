@@ -5,8 +5,9 @@ layers each rank has a part of every sequence, so norms, routers and latent proj
 tokens reach the dispatcher without another collective.
 
 Parameters are DTensors on the axis, `Shard` or `Replicate`. Layers compute on their local tensors, which kernels take.
-The gradient of a replicated parameter is a sum over ranks, each of which has seen other tokens, or other heads. The
-gradient of the local tensor is declared `Partial`, so FSDP2 all-reduces it before its own reduction.
+The gradient of a replicated parameter is a sum over ranks, each of which has seen other tokens, or other heads.
+Autograd and FSDP2 accumulate and reduce the part of one rank, and `grads.ReplicatedGrads` sums over the axis, once a
+step. Declared `Partial`, gradients would be all-reduced one by one by every reduction of FSDP, while all else waits.
 
 A fused weight (query, key and value; gate and up) is several matrices, of which each rank keeps its rows
 (`parameters.local_chunks`).
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.dispatch.collectives import all_gather, reduce_scatter
@@ -153,8 +154,7 @@ class _LocalTensor(NamedTuple):
         parameter: Any = module._parameters[self.name]
         if parameter.device_mesh.ndim > 1:
             return parameter
-        grads = [Partial() if placement.is_replicate() else placement for placement in parameter.placements]
-        tensor = parameter.to_local(grad_placements=grads)
+        tensor = parameter.to_local()
         is_whole = parameter.placements[0].is_replicate()
         return self.own_rows(tensor) if self.own_rows is not None and is_whole else tensor
 

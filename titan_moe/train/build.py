@@ -23,11 +23,13 @@ from titan_moe.optim.schedule import Schedules, build_schedule
 from titan_moe.optim.state import MOMENTS
 from titan_moe.parallel import arena, context, expert, fsdp, sequence, symm_memory, tensor, tensor_overlap
 from titan_moe.parallel.balance import ExpertBalancer, count_experts
+from titan_moe.parallel.grads import ReplicatedGrads
 from titan_moe.parallel.mesh import Meshes, build_meshes
 from titan_moe.parallel.pipeline import stages, weight_grads
 from titan_moe.parallel.pipeline.agreement import check_one_schedule
 from titan_moe.parallel.pipeline.model import Model, whole_model
 from titan_moe.parallel.pipeline.stages import find_tied_embedding
+from titan_moe.parameters import TENSOR_AXIS
 from titan_moe.precision import policy
 from titan_moe.precision.all_gather import gather_in_fp8
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
@@ -68,8 +70,13 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     spikes = Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None
     max_grad_norm = recipe.optim.max_grad_norm
     shared = () if tied is None else tuple(tied.weights)
+    replicated = None
+    if recipe.parallel.tp > 1:
+        group = meshes.dense[TENSOR_AXIS].get_group()
+        replicated = ReplicatedGrads(optimizers.parameters, group, fsdp.DTYPES[recipe.precision.reduce])
+    counts = skipped, in_row, spiked
     step = TrainStep(
-        forward_backward, optimizers, balancer, capacity, max_grad_norm, meshes, spikes, skipped, in_row, spiked, shared
+        forward_backward, optimizers, balancer, capacity, max_grad_norm, meshes, spikes, *counts, shared, replicated
     )
     follows_load = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0
     control = None

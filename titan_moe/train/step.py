@@ -14,7 +14,7 @@ from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.optim.build import Optimizers
 from titan_moe.parallel.balance import ExpertBalancer
-from titan_moe.parallel.grads import clip_factor, grad_norm
+from titan_moe.parallel.grads import ReplicatedGrads, clip_factor, grad_norm
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.profile.region import region
 from titan_moe.train.forward_backward import ForwardBackward
@@ -55,12 +55,14 @@ class TrainStep:
     num_spikes: Tensor
     tied: tuple[nn.Parameter, ...] = ()
     """Parameters that two stages of a pipeline have."""
+    replicated: ReplicatedGrads | None = None
+    """What tensor-parallel ranks sum."""
 
     def __call__(self, batch: Batch) -> StepResult:
         scale = 1.0 / self.count_labels(batch)
         self.balancer.start(scale)
         self.capacity.reset()
-        loss = self.forward_backward(batch, scale)
+        loss = self.compute_gradients(batch, scale)
         # ranks of cp have the same balancing losses, those of their whole sequences
         losses = torch.stack([loss, self.balancer.aux_loss(loss) / self.meshes.sizes.cp])
         dist.all_reduce(losses, group=self.meshes.loss_group)
@@ -79,6 +81,14 @@ class TrainStep:
         self._count_skips(norm, is_spike, has_overflowed)
         counts = self.num_skipped, self.num_skipped_in_row, self.num_spikes
         return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, loads[1], *counts)
+
+    def compute_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
+        """Forward and backward of all microbatches, and the sums that are left; returns this rank's loss, scaled."""
+        loss = self.forward_backward(batch, scale)
+        if self.replicated is not None:  # not by each microbatch, which a graph may replay
+            with region("sharding"):
+                self.replicated.sum()
+        return loss
 
     def _find_spike(self, loss: Tensor, norm: Tensor, has_overflowed: Tensor) -> Tensor:
         if self.spikes is None:
