@@ -127,6 +127,12 @@ def ranks_of_a_size(new_ranks: Callable[[], Ranks]) -> Callable[..., list[Any]]:
     return lambda num_ranks, function, *args: pools[num_ranks](num_ranks, function, *args)
 
 
+@pytest.fixture
+def takes_all_steps(request: pytest.FixtureRequest) -> bool:
+    """Whether layouts are compared over all steps: with `--layouts`."""
+    return request.config.getoption("--layouts") is not None
+
+
 class Beside:
     """Runs the tests of a mark in a process of its own, which begins with the session and works beside it."""
 
@@ -164,7 +170,8 @@ PROCESSES = {*RANKS, *BESIDE}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--layouts", type=int, default=4, help="random layouts of tests/distributed/test_layouts.py")
+    help_ = "random layouts of tests/distributed/test_layouts.py, and 20 steps of all layouts"
+    parser.addoption("--layouts", type=int, help=help_)
     help_ = "all schedules and axes in tests/distributed/test_pipelines.py"
     parser.addoption("--all-schedules", action="store_true", help=help_)
 

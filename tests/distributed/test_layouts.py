@@ -3,7 +3,8 @@
     python -m pytest tests/distributed/test_layouts.py --layouts 200
 
 Layouts are drawn here and accepted by the rules, so an axis or a dispatcher that begins to work is tested without
-another line. Expert counts, gradients and losses are compared as in test_one_loss.py, in fp64.
+another line. Expert counts, gradients, their norms and losses are compared as in test_one_loss.py, in fp64: over 20
+steps where `--layouts` is given, else over few, but for every seventh pair.
 """
 
 import random
@@ -28,7 +29,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
 WORLDS = (2, 4, 8)
 MODELS = list(one_loss.SPLIT_MODELS)
 KINDS: tuple[Literal["ulysses", "allgather", "ring"], ...] = ("ulysses", "allgather", "ring")
-STEPS = 3
+STEPS, FEW = one_loss.STEPS, one_loss.FEW
+SAMPLES = 4
+"""Without `--layouts`."""
 STARVED = {"every_expert": -1, "an_expert_idle": 1, "half_the_experts_idle": 4}
 
 
@@ -105,7 +108,9 @@ def describe(num_ranks: int, recipe: Recipe) -> str:
 
 
 @pytest.mark.parametrize("pair", [pair for pair, layout in PAIRS.items() if layout is not None])
-def test_two_axes_train_as_one_process(ranks: Any, alone: Callable[[str, int, bool], Any], pair: str) -> None:
+def test_two_axes_train_as_one_process(
+    ranks: Any, alone: Callable[[str, int, bool], Any], takes_all_steps: bool, pair: str
+) -> None:
     layout = PAIRS[pair]
     assert layout is not None
     num_ranks, parallel = layout
@@ -114,7 +119,9 @@ def test_two_axes_train_as_one_process(ranks: Any, alone: Callable[[str, int, bo
     kinds = [KINDS[(number + shift) % len(KINDS)] for shift in range(len(KINDS))]
     recipes = [recipe_of(replace(parallel, cp_kind=kind), model, 2) for kind in kinds]
     recipe = next(recipe for recipe in recipes if not check_rules(recipe, num_ranks))
-    for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, STEPS):
+    num_steps = STEPS if takes_all_steps or number % 7 == 0 else FEW
+    for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):
+        assert len(trace.losses) == num_steps
         one_loss.assert_same(trace, alone(model, num_starved, has_documents(recipe.parallel)), 1e-9)
 
 
@@ -151,12 +158,17 @@ def sample(seed: int) -> tuple[int, Recipe, str, int]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(metafunc.config.getoption("--layouts")))
+        num_samples = metafunc.config.getoption("--layouts")
+        metafunc.parametrize("seed", range(SAMPLES if num_samples is None else num_samples))
 
 
-def test_a_sample_trains_as_one_process(ranks: Any, alone: Callable[[str, int, bool], Any], seed: int) -> None:
+def test_a_sample_trains_as_one_process(
+    ranks: Any, alone: Callable[[str, int, bool], Any], takes_all_steps: bool, seed: int
+) -> None:
     num_ranks, recipe, model, num_starved = sample(seed)
     expected = alone(model, num_starved, has_documents(recipe.parallel))
     print(f"seed {seed}: {model}, {num_starved} idle, {describe(num_ranks, recipe)}")
-    for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, STEPS):
+    num_steps = STEPS if takes_all_steps else FEW
+    for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):
+        assert len(trace.losses) == num_steps
         one_loss.assert_same(trace, expected, 1e-9)

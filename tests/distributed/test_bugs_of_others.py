@@ -1,0 +1,78 @@
+"""Layouts in which other frameworks have silently trained something else, by the numbers of their issues.
+
+    python -m pytest tests/distributed/test_bugs_of_others.py --layouts 0
+
+Without the option most rows take few of the 20 steps. Numbers are of NVIDIA/Megatron-LM, verl-project/verl and
+pytorch/pytorch; #7452 lists several bugs, of which 01 to 11 are its own numbers. Models and comparison are those of
+test_one_loss.py: balancing losses, expert bias, shared experts, documents, several microbatches, and labels that some
+ranks lack.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from support import load
+
+from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelConfig
+
+one_loss = load("distributed/test_one_loss")
+STEPS, FEW = one_loss.STEPS, one_loss.FEW
+IN_ANY_RUN = "Megatron_2217-cp2", "Megatron_5047-cp2-tp2", "verl_6609-cp2-ep2-documents", "Megatron_7452_08-tp4-ep2"
+"""Rows that always take all steps."""
+EP2 = ParallelConfig(ep=2, dispatcher="alltoall")
+CP2 = ParallelConfig(cp=2)
+GATHERED_KEYS = replace(CP2, cp_kind="allgather")
+
+
+def recipe(parallel: ParallelConfig, name: str) -> Recipe:
+    return one_loss.split_recipe(parallel, name)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Any) -> Callable[[str], Any]:
+    """One process, by the name of a model."""
+    return cache(lambda name: one_loss.run(ranks, 1, recipe(ParallelConfig(), name), -1, STEPS)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel", "name"),
+    [
+        # the scale of balancing losses: it must not depend on cp, tp, dp, or the tokens of a rank
+        pytest.param(2, CP2, "gqa", id="Megatron_2217-cp2"),
+        pytest.param(2, GATHERED_KEYS, "gqa-tied", id="Megatron_2217-cp2-allgather"),
+        pytest.param(4, replace(CP2, tp=2), "gqa-shared", id="Megatron_5047-cp2-tp2"),
+        pytest.param(4, replace(EP2, cp=2, ep=4), "gqa", id="Megatron_3768-cp2-dp2-ep4"),
+        pytest.param(2, replace(EP2, cp=2), "mla-latent-gate", id="verl_6609-cp2-ep2-documents"),
+        # the scale of a loss with cp: theirs of multi-token prediction, here of the one loss there is
+        pytest.param(4, replace(GATHERED_KEYS, cp=4), "gqa-shared", id="Megatron_3959-cp4"),
+        # gradients of experts came out ep times too large
+        pytest.param(4, replace(EP2, tp=2), "gqa", id="pytorch_160285-dp2-tp2-ep2-edp2"),
+        # the loss over own words only (theirs with smoothed labels)
+        pytest.param(4, replace(EP2, tp=4, ep=4), "gqa-tied", id="Megatron_7452_01-tp4-ep4"),
+        # divided by own labels instead of all: here ranks of dp, too, have different numbers of labels
+        pytest.param(4, ParallelConfig(dp_replicate=2, tp=2), "gqa", id="Megatron_7452_03-hsdp2-tp2"),
+        # the tensor axis of experts taken for that of attention
+        pytest.param(4, ParallelConfig(tp=2, etp=4), "mla", id="Megatron_7452_05-dp2-tp2-etp4"),
+        # a weight of heads counted wrongly in the gradient norm, which clips
+        pytest.param(4, ParallelConfig(tp=4, ep=2, dispatcher="alltoall"), "gqa-shared", id="Megatron_7452_08-tp4-ep2"),
+        # a norm of heads is on every tensor rank: its gradient is a sum over them
+        pytest.param(2, ParallelConfig(tp=2), "gqa-window", id="Megatron_7452_11-tp2"),
+    ],
+)
+def test_no_layout_has_the_bug(
+    ranks: Any,
+    alone: Callable[[str], Any],
+    takes_all_steps: bool,
+    request: pytest.FixtureRequest,
+    num_ranks: int,
+    parallel: ParallelConfig,
+    name: str,
+) -> None:
+    num_steps = STEPS if takes_all_steps or request.node.callspec.id in IN_ANY_RUN else FEW
+    for trace in one_loss.run(ranks, num_ranks, recipe(parallel, name), -1, num_steps):
+        assert len(trace.losses) == num_steps
+        one_loss.assert_same(trace, alone(name), 1e-9)
