@@ -56,6 +56,7 @@ from titan_moe.layers.moe import MoE
 from titan_moe.parallel.ring_attention import RingAttention
 from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
+from titan_moe.parallel.vocabulary import fused_cross_entropy_over_ranks
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.precision.torchao_linears import blockwise_linear
 
@@ -175,6 +176,11 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
     shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
     sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp
     sums[0].sum().backward()
+    head_args = [torch.randn(size, 8, device=device, dtype=dtype, requires_grad=True) for size in (6, 16)]
+    head_args.append(torch.randint(16, (6,), device=device))
+    fused_cross_entropy_over_ranks(*head_args, 4, group.group_name).backward()
+    with torch.no_grad():
+        fused_cross_entropy_over_ranks(*head_args, 4, group.group_name)
     up, down = (torch.nn.Linear(8, 8, bias=False).to(device, dtype) for _ in range(2))
     gather_then_multiply(up, group, is_sequence=True)
     multiply_then_scatter(down, group, is_sequence=True)

@@ -530,7 +530,6 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             'no GEMMs in precision.linears = "fp8_rowwise"; take precision.linears = "compute", or',
         ),
-        ("--parallel.tp=2 --perf.kernels=fused", 8, 'take perf.override.head = "torch", or parallel.tp = 1'),
         ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8; take 1, 2, 4, 8 (each tp"),
         ("--parallel.tp=2 --model.class=my.model:Mine", 8, 'model.class = "my.model:Mine"; take ours'),
         ("--parallel.tp=2 --model.ffn_hidden_size=513", 8, "model.ffn_hidden_size = 513"),
@@ -601,7 +600,7 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.dispatcher=hierarchical_symm_mem --parallel.ep_ranks_per_node=2 --compile.extent=block "
         "--compile.cudagraph=step --parallel.expert_rank_capacity_factor=1.5 --parallel.expert_clones=1",
         "--parallel.dispatcher=hierarchical --parallel.ep=8 --parallel.ep_ranks_per_node=2 --parallel.tp=2 "
-        "--parallel.expert_clones=1 --perf.override.head=torch",
+        "--parallel.expert_clones=1",
         f"{INTERLEAVED} --parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",
         "--compile.extent=block --parallel.dispatcher=allgather",
         "--compile.extent=block --parallel.dispatcher=allgather --parallel.expert_clones=1",
@@ -645,7 +644,7 @@ def test_rules_with_several_cases_refuse_each(
         "--parallel.tp=2 --precision.format=fp8_rowwise --perf.attention=flex",
         f"{INTERLEAVED} --parallel.tp=2 --parallel.expert_clones=1",
         "--parallel.tp=2 --parallel.dispatcher=allgather --compile.extent=block",
-        "--parallel.tp=4 --parallel.dp_replicate=2 --perf.kernels=fused --perf.override.head=torch",
+        "--parallel.tp=4 --parallel.dp_replicate=2 --perf.kernels=fused",
         "--parallel.tp=2 --parallel.ep=1 --parallel.dispatcher=local --perf.kernels=grouped_mm",
         "--parallel.etp=2 --parallel.ep=1 --parallel.dispatcher=local",
         "--parallel.etp=2 --parallel.tp=4",

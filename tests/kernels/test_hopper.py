@@ -32,6 +32,7 @@ from titan_moe.kernels.formats.fused_rounding import launch_rounding
 from titan_moe.kernels.linear import casts
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
+from titan_moe.kernels.loss.softmax_over_parts import part_gradient, part_statistics
 from titan_moe.kernels.optim.accumulate import launch_accumulate
 from titan_moe.kernels.optim.adamw import Rule, Shard, launch_adamw
 from titan_moe.kernels.optim.adamw_8bit import Shard8, launch_adamw_8bit
@@ -437,6 +438,15 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_odd": lambda: softmax_gradient(half(2048, V + 1), index(2048).long(), single(2048), -100),
+    "part_statistics": lambda: part_statistics(half(2048, V // 4), index(2048).long(), V // 4),
+    "part_gradient": lambda: part_gradient(
+        half(2048, V // 4),
+        index(2048).long(),
+        single(2048),
+        -100,
+        statistics_P3C=single(4, 3, 2048),
+        first_word=V // 4,
+    ),
     "scaled_cast": lambda: scaled_cast(single(V, D), single(), torch.bfloat16),
 }
 """Kernels that are bound by memory."""

@@ -55,7 +55,7 @@ def test_kernel_shape_slots_do_not_depend_on_ep() -> None:
 
 def test_kernel_shapes_of_ranks_that_split_sequences_and_heads() -> None:
     whole = shapes()
-    split = shapes("--parallel.cp=4", "--parallel.tp=2", "--perf.override.head=torch")
+    split = shapes("--parallel.cp=4", "--parallel.tp=2")
     gathered = shapes("--parallel.cp=4", "--parallel.cp_kind=allgather")
     assert split["router"]["tokens"] == whole["router"]["tokens"] // 8
     assert split["head"]["tokens"] == whole["head"]["tokens"] // 4

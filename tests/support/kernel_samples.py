@@ -345,6 +345,28 @@ def labels_of_fused_loss(device: torch.device, dtype: torch.dtype) -> list[Sampl
     ]
 
 
+def logits_in_parts(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Parts of equal and of other sizes, a part of two blocks, labels in every part and none."""
+
+    def sample(name: str, num_words: int, num_tokens: int, num_parts: int, *, steepness: float = 3.0) -> Sample:
+        logits_CW = torch.randn(num_tokens, num_words, device=device, dtype=dtype) * steepness
+        labels_C = torch.randint(num_words, (num_tokens,), device=device)
+        labels_C[1::3] = IGNORE_LABEL
+        return Sample(name, (logits_CW, labels_C, num_parts), 0)
+
+    last = sample("loss_alone", 40, 5, 4)
+    return [
+        sample("two", 50, 37, 2),
+        sample("four", 64, 9, 4),
+        sample("three_of_other_sizes", 50, 9, 3),
+        sample("one", 40, 5, 1),
+        sample("steep", 48, 9, 4, steepness=60.0),
+        sample("no_tokens", 40, 0, 2),
+        sample("many_words", 2 * 16_384 + 70, 3, 2),
+        Sample(last.name, (*last.args, False), 0),
+    ]
+
+
 def totals(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     def sample(name: str, *shape: int, is_first: bool = False) -> Sample:
         total = torch.full(shape, torch.nan, device=device) if is_first else torch.randn(shape, device=device)
@@ -438,6 +460,7 @@ SAMPLES = {
     "norm_and_rotate": Samples(heads),
     "linear_cross_entropy": Samples(labels),
     "fused_cross_entropy": Samples(labels_of_fused_loss),
+    "softmax_over_parts": Samples(logits_in_parts),
     "accumulate": Samples(totals),
     "adamw": Samples(shards),
     "adamw_8bit": Samples(shards_8bit),

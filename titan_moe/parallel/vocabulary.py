@@ -3,7 +3,8 @@
 P ranks · B batch · N sequence · n tokens of a rank (N/P) · C tokens in a chunk · D width · V words of this rank
 
 The loss never gathers logits: a token needs the maximum, the sum of exponentials and the logit of its label over all
-ranks, three numbers (arXiv:1909.08053).
+ranks, three numbers (arXiv:1909.08053). With PyTorch's loss a chunk of tokens has two messages for them, with Triton's
+one.
 """
 
 from collections.abc import Callable
@@ -12,9 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titan_moe.dispatch.collectives import all_gather
+from titan_moe.dispatch.collectives import all_gather, all_gather_rows
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL, linear_cross_entropy
+from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy, head_ops, loss_alone, loss_and_gradients
+from titan_moe.kernels.loss.softmax_over_parts import SoftmaxOfPart
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.parallel.sequence import by_rank, gather_sequence, scatter_sequence
 
@@ -50,6 +54,9 @@ class HeadOverRanks:
         return self.cross_entropy(x_TD, self.head.weight, labels_T, chunk_tokens)
 
     def cross_entropy(self, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+        """The summed loss; the gradient of x is the sum over ranks, and each has its addend."""
+        if self.head.cross_entropy is fused_cross_entropy:
+            return fused_cross_entropy_over_ranks(x_TD, weight_VD, labels_T, chunk_tokens, self.group.group_name)
         if torch.is_grad_enabled():
             return linear_cross_entropy(x_TD, weight_VD, labels_T, chunk_tokens, self.loss_and_dlogits)
         chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
@@ -72,3 +79,29 @@ class HeadOverRanks:
         is_label_CV = torch.arange(num_words, device=labels_C.device) == words_C[:, None]
         dlogits_CV = exp_CV / sums_2C[0][:, None] - is_label_CV.to(wide_CV.dtype)
         return loss, torch.where(has_label_C[:, None], dlogits_CV, 0).to(logits_CV.dtype)
+
+
+def _softmax(group_name: str, num_words: int) -> SoftmaxOfPart:
+    """The softmax of this rank's words, which exchanges its statistics with the group."""
+    group = _resolve_process_group(group_name)
+
+    def exchange(statistics_3C: Tensor) -> Tensor:
+        statistics_P3C = statistics_3C.new_empty(group.size(), *statistics_3C.shape)
+        all_gather_rows(statistics_P3C.flatten(0, 1), statistics_3C, group=group)
+        return statistics_P3C
+
+    return SoftmaxOfPart(group.rank() * num_words, exchange)
+
+
+def _of_own_words(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, group: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens, _softmax(group, len(weight_VD)))
+
+
+def _loss_of_own_words(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, group: str) -> Tensor:
+    return loss_alone(x_TD, weight_VD, labels_T, chunk_tokens, _softmax(group, len(weight_VD)))
+
+
+fused_cross_entropy_over_ranks = head_ops("fused_cross_entropy_over_ranks", _of_own_words, _loss_of_own_words)
+"""`fused_cross_entropy` of this rank's words; its last argument is the name of the group that has all words."""

@@ -82,8 +82,6 @@ def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """What a recipe asks for that tensor parallelism does not support, with a way out."""
     if recipe.model.class_ != ModelConfig.class_:
         yield f'model.class = "{recipe.model.class_}"', "take ours"
-    if recipe.perf.chosen_kernels.head != "torch":
-        yield "the Triton kernels of the head's loss", 'take perf.override.head = "torch"'
     if recipe.precision.formats and recipe.precision.all_gather == "format":
         yield 'precision.all_gather = "format"', 'take "compute"'
 

@@ -17,7 +17,7 @@ forward is one op, because otherwise chunks could not share buffers under autogr
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,25 +38,34 @@ ROW_ELEMENTS = 64
 """Rows of logits begin at multiples of this, so they are aligned for the GEMMs with any vocabulary size."""
 
 
+Softmax = Callable[..., None]
+"""Logits, labels, losses to write, the ignored label, and whether the logits become their gradient."""
+
+
 def loss_and_gradients(
-    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, softmax: Softmax = softmax_gradient
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss in fp32; for a loss gradient of one, dX in x's dtype and dW in fp32."""
+    """Summed loss in fp32; for a loss gradient of one, dX in x's dtype and dW in fp32.
+
+    Of a part of the words, with a `softmax` over all parts, dX is this part's addend.
+    """
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     dx_TD, dweight_VD = empty_gradients(x_TD, weight_VD)
     if x_TD.shape[0] == 0:
         dweight_VD.zero_()
     for tokens, logits_CV in logits_by_chunk(x_TD, weight_VD, chunk_tokens):
-        softmax_gradient(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL)
+        softmax(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL)
         add_gradients(logits_CV, x_TD, weight_VD, tokens, dx_TD, dweight_VD)
     return losses_T.sum(), dx_TD, dweight_VD
 
 
-def loss_alone(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+def loss_alone(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, softmax: Softmax = softmax_gradient
+) -> Tensor:
     """Summed loss in fp32, no gradients."""
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     for tokens, logits_CV in logits_by_chunk(x_TD, weight_VD, chunk_tokens):
-        softmax_gradient(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL, writes_gradient=False)
+        softmax(logits_CV, labels_T[tokens], losses_T[tokens], IGNORE_LABEL, writes_gradient=False)
     return losses_T.sum()
 
 
@@ -88,15 +97,46 @@ def add_gradients(
         torch.addmm(dweight_VD, a, b, beta=beta, out_dtype=wide, out=dweight_VD)
 
 
+class HeadOps(NamedTuple):
+    """The two operations of a head and its loss."""
+
+    with_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    alone: Callable[..., Tensor]
+
+    def __call__(self, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, *rest: Any) -> Tensor:
+        """The summed loss; what gradients need is computed if they are wanted.
+
+        Raises: TypeError for fp64, which the kernels would compute in fp32.
+        """
+        if x_TD.dtype == torch.float64:
+            raise TypeError('the fused cross entropy computes in fp32: for fp64 take perf.override.head = "torch"')
+        chunk_tokens = chunk_tokens or max(x_TD.shape[0], 1)
+        labels_T = labels_T.contiguous()
+        if torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad):
+            return self.with_gradients(x_TD, weight_VD, labels_T, chunk_tokens, *rest)[0]
+        return self.alone(x_TD, weight_VD, labels_T, chunk_tokens, *rest)
+
+
+def head_ops(name: str, with_gradients: Callable[..., Any], alone: Callable[..., Any]) -> HeadOps:
+    """Register functions with the arguments and results of `loss_and_gradients` and `loss_alone` as
+    `titan_moe::<name>` and `titan_moe::<name>_loss`. Their first four arguments are x, weight, labels and
+    `chunk_tokens`."""
+    train = torch.library.custom_op(f"titan_moe::{name}", with_gradients, mutates_args=())
+    lose = torch.library.custom_op(f"titan_moe::{name}_loss", alone, mutates_args=())
+    train.register_fake(lambda x, weight, *_: (_empty_loss(x), *empty_gradients(x, weight)))
+    lose.register_fake(lambda x, *_: _empty_loss(x))
+    train.register_autograd(_backward, setup_context=_save)
+    namespace = torch.ops.titan_moe
+    register_flop_formula(getattr(namespace, name))(lambda x, weight, *_, **__: 6 * x[0] * prod(weight))
+    register_flop_formula(getattr(namespace, f"{name}_loss"))(lambda x, weight, *_, **__: 2 * x[0] * prod(weight))
+    return HeadOps(train, lose)
+
+
 def _empty_loss(x_TD: Tensor) -> Tensor:
     return x_TD.new_empty((), dtype=torch.float32)
 
 
-_fused_cross_entropy = torch.library.custom_op("titan_moe::fused_cross_entropy", loss_and_gradients, mutates_args=())
-_fused_cross_entropy_loss = torch.library.custom_op("titan_moe::fused_cross_entropy_loss", loss_alone, mutates_args=())
 _scaled_cast = torch.library.custom_op("titan_moe::scaled_cast", scaled_cast, mutates_args=())
-_fused_cross_entropy.register_fake(lambda x, weight, *_: (_empty_loss(x), *empty_gradients(x, weight)))
-_fused_cross_entropy_loss.register_fake(lambda x, *_: _empty_loss(x))
 _scaled_cast.register_fake(lambda x, factor, dtype: torch.empty_like(x, dtype=dtype))
 
 
@@ -109,16 +149,25 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Te
 
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    others = [None] * (len(ctx.needs_input_grad) - 2)
     if grad_loss is None:
-        return None, None, None, None
+        return None, None, *others
     wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
     grads = [_scaled_cast(grad, grad_loss, ctx.dtype) if is_needed else None for grad, is_needed in wanted]
-    return *grads, None, None
+    return *grads, *others
 
 
-_fused_cross_entropy.register_autograd(_backward, setup_context=_save)
-register_flop_formula(torch.ops.titan_moe.fused_cross_entropy)(lambda x, weight, *_, **__: 6 * x[0] * prod(weight))
-register_flop_formula(torch.ops.titan_moe.fused_cross_entropy_loss)(lambda x, weight, *_, **__: 2 * x[0] * prod(weight))
+def _of_all_words(
+    x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens)
+
+
+def _loss_of_all_words(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+    return loss_alone(x_TD, weight_VD, labels_T, chunk_tokens)
+
+
+_head = head_ops("fused_cross_entropy", _of_all_words, _loss_of_all_words)
 
 
 def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = CHUNK_TOKENS) -> Tensor:
@@ -131,13 +180,7 @@ def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk
 
     Raises: TypeError for fp64, which the kernels would compute in fp32.
     """
-    if x_TD.dtype == torch.float64:
-        raise TypeError('the fused cross entropy computes in fp32: for fp64 take perf.override.head = "torch"')
-    chunk_tokens = chunk_tokens or max(x_TD.shape[0], 1)
-    labels_T = labels_T.contiguous()
-    if torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad):
-        return _fused_cross_entropy(x_TD, weight_VD, labels_T, chunk_tokens)[0]
-    return _fused_cross_entropy_loss(x_TD, weight_VD, labels_T, chunk_tokens)
+    return _head(x_TD, weight_VD, labels_T, chunk_tokens)
 
 
 def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
