@@ -482,7 +482,12 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             f"{RING} --run.device=cuda --precision.compute=fp32 --perf.kernels=reference",
             8,
-            'precision.compute = "fp32" on GPUs, where its kernels take bf16; take "bf16", or parallel.cp_kind = ',
+            'precision.compute = "fp32" on GPUs, where its kernels take bf16; take "bf16", run.device = "cpu", or ',
+        ),
+        (  # on a host with GPUs it would fail in the first step
+            f"{RING} --precision.compute=fp32 --perf.kernels=reference",
+            8,
+            'precision.compute = "fp32" on GPUs, where its kernels take bf16; take "bf16", run.device = "cpu", or ',
         ),
         (
             f"{RING} --model.attention.head_dim=320",

@@ -1,6 +1,7 @@
 """Linear layers that gather or scatter their tokens: against whole GEMMs on one rank, and against PyTorch's own."""
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from support import load
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_moe.config import RecipeError
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.train import MetricsConfig
@@ -21,6 +23,7 @@ from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.parallel.tensor_overlap import (
     _gather_matmul,
     _matmul_scatter,
+    _refuse_workspace_of_other_ranks,
     gather_then_multiply,
     multiply_then_scatter,
     open_workspace,
@@ -206,3 +209,20 @@ def test_workspace_is_opened_before_the_first_layer(monkeypatch: pytest.MonkeyPa
     open_workspace(recipe, meshes, torch.device("cpu"))
     open_workspace(replace(recipe, parallel=ParallelConfig(tp=2)), meshes, torch.device("cuda", 0))
     assert opened == [("of tp", workspace_bytes(recipe))]
+
+
+@pytest.mark.parametrize(("rank", "num_ranks", "is_refused"), [(0, 2, False), (0, 4, True), (1, 2, True)])
+def test_workspace_of_other_ranks_is_refused(rank: int, num_ranks: int, is_refused: bool) -> None:
+    """PyTorch finds it by the name of the group, which another group had in an earlier run of the process."""
+    group: Any = SimpleNamespace(group_name="7", rank=lambda: rank, size=lambda: num_ranks)
+    earlier = SimpleNamespace(rank=0, world_size=2)
+    kept = SimpleNamespace(
+        _group_name_to_workspace_tensor={"7": torch.empty(1)},
+        _SymmetricMemory=SimpleNamespace(rendezvous=lambda tensor: earlier),
+    )
+    with pytest.raises(RecipeError, match="start another process") if is_refused else nullcontext():
+        _refuse_workspace_of_other_ranks(group, kept)
+    kept._group_name_to_workspace_tensor.clear()
+    _refuse_workspace_of_other_ranks(group, kept)
+    assert isinstance(symmetric._group_name_to_workspace_tensor, dict), "PyTorch's own"
+    assert hasattr(symmetric._SymmetricMemory, "rendezvous")

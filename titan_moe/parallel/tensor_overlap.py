@@ -40,7 +40,7 @@ def open_workspace(recipe: Recipe, meshes: Meshes, device: torch.device) -> None
 
     It fits the run's largest batch: a workspace that grows is another one, and CUDA graphs keep the address of theirs.
 
-    Raises: RecipeError if these GPUs cannot reach each other's memory.
+    Raises: RecipeError if these GPUs cannot reach each other's memory, or this process has a workspace of other ranks.
     """
     p = recipe.parallel
     if not p.tp_comm_overlap or p.tp == 1 or device.type != "cuda":
@@ -48,6 +48,7 @@ def open_workspace(recipe: Recipe, meshes: Meshes, device: torch.device) -> None
     import torch.distributed._symmetric_memory as symmetric
 
     group = meshes.dense[TENSOR_AXIS].get_group()
+    _refuse_workspace_of_other_ranks(group, symmetric)
     try:
         if symmetric.get_backend(device) != "CUDA":
             symmetric.set_backend("CUDA")
@@ -56,6 +57,20 @@ def open_workspace(recipe: Recipe, meshes: Meshes, device: torch.device) -> None
     except (RuntimeError, ValueError) as error:
         setting = "parallel.tp_comm_overlap = true"
         raise RecipeError([f"{setting} cannot share memory between tp ranks: {error}; take false"]) from error
+
+
+def _refuse_workspace_of_other_ranks(group: dist.ProcessGroup, symmetric: Any) -> None:
+    """PyTorch keeps workspaces by the names of groups, which begin anew when the process groups of a run are destroyed.
+    A later run of the process would send to the ranks of the earlier one."""
+    kept = symmetric._group_name_to_workspace_tensor.get(group.group_name)
+    if kept is None:
+        return
+    workspace = symmetric._SymmetricMemory.rendezvous(kept)  # the one of the earlier run: nothing is exchanged
+    if (workspace.rank, workspace.world_size) != (group.rank(), group.size()):
+        problem = (
+            f"PyTorch keeps what this process shared as one of {workspace.world_size} other tp ranks in an earlier run"
+        )
+        raise RecipeError([f"parallel.tp_comm_overlap = true: {problem}; start another process, or take false"])
 
 
 def workspace_bytes(recipe: Recipe) -> int:

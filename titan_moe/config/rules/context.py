@@ -77,8 +77,9 @@ def _unsupported_by_ring(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f"model.attention.sliding_window = {a.sliding_window}", f"0, or {NO_RING}"
     if backend in ("efficient", "math"):
         yield f'perf.attention = "{backend}", which returns no log-sum-exp of each query', f'"auto", or {NO_RING}'
-    if recipe.run.device == "cuda" and compute != "bf16":
-        yield f'precision.compute = "{compute}" on GPUs, where its kernels take bf16', f'"bf16", or {NO_RING}'
+    if recipe.run.device != "cpu" and compute != "bf16":
+        ways_out = f'"bf16", run.device = "cpu", or {NO_RING}'
+        yield f'precision.compute = "{compute}" on GPUs, where its kernels take bf16', ways_out
     if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim % HEAD_DIM_MULTIPLE:
         ways_out = f"{nearest_multiples(a.head_dim, HEAD_DIM_MULTIPLE)}, or {NO_RING}"
         yield f"model.attention.head_dim = {a.head_dim}, no multiple of {HEAD_DIM_MULTIPLE}", ways_out
