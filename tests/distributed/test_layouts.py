@@ -86,14 +86,14 @@ def test_every_pair_of_axes_has_a_layout() -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Any) -> Callable[[str, int, bool], Any]:
-    """One process, by the name of a model, the number of idle experts and whether sequences are of documents."""
+def alone(ranks: Any) -> Callable[[str, int, bool, int], Any]:
+    """One process, by the name of a model, the idle experts, whether sequences are of documents, and the steps."""
 
     @cache
-    def train(model: str, num_starved: int, is_of_documents: bool) -> Any:
+    def train(model: str, num_starved: int, is_of_documents: bool, num_steps: int) -> Any:
         recipe = recipe_of(ParallelConfig(), model, 4)
         recipe = replace(recipe, data=DataConfig(document_attention=is_of_documents))
-        return one_loss.run(ranks, 1, recipe, num_starved, STEPS)[0]
+        return one_loss.run(ranks, 1, recipe, num_starved, num_steps)[0]
 
     return train
 
@@ -109,7 +109,7 @@ def describe(num_ranks: int, recipe: Recipe) -> str:
 
 @pytest.mark.parametrize("pair", [pair for pair, layout in PAIRS.items() if layout is not None])
 def test_two_axes_train_as_one_process(
-    ranks: Any, alone: Callable[[str, int, bool], Any], takes_all_steps: bool, pair: str
+    ranks: Any, alone: Callable[[str, int, bool, int], Any], takes_all_steps: bool, pair: str
 ) -> None:
     layout = PAIRS[pair]
     assert layout is not None
@@ -122,7 +122,7 @@ def test_two_axes_train_as_one_process(
     num_steps = STEPS if takes_all_steps or number % 7 == 0 else FEW
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):
         assert len(trace.losses) == num_steps
-        one_loss.assert_same(trace, alone(model, num_starved, has_documents(recipe.parallel)), 1e-9)
+        one_loss.assert_same(trace, alone(model, num_starved, has_documents(recipe.parallel), num_steps), 1e-9)
 
 
 def sample(seed: int) -> tuple[int, Recipe, str, int]:
@@ -163,12 +163,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_sample_trains_as_one_process(
-    ranks: Any, alone: Callable[[str, int, bool], Any], takes_all_steps: bool, seed: int
+    ranks: Any, alone: Callable[[str, int, bool, int], Any], takes_all_steps: bool, seed: int
 ) -> None:
     num_ranks, recipe, model, num_starved = sample(seed)
-    expected = alone(model, num_starved, has_documents(recipe.parallel))
-    print(f"seed {seed}: {model}, {num_starved} idle, {describe(num_ranks, recipe)}")
     num_steps = STEPS if takes_all_steps else FEW
+    expected = alone(model, num_starved, has_documents(recipe.parallel), num_steps)
+    print(f"seed {seed}: {model}, {num_starved} idle, {describe(num_ranks, recipe)}")
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):
         assert len(trace.losses) == num_steps
         one_loss.assert_same(trace, expected, 1e-9)
