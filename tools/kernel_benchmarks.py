@@ -232,6 +232,17 @@ def head(num_tokens: int, width: int, vocabulary: int) -> Case:
     return Case(with_args(draw, 3), flops, flops, moved, moved)
 
 
+def softmax_over_parts(num_tokens: int, num_words: int, num_parts: int) -> Case:
+    """A chunk of logits, whose parts one GPU computes; the operation copies the logits first, which a head does not."""
+
+    def draw(device: torch.device) -> Sample:
+        logits_CW = torch.randn(num_tokens, num_words, device=device, dtype=torch.bfloat16)
+        return Sample("", (logits_CW, torch.randint(num_words, (num_tokens,), device=device), num_parts), 0)
+
+    moved = 6.0 * num_tokens * num_words
+    return Case(draw, 0.0, 0.0, moved, moved)
+
+
 @torch.no_grad()
 def three_gemms(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor) -> Tensor:
     """The GEMMs of head and loss alone: a lower bound on their time. The result means nothing."""
@@ -364,6 +375,10 @@ BENCHMARKS = {
             "three GEMMs alone": three_gemms,
             "three GEMMs in chunks": three_gemms_in_chunks,
         },
+    ),
+    "softmax_over_parts": Benchmark(
+        {"qwen3_tp2": softmax_over_parts(2048, 151_936, 2), "qwen3_tp8": softmax_over_parts(2048, 151_936, 8)},
+        {"titan_moe": KERNELS["softmax_over_parts"].op, "torch": KERNELS["softmax_over_parts"].reference},
     ),
     "accumulate": Benchmark(
         {
