@@ -1,4 +1,4 @@
-"""The norm of all gradients: as exact as fp32 in any dtype, and the clipping factor."""
+"""The norm of all gradients: as exact as fp32 in any dtype; the clipping factor; messages of summed gradients."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan_moe.config.parallel import ParallelConfig, resolve
+from titan_moe.parallel import grads
 from titan_moe.parallel.grads import clip_factor, grad_norm
 from titan_moe.parallel.mesh import Meshes, build_meshes
 
@@ -97,3 +98,12 @@ def test_clip_factor_is_finite_for_any_norm() -> None:
     norms = torch.tensor([0.0, 0.5, 2.0, torch.inf, torch.nan])
     torch.testing.assert_close(clip_factor(norms, 1.0), torch.tensor([1.0, 1.0, 0.5, 1.0, 1.0]))
     assert torch.equal(clip_factor(norms, 0.0), torch.ones(5))
+
+
+def test_sums_over_tensor_ranks_are_in_messages_of_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, none empty, and a gradient that is larger than a message alone."""
+    monkeypatch.setattr(grads, "MESSAGE_ELEMENTS", 10)
+    sizes = (4, 6, 1, 30, 0, 9, 2)
+    messages = list(grads._messages([torch.zeros(size) for size in sizes]))
+    assert [[len(grad) for grad in message] for message in messages] == [[4, 6], [1], [30], [0, 9], [2]]
+    assert not list(grads._messages([]))
