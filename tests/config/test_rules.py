@@ -97,8 +97,8 @@ BROKEN = {
         'set parallel.accumulate_unsharded = true, or take pp_schedule = "1f1b" or "interleaved_1f1b"',
     ),
     "interleaved_pipeline_has_pairs": (
-        f"{PIPELINE} {INTERLEAVED}",
-        'pp_schedule = "1f1b" has no pairs; take pp_schedule = "dualpipev", or overlap = "none"',
+        f"{ZERO_BUBBLE} {INTERLEAVED}",
+        'pp_schedule = "zbv" has no pairs; take pp_schedule = "1f1b", "interleaved_1f1b" or "dualpipev", or overlap =',
     ),
     "cp_divides_sequences": (
         "--parallel.cp=2 --train.seq_len_tokens=129",
@@ -369,15 +369,11 @@ def test_rules_each_have_a_broken_recipe() -> None:
         ),
         *(
             (
-                f"{schedule} {INTERLEAVED}",
+                f"{ZERO_BUBBLE} --parallel.pp_schedule={schedule} {INTERLEAVED}",
                 8,
-                'has no pairs; take pp_schedule = "dualpipev", or',
+                'has no pairs; take pp_schedule = "1f1b", "interleaved_1f1b" or "dualpipev", or',
             )
-            for schedule in (
-                ZERO_BUBBLE,
-                f"{ZERO_BUBBLE} --parallel.pp_schedule=interleaved_zero_bubble",
-                f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=2",
-            )
+            for schedule in ("zbv", "interleaved_zero_bubble")
         ),
         (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
         (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
@@ -670,6 +666,9 @@ def test_rules_with_several_cases_refuse_each(
         f"{ZERO_BUBBLE} --train.global_batch_sequences=8 --validation.num_sequences=8",
         f"{ZERO_BUBBLE} --compile.extent=block --compile.regional=off",
         f"{ZERO_BUBBLE} --parallel.pp_schedule=dualpipev",
+        f"{PIPELINE} {INTERLEAVED}",
+        f"{PIPELINE} {INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
+        f"{PIPELINE} {INTERLEAVED} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=2",
         f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev",
         f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --parallel.dispatcher=alltoall",
         f"{ZERO_BUBBLE} --parallel.pp_schedule=interleaved_zero_bubble",

@@ -121,6 +121,7 @@ def test_models_train_on_two_stages_as_in_one_process(
     [
         pytest.param("pieces", "gqa", "zbv", None, id="pieces"),
         pytest.param("pieces", "gqa", "dualpipev", None, id="pairs"),
+        pytest.param("pieces", "gqa", "1f1b", None, id="1f1b_pairs"),
         pytest.param("block", "gqa", "interleaved_1f1b", 2, id="blocks"),
     ],
 )
@@ -128,8 +129,8 @@ def test_stages_and_microbatches_share_their_graphs(
     ranks: Any, alone: Callable[[str, int], Any], extent: Any, model: str, schedule: str, num_graphs: int | None
 ) -> None:
     parallel = replace(SCHEDULES[schedule], pp=2, ep=2, dispatcher="allgather")
-    if schedule == "dualpipev":
-        parallel = replace(parallel, overlap="microbatch")
+    if schedule in ("dualpipev", "1f1b"):
+        parallel = replace(parallel, overlap="microbatch", accumulate_unsharded=True)
     candidate = replace(recipe_of(parallel, model), compile=CompileConfig("on", extent=extent))
     one = replace(candidate, parallel=ParallelConfig(ep=2, dispatcher="allgather", accumulate_unsharded=True))
     (of_one,) = {tuple(fields["num_graphs"]) for fields in ranks(2, one_loss.train_compiled, one, -1, STEPS)}
@@ -142,11 +143,24 @@ def test_stages_and_microbatches_share_their_graphs(
 
 
 PAIRS = replace(SCHEDULES["dualpipev"], pp=2, ep=2, dispatcher="alltoall", overlap="microbatch")
+LOOP = {"pp_schedule": "1f1b", "vpp": 1}
+LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
 
 
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
+        pytest.param("gqa", LOOP, id="1f1b"),
+        pytest.param("gqa-tied", {**LOOP, "pp": 4, "dispatcher": "allgather"}, id="1f1b_four_ranks_tied"),
+        pytest.param("mla", {**LOOP, "dp_shard": 2, "tp": 2, "expert_clones": 1}, id="1f1b_tp_clones"),
+        pytest.param("gqa-tied", {**LOOPS, "dp_shard": 4}, id="interleaved_sharded_tied"),
+        pytest.param("gqa", {**LOOPS, "pp": 4}, id="interleaved_four_ranks"),
+        pytest.param("gqa-window", {**LOOPS, "vpp": 3, "pp_layout": "E|tt|t*4||tt|L"}, id="interleaved_empty_stage"),
+        pytest.param(
+            "mla-latent-gate",
+            {**LOOPS, "vpp": 4, "ep": 4, "dispatcher": "hierarchical", "ep_ranks_per_node": 2},
+            id="interleaved_hierarchical",
+        ),
         pytest.param("gqa", {}, id="alltoall"),
         pytest.param("gqa", {"pp": 4}, id="four_ranks"),
         pytest.param("mla-latent-gate", {"dispatcher": "allgather", "expert_clones": 1}, id="allgather_clones"),
@@ -163,6 +177,13 @@ def test_pairs_of_microbatches_train_as_one_process(
     assert_trains_alike(ranks, alone, recipe_of(replace(PAIRS, **changes), model), model)
 
 
+@pytest.mark.parametrize("changes", [LOOP, LOOPS], ids=["1f1b", "interleaved"])
+def test_pairs_recompute_experts_and_train_as_one_process(
+    ranks: Any, alone: Callable[[str, int], Any], changes: dict[str, Any]
+) -> None:
+    assert_trains_alike(ranks, alone, recipe_of(replace(PAIRS, **changes), memory="experts"))
+
+
 def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
     """Losses, and steps that were taken again; slots are bounded to the slot."""
     again = mock.patch.object(StepRunner, "_take_again", autospec=True, side_effect=StepRunner._take_again)
@@ -171,7 +192,11 @@ def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
     return losses, taken_again.call_count
 
 
-@pytest.mark.parametrize("parallel", [ParallelConfig(pp=2, ep=2), PAIRS], ids=["1f1b", "pairs"])
+@pytest.mark.parametrize(
+    "parallel",
+    [ParallelConfig(pp=2, ep=2), PAIRS, replace(PAIRS, **LOOPS)],
+    ids=["1f1b", "pairs", "interleaved_pairs"],
+)
 def test_a_step_that_overflows_on_one_stage_is_taken_again_by_all(
     ranks: Any, alone: Callable[[str, int], Any], parallel: ParallelConfig
 ) -> None:

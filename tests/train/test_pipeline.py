@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 24
 RUN = (
+    "--model.num_layers=4",
     f"--train.steps={STEPS}",
     "--train.micro_batch_sequences=1",
     "--checkpoint.every_steps=3",
@@ -19,6 +20,13 @@ RUN = (
     "--validation.num_sequences=4",
 )
 PP2 = ("--nproc", "2", "--parallel.pp=2")
+PAIRS = (
+    "--parallel.pp_schedule=interleaved_1f1b",
+    "--parallel.vpp=2",
+    "--parallel.accumulate_unsharded=true",
+    "--parallel.dispatcher=alltoall",
+    "--parallel.overlap=microbatch",
+)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -28,17 +36,18 @@ def finish(process: subprocess.Popen[str]) -> str:
     return said
 
 
-def test_pipeline_resumes_after_a_kill_bit_for_bit(tiny) -> None:
+@pytest.mark.parametrize("schedule", [(), PAIRS], ids=["1f1b", "interleaved_pairs"])
+def test_pipeline_resumes_after_a_kill_bit_for_bit(tiny, schedule: tuple[str, ...]) -> None:
     straight, killed, whole = tiny(*RUN), tiny(*RUN), tiny(*RUN)
-    finish(straight.start(*PP2))
+    finish(straight.start(*PP2, *schedule))
     step = random.randrange(5, STEPS - 5)
     print(f"killed after step {step}")
-    process = killed.start(*PP2)
+    process = killed.start(*PP2, *schedule)
     while process.poll() is None and len(killed.column("loss")) < step:
         time.sleep(0.005)
     process.kill()
     process.wait()
-    assert "continuing after step" in finish(killed.start(*PP2))
+    assert "continuing after step" in finish(killed.start(*PP2, *schedule))
     assert killed.trace == straight.trace and killed.column("step")[-1] == STEPS
     expected, state = straight.checkpoint(STEPS), killed.checkpoint(STEPS)
     assert state.keys() == expected.keys()

@@ -107,8 +107,10 @@ class ParallelConfig:
     `microbatch`: Between nodes, with collectives: the forward of a microbatch is interleaved with the backward of the
     one before, block by block (DualPipe without pipeline stages, arXiv:2412.19437). Weight gradients of fused experts
     are delayed until the gradients of rows are sent. Needs `accumulate_unsharded`, two or more microbatches a step and
-    our own blocks in pieces; keeps the activations of little more than one microbatch. With pp it needs the schedule
-    `dualpipev`, whose forwards and backwards it merges, with the activations that the schedule keeps anyway.
+    our own blocks in pieces; keeps the activations of little more than one microbatch. With pp it
+    merges the forwards and backwards of a rank, with schedules that have an order for it: `dualpipev`, whose order it
+    is; `interleaved_1f1b`, with one more microbatch of a stage in flight (arXiv:2603.07685); `1f1b`, with twice as many
+    microbatches in flight. Their bubble stays, if stages take equal time.
     """
     expert_rank_capacity_factor: float | Literal["auto"] = "auto"
     """Room for the rows and expert slots of a rank, over its balanced load, for a dispatcher that can be bounded.

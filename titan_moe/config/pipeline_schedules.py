@@ -25,7 +25,7 @@ class ScheduleFacts:
     microbatches_per_rank: int = 0
     """The fewest that it can run, over pp; 0: any number."""
     has_pairs: bool = False
-    """Whether its order runs forwards and backwards as one, in the middle of a step."""
+    """Whether it has an order that runs forwards and backwards as one, in the middle of a step."""
 
     def rank_of(self, stage: int, pp: int) -> int:
         """The pipeline rank of a stage."""
@@ -37,8 +37,8 @@ class ScheduleFacts:
 
 
 SCHEDULES = {
-    "1f1b": ScheduleFacts(),
-    "interleaved_1f1b": ScheduleFacts(2, UNBOUNDED, rounds=True),
+    "1f1b": ScheduleFacts(has_pairs=True),
+    "interleaved_1f1b": ScheduleFacts(2, UNBOUNDED, rounds=True, has_pairs=True),
     "interleaved_zero_bubble": ScheduleFacts(2, UNBOUNDED, rounds=True, splits_backward=True),
     "zbv": ScheduleFacts(2, 2, is_v=True, splits_backward=True),
     "dualpipev": ScheduleFacts(2, 2, is_v=True, splits_backward=True, microbatches_per_rank=2, has_pairs=True),

@@ -60,8 +60,17 @@ def record(parallel: ParallelConfig) -> list[list[tuple[str, list[Any]]]]:
             accumulate_unsharded=True,
             overlap="microbatch",
         ),
+        ParallelConfig(
+            pp=2,
+            ep=2,
+            dispatcher="allgather",
+            vpp=2,
+            pp_schedule="interleaved_1f1b",
+            accumulate_unsharded=True,
+            overlap="microbatch",
+        ),
     ],
-    ids=["1f1b", "zbv", "pairs"],
+    ids=["1f1b", "zbv", "pairs", "interleaved_pairs"],
 )
 def test_steps_are_the_same_operations_without_host_reads(ranks: Any, parallel: ParallelConfig) -> None:
     for second, third in ranks(4, record, parallel):

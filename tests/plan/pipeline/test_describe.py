@@ -47,16 +47,33 @@ def test_check_of_a_published_model_in_a_pipeline(schedule: str) -> None:
     assert lines[start + 5].startswith("memory") and "GiB on the ranks that have most" in lines[start + 5]
 
 
-def test_check_of_a_pipeline_that_interleaves_microbatches() -> None:
-    overrides = ["--parallel.pp=4", "--parallel.pp_schedule=dualpipev", "--parallel.vpp=2"]
+@pytest.mark.parametrize(
+    ("schedule", "vpp", "num_pairs", "in_flight"),
+    [
+        ("1f1b", 1, (9, 11, 13, 15), [(4, 3, 2, 1), (8, 6, 4, 2)]),
+        ("interleaved_1f1b", 2, (21, 23, 25, 27), [(5.38, 4.46, 3.46, 3.89), (5.85, 4.92, 4, 4.67)]),
+        ("dualpipev", 2, (21, 22, 23, 23), [(6.44, 4.31, 4.38, 4.46)] * 2),
+    ],
+)
+def test_check_of_a_pipeline_that_interleaves_microbatches(
+    schedule: str, vpp: int, num_pairs: tuple[int, ...], in_flight: list[tuple[float, ...]]
+) -> None:
+    overrides = ["--parallel.pp=4", f"--parallel.pp_schedule={schedule}", f"--parallel.vpp={vpp}"]
     overrides += ["--parallel.accumulate_unsharded=true", "--train.micro_batch_sequences=1", "--compile.cudagraph=off"]
     overrides += ["--train.global_batch_sequences=128", "--parallel.dispatcher=alltoall"]
-    pairs = []
+    pairs, found, bubbles, memory = [], [], [], []
     for overlap in ("none", "microbatch"):
         recipe = load_recipe(QWEN3, [*overrides, f"--parallel.overlap={overlap}"])
         assert check_rules(recipe, 32) == []
-        pairs.append(re.findall(r"; (\S+ of \S+) forwards beside a backward; ", describe(recipe, 32)))
-    assert pairs == [[], ["21 of 32", "22 of 32", "23 of 32", "23 of 32"]], "2 stages of 16 microbatches"
+        text = describe(recipe, 32)
+        pairs.append(re.findall(r"; (\S+ of \S+) forwards beside a backward; ", text))
+        found.append(tuple(map(float, re.findall(r"microbatches in flight ([\d.]+);", text))))
+        bubbles += re.findall(r"bubble (\S+) %", text)
+        memory.append([float(gib) for gib in re.findall(r"about (\S+) GiB at the peak", text)])
+    assert pairs == [[], [f"{number} of {16 * vpp}" for number in num_pairs]], "forwards of 16 microbatches"
+    assert found == in_flight, "stages of a rank have 2 to 7 layers"
+    assert float(bubbles[0]) <= float(bubbles[1]) < 1.3 * float(bubbles[0])
+    assert all((after > before) == (schedule != "dualpipev") for before, after in zip(*memory, strict=True))
 
 
 def test_check_without_a_pipeline_does_not_name_one() -> None:

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import schedules as theirs
 
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
-from titan_moe.plan.pipeline.action import Action, Entry, Pair, halves
-from titan_moe.plan.pipeline.orders import PHASES
-from titan_moe.plan.pipeline.schedules import actions_of, entries_of, paired_actions_of
+from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
+from titan_moe.plan.pipeline.orders import PHASES, PHASES_WITH_PAIRS, order_of
+from titan_moe.plan.pipeline.schedules import actions_of, entries_of, lay_out, paired_actions_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
 README = Path(__file__).parents[3] / "titan_moe" / "plan" / "pipeline" / "README.md"
@@ -49,11 +49,17 @@ def cases() -> list[Case]:
 
 
 CASES = cases()
+PAIRED_CASES = [case for case in CASES if SCHEDULES[case[0]].has_pairs]
 
 
 @pytest.fixture(params=CASES, ids=str)
 def case(request: pytest.FixtureRequest) -> Case:
     return request.param
+
+
+def lists_of(case: Case) -> list[list[list[Any]]]:
+    """The lists of all ranks, both ways: without and with pairs."""
+    return [actions_of(*case), *([paired_actions_of(*case)] if case in PAIRED_CASES else [])]
 
 
 def compute(actions: list[Action]) -> list[Action]:
@@ -133,8 +139,9 @@ def test_schedules_are_no_slower_than_torch_and_keep_no_more(case: Case) -> None
     schedule, pp, vpp, num_microbatches = case
     ours = actions_of(schedule, pp, vpp, num_microbatches)
     reference = torch_units(schedule, pp, vpp, num_microbatches)
-    paired, last_stage = paired_actions_of(schedule, pp, vpp, num_microbatches), pp * vpp - 1
-    assert makespan([units_of(of_rank) for of_rank in paired], last_stage) <= makespan(reference, last_stage)
+    last_stage = pp * vpp - 1
+    for lists in lists_of(case)[schedule == "dualpipev" :]:  # which torch merges too
+        assert makespan([units_of(of_rank) for of_rank in lists], last_stage) <= makespan(reference, last_stage)
     flat = [[action for unit in of_rank for action in unit] for of_rank in reference]
     assert max(map(most_in_flight, ours)) <= max(map(most_in_flight, flat))
     if schedule in SAME_ORDER:
@@ -143,7 +150,9 @@ def test_schedules_are_no_slower_than_torch_and_keep_no_more(case: Case) -> None
 
 def test_schedules_run_every_microbatch_through_every_stage_once(case: Case) -> None:
     schedule, pp, vpp, num_microbatches = case
-    for rank, actions in enumerate(actions_of(*case)):
+    for rank, actions in (
+        (rank, list(flat(of_rank))) for lists in lists_of(case) for rank, of_rank in enumerate(lists)
+    ):
         stages = [stage for stage in range(pp * vpp) if rank_of_stage(stage, pp, schedule) == rank]
         pairs = [(stage, number) for stage in stages for number in range(num_microbatches)]
         assert sorted((a.stage, a.microbatch) for a in actions if a.kind == "forward") == pairs
@@ -160,7 +169,7 @@ def test_lists_run_with_messages_that_wait_for_each_other(case: Case) -> None:
     schedule, pp, vpp, num_microbatches = case
     rank_of = [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)]
     borders = sum(rank_of[stage] != rank_of[stage + 1] for stage in range(pp * vpp - 1))
-    for lists in (actions_of(*case), paired_actions_of(*case)):
+    for lists in lists_of(case):
         assert count_messages(lists, rank_of) == 2 * borders * num_microbatches
 
 
@@ -219,17 +228,18 @@ def inputs_are_here(action: Action, rank_of: list[int], done: set[Action]) -> bo
 def test_schedules_send_in_the_same_order_on_both_ranks_of_a_pair(case: Case) -> None:
     schedule, pp, vpp, _ = case
     rank_of = [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)]
-    orders: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-    for rank, actions in enumerate(actions_of(*case)):
-        for kind, stage, microbatch in actions:
-            if not kind.startswith(("send", "receive")):
-                continue
-            is_send, is_activation = kind.startswith("send"), kind.endswith("activation")
-            peer = rank_of[stage + (1 if is_send == is_activation else -1)]
-            sender = stage if is_send else stage + (-1 if is_activation else 1)
-            orders.setdefault((rank, peer), []).append((kind.partition("_")[2], sender, microbatch))
-    for (rank, peer), messages in orders.items():
-        assert orders[peer, rank] == messages
+    for lists in lists_of(case):
+        orders: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+        for rank, actions in enumerate(lists):
+            for kind, stage, microbatch in flat(actions):
+                if not kind.startswith(("send", "receive")):
+                    continue
+                is_send, is_activation = kind.startswith("send"), kind.endswith("activation")
+                peer = rank_of[stage + (1 if is_send == is_activation else -1)]
+                sender = stage if is_send else stage + (-1 if is_activation else 1)
+                orders.setdefault((rank, peer), []).append((kind.partition("_")[2], sender, microbatch))
+        for (rank, peer), messages in orders.items():
+            assert orders[peer, rank] == messages
 
 
 def test_1f1b_has_the_fields_warm_up() -> None:
@@ -258,20 +268,73 @@ def test_dualpipev_has_a_forward_beside_a_backward() -> None:
             assert forward.stage != backward.stage and forward.microbatch != backward.microbatch
 
 
-def test_only_schedules_with_pairs_have_them(case: Case) -> None:
-    has_pairs = any(isinstance(entry, Pair) for of_rank in paired_actions_of(*case) for entry in of_rank)
-    assert has_pairs == SCHEDULES[case[0]].has_pairs
+LOOPS = [case for case in PAIRED_CASES if not SCHEDULES[case[0]].is_v]
 
 
-def test_pairs_are_those_of_recipes_that_interleave_microbatches() -> None:
-    parallel = ParallelConfig(pp=2, vpp=2, pp_schedule="dualpipev")
-    assert entries_of(parallel, 6) == actions_of("dualpipev", 2, 2, 6)
-    assert entries_of(replace(parallel, overlap="microbatch"), 6) == paired_actions_of("dualpipev", 2, 2, 6)
+@pytest.mark.parametrize("case", LOOPS, ids=str)
+def test_every_forward_after_the_warm_up_of_a_loop_is_in_a_pair(case: Case) -> None:
+    """Of other microbatches, and at the time of the schedule without pairs, of which backwards have the order."""
+    schedule, pp, vpp, num_microbatches = case
+    plain, paired = actions_of(*case), paired_actions_of(*case)
+    for rank, entries in enumerate(paired):
+        units = units_of(entries)
+        warm_up = min((vpp - 1) * pp + 2 * (pp - rank - 1) + 1, vpp * num_microbatches)
+        num_pairs = vpp * num_microbatches - warm_up
+        assert [len(unit) for unit in units] == [1] * warm_up + [2] * num_pairs + [1] * warm_up
+        for pair in (entry for entry in entries if isinstance(entry, Pair)):
+            assert (pair.forward.kind, pair.backward.kind) == ("forward", "backward")
+            assert pair.forward[1:] != pair.backward[1:]
+        for way in ("forward", "backward"):
+            order = [action for action in flat(entries) if action.kind == way]
+            assert order == [action for action in plain[rank] if action.kind == way]
+    units_of_lists = ([units_of(list(of_rank)) for of_rank in lists] for lists in (plain, paired))
+    times = [makespan(units, pp * vpp - 1) for units in units_of_lists]
+    assert times[0] == times[1]
+
+
+@pytest.mark.parametrize("case", LOOPS, ids=str)
+def test_a_loop_cannot_have_pairs_with_one_forward_less_ahead(case: Case) -> None:
+    """Of any rank: the ranks would wait for each other, or longer."""
+    schedule, pp, vpp, num_microbatches = case
+    rank_of = [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)]
+    whole = [order_of(schedule, rank, pp, vpp, num_microbatches, has_pairs=True) for rank in range(pp)]
+    time = makespan(whole, pp * vpp - 1)
+    for rank, order in enumerate(whole):
+        singles, pairs = [[unit for unit in order if len(unit) == size] for size in (1, 2)]
+        if len(pairs) < 2 * pp:  # too few: ranks wait anyway
+            continue
+        warm_up = len(singles) // 2
+        forwards = [(action,) for unit in order for action in unit if action.kind == "forward"]
+        backwards = [(action,) for unit in order for action in unit if action.kind == "backward"]
+        few = warm_up - 1
+        merged = [f + b for f, b in zip(forwards[few:], backwards, strict=False)]
+        orders = [*whole[:rank], [*forwards[:few], *merged, *backwards[len(merged) :]], *whole[rank + 1 :]]
+        try:
+            lay_out(orders, rank_of)
+        except ValueError:
+            continue
+        assert makespan(orders, pp * vpp - 1) > time
+
+
+def test_schedules_with_pairs_have_them(case: Case) -> None:
+    if case not in PAIRED_CASES:
+        with pytest.raises(KeyError):
+            paired_actions_of(*case)
+    elif case[3] >= 2 * case[1]:
+        assert all(any(isinstance(entry, Pair) for entry in of_rank) for of_rank in paired_actions_of(*case))
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), [("1f1b", 1), ("interleaved_1f1b", 2), ("dualpipev", 2)])
+def test_pairs_are_those_of_recipes_that_interleave_microbatches(schedule: Any, vpp: int) -> None:
+    parallel = ParallelConfig(pp=2, vpp=vpp, pp_schedule=schedule)
+    assert entries_of(parallel, 6) == actions_of(schedule, 2, vpp, 6)
+    assert entries_of(replace(parallel, overlap="microbatch"), 6) == paired_actions_of(schedule, 2, vpp, 6)
 
 
 def test_every_schedule_of_recipes_has_facts_and_an_order() -> None:
     names = get_args(get_type_hints(ParallelConfig)["pp_schedule"])
     assert list(names) == list(SCHEDULES) == list(PHASES) == list(TORCH)
+    assert list(PHASES_WITH_PAIRS) == [name for name, facts in SCHEDULES.items() if facts.has_pairs]
 
 
 def test_the_example_of_the_readme_runs() -> None:

@@ -75,11 +75,30 @@ def test_simulation_of_a_pair_begins_when_both_can_and_ends_with_both() -> None:
     assert overlapped.runs[1][-1].end == 5.5 and overlapped.max_in_flight == [2, 2]
 
 
-def test_simulation_of_pairs_takes_as_long_as_of_their_halves() -> None:
-    for case in (("dualpipev", 2, 2, 9), ("dualpipev", 4, 2, 16)):
-        plain, paired = (simulate(lists(*case), Times.unit(2 * case[1])) for lists in (actions_of, paired_actions_of))
-        assert paired.makespan == plain.makespan and paired.bubble_share == pytest.approx(plain.bubble_share)
-        assert paired.max_in_flight == plain.max_in_flight
+@pytest.mark.parametrize(
+    ("case", "more_in_flight"),
+    [
+        (("dualpipev", 2, 2, 9), [0.0, 0.0]),
+        (("dualpipev", 4, 2, 16), [0.0, 0.0, 0.0, 0.0]),
+        (("1f1b", 4, 1, 16), [4.0, 3.0, 2.0, 1.0]),  # as many again
+        (("interleaved_1f1b", 4, 2, 16), [0.5, 0.5, 0.5, 0.5]),  # one of a stage
+        (("interleaved_1f1b", 4, 4, 16), [0.25, 0.25, 0.25, 0.25]),
+    ],
+    ids=str,
+)
+def test_simulation_of_pairs_takes_as_long_as_of_their_halves(case: Any, more_in_flight: list[float]) -> None:
+    """And the gain of pairs that hide communication is no bubble."""
+    _, pp, vpp, _ = case
+    sizes = dict.fromkeys(range(pp * vpp), 1 / vpp)
+    lists, times = [actions_of(*case), paired_actions_of(*case)], Times.unit(pp * vpp)
+    plain, paired = (simulate(of_ranks, times) for of_ranks in lists)
+    assert paired.makespan == plain.makespan and paired.bubble_share == pytest.approx(plain.bubble_share)
+    held = [[max_held(of_rank, sizes) for of_rank in of_ranks] for of_ranks in lists]
+    assert [after - before for before, after in zip(*held, strict=True)] == more_in_flight
+    together = {(forward, backward): 2.4 for forward in range(pp * vpp) for backward in range(pp * vpp)}
+    overlapped = simulate(lists[1], times._replace(pairs=together))
+    fewest_pairs = min(sum(isinstance(entry, Pair) for entry in of_rank) for of_rank in lists[1])
+    assert overlapped.makespan <= plain.makespan - 0.6 * fewest_pairs + 1e-9
 
 
 def test_simulation_refuses_lists_that_wait_for_each_other() -> None:

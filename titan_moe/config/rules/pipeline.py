@@ -108,7 +108,7 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
         )
 
 
-@rule("a pair begins when both of it can and sends after both, so the order of a schedule must be made for pairs")
+@rule("a pair begins when both of it can and sends after both, so with most orders ranks would wait for each other")
 def interleaved_pipeline_has_pairs(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.pp > 1 and p.overlap == "microbatch" and not SCHEDULES[p.pp_schedule].has_pairs:

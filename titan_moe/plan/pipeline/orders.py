@@ -27,9 +27,11 @@ class Phase(NamedTuple):
     actions: str
 
 
-def order_of(schedule: str, rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Unit]:
-    """The order of a rank."""
-    phases = PHASES[schedule](rank, pp, vpp, num_microbatches)
+def order_of(
+    schedule: str, rank: int, pp: int, vpp: int, num_microbatches: int, *, has_pairs: bool = False
+) -> list[Unit]:
+    """The order of a rank; with `has_pairs` that of a schedule that has pairs."""
+    phases = (PHASES_WITH_PAIRS if has_pairs else PHASES)[schedule](rank, pp, vpp, num_microbatches)
     return _write_out(phases, stages_on_rank(rank, pp, vpp, schedule), pp, num_microbatches)
 
 
@@ -43,14 +45,24 @@ def _interleaved(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Ph
     return _alternate((vpp - 1) * pp + 2 * (pp - rank - 1), vpp * num_microbatches, "B")
 
 
+def _with_pairs(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
+    """Every forward after the warm-up is beside a backward, with one stage a rank or several.
+
+    What a pair sends leaves at its end. So a rank is 2 forwards ahead of the next one: an activation takes one pair to
+    it, a gradient one pair back. One more forward on every rank, or the last one's pairs would need their own halves
+    (Megatron's warm-up for combined 1F1B, arXiv:2603.07685).
+    """
+    return _alternate((vpp - 1) * pp + 2 * (pp - rank - 1) + 1, vpp * num_microbatches, "B", "+")
+
+
 def _interleaved_zero_bubble(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
     """Gradients come back sooner without those of weights (ZB1P, arXiv:2401.10241)."""
     return _alternate((vpp - 1) * pp + pp - rank - 1, vpp * num_microbatches, "I")
 
 
-def _alternate(warm_up: int, num_forwards: int, backward: str) -> list[Phase]:
+def _alternate(warm_up: int, num_forwards: int, backward: str, between: str = " ") -> list[Phase]:
     warm_up = min(warm_up, num_forwards)
-    return [Phase(warm_up, "F"), Phase(num_forwards - warm_up, f"F {backward}"), Phase(warm_up, backward)]
+    return [Phase(warm_up, "F"), Phase(num_forwards - warm_up, f"F{between}{backward}"), Phase(warm_up, backward)]
 
 
 def _zbv(rank: int, pp: int, vpp: int, num_microbatches: int) -> list[Phase]:
@@ -91,6 +103,13 @@ PHASES: dict[str, Callable[[int, int, int, int], Sequence[Phase]]] = {
     "dualpipev": _dualpipev,
 }
 """By schedule: the phases of a rank, from its number, pp, vpp and the number of microbatches."""
+
+PHASES_WITH_PAIRS: dict[str, Callable[[int, int, int, int], Sequence[Phase]]] = {
+    "1f1b": _with_pairs,
+    "interleaved_1f1b": _with_pairs,
+    "dualpipev": _dualpipev,
+}
+"""The same with pairs, by schedule that has them (`SCHEDULES`)."""
 
 
 def _write_out(phases: Sequence[Phase], stages: Sequence[int], pp: int, num_microbatches: int) -> list[Unit]:

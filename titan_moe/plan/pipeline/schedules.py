@@ -30,32 +30,33 @@ def actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[
 
     Raises: ValueError for stages and microbatches that the schedule does not fit; `config.rules` refuses them first.
     """
-    return [list(flat(entries)) for entries in paired_actions_of(schedule, pp, vpp, num_microbatches)]
+    return [list(flat(entries)) for entries in _entries_of(schedule, pp, vpp, num_microbatches, has_pairs=False)]
 
 
 def paired_actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Entry]]:
-    """The same, with a forward and a backward that the order runs as one as a pair.
+    """The same of a schedule that has pairs: a forward and a backward that its order runs as one are a pair.
 
-    Raises: ValueError as `actions_of`.
+    Raises: ValueError as `actions_of`, and KeyError for a schedule without pairs.
     """
-    facts = SCHEDULES[schedule]
-    fits_vpp = facts.min_vpp <= vpp <= facts.max_vpp
-    if not fits_vpp or num_microbatches < facts.fewest_microbatches(pp) or (facts.rounds and num_microbatches % pp):
-        raise ValueError(f"{schedule} does not fit pp = {pp}, vpp = {vpp} and {num_microbatches} microbatches")
-    return [list(entries) for entries in _entries_of(schedule, pp, vpp, num_microbatches)]
+    return [list(entries) for entries in _entries_of(schedule, pp, vpp, num_microbatches, has_pairs=True)]
 
 
 def entries_of(parallel: ParallelConfig, num_microbatches: int) -> list[list[Entry]]:
     """The lists of a recipe's pipeline, by rank: with pairs if it interleaves microbatches, else without."""
     p = parallel
-    lists = paired_actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)
-    return lists if p.overlap == "microbatch" else [list(flat(entries)) for entries in lists]
+    if p.overlap == "microbatch":
+        return paired_actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)
+    return [list(actions) for actions in actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)]
 
 
 @lru_cache(maxsize=16)
-def _entries_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Entry]]:
+def _entries_of(schedule: str, pp: int, vpp: int, num_microbatches: int, *, has_pairs: bool) -> list[list[Entry]]:
     """Every step asks for the same lists."""
-    orders = [order_of(schedule, rank, pp, vpp, num_microbatches) for rank in range(pp)]
+    facts = SCHEDULES[schedule]
+    fits_vpp = facts.min_vpp <= vpp <= facts.max_vpp
+    if not fits_vpp or num_microbatches < facts.fewest_microbatches(pp) or (facts.rounds and num_microbatches % pp):
+        raise ValueError(f"{schedule} does not fit pp = {pp}, vpp = {vpp} and {num_microbatches} microbatches")
+    orders = [order_of(schedule, rank, pp, vpp, num_microbatches, has_pairs=has_pairs) for rank in range(pp)]
     return lay_out(orders, [rank_of_stage(stage, pp, schedule) for stage in range(pp * vpp)])
 
 
