@@ -37,6 +37,7 @@ V = ("--parallel.pp=2", "--parallel.vpp=2", "--parallel.pp_schedule=zbv", "--par
 EP2 = ("--parallel.ep=2", "--parallel.dispatcher=symm_mem", "--perf.kernels=fused")
 TILE = (*EP2, "--parallel.overlap=tile")
 PAIRS = (*V, "--parallel.pp_schedule=dualpipev", "--parallel.ep=2", "--parallel.overlap=microbatch")
+INTERLEAVED_PAIRS = (*PAIRS, "--parallel.pp_schedule=interleaved_1f1b")
 CAPTURED, PLAIN = "--compile.cudagraph=step", "--compile.regional=off"
 VALIDATED = ("--validation.every_steps=4", "--validation.num_sequences=8")
 LAYOUTS = {
@@ -49,6 +50,8 @@ LAYOUTS = {
     "zbv_captured": (2, (*V, CAPTURED, *VALIDATED)),
     "pairs": (4, (*PAIRS, "--parallel.dispatcher=alltoall", PLAIN)),
     "pairs_captured": (4, (*PAIRS, "--parallel.dispatcher=allgather", CAPTURED, *VALIDATED)),
+    "interleaved_pairs": (4, (*INTERLEAVED_PAIRS, "--parallel.dispatcher=alltoall", PLAIN)),
+    "interleaved_pairs_captured": (4, (*INTERLEAVED_PAIRS, "--parallel.dispatcher=allgather", CAPTURED)),
     "alltoall": (4, (*ONE_F_ONE_B, "--parallel.ep=2", "--parallel.dispatcher=alltoall", PLAIN)),
     "tiles": (4, (*ONE_F_ONE_B, *TILE, "--parallel.expert_rank_capacity_factor=1.5", PLAIN)),
     "tiles_auto_captured": (4, (*ONE_F_ONE_B, *TILE, CAPTURED, *VALIDATED)),
