@@ -121,7 +121,6 @@ def test_models_train_on_two_stages_as_in_one_process(
     [
         pytest.param("pieces", "gqa", "zbv", None, id="pieces"),
         pytest.param("pieces", "gqa", "dualpipev", None, id="pairs"),
-        pytest.param("pieces", "gqa", "1f1b", None, id="1f1b_pairs"),
         pytest.param("block", "gqa", "interleaved_1f1b", 2, id="blocks"),
     ],
 )
@@ -129,8 +128,8 @@ def test_stages_and_microbatches_share_their_graphs(
     ranks: Any, alone: Callable[[str, int], Any], extent: Any, model: str, schedule: str, num_graphs: int | None
 ) -> None:
     parallel = replace(SCHEDULES[schedule], pp=2, ep=2, dispatcher="allgather")
-    if schedule in ("dualpipev", "1f1b"):
-        parallel = replace(parallel, overlap="microbatch", accumulate_unsharded=True)
+    if schedule == "dualpipev":
+        parallel = replace(parallel, overlap="microbatch")
     candidate = replace(recipe_of(parallel, model), compile=CompileConfig("on", extent=extent))
     one = replace(candidate, parallel=ParallelConfig(ep=2, dispatcher="allgather", accumulate_unsharded=True))
     (of_one,) = {tuple(fields["num_graphs"]) for fields in ranks(2, one_loss.train_compiled, one, -1, STEPS)}

@@ -31,11 +31,11 @@ from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import Messages, Received, activations_like
 from titan_moe.parallel.pipeline.places import InFlight, Places
 from titan_moe.parallel.pipeline.runs import RunInPieces, StageInPieces, StageRun, WholeRun
-from titan_moe.parallel.pipeline.stages import TiedEmbedding
+from titan_moe.parallel.pipeline.stages import TiedEmbedding, parts_by_stage
 from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
 from titan_moe.plan.pipeline.schedules import entries_of
-from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of_rank
+from titan_moe.plan.pipeline.stages import rank_of_stage
 from titan_moe.profile.region import action_region
 
 
@@ -59,7 +59,7 @@ class Pipeline:
         `capacity` has the arena of microbatches in flight."""
         p = self.config = recipe.parallel
         self.rank, self.group = meshes.dense.get_local_rank("pp"), meshes.pipeline_group
-        self.stages = dict(zip(stages_of_rank(self.rank, p), parts, strict=True))
+        self.stages = parts_by_stage(parts, p, meshes)
         self.last_stage = p.pp * p.vpp - 1
         self.tied, self.queue, self.capacity = tied, queue, capacity
         self.runs_in_pieces = p.overlap == "microbatch"

@@ -13,7 +13,8 @@ from titan_moe.parallel.context import NextLogits
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import activations_like, check_activation
-from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of_rank
+from titan_moe.parallel.pipeline.stages import parts_by_stage
+from titan_moe.plan.pipeline.stages import rank_of_stage
 
 
 class Model(Protocol):
@@ -34,7 +35,7 @@ class PipelinedModel:
     def __init__(self, parts: list[nn.Module], recipe: Recipe, meshes: Meshes) -> None:
         p = self.config = recipe.parallel
         self.group, self.rank = meshes.pipeline_group, meshes.dense.get_local_rank("pp")
-        self.stages = dict(zip(stages_of_rank(self.rank, p), parts, strict=True))
+        self.stages = parts_by_stage(parts, p, meshes)
         self.ranks = [rank_of_stage(stage, p.pp, p.pp_schedule) for stage in range(p.pp * p.vpp)]
         self.hidden_size, self.vocab_size = recipe.model.hidden_size, recipe.model.vocab_size
         self.dtype = DTYPES[recipe.precision.compute]

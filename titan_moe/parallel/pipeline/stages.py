@@ -34,6 +34,11 @@ def split(model: nn.Module, recipe: Recipe, meshes: Meshes) -> list[nn.Module]:
         raise RecipeError([f"{problem}: {error}"]) from error
 
 
+def parts_by_stage(parts: list[nn.Module], p: ParallelConfig, meshes: Meshes) -> dict[int, nn.Module]:
+    """This rank's parts by the numbers of their stages, in the order of the model."""
+    return dict(zip(stages_of_rank(meshes.dense.get_local_rank("pp"), p), parts, strict=True))
+
+
 class TiedEmbedding:
     """The weight of tied embeddings, which the first stage has for the embedding and the last one for the head.
 
@@ -66,7 +71,7 @@ def find_tied_embedding(
         return None
     last_stage = p.pp * p.vpp - 1
     ends = [rank_of_stage(stage, p.pp, p.pp_schedule) for stage in (0, last_stage)]
-    by_stage = dict(zip(stages_of_rank(meshes.dense.get_local_rank("pp"), p), parts, strict=True))
+    by_stage = parts_by_stage(parts, p, meshes)
     first, last = (tied_weight(by_stage[stage]) if stage in by_stage else None for stage in (0, last_stage))
     group = None
     if ends[0] != ends[1]:  # every rank takes part in the making of every group
