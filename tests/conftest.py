@@ -1,5 +1,5 @@
 """Fixtures of all tests: pools of processes for multi-rank tests, one a file; processes that run tests beside, in
-Triton's interpreter and of launches."""
+Triton's interpreter, of launches and of ranks."""
 
 import gc
 import inspect
@@ -25,9 +25,25 @@ import torch
 TIMEOUT_SECONDS = 240
 SECONDS_AFTER_A_FAILURE = 10
 """A rank whose peer has failed waits in a collective: what it still has to say, it says at once."""
-BESIDE_TIMEOUT_SECONDS = 900
+BESIDE_TIMEOUT_SECONDS = 1800
 if not torch.cuda.is_available():  # processes that compile have more to import than they gain on a few cores
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+IMPORTED_BEFORE_FORKS = (
+    "titan_moe.train.build",
+    "pytest",
+    # the compiler, which PyTorch imports at the first compilation
+    "torch._dynamo.backends.debugging",
+    "torch._dynamo.backends.inductor",
+    "torch._dynamo.repro.after_dynamo",
+    "torch._export.passes.add_runtime_assertions_for_constraints_pass",
+    "torch._functorch._aot_autograd.subclass_codegen",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental._attention",
+    "torch.profiler",
+    "sympy.combinatorics",
+    "sympy.tensor",
+)
+"""Modules that are imported once for all ranks; one that this PyTorch lacks is left out."""
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if IS_INTERPRETED:
     runpy.run_path(str(Path(__file__).parent / "support" / "quick_interpreter.py"))
@@ -42,7 +58,7 @@ class Ranks:
         # that process may have asked for GPUs, which do not survive a fork
         self.context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if self.context.get_start_method() == "forkserver":
-            self.context.set_forkserver_preload(["titan_moe.train.build"])
+            self.context.set_forkserver_preload(list(IMPORTED_BEFORE_FORKS))
 
     def __call__(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         self._grow(num_ranks)
@@ -134,12 +150,15 @@ def takes_all_steps(request: pytest.FixtureRequest) -> bool:
 
 
 class Beside:
-    """Runs the tests of a mark in a process of its own, which begins with the session and works beside it."""
+    """Runs the tests of a mark in a process of its own, which begins with the session and works beside it.
 
-    def __init__(self, folder: Path, mark: str, **variables: str) -> None:
+    `arguments` are files and options of pytest.
+    """
+
+    def __init__(self, arguments: list[str], mark: str, **variables: str) -> None:
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-v", "-m", mark, str(folder)],
+            [sys.executable, "-m", "pytest", "-v", "-m", mark, *arguments],
             env=os.environ | {"PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"} | variables,
             stdout=self.log,
             stderr=subprocess.STDOUT,
@@ -160,7 +179,10 @@ BESIDE = {
     # fixture: a mark, and the environment of its process
     "interpreter": ("interpreted", {"TRITON_INTERPRET": "1"}),  # Triton must be told before it is imported
     "launches": ("launches", {}),
+    "pools": ("ranks", {}),
 }
+MOVED = {"launches", "pools"}
+"""Fixtures whose tests leave the process that waits for them."""
 STARTED = pytest.StashKey[dict[str, Beside]]()
 
 
@@ -178,6 +200,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if RANKS.intersection(getattr(item, "fixturenames", ())) and not _is_elsewhere(item):
+            item.add_marker("ranks")
         starts_processes = PROCESSES.intersection(getattr(item, "fixturenames", ()))
         if not starts_processes and not any(item.get_closest_marker(name) for name in ("slow", "gpu", "interpreted")):
             item.add_marker("fast")
@@ -195,14 +219,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     waited_for = {name for item in session.items for name in _waits_for(item)}
     if session.config.option.collectonly:
         return
-    if "launches" in waited_for:  # a whole run: they need not run here too
-        moved = [item for item in session.items if item.get_closest_marker("launches")]
-        session.items[:] = [item for item in session.items if item not in moved]
-        session.config.hook.pytest_deselected(items=moved)
-    folder = Path(__file__).parent
-    started = {
-        name: Beside(folder, mark, **variables) for name, (mark, variables) in BESIDE.items() if name in waited_for
-    }
+    of_mark = {mark: [item for item in session.items if item.get_closest_marker(mark)] for mark, _ in BESIDE.values()}
+    # a whole run: they need not run here too; those of the interpreter skip themselves
+    moved = {item for name in waited_for & MOVED for item in of_mark[BESIDE[name][0]]}
+    session.items[:] = [item for item in session.items if item not in moved]
+    session.config.hook.pytest_deselected(items=list(moved))
+    options = [f"--layouts={session.config.option.layouts}"]
+    options += ["--all-schedules"] * session.config.option.all_schedules
+    started = {}
+    for name in waited_for:
+        mark, variables = BESIDE[name]
+        files = list(dict.fromkeys(str(item.path) for item in of_mark[mark])) if name in MOVED else []
+        started[name] = Beside((files or [str(Path(__file__).parent)]) + options, mark, **variables)
     session.config.stash[STARTED] = started
 
 
@@ -219,6 +247,16 @@ def interpreter(request: pytest.FixtureRequest) -> Beside:
 @pytest.fixture(scope="session")
 def launches(request: pytest.FixtureRequest) -> Beside:
     return request.config.stash[STARTED]["launches"]
+
+
+@pytest.fixture(scope="session")
+def pools(request: pytest.FixtureRequest) -> Beside:
+    return request.config.stash[STARTED]["pools"]
+
+
+def _is_elsewhere(item: pytest.Item) -> bool:
+    """Whether it runs on GPUs, or in another of the processes beside."""
+    return any(item.get_closest_marker(name) for name in ("gpu", "interpreted", "launches"))
 
 
 def _waits_for(item: pytest.Item) -> set[str]:

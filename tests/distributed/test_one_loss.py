@@ -6,7 +6,8 @@ test_layouts.py has every pair of axes and random samples, test_bugs_of_others.p
 here is what they do not draw.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
@@ -143,9 +144,11 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
             parallel=run.parallel,
             num_sequences=run.train.global_batch_sequences,
         )
-        if index == 0:
+        is_observed = index == 0 and step_runner.control is None
+        if index == 0 and not is_observed:  # the first step has no bound, so blocks of one graph would run eagerly
             trace.grads = first_gradients(step, parts, batch)
-        result = step_runner(batch)
+        with observing_gradients(step, parts, trace.grads) if is_observed else nullcontext():
+            result = step_runner(batch)
         trace.losses.append(result.loss.item())
         trace.aux_losses.append(result.aux_loss.item())
         trace.grad_norms.append(result.grad_norm.item())
@@ -162,17 +165,39 @@ def train_compiled(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -
         return train(run, num_starved, num_steps)
 
 
+@contextmanager
+def observing_gradients(step: Any, parts: list[torch.nn.Module], grads: dict[str, Tensor]) -> Iterator[None]:
+    """Fill `grads` with the gradients of a step, before clipping."""
+    compute_gradients = step.compute_gradients
+
+    def observed(batch: Batch, scale: Tensor) -> Tensor:
+        loss = compute_gradients(batch, scale)
+        grads.update(gradients(parts))
+        return loss
+
+    with mock.patch.object(step, "compute_gradients", observed):
+        yield
+    assert grads, "the step has run"
+
+
 def first_gradients(step: Any, parts: list[torch.nn.Module], batch: Batch) -> dict[str, Tensor]:
-    """All full gradients of this rank's stages, before clipping; leaves the model unchanged."""
+    """`gradients` of a batch; leaves the model unchanged."""
     scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
     step.compute_gradients(batch, scale)
+    grads = gradients(parts)
+    for part in parts:
+        part.zero_grad()
+    return grads
+
+
+def gradients(parts: list[torch.nn.Module]) -> dict[str, Tensor]:
+    """All full gradients of this rank's stages. Collective."""
     grads = {}
     for part in parts:
         rows, own = fused_rows(part), {name: p.grad for name, p in part.named_parameters() if p.grad is not None}
         assert len(own) == len(list(part.parameters()))
         grads |= {name: full_tensor(grad, rows.get(name, ())).clone() for name, grad in own.items()}
-        part.zero_grad()
     return grads
 
 

@@ -27,7 +27,7 @@ from titan_moe.train.step_runner import StepRunner
 one_loss = load("distributed/test_one_loss")
 
 STEPS, ALL_STEPS = 3, 20
-NUM_SEQUENCES, NUM_LAYERS = 16, 8
+NUM_SEQUENCES, NUM_MICROBATCHES = 16, 8
 SCHEDULES = {
     "1f1b": ParallelConfig(pp_schedule="1f1b"),
     "interleaved_1f1b": ParallelConfig(pp_schedule="interleaved_1f1b", vpp=2),
@@ -44,28 +44,37 @@ AXES: dict[str, dict[str, Any]] = {
 
 
 def recipe_of(parallel: ParallelConfig, model: str = "gqa", memory: str = "none") -> Recipe:
-    """Eight layers, the first of them dense; every sequence is a microbatch."""
+    """A layer for each of up to eight stages, the first of them dense; eight microbatches of up to two data ranks."""
     base = one_loss.split_recipe(parallel, model, run=RunConfig(device="cpu"), memory=MemoryConfig(memory))
+    size = max(NUM_SEQUENCES // NUM_MICROBATCHES // max(parallel.dp_shard, parallel.ep, 1), 1)
     train = replace(
-        base.train, steps=ALL_STEPS, global_batch_sequences=NUM_SEQUENCES, micro_batch_sequences=1, seq_len_tokens=8
+        base.train, steps=ALL_STEPS, global_batch_sequences=NUM_SEQUENCES, micro_batch_sequences=size, seq_len_tokens=8
     )
-    return replace(base, train=train, model=replace(base.model, num_layers=NUM_LAYERS))
+    num_layers = 4 if parallel.pp * parallel.vpp <= 4 and not parallel.pp_layout else 8
+    return replace(base, train=train, model=replace(base.model, num_layers=num_layers))
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Any) -> Callable[[str, int], Any]:
-    """One process, by the name of a model and the number of steps."""
-    return cache(lambda model, num_steps: one_loss.run(ranks, 1, recipe_of(ParallelConfig(), model), -1, num_steps)[0])
+def alone(ranks: Any) -> Callable[..., Any]:
+    """One process, by the name of a model and the numbers of steps and layers."""
+
+    @cache
+    def train(model: str, num_steps: int, num_layers: int = 4) -> Any:
+        recipe = recipe_of(ParallelConfig(), model)
+        recipe = replace(recipe, model=replace(recipe.model, num_layers=num_layers))
+        return one_loss.run(ranks, 1, recipe, -1, num_steps)[0]
+
+    return train
 
 
 def assert_trains_alike(
-    ranks: Any, alone: Callable[[str, int], Any], recipe: Recipe, model: str = "gqa", num_steps: int = STEPS
+    ranks: Any, alone: Callable[..., Any], recipe: Recipe, model: str = "gqa", num_steps: int = STEPS
 ) -> None:
     p = recipe.parallel
     num_ranks = p.pp * p.tp * p.cp * max(p.dp_shard, p.ep, 1)
     assert check_rules(recipe, num_ranks) == []
     for trace in one_loss.run(ranks, num_ranks, recipe, -1, num_steps):
-        one_loss.assert_same(trace, alone(model, num_steps), 1e-9)
+        one_loss.assert_same(trace, alone(model, num_steps, recipe.model.num_layers), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +88,7 @@ def assert_trains_alike(
     ],
 )
 def test_every_schedule_trains_as_one_process(
-    ranks: Any, alone: Callable[[str, int], Any], schedule: str, axis: str
+    ranks: Any, alone: Callable[..., Any], schedule: str, axis: str
 ) -> None:
     parallel = replace(SCHEDULES[schedule], pp=2, **AXES[axis])
     assert_trains_alike(ranks, alone, recipe_of(parallel))
@@ -87,7 +96,7 @@ def test_every_schedule_trains_as_one_process(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_four_ranks_of_a_pipeline_train_as_one_process(
-    ranks: Any, alone: Callable[[str, int], Any], schedule: str
+    ranks: Any, alone: Callable[..., Any], schedule: str
 ) -> None:
     assert_trains_alike(ranks, alone, recipe_of(replace(SCHEDULES[schedule], pp=4)))
 
@@ -111,7 +120,7 @@ def test_four_ranks_of_a_pipeline_train_as_one_process(
     ],
 )
 def test_models_train_on_two_stages_as_in_one_process(
-    ranks: Any, alone: Callable[[str, int], Any], model: str, memory: str, changes: dict[str, Any]
+    ranks: Any, alone: Callable[..., Any], model: str, memory: str, changes: dict[str, Any]
 ) -> None:
     assert_trains_alike(ranks, alone, recipe_of(replace(ParallelConfig(pp=2), **changes), model, memory), model)
 
@@ -125,7 +134,7 @@ def test_models_train_on_two_stages_as_in_one_process(
     ],
 )
 def test_stages_and_microbatches_share_their_graphs(
-    ranks: Any, alone: Callable[[str, int], Any], extent: Any, model: str, schedule: str, num_graphs: int | None
+    ranks: Any, alone: Callable[..., Any], extent: Any, model: str, schedule: str, num_graphs: int | None
 ) -> None:
     parallel = replace(SCHEDULES[schedule], pp=2, ep=2, dispatcher="allgather")
     if schedule == "dualpipev":
@@ -171,7 +180,7 @@ LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
     ],
 )
 def test_pairs_of_microbatches_train_as_one_process(
-    ranks: Any, alone: Callable[[str, int], Any], model: str, changes: dict[str, Any]
+    ranks: Any, alone: Callable[..., Any], model: str, changes: dict[str, Any]
 ) -> None:
     assert_trains_alike(ranks, alone, recipe_of(replace(PAIRS, **changes), model), model)
 
@@ -197,7 +206,7 @@ def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
     ids=["1f1b", "pairs", "interleaved_pairs"],
 )
 def test_a_step_that_overflows_on_one_stage_is_taken_again_by_all(
-    ranks: Any, alone: Callable[[str, int], Any], parallel: ParallelConfig
+    ranks: Any, alone: Callable[..., Any], parallel: ParallelConfig
 ) -> None:
     parallel = replace(parallel, dispatcher="allgather", expert_rank_capacity_factor=1.4)
     seen = ranks(4, count_reruns, recipe_of(parallel))
@@ -213,7 +222,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_every_schedule_trains_as_one_process_beside_every_axis(
-    ranks: Any, alone: Callable[[str, int], Any], schedule: str, pp: int, axis: str
+    ranks: Any, alone: Callable[..., Any], schedule: str, pp: int, axis: str
 ) -> None:
     parallel = replace(SCHEDULES[schedule], pp=pp, **AXES[axis])
     assert_trains_alike(ranks, alone, recipe_of(parallel), num_steps=ALL_STEPS)
