@@ -87,17 +87,13 @@ def assert_trains_alike(
         ("dualpipev", "ep2"),
     ],
 )
-def test_every_schedule_trains_as_one_process(
-    ranks: Any, alone: Callable[..., Any], schedule: str, axis: str
-) -> None:
+def test_every_schedule_trains_as_one_process(ranks: Any, alone: Callable[..., Any], schedule: str, axis: str) -> None:
     parallel = replace(SCHEDULES[schedule], pp=2, **AXES[axis])
     assert_trains_alike(ranks, alone, recipe_of(parallel))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_ranks_of_a_pipeline_train_as_one_process(
-    ranks: Any, alone: Callable[..., Any], schedule: str
-) -> None:
+def test_four_ranks_of_a_pipeline_train_as_one_process(ranks: Any, alone: Callable[..., Any], schedule: str) -> None:
     assert_trains_alike(ranks, alone, recipe_of(replace(SCHEDULES[schedule], pp=4)))
 
 
@@ -126,23 +122,23 @@ def test_models_train_on_two_stages_as_in_one_process(
 
 
 @pytest.mark.parametrize(
-    ("extent", "model", "schedule", "num_graphs"),
+    ("extent", "model", "schedule", "ep", "num_graphs"),
     [
-        pytest.param("pieces", "gqa", "zbv", None, id="pieces"),
-        pytest.param("pieces", "gqa", "dualpipev", None, id="pairs"),
-        pytest.param("block", "gqa", "interleaved_1f1b", 2, id="blocks"),
+        pytest.param("pieces", "gqa", "zbv", 1, None, id="pieces"),
+        pytest.param("pieces", "gqa", "dualpipev", 2, None, id="pairs"),
+        pytest.param("block", "gqa", "interleaved_1f1b", 2, 2, id="blocks"),
     ],
 )
 def test_stages_and_microbatches_share_their_graphs(
-    ranks: Any, alone: Callable[..., Any], extent: Any, model: str, schedule: str, num_graphs: int | None
+    ranks: Any, alone: Callable[..., Any], extent: Any, model: str, schedule: str, ep: int, num_graphs: int | None
 ) -> None:
-    parallel = replace(SCHEDULES[schedule], pp=2, ep=2, dispatcher="allgather")
+    parallel = replace(SCHEDULES[schedule], pp=2, ep=ep, dispatcher="allgather")
     if schedule == "dualpipev":
         parallel = replace(parallel, overlap="microbatch")
     candidate = replace(recipe_of(parallel, model), compile=CompileConfig("on", extent=extent))
-    one = replace(candidate, parallel=ParallelConfig(ep=2, dispatcher="allgather", accumulate_unsharded=True))
-    (of_one,) = {tuple(fields["num_graphs"]) for fields in ranks(2, one_loss.train_compiled, one, -1, STEPS)}
-    seen = [one_loss.Trace(**fields) for fields in ranks(4, one_loss.train_compiled, candidate, -1, STEPS)]
+    one = replace(candidate, parallel=ParallelConfig(ep=ep, dispatcher="allgather", accumulate_unsharded=True))
+    (of_one,) = {tuple(fields["num_graphs"]) for fields in ranks(ep, one_loss.train_compiled, one, -1, 1)}
+    seen = [one_loss.Trace(**fields) for fields in ranks(2 * ep, one_loss.train_compiled, candidate, -1, STEPS)]
     for trace in seen:
         assert trace.losses == pytest.approx(alone(model, STEPS).losses, rel=1e-9)
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
