@@ -224,7 +224,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     moved = {item for name in waited_for & MOVED for item in of_mark[BESIDE[name][0]]}
     session.items[:] = [item for item in session.items if item not in moved]
     session.config.hook.pytest_deselected(items=list(moved))
-    options = [f"--layouts={session.config.option.layouts}"]
+    num_layouts = session.config.option.layouts
+    options = [] if num_layouts is None else [f"--layouts={num_layouts}"]
     options += ["--all-schedules"] * session.config.option.all_schedules
     started = {}
     for name in waited_for:

@@ -13,6 +13,7 @@ from titan_moe.profile.quantisation import FP8_KERNELS, is_quantisation
 from titan_moe.profile.report import TITLES, TracedRun, render
 from titan_moe.profile.trace_parsing import read_events
 
+GEMMS = {"_weight_grad_kernel", "_block_mm_kernel", "_block_weight_grad_kernel"}
 KERNELS = Path(__file__).parents[2] / "titan_moe" / "kernels"
 ROWWISE_CAST = "triton_red_fused__to_copy_abs_amax_clamp_div_exp2_floor_log2_mul_reciprocal_t_3"
 
@@ -55,7 +56,7 @@ def test_quantisation_has_all_kernels_of_formats_and_no_other() -> None:
     folders = "experts/fp8", "formats", "linear"
     quantising = {file for folder in folders for file in (KERNELS / folder).glob("*.py")}
     others = kernels_in(*(set(KERNELS.rglob("*.py")) - quantising))
-    assert set(kernels_in(*quantising)) == FP8_KERNELS | {"_weight_grad_kernel"}
+    assert set(kernels_in(*quantising)) == FP8_KERNELS | GEMMS
     assert FP8_KERNELS.isdisjoint(others) and others
 
 

@@ -105,6 +105,7 @@ ATOMICS = {
     "experts/fp8/weights.py": {"max"},
     "experts/copy_blocks.py": {"add"},  # an int32 counter of finished thread blocks
     "linear/casts.py": {"max"},
+    "formats/fused_rounding.py": {"max"},
 }
 
 

@@ -22,6 +22,7 @@ FP8_KERNELS = frozenset(
         "_largest_kernel",
         "_quantize_blocks_kernel",
         "_quantize_rows_kernel",
+        "_requantized_in_registers_kernel",
         "_requantized_kernel",
         "_round_kernel",
         "_transpose_codes_kernel",

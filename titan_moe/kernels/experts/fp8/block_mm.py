@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -99,6 +100,10 @@ def _add_products(
             stage = step % STAGES
             mbarrier.wait(loaded.index(stage), (step // STAGES) & 1)
             step += 1
+            if (
+                rows_ptr is not None
+            ):  # copies of threads, unlike those of the TMA, are not in order with the matrix units
+                fence_async_shared()
             x = x_stages.index(stage * 2 + half)
             product = multiply(x, weight_stages.index(stage * 2), BLOCK, layout)
             factor, other_factor = row_scale * scale, row_scale * other_scale
