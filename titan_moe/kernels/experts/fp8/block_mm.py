@@ -100,9 +100,7 @@ def _add_products(
             stage = step % STAGES
             mbarrier.wait(loaded.index(stage), (step // STAGES) & 1)
             step += 1
-            if (
-                rows_ptr is not None
-            ):  # copies of threads, unlike those of the TMA, are not in order with the matrix units
+            if rows_ptr is not None:  # the matrix units may overtake copies of threads, unlike those of the TMA
                 fence_async_shared()
             x = x_stages.index(stage * 2 + half)
             product = multiply(x, weight_stages.index(stage * 2), BLOCK, layout)
