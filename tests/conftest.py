@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,8 @@ TIMEOUT_SECONDS = 240
 SECONDS_AFTER_A_FAILURE = 10
 """A rank whose peer has failed waits in a collective: what it still has to say, it says at once."""
 BESIDE_TIMEOUT_SECONDS = 1800
+"""Of a process beside, after all others; none where options ask for more layouts or schedules."""
+SECONDS_TO_CLOSE = 30
 if not torch.cuda.is_available():  # processes that compile have more to import than they gain on a few cores
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 IMPORTED_BEFORE_FORKS = (
@@ -155,8 +158,10 @@ class Beside:
     `arguments` are files and options of pytest.
     """
 
-    def __init__(self, arguments: list[str], mark: str, **variables: str) -> None:
-        self.log = tempfile.TemporaryFile("w+")
+    def __init__(self, arguments: list[str], mark: str, num_moved: int, **variables: str) -> None:
+        """`num_moved` tests run there instead of here."""
+        self.log, self.num_moved = tempfile.TemporaryFile("w+"), num_moved
+        self.timeout = None if any(argument.startswith("--") for argument in arguments) else BESIDE_TIMEOUT_SECONDS
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-v", "-m", mark, *arguments],
             env=os.environ | {"PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"} | variables,
@@ -167,12 +172,22 @@ class Beside:
     def finish(self) -> tuple[int, str]:
         """Wait for it: its exit code, and what it printed."""
         try:
-            code = self.process.wait(BESIDE_TIMEOUT_SECONDS)
+            code = self.process.wait(self.timeout)
         except subprocess.TimeoutExpired:  # a barrier that waits for ever, perhaps: the log tells where
-            self.process.kill()
-            code = self.process.wait()
+            self.process.send_signal(signal.SIGINT)  # it closes its pools
+            try:
+                self.process.wait(SECONDS_TO_CLOSE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+            code = self.process.wait() or -1
         self.log.seek(0)
         return code, self.log.read()
+
+    def assert_all_ran(self) -> None:
+        """Wait for it: all passed or skipped themselves, and none was left out."""
+        code, log = self.finish()
+        num_ran = sum(" PASSED" in line or " SKIPPED" in line for line in log.splitlines())
+        assert code == 0 and " PASSED" in log and num_ran >= self.num_moved, f"{num_ran} of {self.num_moved}\n{log}"
 
 
 BESIDE = {
@@ -220,6 +235,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     of_mark = {mark: [item for item in session.items if item.get_closest_marker(mark)] for mark, _ in BESIDE.values()}
+    if session.config.option.markexpr:  # none of their tests was asked for
+        unasked = {name for name in waited_for & MOVED if not of_mark[BESIDE[name][0]]}
+        waited_for -= unasked
+        left_out = [item for item in session.items if unasked & _waits_for(item)]
+        session.items[:] = [item for item in session.items if item not in left_out]
+        session.config.hook.pytest_deselected(items=left_out)
     # a whole run: they need not run here too; those of the interpreter skip themselves
     moved = {item for name in waited_for & MOVED for item in of_mark[BESIDE[name][0]]}
     session.items[:] = [item for item in session.items if item not in moved]
@@ -231,7 +252,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     for name in waited_for:
         mark, variables = BESIDE[name]
         files = list(dict.fromkeys(str(item.path) for item in of_mark[mark])) if name in MOVED else []
-        started[name] = Beside((files or [str(Path(__file__).parent)]) + options, mark, **variables)
+        num_moved = len(of_mark[mark]) if name in MOVED else 0
+        started[name] = Beside((files or [str(Path(__file__).parent)]) + options, mark, num_moved, **variables)
     session.config.stash[STARTED] = started
 
 

@@ -2,7 +2,7 @@
 
 The reference is one process with the loop GEMM in fp64. Every layout must give its gradients after step 1, its losses
 and gradient norms to 1e-9, and its expert counts exactly: one over 20 steps (warm-up and decay), the others over a few.
-test_layouts.py has every pair of axes and random samples, test_bugs_of_others.py layouts with a history over 20 steps;
+test_layouts.py has every pair of axes and random samples, test_bugs_of_others.py layouts with a history;
 here is what they do not draw.
 """
 

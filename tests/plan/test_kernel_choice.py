@@ -109,6 +109,9 @@ def test_auto_ignores_what_is_not_comparable() -> None:
     whole = recipe("--perf.loss_chunk_tokens=0")
     assert kernels_of(whole, "NVIDIA H200").head == "torch" and kernels_of(recipe(), "NVIDIA H200").head == "triton"
     assert "head torch (not measured; titan-moe tune does it)" in describe_choices(choose_for(whole, 8, "NVIDIA H200"))
+    parts = recipe("--parallel.tp=2", "--parallel.ep=4")
+    lines = describe_choices(choose_for(parts, 8, "NVIDIA H200"))
+    assert "head torch (measured with all words on a rank alone)" in lines
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ TITLES = {
     "block": "rest of the blocks",
     "head": "head and loss",
     MESSAGES: "messages between stages",
-    "sharding": "sharding (FSDP)",
+    "sharding": "sharding (FSDP), sums over tp",
     "clip": "gradient norm and clipping",
     "optimizer": "optimizer",
     OTHER: "other: sums over ranks, RoPE tables",
