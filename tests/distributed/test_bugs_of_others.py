@@ -54,7 +54,8 @@ def alone(ranks: Any) -> Callable[[str], Any]:
         pytest.param(4, replace(EP2, tp=2), "gqa", id="pytorch_160285-dp2-tp2-ep2-edp2"),
         # the loss over own words only (theirs with smoothed labels)
         pytest.param(4, replace(EP2, tp=4, ep=4), "gqa-tied", id="Megatron_7452_01-tp4-ep4"),
-        # divided by own labels instead of all (theirs in multi-token prediction): here ranks of dp, too, have different numbers of labels
+        # divided by own labels instead of all, theirs in multi-token prediction: here ranks of dp, too, have different
+        # numbers of labels
         pytest.param(4, ParallelConfig(dp_replicate=2, tp=2), "gqa", id="Megatron_7452_03-hsdp2-tp2"),
         # the tensor axis of experts taken for that of attention
         pytest.param(4, ParallelConfig(tp=2, etp=4), "mla", id="Megatron_7452_05-dp2-tp2-etp4"),
