@@ -23,10 +23,10 @@ from unittest import mock
 import pytest
 import torch
 
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 480
 SECONDS_AFTER_A_FAILURE = 10
 """A rank whose peer has failed waits in a collective: what it still has to say, it says at once."""
-BESIDE_TIMEOUT_SECONDS = 1800
+BESIDE_TIMEOUT_SECONDS = 3600
 """Of a process beside, after all others; none where options ask for more layouts or schedules."""
 SECONDS_TO_CLOSE = 30
 if not torch.cuda.is_available():  # processes that compile have more to import than they gain on a few cores

@@ -52,9 +52,12 @@ def test_pipeline_checkpoints_load_bit_for_bit_on_other_layouts(
     ranks: Any, tmp_path: Path, before: str, after: str, model: str
 ) -> None:
     config = CheckpointConfig(is_async=before == "pp4")
+    layouts = LAYOUTS[before], LAYOUTS[after]
+    recipes = [replace(pipelines.recipe_of(parallel, model), checkpoint=config) for _, parallel in layouts]
+    num_layers = max(recipe.model.num_layers for recipe in recipes)
     first, later = (
-        (num_ranks, replace(pipelines.recipe_of(parallel, model), checkpoint=config))
-        for num_ranks, parallel in (LAYOUTS[before], LAYOUTS[after])
+        (num_ranks, replace(recipe, model=replace(recipe.model, num_layers=num_layers)))
+        for (num_ranks, _), recipe in zip(layouts, recipes, strict=True)
     )
     saved = merged(ranks(first[0], states.save, first[1], tmp_path))
     loaded = merged(ranks(later[0], states.resume, later[1], tmp_path))
