@@ -168,14 +168,13 @@ def train_compiled(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -
 @contextmanager
 def observing_gradients(step: Any, parts: list[torch.nn.Module], grads: dict[str, Tensor]) -> Iterator[None]:
     """Fill `grads` with the gradients of a step, before clipping."""
-    compute_gradients = step.compute_gradients
+    finish_gradients = step.finish_gradients
 
-    def observed(batch: Batch, scale: Tensor) -> Tensor:
-        loss = compute_gradients(batch, scale)
+    def observed() -> None:
+        finish_gradients()
         grads.update(gradients(parts))
-        return loss
 
-    with mock.patch.object(step, "compute_gradients", observed):
+    with mock.patch.object(step, "finish_gradients", observed):
         yield
     assert grads, "the step has run"
 
@@ -184,7 +183,8 @@ def first_gradients(step: Any, parts: list[torch.nn.Module], batch: Batch) -> di
     """`gradients` of a batch; leaves the model unchanged."""
     scale = 1.0 / step.count_labels(batch)
     step.balancer.start(scale)
-    step.compute_gradients(batch, scale)
+    step.forward_backward(batch, scale)
+    step.finish_gradients()
     grads = gradients(parts)
     for part in parts:
         part.zero_grad()

@@ -143,7 +143,8 @@ def count_messages(recipe: Recipe) -> tuple[int, int, int]:
     num_elements = sum(p.to_local().numel() for p in replicated)
     batch = one_loss.batch_of(0, recipe.train.micro_batch_sequences, built.meshes, parallel=recipe.parallel)
     with AllReduces() as seen:
-        built.step.step.compute_gradients(batch, torch.tensor(0.1, dtype=torch.float64))
+        built.step.step.forward_backward(batch, torch.tensor(0.1, dtype=torch.float64))
+        built.step.step.finish_gradients()
     return sum(shape in shapes for shape in seen.shapes), seen.shapes.count((num_elements,)), len(replicated)
 
 

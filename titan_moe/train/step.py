@@ -62,7 +62,8 @@ class TrainStep:
         scale = 1.0 / self.count_labels(batch)
         self.balancer.start(scale)
         self.capacity.reset()
-        loss = self.compute_gradients(batch, scale)
+        loss = self.forward_backward(batch, scale)
+        self.finish_gradients()
         # ranks of cp have the same balancing losses, those of their whole sequences
         losses = torch.stack([loss, self.balancer.aux_loss(loss) / self.meshes.sizes.cp])
         dist.all_reduce(losses, group=self.meshes.loss_group)
@@ -82,13 +83,11 @@ class TrainStep:
         counts = self.num_skipped, self.num_skipped_in_row, self.num_spikes
         return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, loads[1], *counts)
 
-    def compute_gradients(self, batch: Batch, scale: Tensor) -> Tensor:
-        """Forward and backward of all microbatches, and the sums that are left; returns this rank's loss, scaled."""
-        loss = self.forward_backward(batch, scale)
-        if self.replicated is not None:  # not by each microbatch, which a graph may replay
+    def finish_gradients(self) -> None:
+        """After all microbatches: the sums that are left. No part of a microbatch, which a graph may replay."""
+        if self.replicated is not None:
             with region("sharding"):
                 self.replicated.sum()
-        return loss
 
     def _find_spike(self, loss: Tensor, norm: Tensor, has_overflowed: Tensor) -> Tensor:
         if self.spikes is None:
