@@ -205,9 +205,8 @@ def _grouped_mm_dw(
     is_of_expert_en = layout.expert_n == torch.arange(num_experts, device=offsets_e.device)[:, None]
     for chunk in layout.chunks(dweight_eOI[0].numel()):
         product_nOI = left_nbO[chunk].mT @ right_nbI[chunk]
-        selects_en = is_of_expert_en[:, chunk].to(
-            product_nOI.dtype
-        )  # a product: sums of a fixed order, as no scatter's
+        # a product: sums of a fixed order, as no scatter's
+        selects_en = is_of_expert_en[:, chunk].to(product_nOI.dtype)
         dweight_eOI += (selects_en @ product_nOI.flatten(1)).view_as(dweight_eOI)
     return dweight_eOI.to(dtype)
 

@@ -7,7 +7,7 @@ The definition, bit for bit, is weight_grad.py; the roles of warps are those of 
 once for both.
 
 Physics: 2·R·A·B FLOPs, bound by the matrix units; each product of 128 is multiplied by two scales and added, twice the
-work in fp32 of block_mm.py.
+instructions in fp32 of block_mm.py.
 """
 
 import triton
