@@ -20,7 +20,7 @@ from titan_moe.kernels.experts.fp8.rows import quantize_apart, quantize_rows, un
 from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.stages import CUT as FP8_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad as fp8_weight_grad
-from titan_moe.kernels.experts.fp8.weights import quantize_weight
+from titan_moe.kernels.experts.fp8.weights import quantize_in_blocks, quantize_weight
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
@@ -181,6 +181,22 @@ def mm_with_roles(width: int = D, *, gathers: bool, where: Tensor | None = None)
     return block_mm(*of_slots, row_scales_Ri=row_scales_Ri)
 
 
+def weight_grad_of_linear(tokens: int, width_a: int, width_b: int) -> object:
+    """Of a dense layer: one expert, and one tile of tokens more than there are."""
+    num_tiles = tokens // BLOCK + 1
+    factors = (codes(width, num_tiles * BLOCK) for width in (width_a, width_b))
+    scales = (single(num_tiles, width) for width in (width_a, width_b))
+    return block_weight_grad(*factors, index(1), *scales)
+
+
+def mm_of_linear(tokens: int, inputs: int, outputs: int) -> object:
+    """Of a dense layer: one expert, whose weight is as stored or transposed."""
+    scales = single(tokens, inputs // BLOCK), single(1, outputs // BLOCK, inputs // BLOCK)
+    of_tiles = plan_tiles(index(1), tokens, BLOCK)
+    weight = codes(1, outputs, inputs)
+    return block_mm(codes(tokens, inputs), weight, scales[1], of_tiles, torch.bfloat16, row_scales_Ri=scales[0])
+
+
 GEMMS: dict[str, Callable[[], object]] = {
     "expert_up": lambda: expert_up(half(S, D), index(R), single(R), half(E, 2, F, D), tiles()),
     "expert_up_with_base": lambda: expert_up(
@@ -260,6 +276,14 @@ GEMMS: dict[str, Callable[[], object]] = {
     "block_weight_grad_odd": lambda: block_weight_grad(
         codes(1408, R), codes(D, R), index(E), single(R // 128, 1408), single(R // 128, D)
     ),
+    **{
+        f"block_linear_{i}_to_{o}": partial(mm_of_linear, t, i, o)
+        for t, i, o in ((S, 7168, 1536), (S, 1536, 24_576), (S, 512, 4096), (S - 3, 4096, 6144), (8, 2048, 128))
+    },
+    **{
+        f"block_linear_grad_{o}_by_{i}": partial(weight_grad_of_linear, S, o, i)
+        for o, i in ((1536, 7168), (24_576, 1536), (4096, 512), (128, 2048))
+    },
 }
 """Kernels that are bound by the tensor cores, and must use them."""
 HEAD_DIM, HEADS, KV_HEADS = 128, 32, 4
@@ -432,6 +456,12 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
         half(S, D), "nvfp4", "gradient", -2, single(1, 1), is_transformed=True
     ),
     "fp8_linear_rows": lambda: quantize_apart(half(S, 18_432)),
+    "fp8_block_linear_rows": lambda: quantize_apart(half(S, 18_432), BLOCK),
+    "fp8_block_linear_weight": lambda: quantize_in_blocks(half(1, 24_576, 1536), is_transposed=False),
+    "fp8_block_linear_transposed_weight": lambda: quantize_in_blocks(half(1, 24_576, 1536), is_transposed=True),
+    "fp8_block_linear_slots": lambda: requantized_slots(
+        codes(S, 18_432), single(S, 18_432 // BLOCK), plan_tiles(index(1), S, BLOCK)
+    ),
     "fp8_linear_columns": lambda: casts.quantize_columns(half(5120, D)),
     "fp8_linear_transpose": lambda: casts.transpose(codes(S, D)),
     "fp8_linear_transpose_with_factors": lambda: casts.transpose(codes(S, 5120), single(S)),

@@ -201,6 +201,23 @@ def matrices_in_sixteens(device: torch.device, dtype: torch.dtype) -> list[Sampl
     ]
 
 
+def matrices_in_blocks(device: torch.device, dtype: torch.dtype) -> list[Sample]:
+    """Widths of whole blocks of 128, and any number of tokens."""
+
+    def sample(name: str, outputs: int, *shape: int) -> Sample:
+        x, weight_OI = torch.randn(shape, device=device, dtype=dtype), torch.randn(outputs, shape[-1], device=device)
+        return Sample(name, (x, weight_OI.to(dtype)), 2)
+
+    x, weight_OI = sample("strided", 128, 130, 256).args[:2]
+    return [
+        sample("sequences", 384, 3, 47, 256),
+        sample("one_tile", 128, 128, 128),
+        sample("one_token", 256, 1, 128),
+        sample("none", 256, 0, 128),
+        Sample("strided", tuple(strided(x, weight_OI)), 2),
+    ]
+
+
 def rounded(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     """Each way to find scales: of blocks, of lines, of matrices, of both; along rows and along columns."""
 
@@ -452,6 +469,7 @@ SAMPLES = {
     "emulated_linear": Samples(matrices_without_formats, (*FP32, torch.float64, *BF16)),
     "round_to_format": Samples(rounded),
     "fp8_linear": Samples(matrices_in_sixteens, tolerance=2**-3),  # each factor by 2^-4; dB: its own tests
+    "fp8_block_linear": Samples(matrices_in_blocks, tolerance=2**-3),  # likewise
     "add_bias": Samples(biases, valid=slots_of_experts, valid_grad=slots_of_experts),
     "weighted_swiglu": Samples(swiglu),
     "swiglu_down": Samples(swiglu_down),

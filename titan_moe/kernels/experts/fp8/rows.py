@@ -146,7 +146,8 @@ def _quantize_rows_kernel(
         x = tl.load(x_ptr + row * D + columns, mask=keep, other=0.0).to(tl.float32)
         out_row_ptr = out_ptr + row * ROW
         if COLUMNS:
-            store_blocks(x, out_row_ptr, scale_at(out_row_ptr, D), 0, D, BLOCK_D, COLUMNS)
+            blocks_ptr = scale_at(out_row_ptr, D) if scales_ptr is None else scales_ptr + row * (D // COLUMNS)
+            store_blocks(x, out_row_ptr, blocks_ptr, 0, D, BLOCK_D, COLUMNS)
         else:
             amax = tl.max(tl.abs(x), axis=0)
             scale = tl.where(amax == 0, SMALLEST, power_of_two(amax))
@@ -162,18 +163,20 @@ def quantize_rows(x_SD: Tensor, columns: int = WHOLE_ROW) -> Tensor:
     return packed
 
 
-def quantize_apart(x_SD: Tensor) -> tuple[Tensor, Tensor]:
-    """[S, D] -> codes [S, D] and scales [S], not packed."""
+def quantize_apart(x_SD: Tensor, columns: int = WHOLE_ROW) -> tuple[Tensor, Tensor]:
+    """[S, D] -> codes [S, D] and scales, not packed: [S], with blocks [S, n]. D is as in `quantize_rows`."""
     codes_SD = torch.empty(x_SD.shape, dtype=CODES, device=x_SD.device)
-    scales_S = torch.empty(len(x_SD), dtype=torch.float32, device=x_SD.device)
-    _launch(x_SD, codes_SD, scales_S, WHOLE_ROW)
-    return codes_SD, scales_S
+    num_rows, width = x_SD.shape
+    shape = (num_rows, num_scales(width, columns)) if columns else (num_rows,)
+    scales = torch.empty(shape, dtype=torch.float32, device=x_SD.device)
+    _launch(x_SD, codes_SD, scales, columns)
+    return codes_SD, scales
 
 
-def _launch(x_SD: Tensor, out: Tensor, scales_S: Tensor | None, columns: int) -> None:
+def _launch(x_SD: Tensor, out: Tensor, scales: Tensor | None, columns: int) -> None:
     num_rows, width = x_SD.shape
     if num_rows:
         _quantize_rows_kernel[(min(num_rows, MAX_PROGRAMS),)](
-            x_SD, out, scales_S, num_rows, D=width, ROW=out.shape[1], BLOCK_D=triton.next_power_of_2(width),
+            x_SD, out, scales, num_rows, D=width, ROW=out.shape[1], BLOCK_D=triton.next_power_of_2(width),
             COLUMNS=columns, num_warps=8 if width > 2048 else 4,
         )  # fmt: skip

@@ -116,7 +116,7 @@ def up(
 
 def down(active: Activations, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None) -> Tensor:
     """Results of slots, [R, D] in bf16."""
-    return _slot_mm(active, weights.down[:2], tiles, schedule)
+    return times_weight(active, weights.down[:2], tiles, schedule)
 
 
 def d_down(
@@ -151,7 +151,7 @@ def d_up(
     gradients: HiddenGradients, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None
 ) -> Tensor:
     """Gradients of slots, [R, D] in bf16."""
-    return _slot_mm(gradients[:2], weights.gate_up[2:], tiles, schedule)
+    return times_weight(gradients[:2], weights.gate_up[2:], tiles, schedule)
 
 
 def _gather_mm(
@@ -172,8 +172,8 @@ def _gather_mm(
     )
 
 
-def _slot_mm(of_slots: Tensors, weight: Tensors, tiles: Tiles, schedule: TileSchedule | None) -> Tensor:
-    """Slots times a weight, both codes and scales."""
+def times_weight(of_slots: Tensors, weight: Tensors, tiles: Tiles, schedule: TileSchedule | None = None) -> Tensor:
+    """Slots times a weight, both codes and scales: -> [R, O] in bf16."""
     codes, scales = weight
     cut, columns = _cut_of(scales)
     if columns and schedule is None and has_roles(codes.device):
@@ -240,13 +240,19 @@ def _dw_of_blocks(
     dy: Tensor, x: Tensor, slots: ExpertSlots, gradients: HiddenGradients, tiles: Tiles, base: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     codes_R2F, scales, _, active_RF, active_scales = gradients
-
-    def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-        if has_roles(dy.device):
-            return block_weight_grad(a[0], b[0], slots.offsets_e, a[1], b[1])
-        return weight_grad(a[0], b[0], slots.offsets_e, a[1], tiles.rows, b_scales=b[1])
-
     # factors are freed after each product
-    dgate_up = product(requantized_slots(codes_R2F, scales, tiles), requantized_rows(x, slots.rows_R, tiles, base))
-    ddown_eDF = product(requantized_rows(dy, slots.rows_R, tiles), requantized_slots(active_RF, active_scales, tiles))
+    dgate_up = sum_over_slots(
+        requantized_slots(codes_R2F, scales, tiles), requantized_rows(x, slots.rows_R, tiles, base), slots.offsets_e
+    )
+    ddown_eDF = sum_over_slots(
+        requantized_rows(dy, slots.rows_R, tiles), requantized_slots(active_RF, active_scales, tiles), slots.offsets_e
+    )
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF
+
+
+def sum_over_slots(a: Tensors, b: Tensors, offsets_e: Tensor) -> Tensor:
+    """The gradient of a weight, [e, A, B] in bf16, from factors of requantized.py, codes and scales each."""
+    (codes_a, scales_MA), (codes_b, scales_MB) = a, b
+    if has_roles(codes_a.device):
+        return block_weight_grad(codes_a, codes_b, offsets_e, scales_MA, scales_MB)
+    return weight_grad(codes_a, codes_b, offsets_e, scales_MA, BLOCK, b_scales=scales_MB)

@@ -12,6 +12,7 @@ written twice.
 Physics: memory-bound; two passes read 2·(2 or 4)·e·O·I bytes and write 2·e·O·I. Blocks need one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -116,22 +117,26 @@ def _quantize_blocks_kernel(
     place = (expert * O + outputs)[:, None] * I + inputs[None, :]
     weight = _load(weight_ptr + place, None, IS_ROUNDED)
     scale = power_of_two(tl.max(tl.max(tl.abs(weight), axis=1), axis=0))
-    codes = (weight * (1 / scale)).to(codes_ptr.dtype.element_ty)
-    tl.store(codes_ptr + place, codes)
-    tl.store(transposed_ptr + (expert * I + inputs)[:, None] * O + outputs[None, :], tl.trans(codes))
-    tl.store(scales_ptr + (expert * down + row) * across + column, scale)
-    tl.store(transposed_scales_ptr + (expert * across + column) * down + row, scale)
+    codes = (weight * (1 / scale)).to(tl.float8e4nv)
+    if codes_ptr is not None:
+        tl.store(codes_ptr + place, codes)
+        tl.store(scales_ptr + (expert * down + row) * across + column, scale)
+    if transposed_ptr is not None:
+        tl.store(transposed_ptr + (expert * I + inputs)[:, None] * O + outputs[None, :], tl.trans(codes))
+        tl.store(transposed_scales_ptr + (expert * across + column) * down + row, scale)
 
 
 def new_quantized_weight(weight_eOI: Tensor, columns: int) -> QuantizedWeight:
     """Memory for the codes and scales of a weight."""
-    num_experts, outputs, inputs = weight_eOI.shape
-    tensors = []
-    for rows, width in ((outputs, inputs), (inputs, outputs)):
-        tensors.append(weight_eOI.new_empty(num_experts, rows, width, dtype=CODES))
-        blocks = (rows // columns, num_scales(width, columns)) if columns else (rows,)
-        tensors.append(weight_eOI.new_empty(num_experts, *blocks, dtype=torch.float32))
-    return QuantizedWeight(*tensors)
+    _, outputs, inputs = weight_eOI.shape
+    return QuantizedWeight(*_new(weight_eOI, outputs, inputs, columns), *_new(weight_eOI, inputs, outputs, columns))
+
+
+def _new(weight_eOI: Tensor, rows: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
+    num_experts = len(weight_eOI)
+    blocks = (rows // columns, num_scales(width, columns)) if columns else (rows,)
+    scales = weight_eOI.new_empty(num_experts, *blocks, dtype=torch.float32)
+    return weight_eOI.new_empty(num_experts, rows, width, dtype=CODES), scales
 
 
 def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE_ROW) -> QuantizedWeight:
@@ -142,9 +147,7 @@ def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE
     num_experts, outputs, inputs = weight_eOI.shape
     quantized = new_quantized_weight(weight_eOI, columns)
     if columns:
-        _quantize_blocks_kernel[(outputs // columns * (inputs // columns), num_experts)](
-            weight_eOI, *quantized, O=outputs, I=inputs, BLOCK=columns, IS_ROUNDED=is_rounded, num_warps=8
-        )
+        _quantize_blocks(weight_eOI, quantized, columns, is_rounded)
         return quantized
     codes, of_outputs, transposed, of_inputs = quantized
     amax_eI = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32)
@@ -174,3 +177,23 @@ def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE
         num_warps=4,
     )
     return quantized
+
+
+def quantize_in_blocks(weight_eOI: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of `quantize_weight` with blocks of 128, as stored or transposed: where the other GEMM quantises
+    the weight again, because neither is kept."""
+    weight_eOI = weight_eOI.contiguous()
+    _, outputs, inputs = weight_eOI.shape
+    rows, width = (inputs, outputs) if is_transposed else (outputs, inputs)
+    made = _new(weight_eOI, rows, width, BLOCK)
+    both = (None, None, *made) if is_transposed else (*made, None, None)
+    _quantize_blocks(weight_eOI, both, BLOCK, is_rounded=False)
+    return made
+
+
+def _quantize_blocks(weight_eOI: Tensor, out: Sequence[Tensor | None], columns: int, is_rounded: bool) -> None:
+    """`out` is in the order of `QuantizedWeight`; what is None is not written."""
+    num_experts, outputs, inputs = weight_eOI.shape
+    _quantize_blocks_kernel[(outputs // columns * (inputs // columns), num_experts)](
+        weight_eOI, *out, O=outputs, I=inputs, BLOCK=columns, IS_ROUNDED=is_rounded, num_warps=8
+    )
