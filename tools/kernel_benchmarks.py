@@ -141,8 +141,15 @@ def without_codes(op: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: op(*args[:-1])
 
 
-LINEAR_WIDTHS = ((2048, 5120), (4096, 2048), (2048, 3072), (512, 4096), (4096, 6144), (7168, 2048))
-"""Projections of Qwen3, V2-Lite, Mixtral and DeepSeek-V3."""
+LINEAR_WIDTHS = (
+    *((2048, 5120), (4096, 2048)),  # Qwen3: qkv, out
+    *((2048, 3072), (512, 4096), (2048, 2048), (2048, 5632), (2816, 2048)),  # V2-Lite: q, kv_up, out, shared experts
+    *((4096, 6144), (4096, 4096)),  # Mixtral: qkv, out
+    *((7168, 1536), (1536, 24_576), (512, 32_768), (16_384, 7168)),  # DeepSeek-V3: q_down, q_up, kv_up, out
+    *((7168, 4096), (2048, 7168), (7168, 36_864), (18_432, 7168)),  # its shared expert and dense layers
+    (7168, 2048),  # in the package's table
+)
+"""Input and output of dense layers. V2-Lite's dense MLP and latents down have no widths of whole blocks of 128."""
 
 
 def linear(num_tokens: int, inputs: int, outputs: int) -> Case:
@@ -335,6 +342,7 @@ BENCHMARKS = {
         {f"{inputs}_to_{outputs}": linear(16_384, inputs, outputs) for inputs, outputs in LINEAR_WIDTHS},
         {
             "titan_moe": KERNELS["fp8_linear"].op,
+            "blockwise": KERNELS["fp8_block_linear"].op,
             "torchao tensorwise, compiled": torchao_tensorwise,
             "in bf16": KERNELS["fp8_linear"].reference,
         },
