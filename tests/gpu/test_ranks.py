@@ -103,7 +103,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
     fp8 = ("--precision.format=fp8_rowwise", "--perf.kernels=fused")
-    blockwise = ("--precision.experts=fp8_blockwise", "--perf.kernels=fused")
+    blockwise = ("--precision.format=fp8_blockwise", "--perf.kernels=fused")
     split = ("--parallel.tp=2",)
     ring, overlapped = "--parallel.cp_kind=ring", "--parallel.tp_comm_overlap=true"
     interleaved = (
@@ -176,6 +176,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "fp8_tiles_recompute": (*tiled, *fp8, "--memory.recompute=block", "--precision.linears=compute", plain),
         "tp": (*split, plain),
         "tp_ep": (*split, whole, alltoall),
+        "tp_fp8_blockwise": (*split, whole, alltoall, *blockwise, plain),
         "tp_ep_blocks": (*split, whole, allgather, "--compile.extent=block"),
         "tp_symm_mem_captured": (*split, whole, symm_mem, "--compile.cudagraph=step", bounded, *validated),
         "tp_captured_microbatch": (*split, whole, allgather, "--compile.cudagraph=microbatch"),

@@ -1,6 +1,7 @@
 """Dense linear layers with formats: numerics of the three GEMMs, names, and what is kept for backward."""
 
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from titan_moe.config import RecipeError
 from titan_moe.config.formats import Format, GemmFormats
 from titan_moe.kernels.experts.swiglu import swiglu
+from titan_moe.kernels.linear.fp8 import fp8_linear
+from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.mlp import MLP, SwiGLUDown
 from titan_moe.precision.linears import FormattedLinear, convert_linear
 
@@ -148,6 +151,35 @@ def test_other_formats_are_emulated_by_kernels(name: Format, floor: float) -> No
     exact = gemms(down, hidden, torch.ones(T, O))
     rounded = gemms(convert_linear(down, three(name), "emulated"), hidden, torch.ones(T, O))
     assert all(floor - 2 < decibels(e, r) < 60 for e, r in zip(exact, rounded, strict=True))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("original", [nn.Linear, SwiGLUDown])
+def test_native_blockwise_layers_are_those_of_the_emulation(original: type[nn.Linear]) -> None:
+    """With a bias, behind an activation, for several sequences whose tokens fill no tile."""
+    torch.manual_seed(0)
+    layer = original(256, 384)
+    x = torch.randn(2, 70, 512 if original is SwiGLUDown else 256)
+    grad = torch.randn(2, 70, 384) * 1e-3
+    emulated, native = (
+        gemms(convert_linear(layer, three("fp8_blockwise"), name), x, grad) for name in ("emulated", "native")
+    )
+    for e, n, floor in zip(emulated, native, (100, 100, 60), strict=True):
+        assert decibels(e, n) > floor, "gradients of weights are rounded twice"
+
+
+def test_native_blockwise_layers_with_a_gemm_in_compute_are_refused() -> None:
+    formats = GemmFormats("fp8_blockwise", "fp8_blockwise", "compute")
+    with pytest.raises(RecipeError, match='"fp8_blockwise \\(wgrad compute\\)" has no native kernels'):
+        convert_linear(nn.Linear(I, O), formats, "native")
+
+
+@pytest.mark.parametrize(("name", "product"), [("fp8_rowwise", fp8_linear), ("fp8_blockwise", fp8_block_linear)])
+def test_native_layers_of_ours_need_no_torchao(name: Format, product: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    converted = convert_linear(SwiGLUDown(I, O), three(name), "native")
+    assert isinstance(converted, FormattedLinear) and converted.activates and converted.product is product
+    assert deepcopy(converted).product is product
 
 
 def test_native_kernels_that_do_not_exist_are_refused() -> None:

@@ -21,6 +21,7 @@ from titan_moe.kernels.experts.fp8.mlp import (
     quantize_experts,
     quantize_experts_in_blocks,
 )
+from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.models.transformer import Transformer
@@ -137,6 +138,26 @@ def test_native_experts_have_the_kernels_of_their_formats(formats: GemmFormats, 
     assert layer.mlp is mlp and layer.quantize is quantize
     copied = deepcopy(layer)
     assert copied.mlp is mlp and copied.quantize is quantize
+
+
+def test_native_blockwise_layers_are_those_of_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLA's among them; what has other widths stays as it is."""
+    attention = replace(MLA, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+    moe = MoEConfig(num_experts=4, ffn_hidden_size=128, shared_ffn_hidden_size=384)
+    model, recipe = build(replace(MODEL, hidden_size=256, ffn_hidden_size=320, attention=attention, moe=moe))
+    precision = replace(recipe.precision, format="fp8_blockwise", backend="auto")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    converted = convert(model, replace(recipe, precision=precision), torch.device("cuda"))
+    modules = dict(model.named_modules())
+    linears = {name for name in converted if not name.endswith("experts")}
+    assert all(modules[name].product is fp8_block_linear for name in linears)
+    assert {name.removeprefix("layers.1.") for name in linears if name.startswith("layers.1.")} == {
+        *("attention.q_down", "attention.kv_up", "attention.out"),
+        *("feed_forward.shared_experts.gate_up", "feed_forward.shared_experts.down"),
+    }
+    assert type(modules["layers.0.feed_forward.down"]) is SwiGLUDown, "320 inputs"
+    assert type(modules["layers.1.attention.q_up"]) is nn.Linear, "192 outputs"
+    assert type(modules["layers.1.attention.kv_down"]) is nn.Linear, "160 outputs"
 
 
 @pytest.mark.parametrize(("formats", "weighs_input"), [(ROWWISE, True), (replace(ROWWISE, dgrad="compute"), False)])

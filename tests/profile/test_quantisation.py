@@ -34,9 +34,6 @@ ROWWISE_CAST = "triton_red_fused__to_copy_abs_amax_clamp_div_exp2_floor_log2_mul
         ("triton_poi_fused__to_copy_t_0", False),
         ("triton_poi_fused__to_copy_mul_4", False),
         ("triton_per_fused_amax_exp_sub_sum_1", False),
-        ("triton_fp8_blockwise_act_quant_lhs_kernel", True),
-        ("triton_fp8_blockwise_weight_quant_transposed_rhs_kernel", True),
-        ("triton_fp8_gemm_1x128_128x128_kernel", False),
         ("sm90_xmma_gemm_e4m3bf16_e4m3f32", False),
     ],
 )

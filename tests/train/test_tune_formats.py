@@ -161,12 +161,14 @@ def test_format_that_fails_is_left_out(
     assert "experts_in_formats fp8_rowwise fails, so it is left out: RuntimeError: no such kernel" in caplog.text
 
 
-def test_linears_are_not_measured_without_torchao(
+def test_linears_of_torchao_are_not_measured_without_it(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    (entry,) = tune_formats.measure_formats(recipe, 1, META, HOPPER, ticks())
-    assert entry.operation == "experts_in_formats" and caplog.text.count("linear_in_formats is not measured: ") == 1
+    experts, *linears = tune_formats.measure_formats(recipe, 1, META, HOPPER, ticks())
+    assert experts.operation == "experts_in_formats" and linears
+    assert {name for entry in linears for name in entry.ms} == {"compute", "fp8_rowwise", "fp8_blockwise"}
+    assert caplog.text.count("linear_in_formats: torchao's layers are not measured: ") == 1
 
 
 @pytest.mark.parametrize("formats", [ROWWISE, GemmFormats("fp8_tensorwise", "fp8_tensorwise")], ids=str)

@@ -12,8 +12,8 @@ Format = Literal["compute", "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "m
 `fp8_tensorwise`: e4m3, gradients e5m2, one fp32 scale a tensor.
 `fp8_rowwise`: e4m3, one scale, a power of two, for each row of the left operand and each column of the right one;
 native gradients of weights have one scale in all (kernels/linear/fp8.py).
-`fp8_blockwise`: e4m3, one fp32 scale for 1 x 128 elements of activations and gradients along the summed dimension, and
-for 128 x 128 of weights (arXiv:2412.19437, section 3.3); of experts, powers of two.
+`fp8_blockwise`: e4m3, one scale, a power of two, for 1 x 128 elements of activations and gradients along the summed
+dimension, and for 128 x 128 of weights (arXiv:2412.19437, section 3.3).
 `mxfp8`: e4m3, one power of two for 32 elements along the summed dimension (OCP microscaling formats 1.0).
 `nvfp4`: e2m1, one e4m3 scale for 16 elements (weights: 16 x 16) and one fp32 scale a tensor (arXiv:2509.25149)."""
 

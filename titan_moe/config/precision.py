@@ -42,9 +42,8 @@ class PrecisionConfig:
     `fp8_tensorwise`: e4m3, gradients e5m2; one scale a tensor.
     `fp8_rowwise`: e4m3; a power of two for each row of the left and each column of the right operand. Native wgrad
     moves them to the codes of one operand, and one scale in all remains.
-    `fp8_blockwise`: e4m3; one scale for 1 x 128 of activations and gradients and 128 x 128 of weights (DeepSeek-V3,
-    arXiv:2412.19437), in experts a power of two. Native wgrad of experts rounds what was rounded along widths again,
-    along tokens.
+    `fp8_blockwise`: e4m3; one power of two for 1 x 128 of activations and gradients and 128 x 128 of weights
+    (DeepSeek-V3, arXiv:2412.19437). Native wgrad rounds what was rounded along widths again, along tokens.
     `mxfp8`: e4m3; one power of two for 32 elements (OCP microscaling formats).
     `nvfp4`: e2m1; one e4m3 scale for 16 elements and one fp32 scale a tensor (arXiv:2509.25149)."""
     experts: Literal["format", Format] = "format"

@@ -1,4 +1,5 @@
-"""Dense linear layers with formats: our kernels for fp8 by rows, torchao's for other fp8, emulated ones for the rest.
+"""Dense linear layers with formats: our kernels for fp8 by rows and by blocks, torchao's for other fp8, emulated ones
+for the rest.
 
 Every converted layer owns the parameters of the layer that it replaces. `SwiGLUDown` stays one operation: activation,
 rounding and product. A compiler fuses the first two, and keeps the pre-activation alone for backward.
@@ -13,12 +14,17 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.formats.linear import emulated_linear
 from titan_moe.kernels.linear.fp8 import fp8_linear
+from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.precision.requirements import require_torchao
 
-ROWWISE = GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise")
+NATIVE = {
+    GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise"): fp8_linear,
+    GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise"): fp8_block_linear,
+}
+"""What our kernels compute."""
 FLOAT8_LINEAR = ("fp8_tensorwise", "fp8_rowwise")
-"""Formats of torchao's `Float8Linear`; native and rowwise in all three GEMMs, a layer has our kernels."""
+"""Formats of torchao's `Float8Linear`, for what our kernels do not compute, and for emulation."""
 
 
 def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str, *, in_triton: bool = False) -> nn.Module:
@@ -29,15 +35,14 @@ def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str, *, in_
     Raises: RecipeError if a package is missing, or this package has no such kernel.
     """
     activates, is_emulated = isinstance(linear, SwiGLUDown), backend == "emulated"
-    setting = f'precision.linears = "{formats.fprop}"'
-    if formats == ROWWISE and not is_emulated:
-        return FormattedLinear(linear, fp8_linear, activates=activates)
+    if formats in NATIVE and not is_emulated:
+        return FormattedLinear(linear, NATIVE[formats], activates=activates)
     if formats.fprop in FLOAT8_LINEAR:
-        return _torchao(setting).float8_linear(linear, formats, emulate=is_emulated, activates=activates)
+        torchao = _torchao(f'precision.linears = "{formats.fprop}"')
+        return torchao.float8_linear(linear, formats, emulate=is_emulated, activates=activates)
     if is_emulated:
-        return FormattedLinear(linear, emulated_linear, formats, False, in_triton, activates=activates)
-    if formats == GemmFormats("fp8_blockwise", "fp8_blockwise", "fp8_blockwise"):
-        return FormattedLinear(linear, _torchao(setting).blockwise_linear, activates=activates)
+        powers_of_two = formats.fprop == "fp8_blockwise"  # as in native layers
+        return FormattedLinear(linear, emulated_linear, formats, powers_of_two, in_triton, activates=activates)
     raise RecipeError(
         [
             f'precision.linears = "{formats}" has no native kernels; take precision.backend = "emulated", or '

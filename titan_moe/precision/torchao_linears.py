@@ -5,8 +5,6 @@ Its config is built from the three formats, and shared by all layers: graphs are
 """
 
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +14,6 @@ from torchao.float8.float8_linear import Float8Linear
 
 from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.swiglu import swiglu
-
-BLOCK = 128
 
 
 def float8_linear(linear: nn.Linear, formats: GemmFormats, *, emulate: bool, activates: bool = False) -> nn.Module:
@@ -67,47 +63,3 @@ def float8_config(formats: GemmFormats, emulate: bool) -> Float8LinearConfig:
         emulate=emulate,
         round_scales_to_power_of_2=is_rowwise,
     )
-
-
-def blockwise_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """y = x · Wᵀ with 1 x 128 and 128 x 128 scales, on a GPU: [..., I] -> [..., O]."""
-    return _blockwise_linear(x.contiguous(), weight_OI)  # a function, which a copied model can share
-
-
-@torch.library.custom_op("titan_moe::blockwise_linear", mutates_args=(), device_types="cuda")
-def _blockwise_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """torchao's function as an operation: Dynamo of torch 2.11 cannot trace its product."""
-    unsaved: Any = SimpleNamespace(save_for_backward=lambda *tensors: None)
-    return _torchao_blockwise().forward(unsaved, x, weight_OI, BLOCK)
-
-
-@_blockwise_linear.register_fake
-def _(x: Tensor, weight_OI: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight_OI.shape[0])
-
-
-@torch.library.custom_op("titan_moe::blockwise_linear_backward", mutates_args=(), device_types="cuda")
-def _blockwise_backward(dy: Tensor, x: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    saved: Any = SimpleNamespace(
-        saved_tensors=(x, weight_OI), block_size=BLOCK, out_dtype=torch.bfloat16, use_triton=False
-    )
-    dx, dweight_OI, *_ = _torchao_blockwise().backward(saved, dy)
-    return dx, dweight_OI
-
-
-@_blockwise_backward.register_fake
-def _(dy: Tensor, x: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight_OI)
-
-
-_blockwise_linear.register_autograd(
-    lambda ctx, dy: _blockwise_backward(dy.contiguous(), *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
-def _torchao_blockwise() -> Any:
-    """Its kernels are Triton's and cuBLAS's."""
-    from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
-
-    return fp8_blockwise_mm

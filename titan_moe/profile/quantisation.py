@@ -1,7 +1,7 @@
 """Which kernels of a trace quantise: they are a part of their own, in whatever part they were launched.
 
-Three sources: the kernels around the GEMMs of fp8 experts and linear layers, torchao's blockwise casts, and casts that
-the compiler made of torchao's tensorwise and rowwise ones. A cast that is fused with other work, such as a norm or an
+Two sources: the kernels around the GEMMs of fp8 experts and linear layers, and casts that the compiler made of
+torchao's tensorwise and rowwise ones. A cast that is fused with other work, such as a norm or an
 activation, stays in the part of that work; so do reductions and copies of torchao without compile, whose names say
 nothing.
 """
@@ -32,7 +32,6 @@ FP8_KERNELS = frozenset(
 )
 """All Triton kernels of kernels/experts/fp8, kernels/formats and kernels/linear but GEMMs. SwiGLU and its backward are
 passes for the sake of scales: in bf16 they are part of GEMMs or a smaller pass."""
-_BLOCKWISE = re.compile(r"triton_fp8_blockwise_(?:act|weight)_quant_\w+")
 CAST_OPS = (
     "_to_copy abs amax clamp clone div exp2 floor log2 max mul permute reciprocal slice squeeze t transpose unsqueeze "
     "view"
@@ -45,6 +44,6 @@ _MAKES_CODES = re.compile(r"_to_copy_(?:\w+_)?clamp_|_abs_(?:\w+_)?a?max_")
 
 def is_quantisation(name: str) -> bool:
     """Whether a kernel does nothing but quantise, by its name."""
-    if name in FP8_KERNELS or _BLOCKWISE.fullmatch(name):
+    if name in FP8_KERNELS:
         return True
     return bool(_MAKES_CODES.search(name) and _COMPILED_CAST.fullmatch(name))

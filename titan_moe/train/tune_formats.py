@@ -23,6 +23,7 @@ from titan_moe.plan.hardware import Capability
 from titan_moe.plan.kernel_shapes import Shape
 from titan_moe.plan.kernel_table import Measured
 from titan_moe.precision.experts import NATIVE
+from titan_moe.precision.linears import NATIVE as NATIVE_LINEARS
 from titan_moe.precision.linears import convert_linear
 from titan_moe.precision.requirements import require_torchao
 from titan_moe.train.tune_times import measured_today, time_backends
@@ -43,9 +44,11 @@ def measure_formats(
     """
     is_compiled = recipe.compile.compiles(device.type)
     compared = formats_to_measure(recipe, world_size, capability)
-    if any(entry.operation == "linear_in_formats" for entry in compared) and not _has_torchao():
-        compared = [entry for entry in compared if entry.operation != "linear_in_formats"]
+    has_linears = any(entry.operation == "linear_in_formats" for entry in compared)
+    lacks_torchao = has_linears and not _has_torchao()
     for operation, shape, formats in compared:
+        if operation == "linear_in_formats" and lacks_torchao:
+            formats = [each for each in formats if each in NATIVE_LINEARS]
         tunable = TUNABLES[operation](formats, shape)
         logger.info("%s: %s", operation, ", ".join(f"{size} {name}" for name, size in shape.items()))
         ms = time_backends(tunable, tunable.candidates, shape, device, stopwatch, is_compiled, "it is left out")
@@ -57,7 +60,7 @@ def _has_torchao() -> bool:
     try:
         require_torchao("precision.linears")
     except RecipeError as error:
-        logger.warning("linear_in_formats is not measured: %s", error)
+        logger.warning("linear_in_formats: torchao's layers are not measured: %s", error)
         return False
     return True
 
@@ -75,10 +78,7 @@ def linear_in_formats(formats: Iterable[GemmFormats], shape: Shape, backend: str
     candidates: dict[str, Callable[..., Tensor]] = {"compute": nn.functional.linear}
     for each in formats:
         plain = nn.Linear(shape["input"], shape["output"], bias=False, device="meta")
-        try:
-            candidates[str(each)] = partial(_call, convert_linear(plain, each, backend))
-        except ImportError as error:  # torchao's prototypes move
-            logger.warning("linear_in_formats %s fails, so it is left out: %s", each, error)
+        candidates[str(each)] = partial(_call, convert_linear(plain, each, backend))
     return Tunable("linear_in_formats", candidates, _draw_linear)
 
 

@@ -131,6 +131,49 @@ def test_backward_keeps_codes_of_the_input_and_the_weight(device: str, dtype: to
     assert weight.data_ptr() == weight_OI.data_ptr()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("num_tokens", "inputs", "outputs"),
+    [(4096, 7168, 1536), (4000, 1536, 24_576), (4097, 512, 4096), (2048, 18_432, 7168), (1, 4096, 6144)],
+    ids=str,
+)
+def test_layers_of_full_size_are_near_fp64(num_tokens: int, inputs: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    x, weight_OI, dy = (
+        draw("cuda", torch.bfloat16, *shape)
+        for shape in ((num_tokens, inputs), (outputs, inputs), (num_tokens, outputs))
+    )
+    first = gemms(fp8_block_linear, x, weight_OI, dy)
+    for exact, actual in zip(exact_gemms(x, weight_OI, dy), first, strict=True):
+        assert decibels(exact, actual) > 26
+    assert all(map(torch.equal, first, gemms(fp8_block_linear, x, weight_OI, dy)))
+
+
+@pytest.mark.gpu
+def test_replayed_layers_have_the_bits_of_eager_ones() -> None:
+    torch.manual_seed(0)
+    x, weight_OI = (draw("cuda", torch.bfloat16, *shape).requires_grad_() for shape in ((1000, 768), (1024, 768)))
+    dy = draw("cuda", torch.bfloat16, 1000, 1024)
+
+    def evaluate() -> list[Tensor]:
+        y = fp8_block_linear(x, weight_OI)
+        return [y.detach(), *torch.autograd.grad(y, [x, weight_OI], dy)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        evaluate()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        replayed = evaluate()
+    with torch.no_grad():
+        for tensor in (x, weight_OI, dy):
+            tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    assert all(map(torch.equal, replayed, evaluate()))
+
+
 def test_widths_of_no_whole_block_are_refused() -> None:
     for inputs, outputs in ((128, 64), (192, 128)):
         with pytest.raises(ValueError, match=f"multiples of 128, not {inputs} and {outputs}; take precision.linears"):
