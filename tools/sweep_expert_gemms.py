@@ -24,7 +24,7 @@ from titan_moe.kernels.experts.fp8.rows import quantize_rows, unpack
 from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import BLOCK_CUT as BLOCK_WEIGHT_GRAD_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad
-from titan_moe.kernels.experts.fp8.weights import quantize_weight
+from titan_moe.kernels.experts.fp8.weights import quantize_one_way
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.tiles import GemmTiles, plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS, expert_up
@@ -136,7 +136,7 @@ def _blockwise(x_SD: Tensor, weight_eOI: Tensor, rows_R: Tensor, offsets_e: Tens
     """The first GEMM of experts in fp8 with scales of blocks, and its weight gradient, beside those in bf16."""
     num_slots, (_, both, width) = rows_R.numel(), weight_eOI.shape
     tiles, x_RD, flops = plan_tiles(offsets_e, num_slots, TILE_ROWS), x_SD[rows_R], 2.0 * num_slots * both * width
-    x, (codes, scales, *_) = quantize_rows(x_SD, BLOCK), quantize_weight(weight_eOI, torch.bfloat16, BLOCK)
+    x, (codes, scales) = quantize_rows(x_SD, BLOCK), quantize_one_way(weight_eOI, BLOCK, transposed=False)
     yield Problem(
         "up8",
         lambda candidate: gather_mm(

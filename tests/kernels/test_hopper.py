@@ -20,7 +20,7 @@ from titan_moe.kernels.experts.fp8.rows import quantize_apart, quantize_rows, un
 from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.stages import CUT as FP8_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad as fp8_weight_grad
-from titan_moe.kernels.experts.fp8.weights import quantize_in_blocks, quantize_weight
+from titan_moe.kernels.experts.fp8.weights import quantize_one_way, quantize_weight
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slot_sum import slot_rows, slot_sum
@@ -29,7 +29,7 @@ from titan_moe.kernels.experts.tiles import GemmTiles, plan_tiles
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import expert_weight_grad
 from titan_moe.kernels.formats.fused_rounding import launch_rounding
-from titan_moe.kernels.linear import casts
+from titan_moe.kernels.linear.transposed import transpose
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
 from titan_moe.kernels.loss.softmax_over_parts import part_gradient, part_statistics
@@ -457,14 +457,14 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     ),
     "fp8_linear_rows": lambda: quantize_apart(half(S, 18_432)),
     "fp8_block_linear_rows": lambda: quantize_apart(half(S, 18_432), BLOCK),
-    "fp8_block_linear_weight": lambda: quantize_in_blocks(half(1, 24_576, 1536), is_transposed=False),
-    "fp8_block_linear_transposed_weight": lambda: quantize_in_blocks(half(1, 24_576, 1536), is_transposed=True),
+    "fp8_block_linear_weight": lambda: quantize_one_way(half(1, 24_576, 1536), BLOCK, transposed=False),
+    "fp8_block_linear_transposed_weight": lambda: quantize_one_way(half(1, 24_576, 1536), BLOCK, transposed=True),
     "fp8_block_linear_slots": lambda: requantized_slots(
         codes(S, 18_432), single(S, 18_432 // BLOCK), plan_tiles(index(1), S, BLOCK)
     ),
-    "fp8_linear_columns": lambda: casts.quantize_columns(half(5120, D)),
-    "fp8_linear_transpose": lambda: casts.transpose(codes(S, D)),
-    "fp8_linear_transpose_with_factors": lambda: casts.transpose(codes(S, 5120), single(S)),
+    "fp8_linear_transposed_weight": lambda: quantize_one_way(half(1, 5120, D), transposed=True),
+    "fp8_linear_transpose": lambda: transpose(codes(S, D)),
+    "fp8_linear_transpose_with_factors": lambda: transpose(codes(S, 5120), single(S)),
     "softmax_gradient": lambda: softmax_gradient(half(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_fp32": lambda: softmax_gradient(single(2048, V), index(2048).long(), single(2048), -100),
     "softmax_gradient_odd": lambda: softmax_gradient(half(2048, V + 1), index(2048).long(), single(2048), -100),

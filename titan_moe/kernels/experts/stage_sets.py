@@ -66,11 +66,12 @@ class Stages(Protocol):
         """Gradients of gate_up and down, in one piece each."""
 
 
-def stages_of(weights: Tensors, stage_format: int) -> Stages:
-    """The stages for weights as operations take them: own ones and clones, or what `operands` of fp8/mlp.py returns."""
+def stages_of(weights: Tensors, stage_format: int, *, for_backward: bool = False) -> Stages:
+    """The stages of one direction, for weights as operations take them: own ones and clones, or what `operands` of
+    fp8/mlp.py returns."""
     if stage_format == PLAIN:
         return PlainStages(ExpertWeights.of(weights).join())
-    quantized = QuantizedExperts.of(codes_of(weights, _columns(stage_format)))
+    quantized = QuantizedExperts.of(codes_of(weights, _columns(stage_format), for_backward=for_backward))
     return Fp8Stages(quantized, stage_format in (FP8, BLOCKWISE))
 
 

@@ -12,8 +12,9 @@ token. All are powers of two: only codes that fall below the smallest one are ro
 matrix units have about 14 bits (kernels/experts/fp8/stages.py).
 
 Physics: the GEMMs have twice the rate of bf16; passes read and write (3 + 2)·T·(I + O) bytes. Kept for backward are
-codes and scales of x, half of bf16's bytes. References of the casts are in casts.py and experts/fp8/rows.py.
-kernels/formats/linear.py, the definition of "fp8_rowwise", has a scale for each column of both operands of dW.
+codes and scales of x, half of bf16's bytes. References of the casts are in transposed.py here, and in rows.py and
+weights.py of experts. kernels/formats/linear.py, the definition of "fp8_rowwise", has a scale for each column of both
+operands of dW.
 """
 
 from typing import Any
@@ -24,7 +25,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.experts.fp8.packed import CODES
 from titan_moe.kernels.experts.fp8.rows import SMALLEST_SCALE, quantize_apart
-from titan_moe.kernels.linear.casts import quantize_columns, transpose
+from titan_moe.kernels.experts.fp8.weights import quantize_one_way
+from titan_moe.kernels.linear.transposed import transpose
 from titan_moe.kernels.registry import Kernel, register
 
 
@@ -64,8 +66,8 @@ def _backward(
     (codes_TO, dy_scales_T), (num_outputs, num_inputs) = quantize_apart(dy_TO), weight_OI.shape
     dx_TI, dweight_OI = dy_TO.new_empty(0), weight_OI.new_empty(0)
     if needs[0]:
-        codes_IO, scales_I = quantize_columns(weight_OI.contiguous())
-        dx_TI = _product(codes_TO, codes_IO, dy_scales_T, scales_I, dy_TO.dtype)
+        weight = quantize_one_way(weight_OI[None], transposed=True)
+        dx_TI = _product(codes_TO, weight.codes[0], dy_scales_T, weight.scales[0], dy_TO.dtype)
     if needs[1] and not len(dy_TO):
         dweight_OI = torch.zeros_like(weight_OI)
     elif needs[1]:

@@ -30,7 +30,7 @@ from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES
 from titan_moe.kernels.experts.fp8.requantized import requantized_slots
 from titan_moe.kernels.experts.fp8.rows import quantize_apart
 from titan_moe.kernels.experts.fp8.stages import sum_over_slots, times_weight
-from titan_moe.kernels.experts.fp8.weights import quantize_in_blocks
+from titan_moe.kernels.experts.fp8.weights import quantize_one_way
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
 from titan_moe.kernels.registry import Kernel, register
 
@@ -59,7 +59,7 @@ def fp8_block_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
 def _forward(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y, and codes and scales of x."""
     x = quantize_apart(x_TI, BLOCK)
-    y_TO = times_weight(x, quantize_in_blocks(weight_OI[None], is_transposed=False), _one_expert(x_TI)[1])
+    y_TO = times_weight(x, quantize_one_way(weight_OI[None], BLOCK, transposed=False), _one_expert(x_TI)[1])
     return y_TO.to(x_TI.dtype), *x
 
 
@@ -78,7 +78,7 @@ def _backward(
     dy, (offsets, tiles) = quantize_apart(dy_TO, BLOCK), _one_expert(dy_TO)
     dx_TI, dweight_OI = dy_TO.new_empty(0), weight_OI.new_empty(0)
     if needs[0]:
-        weight = quantize_in_blocks(weight_OI[None], is_transposed=True)
+        weight = quantize_one_way(weight_OI[None], BLOCK, transposed=True)
         dx_TI = times_weight(dy, weight, tiles).to(dy_TO.dtype)
         del weight
     if needs[1] and not len(dy_TO):

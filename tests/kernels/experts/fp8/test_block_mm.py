@@ -12,7 +12,7 @@ from titan_moe.kernels.experts.fp8.requantized import requantized_rows, requanti
 from titan_moe.kernels.experts.fp8.rows import quantize_rows, unpack
 from titan_moe.kernels.experts.fp8.stages import BLOCK_CUT
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad
-from titan_moe.kernels.experts.fp8.weights import quantize_weight
+from titan_moe.kernels.experts.fp8.weights import quantize_one_way
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.tiles import plan_tiles
@@ -43,7 +43,7 @@ def test_products_are_those_of_the_other_kernels(name: str, width: int, out_widt
         magnitude = torch.randint(-8, 8, (*sizes[:-1], 1), device="cuda").float().exp2()
         return (torch.randn(*sizes, device="cuda") * magnitude).to(BF16)
 
-    codes, scales, *_ = quantize_weight(draw(offsets_e.numel(), out_width, width), BF16, BLOCK)
+    codes, scales = quantize_one_way(draw(offsets_e.numel(), out_width, width), BLOCK, transposed=False)
     rows, of_slots = quantize_rows(draw(num_rows, width), BLOCK), draw(num_slots, width)
     options = {"columns": BLOCK, "dtype": BF16}
 

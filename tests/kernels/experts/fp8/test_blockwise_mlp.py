@@ -11,7 +11,6 @@ from titan_moe.kernels.experts.composite_mlp import composite
 from titan_moe.kernels.experts.fp8 import stages
 from titan_moe.kernels.experts.fp8.mlp import (
     BLOCKWISE_MLPS,
-    codes_of,
     fp8_blockwise_expert_mlp,
     fp8_expert_mlp,
     operands,
@@ -26,9 +25,7 @@ from titan_moe.kernels.experts.fp8.rows import (
     unpack,
     unpack_rows,
 )
-from titan_moe.kernels.experts.fp8.stages import QuantizedExperts
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
-from titan_moe.kernels.experts.fp8.weights import quantize_weight, quantize_weight_reference
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import GemmTiles, check_cut
@@ -48,10 +45,6 @@ with_plans = pytest.mark.parametrize("name", rowwise.PLANS)
 
 def draw(name: str, device: str, dtype: torch.dtype) -> Case:
     return rowwise.draw(name, device, dtype, D, F)
-
-
-def quantized(case: Case) -> QuantizedExperts:
-    return QuantizedExperts.of(codes_of(operands(case.weights), BLOCK))
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
@@ -82,12 +75,7 @@ def test_casts_have_the_bits_of_the_references(device: str, dtype: torch.dtype) 
     unpacked = unpack_rows(ours, torch.float32, columns=BLOCK)
     assert torch.equal(unpacked, dequantize_rows(reference, BLOCK))
     for weight_eOI in (torch.randn(3, 256, D, device=device), torch.randn(2, D, BLOCK, device=device)):
-        both = (quantize(weight_eOI, dtype, BLOCK) for quantize in (quantize_weight, quantize_weight_reference))
-        for actual, expected in zip(*both, strict=True):
-            assert actual.shape == expected.shape and torch.equal(actual.float(), expected.float())
-        weight = quantize_weight(weight_eOI, dtype, BLOCK)
-        assert torch.equal(weight.codes_eOI.float().mT, weight.transposed_eIO.float())
-        assert torch.equal(weight.scales.mT, weight.transposed_scales)
+        rowwise.assert_weight_has_the_bits_of_the_reference(weight_eOI, dtype, BLOCK)
 
 
 @with_devices
@@ -118,7 +106,7 @@ def test_factors_of_weight_gradients_are_rounded_along_each_experts_slots(
 def test_each_product_is_that_of_the_emulation_and_near_fp64(name: str, device: str, dtype: torch.dtype) -> None:
     case = draw(name, device, dtype)
     x_SD, dy_SD, slots, weights = case
-    of, tiles, n = quantized(case), case.tiles, case.num_slots
+    (of, of_back), tiles, n = rowwise.quantized(case, BLOCK), case.tiles, case.num_slots
     rows = slots.rows_R.long()
     own = [weights.gate_up.own.flatten(1, 2), weights.down.own]
 
@@ -129,7 +117,7 @@ def test_each_product_is_that_of_the_emulation_and_near_fp64(name: str, device: 
         assert decibels(exact[:n], actual[:n]) > FLOOR_DB
 
     x, dy = quantize_rows(x_SD, BLOCK), quantize_rows(dy_SD, BLOCK)
-    hidden_R2F = stages._gather_mm(x, slots, of.gate_up[:2], tiles, None)
+    hidden_R2F = stages._gather_mm(x, slots, of.gate_up, tiles, None)
     check(hidden_R2F, x_SD[rows], own[0])
     active, kept = stages.up(x, slots, of, tiles)
     gate, up = hidden_R2F[:n].double().chunk(2, dim=1)
@@ -140,11 +128,11 @@ def test_each_product_is_that_of_the_emulation_and_near_fp64(name: str, device: 
     assert torch.equal(swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, columns=BLOCK)[1][:n], active.scales[:n])
     check(stages.down(active, of, tiles), active_RF, own[1])
 
-    gradients, _ = stages.d_down(dy, x, slots, of, kept, tiles)
-    plain, _ = stages.d_down(dy, x, slots, of, kept, tiles, rounds_weight_gradients=False)
+    gradients, _ = stages.d_down(dy, x, slots, of_back, kept, tiles)
+    plain, _ = stages.d_down(dy, x, slots, of_back, kept, tiles, rounds_weight_gradients=False)
     check(plain.dactive_RF, dy_SD[rows], own[1].mT)
     dhidden_R2F = gradients.codes_R2F.float() * spread(gradients.scales)
-    check(stages.d_up(gradients, of, tiles), dhidden_R2F, own[0].mT)
+    check(stages.d_up(gradients, of_back, tiles), dhidden_R2F, own[0].mT)
 
     dgate_up, ddown = stages.dw(dy, x, slots, gradients, tiles)
     again_RF = gradients.active_RF.float() * spread(gradients.factors)

@@ -1,5 +1,6 @@
 """Experts in fp8: casts are those of the references, each product is near that of fp64, and no slot sees another."""
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.composite_mlp import composite
 from titan_moe.kernels.experts.fp8 import stages
 from titan_moe.kernels.experts.fp8.mlp import ROWWISE_MLPS, codes_of, fp8_expert_mlp, operands, quantize_experts
+from titan_moe.kernels.experts.fp8.packed import WHOLE_ROW
 from titan_moe.kernels.experts.fp8.rows import (
     dequantize_rows,
     quantize_rows,
@@ -20,7 +22,7 @@ from titan_moe.kernels.experts.fp8.rows import (
 from titan_moe.kernels.experts.fp8.stages import QuantizedExperts
 from titan_moe.kernels.experts.fp8.swiglu import swiglu
 from titan_moe.kernels.experts.fp8.transposed import transposed_rows
-from titan_moe.kernels.experts.fp8.weights import quantize_weight, quantize_weight_reference
+from titan_moe.kernels.experts.fp8.weights import quantize_one_way, quantize_weight, quantize_weight_reference
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
@@ -75,8 +77,10 @@ def decibels(exact: Tensor, rounded: Tensor) -> float:
     return float(10 * torch.log10(exact.square().sum() / (exact - rounded).square().sum()))
 
 
-def quantized(case: Case) -> QuantizedExperts:
-    return QuantizedExperts.of(codes_of(operands(case.weights)))
+def quantized(case: Case, columns: int = WHOLE_ROW) -> list[QuantizedExperts]:
+    """For forward and for backward."""
+    weights = operands(case.weights, columns)
+    return [QuantizedExperts.of(codes_of(weights, columns, for_backward=way)) for way in (False, True)]
 
 
 def run(mlp: Any, case: Case, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -92,6 +96,18 @@ def run(mlp: Any, case: Case, dtype: torch.dtype | None = None) -> dict[str, Ten
     return dict(zip(("y", "dx", "dscores", "dgate_up", "ddown"), tensors, strict=True))
 
 
+def assert_weight_has_the_bits_of_the_reference(
+    master_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE_ROW
+) -> None:
+    """Both ways at once, of a master, and one way, of a weight of compute's dtype."""
+    expected = quantize_weight_reference(master_eOI, dtype, columns)
+    both = quantize_weight(master_eOI, dtype, columns)
+    each = [quantize_one_way(master_eOI.to(dtype), columns, transposed=way) for way in (False, True)]
+    for actual in (both, each):
+        for ours, theirs in zip(chain(*actual), chain(*expected), strict=True):
+            assert ours.shape == theirs.shape and torch.equal(ours.float(), theirs.float())
+
+
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
 def test_casts_have_the_bits_of_the_references(device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -100,9 +116,7 @@ def test_casts_have_the_bits_of_the_references(device: str, dtype: torch.dtype) 
     ours, reference = quantize_rows(x_SD), quantize_rows_reference(x_SD)
     assert torch.equal(dequantize_rows(ours), dequantize_rows(reference))
     for weight_eOI in (torch.randn(3, 80, D, device=device), torch.randn(2, D, 144, device=device)):
-        both = (quantize(weight_eOI, dtype) for quantize in (quantize_weight, quantize_weight_reference))
-        for actual, expected in zip(*both, strict=True):
-            assert torch.equal(actual.float(), expected.float())
+        assert_weight_has_the_bits_of_the_reference(weight_eOI, dtype)
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
@@ -110,7 +124,7 @@ def test_casts_have_the_bits_of_the_references(device: str, dtype: torch.dtype) 
 def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -> None:
     case = draw(name, device, dtype)
     x_SD, dy_SD, slots, weights = case
-    of, tiles, n = quantized(case), case.tiles, case.num_slots
+    (of, of_back), tiles, n = quantized(case), case.tiles, case.num_slots
     rows = slots.rows_R[:n].long()
     gate_up, down = weights.gate_up.own.double().flatten(1, 2), weights.down.own.double()
 
@@ -129,8 +143,8 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
     assert decibels(active_RF, codes_RF[:n].float() * scales_R[:n, None]) > FLOOR_DB + 2
     y_RD = stages.down(stages.Activations(codes_RF, scales_R), of, tiles)[:n]
     assert decibels(product(active_RF, down), y_RD) > FLOOR_DB
-    gradients, dscores_R = stages.d_down(dy, x, slots, of, kept, tiles)
-    plain, _ = stages.d_down(dy, x, slots, of, kept, tiles, rounds_weight_gradients=False)
+    gradients, dscores_R = stages.d_down(dy, x, slots, of_back, kept, tiles)
+    plain, _ = stages.d_down(dy, x, slots, of_back, kept, tiles, rounds_weight_gradients=False)
     assert not len(gradients.dactive_RF) and not len(plain.active_RF)
     assert torch.equal(plain.codes_R2F[:n].float(), gradients.codes_R2F[:n].float())
     dactive_RF = product(dy_SD[rows], down.mT)
@@ -143,7 +157,7 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
     dhidden_R2F = torch.cat([dgate, weighted * gate * sigmoid], dim=1)
     rounded_R2F = gradients.codes_R2F[:n].float() * gradients.scales[:n, None]
     assert decibels(dhidden_R2F, rounded_R2F) > FLOOR_DB
-    dslots_RD = stages.d_up(gradients, of, tiles)[:n]
+    dslots_RD = stages.d_up(gradients, of_back, tiles)[:n]
     assert decibels(product(dhidden_R2F, gate_up.mT), dslots_RD) > FLOOR_DB - 1
     dgate_up, ddown = stages.dw(dy, x, slots, gradients, tiles)
     begins = [0, *slots.offsets_e.tolist()]

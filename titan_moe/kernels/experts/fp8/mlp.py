@@ -10,6 +10,7 @@ weights have one scale an expert (transposed.py), and with scales of blocks thei
 (requantized.py).
 """
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from titan_moe.kernels.experts.fp8 import stages
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, codes_width, num_scales, packed_width
 from titan_moe.kernels.experts.fp8.rows import RESULTS, quantize_rows
 from titan_moe.kernels.experts.fp8.stages import HiddenGradients, QuantizedExperts
-from titan_moe.kernels.experts.fp8.weights import new_quantized_weight, quantize_weight
+from titan_moe.kernels.experts.fp8.weights import WeightCodes, new_codes, quantize_one_way, quantize_weight
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
@@ -50,7 +51,7 @@ def _forward(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, 
 def _(x_SD: Tensor, slots: Tensors, quantized: Tensors) -> tuple[Tensor, Tensor, Tensor]:
     of, (num_rows, width) = QuantizedExperts.of(quantized), x_SD.shape
     x = x_SD.new_empty(num_rows, packed_width(width, of.columns), dtype=CODES)
-    kept_width = packed_width(of.gate_up.codes_eOI.shape[1], of.columns)
+    kept_width = packed_width(of.gate_up.codes.shape[1], of.columns)
     kept = x_SD.new_empty(ExpertSlots(*slots).rows_R.shape[0], kept_width, dtype=CODES)
     return x_SD.new_empty(x_SD.shape, dtype=RESULTS), x, kept
 
@@ -70,7 +71,7 @@ def _backward(
 def _(dy_SD: Tensor, x: Tensor, slots: Tensors, quantized: Any, kept: Tensor, rounds: bool) -> tuple[Tensor, ...]:
     scores_R, num_slots = ExpertSlots(*slots).scores_R, kept.shape[0]
     of = QuantizedExperts.of(quantized)
-    both, columns = of.gate_up.codes_eOI.shape[1], of.columns
+    both, columns = of.gate_up.codes.shape[2], of.columns
     gradients = (
         kept.new_empty(num_slots, both),
         scores_R.new_empty(num_slots, num_scales(both, columns)) if columns else torch.empty_like(scores_R),
@@ -99,8 +100,8 @@ def _(dy: Tensor, x: Tensor, slots: Tensors, gradients: Tensors, kept: Tensor, r
 
 
 def quantize_experts(gate_up: Tensor, down: Tensor, is_bf16: bool) -> list[Tensor]:
-    """Codes and scales of own experts, [e, 2, F, D] and [e, D, F], as operations take them. With `is_bf16`, weights are
-    rounded to bf16 first, as other layouts gather them."""
+    """Codes and scales of own experts, [e, 2, F, D] and [e, D, F], as operations take them: those for forward, then
+    those for backward. With `is_bf16`, weights are rounded to bf16 first, as other layouts gather them."""
     return _quantize_experts(gate_up, down, is_bf16, WHOLE_ROW)  # a function, which a copied model can share
 
 
@@ -112,13 +113,29 @@ def quantize_experts_in_blocks(gate_up: Tensor, down: Tensor, is_bf16: bool) -> 
 @torch.library.custom_op("titan_moe::quantize_experts", mutates_args=())
 def _quantize_experts(gate_up: Tensor, down: Tensor, is_bf16: bool, columns: int) -> list[Tensor]:
     dtype = torch.bfloat16 if is_bf16 else gate_up.dtype
-    both = (quantize_weight(weight, dtype, columns) for weight in (gate_up.flatten(1, 2), down))
-    return QuantizedExperts(*both).tensors()
+    return _by_direction(quantize_weight(weight, dtype, columns) for weight in (gate_up.flatten(1, 2), down))
 
 
 @_quantize_experts.register_fake
 def _(gate_up: Tensor, down: Tensor, is_bf16: bool, columns: int) -> list[Tensor]:
-    both = (new_quantized_weight(weight, columns) for weight in (gate_up.flatten(1, 2), down))
+    weights = gate_up.flatten(1, 2), down
+    return _by_direction([new_codes(weight, columns, transposed=way) for way in (False, True)] for weight in weights)
+
+
+def _by_direction(ways: Iterable[list[WeightCodes]]) -> list[Tensor]:
+    """Both weights as stored, and both transposed."""
+    return [tensor for both in zip(*ways, strict=True) for tensor in QuantizedExperts(*both).tensors()]
+
+
+@torch.library.custom_op("titan_moe::quantize_experts_one_way", mutates_args=())
+def _quantize_one_way(gate_up: Tensor, down: Tensor, columns: int, transposed: bool) -> list[Tensor]:
+    both = (quantize_one_way(weight, columns, transposed=transposed) for weight in (gate_up.flatten(1, 2), down))
+    return QuantizedExperts(*both).tensors()
+
+
+@_quantize_one_way.register_fake
+def _(gate_up: Tensor, down: Tensor, columns: int, transposed: bool) -> list[Tensor]:
+    both = (new_codes(weight, columns, transposed=transposed) for weight in (gate_up.flatten(1, 2), down))
     return QuantizedExperts(*both).tensors()
 
 
@@ -138,11 +155,15 @@ def operands(weights: ExpertWeights, columns: int = WHOLE_ROW) -> list[Tensor]:
     return [weights.gate_up.own, weights.down.own, *weights.codes]
 
 
-def codes_of(weights: Tensors, columns: int = WHOLE_ROW) -> Tensors:
-    """The codes of what `operands` returns. Where they were not made before, they are made for each use: so autograd
-    keeps the parameters, which FSDP frees after forward and gathers again, and no codes of all layers."""
+def codes_of(weights: Tensors, columns: int = WHOLE_ROW, *, for_backward: bool = False) -> Tensors:
+    """The codes of what `operands` returns, for one direction. Where they were not made before, they are made for each
+    use: so autograd keeps the parameters, which FSDP frees after forward and gathers again, and no codes of all
+    layers."""
     own, codes = weights[:NUM_PARAMETERS], weights[NUM_PARAMETERS:]
-    return codes or _quantize_experts(own[0].detach(), own[1].detach(), False, columns)
+    if codes:
+        half = len(codes) // 2
+        return codes[half:] if for_backward else codes[:half]
+    return _quantize_one_way(own[0].detach(), own[1].detach(), columns, for_backward)
 
 
 class _Fp8ExpertMLP(torch.autograd.Function):
@@ -160,9 +181,11 @@ class _Fp8ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, dy_SD: Tensor) -> tuple[Tensor | None, ...]:
         x, kept, *saved = ctx.saved_tensors
         slots, weights = saved[:4], saved[4:]
+        codes = codes_of(weights, ctx.columns, for_backward=True)
         dx_SD, dscores_R, dy, *gradients = _backward(
-            dy_SD.contiguous(), x, slots, codes_of(weights, ctx.columns), kept, ctx.rounds_weight_gradients
+            dy_SD.contiguous(), x, slots, codes, kept, ctx.rounds_weight_gradients
         )
+        del codes
         grads: tuple[Tensor | None, ...] = (None, None)
         if any(ctx.needs_input_grad[8:10]):
             operands = dy, x, slots, gradients, kept, ctx.rounds_weight_gradients
@@ -242,10 +265,15 @@ def scale_columns(mlp: ExpertMLP) -> int | None:
     return BLOCK if mlp in BLOCKWISE_MLPS else WHOLE_ROW
 
 
-@register_flop_formula([torch.ops.titan_moe.fp8_expert_mlp, torch.ops.titan_moe.fp8_expert_mlp_dx])
-def _count(x: Any, *rest: Any, **_: Any) -> int:
-    slots, quantized = (rest[0], rest[1]) if len(rest) < 4 else (rest[1], rest[2])
-    num_experts, both, width = quantized[0]
+@register_flop_formula(torch.ops.titan_moe.fp8_expert_mlp)
+def _count(x: Any, slots: Any, quantized: Any, **_: Any) -> int:
+    _, both, width = quantized[0]
+    return 2 * ExpertSlots(*slots).rows_R[0] * (both + both // 2) * width
+
+
+@register_flop_formula(torch.ops.titan_moe.fp8_expert_mlp_dx)
+def _count_dx(dy: Any, x: Any, slots: Any, quantized: Any, *_: Any, **__: Any) -> int:
+    _, width, both = quantized[0]
     return 2 * ExpertSlots(*slots).rows_R[0] * (both + both // 2) * width
 
 

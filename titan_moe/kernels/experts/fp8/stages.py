@@ -30,7 +30,7 @@ from titan_moe.kernels.experts.fp8.swiglu import swiglu
 from titan_moe.kernels.experts.fp8.swiglu_backward import swiglu_backward
 from titan_moe.kernels.experts.fp8.transposed import expert_scales, transposed_rows, transposed_slots
 from titan_moe.kernels.experts.fp8.weight_grad import weight_grad
-from titan_moe.kernels.experts.fp8.weights import QuantizedWeight
+from titan_moe.kernels.experts.fp8.weights import WeightCodes
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
@@ -46,12 +46,12 @@ outputs, and the products of one."""
 
 
 class QuantizedExperts(NamedTuple):
-    """The weights of all experts in fp8."""
+    """The weights of all experts in fp8, as stored for `up` and `down`, transposed for `d_down` and `d_up`."""
 
-    gate_up: QuantizedWeight
-    """[e, 2F, D]."""
-    down: QuantizedWeight
-    """[e, D, F]."""
+    gate_up: WeightCodes
+    """Of [e, 2F, D]."""
+    down: WeightCodes
+    """Of [e, D, F]."""
 
     @property
     def columns(self) -> int:
@@ -65,7 +65,7 @@ class QuantizedExperts(NamedTuple):
     @staticmethod
     def of(tensors: Tensors) -> "QuantizedExperts":
         """The inverse of `tensors`."""
-        return QuantizedExperts(QuantizedWeight(*tensors[:4]), QuantizedWeight(*tensors[4:]))
+        return QuantizedExperts(WeightCodes(*tensors[:2]), WeightCodes(*tensors[2:]))
 
 
 class Activations(NamedTuple):
@@ -108,7 +108,7 @@ def up(
 
     With `base`, packed rows and the pre-activation, written into `kept`, are those of several layers.
     """
-    hidden_R2F = _gather_mm(x, slots, weights.gate_up[:2], tiles, schedule, base)
+    hidden_R2F = _gather_mm(x, slots, weights.gate_up, tiles, schedule, base)
     columns = weights.columns
     codes_RF, scales, kept = swiglu(hidden_R2F, slots.scores_R, slots.offsets_e, kept, base, columns=columns)
     return Activations(codes_RF, scales), kept
@@ -116,7 +116,7 @@ def up(
 
 def down(active: Activations, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None) -> Tensor:
     """Results of slots, [R, D] in bf16."""
-    return times_weight(active, weights.down[:2], tiles, schedule)
+    return times_weight(active, weights.down, tiles, schedule)
 
 
 def d_down(
@@ -137,7 +137,7 @@ def d_down(
 
     With `base`, x and `kept`, but not dy, are those of several layers.
     """
-    dactive_RF = _gather_mm(dy, slots, weights.down[2:], tiles, schedule)
+    dactive_RF = _gather_mm(dy, slots, weights.down, tiles, schedule)
     codes_R2F, scales, active_RF, factors, dscores_R = swiglu_backward(
         dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base,
         has_active=rounds_weight_gradients, columns=weights.columns,
@@ -151,7 +151,7 @@ def d_up(
     gradients: HiddenGradients, weights: QuantizedExperts, tiles: Tiles, schedule: TileSchedule | None = None
 ) -> Tensor:
     """Gradients of slots, [R, D] in bf16."""
-    return times_weight(gradients[:2], weights.gate_up[2:], tiles, schedule)
+    return times_weight(gradients[:2], weights.gate_up, tiles, schedule)
 
 
 def _gather_mm(

@@ -2,17 +2,17 @@
 
 e experts · O output width · I input width · o, i blocks of 128 along each
 
-The matrix units read fp8 along the summed dimension alone. Forward sums over the input width, the gradient of rows over
-the output width: so each weight exists twice, once transposed, with scales along the dimension that stays. Together
-they have the bytes of one weight in bf16. They are made once an optimizer step where weights are kept that long.
+The matrix units read fp8 along the summed dimension alone. Forward sums over the input width and reads weights as
+stored; the gradient of rows sums over the output width and reads them transposed, with scales along the dimension that
+stays. Where weights are kept for several uses both are made at once, with the bytes of one weight in bf16. Elsewhere
+each is made for its use.
 
-A block of 128 x 128 has one scale both ways, so transposed codes are the same codes: they are quantised once, and
-written twice.
+A block of 128 x 128 has one scale both ways, so transposed codes are the same codes: they are quantised once.
 
-Physics: memory-bound; two passes read 2·(2 or 4)·e·O·I bytes and write 2·e·O·I. Blocks need one.
+Physics: memory-bound. Codes of blocks, or with scales of rows as stored, read 2·e·O·I bytes (4 of masters) and write
+e·O·I; transposed with scales of rows, they are read twice. Both ways read no more and write twice.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,35 +20,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.config.formats import Format
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, num_scales
-from titan_moe.kernels.experts.fp8.rows import power_of_two
+from titan_moe.kernels.experts.fp8.rows import power_of_two, quantize_apart
 from titan_moe.kernels.formats.casts import quantize
 
 
-class QuantizedWeight(NamedTuple):
-    """A weight of all experts: code · scale is the number."""
+class WeightCodes(NamedTuple):
+    """A weight of all experts as a GEMM reads it: code · scale is the number."""
 
-    codes_eOI: Tensor
+    codes: Tensor
+    """[e, O, I], transposed [e, I, O]."""
     scales: Tensor
-    """[e, O], with blocks [e, o, i]."""
-    transposed_eIO: Tensor
-    transposed_scales: Tensor
-    """[e, I], with blocks [e, i, o]."""
+    """[e, O] or [e, I], with blocks [e, o, i] or [e, i, o]."""
 
     @property
     def columns(self) -> int:
-        """Those of a block that has a scale; 0 for one scale an output."""
+        """Those of a block that has a scale; 0 for one scale a row of codes."""
         return BLOCK if self.scales.ndim == 3 else WHOLE_ROW
 
 
-def quantize_weight_reference(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE_ROW) -> QuantizedWeight:
-    """The definition."""
+def quantize_weight_reference(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE_ROW) -> list[WeightCodes]:
+    """The definition: as stored, and transposed."""
+    format: Format = "fp8_blockwise" if columns else "fp8_rowwise"
     both = (weight_eOI.to(dtype), weight_eOI.to(dtype).mT.contiguous())
-    if columns:
-        ways = [quantize(weight, "fp8_blockwise", "weight", dim=2, power_of_two_scales=True) for weight in both]
-        return QuantizedWeight(*(tensor for codes, scales, _ in ways for tensor in (codes, scales)))
-    ways = [quantize(weight, "fp8_rowwise", "weight", dim=2, power_of_two_scales=True) for weight in both]
-    return QuantizedWeight(*(tensor for codes, scales, _ in ways for tensor in (codes, scales[..., 0])))
+    ways = [quantize(weight, format, "weight", dim=2, power_of_two_scales=True) for weight in both]
+    return [WeightCodes(codes, scales if columns else scales[..., 0]) for codes, scales, _ in ways]
 
 
 @triton.jit
@@ -76,7 +73,8 @@ def _amax_kernel(
         # sizes are positive, and sort as their bits do
         column = tl.max(size, axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(column_ptr + expert * I + inputs, column, mask=inputs < I, sem="relaxed")
-    tl.store(row_ptr + expert * O + outputs, power_of_two(row), mask=outputs < O)
+    if row_ptr is not None:
+        tl.store(row_ptr + expert * O + outputs, power_of_two(row), mask=outputs < O)
 
 
 @triton.jit
@@ -92,13 +90,13 @@ def _cast_kernel(
     keep = is_output[:, None] & is_input[None, :]
     place = (expert * O + outputs)[:, None] * I + inputs[None, :]
     weight = _load(weight_ptr + place, keep, IS_ROUNDED)
-    row = tl.load(row_ptr + expert * O + outputs, mask=is_output, other=1.0)
+    if codes_ptr is not None:
+        row = tl.load(row_ptr + expert * O + outputs, mask=is_output, other=1.0)
+        tl.store(codes_ptr + place, (weight * (1 / row)[:, None]).to(tl.float8e4nv), mask=keep)
     column = power_of_two(
         tl.load(column_ptr + expert * I + inputs, mask=is_input, other=0).to(tl.float32, bitcast=True)
     )
-    element: tl.constexpr = codes_ptr.dtype.element_ty
-    tl.store(codes_ptr + place, (weight * (1 / row)[:, None]).to(element), mask=keep)
-    transposed = tl.trans((weight * (1 / column)[None, :]).to(element))
+    transposed = tl.trans((weight * (1 / column)[None, :]).to(tl.float8e4nv))
     transposed_place = (expert * I + inputs)[:, None] * O + outputs[None, :]
     tl.store(transposed_ptr + transposed_place, transposed, mask=is_input[:, None] & is_output[None, :])
     tl.store(column_scales_ptr + expert * I + inputs, column, mask=is_input & (tl.program_id(0) < across))
@@ -126,74 +124,59 @@ def _quantize_blocks_kernel(
         tl.store(transposed_scales_ptr + (expert * across + column) * down + row, scale)
 
 
-def new_quantized_weight(weight_eOI: Tensor, columns: int) -> QuantizedWeight:
-    """Memory for the codes and scales of a weight."""
-    _, outputs, inputs = weight_eOI.shape
-    return QuantizedWeight(*_new(weight_eOI, outputs, inputs, columns), *_new(weight_eOI, inputs, outputs, columns))
-
-
-def _new(weight_eOI: Tensor, rows: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
-    num_experts = len(weight_eOI)
+def new_codes(weight_eOI: Tensor, columns: int, *, transposed: bool) -> WeightCodes:
+    """Memory for the codes and scales of a weight, one way."""
+    num_experts, rows, width = weight_eOI.mT.shape if transposed else weight_eOI.shape
     blocks = (rows // columns, num_scales(width, columns)) if columns else (rows,)
     scales = weight_eOI.new_empty(num_experts, *blocks, dtype=torch.float32)
-    return weight_eOI.new_empty(num_experts, rows, width, dtype=CODES), scales
+    return WeightCodes(weight_eOI.new_empty(num_experts, rows, width, dtype=CODES), scales)
 
 
-def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE_ROW) -> QuantizedWeight:
+def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE_ROW) -> list[WeightCodes]:
     """Weights of compute's dtype, or of a wider one, which are rounded to `dtype` first: -> codes in e4m3 and powers of
-    two, along both dimensions. With `columns`, blocks of so many outputs and inputs have a scale."""
+    two, as stored and transposed. With `columns`, blocks of so many outputs and inputs have a scale."""
     is_rounded = dtype == torch.bfloat16 and weight_eOI.dtype != dtype
-    weight_eOI = weight_eOI.contiguous()
-    num_experts, outputs, inputs = weight_eOI.shape
-    quantized = new_quantized_weight(weight_eOI, columns)
-    if columns:
-        _quantize_blocks(weight_eOI, quantized, columns, is_rounded)
-        return quantized
-    codes, of_outputs, transposed, of_inputs = quantized
-    amax_eI = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32)
-    block_o, block_i, block = 64, 128, 64
-    _amax_kernel[(triton.cdiv(outputs, block_o), num_experts)](
-        weight_eOI,
-        of_outputs,
-        amax_eI,
-        O=outputs,
-        I=inputs,
-        BLOCK_O=block_o,
-        BLOCK_I=block_i,
-        IS_ROUNDED=is_rounded,
-        num_warps=4,
-    )
-    _cast_kernel[(triton.cdiv(outputs, block) * triton.cdiv(inputs, block), num_experts)](
-        weight_eOI,
-        of_outputs,
-        amax_eI,
-        codes,
-        transposed,
-        of_inputs,
-        O=outputs,
-        I=inputs,
-        BLOCK=block,
-        IS_ROUNDED=is_rounded,
-        num_warps=4,
-    )
-    return quantized
+    stored, transposed = (new_codes(weight_eOI, columns, transposed=way) for way in (False, True))
+    quantize = _quantize_blocks if columns else _quantize_columns
+    quantize(weight_eOI.contiguous(), stored, transposed, is_rounded)
+    return [stored, transposed]
 
 
-def quantize_in_blocks(weight_eOI: Tensor, *, is_transposed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `quantize_weight` with blocks of 128, as stored or transposed: where the other GEMM quantises
-    the weight again, because neither is kept."""
+def quantize_one_way(weight_eOI: Tensor, columns: int = WHOLE_ROW, *, transposed: bool) -> WeightCodes:
+    """One of those of `quantize_weight`, for a weight of compute's dtype."""
     weight_eOI = weight_eOI.contiguous()
-    _, outputs, inputs = weight_eOI.shape
-    rows, width = (inputs, outputs) if is_transposed else (outputs, inputs)
-    made = _new(weight_eOI, rows, width, BLOCK)
-    both = (None, None, *made) if is_transposed else (*made, None, None)
-    _quantize_blocks(weight_eOI, both, BLOCK, is_rounded=False)
+    if not columns and not transposed:
+        codes, scales = quantize_apart(weight_eOI.flatten(0, 1))
+        return WeightCodes(codes.view(weight_eOI.shape), scales.view(weight_eOI.shape[:2]))
+    made = new_codes(weight_eOI, columns, transposed=transposed)
+    quantize = _quantize_blocks if columns else _quantize_columns
+    quantize(weight_eOI, *((None, made) if transposed else (made, None)), is_rounded=False)
     return made
 
 
-def _quantize_blocks(weight_eOI: Tensor, out: Sequence[Tensor | None], columns: int, is_rounded: bool) -> None:
-    """`out` is in the order of `QuantizedWeight`; what is None is not written."""
+def _quantize_blocks(
+    weight_eOI: Tensor, stored: WeightCodes | None, transposed: WeightCodes | None, is_rounded: bool
+) -> None:
     num_experts, outputs, inputs = weight_eOI.shape
-    _quantize_blocks_kernel[(outputs // columns * (inputs // columns), num_experts)](
-        weight_eOI, *out, O=outputs, I=inputs, BLOCK=columns, IS_ROUNDED=is_rounded, num_warps=8
-    )
+    _quantize_blocks_kernel[(outputs // BLOCK * (inputs // BLOCK), num_experts)](
+        weight_eOI, *(stored or (None, None)), *(transposed or (None, None)),
+        O=outputs, I=inputs, BLOCK=BLOCK, IS_ROUNDED=is_rounded, num_warps=8,
+    )  # fmt: skip
+
+
+def _quantize_columns(
+    weight_eOI: Tensor, stored: WeightCodes | None, transposed: WeightCodes, is_rounded: bool
+) -> None:
+    """Transposed with scales of columns, which are rows of the codes, and perhaps as stored."""
+    num_experts, outputs, inputs = weight_eOI.shape
+    codes, of_outputs = stored or (None, None)
+    amax_eI = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32)
+    block_o, block_i, block = 64, 128, 64
+    _amax_kernel[(triton.cdiv(outputs, block_o), num_experts)](
+        weight_eOI, of_outputs, amax_eI,
+        O=outputs, I=inputs, BLOCK_O=block_o, BLOCK_I=block_i, IS_ROUNDED=is_rounded, num_warps=4,
+    )  # fmt: skip
+    _cast_kernel[(triton.cdiv(outputs, block) * triton.cdiv(inputs, block), num_experts)](
+        weight_eOI, of_outputs, amax_eI, codes, *transposed,
+        O=outputs, I=inputs, BLOCK=block, IS_ROUNDED=is_rounded, num_warps=4,
+    )  # fmt: skip
