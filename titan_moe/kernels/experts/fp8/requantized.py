@@ -8,9 +8,8 @@ exact but for codes that fall below the smallest one: numbers 2 ** 12 below the 
 are the tiles of an expert's slots, as in kernels/formats/grouped.py: none has slots of two experts.
 
 Physics: memory-bound, reads R·W bytes and writes as many; a thread block holds its 128 x 128 numbers. On GPUs a thread
-has 4 slots of 16 columns: it reads 16 bytes of a slot and writes 4 of a column, so that transposing moves bytes between
-its own registers alone (Gluon, Triton's language with explicit layouts). Triton's own layouts go through shared memory
-byte by byte; that kernel is the definition, which the interpreter runs.
+has 4 slots of 16 columns: it reads 16 bytes of a slot and writes 4 of a column (transposing.py). The other kernel is
+the definition, which the interpreter runs.
 """
 
 import torch
@@ -23,6 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, codes_width
 from titan_moe.kernels.experts.fp8.rows import power_of_two, scale_at
+from titan_moe.kernels.experts.fp8.transposing import NUM_WARPS, transposing
 from titan_moe.kernels.experts.tiles import Tiles
 
 
@@ -56,13 +56,8 @@ def _requantized_kernel(
     tl.store(out_ptr + columns.to(tl.int64)[:, None] * num_columns + place[None, :], tl.trans(new_codes))
 
 
-OF_COLUMNS = [[0, 1], [0, 2], [0, 4], [0, 8]]
-"""The 16 columns of a thread, by the bits of their number; 4 slots below."""
-OF_SLOTS = [[1, 0], [2, 0]]
-LANES, WARPS = [[0, 16], [0, 32], [4, 0], [8, 0], [16, 0]], [[0, 64], [32, 0], [64, 0]]
-"""A warp has 32 slots of 64 columns: 32 bytes of a column and 64 of a slot lie side by side."""
-READ = gl.DistributedLinearLayout(OF_COLUMNS + OF_SLOTS, LANES, WARPS, [], [BLOCK, BLOCK])
-WRITTEN = gl.DistributedLinearLayout(OF_SLOTS + OF_COLUMNS, LANES, WARPS, [], [BLOCK, BLOCK])
+LAYOUTS = transposing(columns=16)
+"""32 bytes of a column and 64 of a slot lie side by side."""
 
 
 @gluon.jit
@@ -125,11 +120,11 @@ def _requantize(
     num_tiles = tiles.experts_M.numel()
     out = codes.new_empty(width, tiles.rows * num_tiles, dtype=CODES)
     out_scales_MW = codes.new_empty(num_tiles, width, dtype=torch.float32)
-    kernel, layouts = _requantized_in_registers_kernel, {"READ": READ, "WRITTEN": WRITTEN}
+    kernel, layouts = _requantized_in_registers_kernel, LAYOUTS._asdict()
     if knobs.runtime.interpret:
         kernel, layouts = _requantized_kernel, {}
     kernel[(num_tiles, width // BLOCK)](
         codes, scales_Rn, rows_R, *tiles[:3], base, out, out_scales_MW, out.shape[1],
-        W=width, ROW=codes.shape[1], BLOCK_R=tiles.rows, COLUMNS=BLOCK, num_warps=8, **layouts,
+        W=width, ROW=codes.shape[1], BLOCK_R=tiles.rows, COLUMNS=BLOCK, num_warps=NUM_WARPS, **layouts,
     )  # fmt: skip
     return out, out_scales_MW

@@ -10,7 +10,9 @@ each is made for its use.
 A block of 128 x 128 has one scale both ways, so transposed codes are the same codes: they are quantised once.
 
 Physics: memory-bound. Codes of blocks, or with scales of rows as stored, read 2·e·O·I bytes (4 of masters) and write
-e·O·I; transposed with scales of rows, they are read twice. Both ways read no more and write twice.
+e·O·I; transposed with scales of rows, they are read twice. Both ways read no more and write twice. On GPUs a thread has
+8 outputs of 8 inputs of a tile (transposing.py): it reads 16 bytes of an output in bf16 and writes 8 of an input. The
+other kernels are the definition, which the interpreter runs, and serve widths that are no multiples of 128.
 """
 
 from typing import NamedTuple
@@ -19,11 +21,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from titan_moe.config.formats import Format
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, num_scales
 from titan_moe.kernels.experts.fp8.rows import power_of_two, quantize_apart
+from titan_moe.kernels.experts.fp8.transposing import NUM_WARPS, transposing
 from titan_moe.kernels.formats.casts import quantize
+
+LAYOUTS = transposing(columns=8)
 
 
 class WeightCodes(NamedTuple):
@@ -124,6 +132,72 @@ def _quantize_blocks_kernel(
         tl.store(transposed_scales_ptr + (expert * across + column) * down + row, scale)
 
 
+@gluon.jit
+def _load_as(weight_ptr, place, IS_ROUNDED: gl.constexpr):
+    weight = gl.load(weight_ptr + place)
+    if IS_ROUNDED:
+        weight = weight.to(gl.bfloat16)
+    return weight.to(gl.float32)
+
+
+@gluon.jit
+def _store_transposed(
+    transposed_ptr, codes, expert, row, column, O: gl.constexpr, I: gl.constexpr, WRITTEN: gl.constexpr
+):
+    """A tile at so many outputs and inputs."""
+    outputs = row + gl.arange(0, codes.shape[0], gl.SliceLayout(1, WRITTEN))
+    inputs = column + gl.arange(0, codes.shape[1], gl.SliceLayout(0, WRITTEN))
+    place = gl.expand_dims((expert * I + inputs) * O, 0) + gl.expand_dims(outputs, 1)
+    gl.store(transposed_ptr + place, gl.convert_layout(codes, WRITTEN))
+
+
+@gluon.jit
+def _cast_in_registers_kernel(
+    weight_ptr, row_ptr, column_ptr, codes_ptr, transposed_ptr, column_scales_ptr,
+    O: gl.constexpr, I: gl.constexpr, BLOCK: gl.constexpr, IS_ROUNDED: gl.constexpr, READ: gl.constexpr,
+    WRITTEN: gl.constexpr,
+):  # fmt: skip
+    expert = gl.program_id(1).to(gl.int64)
+    across: gl.constexpr = I // BLOCK
+    row, column = gl.program_id(0) // across * BLOCK, gl.program_id(0) % across * BLOCK
+    outputs = row + gl.arange(0, BLOCK, gl.SliceLayout(1, READ))
+    inputs = column + gl.arange(0, BLOCK, gl.SliceLayout(0, READ))
+    place = gl.expand_dims((expert * O + outputs) * I, 1) + gl.expand_dims(inputs, 0)
+    weight = _load_as(weight_ptr, place, IS_ROUNDED)
+    if codes_ptr is not None:
+        of_outputs = gl.load(row_ptr + expert * O + outputs)
+        gl.store(codes_ptr + place, (weight * gl.expand_dims(1 / of_outputs, 1)).to(gl.float8e4nv))
+    of_inputs = power_of_two(gl.load(column_ptr + expert * I + inputs).to(gl.float32, bitcast=True))
+    codes = (weight * gl.expand_dims(1 / of_inputs, 0)).to(gl.float8e4nv)
+    _store_transposed(transposed_ptr, codes, expert, row, column, O, I, WRITTEN)
+    if row == 0:
+        gl.store(column_scales_ptr + expert * I + inputs, of_inputs)
+
+
+@gluon.jit
+def _quantize_blocks_in_registers_kernel(
+    weight_ptr, codes_ptr, scales_ptr, transposed_ptr, transposed_scales_ptr,
+    O: gl.constexpr, I: gl.constexpr, BLOCK: gl.constexpr, IS_ROUNDED: gl.constexpr, READ: gl.constexpr,
+    WRITTEN: gl.constexpr,
+):  # fmt: skip
+    expert = gl.program_id(1).to(gl.int64)
+    down: gl.constexpr = O // BLOCK
+    across: gl.constexpr = I // BLOCK
+    row, column = gl.program_id(0) // across, gl.program_id(0) % across
+    outputs = row * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, READ))
+    inputs = column * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, READ))
+    place = gl.expand_dims((expert * O + outputs) * I, 1) + gl.expand_dims(inputs, 0)
+    weight = _load_as(weight_ptr, place, IS_ROUNDED)
+    scale = power_of_two(gl.max(gl.max(gl.abs(weight), axis=1), axis=0))
+    codes = (weight * (1 / scale)).to(gl.float8e4nv)
+    if codes_ptr is not None:
+        gl.store(codes_ptr + place, codes)
+        gl.store(scales_ptr + (expert * down + row) * across + column, scale)
+    if transposed_ptr is not None:
+        _store_transposed(transposed_ptr, codes, expert, row * BLOCK, column * BLOCK, O, I, WRITTEN)
+        gl.store(transposed_scales_ptr + (expert * across + column) * down + row, scale)
+
+
 def new_codes(weight_eOI: Tensor, columns: int, *, transposed: bool) -> WeightCodes:
     """Memory for the codes and scales of a weight, one way."""
     num_experts, rows, width = weight_eOI.mT.shape if transposed else weight_eOI.shape
@@ -149,8 +223,10 @@ def quantize_one_way(weight_eOI: Tensor, columns: int = WHOLE_ROW, *, transposed
         codes, scales = quantize_apart(weight_eOI.flatten(0, 1))
         return WeightCodes(codes.view(weight_eOI.shape), scales.view(weight_eOI.shape[:2]))
     made = new_codes(weight_eOI, columns, transposed=transposed)
-    quantize = _quantize_blocks if columns else _quantize_columns
-    quantize(weight_eOI, *((None, made) if transposed else (made, None)), is_rounded=False)
+    if columns:
+        _quantize_blocks(weight_eOI, None if transposed else made, made if transposed else None, is_rounded=False)
+    else:
+        _quantize_columns(weight_eOI, None, made, is_rounded=False)
     return made
 
 
@@ -158,9 +234,12 @@ def _quantize_blocks(
     weight_eOI: Tensor, stored: WeightCodes | None, transposed: WeightCodes | None, is_rounded: bool
 ) -> None:
     num_experts, outputs, inputs = weight_eOI.shape
-    _quantize_blocks_kernel[(outputs // BLOCK * (inputs // BLOCK), num_experts)](
+    kernel, layouts = _quantize_blocks_in_registers_kernel, LAYOUTS._asdict()
+    if knobs.runtime.interpret:
+        kernel, layouts = _quantize_blocks_kernel, {}
+    kernel[(outputs // BLOCK * (inputs // BLOCK), num_experts)](
         weight_eOI, *(stored or (None, None)), *(transposed or (None, None)),
-        O=outputs, I=inputs, BLOCK=BLOCK, IS_ROUNDED=is_rounded, num_warps=8,
+        O=outputs, I=inputs, BLOCK=BLOCK, IS_ROUNDED=is_rounded, num_warps=NUM_WARPS, **layouts,
     )  # fmt: skip
 
 
@@ -170,13 +249,12 @@ def _quantize_columns(
     """Transposed with scales of columns, which are rows of the codes, and perhaps as stored."""
     num_experts, outputs, inputs = weight_eOI.shape
     codes, of_outputs = stored or (None, None)
-    amax_eI = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32)
-    block_o, block_i, block = 64, 128, 64
-    _amax_kernel[(triton.cdiv(outputs, block_o), num_experts)](
-        weight_eOI, of_outputs, amax_eI,
-        O=outputs, I=inputs, BLOCK_O=block_o, BLOCK_I=block_i, IS_ROUNDED=is_rounded, num_warps=4,
-    )  # fmt: skip
-    _cast_kernel[(triton.cdiv(outputs, block) * triton.cdiv(inputs, block), num_experts)](
-        weight_eOI, of_outputs, amax_eI, codes, *transposed,
-        O=outputs, I=inputs, BLOCK=block, IS_ROUNDED=is_rounded, num_warps=4,
-    )  # fmt: skip
+    amax_eI, sizes = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32), {"O": outputs, "I": inputs}
+    _amax_kernel[(triton.cdiv(outputs, BLOCK), num_experts)](
+        weight_eOI, of_outputs, amax_eI, **sizes, BLOCK_O=BLOCK, BLOCK_I=BLOCK, IS_ROUNDED=is_rounded, num_warps=4
+    )
+    kernel, cut = _cast_in_registers_kernel, {"BLOCK": BLOCK, "num_warps": NUM_WARPS, **LAYOUTS._asdict()}
+    if knobs.runtime.interpret or outputs % BLOCK or inputs % BLOCK:
+        kernel, cut = _cast_kernel, {"BLOCK": 64, "num_warps": 4}
+    grid = triton.cdiv(outputs, cut["BLOCK"]) * triton.cdiv(inputs, cut["BLOCK"]), num_experts
+    kernel[grid](weight_eOI, of_outputs, amax_eI, codes, *transposed, **sizes, IS_ROUNDED=is_rounded, **cut)
