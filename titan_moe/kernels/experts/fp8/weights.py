@@ -142,13 +142,15 @@ def _load_as(weight_ptr, place, IS_ROUNDED: gl.constexpr):
 
 @gluon.jit
 def _store_transposed(
-    transposed_ptr, codes, expert, row, column, O: gl.constexpr, I: gl.constexpr, WRITTEN: gl.constexpr
-):
-    """A tile at so many outputs and inputs."""
-    outputs = row + gl.arange(0, codes.shape[0], gl.SliceLayout(1, WRITTEN))
-    inputs = column + gl.arange(0, codes.shape[1], gl.SliceLayout(0, WRITTEN))
+    transposed_ptr, weight, per_scale, expert, row, column, O: gl.constexpr, I: gl.constexpr, WRITTEN: gl.constexpr
+):  # fmt: skip
+    """Quantise a tile whose first output and input are these. `per_scale` is one number, or one an input."""
+    outputs = row + gl.arange(0, weight.shape[0], gl.SliceLayout(1, WRITTEN))
+    inputs = column + gl.arange(0, weight.shape[1], gl.SliceLayout(0, WRITTEN))
     place = gl.expand_dims((expert * I + inputs) * O, 0) + gl.expand_dims(outputs, 1)
-    gl.store(transposed_ptr + place, gl.convert_layout(codes, WRITTEN))
+    # numbers change places before they are codes: two that are packed together lie side by side in memory
+    codes = (gl.convert_layout(weight, WRITTEN) * per_scale).to(gl.float8e4nv)
+    gl.store(transposed_ptr + place, codes)
 
 
 @gluon.jit
@@ -167,9 +169,9 @@ def _cast_in_registers_kernel(
     if codes_ptr is not None:
         of_outputs = gl.load(row_ptr + expert * O + outputs)
         gl.store(codes_ptr + place, (weight * gl.expand_dims(1 / of_outputs, 1)).to(gl.float8e4nv))
+    inputs = column + gl.arange(0, BLOCK, gl.SliceLayout(0, WRITTEN))
     of_inputs = power_of_two(gl.load(column_ptr + expert * I + inputs).to(gl.float32, bitcast=True))
-    codes = (weight * gl.expand_dims(1 / of_inputs, 0)).to(gl.float8e4nv)
-    _store_transposed(transposed_ptr, codes, expert, row, column, O, I, WRITTEN)
+    _store_transposed(transposed_ptr, weight, gl.expand_dims(1 / of_inputs, 0), expert, row, column, O, I, WRITTEN)
     if row == 0:
         gl.store(column_scales_ptr + expert * I + inputs, of_inputs)
 
@@ -189,12 +191,11 @@ def _quantize_blocks_in_registers_kernel(
     place = gl.expand_dims((expert * O + outputs) * I, 1) + gl.expand_dims(inputs, 0)
     weight = _load_as(weight_ptr, place, IS_ROUNDED)
     scale = power_of_two(gl.max(gl.max(gl.abs(weight), axis=1), axis=0))
-    codes = (weight * (1 / scale)).to(gl.float8e4nv)
     if codes_ptr is not None:
-        gl.store(codes_ptr + place, codes)
+        gl.store(codes_ptr + place, (weight * (1 / scale)).to(gl.float8e4nv))
         gl.store(scales_ptr + (expert * down + row) * across + column, scale)
     if transposed_ptr is not None:
-        _store_transposed(transposed_ptr, codes, expert, row * BLOCK, column * BLOCK, O, I, WRITTEN)
+        _store_transposed(transposed_ptr, weight, 1 / scale, expert, row * BLOCK, column * BLOCK, O, I, WRITTEN)
         gl.store(transposed_scales_ptr + (expert * across + column) * down + row, scale)
 
 
