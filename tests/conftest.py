@@ -18,10 +18,14 @@ from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
+
+# Of this process and of all that it starts, before NumPy and PyTorch are imported: threads that wait for shares of tiny
+# products spin, and the processes beside want their cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
 
 TIMEOUT_SECONDS = 480
 SECONDS_AFTER_A_FAILURE = 10
@@ -100,8 +104,7 @@ class Ranks:
             pipe, theirs = self.context.Pipe()
             names = {"PIPE": theirs, "RANK": rank}
             process = self.context.Process(target=runpy.run_path, args=(worker, names, "__main__"))
-            with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-                process.start()
+            process.start()
             theirs.close()
             self.pipes.append(pipe)
             self.workers.append(process)
@@ -164,7 +167,7 @@ class Beside:
         self.timeout = None if any(argument.startswith("--") for argument in arguments) else BESIDE_TIMEOUT_SECONDS
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-v", "-m", mark, *arguments],
-            env=os.environ | {"PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"} | variables,
+            env=os.environ | {"PYTEST_ADDOPTS": ""} | variables,
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )

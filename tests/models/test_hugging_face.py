@@ -1,6 +1,6 @@
 """Our MoE layer in a Llama of transformers: the balancing loss beside a mean loss is the published one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +15,6 @@ mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
 
 VOCAB, WIDTH, LAYERS, SEQUENCES, TOKENS = 64, 32, 2, 4, 24
 EXPERTS, CHOICES, AUX_COEF, Z_COEF = 8, 2, 1e-2, 1e-3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a tiny model waits for its threads more than they help it
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def llama(dtype: torch.dtype = torch.float64, init_std: float = 0.3, **moe: Any) -> nn.Module:

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -140,13 +140,9 @@ def _flat(state: Any, prefix: str = "") -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def one_process_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in TORCHRUN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a tiny model waits for its threads more than they help it
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -49,11 +49,9 @@ def assert_same_state(state: dict, expected: dict) -> None:
 
 @pytest.fixture(scope="module")
 def straight(make_run):
-    """An uninterrupted run, on one thread as all others."""
-    run, num_threads = make_run(*RUN), torch.get_num_threads()
-    torch.set_num_threads(1)
+    """An uninterrupted run."""
+    run = make_run(*RUN)
     assert run.train() == 0
-    torch.set_num_threads(num_threads)
     assert run.column("step") == sorted([*range(1, STEPS + 1), *range(20, STEPS + 1, 20)])
     assert run.saved_steps == list(range(5, STEPS + 1, 5))
     bias = next(value for name, value in run.checkpoint(STEPS).items() if name.endswith("expert_bias_E"))
