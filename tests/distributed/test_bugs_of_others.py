@@ -34,9 +34,9 @@ def recipe(parallel: ParallelConfig, name: str) -> Recipe:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Any) -> Callable[[str], Any]:
-    """One process, by the name of a model."""
-    return cache(lambda name: one_loss.run(ranks, 1, recipe(ParallelConfig(), name), -1, STEPS)[0])
+def alone(ranks: Any) -> Callable[[str, int], Any]:
+    """One process, by the name of a model and the number of steps."""
+    return cache(lambda name, num_steps: one_loss.run(ranks, 1, recipe(ParallelConfig(), name), -1, num_steps)[0])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def alone(ranks: Any) -> Callable[[str], Any]:
 )
 def test_no_layout_has_the_bug(
     ranks: Any,
-    alone: Callable[[str], Any],
+    alone: Callable[[str, int], Any],
     takes_all_steps: bool,
     request: pytest.FixtureRequest,
     num_ranks: int,
@@ -79,4 +79,4 @@ def test_no_layout_has_the_bug(
     num_steps = STEPS if takes_all_steps or request.node.callspec.id in IN_ANY_RUN else FEW
     for trace in one_loss.run(ranks, num_ranks, recipe(parallel, name), -1, num_steps):
         assert len(trace.losses) == num_steps
-        one_loss.assert_same(trace, alone(name), 1e-9)
+        one_loss.assert_same(trace, alone(name, num_steps), 1e-9)

@@ -117,7 +117,10 @@ def test_two_axes_train_as_one_process(
     number = list(PAIRS).index(pair)
     model, num_starved = MODELS[number % len(MODELS)], list(STARVED.values())[number % len(STARVED)]
     kinds = [KINDS[(number + shift) % len(KINDS)] for shift in range(len(KINDS))]
-    recipes = [recipe_of(replace(parallel, cp_kind=kind), model, 2) for kind in kinds]
+    sizes = sizes_of(parallel, num_ranks)
+    assert sizes is not None
+    micro_batch_sequences = max(one_loss.SEQUENCES // sizes.dp // 2, 1)  # two microbatches, unless there are no more
+    recipes = [recipe_of(replace(parallel, cp_kind=kind), model, micro_batch_sequences) for kind in kinds]
     recipe = next(recipe for recipe in recipes if not check_rules(recipe, num_ranks))
     num_steps = STEPS if takes_all_steps or number % 7 == 0 else FEW
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):

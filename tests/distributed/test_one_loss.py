@@ -58,11 +58,17 @@ MODEL = ModelConfig(
     init_std=0.2,
 )
 FP64 = PrecisionConfig("fp64", "fp64", "fp64")
+WHOLE = CompileConfig("on", extent="block")
 ALONE = ParallelConfig()
 
 
 def recipe(
-    parallel: ParallelConfig, *, kernels: str = "reference", precision: PrecisionConfig = FP64, **changes: Any
+    parallel: ParallelConfig,
+    *,
+    kernels: str = "reference",
+    precision: PrecisionConfig = FP64,
+    micro_batch_sequences: int = 1,
+    **changes: Any,
 ) -> Recipe:
     base = Recipe(
         model=MODEL,
@@ -71,7 +77,10 @@ def recipe(
         precision=precision,
         compile=CompileConfig("off"),
         train=TrainConfig(
-            steps=STEPS, seq_len_tokens=TOKENS, global_batch_sequences=SEQUENCES, micro_batch_sequences=1
+            steps=STEPS,
+            seq_len_tokens=TOKENS,
+            global_batch_sequences=SEQUENCES,
+            micro_batch_sequences=micro_batch_sequences,
         ),
         optim=OptimConfig(lr=1e-2, max_grad_norm=0.5, warmup_steps=5, decay_steps=5),
     )
@@ -235,7 +244,7 @@ def assert_same(actual: Trace, expected: Trace, tolerance: float) -> None:
 @pytest.fixture(scope="module")
 def alone(ranks) -> dict[int, Trace]:
     """One process, plain and skewed."""
-    one = recipe(ParallelConfig())
+    one = recipe(ParallelConfig(), micro_batch_sequences=SEQUENCES // 2)
     return {
         num_starved: run(ranks, 1, one, num_starved, steps)[0]
         for num_starved, steps in ((-1, STEPS), (3, FEW), (4, FEW))
@@ -345,11 +354,9 @@ def test_one_loss_with_tensor_parallelism(
 @pytest.mark.parametrize(
     ("extent", "name", "what", "overlaps"),
     [
-        ("pieces", "gqa", "none", False),
         ("block", "mla", "experts", False),
-        ("block", "gqa-shared", "block", False),
         ("pieces", "mla", "none", True),
-        ("block", "gqa", "block", True),
+        ("block", "gqa-shared", "block", True),
     ],
 )
 def test_one_loss_with_tensor_parallelism_in_graphs(
@@ -434,11 +441,8 @@ def test_one_loss_with_ring_attention(
         assert_same(trace, causal_alone(name), 1e-9)
 
 
-@pytest.mark.parametrize(("extent", "what"), [("pieces", "none"), ("block", "experts")])
-def test_one_loss_with_ring_attention_in_graphs(
-    ranks, causal_alone: Callable[[str], Trace], extent: Any, what: str
-) -> None:
-    options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig(what)}
+def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[str], Trace]) -> None:
+    options = {"compile": WHOLE, "memory": MemoryConfig("experts")}
     recipe = split_recipe(replace(RING_EP2, dispatcher="allgather"), "gqa", **options)
     for fields in ranks(2, train_compiled, recipe, -1, FEW):
         trace = Trace(**fields)
@@ -485,11 +489,8 @@ def test_one_loss_with_skewed_routing(ranks, alone: dict[int, Trace], dispatcher
 
 @pytest.mark.parametrize("what", ["experts", "block"])
 def test_one_loss_with_recompute(ranks, alone: dict[int, Trace], what: str) -> None:
-    candidate = recipe(ParallelConfig(ep=2, dispatcher="alltoall"), memory=MemoryConfig(what))
+    candidate = recipe(ParallelConfig(ep=2, dispatcher="alltoall"), memory=MemoryConfig(what), micro_batch_sequences=2)
     assert_same(run(ranks, 2, candidate, -1, FEW)[0], alone[-1], 1e-9)
-
-
-WHOLE = CompileConfig("on", extent="block")
 
 
 EP2 = ParallelConfig(ep=2, dispatcher="allgather")
@@ -500,14 +501,14 @@ EP2 = ParallelConfig(ep=2, dispatcher="allgather")
     [
         pytest.param(replace(EP2, ep=1), "none", -1, id="dp2-edp2"),
         pytest.param(replace(EP2, reshard_after_forward=False), "experts", 4, id="dp2-ep2-recompute_experts-starved"),
-        pytest.param(EP2, "block", -1, id="dp2-ep2-recompute_block"),
     ],
 )
 def test_one_loss_with_block_graphs(
     ranks, alone: dict[int, Trace], parallel: ParallelConfig, what: str, num_starved: int
 ) -> None:
-    """A rank without tokens compiles nothing again. test_fsdp.py has graphs of experts over both ep and edp."""
-    candidate = recipe(parallel, compile=WHOLE, memory=MemoryConfig(what))
+    """A rank without tokens compiles nothing again. test_fsdp.py has graphs of experts over both ep and edp; recomputed
+    blocks are beside tensor parallelism."""
+    candidate = recipe(parallel, compile=WHOLE, memory=MemoryConfig(what), micro_batch_sequences=2)
     for fields in ranks(2, train_compiled, candidate, num_starved, FEW):
         trace = Trace(**fields)
         assert_same(trace, alone[num_starved], 1e-9)
@@ -555,7 +556,8 @@ def test_one_loss_with_interleaved_microbatches_bit_for_bit(
 def test_one_loss_with_interleaved_compiled_pieces(ranks, alone: dict[int, Trace], dispatcher: str) -> None:
     of_node = int(dispatcher == "hierarchical")
     parallel = replace(GATHERED_EP2, dispatcher=dispatcher, overlap="microbatch", ep_ranks_per_node=of_node)
-    for fields in ranks(2, train_compiled, recipe(parallel, compile=CompileConfig("on")), -1, FEW):
+    candidate = recipe(parallel, compile=CompileConfig("on"), micro_batch_sequences=2)
+    for fields in ranks(2, train_compiled, candidate, -1, FEW):
         trace = Trace(**fields)
         assert_same(trace, alone[-1], 1e-9)
         assert 4 < trace.num_graphs[0] and len(set(trace.num_graphs)) == 1, "all were made by the first step"

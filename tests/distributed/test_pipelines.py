@@ -27,7 +27,8 @@ from titan_moe.train.step_runner import StepRunner
 one_loss = load("distributed/test_one_loss")
 
 STEPS, ALL_STEPS = 3, 20
-NUM_SEQUENCES, NUM_MICROBATCHES = 16, 8
+NUM_SEQUENCES, MICROBATCHES_A_RANK = 16, 2
+"""As few as a pipeline in the form of a V fills all its ranks with."""
 SCHEDULES = {
     "1f1b": ParallelConfig(pp_schedule="1f1b"),
     "interleaved_1f1b": ParallelConfig(pp_schedule="interleaved_1f1b", vpp=2),
@@ -44,9 +45,11 @@ AXES: dict[str, dict[str, Any]] = {
 
 
 def recipe_of(parallel: ParallelConfig, model: str = "gqa", memory: str = "none") -> Recipe:
-    """A layer for each of up to eight stages, the first of them dense; eight microbatches of up to two data ranks."""
+    """A layer for each of up to eight stages, the first of them dense; two microbatches for each rank of the pipeline,
+    of up to two data ranks."""
     base = one_loss.split_recipe(parallel, model, run=RunConfig(device="cpu"), memory=MemoryConfig(memory))
-    size = max(NUM_SEQUENCES // NUM_MICROBATCHES // max(parallel.dp_shard, parallel.ep, 1), 1)
+    num_microbatches = MICROBATCHES_A_RANK * max(parallel.pp, 2)
+    size = max(NUM_SEQUENCES // num_microbatches // max(parallel.dp_shard, parallel.ep, 1), 1)
     train = replace(
         base.train, steps=ALL_STEPS, global_batch_sequences=NUM_SEQUENCES, micro_batch_sequences=size, seq_len_tokens=8
     )
