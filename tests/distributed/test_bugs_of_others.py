@@ -22,8 +22,8 @@ from titan_moe.config.parallel import ParallelConfig
 
 one_loss = load("distributed/test_one_loss")
 STEPS, FEW = one_loss.STEPS, one_loss.FEW
-IN_ANY_RUN = "Megatron_2217-cp2", "Megatron_5047-cp2-tp2", "verl_6609-cp2-ep2-documents", "Megatron_7452_11-tp2"
-"""Rows that always take all steps: mostly of two ranks, which share the cores of a host."""
+IN_ANY_RUN = "Megatron_2217-cp2", "verl_6609-cp2-ep2-documents", "Megatron_7452_11-tp2"
+"""Rows that always take all steps: of two ranks, which share the cores of a host."""
 EP2 = ParallelConfig(ep=2, dispatcher="alltoall")
 CP2 = ParallelConfig(cp=2)
 GATHERED_KEYS = replace(CP2, cp_kind="allgather")
