@@ -39,10 +39,11 @@ def last_losses(run) -> float:
 def test_training_in_formats_follows_training_without(
     tiny: Callable, shape: tuple[str, ...], tolerances: dict[tuple[str, ...], float]
 ) -> None:
-    plain = tiny(*shape, "--precision.compute=bf16")
+    shared = (*shape, "--train.steps=20", "--precision.compute=bf16")
+    plain = tiny(*shared)
     assert plain.train() == 0
     for words, tolerance in tolerances.items():
-        run = tiny(*shape, "--precision.compute=bf16", *words)
+        run = tiny(*shared, *words)
         assert run.train() == 0
         assert run.column("loss") != plain.column("loss")
         assert last_losses(run) == pytest.approx(last_losses(plain), rel=tolerance)
