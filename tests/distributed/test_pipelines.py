@@ -113,7 +113,7 @@ def test_four_ranks_of_a_pipeline_train_as_one_process(ranks: Any, alone: Callab
             {"pp_schedule": "interleaved_1f1b", "vpp": 2, "pp_layout": "E|t*8||L"},
             id="empty_stage",
         ),
-        pytest.param("mla", "block", {"accumulate_unsharded": True}, id="recompute_block"),
+        pytest.param("mla", "block", {"dp_shard": 2, "accumulate_unsharded": True}, id="recompute_block"),
         pytest.param("mla-latent-gate", "experts", {"dp_shard": 2}, id="recompute_experts"),
         pytest.param("gqa", "none", {"pp_schedule": "interleaved_1f1b", "vpp": 4}, id="four_stages_a_rank"),
     ],
