@@ -1,6 +1,6 @@
 """The implementations that `perf.kernels` and `[perf.override]` of a recipe choose from."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Literal
 
 Experts = Literal["grouped_mm", "fused", "reference"]
@@ -19,6 +19,11 @@ class Kernels:
     head: Backend = "torch"
     gradients: Backend = "torch"
     attention: Attention = "sdpa"
+
+    @property
+    def are_compiled(self) -> bool:
+        """Whether a GPU compiles some at their first launch: those in Triton, and FlexAttention."""
+        return not {"fused", "triton", "flex"}.isdisjoint(astuple(self))
 
 
 @dataclass(frozen=True)

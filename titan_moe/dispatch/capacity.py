@@ -92,6 +92,12 @@ class ExpertCapacity:
         """Whether the host reads sizes: while a bound is lifted, except under the compiler, whose graph is static."""
         return self.is_suspended and not torch.compiler.is_compiling()
 
+    @property
+    def sizes(self) -> tuple[float, bool]:
+        """What the sizes in a compiled graph follow, beside the batch's: the factor and whether it is suspended, where
+        there is a bound on each layer. Graphs for another factor are dropped."""
+        return (self.capacity_factor, self.is_suspended) if self.arena is None else (0.0, False)
+
     def num_slots(self, ids_SK: Tensor, balanced: float, worst: int) -> int:
         """Number of slots for these assignments (-1 for none), given those of a balanced load and of the worst case."""
         return int((ids_SK >= 0).sum()) if self.reads_sizes_on_host else self.num_rows(balanced, worst)
@@ -124,6 +130,11 @@ class ExpertCapacity:
         self.need.zero_()
         if self.arena is not None:
             self.arena.reset()
+
+    def state(self) -> list[Tensor]:
+        """What the forwards since `reset` have noted on the device; a failure is no part of it."""
+        of_arena = () if self.arena is None else (self.arena.need, self.arena.overflowed)
+        return [self.overflowed, self.need, *of_arena]
 
     def start_forward(self) -> None:
         """Take from the beginning of the arena, or of its place, again: before the forward of a microbatch."""

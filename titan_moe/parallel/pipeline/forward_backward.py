@@ -13,7 +13,7 @@ added as they come, and reduced after the last action of the stage.
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
 
@@ -30,6 +30,7 @@ from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import Messages, Received, activations_like
 from titan_moe.parallel.pipeline.places import InFlight, Places
+from titan_moe.parallel.pipeline.rehearsal import Rehearsals, StandIns, first_microbatches, unchanged
 from titan_moe.parallel.pipeline.runs import RunInPieces, StageInPieces, StageRun, WholeRun
 from titan_moe.parallel.pipeline.stages import TiedEmbedding, parts_by_stage
 from titan_moe.parallel.unsharded_experts import caching_casts
@@ -67,17 +68,16 @@ class Pipeline:
         """Gradients of a stage, after its last action; else the hooks of FSDP reduce them in its last backward."""
         self.stages_with_experts = frozenset(stage for stage, part in self.stages.items() if count_moe_layers(part))
         self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
+        self.rehearsals = Rehearsals(recipe, capacity)
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         entries = entries_of(self.config, len(batch.tokens_MBN))[self.rank]
-        run = StepRun(self, batch, scale, entries)
-        with ExitStack() as casts:
-            for part in self.stages.values():
-                casts.enter_context(caching_casts(part))
-            for entry in entries:
-                with action_region(entry):
-                    run.do(entry)
-        run.finish()
+        like = activations_like(batch.tokens_MBN[0], self.config.tp, self.hidden_size, self.dtype)
+        if self.rehearsals.is_due(like.device):
+            with unchanged(self.stages.values(), self.capacity, like.device):
+                StepRun(self, batch, scale, first_microbatches(entries), StandIns(like)).take(in_lane=False)
+        run = StepRun(self, batch, scale, entries, Messages(self.group, like))
+        run.take()
         if self.tied is not None:
             self.tied.sum_gradients()
         return torch.stack(run.losses).sum() if run.losses else scale.new_zeros(())
@@ -88,13 +88,14 @@ class Pipeline:
 
 
 class StepRun:
-    """The microbatches of a step under way."""
+    """The microbatches of a step under way, or of its rehearsal."""
 
-    def __init__(self, pipeline: Pipeline, batch: Batch, scale: Tensor, entries: list[Entry]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, batch: Batch, scale: Tensor, entries: list[Entry], messages: Messages | StandIns
+    ) -> None:
+        """`entries` are this rank's."""
         self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
-        self.microbatches = list(batch.microbatches())
-        like = activations_like(batch.tokens_MBN[0], pipeline.config.tp, pipeline.hidden_size, pipeline.dtype)
-        self.messages = Messages(pipeline.group, like)
+        self.microbatches, self.entries, self.messages = list(batch.microbatches()), entries, messages
         self.arena_places = Places(pipeline.capacity, pipeline.stages_with_experts)
         self.inputs: dict[InFlight, Received] = {}
         self.outputs: dict[InFlight, Tensor] = {}
@@ -111,7 +112,21 @@ class StepRun:
         """The actions after which a stage has all gradients of a microbatch."""
         self.num_backwards_left = Counter(action.stage for action in actions if action.kind in self.ends)
 
-    def do(self, entry: Entry) -> None:
+    def take(self, *, in_lane: bool = True) -> None:
+        """Run this rank's list, and wait for what was sent and reduced. A trace has its actions in the rank's lane, or
+        not."""
+        with ExitStack() as casts:
+            for part in self.stages.values():
+                casts.enter_context(caching_casts(part))
+            for entry in self.entries:
+                with action_region(entry) if in_lane else nullcontext():
+                    self._do(entry)
+        self.messages.finish()
+        if self.pipeline.reduces_at_the_end:
+            for part in self.stages.values():
+                fsdp.finish_reducing(part)
+
+    def _do(self, entry: Entry) -> None:
         """Run what is next in this rank's list."""
         if isinstance(entry, Pair):
             self._run_pair(entry)
@@ -152,13 +167,6 @@ class StepRun:
         self.output_grads[backward].wait()
         for _ in zip_longest(self._backward(*backward), self._forward(*forward)):
             pass
-
-    def finish(self) -> None:
-        """Wait for what was sent and reduced."""
-        self.messages.finish()
-        if self.pipeline.reduces_at_the_end:
-            for part in self.stages.values():
-                fsdp.finish_reducing(part)
 
     def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
         key = stage, microbatch
