@@ -30,8 +30,7 @@ class RunConfig:
     step_timeout_minutes: float = 10.0
     """Limit of a step, in minutes; fractions are allowed. A rank that waits longer ends with exit code 1 and names the
     rank that is late, its step and the collective; so do all ranks, if a rank is stopped or lost. The first step, which
-    compiles, and saves and validations may take six times as long; with a pipeline the first step one limit more for
-    each further rank of it, since these compile one after the other. The start of a run has no limit of its own. An
+    compiles, and saves and validations may take six times as long. The start of a run has no limit of its own. An
     exchange over symmetric memory waits half of it. 0 sets no limit."""
 
 

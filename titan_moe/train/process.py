@@ -22,24 +22,15 @@ EXIT_BY_SIGNAL = 128
 """The exit code of a process ended by a signal is this plus the signal's number."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PATIENCE = 6
-"""Limit of the first step without a pipeline, which compiles, and of saves and validations, over that of a step."""
+"""Limit of the first step of a process, which compiles, and of saves and validations, over that of a step. Stages of a
+pipeline compile at the same time (parallel/pipeline/rehearsal.py)."""
 LEAST_TIMEOUT_MINUTES = 30.0
 """PyTorch's default for gloo."""
 
 
-def patience_of_first_step(pp: int) -> int:
-    """The limit of the first step of a process, over that of a step.
-
-    A pipeline rank compiles when the first activations arrive, which the rank before it sends once it has compiled. So
-    compile times add up over ranks, and each further one has a limit more.
-    """
-    return PATIENCE + pp - 1
-
-
 @contextmanager
-def process_group(config: RunConfig, pp: int = 1) -> Iterator[torch.device]:
-    """Initialise the process group, of torchrun's ranks or of this process alone. Yields this rank's device. `pp`
-    pipeline ranks make its timeouts longer, as those of the watchdog.
+def process_group(config: RunConfig) -> Iterator[torch.device]:
+    """Initialise the process group, of torchrun's ranks or of this process alone. Yields this rank's device.
 
     An error of the enclosed code is recorded for the launcher, and stays the one that is raised. CUDA graphs with
     operations of NCCL must be released before the end (`StepRunner.release`): NCCL waits for that.
@@ -49,7 +40,7 @@ def process_group(config: RunConfig, pp: int = 1) -> Iterator[torch.device]:
     device = _device(config)
     # gloo beside NCCL: stop signals and checkpoint plans are exchanged on the host
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    with determinism(config.is_deterministic), _timeouts(config.step_timeout_minutes, pp):
+    with determinism(config.is_deterministic), _timeouts(config.step_timeout_minutes):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if "RANK" in os.environ:
@@ -96,12 +87,12 @@ def _device(config: RunConfig) -> torch.device:
 
 
 @contextmanager
-def _timeouts(minutes: float, pp: int) -> Iterator[None]:
+def _timeouts(minutes: float) -> Iterator[None]:
     """Set the timeouts of NCCL and gloo for every group that is made meanwhile, meshes included. They are a last
     resort: the watchdog's limits are shorter, and a backend names no late rank."""
     defaults = ("default_pg_timeout", "default_pg_nccl_timeout")
     previous = {name: getattr(distributed_c10d, name) for name in defaults}
-    timeout = timedelta(minutes=max(LEAST_TIMEOUT_MINUTES, (patience_of_first_step(pp) + 1) * minutes))
+    timeout = timedelta(minutes=max(LEAST_TIMEOUT_MINUTES, (PATIENCE + 1) * minutes))
     for name in defaults:
         if previous[name] is not None:  # a build without NCCL
             setattr(distributed_c10d, name, timeout)

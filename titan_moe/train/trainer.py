@@ -53,8 +53,7 @@ def run(recipe: Recipe) -> None:
     that does not fit, a run folder in use. SystemExit after Ctrl-C, once the run is saved, and if the last step was
     skipped: the run is then not saved. After SIGTERM it returns.
     """
-    pp = recipe.parallel.pp
-    with process_group(recipe.run, pp) as device, Watchdog(recipe.run, pp) as watchdog:
+    with process_group(recipe.run) as device, Watchdog(recipe.run) as watchdog:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
         problems = check_rules(recipe, dist.get_world_size())
         if problems:

@@ -22,7 +22,7 @@ from titan_moe.config.train import RunConfig
 from titan_moe.train.failure import EXIT_FAILED, record_failure
 from titan_moe.train.flight_recorder import pending_collective
 from titan_moe.train.heartbeat import Heartbeat, Sign, main_thread_place, open_store
-from titan_moe.train.process import EXIT_BY_SIGNAL, PATIENCE, STOP_SIGNALS, patience_of_first_step
+from titan_moe.train.process import EXIT_BY_SIGNAL, PATIENCE, STOP_SIGNALS
 
 TICK_S = 1.0
 TICKS_PER_LIMIT = 20
@@ -46,8 +46,7 @@ class Watchdog:
     gives no sign for a limit. It ends by a stop signal if the step at hand does not end soon, or a second one comes.
     """
 
-    def __init__(self, config: RunConfig, pp: int = 1) -> None:
-        self.patience_of_first_step = patience_of_first_step(pp)
+    def __init__(self, config: RunConfig) -> None:
         self.minutes = config.step_timeout_minutes
         self.limit_s = 60.0 * self.minutes
         self.folder = Path(config.folder)
@@ -87,7 +86,7 @@ class Watchdog:
         """Limit the time until the next call; the first step of a process may take longer."""
         if self._is_step:
             self.longest_step_s = max(self.longest_step_s, self._spent_s)
-        self._begin(f"step {step}", self.patience_of_first_step if self.num_steps == 0 else 1, is_step=True)
+        self._begin(f"step {step}", PATIENCE if self.num_steps == 0 else 1, is_step=True)
         self.num_steps += 1
 
     def begin(self, task: str) -> None:
