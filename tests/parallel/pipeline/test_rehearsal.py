@@ -18,6 +18,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, PerfConfig
 from titan_moe.dispatch import capacity
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.experts.arena import Arena
 from titan_moe.parallel.pipeline import forward_backward
 from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.parallel.pipeline.rehearsal import Rehearsals, StandIns, first_microbatches, unchanged
@@ -136,6 +137,12 @@ def test_rehearsal_is_due_where_something_compiles_and_for_each_new_size() -> No
     for factor in (3.0, 2.0):  # the graphs for one factor are dropped with it
         bound.resize(factor)
         assert [compiled.is_due(CUDA) for _ in range(2)] == [True, False]
+    in_arena = ExpertCapacity(2.0)
+    in_arena.arena = Arena(8, 8, torch.float32, "cpu")
+    graphs = Rehearsals(replace(base, compile=CompileConfig("on")), in_arena)
+    assert [graphs.is_due(CPU) for _ in range(2)] == [True, False]
+    in_arena.resize(3.0)
+    assert not graphs.is_due(CPU), "no graph has the size of an arena, and a captured step follows"
     for kernels in PRESETS:
         perf, eager = PerfConfig(kernels=kernels), CompileConfig("off")
         launched = Rehearsals(replace(base, compile=eager, perf=perf), ExpertCapacity())
