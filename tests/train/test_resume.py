@@ -246,8 +246,8 @@ def test_resume_without_a_manifest_refuses_another_model_or_order(tiny, capsys: 
     assert run.train() == 0
     (run.folder / "checkpoints" / "step-2" / "manifest.json").unlink()
     for change, said in (
-        ("--model.num_layers=1", "this run's model, which lacks"),
-        ("--model.embeddings_are_tied=true", "(embed.weight, head.weight)"),
+        ("--model.num_layers=1", "fit this run's model: only in the checkpoint: layers.1."),
+        ("--model.embeddings_are_tied=true", "tied only in the model: embed.weight, head.weight; "),
         ("--run.seed=7", "set run.seed and data.is_shuffled back"),
     ):
         assert run.train("--train.steps=4", change) == 2

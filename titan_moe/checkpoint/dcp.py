@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -29,6 +29,9 @@ from titan_moe.titan.checkpoints import MODEL_KEY
 FAILURE_SAVE_TIMEOUT_S = 120.0
 MOMENTS = "optimizer.state."
 """Prefix of optimizer moments. The parameter's name and a suffix such as `.exp_avg` follow."""
+
+Shape = tuple[int, ...] | None
+"""Of an unsharded tensor; None for another value."""
 
 logger = logging.getLogger(__name__)
 
@@ -224,20 +227,18 @@ class Checkpointer:
             logger.warning("the model differs from that of %s: %s", folder, "; ".join(changes))
 
     def _read(self, folder: Path, read: Callable[[], object], way_out: str) -> None:
-        """Load with `read`, and fail if the checkpoint has a weight that the model lacks.
+        """Load with `read`, and fail if the checkpoint's weights have other names or shapes than the model's.
 
         Raises: CheckpointMismatch, with one sentence for the failures that DCP collects from all ranks.
         """
-        saved, problem = run_on_rank_zero(lambda: _saved_names(folder), self.group)
+        saved, problem = run_on_rank_zero(lambda: _saved_shapes(folder), self.group)
         if problem:
             raise CheckpointMismatch(f"checkpoint {folder} cannot be read: {problem}; {way_out}")
         other_states = tuple(f"{name}." for name in self.manager.states if name != MODEL_KEY)
-        weights = {name for name in saved if not name.startswith(other_states)}
-        unexpected = sorted((weights - self._weight_names()) | self._newly_tied(saved))
-        if unexpected:
+        weights = {name: shape for name, shape in saved.items() if not name.startswith(other_states)}
+        if differences := self._differences(weights, self._newly_tied(set(saved))):
             raise CheckpointMismatch(
-                f"checkpoint {folder} does not fit this run's model, which lacks {len(unexpected)} of its "
-                f"tensors ({', '.join(unexpected[:3])}{', ...' if len(unexpected) > 3 else ''}); {way_out}"
+                f"checkpoint {folder} does not fit this run's model: {'; '.join(differences)}; {way_out}"
             )
         try:
             read()
@@ -247,6 +248,22 @@ class Checkpointer:
             raise CheckpointMismatch(
                 f"checkpoint {folder} does not fit this run's model or states, or is damaged: {reasons}; {way_out}"
             ) from error
+
+    def _differences(self, saved: dict[str, Shape], newly_tied: set[str]) -> list[str]:
+        """How the weights of a checkpoint differ from the model's. Collective."""
+        own = self._weight_shapes()
+        other_shapes = [
+            f"{name} {shape} (checkpoint {saved[name]})"
+            for name, shape in sorted(own.items())
+            if shape is not None and saved.get(name) not in (None, shape)
+        ]
+        groups = {
+            "only in the checkpoint": saved.keys() - own.keys(),
+            "only in the model": own.keys() - saved.keys(),
+            "tied only in the model": newly_tied,
+            "other shapes": other_shapes,
+        }
+        return [f"{words}: {_first_three(names)}" for words, names in groups.items() if names]
 
     def _newly_tied(self, saved: set[str]) -> set[str]:
         """Names of weights that were trained separately but share one tensor here. Such a checkpoint does not fit: only
@@ -258,11 +275,13 @@ class Checkpointer:
                 names[id(parameter)] |= {name} & trained
         return {name for tied in names.values() if len(tied) > 1 for name in tied}
 
-    def _weight_names(self) -> set[str]:
-        """The names of all weights and buffers of the model, over all ranks."""
-        names: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(names, list(self.manager.states[MODEL_KEY].state_dict()), group=self.group)
-        return {name for rank_names in names for name in rank_names}
+    def _weight_shapes(self) -> dict[str, Shape]:
+        """The names and unsharded shapes of all weights and buffers of the model, over all ranks."""
+        shapes: list[Any] = [None] * dist.get_world_size(self.group)
+        state = self.manager.states[MODEL_KEY].state_dict()
+        own = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in state.items()}
+        dist.all_gather_object(shapes, own, group=self.group)
+        return {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
 
     def _require_checkpoint(self, folder: Path) -> None:
         if run_on_rank_zero(lambda: (folder / METADATA_FILE).is_file(), self.group):
@@ -276,12 +295,20 @@ class Checkpointer:
         )
 
 
-def _saved_names(folder: Path) -> tuple[set[str], str]:
-    """The names of all tensors and values in a checkpoint, or an error message for its metadata file."""
+def _saved_shapes(folder: Path) -> tuple[dict[str, Shape], str]:
+    """The names of all tensors and values in a checkpoint, with the shapes of the tensors, or an error message for its
+    metadata file."""
     try:
-        return set(read_metadata(folder / METADATA_FILE).state_dict_metadata), ""
+        entries = read_metadata(folder / METADATA_FILE).state_dict_metadata
     except ValueError as error:
-        return set(), str(error)
+        return {}, str(error)
+    sizes = {name: getattr(entry, "size", None) for name, entry in entries.items()}
+    return {name: None if size is None else tuple(size) for name, size in sizes.items()}, ""
+
+
+def _first_three(names: Collection[str]) -> str:
+    """The first three in alphabetical order, and how many there are besides."""
+    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _try_read_manifest(folder: Path) -> tuple[Manifest | None, str]:
