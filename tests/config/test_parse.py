@@ -83,7 +83,8 @@ def test_parse_refuses_a_base_that_is_not_a_string(tmp_path: Path) -> None:
 
 def test_parse_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     assert "does not exist" in problems_of(tmp_path / "r.toml")[0]
-    assert "cannot be read" in problems_of(tmp_path)[0]
+    write(tmp_path, "one.toml", "")
+    assert problems_of(tmp_path) == [f"{tmp_path} is a folder; {tmp_path}/ contains one.toml"]
 
 
 def test_parse_syntax_error_names_file_and_line(tmp_path: Path) -> None:
@@ -163,8 +164,10 @@ def test_parse_converts_overrides_to_the_fields_type(
     ("argument", "message"),
     [
         ("--train.steps=1.5", "train.steps = 1.5 must be an integer"),
-        ("--train.steps", "train.steps = true must be an integer"),
+        ("--train.steps", "--train.steps needs a value, an integer"),
         ("--metrics.tensorboard=1", "metrics.tensorboard = 1 must be true or false"),
+        ("--run.folder", "--run.folder needs a value, a string"),
+        ("--optim.lr", "--optim.lr needs a value, a number"),
         ("--parallel.dispatcher=deepep", 'must be one of "local", "allgather", "alltoall"'),
         ("--model.moe=3", "model.moe is a section"),
         ("steps=3", "is not of the form --section.key=value"),

@@ -90,7 +90,7 @@ BROKEN = {
     ),
     "microbatches_fill_the_pipeline": (
         "--parallel.pp=2 --train.micro_batch_sequences=4",
-        'makes 1 microbatches a step, and parallel.pp_schedule = "1f1b" with pp = 2 needs 2 or more; take 32 sequences',
+        'makes 1 microbatch a step, and parallel.pp_schedule = "1f1b" with pp = 2 needs 2 or more; take 32 sequences',
     ),
     "split_backwards_are_possible": (
         f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2",
@@ -231,7 +231,8 @@ BROKEN = {
     ),
     "native_formats_are_on_gpus": (
         "--precision.linears=fp8_rowwise --run.device=cpu",
-        'precision.backend = "auto" does not compute fp8_rowwise with run.device = "cpu"; take "emulated"',
+        'precision.backend = "auto" does not compute fp8_rowwise with run.device = "cpu"; take "emulated", or '
+        'precision.linears = "compute"',
     ),
     "native_formats_have_kernels": (
         "--precision.linears=mxfp8",
@@ -443,7 +444,23 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--precision.linears=fp8_rowwise --precision.compute=fp64 --precision.backend=emulated",
             8,
-            'precision.compute = "fp64" cannot be rounded to fp8_rowwise; take "bf16", or precision.format = "compute"',
+            'compute = "fp64" cannot be rounded to fp8_rowwise; take "bf16", or precision.linears = "compute"',
+        ),
+        (
+            "--precision.format=fp8_rowwise --precision.linears=compute --precision.compute=fp64",
+            8,
+            'take "bf16", or precision.format = "compute"',
+        ),
+        (
+            "--precision.format=mxfp8 --precision.linears=fp8_rowwise --precision.compute=fp64",
+            8,
+            'take "bf16", or precision.format = "compute" and precision.linears = "compute"',
+        ),
+        (
+            "--precision.format=nvfp4 --precision.linears=fp8_rowwise --precision.experts=fp8_rowwise "
+            "--precision.compute=fp64",
+            8,
+            'take "bf16", or precision.experts = "compute" and precision.linears = "compute"',
         ),
         (
             "--precision.experts=mxfp8 --precision.backend=emulated --parallel.overlap=tile "

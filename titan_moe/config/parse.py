@@ -127,7 +127,9 @@ def _read_toml(path: Path, children: tuple[Path, ...], problems: list[str]) -> d
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        problems.append(f"{referrer}{path} does not exist; {_recipes_beside(path)}")
+        problems.append(f"{referrer}{path} does not exist; {_recipes_in(path.parent)}")
+    except IsADirectoryError:
+        problems.append(f"{referrer}{path} is a folder; {_recipes_in(path)}")
     except OSError as error:
         problems.append(f"{referrer}{path} cannot be read: {error.strerror}")
     except ValueError as error:  # TOMLDecodeError contains line and column, UnicodeDecodeError the byte
@@ -135,9 +137,9 @@ def _read_toml(path: Path, children: tuple[Path, ...], problems: list[str]) -> d
     return {}
 
 
-def _recipes_beside(path: Path) -> str:
-    names = sorted(file.name for file in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-    return f"{path.parent}/ contains {', '.join(names)}" if names else f"{path.parent}/ contains no recipe"
+def _recipes_in(folder: Path) -> str:
+    names = sorted(file.name for file in folder.glob("*.toml")) if folder.is_dir() else []
+    return f"{folder}/ contains {', '.join(names)}" if names else f"{folder}/ contains no recipe"
 
 
 def _flatten(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Setting]:
@@ -161,10 +163,16 @@ def _read_overrides(argv: Sequence[str], problems: list[str]) -> dict[str, Setti
     overrides, others = split_overrides(argv)
     problems += [f"{COMMAND_LINE}: {argument} is not of the form --section.key=value" for argument in others]
     settings: dict[str, Setting] = {}
+    known = all_keys(Recipe)
     while overrides:
         dotted, equals, text = overrides.pop(0).removeprefix("--").partition("=")
-        if not equals:  # --section.key without a value sets a boolean to true
-            text = overrides.pop(0) if overrides and not _is_override(overrides[0]) else "true"
+        if not equals and overrides and not _is_override(overrides[0]):
+            text = overrides.pop(0)
+        elif not equals:  # --section.key without a value sets a boolean to true
+            text = "true"
+            if dotted in known and not known[dotted].is_section and known[dotted].plain_type is not bool:
+                problems.append(f"{COMMAND_LINE}: --{dotted} needs a value, {type_in_words(known[dotted])}")
+                continue
         settings[dotted] = Setting(text, COMMAND_LINE, is_text=True)
     return settings
 

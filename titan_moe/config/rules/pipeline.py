@@ -68,7 +68,8 @@ def microbatches_fill_the_pipeline(recipe: Recipe, world_size: int) -> Iterator[
     if p.pp <= 1 or of_one < 1 or train.global_batch_sequences % of_one:
         return  # another rule refuses it
     number, fewest = train.global_batch_sequences // of_one, max(p.pp, facts.fewest_microbatches(p.pp))
-    found = f"train.global_batch_sequences = {train.global_batch_sequences} makes {number} microbatches a step"
+    microbatches = "1 microbatch" if number == 1 else f"{number} microbatches"
+    found = f"train.global_batch_sequences = {train.global_batch_sequences} makes {microbatches} a step"
     if number < fewest:
         yield (
             f'{found}, and parallel.pp_schedule = "{p.pp_schedule}" with pp = {p.pp} needs {fewest} or more; take '

@@ -49,7 +49,7 @@ def formats_round_from_bf16(recipe: Recipe, world_size: int) -> Iterator[str]:
         emulated = ', or precision.backend = "emulated"' if p.compute == "fp32" else ""
         yield (
             f'precision.compute = "{p.compute}" cannot be rounded to {_listed(p.formats)}; take "bf16"{emulated}, or '
-            'precision.format = "compute"'
+            f"{_without_formats(p)}"
         )
 
 
@@ -59,7 +59,7 @@ def native_formats_are_on_gpus(recipe: Recipe, world_size: int) -> Iterator[str]
     if p.formats and p.backend != "emulated" and recipe.run.device == "cpu":
         yield (
             f'precision.backend = "{p.backend}" does not compute {_listed(p.formats)} with run.device = "cpu"; take '
-            '"emulated", or precision.format = "compute"'
+            f'"emulated", or {_without_formats(p)}'
         )
 
 
@@ -154,7 +154,7 @@ def some_layers_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.formats and num_kept >= num_layers:
         yield (
             f"precision.num_layers_at_start_in_compute + num_layers_at_end_in_compute = {num_kept} keep all of "
-            f'model.num_layers = {num_layers}; take fewer, or precision.format = "compute"'
+            f"model.num_layers = {num_layers}; take fewer, or {_without_formats(p)}"
         )
 
 
@@ -175,6 +175,15 @@ def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator
 
 def _listed(formats: list) -> str:
     return " and ".join(formats)
+
+
+def _without_formats(p: PrecisionConfig) -> str:
+    """The fields that give a format, each with the value that gives none."""
+    parts: tuple[Part, ...] = ("experts", "linears")
+    has_own = {part: getattr(p, part) not in ("format", "compute") for part in parts}
+    uses_common = p.format != "compute" and any(getattr(p, part) == "format" for part in parts)
+    names = [*(["format"] if uses_common else []), *(part for part in parts if has_own[part])]
+    return " and ".join(f'precision.{name} = "compute"' for name in names)
 
 
 PRECISION_RULES = rules_in(globals())
