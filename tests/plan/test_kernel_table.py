@@ -58,6 +58,11 @@ def test_find_nearest_at_any_distance(slots: int, expected: int) -> None:
     assert found.ratio == pytest.approx(max(slots / expected, expected / slots))
 
 
+@pytest.mark.parametrize(("ratio", "shown"), [(1.25, "x1.25"), (99.4, "x99.4"), (223_948.2, "x223,948")])
+def test_distance_in_words(ratio: float, shown: str) -> None:
+    assert Nearest(measured(), "gpu", ratio).distance == f"the nearest shape, {shown} away"
+
+
 def test_find_nearest_counts_all_sizes() -> None:
     table = KernelTable("gpu", (measured(width=128, hidden=64), measured(rows=300, experts=5)))
     assert nearest(table, width=128).measured is table.measured[0]

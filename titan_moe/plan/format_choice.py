@@ -51,8 +51,8 @@ def _choose(recipe: Recipe, module: GemmModule, tables: list[KernelTable], devic
     nearest = find_nearest(comparable, device, operation_of(module.part), shape_of(recipe, module))
     if nearest is None:
         return FormatChoice(module, formats)
-    ms, ratio = nearest.measured.ms, nearest.ratio
-    place = "" if ratio == 1 else f" at the nearest shape, x{ratio:.3g} away"
+    ms = nearest.measured.ms
+    place = "" if nearest.ratio == 1 else f" at {nearest.distance}"
     times = f"{ms[str(formats)]:.3g} ms, compute {ms['compute']:.3g} ms on {nearest.device}{place}"
     if ms[str(formats)] > (1 - SMALLEST_GAIN) * ms["compute"]:
         return FormatChoice(module, IN_COMPUTE, f"{formats} is not faster: {times}", is_slower=True)

@@ -127,7 +127,7 @@ def _describe_measurement(choice: KernelChoice, nearest: Nearest) -> str:
     sizes = ", ".join(f"{size:,} {name}" if isinstance(size, int) else size for name, size in measured.shape.items())
     by_backend = ", ".join(f"{ms:.3g} ms {name}" for name, ms in times)
     why = "" if choice.reason == "measured" else f"{choice.reason}; "
-    place = "at" if nearest.ratio == 1 else f"at the nearest shape, x{nearest.ratio:.3g} away:"
+    place = "at" if nearest.ratio == 1 else f"at {nearest.distance}:"
     return (
         f"{why}{by_backend}, measured on {nearest.device} {place} {sizes} with torch {measured.torch}, {measured.date}"
     )

@@ -56,6 +56,12 @@ class Nearest:
     device: str  # where it was measured
     ratio: float  # distance of its shape (`Operation.ratio`): 1 for an equal shape
 
+    @property
+    def distance(self) -> str:
+        """The distance in words."""
+        number = f"{self.ratio:.3g}" if self.ratio < 100 else f"{self.ratio:,.0f}"
+        return f"the nearest shape, x{number} away"
+
 
 def find_nearest(tables: Iterable[KernelTable], device: str, operation: str, shape: Shape) -> Nearest | None:
     """The measurement at the nearest shape, of equally near ones the first; None if none is comparable.
