@@ -47,7 +47,7 @@ def test_state_bytes_are_divided_by_the_shards(
 
 def test_state_bytes_of_tensor_parallel_ranks() -> None:
     parameters = count_parameters(MODEL)
-    whole = parameters.norms + parameters.router
+    whole = parameters.norms + parameters.router  # the default attention has no norms and no biases
     dense = whole + (parameters.total - parameters.routed_experts - whole) / 4
     recipe = Recipe(model=MODEL, parallel=ParallelConfig(tp=4, ep=8))
     assert state_bytes_per_rank(recipe, 8) == pytest.approx(16 * (dense / 2 + parameters.routed_experts / 8))

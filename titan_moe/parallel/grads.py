@@ -11,9 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parameters import TENSOR_AXIS, local
-
-MESSAGE_ELEMENTS = 64 * 2**20
-"""Of a sum over tensor-parallel ranks; a larger gradient is a message of its own. Its copy takes 256 MiB in fp32."""
+from titan_moe.plan.replicated_grads import MESSAGE_ELEMENTS
 
 
 class ReplicatedGrads:
@@ -33,14 +31,17 @@ class ReplicatedGrads:
         """Replace the gradients by their sums. Collective."""
         grads = [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
         for message in _messages(grads):
-            flat = message[0].new_empty(sum(grad.numel() for grad in message), dtype=self.dtype)
-            parts = [
-                part.view_as(grad)
-                for part, grad in zip(flat.split([grad.numel() for grad in message]), message, strict=True)
-            ]
-            torch._foreach_copy_(parts, message)
-            dist.all_reduce(flat, group=self.group)
-            torch._foreach_copy_(message, parts)
+            self._sum_message(message)  # a function of its own: its flat copy is freed before the next is made
+
+    def _sum_message(self, message: list[Tensor]) -> None:
+        flat = message[0].new_empty(sum(grad.numel() for grad in message), dtype=self.dtype)
+        parts = [
+            part.view_as(grad)
+            for part, grad in zip(flat.split([grad.numel() for grad in message]), message, strict=True)
+        ]
+        torch._foreach_copy_(parts, message)
+        dist.all_reduce(flat, group=self.group)
+        torch._foreach_copy_(message, parts)
 
 
 def _is_replicated(parameter: nn.Parameter) -> bool:

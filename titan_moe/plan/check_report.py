@@ -21,6 +21,7 @@ from titan_moe.plan.memory import (
 from titan_moe.plan.peak import peak_bytes_per_rank
 from titan_moe.plan.pipeline.describe import describe_pipeline
 from titan_moe.plan.pipeline.parts import parts_of
+from titan_moe.plan.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
 
 LABEL_WIDTH = 12
 BALANCED_FACTOR = 1.125
@@ -117,8 +118,22 @@ def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
             f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {cp} · tp {s.tp}",
         ),
         ("", f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}"),
-        *(("", words) for words in [describe_links(recipe, world_size)] if words),
+        *(("", words) for words in [describe_links(recipe, world_size), _replicated(recipe, world_size)] if words),
     ]
+
+
+def _replicated(recipe: Recipe, world_size: int) -> str:
+    """What ranks of tp sum once a step; of a pipeline the rank that sums most."""
+    if recipe.parallel.tp == 1:
+        return ""
+    part = max(parts_of(recipe, world_size), key=replicated_elements)
+    copy, received = (f"{size / 2**20:,.3g} MiB" for size in (flat_copy_bytes(part), received_bytes(part)))
+    number = abbreviate(replicated_elements(part))
+    words = "on the rank that has most" if recipe.parallel.pp > 1 else "a rank"
+    return (
+        f"gradients of parameters on every tp rank, summed once a step: {number} {words}, a copy of {copy}, {received} "
+        "received"
+    )
 
 
 def _step(recipe: Recipe, world_size: int) -> str:

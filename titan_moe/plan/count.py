@@ -5,7 +5,7 @@ FLOPs follow Megatron's convention, so that TFLOP/s and MFU compare with publish
 not counted. A sliding window counts the tokens inside it. Borders of documents differ by batch and are not counted.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from titan_moe.config.model import ModelConfig
 
@@ -24,11 +24,15 @@ class ParameterCount:
     shared_experts: int  # with their gates
     latent: int  # projections into and out of the latent width
     active_experts: int  # the part of `routed_experts` that one token uses
+    unsplit: int  # the part of attention and shared experts on every tensor-parallel rank
+    query_key_value: int  # the part of `attention` in fused projections, on every one of more ranks than `num_kv_heads`
+    num_kv_heads: int
 
     @property
     def total(self) -> int:
         """All parameters."""
-        return sum(getattr(self, field.name) for field in fields(self)) - self.active_experts
+        dense = self.embedding + self.head + self.attention + self.norms + self.router + self.dense_ffn
+        return dense + self.routed_experts + self.shared_experts + self.latent
 
     @property
     def active(self) -> int:
@@ -36,17 +40,24 @@ class ParameterCount:
         return self.total - self.routed_experts + self.active_experts
 
     def dense_per_tp_rank(self, tp: int) -> float:
-        """The parameters of a tensor-parallel rank, without routed experts. Routers, norms and latent projections are
-        on every rank; compressions of mla are too, and are counted as split."""
-        whole = self.norms + self.router + self.latent
+        """The parameters of a tensor-parallel rank, without routed experts."""
+        whole = self.replicated_over_tp(tp)
         return whole + (self.total - self.routed_experts - whole) / tp
+
+    def replicated_over_tp(self, tp: int) -> int:
+        """The parameters that every tensor-parallel rank has: norms, routers, latent projections, biases, compressions
+        of mla, gates of shared experts; and the projections to query, key and value where ranks share a key/value head.
+        """
+        whole = self.norms + self.router + self.latent + self.unsplit
+        return whole + (self.query_key_value if self.num_kv_heads < tp else 0)
 
 
 def count_parameters(model: ModelConfig) -> ParameterCount:
     """Count the parameters of a model by component."""
     width, moe, num_moe_layers = model.hidden_size, model.moe, model.num_moe_layers
     one_expert = parameters_of_an_expert(model)
-    one_shared = 3 * width * moe.shared_ffn_hidden_size + (width if moe.shared_expert_gate else 0)
+    one_gate = width if moe.shared_expert_gate else 0
+    one_shared = 3 * width * moe.shared_ffn_hidden_size + one_gate
     attention = attention_projection_weights(model) + _attention_biases_and_norms(model)
     return ParameterCount(
         embedding=model.vocab_size * width,
@@ -59,6 +70,9 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
         shared_experts=num_moe_layers * one_shared,
         latent=num_moe_layers * 2 * width * moe.latent_size,
         active_experts=num_moe_layers * moe.top_k * one_expert,
+        unsplit=model.num_layers * _unsplit_attention(model) + num_moe_layers * one_gate,
+        query_key_value=model.num_layers * count_query_key_value(model),
+        num_kv_heads=model.attention.num_kv_heads,
     )
 
 
@@ -89,6 +103,20 @@ def attention_projection_weights(model: ModelConfig) -> int:
     kv_down = width * (a.kv_lora_rank + a.qk_rope_head_dim)
     kv_up = a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
     return query + kv_down + kv_up + a.num_heads * a.v_head_dim * width
+
+
+def count_query_key_value(model: ModelConfig) -> int:
+    """Count the weights of one fused projection to query, key and value; 0 for mla, which has none."""
+    a = model.attention
+    return model.hidden_size * a.head_dim * (a.num_heads + 2 * a.num_kv_heads) if a.kind == "gqa" else 0
+
+
+def _unsplit_attention(model: ModelConfig) -> int:
+    """Count what every tensor-parallel rank has of one attention layer: biases, norms, compressions of mla."""
+    a, compressions = model.attention, 0
+    if a.kind == "mla":
+        compressions = model.hidden_size * (a.q_lora_rank + a.kv_lora_rank + a.qk_rope_head_dim)
+    return compressions + _attention_biases_and_norms(model)
 
 
 def _attention_biases_and_norms(model: ModelConfig) -> int:

@@ -1,9 +1,10 @@
 """The peak of a rank's memory in a step, estimated.
 
-A step has two peaks. Where a microbatch's backward begins, all its activations are there, in a pipeline those of others
-too, and the gradients of the microbatches before. Where it ends, all gradients are there and its activations are gone,
-but the arena stays. Counted are the tensors that compiled blocks keep; workspaces of libraries, fragments, memory that
-ranks share and messages between stages are not.
+A step has three peaks. Where a microbatch's backward begins, all its activations are there, in a pipeline those of
+others too, and the gradients of the microbatches before. Where it ends, all gradients are there and its activations are
+gone, but the arena stays. After the last one gathered parameters are gone, and ranks of tp sum gradients. Counted are
+the tensors that compiled blocks keep; workspaces of libraries, fragments, memory that ranks share and messages between
+stages are not.
 """
 
 from titan_moe.config.arena import has_arena
@@ -21,6 +22,7 @@ from titan_moe.plan.memory import (
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.replicated_grads import flat_copy_bytes
 
 
 def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
@@ -51,7 +53,8 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
         begin += experts_alone if recipe.parallel.accumulate_unsharded else gradients
     end = gradients + arena + temporary + (gathered if recipe.parallel.accumulate_unsharded else 0)
     end += max(part.num_in_flight - 1, 0) * of_one  # of the others in flight
-    return round(state + root + max(begin, end))
+    after = gradients + arena + flat_copy_bytes(part)
+    return round(state + max(root + begin, root + end, after))
 
 
 def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused") -> int:

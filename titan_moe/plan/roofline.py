@@ -2,7 +2,7 @@
 
 FLOPs follow `plan.count`: forward and backward, causal attention halved, nothing recomputed. Routing is assumed to be
 random and even. Norms, softmax and other passes over activations are left out, and so are the collectives of tensor
-parallelism: a lower bound, not a prediction.
+parallelism within layers: a lower bound, not a prediction.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan import replicated_grads
 from titan_moe.plan.count import (
     attention_core_flops_per_token,
     attention_core_width,
@@ -77,7 +78,8 @@ def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Wo
         moved = 0.0
     work["dispatch"] = work["combine"] = Work(wire_bytes=gathered + moved)
     work["clip"], work["optimizer"] = update_work(part)
-    work["sharding"] = Work(wire_bytes=sharding_bytes(part))
+    sharding = sharding_bytes(part) + replicated_grads.received_bytes(part)
+    work["sharding"] = Work(memory_bytes=replicated_grads.copied_bytes(part), wire_bytes=sharding)
     return {part: done for part, done in work.items() if done != Work()}
 
 

@@ -1,0 +1,40 @@
+"""Gradients of parameters that every tensor-parallel rank has: what their sum over the axis takes, once a step.
+
+A rank copies its shards of them into one flat message, all-reduces it and copies the sums back (parallel/grads.py). A
+ring all-reduce over P ranks brings a rank 2 (P - 1) / P of a message.
+"""
+
+from titan_moe.config.parallel import resolve
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.plan.count import count_query_key_value
+from titan_moe.plan.pipeline.parts import Part
+
+MESSAGE_ELEMENTS = 64 * 2**20
+"""Of a sum over tensor-parallel ranks; a larger gradient is a message of its own. Its copy takes 256 MiB in fp32."""
+
+
+def replicated_elements(part: Part) -> float:
+    """Count the gradients that a rank sums over tp: its shards of the parameters that all ranks of tp have."""
+    sizes = resolve(part.recipe.parallel, part.world_size)
+    return part.count.replicated_over_tp(sizes.tp) / sizes.fsdp if sizes.tp > 1 else 0.0
+
+
+def flat_copy_bytes(part: Part) -> int:
+    """Count the bytes of the largest message: one is there at a time, when all activations are gone."""
+    sizes, model = resolve(part.recipe.parallel, part.world_size), part.recipe.model
+    is_whole = model.attention.kind == "gqa" and model.attention.num_kv_heads < sizes.tp
+    largest_gradient = count_query_key_value(model) / sizes.fsdp if is_whole else 0.0
+    elements = min(replicated_elements(part), max(MESSAGE_ELEMENTS, largest_gradient))
+    return round(elements * BYTES_OF_DTYPE[part.recipe.precision.reduce])
+
+
+def received_bytes(part: Part) -> float:
+    """Count the bytes of all messages that a rank receives in a step."""
+    share = 2 * (1 - 1 / part.recipe.parallel.tp)
+    return share * replicated_elements(part) * BYTES_OF_DTYPE[part.recipe.precision.reduce]
+
+
+def copied_bytes(part: Part) -> float:
+    """Count the bytes that the copies into messages and back read and write in a step."""
+    precision = part.recipe.precision
+    return 2 * replicated_elements(part) * (BYTES_OF_DTYPE[precision.master] + BYTES_OF_DTYPE[precision.reduce])
