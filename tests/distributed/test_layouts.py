@@ -5,6 +5,9 @@
 Layouts are drawn here and accepted by the rules, so an axis or a dispatcher that begins to work is tested without
 another line. Expert counts, gradients, their norms and losses are compared as in test_one_loss.py, in fp64: over 20
 steps where `--layouts` is given, else over few, but for every seventh pair.
+
+What a pipeline runs (schedule, stages a rank, layers a stage) is drawn after all else, from a generator of its own. So
+a seed means what it meant before that was drawn, and where pp > 1 it then was "1f1b" with layers by FLOPs.
 """
 
 import random
@@ -21,6 +24,7 @@ from titan_moe.config import Recipe, check_rules
 from titan_moe.config.dispatchers import DISPATCHERS
 from titan_moe.config.parallel import ParallelConfig, ParallelSizes, resolve
 from titan_moe.config.perf import MemoryConfig
+from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.train import DataConfig, RunConfig
 
 one_loss = load("distributed/test_one_loss")
@@ -32,6 +36,8 @@ KINDS: tuple[Literal["ulysses", "allgather", "ring"], ...] = ("ulysses", "allgat
 STEPS, FEW = one_loss.STEPS, one_loss.FEW
 SAMPLES = 4
 """Without `--layouts`."""
+TRIES = 20
+"""Layouts of stages that are drawn before a schedule counts as refused."""
 STARVED = {"every_expert": -1, "an_expert_idle": 1, "half_the_experts_idle": 4}
 
 
@@ -103,6 +109,7 @@ def describe(num_ranks: int, recipe: Recipe) -> str:
     sizes = sizes_of(p, num_ranks)
     axes = " ".join(f"{axis}{getattr(sizes, axis)}" for axis in AXES if getattr(sizes, axis) > 1)
     kind = [p.cp_kind] if p.cp > 1 else []
+    kind += [f"{p.pp_schedule} {p.vpp} {p.pp_layout or 'by FLOPs'}"] if p.pp > 1 else []
     options = (*kind, p.dispatcher, p.overlap, f"clones {p.expert_clones}", f"unsharded {p.accumulate_unsharded}")
     return f"{num_ranks} ranks: {axes}; {', '.join(options)}; recompute {recipe.memory.recompute}"
 
@@ -156,7 +163,34 @@ def sample(seed: int) -> tuple[int, Recipe, str, int]:
             parallel, model, draw.choice((2, 2, 4, 8)), draw.choice(("none", "none", "experts", "block"))
         )
         if sizes_of(parallel, num_ranks) is not None and not check_rules(recipe, num_ranks):
-            return num_ranks, recipe, model, num_starved
+            return num_ranks, with_schedule(recipe, num_ranks, seed), model, num_starved
+
+
+def with_schedule(recipe: Recipe, num_ranks: int, seed: int) -> Recipe:
+    """The recipe with one of the schedules that the rules accept, stages a rank and layers a stage, if there is a
+    pipeline."""
+    if recipe.parallel.pp == 1:
+        return recipe
+    draw = random.Random(f"schedule {seed}")
+    names = draw.sample(list(SCHEDULES), len(SCHEDULES))
+    if draw.random() < 2 / 3:  # a third of all layouts allows them
+        names.sort(key=lambda name: not SCHEDULES[name].splits_backward)
+    for name in names:
+        for _ in range(TRIES):
+            vpp = draw.randint(SCHEDULES[name].min_vpp, min(SCHEDULES[name].max_vpp, 3))
+            layout = draw.choice(("", layout_of(recipe, vpp, draw)))
+            drawn = replace(recipe, parallel=replace(recipe.parallel, pp_schedule=name, vpp=vpp, pp_layout=layout))
+            if not check_rules(drawn, num_ranks):
+                return drawn
+    return recipe
+
+
+def layout_of(recipe: Recipe, vpp: int, draw: random.Random) -> str:
+    """Layers in any stages, which may be empty."""
+    num_stages = recipe.parallel.pp * vpp
+    at = [draw.randrange(num_stages) for _ in range(recipe.model.num_layers)]
+    layers = "|".join("t" * at.count(stage) for stage in range(num_stages))
+    return f"E{layers}L"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
