@@ -11,7 +11,8 @@ import argparse
 from collections.abc import Iterator
 
 import torch
-from kernel_benchmarks import BENCHMARKS, Benchmark
+from benchmark_case import Benchmark
+from kernel_benchmarks import BENCHMARKS
 
 from titan_moe.kernels.timing import forward_and_total_ms
 from titan_moe.plan.hardware import Hardware, find_hardware

@@ -5,9 +5,11 @@ Inputs are those of `titan-moe tune` wherever it measures the operation.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from benchmark_case import Benchmark, Case, Draw, Ops
+from optimizer_benchmarks import OPTIMIZER_BENCHMARKS
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
@@ -23,34 +25,12 @@ from titan_moe.kernels.experts.fused_mlp import with_scores_first
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.fused_cross_entropy import CHUNK_TOKENS, add_gradients, logits_by_chunk
-from titan_moe.kernels.optim.adamw import Rule, Shard
-from titan_moe.kernels.optim.adamw_8bit import Shard8
-from titan_moe.kernels.optim.moments_8bit import BLOCK, Moment
 from titan_moe.kernels.permute.rows import full_size_plan
 from titan_moe.kernels.registry import Sample, Tunable, as_one_graph, load_all
 from titan_moe.kernels.router.routing import RouteTokens, RoutingRule
 from titan_moe.precision.linears import convert_linear
 
 KERNELS = load_all()
-Draw = Callable[[torch.device], Sample]
-Ops = dict[str, Callable[..., Any]]
-
-
-class Case(NamedTuple):
-    """A timed call: full-size inputs, and the least FLOPs and bytes of forward and of both directions."""
-
-    draw: Draw
-    forward_flops: float
-    total_flops: float
-    forward_bytes: float
-    total_bytes: float
-
-
-class Benchmark(NamedTuple):
-    """An operation's cases, and its implementations, ours first."""
-
-    cases: dict[str, Case]
-    ops: Ops
 
 
 def tunable_of(kernel: str) -> Tunable:
@@ -273,54 +253,14 @@ def accumulate(num_elements: int, bytes_moved: float, is_first: bool) -> Case:
     return Case(with_args(draw, 2, is_first), 0, 0, moved, moved)
 
 
-def adamw(num_elements: int, bytes_moved: float, dtype: torch.dtype, moments: torch.dtype) -> Case:
-    def draw(device: torch.device) -> Sample:
-        tensors = [torch.randn(num_elements, device=device, dtype=kind) for kind in (dtype, dtype, moments, moments)]
-        tensors[3].abs_()
-        lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
-        shard = Shard(step, 2**40 + 1, *tensors)
-        return Sample("", (shard, Rule(lr, found_inf, grad_factor, 0.9, 0.999, 1e-8, 0.1)), 0)
-
-    moved = bytes_moved * num_elements
-    return Case(draw, 0, 0, moved, moved)
-
-
-def adamw_8bit(num_elements: int, bytes_moved: float, dtype: torch.dtype, is_fp8: bool) -> Case:
-    def draw(device: torch.device) -> Sample:
-        param, grad = (torch.randn(num_elements, device=device, dtype=dtype) for _ in range(2))
-        moments = []
-        for is_signed in (True, False):
-            codes = torch.randint(0, 127, (num_elements,), device=device, dtype=torch.uint8)  # e4m3's 127 is NaN
-            scales_B = torch.rand(num_elements // BLOCK, device=device) * 1e-3
-            map_ = None if is_fp8 else torch.linspace(-1, 1, 256, device=device)  # Triton computes int8's own
-            moments.append(Moment(codes, scales_B, map_, is_signed))
-        lr, step, found_inf, grad_factor = (torch.tensor(value, device=device) for value in (0.01, 7.0, 0.0, 0.5))
-        shard = Shard8(step, 2**40 + 1, param, grad, *moments)
-        return Sample("", (shard, Rule(lr, found_inf, grad_factor, 0.9, 0.999, 1e-8, 0.1)), 0)
-
-    moved = bytes_moved * num_elements
-    return Case(draw, 0, 0, moved, moved)
-
-
-def torch_fused_adamw(shard: Shard, rule: Rule) -> Tensor:
-    """PyTorch's fused kernel, on a gradient that is clipped already."""
-    torch._fused_adamw_(
-        [shard.param], [shard.grad], [shard.exp_avg], [shard.exp_avg_sq], [], [shard.step], amsgrad=False,
-        lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2, weight_decay=rule.weight_decay, eps=rule.eps,
-        maximize=False, found_inf=rule.found_inf,
-    )  # fmt: skip
-    return shard.param
-
-
 LOSS, HEAD = KERNELS["linear_cross_entropy"], {"qwen3": head(16_384, 2048, 151_936)}
 TORCH_HEADS: Ops = {
     "with compiled softmax": tunable_of("fused_cross_entropy").compiled(LOSS.op, {}),
     "all logits": LOSS.reference,
 }
 ROUTERS = {name: flat_routing(route) for name, route in ROUTE_TOKENS.items()}
-QWEN3_EP8, MIXTRAL_EP8 = 16 * 2 * 768 * 2048, 2 * 14_336 * 4096
+MIXTRAL_EP8 = 2 * 14_336 * 4096
 """Elements of gate and up in a layer of a rank with ep = 8."""
-FP32, BF16 = torch.float32, torch.bfloat16
 
 
 BENCHMARKS = {
@@ -395,20 +335,5 @@ BENCHMARKS = {
         },
         {"titan_moe": KERNELS["accumulate"].op, "torch": KERNELS["accumulate"].reference},
     ),
-    "adamw": Benchmark(
-        {"fp32": adamw(QWEN3_EP8, 28.0, FP32, FP32), "bf16": adamw(QWEN3_EP8, 14.0, BF16, BF16)},
-        {"titan_moe": KERNELS["adamw"].op, "torch fused": torch_fused_adamw},
-    ),
-    "adamw_bf16_moments": Benchmark(
-        {"qwen3_ep8": adamw(QWEN3_EP8, 20.0, FP32, BF16)}, {"titan_moe": KERNELS["adamw"].op}
-    ),
-    "adamw_8bit": Benchmark(
-        {
-            "int8": adamw_8bit(QWEN3_EP8, 16.06, FP32, False),
-            "fp8": adamw_8bit(QWEN3_EP8, 16.06, FP32, True),
-            "int8_bf16": adamw_8bit(QWEN3_EP8, 10.06, BF16, False),
-            "fp8_bf16": adamw_8bit(QWEN3_EP8, 10.06, BF16, True),
-        },
-        {"titan_moe": KERNELS["adamw_8bit"].op},
-    ),
+    **OPTIMIZER_BENCHMARKS,
 }
