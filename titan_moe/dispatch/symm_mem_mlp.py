@@ -200,7 +200,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
     of = Sizes(*sizes)
-    stages = stages_of(weights, of.stage_format, for_backward=True)
+    stages = stages_of(weights, of.stage_format)
     x_SW, hidden, base, *of_slots = kept
     slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
     peers = _peers(plan, memory, peer_ptrs_P, rank, of, dy_TD)

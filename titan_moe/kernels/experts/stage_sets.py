@@ -5,6 +5,7 @@ T tokens on this rank · S rows · R expert slots · D width of a row · F hidde
 The caller (dispatch/symm_mem_mlp.py) sends and keeps rows and pre-activations. It does not read them.
 """
 
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
@@ -66,13 +67,11 @@ class Stages(Protocol):
         """Gradients of gate_up and down, in one piece each."""
 
 
-def stages_of(weights: Tensors, stage_format: int, *, for_backward: bool = False) -> Stages:
-    """The stages of one direction, for weights as operations take them: own ones and clones, or what `operands` of
-    fp8/mlp.py returns."""
+def stages_of(weights: Tensors, stage_format: int) -> Stages:
+    """The stages for weights as operations take them: own ones and clones, or what `operands` of fp8/mlp.py returns."""
     if stage_format == PLAIN:
         return PlainStages(ExpertWeights.of(weights).join())
-    quantized = QuantizedExperts.of(codes_of(weights, _columns(stage_format), for_backward=for_backward))
-    return Fp8Stages(quantized, stage_format in (FP8, BLOCKWISE))
+    return Fp8Stages(weights, _columns(stage_format), stage_format in (FP8, BLOCKWISE))
 
 
 def split_gradients(weights: Tensors, joined: Tensors, stage_format: int) -> list[Tensor | None]:
@@ -138,20 +137,30 @@ def _gemm(work: Work, in_triton: bool) -> stages.SlotGemm:
     return lambda x_RI, weight_eIO, offs: slot_mm(x_RI, weight_eIO, work.tiles, schedule=work.schedule)
 
 
-class Fp8Stages(NamedTuple):
+class Fp8Stages:
     """In e4m3: rows are sent and kept as codes with their scales behind them. All GEMMs are Triton's."""
 
-    weights: QuantizedExperts
-    rounds_weight_gradients: bool
+    def __init__(self, weights: Tensors, columns: int, rounds_weight_gradients: bool) -> None:
+        self.weights, self.columns, self.rounds_weight_gradients = weights, columns, rounds_weight_gradients
+
+    @cached_property
+    def forward(self) -> QuantizedExperts:
+        """Backward needs these too where it computes pre-activations again."""
+        return QuantizedExperts.of(codes_of(self.weights, self.columns))
+
+    @cached_property
+    def backward(self) -> QuantizedExperts:
+        """Transposed."""
+        return QuantizedExperts.of(codes_of(self.weights, self.columns, for_backward=True))
 
     def pack(self, x_TD: Tensor) -> Tensor:
-        return quantize_rows(x_TD, self.weights.columns).view(x_TD.dtype)
+        return quantize_rows(x_TD, self.columns).view(x_TD.dtype)
 
     def up(self, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None) -> Activations:
-        return fp8_stages.up(x_SW.view(CODES), work.slots, self.weights, work.tiles, work.schedule, hidden, base)[0]
+        return fp8_stages.up(x_SW.view(CODES), work.slots, self.forward, work.tiles, work.schedule, hidden, base)[0]
 
     def down(self, active: Activations, work: Work, *, in_triton: bool) -> Tensor:
-        return fp8_stages.down(active, self.weights, work.tiles, work.schedule)
+        return fp8_stages.down(active, self.forward, work.tiles, work.schedule)
 
     def d_down(
         self, dy_SW: Tensor, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None
@@ -159,11 +168,11 @@ class Fp8Stages(NamedTuple):
         rows, of_work = (dy_SW.view(CODES), x_SW.view(CODES)), (work.tiles, work.schedule)
         rounds = self.rounds_weight_gradients
         return fp8_stages.d_down(
-            *rows, work.slots, self.weights, hidden, *of_work, base, rounds_weight_gradients=rounds
+            *rows, work.slots, self.backward, hidden, *of_work, base, rounds_weight_gradients=rounds
         )
 
     def d_up(self, gradients: HiddenGradients, work: Work, *, in_triton: bool) -> Tensor:
-        return fp8_stages.d_up(gradients, self.weights, work.tiles, work.schedule)
+        return fp8_stages.d_up(gradients, self.backward, work.tiles, work.schedule)
 
     def dw(
         self, dy_SW: Tensor, x_SW: Tensor, work: Work, gradients: HiddenGradients, hidden: Tensor, base: Tensor | None
