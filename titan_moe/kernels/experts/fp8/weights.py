@@ -81,8 +81,19 @@ def _amax_kernel(
         # sizes are positive, and sort as their bits do
         column = tl.max(size, axis=0).to(tl.int32, bitcast=True)
         tl.atomic_max(column_ptr + expert * I + inputs, column, mask=inputs < I, sem="relaxed")
-    if row_ptr is not None:
-        tl.store(row_ptr + expert * O + outputs, power_of_two(row), mask=outputs < O)
+    tl.store(row_ptr + expert * O + outputs, power_of_two(row), mask=outputs < O)
+
+
+@triton.jit
+def _column_amax_kernel(weight_ptr, column_ptr, O: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a weight that may be one layer's: a thread block for each tile."""
+    expert = tl.program_id(2).to(tl.int64)
+    outputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    keep = (outputs < O)[:, None] & (inputs < I)[None, :]
+    size = tl.abs(_load(weight_ptr + (expert * O + outputs)[:, None] * I + inputs[None, :], keep, False))
+    column = tl.max(size, axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(column_ptr + expert * I + inputs, column, mask=inputs < I, sem="relaxed")
 
 
 @triton.jit
@@ -251,9 +262,14 @@ def _quantize_columns(
     num_experts, outputs, inputs = weight_eOI.shape
     codes, of_outputs = stored or (None, None)
     amax_eI, sizes = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32), {"O": outputs, "I": inputs}
-    _amax_kernel[(triton.cdiv(outputs, BLOCK), num_experts)](
-        weight_eOI, of_outputs, amax_eI, **sizes, BLOCK_O=BLOCK, BLOCK_I=BLOCK, IS_ROUNDED=is_rounded, num_warps=4
-    )
+    if stored is None:
+        tile = 64
+        grid = triton.cdiv(outputs, tile), triton.cdiv(inputs, tile), num_experts
+        _column_amax_kernel[grid](weight_eOI, amax_eI, **sizes, BLOCK=tile, num_warps=4)
+    else:
+        _amax_kernel[(triton.cdiv(outputs, BLOCK), num_experts)](
+            weight_eOI, of_outputs, amax_eI, **sizes, BLOCK_O=BLOCK, BLOCK_I=BLOCK, IS_ROUNDED=is_rounded, num_warps=4
+        )
     kernel, cut = _cast_in_registers_kernel, {"BLOCK": BLOCK, "num_warps": NUM_WARPS, **LAYOUTS._asdict()}
     if knobs.runtime.interpret or outputs % BLOCK or inputs % BLOCK:
         kernel, cut = _cast_kernel, {"BLOCK": 64, "num_warps": 4}
