@@ -66,12 +66,13 @@ def test_auto_takes_the_table_at_a_measured_shape(measured: None) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v2_lite", "mixtral_8x7b"])
 def test_auto_has_shipped_tables_of_an_h200(name: str) -> None:
-    """As the recipes over 8 ranks: all in Triton."""
+    """As the recipes over 8 ranks: all in Triton. What a recipe overrides needs no measurement."""
     shipped = load_recipe(RECIPES / f"{name}.toml")
     taken = kernels_of(shipped, "NVIDIA H200")
     has_rotary = shipped.model.attention.kind == "gqa"
     assert taken == replace(PRESETS["fused"], rotary="triton" if has_rotary else "torch")
-    assert all(choice.nearest and choice.nearest.ratio < 3 for choice in choose_for(shipped, 8, "NVIDIA H200"))
+    choices = [choice for choice in choose_for(shipped, 8, "NVIDIA H200") if not choice.reason.startswith("perf.")]
+    assert all(choice.nearest and choice.nearest.ratio < 3 for choice in choices)
 
 
 def test_auto_takes_the_nearest_shape_and_states_the_distance() -> None:

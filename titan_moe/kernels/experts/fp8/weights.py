@@ -86,7 +86,7 @@ def _amax_kernel(
 
 @triton.jit
 def _column_amax_kernel(weight_ptr, column_ptr, O: tl.constexpr, I: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a weight that may be one layer's: a thread block for each tile."""
+    """For one way, perhaps of a single layer: a thread block for each tile."""
     expert = tl.program_id(2).to(tl.int64)
     outputs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -264,8 +264,8 @@ def _quantize_columns(
     amax_eI, sizes = weight_eOI.new_zeros(num_experts, inputs, dtype=torch.int32), {"O": outputs, "I": inputs}
     if stored is None:
         tile = 64
-        grid = triton.cdiv(outputs, tile), triton.cdiv(inputs, tile), num_experts
-        _column_amax_kernel[grid](weight_eOI, amax_eI, **sizes, BLOCK=tile, num_warps=4)
+        tiles = triton.cdiv(outputs, tile), triton.cdiv(inputs, tile), num_experts
+        _column_amax_kernel[tiles](weight_eOI, amax_eI, **sizes, BLOCK=tile, num_warps=4)
     else:
         _amax_kernel[(triton.cdiv(outputs, BLOCK), num_experts)](
             weight_eOI, of_outputs, amax_eI, **sizes, BLOCK_O=BLOCK, BLOCK_I=BLOCK, IS_ROUNDED=is_rounded, num_warps=4
