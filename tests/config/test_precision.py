@@ -1,7 +1,10 @@
 """The formats of `[precision]`, by part and by GEMM."""
 
+from pathlib import Path
+
 import pytest
 
+from titan_moe.config import check_rules, load_recipe
 from titan_moe.config.formats import FORMAT_FACTS, GemmFormats, formats_with
 from titan_moe.config.precision import PrecisionConfig
 
@@ -37,3 +40,14 @@ def test_formats_of_gemms_in_words(formats: GemmFormats, words: str) -> None:
 def test_formats_have_facts() -> None:
     assert all(facts.native_multiple % facts.multiple == 0 for facts in FORMAT_FACTS.values())
     assert formats_with("has_native_linears") == '"fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"'
+
+
+def test_own_kernels_of_blocks_take_any_number_of_tokens() -> None:
+    """Emulated gradients of weights round whole blocks of them."""
+    quickstart = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+    words = ["--run.device=cuda", "--precision.compute=bf16", "--precision.linears=fp8_blockwise"]
+    odd = ["--train.seq_len_tokens=100", "--train.micro_batch_sequences=1"]
+    aligned = "which weight gradients in fp8_blockwise need"
+    assert not any(aligned in problem for problem in check_rules(load_recipe(quickstart, [*words, *odd]), 1))
+    emulated = check_rules(load_recipe(quickstart, [*words, *odd, "--precision.backend=emulated"]), 1)
+    assert any(aligned in problem for problem in emulated)

@@ -29,7 +29,10 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "captured": (1, ("--compile.cudagraph=step", "--perf.kernels=fused")),
     "flex": (1, ("--perf.attention=flex", "--data.document_attention=true")),
     "fp8": (1, ("--perf.kernels=fused", "--precision.experts=fp8_rowwise")),
-    "fp8_blockwise": (1, ("--perf.kernels=fused", "--precision.format=fp8_blockwise")),
+    "fp8_blockwise": (
+        1,
+        ("--perf.kernels=fused", "--precision.format=fp8_blockwise", "--precision.only_where_faster=false"),
+    ),
     "alltoall": (NUM_RANKS, (WHOLE, "--parallel.dispatcher=alltoall")),
     "fsdp": (NUM_RANKS, ("--parallel.ep=1", "--perf.kernels=fused")),
     "symm_mem, captured": (NUM_RANKS, (WHOLE, "--parallel.dispatcher=symm_mem", *CAPTURED)),

@@ -102,8 +102,9 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
     validated = ("--validation.every_steps=4", "--validation.num_sequences=8")
     gated = ("--model.moe.shared_ffn_hidden_size=128", "--model.moe.shared_expert_gate=true")
     tiled = (whole, symm_mem, "--parallel.overlap=tile", "--perf.kernels=fused")
-    fp8 = ("--precision.format=fp8_rowwise", "--perf.kernels=fused")
-    blockwise = ("--precision.format=fp8_blockwise", "--perf.kernels=fused")
+    ungated = ("--precision.only_where_faster=false", "--perf.kernels=fused")
+    fp8 = ("--precision.format=fp8_rowwise", *ungated)
+    blockwise = ("--precision.format=fp8_blockwise", *ungated)
     split = ("--parallel.tp=2",)
     ring, overlapped = "--parallel.cp_kind=ring", "--parallel.tp_comm_overlap=true"
     interleaved = (

@@ -104,7 +104,6 @@ ATOMICS = {
     "symm_mem/barrier.py": {"cas"},
     "experts/fp8/weights.py": {"max"},
     "experts/copy_blocks.py": {"add"},  # an int32 counter of finished thread blocks
-    "linear/casts.py": {"max"},
     "formats/fused_rounding.py": {"max"},
 }
 

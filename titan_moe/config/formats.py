@@ -49,12 +49,16 @@ class FormatFacts:
     """Whether dense linear layers have kernels for these units."""
     has_native_experts: bool = False
     """Whether routed experts have."""
+    takes_any_tokens: bool = False
+    """Whether those of linear layers take any number of tokens."""
 
 
 FORMAT_FACTS: dict[Format, FormatFacts] = {
     "fp8_tensorwise": FormatFacts(16, 16, (9, 0), has_native_linears=True),
     "fp8_rowwise": FormatFacts(16, 16, (9, 0), has_native_linears=True, has_native_experts=True),
-    "fp8_blockwise": FormatFacts(128, 128, (9, 0), has_native_linears=True, has_native_experts=True),
+    "fp8_blockwise": FormatFacts(
+        128, 128, (9, 0), has_native_linears=True, has_native_experts=True, takes_any_tokens=True
+    ),
     "mxfp8": FormatFacts(32, 32, (10, 0)),
     "nvfp4": FormatFacts(16, 128, (10, 0)),
 }

@@ -38,6 +38,7 @@ class ExpertCapacity:
     def __init__(self, capacity_factor: float = 0.0, device: torch.device | str = "cpu") -> None:
         self.capacity_factor = capacity_factor
         self.is_unbounded = False
+        self.num_resizes = 0
         self.arena: Arena | None = None
         self.loads: LayerLoads | None = None
         self.place = 0
@@ -63,6 +64,7 @@ class ExpertCapacity:
     def resize(self, capacity_factor: float) -> None:
         """Set the factor, and the size of the arena: 0 leaves room for one layer, and nothing is kept for backward."""
         self.capacity_factor = capacity_factor
+        self.num_resizes += 1
         if self.arena is not None and self.loads is not None:
             factor = 0.0 if self.arena.is_checkpointed else capacity_factor
             self.arena.keeps = factor > 0
@@ -93,10 +95,10 @@ class ExpertCapacity:
         return self.is_suspended and not torch.compiler.is_compiling()
 
     @property
-    def sizes(self) -> tuple[float, bool]:
-        """What the sizes in a compiled graph follow, beside the batch's: the factor and whether it is suspended, where
-        there is a bound on each layer. Graphs for another factor are dropped."""
-        return (self.capacity_factor, self.is_suspended) if self.arena is None else (0.0, False)
+    def sizes(self) -> tuple[int, bool]:
+        """What the sizes in a compiled graph follow, beside the batch's: how often the factor was set and whether it is
+        suspended, where there is a bound on each layer. Graphs are dropped whenever it is set."""
+        return (self.num_resizes, self.is_suspended) if self.arena is None else (0, False)
 
     def num_slots(self, ids_SK: Tensor, balanced: float, worst: int) -> int:
         """Number of slots for these assignments (-1 for none), given those of a balanced load and of the worst case."""

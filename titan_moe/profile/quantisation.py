@@ -13,13 +13,14 @@ QUANTISATION = "quantisation"
 FP8_KERNELS = frozenset(
     {
         "_amax_kernel",
+        "_cast_in_registers_kernel",
         "_cast_kernel",
         "_column_amax_kernel",
-        "_column_codes_kernel",
         "_expert_scales_kernel",
         "_fp8_swiglu_backward_kernel",
         "_fp8_swiglu_kernel",
         "_largest_kernel",
+        "_quantize_blocks_in_registers_kernel",
         "_quantize_blocks_kernel",
         "_quantize_rows_kernel",
         "_requantized_in_registers_kernel",

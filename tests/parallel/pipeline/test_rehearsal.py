@@ -134,7 +134,7 @@ def test_rehearsal_is_due_where_something_compiles_and_for_each_new_size() -> No
     with bound.unbounded():
         assert [compiled.is_due(CUDA) for _ in range(2)] == [True, False]
     assert not compiled.is_due(CUDA)
-    for factor in (3.0, 2.0):  # the graphs for one factor are dropped with it
+    for factor in (3.0, 2.0, 2.0):  # graphs are dropped even where the factor comes back
         bound.resize(factor)
         assert [compiled.is_due(CUDA) for _ in range(2)] == [True, False]
     in_arena = ExpertCapacity(2.0)

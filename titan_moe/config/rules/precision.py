@@ -124,6 +124,8 @@ def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, parallel, num_tokens = recipe.precision, recipe.parallel, microbatch_tokens(recipe)
     split = " / (cp * tp)" if parallel.cp * parallel.tp > 1 else ""
     formats = [name for name in p.formats if name == p.format_of("linears")]
+    if p.backend != "emulated":
+        formats = [name for name in formats if not FORMAT_FACTS[name].takes_any_tokens]
     for name in formats if p.wgrad == "format" else []:
         step = multiple_of(p, name)
         if num_tokens % step:

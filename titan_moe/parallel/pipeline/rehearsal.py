@@ -50,7 +50,7 @@ class Rehearsals:
 
     def __init__(self, recipe: Recipe, capacity: ExpertCapacity) -> None:
         self.config, self.kernels, self.capacity = recipe.compile, recipe.perf.chosen_kernels, capacity
-        self.done: set[tuple[float, bool]] = set()
+        self.done: set[tuple[int, bool]] = set()
         """`ExpertCapacity.sizes` of the graphs that there are."""
 
     def is_due(self, device: torch.device) -> bool:
@@ -58,7 +58,7 @@ class Rehearsals:
         if not self.config.compiles(device.type) and not (device.type == "cuda" and self.kernels.are_compiled):
             return False
         sizes = self.capacity.sizes
-        self.done = {rehearsed for rehearsed in self.done if rehearsed[0] == sizes[0]}  # another factor drops graphs
+        self.done = {rehearsed for rehearsed in self.done if rehearsed[0] == sizes[0]}  # to set the factor drops graphs
         is_new = sizes not in self.done
         self.done.add(sizes)
         return is_new

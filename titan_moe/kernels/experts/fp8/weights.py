@@ -4,8 +4,8 @@ e experts · O output width · I input width · o, i blocks of 128 along each
 
 The matrix units read fp8 along the summed dimension alone. Forward sums over the input width and reads weights as
 stored; the gradient of rows sums over the output width and reads them transposed, with scales along the dimension that
-stays. Where weights are kept for several uses both are made at once, with the bytes of one weight in bf16. Elsewhere
-each is made for its use.
+stays. Where they are kept both are made at once, with the bytes of one weight in bf16. Elsewhere each is made for its
+use.
 
 A block of 128 x 128 has one scale both ways, so transposed codes are the same codes: they are quantised once.
 
@@ -229,7 +229,8 @@ def quantize_weight(weight_eOI: Tensor, dtype: torch.dtype, columns: int = WHOLE
 
 
 def quantize_one_way(weight_eOI: Tensor, columns: int = WHOLE_ROW, *, transposed: bool) -> WeightCodes:
-    """One of those of `quantize_weight`, for a weight of compute's dtype."""
+    """One of those of `quantize_weight`, for a weight of compute's dtype. A row of zeros as stored has the smallest
+    scale, as in `quantize_apart`."""
     weight_eOI = weight_eOI.contiguous()
     if not columns and not transposed:
         codes, scales = quantize_apart(weight_eOI.flatten(0, 1))
