@@ -49,13 +49,19 @@ from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.kernels.experts.fp8.mlp import fp8_blockwise_expert_mlp, fp8_expert_mlp
+from titan_moe.kernels.experts.fp8.mlp import (
+    fp8_blockwise_expert_mlp,
+    fp8_expert_mlp,
+    quantize_experts,
+    quantize_experts_in_blocks,
+)
 from titan_moe.kernels.registry import Kernel, Sample, load_all
 from titan_moe.layers.attention import Context
 from titan_moe.layers.moe import MoE
 from titan_moe.parallel.ring_attention import RingAttention
 from titan_moe.parallel.sequence import SumOverRanks
 from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
+from titan_moe.parallel.unsharded_experts import CodesCache
 from titan_moe.parallel.vocabulary import fused_cross_entropy_over_ranks
 from titan_moe.plan.loads import LayerLoads
 
@@ -161,14 +167,16 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
             layer.dispatcher = CloningDispatcher(layer.dispatcher, NUM_EXPERTS, num_replicas, group, over)
             layer.experts.gather_weights = gather_weights
         run_layer(layer, is_trained)
-    of_whole_vectors = replace(MODEL, moe=replace(MODEL.moe, ffn_hidden_size=16))
-    in_fp8 = MoE(of_whole_vectors, PRESETS["fused"]).to(device, dtype)
-    in_fp8.experts.mlp = fp8_expert_mlp
-    run_layer(in_fp8, is_trained=True)
-    of_blocks = replace(MODEL, hidden_size=128, moe=replace(MODEL.moe, ffn_hidden_size=128))
-    in_blocks = MoE(of_blocks, PRESETS["fused"]).to(device, dtype)
-    in_blocks.experts.mlp = fp8_blockwise_expert_mlp
-    run_layer(in_blocks, is_trained=True, width=128)
+    for mlp, quantize, width in (
+        (fp8_expert_mlp, quantize_experts, WIDTH),
+        (fp8_blockwise_expert_mlp, quantize_experts_in_blocks, 128),
+    ):
+        of_width = replace(MODEL, hidden_size=width, moe=replace(MODEL.moe, ffn_hidden_size=width))
+        layer = MoE(of_width, PRESETS["fused"]).to(device, dtype)
+        layer.experts.mlp = mlp
+        run_layer(layer, is_trained=True, width=width)  # weights are quantised for each use
+        layer.experts.codes = CodesCache(layer.experts, quantize, dtype, keeps=True)
+        run_layer(layer, is_trained=True, width=width)
     shares_BE = torch.rand(2, 4, device=device, requires_grad=True)
     sums = SumOverRanks(group)(shares_BE, torch.ones_like(shares_BE), shares_BE.new_ones(()))  # as with tp
     sums[0].sum().backward()

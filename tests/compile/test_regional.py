@@ -241,6 +241,18 @@ def test_compile_experts_of_any_number_of_rows_need_few_graphs(counter: CompileC
     assert counter.frame_count <= 4, "a static and a dynamic graph, with gradients and without"
 
 
+def test_compile_experts_behind_a_host_reading_dispatcher_take_one_graph(counter: CompileCounterWithBackend) -> None:
+    model = Transformer(SHALLOW)
+    moe = moe_layers(model)[0]
+    moe.dispatcher = HostReading(MOE.num_experts)
+    regional.apply(model, CompileConfig("on"), CPU)
+    init_weights(model, seed=0, std=0.2, num_layers=SHALLOW.num_layers)
+    for num_rows, num_double in ((9, 3), (7, 2), (9, 4), (30, 4)):
+        routed = make_routed(num_rows, num_double)
+        moe.experts(routed).sum().backward()
+    assert counter.frame_count == 1, "no graph for a fixed number of rows"
+
+
 def test_compile_unbounded_experts_keep_the_bounded_graph_static(counter: CompileCounterWithBackend) -> None:
     moe = moe_layers(build("on", config=SHALLOW))[0]
     moe.dispatcher.capacity = ExpertCapacity(1.5)
@@ -250,9 +262,12 @@ def test_compile_unbounded_experts_keep_the_bounded_graph_static(counter: Compil
         moe.experts(bounded)
         with moe.dispatcher.capacity.unbounded():
             moe.experts(unbounded)
-    assert counter.frame_count == 2, "one static graph each"
+    assert counter.frame_count == 2, "one graph each"
     moe.experts(unbounded)
     assert counter.frame_count == 3, "the dynamic graph that separate code objects avoid"
+    with moe.dispatcher.capacity.unbounded():
+        moe.experts(make_routed(8, 5))
+    assert counter.frame_count == 3, "numbers of unbounded calls are exact, so their first graph is for any"
 
 
 class Bounded(LocalDispatcher):

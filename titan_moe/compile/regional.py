@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.perf import CompileConfig
-from titan_moe.dispatch.base import ExpertInputs
+from titan_moe.dispatch.base import ExpertInputs, Routed
 from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
@@ -106,7 +106,8 @@ def _compile_moe_block(forward: Callable[..., Tensor], layers: list[MoE]) -> Cal
 
 
 def _compile_experts(moe: MoE) -> Callable[..., Any]:
-    """Compile the expert MLP for any number of rows.
+    """Compile the expert MLP for any number of rows: at once where the host reads exact numbers, as hardly two calls
+    have the same; else for the first number, and at a second one for any.
 
     Calls with zero rows or one row run eagerly: Dynamo specialises on 0 and 1, and the number of graphs per code object
     is limited. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects: one
@@ -124,6 +125,15 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
     def select_graph(inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
         if min(inputs.sizes) <= 1:
             return compute(inputs, rows, weights)
-        return (compiled_unbounded if moe.dispatcher.capacity.is_suspended else compiled)(inputs, rows, weights)
+        is_suspended = moe.dispatcher.capacity.is_suspended
+        if isinstance(inputs, Routed) and (moe.dispatcher.facts.reads_host or is_suspended):
+            _mark_any_number(rows, inputs)
+        return (compiled_unbounded if is_suspended else compiled)(inputs, rows, weights)
 
     return select_graph
+
+
+def _mark_any_number(rows_SD: Tensor, inputs: Routed) -> None:
+    """Tell the compiler that the numbers of rows and slots will differ."""
+    for tensor in (rows_SD, inputs.rows_R, inputs.slots_SK, inputs.scores_R):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -3,8 +3,8 @@
 A graph or kernel is compiled at its first call. In a step that is when the first activations arrive, which the stage
 before sends once it has compiled; backward goes the other way round. So the compile times of all stages would add up.
 Each rank therefore first runs, alone, what its schedule has for the first microbatches, with random numbers where a
-message would arrive. Ranks of a stage do so together, as their exchanges are collectives. Microbatches are two, because
-the compiler makes a graph for one number of rows, and at the second number one for any.
+message would arrive. Ranks of a stage do so together, as their exchanges are collectives. Microbatches are two: the
+first may leave a rank without rows, and a graph for one size becomes one for any size at its second.
 
 What a step changes on a rank is put back, so the steps after it have the bits that they have without a rehearsal.
 """
