@@ -106,7 +106,7 @@ def test_saved_tensors_are_looked_at_once() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_a_file_stays_on_its_floor(file: Path) -> None:
     room = room_of(file)
-    assert room in FLOOR_OF, f"{room} has no floor: give it one in FLOORS and in the picture of the house"
+    assert room in FLOOR_OF, f"{room} has no floor: give it one in FLOORS and in the README's list of levels"
     assert list(breaches(room, file.read_text(encoding="utf-8"))) == []
 
 
