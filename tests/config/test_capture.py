@@ -27,7 +27,7 @@ def test_capture_of_dispatchers_without_host_reads(tmp_path: Path, dispatcher: s
         ("--run.device=cpu", "no CUDA graphs"),
         ("--parallel.dispatcher=alltoall", 'take "allgather"'),
         ("--perf.kernels=reference", "read their offsets"),
-        ("--parallel.cp=2 --parallel.cp_kind=ring", 'untried in a capture; take "ulysses"'),
+        ("--parallel.cp=2 --parallel.cp_kind=ring", 'not been tested in a capture; take "ulysses"'),
         ("--perf.override.experts=reference", "read their offsets"),
         ("--model.class=mine:Model --memory.recompute=block", 'take "experts" or "none"'),
     ],

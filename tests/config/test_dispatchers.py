@@ -50,8 +50,8 @@ def test_registered_dispatcher_is_read_by_rules(pigeon: DispatcherFacts, empty_f
     for expected in (
         'parallel.dispatcher = "pigeon" does not exist with run.device = "cpu"',
         "does not divide the 6 ranks of a node",
-        'bounds nothing with parallel.dispatcher = "pigeon"',
-        'compile.extent = "block" cannot hold parallel.dispatcher = "pigeon"',
+        'has no effect with parallel.dispatcher = "pigeon"',
+        'compile.extent = "block" excludes parallel.dispatcher = "pigeon"',
     ):
         assert expected in problems, problems
 

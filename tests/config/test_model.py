@@ -27,7 +27,7 @@ def test_window_of_each_layer(window: int, full_every: int, expected: list[int])
     ("overrides", "message"),
     [
         ("--perf.kernels=grouped_mm", ""),
-        ("--perf.kernels=fused", 'perf.kernels = "fused" needs model.moe.expert_mlp_bias = false; take that, or'),
+        ("--perf.kernels=fused", 'perf.kernels = "fused" needs model.moe.expert_mlp_bias = false; change it, or'),
         (
             "--perf.kernels=fused --parallel.dispatcher=symm_mem --parallel.overlap=tile",
             'parallel.overlap = "tile" needs fused experts, which need model.moe.expert_mlp_bias = false; take',

@@ -19,7 +19,7 @@ def test_renamed_key_error_names_the_new_key(tmp_path: Path) -> None:
         load_recipe(file, ["--parallel.gathers_once_a_step"])
     assert refused.value.problems == [
         f"{file}: {OPTIMIZER}",
-        f"{file}: parallel.chunks is gone: exchanges in chunks were slower; drop it",
+        f"{file}: parallel.chunks was removed: exchanges in chunks were slower; drop it",
         "command line: parallel.gathers_once_a_step is now parallel.accumulate_unsharded",
     ]
 

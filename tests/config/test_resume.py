@@ -24,7 +24,7 @@ def test_every_section_has_an_entry() -> None:
     ("dotted", "expected"),
     [
         ("model.moe.top_k", Change.REFUSED),  # by its section
-        ("model.moe.aux_loss_coef", Change.TOLD),
+        ("model.moe.aux_loss_coef", Change.LOGGED),
         ("model.name", Change.FREE),
         ("run.seed", Change.REFUSED),
         ("parallel.ep", Change.FREE),
@@ -45,7 +45,7 @@ def test_no_entry_repeats_that_of_its_section() -> None:
 def test_equal_recipes_do_not_differ_after_json() -> None:
     recipe = Recipe()
     changes = compare(json.loads(json.dumps(flatten(recipe))), recipe)
-    assert (changes.told, changes.refused) == ([], [])
+    assert (changes.logged, changes.refused) == ([], [])
     assert flatten(recipe).keys() == {name for name, key in all_keys(RecipeType).items() if not key.is_section}
 
 
@@ -59,7 +59,7 @@ def test_changes_name_both_values() -> None:
     )
     changes = compare(flatten(before), after)
     assert changes.refused == ["model.moe.top_k = 3 (was 2)"]
-    assert changes.told == ['run.device = "cpu" (was "auto")', "model.moe.aux_loss_coef = 0.01 (was 0.0)"]
+    assert changes.logged == ['run.device = "cpu" (was "auto")', "model.moe.aux_loss_coef = 0.01 (was 0.0)"]
 
 
 def test_fields_of_other_versions() -> None:
@@ -74,9 +74,9 @@ def test_fields_of_other_versions() -> None:
 
 def test_lists_are_compared_past_json() -> None:
     before = Recipe(precision=replace(Recipe().precision, modules_in_compute=("layers.0.*",)))
-    assert compare(json.loads(json.dumps(flatten(before))), before).told == []
+    assert compare(json.loads(json.dumps(flatten(before))), before).logged == []
     after = replace(before, precision=replace(before.precision, modules_in_compute=("a", "b")))
-    assert compare(json.loads(json.dumps(flatten(before))), after).told == [
+    assert compare(json.loads(json.dumps(flatten(before))), after).logged == [
         'precision.modules_in_compute = ["a", "b"] (was ["layers.0.*"])'
     ]
-    assert compare({}, after).told == ['precision.modules_in_compute = ["a", "b"] (was [])']
+    assert compare({}, after).logged == ['precision.modules_in_compute = ["a", "b"] (was [])']

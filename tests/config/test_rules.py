@@ -74,7 +74,7 @@ BROKEN = {
     "shared_gate_needs_shared_experts": ("--model.moe.shared_expert_gate=true", "shared_ffn_hidden_size = 0"),
     "pipeline_options_need_pp": (
         "--parallel.vpp=2",
-        "parallel.vpp = 2 needs a pipeline, and parallel.pp = 1; raise pp",
+        "parallel.vpp = 2 needs a pipeline, but parallel.pp = 1; raise pp",
     ),
     "vpp_fits_the_schedule": (
         f"{PIPELINE} --parallel.vpp=3 --parallel.pp_schedule=zbv",
@@ -82,15 +82,15 @@ BROKEN = {
     ),
     "stages_have_layers": (
         f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=3",
-        "parallel.pp * vpp = 2 * 3 = 6 stages are more than model.num_layers = 4; take fewer, or say with",
+        "parallel.pp * vpp = 2 * 3 = 6 stages are more than model.num_layers = 4; take fewer, or define",
     ),
     "layout_fits_the_model": (
         f"{PIPELINE} --parallel.pp_layout=Ett|t|L",
-        'parallel.pp_layout = "Ett|t|L": it has 3 layers (t), and model.num_layers = 4; "" divides',
+        'parallel.pp_layout = "Ett|t|L": it has 3 layers (t), but model.num_layers = 4; "" divides',
     ),
     "microbatches_fill_the_pipeline": (
         "--parallel.pp=2 --train.micro_batch_sequences=4",
-        'makes 1 microbatch a step, and parallel.pp_schedule = "1f1b" with pp = 2 needs 2 or more; take 32 sequences',
+        'makes 1 microbatch a step, but parallel.pp_schedule = "1f1b" with pp = 2 needs 2 or more; take 32 sequences',
     ),
     "split_backwards_are_possible": (
         f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2",
@@ -110,7 +110,7 @@ BROKEN = {
     ),
     "cp_supports_the_recipe": (
         "--parallel.cp=2 --model.class=my.model:Mine",
-        'does not support model.class = "my.model:Mine"; take ours, or parallel.cp = 1',
+        '"my.model:Mine"; take "titan_moe.models.transformer:Transformer", or parallel.cp = 1',
     ),
     "ring_supports_the_recipe": (
         f"{RING} --data.document_attention=true",
@@ -130,9 +130,9 @@ BROKEN = {
     ),
     "tp_supports_the_recipe": (
         "--parallel.tp=2 --model.class=mine:Model",
-        'model.class = "mine:Model"; take ours, or parallel.tp = 1',
+        'model.class = "mine:Model"; take "titan_moe.models.transformer:Transformer", or',
     ),
-    "dp_shard_is_a_size": ("--parallel.dp_shard=0", "-1 for all ranks that are left"),
+    "dp_shard_is_a_size": ("--parallel.dp_shard=0", "-1 for all ranks that the other axes leave"),
     "dense_view_fills_the_world": ("--parallel.dp_shard=4", "= 4, but the run has 8 ranks"),
     "expert_view_divides_the_world": ("--parallel.dp_replicate=4", "does not divide the 8 ranks"),
     "ep_divides_experts": ("--parallel.ep=6", "the divisors that fit 8 ranks are 1, 2, 4, 8"),
@@ -168,7 +168,7 @@ BROKEN = {
     ),
     "ep_group_has_nodes": (
         "--parallel.ep_ranks_per_node=2",
-        'changes nothing with parallel.dispatcher = "alltoall"; set it to 0, or take "hierarchical"',
+        'has no effect with parallel.dispatcher = "alltoall"; set it to 0, or take "hierarchical"',
     ),
     "interleaved_microbatches_run_in_pieces": (
         "--parallel.overlap=microbatch",
@@ -176,9 +176,9 @@ BROKEN = {
     ),
     "capacity_factor_fits_the_dispatcher": (
         "--parallel.expert_rank_capacity_factor=1.5",
-        'parallel.dispatcher = "alltoall", whose slots are exact; set it to 0, or take "allgather", "symm_mem" or',
+        'parallel.dispatcher = "alltoall", whose sizes are exact; set it to 0, or take "allgather", "symm_mem" or',
     ),
-    "clones_need_other_ranks": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank has of its own"),
+    "clones_need_other_ranks": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank owns"),
     "graphs_can_be_captured": ("--compile.cudagraph=step", "reads the counts of every layer"),
     "edp_divides_expert_width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
     "batch_divides": ("--train.global_batch_sequences=40", "take 32 or 48"),
@@ -186,14 +186,14 @@ BROKEN = {
     "grouped_mm_has_the_dtype": ("--precision.compute=fp32 --run.device=cuda", 'run.device = "cuda"; take bf16'),
     "triton_kernels_can_run": (
         "--perf.override.router=triton --run.device=cpu",
-        'perf.override.router = "triton" is a Triton kernel, which does not exist with run.device = "cpu"; take "no"',
+        'perf.override.router = "triton" is a Triton kernel, which does not run with run.device = "cpu"; take "no"',
     ),
     "expert_rows_are_aligned": ("--model.moe.ffn_hidden_size=68", "68 is not a multiple of 8"),
     "master_and_reduce_are_no_coarser_than_compute": (
         "--precision.compute=fp32 --precision.master=bf16",
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
-    "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; take that'),
+    "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; change it'),
     "attention_backend_exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
     "attention_is_deterministic": (
         "--run.is_deterministic=true --perf.attention=cudnn",
@@ -219,7 +219,7 @@ BROKEN = {
     ),
     "options_of_formats_need_a_format": (
         "--precision.wgrad=compute --precision.modules_in_compute=*.out",
-        'precision.wgrad = "compute", precision.modules_in_compute = ["*.out"] needs a format, and there is none',
+        'precision.wgrad = "compute", precision.modules_in_compute = ["*.out"] needs a format, but the recipe has none',
     ),
     "formats_have_experts": (
         "--model.num_dense_layers=4 --parallel.ep=1 --precision.experts=fp8_rowwise",
@@ -252,7 +252,7 @@ BROKEN = {
     ),
     "patterns_fit_modules": (
         "--precision.linears=fp8_rowwise --precision.modules_in_compute=*.qvk",
-        "fits no module; there are layers.0 to layers.3, each with some of attention.qkv, attention.out, feed_forward.",
+        "matches no module; the modules are layers.0 to layers.3, each with some of attention.qkv, attention.out,",
     ),
     "some_layers_have_formats": (
         "--precision.linears=fp8_rowwise --precision.num_layers_at_start_in_compute=1 "
@@ -275,7 +275,7 @@ BROKEN = {
     "validation_has_data": ("--data.holdout_fraction=0", "set it to 0.01, or every_steps = 0"),
     "sample_has_a_tokenizer": ("--data.source=tokens --data.tokenizer=", "name the tokenizer"),
     "sample_has_a_prompt": ("--data.source=synthetic", "needs held-out text"),
-    "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "take 2 or more, or 0 for all"),
+    "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "take 2 or more, or 0 to keep all"),
     "trace_ends_in_the_run": ("--profile.start_step=99", "ends at step 101, after train.steps = 100"),
 }
 
@@ -313,7 +313,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--parallel.overlap=tile --parallel.dispatcher=symm_mem --perf.kernels=grouped_mm",
             8,
-            'perf.kernels chose "grouped_mm" for experts; take "fused", or overlap = "none"',
+            'perf.kernels chooses "grouped_mm" for experts; take "fused", or overlap = "none"',
         ),
         (
             "--parallel.dp_replicate=3",
@@ -377,18 +377,22 @@ def test_rules_each_have_a_broken_recipe() -> None:
             for schedule in ("zbv", "interleaved_zero_bubble")
         ),
         (f"{INTERLEAVED} --memory.recompute=block", 8, 'take memory.recompute = "experts" or "none"'),
-        (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'and model.class = "my.model:Mine"'),
-        (f"{INTERLEAVED} --train.global_batch_sequences=16", 8, "is one of 16 over all ranks; take 32 or more"),
+        (f"{INTERLEAVED} --model.class=my.model:Mine", 8, 'but model.class = "my.model:Mine"'),
+        (
+            f"{INTERLEAVED} --train.global_batch_sequences=16",
+            8,
+            "of 16 sequences over all ranks; take 32 or more",
+        ),
         (f"{INTERLEAVED} --parallel.dispatcher=local --parallel.ep=1", 8, 'parallel.dispatcher = "local" has none'),
         (
             f"{INTERLEAVED} --compile.cudagraph=microbatch --run.device=cuda",
             8,
-            'compile.cudagraph = "microbatch" captures one microbatch for all',
+            'compile.cudagraph = "microbatch" replays the same graph for every microbatch',
         ),
         (
             "--parallel.pp_schedule=zbv",
             8,
-            'parallel.pp_schedule = "zbv" needs a pipeline, and parallel.pp = 1; raise pp',
+            'parallel.pp_schedule = "zbv" needs a pipeline, but parallel.pp = 1; raise pp',
         ),
         ("--parallel.pp_layout=EttttL", 8, 'parallel.pp_layout = "EttttL" needs a pipeline'),
         (
@@ -414,11 +418,19 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--parallel.pp=4 --train.micro_batch_sequences=1 --parallel.pp_layout=E|tttt||L",
             8,
-            "leaves pipeline rank 2 nothing; give one of its stages a layer, or take fewer ranks",
+            "leaves pipeline rank 2 without modules; give one of its stages a layer, or take fewer ranks",
         ),
-        (f"{ZERO_BUBBLE} --memory.recompute=experts", 8, 'memory.recompute = "experts" makes one; take "none", or'),
-        (f"{ZERO_BUBBLE} --memory.recompute=block", 8, 'memory.recompute = "block" makes one; take "none", or'),
-        (f"{ZERO_BUBBLE} --compile.extent=block", 8, 'whole blocks make one; take compile.extent = "pieces", or'),
+        (
+            f"{ZERO_BUBBLE} --memory.recompute=experts",
+            8,
+            '"experts" needs whole ones; take "none", or',
+        ),
+        (f"{ZERO_BUBBLE} --memory.recompute=block", 8, 'memory.recompute = "block" needs whole ones; take "none", or'),
+        (
+            f"{ZERO_BUBBLE} --compile.extent=block",
+            8,
+            'needs whole ones; take compile.extent = "pieces"',
+        ),
         (
             "--parallel.pp=2 --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
             8,
@@ -434,12 +446,12 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--precision.experts=fp8_rowwise --precision.dgrad=compute --perf.kernels=fused",
             8,
-            'precision.experts = "fp8_rowwise" rounds the gradients of rows, and precision.dgrad = "compute"',
+            'precision.experts = "fp8_rowwise" does not support precision.dgrad = "compute"',
         ),
         (
             "--precision.experts=fp8_rowwise --perf.kernels=fused --parallel.expert_clones=1",
             8,
-            "has no clones, and parallel.expert_clones = 1; take 0",
+            "does not support parallel.expert_clones = 1; take 0",
         ),
         (
             "--precision.linears=fp8_rowwise --precision.compute=fp64 --precision.backend=emulated",
@@ -473,7 +485,11 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             'take dgrad = "format", or all_gather = "compute"',
         ),
-        ("--precision.linears=fp8_blockwise --precision.wgrad=compute", 8, "rounds all three GEMMs of a linear"),
+        (
+            "--precision.linears=fp8_blockwise --precision.wgrad=compute",
+            8,
+            "for all three GEMMs together only",
+        ),
         (
             "--parallel.cp=2 --parallel.tp=2 --parallel.cp_kind=allgather --train.seq_len_tokens=132",
             8,
@@ -495,19 +511,23 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             f"{RING} --run.device=cuda --precision.compute=fp32 --perf.kernels=reference",
             8,
-            'precision.compute = "fp32" on GPUs, where its kernels take bf16; take "bf16", run.device = "cpu", or ',
+            'where the kernels of ring attention take bf16; take "bf16", run.device = "cpu", or ',
         ),
         (  # on a host with GPUs it would fail in the first step
             f"{RING} --precision.compute=fp32 --perf.kernels=reference",
             8,
-            'precision.compute = "fp32" on GPUs, where its kernels take bf16; take "bf16", run.device = "cpu", or ',
+            'where the kernels of ring attention take bf16; take "bf16", run.device = "cpu", or ',
         ),
         (
             f"{RING} --model.attention.head_dim=320",
             8,
-            "head_dim = 320, more than its kernels take; take 256, or parallel",
+            "head_dim = 320, more than the kernels of ring attention take; take 256, or parallel",
         ),
-        (f"{RING} --model.attention.head_dim=36", 8, "head_dim = 36, no multiple of 8; take 32 or 40, or parallel.cp"),
+        (
+            f"{RING} --model.attention.head_dim=36",
+            8,
+            "which is not a multiple of 8; take 32 or 40, or",
+        ),
         (
             "--parallel.cp=2 --parallel.tp=4 --model.attention.num_heads=4 --model.attention.num_kv_heads=4",
             8,
@@ -531,7 +551,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
             8,
             '4 ranks on a node hold all of parallel.ep = 4; take "symm_mem" or "alltoall" within a node',
         ),
-        ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=1", 8, 'there is 1 rank on each; take "all'),
+        ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=1", 8, 'each node has 1 rank; take "all'),
         (
             "--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=3",
             8,
@@ -546,10 +566,14 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--parallel.tp=2 --parallel.tp_comm_overlap=true --precision.linears=fp8_rowwise",
             8,
-            'no GEMMs in precision.linears = "fp8_rowwise"; take precision.linears = "compute", or',
+            'does not support precision.linears = "fp8_rowwise"; take precision.linears = "compute", or',
         ),
         ("--parallel.tp=3 --model.attention.kind=mla", 8, "num_heads = 8; take 1, 2, 4, 8 (each tp"),
-        ("--parallel.tp=2 --model.class=my.model:Mine", 8, 'model.class = "my.model:Mine"; take ours'),
+        (
+            "--parallel.tp=2 --model.class=my.model:Mine",
+            8,
+            '"my.model:Mine"; take "titan_moe',
+        ),
         ("--parallel.tp=2 --model.ffn_hidden_size=513", 8, "model.ffn_hidden_size = 513"),
         ("--parallel.tp=2 --model.moe.shared_ffn_hidden_size=33", 8, "model.moe.shared_ffn_hidden_size = 33"),
         (
@@ -711,12 +735,12 @@ def test_rule_of_two_levels_reads_the_ranks_of_torchrun(empty_file: Path, monkey
         return check_rules(load_recipe(empty_file, run), 8)
 
     assert problems(4) == problems(2) == problems(4, "--parallel.ep_ranks_per_node=2") == []
-    assert "there is 1 rank on each" in problems(1)[0] and "8 ranks on a node hold all" in problems(8)[0]
-    assert "3 ranks on a node" in problems(3)[0] and 'or "alltoall", which needs no equal nodes' in problems(3)[0]
+    assert "each node has 1 rank" in problems(1)[0] and "8 ranks on a node hold all" in problems(8)[0]
+    assert "3 ranks on a node" in problems(3)[0] and 'or "alltoall", which does not need equal nodes' in problems(3)[0]
     (spans,) = problems(2, "--parallel.ep_ranks_per_node=4")
     assert "ep_ranks_per_node = 4 does not divide the 2 ranks that torchrun starts" in spans and "(a row" in spans
     etp = ("--parallel.ep=4", "--parallel.etp=2")
-    assert problems(4, *etp) == [] and "there is 1 rank on each" in problems(2, *etp)[0]
+    assert problems(4, *etp) == [] and "each node has 1 rank" in problems(2, *etp)[0]
     (spans,) = problems(2, *etp, "--parallel.ep_ranks_per_node=2")
     assert "ep_ranks_per_node * etp = 2 * 2 does not divide the 2 ranks that torchrun starts" in spans
 

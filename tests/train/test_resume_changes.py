@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from titan_moe.checkpoint import storage
-from titan_moe.config.resume import FREE, REFUSED, TOLD, Change, change_of
+from titan_moe.config.resume import FREE, LOGGED, REFUSED, Change, change_of
 from titan_moe.train.trainer import Progress
 
 pytestmark = pytest.mark.slow
@@ -45,13 +45,13 @@ def base(make_run, tokens: Path):
         ("--train.seq_len_tokens=16", REFUSED),
         ("--run.seed=7", REFUSED),
         ("--data.is_shuffled=false", REFUSED),
-        ("--precision.compute=bf16", TOLD),
-        ("--model.moe.aux_loss_coef=1e-2", TOLD),
-        ("--model.moe.bias_update_speed=0", TOLD),
-        ("--train.global_batch_sequences=8", TOLD),
-        ("--optim.lr=3e-3", TOLD),
-        ("--optim.kind=fused_adamw", TOLD),
-        ("--perf.attention=math", TOLD),
+        ("--precision.compute=bf16", LOGGED),
+        ("--model.moe.aux_loss_coef=1e-2", LOGGED),
+        ("--model.moe.bias_update_speed=0", LOGGED),
+        ("--train.global_batch_sequences=8", LOGGED),
+        ("--optim.lr=3e-3", LOGGED),
+        ("--optim.kind=fused_adamw", LOGGED),
+        ("--perf.attention=math", LOGGED),
         ("--train.micro_batch_sequences=1", FREE),
         ("--memory.recompute=experts", FREE),
         ("--metrics.every_steps=2", FREE),
@@ -78,7 +78,7 @@ def test_resume_of_a_changed_recipe(
     else:
         assert code == 0 and run.column("step")[-1] == 3
         assert f"the recipe has changed since {run.folder}/checkpoints/step-2: " in said  # train.steps too
-        assert (f"{key} = " in said) == (expected is TOLD)
+        assert (f"{key} = " in said) == (expected is LOGGED)
 
 
 def test_resume_where_nothing_has_changed_says_nothing(base, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

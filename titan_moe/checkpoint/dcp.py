@@ -214,8 +214,8 @@ class Checkpointer:
         if refused:
             way_out = "or start another run.folder from its weights with checkpoint.load_from"
             raise RecipeError([f"{problem}, {way_out}" for problem in refused])
-        if changes.told:
-            logger.warning("the recipe has changed since %s: %s", folder, "; ".join(changes.told))
+        if changes.logged:
+            logger.warning("the recipe has changed since %s: %s", folder, "; ".join(changes.logged))
 
     def _compare_model_with(self, folder: Path, manifest: Manifest | None) -> None:
         """Log how `[model]` differs from that of a checkpoint of which only the weights are loaded."""

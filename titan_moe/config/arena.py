@@ -5,10 +5,10 @@ from titan_moe.config.recipe import Recipe
 
 
 def has_arena(recipe: Recipe, experts: str) -> bool:
-    """Whether what backward needs of the rows lies in an arena, with this implementation of the experts.
+    """Whether an arena keeps the rows that backward needs, with this implementation of the experts.
 
-    Not where experts alone are recomputed and get rows that have arrived: in an arena they would be sent again. Nor
-    where rows of some layers are in fp8: an arena has rows of one size.
+    There is no arena if only experts are recomputed, from rows that were received before: with an arena these rows
+    would be sent again. There is none either if only some layers have rows in fp8: all rows of an arena have one size.
     """
     p = recipe.parallel
     is_bounded = p.has_auto_capacity or p.fixed_capacity_factor > 0

@@ -1,7 +1,7 @@
-"""How many replica slots `parallel.expert_clones = "auto"` means.
+"""Resolve `parallel.expert_clones = "auto"` to a number of replica slots.
 
-Where it is not 0, every exchange decides on the device how many clones it has. A balanced one has none, and pays for
-six barriers and some twenty small launches in forward and backward, but moves no weights.
+With replica slots, every exchange decides on the device how many clones it has. A balanced exchange has none. It moves
+no weights then, but still costs six barriers and some twenty small launches in forward and backward.
 """
 
 from dataclasses import replace
@@ -11,18 +11,21 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, microbatch_tokens
 
 NUM_CLONES = 2
-"""With two replica slots a rank, loads up to twice the mean come down to 1.05 times it nearly always."""
+"""Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean."""
 MIN_SLOTS = 50_000
 """Slots of a rank from which clones may pay, an estimate: to fetch an expert and return its gradient takes as long as
 some 2,500 slots of any expert (bf16, NVLink), and the fullest rank has at least a twentieth too many."""
 
 
 def num_clones(recipe: Recipe, world_size: int) -> int:
-    """Replica slots of a rank.
+    """Return the number of replica slots of a rank.
 
-    "auto" takes none where weights of clones would come by collectives; where a GEMM would need a copy of own weights
-    with them (dispatch/clone_weights.py): if experts are sharded, if compute has the master's dtype, or if blocks are
-    graphs; where they would be fetched again for recomputation, or by two interleaved microbatches at once; and in fp8.
+    "auto" means 0 in these cases:
+    * collectives would have to send the weights of clones;
+    * a GEMM would need a copy of the rank's own weights (dispatch/clone_weights.py): experts are sharded, compute has
+      the master's dtype, or blocks are graphs;
+    * weights of clones would be fetched again for recomputation, or by two interleaved microbatches at once;
+    * experts are in fp8.
     """
     p, moe = recipe.parallel, recipe.model.moe
     if p.expert_clones != "auto":

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a context-parallel rank has."""
+"""The tokens of a sequence that each context-parallel rank has."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from titan_moe.config.parallel import ParallelConfig
 class SequenceShard(NamedTuple):
     """A rank's part of every sequence: one chunk, in the order of the ranks, or a chunk from each end.
 
-    With a chunk from each end, the causal work of own queries is the same on all ranks (arXiv:2407.21783, section
-    3.3.2): what the first chunk of a rank sees less, its last sees more.
+    With a chunk from each end, causal attention of own queries takes the same work on all ranks (arXiv:2407.21783,
+    section 3.3.2): the first chunk attends to fewer tokens than average, the last chunk to as many more.
     """
 
     rank: int = 0
@@ -39,9 +39,10 @@ CUDNN_HEAD_DIM = 128
 
 
 def ring_backend(attention: str, device: str, *, head_dim: int, is_deterministic: bool) -> str:
-    """The kernels of ring attention, which must return the log-sum-exp, for a `perf.attention` and type of device.
+    """Choose the kernels of ring attention, which must return the log-sum-exp, from `perf.attention` and device type.
 
-    cuDNN's, unless the recipe takes others, or leaves the choice and they do not fit. Nothing falls back later.
+    The choice is cuDNN's kernels on GPUs, unless the recipe names others, or has "auto" and cuDNN's do not support the
+    recipe. There is no fallback later.
     """
     if device == "cpu":
         return "cpu"

@@ -11,13 +11,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DispatcherFacts:
-    """What rules, plan, compile and traces need to know. The defaults are the cautious ones."""
+    """Facts about a dispatcher that rules, plan, compile and traces read. The defaults are the cautious ones."""
 
     name: str  # the value of `parallel.dispatcher`
     purpose: str  # one line; printed by `--explain`
     sends: Literal["nothing", "every_row", "once_a_rank", "once_a_node"] = "once_a_rank"
-    """Which rows leave a rank: none; all of them to every rank; each once to every rank that holds one of its experts;
-    or each once to every node that does, which forwards it to those ranks."""
+    """The rows that a rank sends: none; all rows to every rank; each row once to every rank that holds one of its
+    experts; or each row once to every node that holds one, which forwards it to those ranks."""
     reads_host: bool = True
     """Whether the host reads sizes from the device. A CUDA graph or the graph of a whole block cannot contain that."""
     needs_cuda: bool = False
@@ -28,7 +28,7 @@ class DispatcherFacts:
     overlaps: tuple[Literal["tile", "microbatch"], ...] = ()
     """The values of `parallel.overlap` that it supports beside `none`."""
     exchange_ops: tuple[str, ...] = ()
-    """Prefixes of its own operations in a trace whose whole time is communication, beside torch.distributed's."""
+    """Prefixes of the dispatcher's operations that count as communication in a trace, beside torch.distributed's."""
 
     @property
     def moves_rows(self) -> bool:

@@ -1,4 +1,4 @@
-"""Low-precision formats of GEMMs, and which of a layer's three GEMMs uses which.
+"""Low-precision formats of GEMMs, and the formats of the three GEMMs of a layer.
 
 A format is how operands are rounded before a product: the type of the codes, the scales, and how many elements share a
 scale. Sums are in fp32, results in the dtype of compute.
@@ -37,20 +37,20 @@ class GemmFormats:
 
 @dataclass(frozen=True)
 class FormatFacts:
-    """What a format needs, and where this package has it."""
+    """The requirements of a format, and its native kernels in this package."""
 
     multiple: int
-    """Widths of a GEMM, and the tokens of a microbatch, are multiples of this."""
+    """Widths of a GEMM, and the tokens of a microbatch, must be multiples of this number."""
     native_multiple: int
-    """The same for matrix units."""
+    """The same for native kernels."""
     capability: tuple[int, int]
-    """The lowest CUDA compute capability with matrix units for it."""
+    """The lowest CUDA compute capability whose tensor cores support the format."""
     has_native_linears: bool = False
-    """Whether dense linear layers have kernels for these units."""
+    """Whether dense linear layers have native kernels."""
     has_native_experts: bool = False
-    """Whether routed experts have."""
+    """Whether routed experts have native kernels."""
     takes_any_tokens: bool = False
-    """Whether those of linear layers take any number of tokens."""
+    """Whether native kernels of linear layers take any number of tokens."""
 
 
 FORMAT_FACTS: dict[Format, FormatFacts] = {

@@ -8,8 +8,8 @@ class OptimizerFacts:
     """What an optimizer supports and costs."""
 
     has_own_moments: bool  # moments may be in another dtype than the parameters
-    takes_fp64_on_gpus: bool  # updates fp64 parameters there; on CPUs each kind does
-    clips_as_it_reads: bool  # clipping needs no pass of its own over the gradients
+    takes_fp64_on_gpus: bool  # supports fp64 parameters on GPUs; on CPUs each kind does
+    clips_as_it_reads: bool  # clipping needs no separate pass over the gradients
 
 
 OPTIMIZERS = {

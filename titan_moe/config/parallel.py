@@ -19,129 +19,134 @@ class ParallelConfig:
     """
 
     pp: int = 1
-    """Pipeline-parallel ranks: each has consecutive layers, and sends hidden states and their gradients to the ranks of
-    the layers after and before. For models that the other axes do not fit into memory, and between nodes: a stage sends
-    the hidden states of a microbatch, where ep sends rows and FSDP parameters. Ranks wait for each other at the start
-    and the end of a step (the bubble, which `titan-moe check` prints), so a step needs microbatches: at least pp, and
-    several times as many for a small bubble."""
+    """Pipeline-parallel ranks: each has consecutive layers, and sends hidden states to the rank of the next layers and
+    gradients to the rank of the previous ones. For models that do not fit into memory with the other axes, and between
+    nodes: a stage sends only the hidden states of a microbatch, while ep sends rows and FSDP sends parameters. Ranks
+    wait for each other at the start and the end of a step (the bubble, which `titan-moe check` prints). So a step needs
+    at least pp microbatches, and several times as many for a small bubble."""
     pp_schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
-    """The order of forwards and backwards on each pipeline rank; the numbers are the same.
+    """The order of forwards and backwards on each pipeline rank. Results do not depend on it.
 
     `1f1b`: One forward, one backward, with one stage a rank (arXiv:2104.04473). At most pp microbatches are in flight.
     `interleaved_1f1b`: The same with vpp stages a rank, and the bubble divided by vpp (Megatron's virtual pipeline,
-    arXiv:2104.04473, section 2.2), for vpp times the messages and more activations. The microbatches of a step are a
-    multiple of pp.
-    `interleaved_zero_bubble`: The same with weight gradients apart from those of activations: they fill the bubble
-    (ZB1P, arXiv:2401.10241). A stage's activations stay until its weight gradients.
-    `zbv`: Two stages a rank, from the first rank to the last and back (V), and split backwards. No bubble in the middle
-    of a step where forward, gradients of activations and of weights take equal time, with the activations of 1f1b
-    (ZB-V, arXiv:2401.10241).
-    `dualpipev`: V too. In the middle of a step the forward of one microbatch is beside the backward of another
-    (DualPipe, arXiv:2412.19437, cut in half): with overlap = "microbatch" they hide each other's communication over ep.
-    At least 2 * pp microbatches.
+    arXiv:2104.04473, section 2.2), for vpp times the messages and more activations. The number of microbatches of a
+    step must be a multiple of pp.
+    `interleaved_zero_bubble`: The same with split backwards: weight gradients are computed later and fill the bubble
+    (ZB1P, arXiv:2401.10241). Activations of a stage are kept until its weight gradients are computed.
+    `zbv`: Two stages a rank, placed from the first rank to the last and back (V), and split backwards. It has as many
+    activations as 1f1b, and no bubble in the middle of a step if forward, gradients of activations and gradients of
+    weights take equal time (ZB-V, arXiv:2401.10241).
+    `dualpipev`: Also a V. In the middle of a step the forward of one microbatch runs together with the backward of
+    another (DualPipe, arXiv:2412.19437, cut in half): with overlap = "microbatch" they hide each other's communication
+    over ep. Needs at least 2 * pp microbatches.
     """
     vpp: int = 1
     """Stages of a pipeline rank (Megatron's virtual pipeline): 1 with `1f1b`, 2 with `zbv` and `dualpipev`, at least 2
     with the interleaved schedules."""
     pp_layout: str = ""
-    """What each of the pp * vpp stages has, in the language of Megatron's --pipeline-model-parallel-layout, such as
-    "Et*3|(tt|)*29tL": E is the embedding, t a layer, L the last norm, head and loss; | is the border of two stages, *n
-    repeats the letter or (group) before it; commas and spaces are ignored, and a stage may be empty. Empty: consecutive
-    layers, so that the slowest stage has the fewest FLOPs, with attention, experts and the head."""
+    """The modules of each of the pp * vpp stages, in the language of Megatron's --pipeline-model-parallel-layout, such
+    as "Et*3|(tt|)*29tL". E is the embedding, t a layer, L the last norm, the head and the loss; | separates two stages;
+    *n repeats the letter or (group) before it. Commas and spaces are ignored. A stage may be empty. An empty string
+    divides the layers so that the slowest stage has the fewest FLOPs, those of attention, experts and head included."""
     dp_replicate: int = 1
-    """Replicas of the sharded model (HSDP): parameters are sharded inside a replica, gradients are summed over
-    replicas too."""
+    """Replicas of the sharded model (HSDP): parameters are sharded inside a replica; gradients are also summed over
+    replicas."""
     dp_shard: int = -1
     """Ranks that each dense parameter is sharded over (FSDP2), together with cp; -1 takes all ranks that the other axes
     leave."""
     cp: int = 1
-    """Context-parallel ranks, which split every sequence, for sequences whose activations one rank does not hold. Each
-    brings other tokens to the experts; attention still sees whole sequences. Dense parameters are sharded over
-    dp_shard * cp ranks. Divides the sequence, together with tp."""
+    """Context-parallel ranks, which split every sequence, for sequences whose activations do not fit on one rank. Each
+    rank sends its own tokens to the experts; attention still covers whole sequences. Dense parameters are sharded over
+    dp_shard * cp ranks. cp * tp must divide the sequence length."""
     cp_kind: Literal["ulysses", "allgather", "ring"] = "ulysses"
-    """How attention sees the sequences that context-parallel ranks split.
+    """How attention covers the sequences that context-parallel ranks split.
 
-    `ulysses`: Between projection and attention, each rank gives tokens and gets heads: all tokens of num_heads / cp of
-    them (arXiv:2309.14509). Needs heads for all ranks; with fewer key/value heads than ranks, ranks share them.
-    Attention runs as without cp, plain causal too. `mla` gathers its latents instead of keys and values.
-    `allgather`: Each rank has its queries, and gathers the keys and values of all (arXiv:2407.21783, section 3.3.2), or
-    the latents of `mla`. Any number of heads. A rank has the r-th chunk from the start of a sequence and the r-th from
-    its end, so causal attention has equal work on all ranks. Every layer has a mask: take perf.attention = "flex" on
-    GPUs, which skips masked blocks, as SDPA does not.
-    `ring`: Each rank has its queries, and the keys and values of one rank after the other go round (arXiv:2310.01889):
-    sent while those before are attended to, visible pairs computed alone, and never those of all tokens in memory. Any
-    number of heads, and the tokens of `allgather`. For `gqa` with plain causal attention, by kernels that return a
-    log-sum-exp: cuDNN's with perf.attention = "auto" on GPUs (FlashAttention's with run.is_deterministic, and for heads
-    wider than 128).
+    `ulysses`: Before attention, an all-to-all exchanges tokens for heads: each rank gets all tokens of num_heads / cp
+    heads (arXiv:2309.14509). cp must divide the number of heads; ranks share key/value heads if there are fewer of them
+    than ranks. Attention runs as without cp and needs no mask if it is plain causal. `mla` gathers its latents instead
+    of keys and values.
+    `allgather`: Each rank keeps its queries and gathers the keys and values of all tokens (arXiv:2407.21783, section
+    3.3.2), or the latents of `mla`. Any number of heads. Rank r has the r-th chunk from the start of a sequence and the
+    r-th chunk from its end, so causal attention takes equal work on all ranks. Every layer needs a mask. On GPUs use
+    perf.attention = "flex", which skips masked blocks; SDPA computes them.
+    `ring`: Each rank keeps its queries. Keys and values are passed around the ranks (arXiv:2310.01889) while attention
+    to the previous ones is computed. Masked pairs are not computed, and no rank holds the keys of all tokens.
+    Any number of heads; ranks have the same chunks as with `allgather`. For `gqa` with plain causal attention only. Its
+    kernels must return a log-sum-exp: with perf.attention = "auto" they are cuDNN's on GPUs, or FlashAttention's with
+    run.is_deterministic and for heads wider than 128.
     """
     tp: int = 1
     """Tensor-parallel ranks, which split the heads of attention, the widths of dense layers and shared experts, and the
-    vocabulary; between layers each has a part of every sequence (sequence parallelism, arXiv:2205.05198), so each
-    brings other tokens to the experts. Divides the heads; with fewer key/value heads than ranks, ranks share them.
-    Every attention and dense layer gathers its input and reduce-scatters its output: for ranks of one node."""
+    vocabulary. Between layers each rank has a part of every sequence (sequence parallelism, arXiv:2205.05198), and
+    sends these tokens to the experts. tp must divide the number of heads; ranks share key/value heads if there are
+    fewer of them than ranks. Every attention and dense layer gathers its input and reduce-scatters its output, so the
+    ranks of a tp group should be on one node."""
     tp_comm_overlap: bool = False
     """Hide the messages of tensor parallelism behind the GEMMs of attention and dense layers (Megatron's
-    --tp-comm-overlap, torchtitan's async TP): tokens are multiplied rank by rank as they arrive, and partial results
-    are sent as they are computed, over symmetric memory of the GPUs of a node. Without NVLink multicast. The GEMMs of
-    a rank become tp smaller ones, so it needs some thousand tokens. Embedding, head and latents do not overlap."""
+    --tp-comm-overlap, torchtitan's async TP). Tokens are multiplied rank by rank as they arrive, and partial results
+    are sent as they are computed, over symmetric memory of the GPUs of a node, without NVLink multicast. Each GEMM
+    becomes tp smaller ones, so the option pays from some thousand tokens a rank on. Embedding, head and latents of
+    `mla` do not overlap."""
     ep: int = 1
     """Expert-parallel ranks: each holds num_experts / ep experts of a layer. Folded over the dense ranks of a
     replica."""
     etp: int = 1
-    """Expert-tensor-parallel ranks, which split the hidden width of every routed expert; free of `tp`, with or without
-    `ep`. Divides moe.ffn_hidden_size. Before the experts each layer gathers the rows of an etp group, after them it
-    reduce-scatters their results: for neighbours of one node, where an expert is too large for a rank, or ep would have
-    more ranks than experts. Experts that fit are cheaper with `ep`: a row is sent once to each rank that needs it."""
+    """Expert-tensor-parallel ranks, which split the hidden width of every routed expert; independent of `tp`, with or
+    without `ep`. Must divide moe.ffn_hidden_size. Before the experts each layer gathers the rows of an etp group; after
+    them it reduce-scatters the results. So the ranks of a group should be on one node. Use it if an expert is too large
+    for a rank, or if ep would exceed the number of experts. Otherwise `ep` is cheaper: it sends a row only once to each
+    rank that needs it."""
     dispatcher: Annotated[str, OneOf(DISPATCHERS)] = "local"
-    """How rows are sent to their experts. One of your own: titan_moe.register_dispatcher."""
+    """How rows are sent to their experts. titan_moe.register_dispatcher adds a dispatcher of your own."""
     ep_ranks_per_node: int = 0
-    """Ranks of an ep group on one node, for a dispatcher that sends rows once a node; they are consecutive. 0: as many
-    as torchrun starts on a node (LOCAL_WORLD_SIZE). A part of a node is possible, where its links differ."""
+    """Consecutive ranks of an ep group on one node, for a dispatcher that sends rows once a node. 0: as many as
+    torchrun starts on a node (LOCAL_WORLD_SIZE). A smaller number is useful if the links within a node differ."""
     overlap: Literal["none", "tile", "microbatch"] = "none"
-    """What hides communication behind compute; the numbers are the same.
+    """How communication over ep overlaps with compute. Results do not depend on it.
 
-    `none`: Nothing.
-    `tile`: Inside a node, with a dispatcher that shares memory and fused experts: some thread blocks of the experts'
-    GEMMs get rows from peers and put partial sums there, tile by tile, in forward and backward (COMET,
+    `none`: No overlap.
+    `tile`: For use inside a node, with fused experts and a dispatcher over symmetric memory. Some thread blocks of the
+    experts' GEMMs get rows from peers and put partial sums there, tile by tile, in forward and backward (COMET,
     arXiv:2502.19811).
-    `microbatch`: Between nodes, with collectives: the forward of a microbatch is interleaved with the backward of the
-    one before, block by block (DualPipe without pipeline stages, arXiv:2412.19437). Weight gradients of fused experts
-    are delayed until the gradients of rows are sent. Needs `accumulate_unsharded`, two or more microbatches a step and
-    our own blocks in pieces; keeps the activations of little more than one microbatch. With pp it
-    merges the forwards and backwards of a rank, with schedules that have an order for it: `dualpipev`, whose order it
-    is; `interleaved_1f1b`, with one more microbatch of a stage in flight (arXiv:2603.07685); `1f1b`, with twice as many
-    microbatches in flight. Their bubble stays, if stages take equal time.
+    `microbatch`: For use between nodes, with a dispatcher of collectives. The forward of a microbatch is interleaved
+    with the backward of the previous one, block by block (DualPipe without pipeline stages, arXiv:2412.19437). Weight
+    gradients of fused experts are delayed until the gradients of rows are sent. Needs `accumulate_unsharded`, at least
+    two microbatches a step, the default model class and compile.extent = "pieces". Keeps the activations of little more
+    than one microbatch. With pp it merges forwards and backwards of a rank, for the schedules `dualpipev` (no other
+    changes), `interleaved_1f1b` (one more microbatch of a stage in flight; arXiv:2603.07685) and `1f1b` (twice as many
+    microbatches in flight). The bubble does not change if stages take equal time.
     """
     expert_rank_capacity_factor: float | Literal["auto"] = "auto"
-    """Room for the rows and expert slots of a rank, over its balanced load, for a dispatcher that can be bounded.
-    Nothing is dropped: a step that needs more is taken again without the bound, and counted in the metrics. Where an ep
-    group shares memory and experts are fused, it is the room of all layers together for what backward needs (the
-    arena); elsewhere that of each layer. With "auto" it follows the need of past steps, with a margin, up to what
-    memory holds; the first steps run without a bound. A number is a fixed bound; 0: sizes of the worst case."""
+    """Capacity of a rank for rows and expert slots, relative to a balanced load, for a dispatcher that can be bounded.
+    No token is dropped: a step that exceeds the capacity is repeated without the bound, and counted in the metrics. If
+    experts are fused and an ep group shares memory, the capacity is that of all layers together, for what backward
+    needs (the arena); otherwise it is that of each layer. "auto" follows the need of past steps, with a margin, up to
+    what memory holds; the first steps run without a bound. A number is a fixed bound. 0 allocates the worst case."""
     expert_clones: int | Literal["auto"] = 0
-    """Replica slots of a rank: for every exchange whose fullest rank has more than 1.05 times the mean load, hot
-    experts are cloned onto ranks with a lower load, which share their tokens (Megatron's ECHO). Exact. "auto": up to 2
-    where an ep group shares memory, microbatches are large and the GEMMs need no copy of a rank's own weights with the
-    clones (not if experts are sharded, blocks are graphs, or something is recomputed), else 0. 0 is off. A rank
-    receives up to expert_clones experts of a layer in forward and sends as many gradients in backward, over collectives
-    (ep - 1) times as many."""
+    """Replica slots of a rank. For every exchange in which a rank has more than 1.05 times the mean load, hot experts
+    are cloned onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO). Results stay
+    exact. 0 disables clones. "auto" means up to 2 if an ep group shares memory, microbatches are large, and the GEMMs
+    need no copy of a rank's own weights (experts are not sharded, blocks are not graphs, nothing is recomputed);
+    otherwise 0. Over symmetric memory a rank receives up to expert_clones experts of a layer in forward and sends as
+    many gradients in backward; with collectives (ep - 1) times as many."""
     reshard_after_forward: bool = True
-    """Free the gathered dense parameters of a block after its forward and gather them again in backward; off trades
-    memory for one all-gather a block."""
+    """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs
+    more memory and saves one all-gather a block."""
     reshard_experts_after_forward: bool = True
-    """The same for the gathered experts of a block. Where edp = 1 nothing is gathered, and this changes nothing:
-    experts are cast to precision.compute, and the copies of all layers stay until their backward, unless
-    memory.recompute has them made again; in a pipeline they stay for the step."""
+    """The same for the gathered experts of a block. It has no effect with edp = 1, where nothing is gathered: experts
+    are cast to precision.compute, and the copies of all layers are kept until their backward, unless memory.recompute
+    makes them again; in a pipeline they are kept for the step."""
     accumulate_unsharded: bool = False
-    """Gather parameters in the first microbatch of a step and reduce gradients in its last (no_sync), instead of two
-    gathers and a reduction a microbatch; nothing is resharded after forward then. Every rank holds unsharded parameters
-    in precision.compute and unsharded gradients in precision.reduce, in which microbatches are summed. Saves
-    communication, and copies on a single rank. Unsharded experts (edp = 1) are cast once a step instead of once a use;
-    their gradients are always summed in precision.master."""
+    """Gather parameters in the first microbatch of a step and reduce gradients in the last one (no_sync), instead of
+    two gathers and one reduction a microbatch. Nothing is resharded after forward then. Every rank holds unsharded
+    parameters in precision.compute and unsharded gradients in precision.reduce, in which microbatches are summed. This
+    saves communication, and on a single rank copies. Unsharded experts (edp = 1) are cast once a step instead of once a
+    use; their gradients are always summed in precision.master."""
 
     @property
     def length_multiple(self) -> int:
-        """What divides the lengths of sequences: cp and tp ranks have equal parts, in two chunks unless `ulysses`."""
+        """The number that must divide sequence lengths: cp and tp ranks have equal parts, in two chunks unless
+        `ulysses`."""
         chunks = 2 if self.cp > 1 and self.cp_kind != "ulysses" else 1
         return chunks * self.cp * self.tp
 

@@ -82,7 +82,7 @@ def unknown_key(dotted: str) -> str:
     if dotted in RENAMED:
         return f"{dotted} is now {RENAMED[dotted]}"
     if dotted in REMOVED:
-        return f"{dotted} is gone: {REMOVED[dotted]}; drop it"
+        return f"{dotted} was removed: {REMOVED[dotted]}; drop it"
     return f"{dotted} is not a known key; {nearest_key(dotted)}"
 
 

@@ -52,14 +52,14 @@ class CompileConfig:
     `on`: On all devices.
     `off`: Never."""
     extent: Literal["pieces", "block"] = "pieces"
-    """The extent of a graph.
+    """The part of a block that is compiled as one graph.
     `pieces`: The dense part, the router, the experts and the shared experts are one graph each; dispatch and combine
-    stay eager.
-    `block`: A whole block. Needs a dispatcher without host reads. A trace has one part per block. With a capacity
-    bound on each layer, blocks run eagerly while the bound is suspended (rerun steps, validation)."""
+    run eagerly.
+    `block`: The whole block is one graph. Needs a dispatcher without host reads. Traces do not break a block down into
+    parts. If the capacity bounds each layer, blocks run eagerly while the bound is lifted (rerun steps, validation)."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Capture GPU work as a CUDA graph and replay it, so that the host launches one graph instead of every kernel.
-    `titan-moe check` names what in a recipe prevents it.
+    `titan-moe check` names the settings of a recipe that prevent it.
     `off`: No graph.
     `microbatch`: Forward and backward of a microbatch.
     `step`: The whole optimizer step."""

@@ -1,8 +1,8 @@
 """The language of `parallel.pp_layout`, which is that of Megatron's --pipeline-model-parallel-layout.
 
 "Et*3|(tt|)*2tL" is "Ettt|tt|tt|tL": four stages. E is the embedding, t a decoder layer, m a layer of multi-token
-prediction, L the last norm, the head and the loss; | is the border of two stages. *n repeats the letter or the (group)
-before it. Commas and spaces are ignored.
+prediction, L the last norm, the head and the loss; | separates two stages. *n repeats the letter or the (group) before
+it. Commas and spaces are ignored.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ class Letter(NamedTuple):
 
 
 def parse_layout(layout: str, num_layers: int, num_stages: int) -> tuple[tuple[str, ...], ...]:
-    """The names of the modules of each stage, as models/part.py takes them; those of an empty stage are none.
+    """Return the names of the modules of each stage, as models/part.py takes them; an empty stage has none.
 
     Raises: ValueError that says what is wrong, where, and what was expected.
     """
     letters = [Letter(text, position) for position, text in enumerate(layout, 1) if text not in IGNORED]
     written_out, end = _sequence(letters, 0)
     if end < len(letters):
-        raise ValueError(f'")" at position {letters[end].position} closes no bracket; drop it, or open one before')
+        raise ValueError(f'")" at position {letters[end].position} has no "(" before it; drop it, or add "("')
     _check_ends([letter for letter in written_out if letter.text != "|"])
     num_t = sum(letter.text == "t" for letter in written_out)
     if num_t != num_layers:
-        raise ValueError(f"it has {num_t} layers (t), and model.num_layers = {num_layers}")
+        raise ValueError(f"it has {num_t} layers (t), but model.num_layers = {num_layers}")
     num_found = 1 + sum(letter.text == "|" for letter in written_out)
     if num_found != num_stages:
-        raise ValueError(f"it has {num_found} stages (borders | and one), and parallel.pp * vpp = {num_stages}")
+        raise ValueError(f"it has {num_found} stages, separated by |, but parallel.pp * vpp = {num_stages}")
     return _modules(written_out)
 
 

@@ -1,6 +1,6 @@
 """Facts about pipeline schedules, a row each, by the name in `parallel.pp_schedule`.
 
-Rules and plan ask facts, never names. A new schedule is a row here and an order in plan/pipeline/orders.py.
+Rules and plan depend on facts, not on names. A new schedule is a row here and an order in plan/pipeline/orders.py.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,21 @@ UNBOUNDED = 1_000
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What rules and plan need to know."""
+    """Facts about a schedule that rules and plan read."""
 
     min_vpp: int = 1
     max_vpp: int = 1
     is_v: bool = False
-    """Whether stages go from the first rank to the last and back (V), instead of from the first to the last each time
-    (loop)."""
+    """Whether stages are placed from the first rank to the last and back (V), instead of from the first rank to the
+    last each time (loop)."""
     splits_backward: bool = False
     """Whether weight gradients of some microbatches are computed later than those of activations."""
     rounds: bool = False
-    """Whether a stage takes pp microbatches at a time, so that pp divides their number."""
+    """Whether a stage runs pp microbatches at a time, so that pp must divide their number."""
     microbatches_per_rank: int = 0
-    """The fewest that it can run, over pp; 0: any number."""
+    """The smallest number of microbatches of a step, divided by pp; 0: any number."""
     has_pairs: bool = False
-    """Whether it has an order that runs forwards and backwards as one, in the middle of a step."""
+    """Whether it has an order that merges forwards and backwards in the middle of a step."""
 
     def rank_of(self, stage: int, pp: int) -> int:
         """The pipeline rank of a stage."""

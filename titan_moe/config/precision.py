@@ -9,10 +9,10 @@ Dtype = Literal["bf16", "fp32", "fp64"]
 Moments = Literal["bf16", "fp32", "fp64", "int8", "fp8"]
 BYTES_OF_DTYPE: dict[Dtype, int] = {"bf16": 2, "fp32": 4, "fp64": 8}
 BYTES_OF_MOMENT: dict[Moments, float] = {"bf16": 2, "fp32": 4, "fp64": 8, "int8": 1 + 4 / 256, "fp8": 1 + 4 / 256}
-"""In 8 bits a code, and an fp32 scale for 256 elements."""
+"""Bytes of an element of a moment. With 8 bits: a code of 1 byte, and an fp32 scale for every 256 elements."""
 FormatBackend = Literal["auto", "native", "emulated"]
 Part = Literal["experts", "linears"]
-"""The modules that a field of `PrecisionConfig` of this name gives a format."""
+"""The kinds of modules that have a format: `PrecisionConfig` has a field of this name for each."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +27,24 @@ class PrecisionConfig:
     reduce: Dtype = "fp32"
     """Gradients in reductions over ranks."""
     moments: Literal["master", "bf16", "fp32", "int8", "fp8"] = "master"
-    """AdamW's two moments. A dtype other than that of `master` needs optim.kind = "fused_adamw". A checkpoint of any
-    loads into any other; those in 8 bits are saved as fp32.
+    """AdamW's two moments. A dtype other than that of `master` needs optim.kind = "fused_adamw". A checkpoint loads
+    with any dtype of moments; moments in 8 bits are saved as fp32.
     `master`: The dtype of `master`.
     `bf16`: bf16, with stochastic rounding.
     `fp32`: fp32.
-    `int8`: torchao's 8-bit codes and a scale for each 256 elements (arXiv:2110.02861), with stochastic rounding. Shards
-    of less than 4096 elements, or whose size 256 does not divide, keep fp32.
-    `fp8`: e4m3 codes in the same way. They are coarser than those of int8, and a step takes less time."""
+    `int8`: torchao's 8-bit codes and a scale for each 256 elements (arXiv:2110.02861), with stochastic rounding. A
+    shard of less than 4096 elements, or whose size is not a multiple of 256, keeps fp32.
+    `fp8`: e4m3 codes in the same way. They are coarser than the codes of int8, and a step takes less time."""
     format: Format = "compute"
     """The format to which operands of GEMMs are rounded, in routed experts and dense linear layers. Embedding, head,
     router, norms, gates and the attention core are never rounded. `titan-moe check` names the format of every module.
     `compute`: None; operands have the dtype of `compute`.
     `fp8_tensorwise`: e4m3, gradients e5m2; one scale a tensor.
-    `fp8_rowwise`: e4m3; a power of two for each row of the left and each column of the right operand. Native wgrad
-    moves them to the codes of one operand, and one scale in all remains.
-    `fp8_blockwise`: e4m3; one power of two for 1 x 128 of activations and gradients and 128 x 128 of weights
-    (DeepSeek-V3, arXiv:2412.19437). Native wgrad rounds what was rounded along widths again, along tokens.
-    `mxfp8`: e4m3; one power of two for 32 elements (OCP microscaling formats).
+    `fp8_rowwise`: e4m3; one scale, a power of two, for each row of the left operand and each column of the right one.
+    Native wgrad multiplies the codes of one operand by these scales; one scale for each expert or linear layer remains.
+    `fp8_blockwise`: e4m3; one scale, a power of two, for 1 x 128 elements of activations and gradients and for 128 x
+    128 of weights (DeepSeek-V3, arXiv:2412.19437). Native wgrad rounds its operands a second time, along tokens.
+    `mxfp8`: e4m3; one scale, a power of two, for 32 elements (OCP microscaling formats).
     `nvfp4`: e2m1; one e4m3 scale for 16 elements and one fp32 scale a tensor (arXiv:2509.25149)."""
     experts: Literal["format", Format] = "format"
     """The format of routed experts; "format" means that of `precision.format`."""
@@ -65,19 +65,20 @@ class PrecisionConfig:
     """The last n layers have no format (Megatron: num_layers_at_end_in_bf16)."""
     modules_in_compute: tuple[str, ...] = ()
     """Modules without a format, as patterns of their names: ["layers.0.*", "*.attention.kv_down"]. `*` stands for any
-    characters, dots included. A pattern that fits no module is refused."""
+    characters, dots included. A pattern that matches no module is refused."""
     only_where_faster: bool = True
-    """Give a module no format if its GEMMs were measured slower with it, quantisation included, at the nearest shape on
-    this GPU or its architecture. Without a measurement the format is used. The log and `titan-moe check` show both."""
+    """Keep a module in the dtype of `compute` if the format was measured to be slower there, quantisation included, at
+    the nearest shape on this GPU or its architecture. Without a measurement the format is used. The log and `titan-moe
+    check` show both cases."""
     all_gather: Literal["compute", "format"] = "compute"
     """How FSDP gathers weights of dense linear layers.
     `compute`: In the dtype of `compute`.
     `format`: As codes of the format: half the bytes. Needs `linears` in fp8_tensorwise, because one scale a tensor is
     known before the gather."""
     backend: FormatBackend = "auto"
-    """What computes the GEMMs of formats.
-    `auto`: `native` on a GPU that can; any other device is refused.
-    `native`: Matrix units. fp8 needs compute capability 9.0 (Hopper), mxfp8 and nvfp4 10.0 (Blackwell).
+    """How GEMMs in low-precision formats are computed.
+    `auto`: `native` on a GPU that supports the format; any other device is refused.
+    `native`: On tensor cores. fp8 needs compute capability 9.0 (Hopper), mxfp8 and nvfp4 need 10.0 (Blackwell).
     `emulated`: Operands are rounded to the format and multiplied in a wider dtype, on any device: the numerics of a
     format without its speed."""
 

@@ -1,4 +1,4 @@
-"""Keys of earlier recipes: the error for one names its successor."""
+"""Renamed and removed keys of recipes: the error for such a key names its replacement or the reason."""
 
 RENAMED = {
     "parallel.gathers_once_a_step": "parallel.accumulate_unsharded",

@@ -14,39 +14,39 @@ class Change(Enum):
 
     FREE = "A resume may change it."
     """It changes no number that the run trains on, beyond rounding of sums over ranks. Nothing is said."""
-    TOLD = "A resume may change it; the log names both values."
+    LOGGED = "A resume may change it; the log names both values."
     """It is a choice that may change within a run. The log names the old and the new value."""
     REFUSED = "A resume may not change it."
     """The weights, the optimizer's state or the position in the data would mean something else."""
 
 
-FREE, TOLD, REFUSED = Change.FREE, Change.TOLD, Change.REFUSED
+FREE, LOGGED, REFUSED = Change.FREE, Change.LOGGED, Change.REFUSED
 
 CHANGES: dict[str, Change] = {
-    "run": TOLD,
+    "run": LOGGED,
     "run.folder": FREE,
     "run.seed": REFUSED,  # the order of the data
     "model": REFUSED,
-    "model.class": TOLD,  # a class may move; its weights must fit
+    "model.class": LOGGED,  # a class may move; its weights must fit
     "model.name": FREE,
     "model.init_std": FREE,
     "model.embedding_init_std": FREE,
-    "model.moe.aux_loss_coef": TOLD,
-    "model.moe.z_loss_coef": TOLD,
-    "model.moe.bias_update_speed": TOLD,
+    "model.moe.aux_loss_coef": LOGGED,
+    "model.moe.z_loss_coef": LOGGED,
+    "model.moe.bias_update_speed": LOGGED,
     "parallel": FREE,
-    "perf": TOLD,
+    "perf": LOGGED,
     "perf.loss_chunk_tokens": FREE,
-    "precision": TOLD,
+    "precision": LOGGED,
     "precision.master": REFUSED,  # the dtype of the weights that are saved
     "precision.only_where_faster": FREE,  # the modules that it keeps are written into the recipe of the run
-    "compile": TOLD,
+    "compile": LOGGED,
     "memory": FREE,
-    "train": TOLD,
+    "train": LOGGED,
     "train.seq_len_tokens": REFUSED,
     "train.micro_batch_sequences": FREE,
-    "optim": TOLD,
-    "data": TOLD,
+    "optim": LOGGED,
+    "data": LOGGED,
     "data.source": REFUSED,
     "data.path": FREE,  # the place of the data: its fingerprint is compared instead
     "data.files": FREE,
@@ -54,7 +54,7 @@ CHANGES: dict[str, Change] = {
     "data.is_shuffled": REFUSED,
     "data.holdout_fraction": REFUSED,
     "data.cache_folder": FREE,
-    "validation": TOLD,
+    "validation": LOGGED,
     "validation.every_steps": FREE,
     "checkpoint": FREE,
     "metrics": FREE,
@@ -62,7 +62,7 @@ CHANGES: dict[str, Change] = {
 }
 """Section or field -> what a resume does with a change in it. The longest entry that a field lies in decides."""
 
-DEFAULT = TOLD
+DEFAULT = LOGGED
 """For sections without an entry."""
 
 
@@ -70,7 +70,7 @@ DEFAULT = TOLD
 class RecipeChanges:
     """The fields in which a recipe differs from that of a checkpoint, as one text each: `optim.lr = 0.1 (was 0.2)`."""
 
-    told: list[str] = field(default_factory=list)
+    logged: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     """With the dotted key first."""
 
@@ -96,7 +96,7 @@ def compare(saved: Mapping[str, Any], recipe: Recipe) -> RecipeChanges:
     A field that the checkpoint lacks is newer than it, and had its default. Fields that no longer exist are ignored.
     """
     changes = RecipeChanges()
-    lists = {TOLD: changes.told, REFUSED: changes.refused}
+    lists = {LOGGED: changes.logged, REFUSED: changes.refused}
     keys = all_keys(Recipe)
     for dotted, value in flatten(recipe).items():
         before = saved.get(dotted, keys[dotted].default)

@@ -1,4 +1,4 @@
-"""The load of each expert in forced skewed routing, the same for all runs, so that they can be compared.
+"""The load of each expert in forced skewed routing. It is the same for all runs, so that runs can be compared.
 
 E experts · K choices a token · P ep ranks, each with consecutive experts
 

@@ -14,7 +14,8 @@ class RunConfig:
     folder: str = "runs/default"
     """Folder for recipe, environment, metrics, traces, checkpoints and, without `data.cache_folder`, tokenised data. If
     it has checkpoints, the run resumes from the newest one. If it has records without a checkpoint, they are moved into
-    its folder `attempt-1` (or -2, ...). The `recipe.toml` in the folder means this folder, wherever it is moved."""
+    its subfolder `attempt-1` (or -2, ...). The `recipe.toml` in the folder always refers to the folder in which it is,
+    also after the folder was moved."""
     seed: int = 0
     """Seed of the initial weights and of the data order."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -23,15 +24,16 @@ class RunConfig:
     `cpu`: The CPU.
     `cuda`: GPUs; an error without one."""
     is_deterministic: bool = False
-    """Two runs of one recipe on one layout have the same bits: losses, weights, moments. PyTorch takes deterministic
-    implementations, and an operation without one ends the run with its name. Attention is not cuDNN's, torch.compile
-    times nothing to choose reductions, NCCL reduces without NVLS. Slower on GPUs; CPU runs repeat without it. Sets
-    CUBLAS_WORKSPACE_CONFIG and NCCL_NVLS_ENABLE, and refuses other values of them."""
+    """Make two runs of one recipe on one layout give the same bits: losses, weights, moments. PyTorch uses
+    deterministic implementations, and an operation without one ends the run with an error that names it. Attention does
+    not use cuDNN, torch.compile does not choose reductions by timing, and NCCL reduces without NVLS. Slower on GPUs;
+    CPU runs are deterministic anyway. Sets CUBLAS_WORKSPACE_CONFIG and NCCL_NVLS_ENABLE; other values of them are
+    refused."""
     step_timeout_minutes: float = 10.0
-    """Limit of a step, in minutes; fractions are allowed. A rank that waits longer ends with exit code 1 and names the
-    rank that is late, its step and the collective; so do all ranks, if a rank is stopped or lost. The first step, which
-    compiles, and saves and validations may take six times as long. The start of a run has no limit of its own. An
-    exchange over symmetric memory waits half of it. 0 sets no limit."""
+    """Time limit of a step, in minutes; fractions are allowed. A rank that waits longer exits with code 1 and names the
+    late rank, its step and the collective. The other ranks do the same, also if a rank is stopped or lost. The limit is
+    six times as long for the first step, which compiles, for saves and for validations. There is no limit for the start
+    of a run. An exchange over symmetric memory waits for half of the limit. 0 sets no limit."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,19 @@ class TrainConfig:
     micro_batch_sequences: int = 8
     """Sequences per forward pass on one rank (B)."""
     max_skipped_in_row: int = 20
-    """Steps skipped in a row, because their gradients are not finite, after which the run stops with exit code 1; 0
-    never stops it. The count is read at logged steps, before saves, and whenever the step is a multiple of this number.
-    Nothing is saved, and no older checkpoint removed, while the last step was skipped."""
+    """Stop the run with exit code 1 after this many skipped steps in a row, whose gradients were not finite; 0 never
+    stops it. The count is read at logged steps, before saves, and whenever the step is a multiple of this number. While
+    the last step was skipped, nothing is saved and no older checkpoint is removed."""
     spike_sigmas: float = 0.0
     """Skip the update of a step whose loss or gradient norm is this many standard deviations above the mean of the last
-    128 steps; 0 skips none. OLMo-core's SkipStepOptimizer has 6. The rule begins after 64 steps, and accepts a level
-    that lasts after a few skipped steps."""
+    128 steps; 0 skips none. OLMo-core's SkipStepOptimizer uses 6. The rule needs 64 earlier steps. If loss or norm
+    stay at a higher level, that level is accepted after a few skipped steps."""
     force_balanced_routing: bool = False
-    """Benchmarks only: replace the router's selection by a balanced one, so that runs are comparable. The log and the
+    """For benchmarks only: replace the router's selection by a balanced one, so that runs are comparable. Logs and
     metrics mention it."""
     force_skewed_routing: bool = False
-    """Benchmarks only: replace the router's selection by a fixed skewed one, equal in all layers. The most loaded
-    expert has 1.8 times the mean load, the most loaded ep rank 1.2 times. The log and the metrics mention it."""
+    """For benchmarks only: replace the router's selection by a fixed skewed one, equal in all layers. The most loaded
+    expert has 1.8 times the mean load, the most loaded ep rank 1.2 times. Logs and metrics mention it."""
 
     @property
     def forced_routing(self) -> str:
@@ -98,7 +100,7 @@ class OptimConfig:
     warmup_steps: int = 0
     """Steps of the linear warmup of the learning rate. A shorter run ends during the warmup."""
     decay_steps: int = 0
-    """Steps of the decay at the end of the run; at most those after the warmup, so that any `train.steps` is valid."""
+    """Steps of the decay at the end of the run. In a shorter run the decay has the steps after the warmup."""
     decay: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
     min_lr_ratio: float = 0.1

@@ -21,7 +21,7 @@ class CollapseWarning:
         # from K = E / 2 on, a balanced expert already has half of the tokens
         self.is_possible = moe.num_experts >= 2 * moe.top_k
         self.num_steps: Counter[str] = Counter()
-        self.told: set[str] = set()
+        self.warned: set[str] = set()
 
     def see(self, step: int, expert_loads: dict[str, float]) -> None:
         """Take the loads of a logged step, by layer."""
@@ -30,8 +30,8 @@ class CollapseWarning:
                 del self.num_steps[layer]
                 continue
             self.num_steps[layer] += 1
-            if self.num_steps[layer] == NUM_LOGGED_STEPS and layer not in self.told:
-                self.told.add(layer)
+            if self.num_steps[layer] == NUM_LOGGED_STEPS and layer not in self.warned:
+                self.warned.add(layer)
                 logger.warning(
                     "%s has collapsed: at step %d and in the %d logged steps before, its busiest expert had %.1f times "
                     "the mean load (%.1f is every token); raise model.moe.aux_loss_coef or lower optim.lr, and for a "

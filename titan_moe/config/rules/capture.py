@@ -1,4 +1,4 @@
-"""What in a recipe CUDA graphs cannot capture, and why."""
+"""The settings of a recipe that CUDA graphs cannot capture, with reasons."""
 
 from collections.abc import Iterator
 
@@ -23,8 +23,8 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
         yield 'the "reference" experts read their offsets on the host; take perf.kernels = "grouped_mm" or "fused"'
     if recipe.parallel.cp > 1 and recipe.parallel.cp_kind == "ring":
         yield (
-            'parallel.cp_kind = "ring" sends between neighbours, point to point, beside its kernels, which is untried '
-            'in a capture; take "ulysses" or "allgather"'
+            'parallel.cp_kind = "ring" overlaps point-to-point messages with its kernels, which has not been tested in '
+            'a capture; take "ulysses" or "allgather"'
         )
     if recipe.memory.recompute == "block" and recipe.model.class_ != ModelConfig.class_:
         yield (

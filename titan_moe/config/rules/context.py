@@ -1,4 +1,4 @@
-"""Rules of context parallelism: what it splits must divide, and what does not work with it."""
+"""Rules of context parallelism: sizes that it must divide, and settings that it does not support."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM = 8, 256
 """Of the kernels of ring attention for GPUs."""
 
 
-@rule("each rank has equal parts of every sequence; unless ulysses one chunk from its start and one from its end")
+@rule("each rank has an equal part of every sequence: with ulysses one chunk, else one chunk from each end")
 def cp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_tokens = recipe.parallel, recipe.train.seq_len_tokens
     if p.cp > 1 and is_no_divisor(p.length_multiple, num_tokens):
@@ -45,20 +45,21 @@ def _heads_fit(recipe: Recipe, cp: int) -> bool:
     return num_heads % cp == 0 and (num_kv_heads % cp == 0 or cp % num_kv_heads == 0)
 
 
-@rule("it does not work with context parallelism")
+@rule("context parallelism does not support this setting")
 def cp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     m, p = recipe.model, recipe.parallel
     if p.cp > 1 and m.class_ != ModelConfig.class_:
-        yield f'parallel.cp = {p.cp} does not support model.class = "{m.class_}"; take ours, or {NO_CP}'
+        ways_out = f'"{ModelConfig.class_}", or {NO_CP}'
+        yield f'parallel.cp = {p.cp} does not support model.class = "{m.class_}"; take {ways_out}'
     gathers_codes = recipe.precision.all_gather == "format" and recipe.precision.format_of("linears") != "compute"
     if p.cp > 1 and p.cp_kind == "ulysses" and m.attention.kind == "mla" and gathers_codes:
         yield (
-            f'parallel.cp = {p.cp} with "ulysses" takes rows of a weight of mla, which precision.all_gather = "format" '
-            f'gathers as codes of all rows; take all_gather = "compute", {ALLGATHER}, or {NO_CP}'
+            f'parallel.cp = {p.cp} with "ulysses" reads single rows of a weight of mla, which precision.all_gather = '
+            f'"format" gathers as codes of all rows; take all_gather = "compute", {ALLGATHER}, or {NO_CP}'
         )
 
 
-@rule("a rank sees one block of keys after the other, plain causal, and merges their results by the log-sum-exp")
+@rule("ring attention reads one block of keys after the other, plain causal, and merges results by the log-sum-exp")
 def ring_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.cp > 1 and recipe.parallel.cp_kind == "ring":
         for found, way_out in _unsupported_by_ring(recipe):
@@ -66,7 +67,7 @@ def ring_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _unsupported_by_ring(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What a recipe asks for that ring attention does not support, with a way out."""
+    """Yield each setting of a recipe that ring attention does not support, with a way out."""
     m, a, backend = recipe.model, recipe.model.attention, recipe.perf.attention
     compute, num_tokens = recipe.precision.compute, recipe.train.seq_len_tokens
     if a.kind == "mla":
@@ -79,13 +80,13 @@ def _unsupported_by_ring(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield f'perf.attention = "{backend}", which returns no log-sum-exp of each query', f'"auto", or {NO_RING}'
     if recipe.run.device != "cpu" and compute != "bf16":
         ways_out = f'"bf16", run.device = "cpu", or {NO_RING}'
-        yield f'precision.compute = "{compute}" on GPUs, where its kernels take bf16', ways_out
+        yield f'precision.compute = "{compute}" on GPUs, where the kernels of ring attention take bf16', ways_out
     if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim % HEAD_DIM_MULTIPLE:
         ways_out = f"{nearest_multiples(a.head_dim, HEAD_DIM_MULTIPLE)}, or {NO_RING}"
-        yield f"model.attention.head_dim = {a.head_dim}, no multiple of {HEAD_DIM_MULTIPLE}", ways_out
+        yield f"model.attention.head_dim = {a.head_dim}, which is not a multiple of {HEAD_DIM_MULTIPLE}", ways_out
     if recipe.run.device != "cpu" and a.kind == "gqa" and a.head_dim > LARGEST_HEAD_DIM:
         ways_out = f"{LARGEST_HEAD_DIM}, or {NO_RING}"
-        yield f"model.attention.head_dim = {a.head_dim}, more than its kernels take", ways_out
+        yield f"model.attention.head_dim = {a.head_dim}, more than the kernels of ring attention take", ways_out
 
 
 CONTEXT_RULES = rules_in(globals())

@@ -6,7 +6,7 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import divisors, is_no_divisor, rule, rules_in
 
 
-@rule("the model is imported by this name")
+@rule("the class is imported by this name")
 def class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
     module, _, name = recipe.model.class_.partition(":")
     if not (all(part.isidentifier() for part in module.split(".")) and name.isidentifier()):
@@ -54,21 +54,21 @@ def full_layers_are_some_of_the_layers(recipe: Recipe, world_size: int) -> Itera
     elif a.full_attention_every > num_layers:
         yield (
             f"model.attention.full_attention_every = {a.full_attention_every} exceeds model.num_layers = {num_layers}, "
-            "so every layer has a window; take fewer, or 0 for that"
+            "so every layer has a window; take a smaller number, or 0 if every layer should have one"
         )
 
 
-@rule("between them the frequencies are blended")
+@rule("YaRN blends the frequencies between beta_fast and beta_slow")
 def yarn_betas_are_ordered(recipe: Recipe, world_size: int) -> Iterator[str]:
     a = recipe.model.attention
     if a.yarn_factor > 1 and a.yarn_beta_fast <= a.yarn_beta_slow:
         yield (
             f"model.attention.yarn_beta_fast = {a.yarn_beta_fast:g} is not above "
-            f"model.attention.yarn_beta_slow = {a.yarn_beta_slow:g}; the paper takes 32 and 1"
+            f"model.attention.yarn_beta_slow = {a.yarn_beta_slow:g}; the paper uses 32 and 1"
         )
 
 
-@rule("they are the first blocks of the model")
+@rule("the dense layers are the first layers of the model")
 def dense_layers_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     if m.num_dense_layers > m.num_layers:
@@ -83,7 +83,7 @@ def dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
         cause = f"num_dense_layers = {m.num_dense_layers}" if m.moe.num_experts else "moe.num_experts = 0"
         yield (
             f"model.ffn_hidden_size = 0, but model.{cause} makes {num_dense_layers} layers dense; "
-            "set their width, or give every layer experts"
+            "set the width of dense layers, or give every layer experts"
         )
 
 
@@ -107,7 +107,7 @@ def top_k_fits_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("a weight divided by itself is 1, whatever its score")
+@rule("with one expert per token, the normalised routing weight is always 1")
 def one_weight_is_not_normalised(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.num_experts > 0 and moe.top_k == 1 and moe.normalize_topk:
@@ -168,13 +168,13 @@ def bias_needs_sigmoid(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("there is nothing else to gate")
+@rule("the gate applies to shared experts only")
 def shared_gate_needs_shared_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     moe = recipe.model.moe
     if moe.shared_expert_gate and moe.shared_ffn_hidden_size == 0:
         yield (
             "model.moe.shared_expert_gate = true needs shared experts, but model.moe.shared_ffn_hidden_size = 0; "
-            "set their width or drop the gate"
+            "set their width, or shared_expert_gate = false"
         )
 
 

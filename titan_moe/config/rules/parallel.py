@@ -10,10 +10,10 @@ from titan_moe.config.recipe import Recipe, expert_hidden_size
 from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
 
 
-@rule("dense parameters are on at least one rank")
+@rule("dense parameters are sharded over at least one rank")
 def dp_shard_is_a_size(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.dp_shard == 0:
-        yield "parallel.dp_shard = 0 is no number of ranks; take 1, or -1 for all ranks that are left"
+        yield "parallel.dp_shard = 0 is not a number of ranks; take 1, or -1 for all ranks that the other axes leave"
 
 
 @rule("every rank has one place in the dense mesh")
@@ -28,17 +28,17 @@ def dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]
     if p.dp_shard > 0 and others * p.dp_shard != world_size:
         yield (
             f"parallel.pp * dp_replicate * dp_shard * cp * tp = {p.pp} * {p.dp_replicate} * {p.dp_shard} * {p.cp} * "
-            f"{p.tp} = {others * p.dp_shard}, but the run has {world_size} ranks; dp_shard = -1 takes what is left"
+            f"{p.tp} = {others * p.dp_shard}, but the run has {world_size} ranks; dp_shard = -1 takes the rest"
         )
 
 
-@rule("edp is what ep, etp, pp and dp_replicate leave of the ranks")
+@rule("edp is the number of ranks divided by pp * dp_replicate * ep * etp")
 def expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
     if is_no_divisor(expert_ranks, world_size) and world_size == 1:
         yield (
-            f"parallel.pp * dp_replicate * ep * etp = {expert_ranks}, and this is 1 rank alone; start as many with "
+            f"parallel.pp * dp_replicate * ep * etp = {expert_ranks}, but the run has 1 rank; start it with "
             f"--nproc {smallest_world(p)}, or a multiple"
         )
     elif is_no_divisor(expert_ranks, world_size):
@@ -69,7 +69,7 @@ def etp_divides_expert_hidden_width(recipe: Recipe, world_size: int) -> Iterator
         )
 
 
-@rule("there are no experts to shard")
+@rule("ep and etp shard experts only")
 def ep_needs_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
     for axis in ("ep", "etp"):
         size = getattr(recipe.parallel, axis)
@@ -117,14 +117,14 @@ def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterato
     is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
     if recipe.perf.chosen_kernels.experts != "fused" and not is_left_to_auto:
         yield (
-            f"{setting} moves rows in the GEMMs of fused experts, and perf.kernels chose "
+            f"{setting} moves rows in the GEMMs of fused experts, but perf.kernels chooses "
             f'"{recipe.perf.chosen_kernels.experts}" for experts; take "fused", or overlap = "none"'
         )
     for need in recipe.model.moe.unmet_needs_of_fused:
         yield f'{setting} needs fused experts, which need {need}; take overlap = "none"'
 
 
-@rule("its kernels are for GPUs")
+@rule("the kernels of this dispatcher need GPUs")
 def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.facts.needs_cuda and recipe.run.device == "cpu":
@@ -139,7 +139,7 @@ def shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.facts.shares_memory and p.ep <= 1:
         yield (
-            f'parallel.dispatcher = "{p.dispatcher}" shares memory between the ranks of an ep group, and parallel.ep = '
+            f'parallel.dispatcher = "{p.dispatcher}" shares memory between the ranks of an ep group, but parallel.ep = '
             f"{p.ep} leaves one rank in each; take {dispatchers_that(lambda facts: not facts.shares_memory)}, or a "
             "larger ep"
         )
@@ -157,12 +157,12 @@ def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("a row is sent once to each node, and forwarded there")
+@rule("a row is sent once to each node, and forwarded within the node")
 def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.ep_ranks_per_node and not p.facts.has_two_levels:
         yield (
-            f"parallel.ep_ranks_per_node = {p.ep_ranks_per_node} changes nothing with parallel.dispatcher = "
+            f"parallel.ep_ranks_per_node = {p.ep_ranks_per_node} has no effect with parallel.dispatcher = "
             f'"{p.dispatcher}"; set it to 0, or take {dispatchers_that(lambda facts: facts.has_two_levels)}'
         )
     if not p.facts.has_two_levels or p.ep_ranks_per_node < 0:
@@ -171,22 +171,22 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     setting = f'parallel.dispatcher = "{p.dispatcher}" needs an ep group of several nodes with several ranks each'
     if of_node >= p.ep:
         yield (
-            f"{setting}, and {of_node} ranks on a node hold all of parallel.ep = {p.ep}; take "
-            f"{dispatchers_that(lambda facts: facts.is_one_node)} or {_any_network()} within a node, or "
-            "say with parallel.ep_ranks_per_node how many there are, which `check` cannot know"
+            f"{setting}, but {of_node} ranks on a node hold all of parallel.ep = {p.ep}; take "
+            f"{dispatchers_that(lambda facts: facts.is_one_node)} or {_any_network()} within a node, or set "
+            "parallel.ep_ranks_per_node if a node has fewer ranks: `check` cannot know it"
         )
     elif of_node == 1:
-        yield f"{setting}, and there is 1 rank on each; take {_any_network()}, which sends the same rows"
+        yield f"{setting}, but each node has 1 rank; take {_any_network()}, which sends the same rows"
     elif is_no_divisor(of_node, p.ep):
         yield (
             f"{of_node} ranks on a node (parallel.ep_ranks_per_node, or torchrun's) do not divide parallel.ep = "
-            f"{p.ep}; take a divisor between 1 and {p.ep}, or {_any_network()}, which needs no equal nodes"
+            f"{p.ep}; take a divisor between 1 and {p.ep}, or {_any_network()}, which does not need equal nodes"
         )
     elif is_no_divisor(of_node * p.etp, on_host):
         times_etp = f" * etp = {of_node} * {p.etp}" if p.etp > 1 else f" = {of_node}"
         yield (
             f"parallel.ep_ranks_per_node{times_etp} does not divide the {on_host} ranks that torchrun starts on a "
-            f"node, so some would span two; take one of {divisors(on_host)}"
+            f"node, so some of these groups would span two nodes; take one of {divisors(on_host)}"
         )
 
 
@@ -195,7 +195,7 @@ def _any_network() -> str:
     return dispatchers_that(lambda facts: facts.sends == "once_a_rank" and not facts.is_one_node)
 
 
-@rule("the forward of one runs between the pieces of the other's backward, past the hooks of FSDP")
+@rule("the forward of one microbatch runs between the pieces of another's backward, without the hooks of FSDP")
 def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, train = recipe.parallel, recipe.train
     if p.overlap != "microbatch":
@@ -213,31 +213,31 @@ def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> I
         yield f'{setting} runs blocks in pieces; take memory.recompute = "experts" or "none", or {way_out}'
     if recipe.model.class_ != ModelConfig.class_:
         yield (
-            f'{setting} supports blocks of "{ModelConfig.class_}" alone, and model.class = "{recipe.model.class_}"; '
+            f'{setting} supports blocks of "{ModelConfig.class_}" only, but model.class = "{recipe.model.class_}"; '
             f"take {way_out}"
         )
     sequences = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))
     if 0 < train.global_batch_sequences < 2 * sequences:
         yield (
-            f"{setting} needs two microbatches a step or more, and train.global_batch_sequences = "
-            f"{train.global_batch_sequences} is one of {sequences} over all ranks; take {2 * sequences} or more, or "
-            "fewer train.micro_batch_sequences"
+            f"{setting} needs at least two microbatches a step, but train.global_batch_sequences = "
+            f"{train.global_batch_sequences} is one microbatch, of {sequences} sequences over all ranks; take "
+            f"{2 * sequences} or more, or fewer train.micro_batch_sequences"
         )
 
 
-@rule("it bounds sizes that depend on the routing and that the host does not read")
+@rule("the factor bounds sizes that depend on the routing and that the host does not read")
 def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, factor = recipe.parallel, recipe.parallel.fixed_capacity_factor
     if factor != 0 and not p.facts.can_be_bounded:
         yield (
-            f"parallel.expert_rank_capacity_factor = {factor:g} bounds nothing with parallel.dispatcher = "
-            f'"{p.dispatcher}", whose slots are exact; set it to 0, or take '
+            f"parallel.expert_rank_capacity_factor = {factor:g} has no effect with parallel.dispatcher = "
+            f'"{p.dispatcher}", whose sizes are exact; set it to 0, or take '
             f"{dispatchers_that(lambda facts: facts.can_be_bounded)}"
         )
     if 0 < factor < 1:
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} is less than a balanced load, so every step would be "
-            'taken twice; take "auto", 1.25 or more, or 0 for the worst case'
+            'repeated without the bound; take "auto", 1.25 or more, or 0 for the worst case'
         )
 
 
@@ -252,12 +252,12 @@ def clones_need_other_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     elif p.fixed_expert_clones > 0 and p.fixed_expert_clones > num_experts // p.ep:
         yield (
-            f"parallel.expert_clones = {p.expert_clones} exceeds the {num_experts // p.ep} experts that a rank has of "
-            f"its own (model.moe.num_experts / parallel.ep = {num_experts} / {p.ep}); take 1 or 2"
+            f"parallel.expert_clones = {p.expert_clones} exceeds the {num_experts // p.ep} experts that a rank owns "
+            f"(model.moe.num_experts / parallel.ep = {num_experts} / {p.ep}); take 1 or 2"
         )
 
 
-@rule("FSDP shards each expert over edp along this width, in equal parts")
+@rule("FSDP shards each expert along this width over edp ranks, in equal parts")
 def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, model = recipe.parallel, recipe.model
     edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
@@ -269,7 +269,7 @@ def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
         if model.num_moe_layers > 0 and is_no_divisor(edp, width):
             part = f" / etp = {width}" if p.etp > 1 and key == "moe.ffn_hidden_size" else f" = {width}"
             yield (
-                f"edp = {edp} (the {world_size} ranks over parallel.pp * dp_replicate * ep * etp) does not divide "
+                f"edp = {edp} ({world_size} ranks / (parallel.pp * dp_replicate * ep * etp)) does not divide "
                 f"model.{key}{part}; raise parallel.ep or parallel.dp_replicate until it does"
             )
 

@@ -25,31 +25,31 @@ def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("they are for GPUs and compute in fp32; fused experts gather rows inside a GEMM and cannot scale them there")
+@rule("Triton kernels run on GPUs and compute in fp32; fused experts gather rows inside a GEMM, without scaling them")
 def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
     kernels = recipe.perf.chosen_kernels
     triton = [name for name, backend in asdict(kernels).items() if backend in ("fused", "triton")]
     if triton and recipe.precision.compute == "fp64":
         yield (
             f'precision.compute = "fp64" has no Triton kernels ({", ".join(triton)}); take perf.kernels = "reference" '
-            "and override none of them"
+            "without overrides"
         )
     if triton and recipe.run.device == "cpu":
         overridden = [name for name in triton if getattr(recipe.perf.override, name) != "no"]
         rest = [name for name in triton if name not in overridden]
         for name in overridden:
             yield (
-                f'perf.override.{name} = "{getattr(kernels, name)}" is a Triton kernel, which does not exist with '
+                f'perf.override.{name} = "{getattr(kernels, name)}" is a Triton kernel, which does not run with '
                 'run.device = "cpu"; take "no"'
             )
         if rest:
             yield (
-                f'perf.kernels = "{recipe.perf.kernels}" takes Triton kernels ({", ".join(rest)}), which do not exist '
+                f'perf.kernels = "{recipe.perf.kernels}" chooses Triton kernels ({", ".join(rest)}), which do not run '
                 'with run.device = "cpu"; take "grouped_mm" or "reference"'
             )
     if kernels.experts == "fused" and recipe.model.num_moe_layers > 0:
         for need in recipe.model.moe.unmet_needs_of_fused:
-            yield f'perf.kernels = "fused" needs {need}; take that, or perf.kernels = "grouped_mm"'
+            yield f'perf.kernels = "fused" needs {need}; change it, or take perf.kernels = "grouped_mm"'
     p = recipe.precision
     if kernels.gradients == "triton" and (p.compute, p.master) != ("bf16", "fp32"):
         yield (
@@ -77,7 +77,7 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-@rule("computed digits would be lost before the update")
+@rule("gradients would lose digits before the update")
 def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     for key in ("master", "reduce"):
@@ -88,7 +88,7 @@ def master_and_reduce_are_no_coarser_than_compute(recipe: Recipe, world_size: in
             )
 
 
-@rule("torch's AdamW has one dtype for parameter and moments, ours computes in fp32 on GPUs")
+@rule("adamw has one dtype for parameters and moments; fused_adamw computes in fp32 on GPUs")
 def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, kind = recipe.precision, recipe.optim.kind
     if p.master == "fp64" and p.moments_dtype != "fp64":
@@ -96,7 +96,7 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
     elif p.moments_dtype != p.master and not OPTIMIZERS[kind].has_own_moments:
         yield (
             f'precision.moments = "{p.moments}" beside precision.master = "{p.master}" needs optim.kind = '
-            f'{kinds_with("has_own_moments")}; take that, or precision.moments = "master"'
+            f'{kinds_with("has_own_moments")}; change it, or take precision.moments = "master"'
         )
     if p.master == "fp64" and recipe.run.device == "cuda" and not OPTIMIZERS[kind].takes_fp64_on_gpus:
         yield (
@@ -105,14 +105,14 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("these kernels run, or train, on GPUs only")
+@rule("this backend runs, or computes gradients, on GPUs only")
 def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
     if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
 
 
-@rule("its backward adds in no fixed order, and PyTorch would take another backend")
+@rule("cuDNN's backward sums in no fixed order, so PyTorch would use another backend")
 def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.run.is_deterministic and recipe.perf.attention == "cudnn":
         yield (
@@ -125,12 +125,13 @@ def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.compile.cudagraph == "microbatch" and recipe.parallel.accumulate_unsharded:
         yield (
-            'compile.cudagraph = "microbatch" captures one microbatch for all, but parallel.accumulate_unsharded = '
-            'true makes the first and the last of a step differ; take "step", or accumulate_unsharded = false'
+            'compile.cudagraph = "microbatch" replays the same graph for every microbatch, but '
+            "parallel.accumulate_unsharded = true makes the first and the last one of a step differ; take "
+            '"step", or accumulate_unsharded = false'
         )
     if recipe.compile.cudagraph == "microbatch" and recipe.parallel.pp > 1:
         yield (
-            f'compile.cudagraph = "microbatch" runs microbatches one after the other, and parallel.pp = '
+            f'compile.cudagraph = "microbatch" runs one microbatch after the other, but parallel.pp = '
             f'{recipe.parallel.pp} has several in flight; take "step", which captures all actions of a rank'
         )
     if recipe.compile.cudagraph != "off":
@@ -138,7 +139,7 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'
 
 
-@rule("its kernels sum in fp32")
+@rule("the kernels of FlexAttention sum in fp32")
 def flex_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.perf.attention == "flex" and recipe.precision.compute == "fp64":
         yield 'precision.compute = "fp64" has no perf.attention = "flex"; take bf16 or fp32, or perf.attention = "math"'
@@ -149,31 +150,31 @@ def block_graphs_have_no_host_reads(recipe: Recipe, world_size: int) -> Iterator
     p = recipe.parallel
     if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
-            f'compile.extent = "block" cannot hold parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
+            f'compile.extent = "block" excludes parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
             f'on the host; take {without_host_reads()}, or compile.extent = "pieces"'
         )
 
 
-@rule("nothing would be recomputed")
+@rule("without experts nothing would be recomputed")
 def recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.memory.recompute == "experts" and recipe.model.num_moe_layers <= 0:
         yield 'memory.recompute = "experts" needs layers with experts, and this model has none; take "block" or "none"'
 
 
-@rule("there is no choice to replace")
+@rule("without a router there is no selection to replace")
 def forced_routing_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
     forced = recipe.train.forced_routing
     if forced and recipe.model.num_moe_layers <= 0:
         yield f"train.force_{forced}_routing = true needs layers with experts, and this model has none; set it to false"
 
 
-@rule("a token's experts cannot be chosen twice")
+@rule("only one routing can be forced")
 def one_routing_is_forced(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.train.force_balanced_routing and recipe.train.force_skewed_routing:
         yield "train.force_balanced_routing and train.force_skewed_routing are both true; set one of them to false"
 
 
-@rule("what is called skewed has the same loads everywhere, so that figures can be compared")
+@rule("skewed routing has the same relative loads in all runs, so that figures can be compared")
 def skewed_loads_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
     if recipe.train.force_skewed_routing and model.num_moe_layers > 0:

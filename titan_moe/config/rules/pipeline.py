@@ -1,4 +1,4 @@
-"""Rules of pipeline parallelism: stages, microbatches, and what does not work with it."""
+"""Rules of pipeline parallelism: stages, microbatches, and settings that it does not support."""
 
 from collections.abc import Iterator
 
@@ -19,10 +19,10 @@ def pipeline_options_need_pp(recipe: Recipe, world_size: int) -> Iterator[str]:
             value, default = getattr(p, key), getattr(ParallelConfig, key)
             if value != default:
                 said, plain = (f'"{word}"' if isinstance(word, str) else word for word in (value, default))
-                yield f"parallel.{key} = {said} needs a pipeline, and parallel.pp = 1; raise pp, or set it to {plain}"
+                yield f"parallel.{key} = {said} needs a pipeline, but parallel.pp = 1; raise pp, or set it to {plain}"
 
 
-@rule("each schedule has its number of stages on a rank")
+@rule("each schedule requires its number of stages on a rank")
 def vpp_fits_the_schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, facts = recipe.parallel, SCHEDULES[recipe.parallel.pp_schedule]
     if p.pp > 1 and not facts.min_vpp <= p.vpp <= facts.max_vpp:
@@ -32,13 +32,13 @@ def vpp_fits_the_schedule(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'parallel.vpp = {p.vpp} does not fit parallel.pp_schedule = "{p.pp_schedule}"; take {take}{way_out}'
 
 
-@rule("a stage without layers makes others slower")
+@rule("a stage without layers leaves more layers to the others")
 def stages_have_layers(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_layers = recipe.parallel, recipe.model.num_layers
     if p.pp > 1 and not p.pp_layout and p.pp * p.vpp > num_layers:
         yield (
             f"parallel.pp * vpp = {p.pp} * {p.vpp} = {p.pp * p.vpp} stages are more than model.num_layers = "
-            f"{num_layers}; take fewer, or say with parallel.pp_layout which are empty"
+            f"{num_layers}; take fewer, or define the stages with parallel.pp_layout, where some may be empty"
         )
 
 
@@ -56,12 +56,12 @@ def layout_fits_the_model(recipe: Recipe, world_size: int) -> Iterator[str]:
         }
         if idle := sorted(set(range(p.pp)) - ranks_with_modules):
             yield (
-                f'parallel.pp_layout = "{p.pp_layout}" leaves pipeline rank {idle[0]} nothing; give one of its stages '
-                "a layer, or take fewer ranks"
+                f'parallel.pp_layout = "{p.pp_layout}" leaves pipeline rank {idle[0]} without modules; give one of its '
+                "stages a layer, or take fewer ranks"
             )
 
 
-@rule("ranks without a microbatch wait, and each schedule has an order for some numbers only")
+@rule("a rank without a microbatch waits, and the order of a schedule exists only for some numbers of microbatches")
 def microbatches_fill_the_pipeline(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, train, facts = recipe.parallel, recipe.train, SCHEDULES[recipe.parallel.pp_schedule]
     of_one = train.micro_batch_sequences * (world_size // max(p.pp * p.cp * p.tp, 1))
@@ -72,13 +72,13 @@ def microbatches_fill_the_pipeline(recipe: Recipe, world_size: int) -> Iterator[
     found = f"train.global_batch_sequences = {train.global_batch_sequences} makes {microbatches} a step"
     if number < fewest:
         yield (
-            f'{found}, and parallel.pp_schedule = "{p.pp_schedule}" with pp = {p.pp} needs {fewest} or more; take '
+            f'{found}, but parallel.pp_schedule = "{p.pp_schedule}" with pp = {p.pp} needs {fewest} or more; take '
             f"{fewest * of_one} sequences, or fewer train.micro_batch_sequences{_others(facts, p.pp, number)}"
         )
     elif facts.rounds and number % p.pp:
         sequences = nearest_multiples(train.global_batch_sequences, p.pp * of_one)
         yield (
-            f'{found}, and parallel.pp_schedule = "{p.pp_schedule}" needs a multiple of pp = {p.pp}; take '
+            f'{found}, but parallel.pp_schedule = "{p.pp_schedule}" needs a multiple of pp = {p.pp}; take '
             f"{sequences} sequences{_others(facts, p.pp, number)}"
         )
 
@@ -89,7 +89,7 @@ def _others(facts: ScheduleFacts, pp: int, number: int) -> str:
     return f", or pp_schedule = {others}" if others else ""
 
 
-@rule("weight gradients that are computed later are operations of their own")
+@rule("a split backward computes weight gradients later, as separate operations")
 def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.pp <= 1 or not SCHEDULES[p.pp_schedule].splits_backward:
@@ -97,11 +97,14 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
     setting, way_out = f'parallel.pp_schedule = "{p.pp_schedule}"', f"pp_schedule = {WHOLE_BACKWARDS}"
     if recipe.memory.recompute != "none":
         yield (
-            f"{setting} splits backwards, which memory.recompute = "
-            f'"{recipe.memory.recompute}" makes one; take "none", or {way_out}'
+            f"{setting} splits backwards, but memory.recompute = "
+            f'"{recipe.memory.recompute}" needs whole ones; take "none", or {way_out}'
         )
     if recipe.compile.compiles_blocks():
-        yield f'{setting} splits backwards, which whole blocks make one; take compile.extent = "pieces", or {way_out}'
+        yield (
+            f'{setting} splits backwards, but compile.extent = "block" needs whole ones; take compile.extent = '
+            f'"pieces", or {way_out}'
+        )
     if not p.accumulate_unsharded:
         yield (
             f"{setting} reduces gradients after the last weight gradient; set parallel.accumulate_unsharded = true, "
@@ -109,12 +112,12 @@ def split_backwards_are_possible(recipe: Recipe, world_size: int) -> Iterator[st
         )
 
 
-@rule("a pair begins when both of it can and sends after both, so with most orders ranks would wait for each other")
+@rule("a pair waits for two inputs and sends both results at its end, so most orders of actions would deadlock")
 def interleaved_pipeline_has_pairs(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.pp > 1 and p.overlap == "microbatch" and not SCHEDULES[p.pp_schedule].has_pairs:
         yield (
-            'parallel.overlap = "microbatch" runs a forward and a backward of a pipeline rank as a pair, and '
+            'parallel.overlap = "microbatch" runs a forward and a backward of a pipeline rank as a pair, but '
             f'parallel.pp_schedule = "{p.pp_schedule}" has no pairs; take pp_schedule = '
             f'{schedules_that(lambda facts: facts.has_pairs)}, or overlap = "none"'
         )

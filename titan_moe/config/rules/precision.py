@@ -1,4 +1,4 @@
-"""Rules of formats: where GEMMs with rounded operands exist, and that no option is without effect."""
+"""Rules of low-precision formats: supported combinations, and options that would have no effect."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def options_of_formats_need_a_format(recipe: Recipe, world_size: int) -> Iterato
     changed = [name for name in OPTIONS_OF_FORMATS if getattr(p, name) != getattr(DEFAULTS, name)]
     if changed and not p.formats:
         settings = ", ".join(f"precision.{name} = {in_toml(getattr(p, name))}" for name in changed)
-        yield f'{settings} needs a format, and there is none; drop it, or take precision.format = "fp8_rowwise"'
+        yield f'{settings} needs a format, but the recipe has none; drop it, or take precision.format = "fp8_rowwise"'
 
 
 @rule("a model without such layers has nothing to round")
@@ -41,7 +41,7 @@ def formats_have_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("matrix units round from bf16; wider types would be rounded without a use for their digits")
+@rule("native formats round bf16 operands; the digits of wider dtypes would be lost")
 def formats_round_from_bf16(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     is_emulated_fp32 = p.compute == "fp32" and p.backend == "emulated"
@@ -53,7 +53,7 @@ def formats_round_from_bf16(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("a CPU has no matrix units for it")
+@rule("a CPU has no native low-precision GEMMs")
 def native_formats_are_on_gpus(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if p.formats and p.backend != "emulated" and recipe.run.device == "cpu":
@@ -63,7 +63,7 @@ def native_formats_are_on_gpus(recipe: Recipe, world_size: int) -> Iterator[str]
         )
 
 
-@rule("the kernels must exist")
+@rule("native formats need kernels")
 def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if p.backend == "emulated" or recipe.run.device == "cpu":
@@ -82,12 +82,12 @@ def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str
     if name == "fp8_blockwise" and "compute" in (p.dgrad, p.wgrad):
         key = "dgrad" if p.dgrad == "compute" else "wgrad"
         yield (
-            f'precision.linears = "{name}" rounds all three GEMMs of a linear layer in its native kernels, and '
-            f'precision.{key} = "compute"; take "format", or precision.linears = "fp8_rowwise"'
+            f'precision.linears = "{name}" has native kernels for all three GEMMs together only, so precision.{key} = '
+            f'"compute" is not supported; take "format", or precision.linears = "fp8_rowwise"'
         )
 
 
-@rule("kernels in fp8 are those of fused experts; gradients of rows have no others, and clones have no codes")
+@rule("only fused experts have fp8 kernels, which always round gradients of rows and do not support clones")
 def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if not has_native_experts(recipe):
@@ -98,10 +98,10 @@ def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
         also = f" and {' and '.join(needs)}" if needs else ""
         yield f'{setting} has no native kernels with perf.kernels = "{experts}"; take "fused"{also}, {way_out}'
     if p.dgrad == "compute":
-        yield f'{setting} rounds the gradients of rows, and precision.dgrad = "compute"; take "format", {way_out}'
+        yield f'{setting} does not support precision.dgrad = "compute"; take "format", {way_out}'
     if recipe.parallel.fixed_expert_clones:
         clones = recipe.parallel.expert_clones
-        yield f"{setting} has no clones, and parallel.expert_clones = {clones}; take 0, {way_out}"
+        yield f"{setting} does not support parallel.expert_clones = {clones}; take 0, {way_out}"
 
 
 @rule("grouped GEMMs with rounded operands take the place of the experts' kernels")
@@ -119,7 +119,7 @@ def emulated_experts_are_composite(recipe: Recipe, world_size: int) -> Iterator[
         )
 
 
-@rule("a scale is shared by a whole block of elements, and matrix units take whole blocks")
+@rule("a block of elements shares a scale, and tensor cores compute whole blocks")
 def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, parallel, num_tokens = recipe.precision, recipe.parallel, microbatch_tokens(recipe)
     split = " / (cp * tp)" if parallel.cp * parallel.tp > 1 else ""
@@ -136,20 +136,20 @@ def tokens_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-@rule("a name with a mistake would keep nothing")
+@rule("a misspelt pattern would have no effect")
 def patterns_fit_modules(recipe: Recipe, world_size: int) -> Iterator[str]:
     names = [module.name for module in gemm_modules(recipe.model)]
     for pattern in recipe.precision.modules_in_compute:
         if not any(matches((pattern,), name) for name in names):
             paths = dict.fromkeys(module.path for module in gemm_modules(recipe.model))
             yield (
-                f"precision.modules_in_compute = [{in_toml(pattern)}] fits no module; there are layers.0 to "
+                f"precision.modules_in_compute = [{in_toml(pattern)}] matches no module; the modules are layers.0 to "
                 f"layers.{recipe.model.num_layers - 1}, each with some of {', '.join(paths)}; router, head and "
                 "embedding never have a format"
             )
 
 
-@rule("no layer would have a format")
+@rule("at least one layer must have the format")
 def some_layers_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_layers = recipe.precision, recipe.model.num_layers
     num_kept = p.num_layers_at_start_in_compute + p.num_layers_at_end_in_compute
@@ -160,7 +160,7 @@ def some_layers_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("a scale must be known before the weights are gathered")
+@rule("the scale of a weight must be known before the weight is gathered")
 def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.precision
     if p.formats and p.all_gather == "format" and p.format_of("linears") != "fp8_tensorwise":
@@ -170,8 +170,8 @@ def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator
         )
     elif p.formats and p.all_gather == "format" and p.dgrad == "compute":
         yield (
-            'precision.all_gather = "format" gathers codes alone, and precision.dgrad = "compute" needs the weights '
-            'themselves; take dgrad = "format", or all_gather = "compute"'
+            'precision.all_gather = "format" gathers only codes, but precision.dgrad = "compute" needs unrounded '
+            'weights; take dgrad = "format", or all_gather = "compute"'
         )
 
 

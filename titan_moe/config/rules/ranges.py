@@ -90,7 +90,7 @@ RANGES = {
 """Range of each number of a recipe, by dotted key."""
 
 
-@rule("outside of it the number means nothing")
+@rule("the value is out of range")
 def numbers_are_in_range(recipe: Recipe, world_size: int) -> Iterator[str]:
     for dotted, allowed in RANGES.items():
         value = attrgetter(dotted)(recipe)

@@ -8,7 +8,7 @@ from titan_moe.config.rules.rule import rule, rules_in
 BYTES_VOCABULARY = 256
 
 
-@rule("everything that a run writes goes there")
+@rule("a run writes all of its files into this folder")
 def folder_is_named(recipe: Recipe, world_size: int) -> Iterator[str]:
     if not recipe.run.folder.strip():
         yield 'run.folder = "" names no folder; take one such as "runs/my_run"'
@@ -23,7 +23,7 @@ def source_has_a_path(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'data.path = "" leaves data.source = "{d.source}" nothing to read; give it {way_out}'
 
 
-@rule("another source would ignore it")
+@rule("other sources ignore this field")
 def datasets_options_need_datasets(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     for key in ("files", "subset"):
@@ -43,13 +43,13 @@ def bytes_fit_the_vocabulary(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("text becomes ids through it")
+@rule("the tokenizer turns text into token ids")
 def text_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.data.source in ("text", "datasets") and not recipe.data.tokenizer:
-        yield 'data.tokenizer = "" names none; take "bytes" or a folder with a tokenizer.json'
+        yield 'data.tokenizer = "" names no tokenizer; take "bytes" or a folder with a tokenizer.json'
 
 
-@rule("a stream has no known end to take a share of")
+@rule("the length of a stream is unknown, so no fraction of it can be held out")
 def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     if d.source == "datasets" and d.is_streamed and d.holdout_fraction > 0:
@@ -70,7 +70,7 @@ def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("ids become text through the tokenizer")
+@rule("the tokenizer turns token ids into text")
 def sample_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.metrics.sample_tokens > 0 and not recipe.data.tokenizer:
         yield (
@@ -89,10 +89,10 @@ def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("one must be complete while the next is written")
+@rule("one complete checkpoint must remain while the next one is written")
 def two_checkpoints_are_kept(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.checkpoint.keep_latest == 1:
-        yield "checkpoint.keep_latest = 1 keeps too few; take 2 or more, or 0 for all"
+        yield "checkpoint.keep_latest = 1 is too few; take 2 or more, or 0 to keep all"
 
 
 @rule("a trace is written when its last step ends")

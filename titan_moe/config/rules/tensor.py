@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism: what it splits must divide, and what does not work with it yet."""
+"""Rules of tensor parallelism: sizes that it must divide, and settings that it does not support yet."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ def _heads_fit(recipe: Recipe, tp: int) -> bool:
     return kv_heads < 1 or kv_heads % tp == 0 or tp % kv_heads == 0
 
 
-@rule("each tp rank has equal parts of these widths")
+@rule("each tp rank has an equal part of this width")
 def tp_divides_widths(recipe: Recipe, world_size: int) -> Iterator[str]:
     m, tp = recipe.model, recipe.parallel.tp
     widths = {"vocab_size": m.vocab_size}
@@ -54,7 +54,7 @@ def tp_divides_sequences(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
-@rule("FSDP shards the columns of what tp splits by rows, in equal parts, over dp_shard * cp ranks")
+@rule("FSDP shards the columns of weights whose rows tp splits, in equal parts, over dp_shard * cp ranks")
 def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, m = recipe.parallel, recipe.model
     others = max(p.pp * p.dp_replicate * p.cp * p.tp, 1)
@@ -66,12 +66,12 @@ def dp_shard_divides_columns(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key, width in widths.items():
         if p.tp > 1 and is_no_divisor(num_shards, width):
             yield (
-                f"{axes} = {num_shards} does not divide model.{key} = {width}, as parallel.tp = {p.tp} needs; raise "
-                f"parallel.dp_replicate or tp, or take {NO_TP}"
+                f"{axes} = {num_shards} does not divide model.{key} = {width}, which parallel.tp = {p.tp} requires; "
+                f"raise parallel.dp_replicate or tp, or take {NO_TP}"
             )
 
 
-@rule("it does not work with tensor parallelism yet")
+@rule("tensor parallelism does not support this setting yet")
 def tp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.parallel.tp > 1:
         for found, way_out in _unsupported(recipe):
@@ -79,14 +79,14 @@ def tp_supports_the_recipe(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 def _unsupported(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What a recipe asks for that tensor parallelism does not support, with a way out."""
+    """Yield each setting of a recipe that tensor parallelism does not support, with a way out."""
     if recipe.model.class_ != ModelConfig.class_:
-        yield f'model.class = "{recipe.model.class_}"', "take ours"
+        yield f'model.class = "{recipe.model.class_}"', f'take "{ModelConfig.class_}"'
     if recipe.precision.formats and recipe.precision.all_gather == "format":
         yield 'precision.all_gather = "format"', 'take "compute"'
 
 
-@rule("its GEMMs read the memory of the other GPUs of a node, part by part, in the dtype of precision.compute")
+@rule("overlapped GEMMs read the memory of the other GPUs of a node, part by part, in the dtype of precision.compute")
 def tp_overlap_is_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
     if not p.tp_comm_overlap:
@@ -102,7 +102,7 @@ def tp_overlap_is_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     if recipe.precision.format_of("linears") != "compute":
         yield (
-            f"parallel.tp_comm_overlap = true has no GEMMs in precision.linears = "
+            f"parallel.tp_comm_overlap = true does not support precision.linears = "
             f'"{recipe.precision.format_of("linears")}"; take precision.linears = "compute", or tp_comm_overlap = false'
         )
 
