@@ -128,7 +128,7 @@ def test_train_under_torchrun_reports_problems_on_the_first_local_rank() -> None
 
 def test_train_layout_for_more_ranks_suggests_nproc() -> None:
     refused = run_cli("train", QWEN3)
-    assert refused.returncode == 2 and "this is 1 rank alone; start as many with --nproc 8" in refused.stderr
+    assert refused.returncode == 2 and "the run has 1 rank; start it with --nproc 8" in refused.stderr
     assert "take a divisor" not in refused.stderr
 
 

@@ -1,4 +1,4 @@
-"""`python -m titan_moe`: the door for torchrun."""
+"""`python -m titan_moe`: the entry point for torchrun."""
 
 import sys
 

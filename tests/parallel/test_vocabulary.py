@@ -18,7 +18,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import DataConfig
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL
 from titan_moe.layers.head import LanguageModelHead
-from titan_moe.parallel.vocabulary import HeadOverRanks, fused_cross_entropy_over_ranks
+from titan_moe.parallel.vocabulary import VocabParallelHead, fused_cross_entropy_over_ranks
 
 one_loss = load("distributed/test_one_loss")
 BATCH, LENGTH, WIDTH, WORDS = 3, 8, 16, 40
@@ -39,7 +39,7 @@ def train_head(backend: Backend, dtype: torch.dtype, chunk_tokens: int) -> tuple
     x_BND, weight_WD, labels_BN = draw(dtype)
     head = LanguageModelHead(WIDTH, WORDS, chunk_tokens, backend)
     head.weight = torch.nn.Parameter(weight_WD.chunk(num_ranks)[rank].clone())
-    forward = HeadOverRanks(head, group)
+    forward = VocabParallelHead(head, group)
     own_BnD = x_BND.chunk(num_ranks, 1)[rank].clone().requires_grad_()
     loss = forward(own_BnD, labels_BN)
     (loss / 7).backward()

@@ -1,16 +1,16 @@
-"""Expert capacity: how many rows and slots a rank has room for, where sizes depend on routing and must be static.
+"""Expert capacity: the numbers of rows and slots that a rank allocates, if sizes depend on routing but must be static.
 
 S rows received · K experts a token
 
 In the worst case all rows of the group are routed to one rank: P times the balanced load for P ranks, mostly empty. A
 factor times the balanced load (Megatron's expert-rank capacity factor) makes sizes static and small, without a host
-read. No token is dropped: a step that does not fit sets a flag on the device, changes nothing, and is taken again with
-the bound lifted.
+read. No token is dropped: a step that does not fit sets a flag on the device, changes nothing, and is repeated with the
+bound lifted.
 
-Without an arena the factor bounds the rows and slots of each layer, and while it is lifted the host reads exact sizes.
-With an arena (kernels/experts/arena.py) it bounds the sum over the layers of a microbatch, each layer's temporaries
-have the size of the worst case, and while it is lifted backward computes the rows and hidden states of a layer again:
-nothing is kept, and no size is read.
+Without an arena the factor bounds the rows and slots of each layer; while the bound is lifted, the host reads exact
+sizes. With an arena (kernels/experts/arena.py) the factor bounds the sum over the layers of a microbatch, and each
+layer's temporaries have the size of the worst case. While that bound is lifted, nothing is kept: backward gets the rows
+and computes the hidden states of a layer again, and the host reads no size.
 """
 
 import math
@@ -96,8 +96,8 @@ class ExpertCapacity:
 
     @property
     def sizes(self) -> tuple[int, bool]:
-        """What the sizes in a compiled graph follow, beside the batch's: how often the factor was set and whether it is
-        suspended, where there is a bound on each layer. Graphs are dropped whenever it is set."""
+        """What the sizes in a compiled graph depend on, beside the batch: how often the factor was set, and, with a
+        bound on each layer, whether the bound is lifted. Graphs are dropped whenever the factor is set."""
         return (self.num_resizes, self.is_suspended) if self.arena is None else (0, False)
 
     def num_slots(self, ids_SK: Tensor, balanced: float, worst: int) -> int:

@@ -1,4 +1,4 @@
-"""From a recipe's choice of kernels to their implementations: the only place that chooses.
+"""Map a recipe's choice of kernels to their implementations. Nothing else chooses implementations.
 
 Each table maps the values of a field of `config.kernels.Kernels` to functions of one signature.
 """

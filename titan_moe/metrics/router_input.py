@@ -1,7 +1,8 @@
-"""What the routers of a model read, and how they route it.
+"""Statistics of the inputs of a model's routers, and of their routing.
 
-Routers that read mostly one direction, common to all tokens, send all tokens to the same experts. The direction comes
-from attention: its output is an average over earlier tokens, at the start nearly equal for all of them.
+If the inputs of a router have one dominant direction, common to all tokens, it sends all tokens to the same experts.
+The direction comes from attention: its output is an average over earlier tokens, nearly equal for all tokens at the
+start of training.
 
 B batch · N sequence · D model width · E experts · K experts a token
 """
@@ -18,7 +19,7 @@ from titan_moe.metrics.experts import expert_loads, idle_experts, read_values
 
 
 class Signal(NamedTuple):
-    """A tensor [B, N, D] in numbers."""
+    """Statistics of a tensor [B, N, D]."""
 
     rms: float
     common: float

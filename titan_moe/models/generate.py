@@ -1,4 +1,4 @@
-"""Text that a model continues, token by token.
+"""Generate text with a model, token by token.
 
 B batch · N tokens so far · V vocabulary
 """

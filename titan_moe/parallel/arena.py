@@ -1,4 +1,4 @@
-"""The arena of a rank's experts: what backward needs of the rows of all layers."""
+"""Create the arena of a rank: the buffer of the rows and hidden states of all layers that backward needs."""
 
 import torch
 from torch import nn
@@ -30,11 +30,12 @@ def give_arena(
     """Give `capacity` an arena, if ranks share memory, experts are fused and rows are bounded. Every forward of a part
     starts at the beginning of a place.
 
-    All ranks of a pipeline decide alike, by the whole model; one without MoE layers has an empty arena. `parts` are the
-    stages of this rank, and have as many places as microbatches are in flight in them.
+    All ranks of a pipeline decide alike, from the whole model; a rank without MoE layers has an empty arena. `parts`
+    are the stages of this rank. The arena has as many places as microbatches are in flight in them.
 
-    Where experts or blocks are recomputed, backward follows the forward of its layer, and there is room for one layer.
-    So a recomputed block with several MoE layers, or a layer outside of blocks, has no arena.
+    If experts or blocks are recomputed, the backward of a layer directly follows its recomputed forward, and the arena
+    holds one layer. So there is no arena if a recomputed block has several MoE layers, or a MoE layer is outside of
+    blocks.
     """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     mlps = {moe.experts.mlp for moe in layers}
@@ -68,5 +69,5 @@ def give_arena(
 
 
 def count_moe_layers(part: nn.Module) -> int:
-    """The layers whose rows lie in an arena."""
+    """Count the layers whose rows the arena keeps."""
     return sum(isinstance(module, MoE) for module in part.modules())

@@ -36,7 +36,7 @@ def scale_balancing_losses(model: nn.Module, scale: float | Tensor = 1.0, reduct
 
 @torch.no_grad()
 def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-    """End an optimizer step of load balancing: update the expert biases, and start the counts anew.
+    """Update the expert biases at the end of an optimizer step, and reset the token counts.
 
     Call it once a step, after the last backward, beside `optimizer.step()`. It adds `u · sign(mean - count)` to the
     bias of each expert; u is the `bias_update_speed` of the router's config. With u = 0 it only counts. The sums of

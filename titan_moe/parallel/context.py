@@ -1,23 +1,26 @@
-"""Context parallelism: the ranks of `cp` have parts of the same sequences; attention sees whole ones.
+"""Context parallelism: the ranks of `cp` have parts of the same sequences; attention covers whole sequences.
 
 P ranks of cp · B batch · n tokens of a rank · N tokens of a sequence (P·n) · X width of a projection on this rank
 
-Every layer but attention is a function of single tokens and runs on own tokens unchanged. Parameters are on all ranks;
-their gradients are sums over tokens, or over heads, which FSDP2 adds over `dp_shard` and `cp`.
+"Own tokens" are those of this rank's part of the sequences, "own heads" the heads that this rank computes.
 
-`ulysses` (arXiv:2309.14509): an all-to-all takes the fused projection of own tokens to that of all tokens of own heads,
-and its inverse takes the result back, before the output projection. Norms, rotation and softmax in between run on whole
-sequences, with the kernels and masks of one rank. A token of `gqa` sends (2·heads + 2·key/value heads)·head width
-elements, of which 1 / P stay. Where ranks share a key/value head, it is sent to each of them.
+Every layer but attention is a function of single tokens and runs on own tokens unchanged. Every rank has all
+parameters. Their gradients are sums over tokens, or over heads, which FSDP2 sums over `dp_shard` and `cp`.
 
-`mla` gathers its latents, which all heads share, and rebuilds keys and values of own heads, instead of exchanging them:
-(P - 1)·(kv_lora_rank + rotated width) elements for each token. With P = 8 these are 4,032 instead of 29,120 in
-DeepSeek-V3, and 4,032 either way in DeepSeek-V2-Lite; with fewer ranks they are fewer.
+`ulysses` (arXiv:2309.14509): after the fused projection, an all-to-all exchanges all heads of own tokens for own heads
+of all tokens. The inverse all-to-all follows attention, before the output projection. Norms, rotation and softmax in
+between run on whole sequences, with the kernels and masks of one rank. For a token of `gqa` (2·heads + 2·key/value
+heads)·head width elements are exchanged, of which 1 / P stay on the rank. A key/value head that several ranks share is
+sent to each of them.
+
+`mla` gathers its latents, which all heads share, and rebuilds keys and values of own heads, instead of exchanging keys
+and values. That takes (P - 1)·(kv_lora_rank + rotated width) elements for each token. With P = 8 these are 4,032
+instead of 29,120 in DeepSeek-V3, and 4,032 either way in DeepSeek-V2-Lite; with fewer ranks they are fewer.
 
 `allgather` (arXiv:2407.21783): queries stay; keys and values of all tokens are gathered, (P - 1)·2·key/value heads·head
 width elements for each token, or latents.
 
-`ring` (arXiv:2310.01889): queries stay; keys and values go round the ranks (ring_attention.py).
+`ring` (arXiv:2310.01889): queries stay; keys and values are passed around the ranks (ring_attention.py).
 """
 
 from collections.abc import Callable
@@ -43,9 +46,9 @@ from titan_moe.parallel.sequence import gather_sequence
 
 
 def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend: str = "cpu") -> None:
-    """Let attention see whole sequences, in place, after tensor parallelism. Parameters do not change.
+    """Make attention cover whole sequences, in place, after tensor parallelism. Parameters do not change.
 
-    `ring_backend` has the kernels of ring attention.
+    `ring_backend` names the kernels of ring attention.
     """
     if config.cp == 1:
         return
@@ -75,7 +78,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend
 
 
 def no_mask(spec: MaskSpec) -> None:
-    """`Transformer.make_mask` of ring attention, which attends to blocks of visible pairs alone."""
+    """`Transformer.make_mask` of ring attention, which needs no mask because it computes visible pairs only."""
 
 
 def _exchange_heads(attention: GroupedQueryAttention, tp: int, group: dist.ProcessGroup) -> None:
@@ -129,7 +132,7 @@ class HeadsToTokens:
 
 
 class GatherKeys:
-    """`gather_keys` of an attention layer: two tensors of own tokens, gathered in one message.
+    """`gather_keys` of an attention layer: gathers two tensors of own tokens in one message.
 
     Own tokens are a chunk from the start and one from the end of each sequence (`SequenceShard`).
     """
@@ -153,7 +156,7 @@ def _gather_output(group: dist.ProcessGroup, module: nn.Module, args: Any, out_B
 
 
 class NextLogits:
-    """`Transformer.next_logits` of text of which each rank takes its tokens."""
+    """`Transformer.next_logits` for context parallelism: each rank runs its own tokens of the text."""
 
     def __init__(
         self, model: Callable[[Tensor], Tensor], length_multiple: int, shard: SequenceShard, group: dist.ProcessGroup

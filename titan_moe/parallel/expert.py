@@ -1,6 +1,6 @@
-"""Expert parallelism: a rank holds a share of every layer's experts; a dispatcher sends rows to them.
+"""Expert parallelism: the experts of every layer are sharded over ranks; a dispatcher sends rows to them.
 
-With expert tensor parallelism (etp) its share of an expert is a part of the hidden width F.
+With expert tensor parallelism (etp) a rank has a part of the hidden width F of each of its experts.
 """
 
 from collections.abc import Iterator
@@ -105,7 +105,7 @@ def apply_expert_parallel(
 
 
 def has_own_dispatcher(moe: MoE) -> bool:
-    """Whether a layer has another dispatcher than the one that it is built with."""
+    """Whether a layer's dispatcher was replaced since the layer was built."""
     return type(moe.dispatcher) is not LocalDispatcher
 
 

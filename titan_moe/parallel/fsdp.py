@@ -96,7 +96,7 @@ def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
 
 
 def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:
-    """Let the next backwards keep parameters unsharded and gradients unreduced, or reshard and reduce them."""
+    """Set whether the next backwards keep parameters unsharded and gradients unreduced, or reshard and reduce them."""
     _fsdp(model).set_requires_gradient_sync(not keeps)
     _fsdp(model).set_reshard_after_backward(not keeps)
 

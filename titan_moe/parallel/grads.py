@@ -17,8 +17,9 @@ from titan_moe.plan.replicated_grads import MESSAGE_ELEMENTS
 class ReplicatedGrads:
     """The gradients of the parameters that every tensor-parallel rank has; FSDP may shard them.
 
-    A rank has seen a part of the tokens, or of the heads, so the gradient is a sum over these ranks. It is summed once
-    a step, when all microbatches are accumulated and FSDP has reduced them: in one message, of this rank's shards.
+    Each rank computes them from a part of the tokens, or of the heads, so they must be summed over these ranks. They
+    are summed once a step, after all microbatches are accumulated and FSDP has reduced them: this rank's shards, in one
+    message (or several, of at most 64 Mi elements).
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:

@@ -1,6 +1,6 @@
-"""A microbatch whose forward and backward run piece by piece (plan/schedule.py), so that another one runs in between.
+"""Run forward and backward of a microbatch piece by piece (plan/schedule.py), with another microbatch in between.
 
-Pieces run past the hooks of FSDP, so `ManualFSDP` gathers parameters and reduces gradients.
+FSDP's hooks do not run for pieces, so `ManualFSDP` gathers parameters and reduces gradients.
 """
 
 from functools import partial

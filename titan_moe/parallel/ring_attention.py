@@ -1,4 +1,4 @@
-"""Ring attention (arXiv:2310.01889): keys and values go round the ranks, and no rank has all of them.
+"""Ring attention (arXiv:2310.01889): keys and values are passed around the ranks, and no rank has all of them.
 
 P ranks · B batch · n tokens of a rank · H heads · G key/value heads · D head width
 
@@ -14,10 +14,10 @@ block half of the pairs is visible, and only these are computed, without a mask:
 | a rank before it | to all queries, the first chunk of keys; the last is later than all queries |
 | a rank behind it | to the last chunk of queries, all keys; its first chunk is earlier than all keys |
 
-Backward goes round again. The gradients of keys and values follow them, one step behind, and each rank adds its part:
-in fp32 or wider, since they are rounded at every rank otherwise. They start at the first rank that receives the keys
-and end at the keys' own rank, which adds its own part last. So a rank receives (P - 1)·2·G·D elements for each of its
-tokens in forward, as many in backward, and as many gradients.
+In backward keys and values are passed around again. Their gradients follow one step behind, and each rank adds its
+part. They are in fp32 or wider, because they would otherwise be rounded on every rank. They start at the first rank
+that receives the keys and end at the rank of the keys, which adds its own part last. So for each of its tokens a rank
+receives (P - 1)·2·G·D elements in forward, as many in backward, and as many gradients.
 
 PyTorch's ring attention is private, has no CPU kernels and differs between torch 2.11 and 2.13.
 """

@@ -2,9 +2,9 @@
 
 P ranks · B batch · N sequence · n tokens of a rank (N/P) · D width · E experts
 
-A layer whose weights are split gathers the sequence before it and reduce-scatters partial sums behind it: as many bytes
-as an all-reduce, and norms, routers and residuals in between see n tokens instead of N (arXiv:2205.05198). Each is the
-backward of the other.
+A layer whose weights are split gathers the sequence before its first GEMM and reduce-scatters partial sums after its
+last one. Together they move as many bytes as an all-reduce. Norms, routers and residuals between layers then run on n
+tokens instead of N (arXiv:2205.05198). Gather and reduce-scatter are the backward of each other.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def scatter_sequence(x_BND: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def by_rank(labels_BN: Tensor, num_ranks: int) -> Tensor:
-    """Order tokens as `all_gather` does, all of a rank's one after the other: [B, N] -> [P·B, n]."""
+    """Order tokens by rank, as `all_gather` does: [B, N] -> [P·B, n]."""
     return labels_BN.unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)
 
 

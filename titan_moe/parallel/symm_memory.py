@@ -30,11 +30,12 @@ def share_memory(
 ) -> SymmMemory | None:
     """Open the buffer of the model's exchanges if the recipe's dispatcher shares memory; a collective call.
 
-    It is that of the ep group, or, with two levels of links, of this node, where the tokens of all nodes meet.
+    The ranks of the ep group share it, or, with a hierarchical dispatcher, the ranks of this node.
 
-    All layers use one buffer, one after the other. It fits the worst case of the run's largest batch, also where the
-    recipe bounds rows, because a step that overflows is taken again without the bound. It also fits the cloned experts
-    of a layer, at another time. A rank that misses an exchange voids the step through `capacity`, which names it.
+    All layers use one buffer, one after the other. It holds the worst case of the run's largest batch, also if the
+    recipe bounds rows, because a step that overflows is repeated without the bound. At another time it holds the cloned
+    experts of a layer. If a rank misses an exchange, the step is skipped through `capacity`, and the error names the
+    rank.
 
     Raises: RecipeError if these GPUs cannot reach each other's memory.
     """

@@ -5,9 +5,10 @@ layers each rank has a part of every sequence, so norms, routers and latent proj
 tokens reach the dispatcher without another collective.
 
 Parameters are DTensors on the axis, `Shard` or `Replicate`. Layers compute on their local tensors, which kernels take.
-The gradient of a replicated parameter is a sum over ranks, each of which has seen other tokens, or other heads.
-Autograd and FSDP2 accumulate and reduce the part of one rank, and `grads.ReplicatedGrads` sums over the axis, once a
-step. Declared `Partial`, gradients would be all-reduced one by one by every reduction of FSDP, while all else waits.
+The gradient of a replicated parameter is a sum over the ranks of the axis, because each rank has other tokens, or other
+heads. Autograd and FSDP2 accumulate and reduce the part of each rank, and `grads.ReplicatedGrads` sums the parts over
+the axis once a step. If gradients were declared `Partial`, every reduction of FSDP would first all-reduce them one by
+one, without overlap.
 
 A fused weight (query, key and value; gate and up) is several matrices, of which each rank keeps its rows
 (`parameters.local_chunks`).
@@ -32,7 +33,7 @@ from titan_moe.layers.mlp import MLP
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.sequence import gather_sequence, scatter_sequence
 from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
-from titan_moe.parallel.vocabulary import EmbedOwnWords, HeadOverRanks
+from titan_moe.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from titan_moe.parameters import TENSOR_AXIS
 
 ROWS, COLUMNS = Shard(0), Shard(1)
@@ -79,11 +80,11 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
             case nn.Embedding():
                 _split_vocabulary(model, module, mesh)
                 num_words = module.num_embeddings // mesh.size()
-                module.forward = EmbedOwnWords(module.forward, num_words, group)
+                module.forward = VocabParallelEmbedding(module.forward, num_words, group)
             case LanguageModelHead():
                 if not isinstance(module.weight, DTensor):  # the embedding's
                     _split_vocabulary(model, module, mesh)
-                module.forward = HeadOverRanks(module, group)  # type: ignore[assignment]
+                module.forward = VocabParallelHead(module, group)  # type: ignore[assignment]
     for module in model.modules():
         if not isinstance(module, GroupedExperts):
             for name, parameter in module.named_parameters(recurse=False):

@@ -2,10 +2,10 @@
 
 P ranks of tp · T tokens of a rank · K input width · M output width
 
-A layer whose rows are split gathers its tokens and multiplies them: the GEMM of own tokens runs while those of the next
-rank arrive, and so on. A layer whose columns are split multiplies and sums over ranks: the part of one rank is sent
-while that of the next is computed. Each is the backward of the other, and the gradient of the weight needs the gathered
-side of both. So a layer has as many messages as one without overlap.
+A layer whose weight is split by rows gathers its tokens and multiplies them: the GEMM of own tokens runs while the
+tokens of the next rank arrive, and so on. A layer whose weight is split by columns multiplies and sums over ranks: the
+part of one rank is sent while the part of the next rank is computed. The two are the backward of each other. The weight
+gradient needs the gathered tensor in both cases. So a layer has as many messages as a layer without overlap.
 
 On GPUs these are `fused_all_gather_matmul` and `fused_matmul_reduce_scatter` of PyTorch's symmetric memory: copy
 engines move parts of a node's ranks on a second stream. They are called with `return_A`, since backward needs the

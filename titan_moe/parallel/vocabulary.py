@@ -1,10 +1,10 @@
-"""The embedding and the output head with their vocabulary split over ranks.
+"""Vocab-parallel embedding, output head and cross entropy (arXiv:1909.08053): the vocabulary is split over ranks.
 
 P ranks · B batch · N sequence · n tokens of a rank (N/P) · C tokens in a chunk · D width · V words of this rank
 
-The loss never gathers logits: a token needs the maximum, the sum of exponentials and the logit of its label over all
-ranks, three numbers (arXiv:1909.08053). With PyTorch's loss a chunk of tokens has two messages for them, with Triton's
-one.
+The loss never gathers logits. A token needs three numbers over all ranks: the maximum of its logits, the sum of
+exponentials and the logit of its label. With PyTorch's loss a chunk of tokens exchanges them in two messages, with
+Triton's loss in one.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from titan_moe.dispatch.collectives import all_gather, all_gather_rows
 from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL, linear_cross_entropy
 from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy, head_ops, loss_alone, loss_and_gradients
-from titan_moe.kernels.loss.softmax_over_parts import SoftmaxOfPart
+from titan_moe.kernels.loss.softmax_over_parts import VocabParallelSoftmax
 from titan_moe.layers.head import LanguageModelHead
 from titan_moe.parallel.sequence import by_rank, gather_sequence, scatter_sequence
 
 
-class EmbedOwnWords:
-    """The forward of an embedding: each rank looks up its words; every rank gets its part of the sequence."""
+class VocabParallelEmbedding:
+    """The forward of an embedding: each rank looks up its words; the sum over ranks is scattered over the sequence."""
 
     def __init__(self, forward: Callable[[Tensor], Tensor], num_words: int, group: dist.ProcessGroup) -> None:
         self.embed, self.num_words, self.group = forward, num_words, group
@@ -37,8 +37,9 @@ class EmbedOwnWords:
         return scatter_sequence(torch.where(is_own_BN[..., None], x_BND, 0.0), self.group)
 
 
-class HeadOverRanks:
-    """The forward of a head: logits or, with labels, the summed loss of whole sequences, equal on all ranks."""
+class VocabParallelHead:
+    """The forward of an output head: logits or, with labels, the summed loss of whole sequences. Both are equal on all
+    ranks."""
 
     def __init__(self, head: LanguageModelHead, group: dist.ProcessGroup) -> None:
         self.head, self.group = head, group
@@ -54,7 +55,10 @@ class HeadOverRanks:
         return self.cross_entropy(x_TD, self.head.weight, labels_T, chunk_tokens)
 
     def cross_entropy(self, x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
-        """The summed loss; the gradient of x is the sum over ranks, and each has its addend."""
+        """Sum the cross entropies of `x @ weight.T`: [T, D], [V, D], int64 [T] -> scalar, equal on all ranks.
+
+        The gradient of x is a sum over ranks; each rank has its own part of it.
+        """
         if self.head.cross_entropy is fused_cross_entropy:
             return fused_cross_entropy_over_ranks(x_TD, weight_VD, labels_T, chunk_tokens, self.group.group_name)
         if torch.is_grad_enabled():
@@ -81,7 +85,7 @@ class HeadOverRanks:
         return loss, torch.where(has_label_C[:, None], dlogits_CV, 0).to(logits_CV.dtype)
 
 
-def _softmax(group_name: str, num_words: int) -> SoftmaxOfPart:
+def _softmax(group_name: str, num_words: int) -> VocabParallelSoftmax:
     """The softmax of this rank's words, which exchanges its statistics with the group."""
     group = _resolve_process_group(group_name)
 
@@ -90,7 +94,7 @@ def _softmax(group_name: str, num_words: int) -> SoftmaxOfPart:
         all_gather_rows(statistics_P3C.flatten(0, 1), statistics_3C, group=group)
         return statistics_P3C
 
-    return SoftmaxOfPart(group.rank() * num_words, exchange)
+    return VocabParallelSoftmax(group.rank() * num_words, exchange)
 
 
 def _of_own_words(
@@ -104,4 +108,4 @@ def _loss_of_own_words(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_
 
 
 fused_cross_entropy_over_ranks = head_ops("fused_cross_entropy_over_ranks", _of_own_words, _loss_of_own_words)
-"""`fused_cross_entropy` of this rank's words; its last argument is the name of the group that has all words."""
+"""`fused_cross_entropy` of a vocabulary that is split over a group; the last argument is the name of the group."""

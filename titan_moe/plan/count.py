@@ -2,7 +2,8 @@
 
 FLOPs follow Megatron's convention, so that TFLOP/s and MFU compare with published ones: forward and backward (factor
 3), two FLOPs a multiply-add, causal attention counted half, no recompute; router, norms, softmax and permutation are
-not counted. A sliding window counts the tokens inside it. Borders of documents differ by batch and are not counted.
+not counted. With a sliding window only the tokens inside it are counted. Document masks are ignored, because document
+boundaries differ by batch.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
-"""Rows over the links between nodes and within them.
+"""Numbers of rows that are sent between nodes and within them.
 
-An ep group is M nodes of G ranks: neighbours, or with etp every etp-th rank of a node. A token's row is sent to other
-ranks once for each visit: random routing gives a token K of E experts without replacement, so the numbers of its
-experts on a rank or a node are hypergeometric.
+An ep group is M nodes of G ranks: neighbours, or with etp every etp-th rank of a node. Random routing gives a token K
+of E experts without replacement, so the numbers of its experts on a rank or on a node are hypergeometric.
 """
 
 import math
@@ -64,7 +63,8 @@ def _room(parallel: ParallelConfig) -> float:
 
 
 def describe_links(recipe: Recipe, world_size: int) -> str:
-    """What a rank sends over both levels of links in the forward of a layer; empty if its ep group is on one node."""
+    """Describe what a rank sends between nodes and within its node in the forward of a layer; empty if its ep group is
+    on one node."""
     p = recipe.parallel
     sent = rows_sent(recipe, world_size)
     if not sent.across:

@@ -7,17 +7,18 @@ from titan_moe.config.recipe import Recipe, max_batch_tokens, microbatch_tokens
 
 
 class LayerLoads(NamedTuple):
-    """What the layers of a model have of rows and slots on a rank, for one microbatch."""
+    """Numbers of rows and slots of the MoE layers on a rank, for one microbatch."""
 
     num_layers: int
-    """MoE layers."""
+    """Number of MoE layers."""
     rows: float
-    """Of a layer under random routing."""
+    """Rows of a layer under random routing."""
     slots: int
-    """Of a layer with a balanced load."""
+    """Slots of a layer with a balanced load."""
     worst_rows: int
-    """Of a layer whose tokens all choose experts of this rank, in the largest batch."""
+    """Rows of a layer whose tokens all choose experts of this rank, in the largest batch."""
     worst_slots: int
+    """Slots of such a layer."""
 
     def of_all_layers(self) -> tuple[float, int]:
         """Rows and slots of all layers together, balanced."""
@@ -30,8 +31,8 @@ class LayerLoads(NamedTuple):
         return self._limit(rows, self.worst_rows), self._limit(slots, self.worst_slots)
 
     def largest_factor(self, row_bytes: int, slot_bytes: int, num_bytes: float) -> float:
-        """The largest factor whose room takes no more than `num_bytes`, in steps of 1/8; infinite if all layers' worst
-        case does, 0 if one layer's does not."""
+        """The largest factor, a multiple of 1/8, whose arena takes no more than `num_bytes`. Infinite if the worst case
+        of all layers fits; 0 if the worst case of one layer does not fit."""
         if self.num_layers == 0:  # of a pipeline stage without experts
             return math.inf
 
@@ -51,8 +52,8 @@ class LayerLoads(NamedTuple):
 
 
 def layer_loads(recipe: Recipe) -> LayerLoads:
-    """The loads of a recipe whose dispatcher sends a row once to each rank. With etp a rank has a part of the width of
-    all rows of its etp group."""
+    """Compute the loads of a recipe whose dispatcher sends a row once to each rank. With etp a rank receives the rows
+    of all ranks of its etp group."""
     p, moe = recipe.parallel, recipe.model.moe
     num_tokens, num_local = microbatch_tokens(recipe) * p.etp, moe.num_experts // p.ep
     rows = p.ep * num_tokens * visit_probability(moe.num_experts, num_local, moe.top_k)

@@ -1,6 +1,7 @@
 """GPU memory of a run without its activations.
 
-What takes a part is of one pipeline rank. What takes a recipe alone is of all its layers, those of a `Part.recipe`.
+Functions that take a `Part` count one pipeline rank. Functions that take only a recipe count all of its layers; pass
+`Part.recipe` for those of one pipeline rank.
 """
 
 from titan_moe.config.formats import FORMAT_FACTS
@@ -14,12 +15,12 @@ from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.places import ArenaPlaces
 
 SCALE_BYTES = 16
-"""Behind the codes of a row or slot in fp8, a multiple of this (kernels/experts/fp8/packed.py)."""
+"""The scales behind the codes of a row or slot in fp8 take a multiple of this (kernels/experts/fp8/packed.py)."""
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
-    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run; of a pipeline
-    the rank that has most."""
+    """Count the bytes of parameters, gradients and optimizer moments that a rank keeps for the whole run; in a pipeline
+    those of the rank that has most."""
     return max(state_bytes(part) for part in parts_of(recipe, world_size))
 
 
@@ -31,12 +32,12 @@ def state_bytes(part: Part) -> int:
 
 
 def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
-    """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state; of a
-    pipeline the rank that has most.
+    """Count the bytes of unsharded parameters and gradients that a rank holds during a step, beside its state; in a
+    pipeline those of the rank that has most.
 
     With `accumulate_unsharded` these are all dense parameters and the rank's share of experts. Unsharded experts have
-    only copies in compute's dtype: for the step, or from a layer's forward to its backward, which is of all layers at
-    once where nothing is recomputed.
+    only copies in compute's dtype. These exist for the whole step, or from a layer's forward to its backward: those of
+    all layers at once, unless something is recomputed.
     """
     return max(gathered_bytes(part) for part in parts_of(recipe, world_size))
 
@@ -66,9 +67,9 @@ def _clones_of_all_layers(recipe: Recipe) -> int:
 def shared_bytes_per_rank(recipe: Recipe) -> int:
     """Count the bytes of memory that the ranks of an ep group, or of a node of it, share.
 
-    On each rank it fits the row of every token of the largest microbatch of its etp group, its score gradients,
-    assignments and token lists; or, at another time, a layer's cloned experts. Exchanged counts, a few hundred bytes,
-    are left out. On a node the tokens of all nodes meet, in the places of fewer ranks.
+    On each rank the memory holds the row of every token of the largest microbatch of its etp group, score gradients,
+    assignments and token lists; at another time the cloned experts of a layer. Exchanged counts, a few hundred bytes,
+    are left out. With a hierarchical dispatcher it holds the rows of the tokens of all nodes.
     """
     if not recipe.parallel.facts.shares_memory:
         return 0
@@ -79,8 +80,8 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
 
 
 def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, places: ArenaPlaces | None = None) -> int:
-    """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs; of a pipeline rank
-    those of its places."""
+    """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs; on a pipeline rank
+    those of all its places."""
     factor, places = capacity_factor, places or ArenaPlaces(1, recipe.model.num_moe_layers)
     if recipe.memory.recompute != "none":  # nothing is kept: there is room for one layer
         factor, places = 0.0, places._replace(number=1)
@@ -100,8 +101,8 @@ def packed_bytes(recipe: Recipe, width: int) -> int:
 
 
 def temporary_bytes_per_rank(recipe: Recipe) -> int:
-    """Count the bytes of one layer's temporaries where there is an arena, for the worst case: in backward the gradients
-    of rows and hidden states, the activation and its gradient, or the gradients of slots."""
+    """Count the bytes of one layer's temporaries with an arena, in the worst case: in backward the gradients of rows
+    and hidden states, the activation and its gradient, or the gradients of slots."""
     loads, width, hidden = layer_loads(recipe), expert_width(recipe.model), expert_hidden_size(recipe)
     if has_native_experts(recipe):
         # codes of gradients, and gradients of activations; then gradients of slots, or what those of weights sum

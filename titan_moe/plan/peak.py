@@ -1,10 +1,14 @@
 """The peak of a rank's memory in a step, estimated.
 
-A step has three peaks. Where a microbatch's backward begins, all its activations are there, in a pipeline those of
-others too, and the gradients of the microbatches before. Where it ends, all gradients are there and its activations are
-gone, but the arena stays. After the last one gathered parameters are gone, and ranks of tp sum gradients. Counted are
-the tensors that compiled blocks keep; workspaces of libraries, fragments, memory that ranks share and messages between
-stages are not.
+Three moments of a step may have the peak:
+
+* At the beginning of a microbatch's backward, all its activations exist, in a pipeline also those of other microbatches
+  in flight, and the gradients of the previous microbatches.
+* At its end all gradients exist. Its activations are freed, but not the arena.
+* After the last backward, gathered parameters are freed, and tp ranks sum gradients.
+
+The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, fragmentation,
+symmetric memory and messages between stages.
 """
 
 from titan_moe.config.arena import has_arena
@@ -26,8 +30,8 @@ from titan_moe.plan.replicated_grads import flat_copy_bytes
 
 
 def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
-    """Estimate the peak with this implementation of the experts; of a pipeline on the rank that has most. Where the
-    capacity is "auto" the factor is the load's, with its margin."""
+    """Estimate the peak in bytes, with this implementation of the experts; in a pipeline on the rank that has most. If
+    the capacity is "auto", `capacity_factor` is that of the load, with its margin."""
     return max(peak_bytes(part, capacity_factor, experts) for part in parts_of(recipe, world_size))
 
 

@@ -1,7 +1,7 @@
-"""Gradients of parameters that every tensor-parallel rank has: what their sum over the axis takes, once a step.
+"""The cost of summing gradients over tp: those of parameters that every tensor-parallel rank has, once a step.
 
-A rank copies its shards of them into one flat message, all-reduces it and copies the sums back (parallel/grads.py). A
-ring all-reduce over P ranks brings a rank 2 (P - 1) / P of a message.
+A rank copies its shards of these gradients into a flat message, all-reduces it and copies the sums back
+(parallel/grads.py). In a ring all-reduce over P ranks a rank receives 2 (P - 1) / P of a message.
 """
 
 from titan_moe.config.parallel import resolve
@@ -10,7 +10,7 @@ from titan_moe.plan.count import count_query_key_value
 from titan_moe.plan.pipeline.parts import Part
 
 MESSAGE_ELEMENTS = 64 * 2**20
-"""Of a sum over tensor-parallel ranks; a larger gradient is a message of its own. Its copy takes 256 MiB in fp32."""
+"""The largest message of a sum over tp, in elements: 256 MiB in fp32. A larger gradient is a separate message."""
 
 
 def replicated_elements(part: Part) -> float:
@@ -20,7 +20,7 @@ def replicated_elements(part: Part) -> float:
 
 
 def flat_copy_bytes(part: Part) -> int:
-    """Count the bytes of the largest message: one is there at a time, when all activations are gone."""
+    """Count the bytes of the largest message. One message exists at a time, after all activations are freed."""
     sizes, model = resolve(part.recipe.parallel, part.world_size), part.recipe.model
     is_whole = model.attention.kind == "gqa" and model.attention.num_kv_heads < sizes.tp
     largest_gradient = count_query_key_value(model) / sizes.fsdp if is_whole else 0.0

@@ -1,4 +1,4 @@
-"""Roofline: the least work of each part of a step on one rank, and the least time of a device for it.
+"""Roofline: the minimal work of each part of a step on one rank, and the minimal time of a device for it.
 
 FLOPs follow `plan.count`: forward and backward, causal attention halved, nothing recomputed. Routing is assumed to be
 random and even. Norms, softmax and other passes over activations are left out, and so are the collectives of tensor

@@ -1,4 +1,4 @@
-"""Which kernels of a trace quantise: they are a part of their own, in whatever part they were launched.
+"""Find the kernels of a trace that quantise. They form a separate part, independent of the part that launched them.
 
 Two sources: the kernels around the GEMMs of fp8 experts and linear layers, and casts that the compiler made of
 torchao's tensorwise and rowwise ones. A cast that is fused with other work, such as a norm or an

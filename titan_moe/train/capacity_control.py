@@ -12,24 +12,24 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 CALIBRATION_STEPS = 4
 """Steps without a bound before the first factor is chosen."""
 MARGIN = 1.1
-"""Room over the need; more after each overflow of late."""
+"""Ratio of the chosen factor to the need. Each recent overflow multiplies it once more."""
 STEPS_OF_FACTOR = 8
 """Factors are multiples of 1/8."""
 WINDOW_STEPS = 50
-"""An overflow counts as late for so long."""
+"""Number of steps for which an overflow counts as recent."""
 MANY_OVERFLOWS = 4
-"""So many late overflows lift the bound: the load changes too fast to follow."""
+"""The bound is lifted after this number of recent overflows: the load changes too fast to follow."""
 QUIET_STEPS = 500
-"""The factor shrinks if the steps of so long a time needed less."""
+"""The factor shrinks if this number of steps needed less."""
 RESERVED_SHARE = 0.05
-"""Share of a GPU's memory that is left to fragments and workspaces."""
+"""Fraction of a GPU's memory that is left for fragmentation and workspaces."""
 
 
 class CapacityControl:
-    """Chooses the factor from what each step needed. All ranks decide alike, from reduced numbers.
+    """Choose the capacity factor from the need of past steps. All ranks choose alike, from reduced numbers.
 
-    `factor` is the bound of the next step, 0 while there is none: at the start, while the load changes fast, or if
-    memory cannot hold what it needs.
+    `factor` is the bound of the next step. It is 0 while there is no bound: at the start, while the load changes fast,
+    or if memory cannot hold the need.
     """
 
     def __init__(self, largest: Callable[[], float] = lambda: math.inf) -> None:
@@ -42,7 +42,7 @@ class CapacityControl:
         self.overflows: deque[int] = deque()
 
     def resume(self, factor: float) -> None:
-        """Begin with the factor of an earlier run, after one step, from which the memory that is left is known."""
+        """Start with the factor of an earlier run, after one step, which shows how much memory is left."""
         self.needs.append(factor / MARGIN)
         self.steps_to_wait = 1
 

@@ -1,4 +1,4 @@
-"""The words of a run's first failure: recorded by the rank that fails, printed last by the launcher."""
+"""The message of a run's first failure: the rank that fails records it, and the launcher prints it last."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file in which torchrun expects a rank's error."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WRITER_FAILED = ("inline_container.cc", "PytorchStreamWriter failed")
-"""Words of torch.save after an OSError of its file. It does not keep the OSError."""
+"""Part of the message of torch.save after an OSError of its file; the OSError itself is lost."""
 
 
 class Failure(NamedTuple):

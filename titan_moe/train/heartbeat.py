@@ -1,4 +1,4 @@
-"""Signs of life of all ranks, over the store of the process group."""
+"""Heartbeats of all ranks, over the store of the process group."""
 
 import json
 import sys
@@ -20,10 +20,10 @@ WAITING_FRAMES = 4
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank tells about itself."""
+    """The content of a heartbeat: the state of a rank."""
 
     number: int = 0
-    """Counts up while its process runs."""
+    """Number of heartbeats so far; it increases while the process runs."""
     task: str = "its start"
     place: str = ""
     """Where its main thread is: function, file and line."""
@@ -35,10 +35,10 @@ class Sign:
 
 @dataclass
 class Heartbeat:
-    """Give this rank's sign every `interval_s` seconds, and watch that of the next rank.
+    """Write a heartbeat of this rank every `interval_s` seconds, and watch those of the next rank.
 
-    A process that is stopped, or whose host is lost, gives no sign, whatever it was doing. Each rank watches one other,
-    so the store's load grows with the number of ranks, not with its square.
+    A process that is stopped, or whose host is lost, writes none. Each rank watches one other rank, so the load of the
+    store grows with the number of ranks, not with its square.
     """
 
     store: dist.Store
@@ -47,7 +47,7 @@ class Heartbeat:
     interval_s: float
     describe: Callable[[], Sign]
     silence_s: float = 0.0
-    """Seconds without a new sign of the next rank, while this process and the store ran."""
+    """Seconds without a new heartbeat of the next rank, while this process and the store ran."""
     _number: int = 0
     _ended: threading.Event = field(default_factory=threading.Event)
 
@@ -59,18 +59,18 @@ class Heartbeat:
         self._thread.start()
 
     def give(self, has_left: bool = False) -> None:
-        """Write this rank's sign."""
+        """Write a heartbeat of this rank."""
         self._number += 1
         sign = asdict(self.describe()) | {"number": self._number, "has_left": has_left}
         self.store.set(f"{self.rank}", json.dumps(sign))
 
     def read(self, rank: int) -> Sign | None:
-        """The newest sign of a rank; None before its first one."""
+        """The newest heartbeat of a rank; None before its first one."""
         key = f"{rank}"
         return Sign(**json.loads(self.store.get(key))) if self.store.check([key]) else None
 
     def others(self) -> Iterator[tuple[int, Sign, bool]]:
-        """Yield each other rank, its newest sign, and whether its process runs. Takes some intervals, and blocks
+        """Yield each other rank, its newest heartbeat, and whether its process runs. Takes some intervals, and blocks
         while the store does not answer."""
         before = {rank: self.read(rank) for rank in range(self.num_ranks) if rank != self.rank}
         time.sleep(3 * self.interval_s)
@@ -79,7 +79,7 @@ class Heartbeat:
             yield rank, newest or Sign(), newest is not None and (newest != sign or newest.has_left)
 
     def leave(self) -> None:
-        """End the signs, and let no other rank miss them."""
+        """Write a last heartbeat that says that this rank has left, so that no other rank reports it as late."""
         self._ended.set()
         self._thread.join(STORE_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -104,8 +104,8 @@ class Heartbeat:
 
 
 def open_store() -> dist.Store | None:
-    """A connection of its own to the store of the process group, because one that waits is locked for other threads;
-    None for one rank, or a store without connections."""
+    """Open a separate connection to the store of the process group, because a connection that waits is locked for other
+    threads. None for one rank, or for a store without connections."""
     if dist.get_world_size() == 1:
         return None
     try:

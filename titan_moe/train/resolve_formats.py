@@ -1,4 +1,4 @@
-"""Replace what `[precision]` leaves to the device by what it means there, so that the saved recipe contains it."""
+"""Resolve the fields of `[precision]` that depend on the device, so that the saved recipe contains the choice."""
 
 import logging
 from dataclasses import replace

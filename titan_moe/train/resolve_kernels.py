@@ -1,4 +1,4 @@
-"""Replace "auto" by what it means on this machine, so that the saved recipe contains what runs."""
+"""Resolve "auto" for this machine, so that the saved recipe contains the choice."""
 
 import logging
 from dataclasses import replace

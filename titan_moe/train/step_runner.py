@@ -1,4 +1,4 @@
-"""The optimizer steps of a run: launched or replayed, and taken again after an overflow."""
+"""The optimizer steps of a run: launched or replayed, and repeated after an overflow of the capacity."""
 
 import logging
 from collections.abc import Callable
@@ -24,10 +24,10 @@ UNUSED_FACTOR = 1.25
 
 
 class StepRunner:
-    """Takes the steps of a run, from a CUDA graph where the recipe says so.
+    """Runs the steps of a run, from a CUDA graph if the recipe has `compile.cudagraph`.
 
-    Where rows are bounded, the host reads a flag and the need after each step. A step that overflowed has changed
-    nothing: it is taken again without the bound, launched kernel by kernel, from the same random state.
+    If rows are bounded, the host reads the overflow flag and the need after each step. A step that overflowed has
+    changed nothing. It is repeated without the bound, without a CUDA graph, from the same random state.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class StepRunner:
         is_fixed = self.control is None
         if is_fixed and self.num_reruns == MANY_RERUNS and self.num_reruns > self.num_steps * MANY_RERUNS_SHARE:
             logger.warning(
-                "%d of %d steps were taken again, because rows overflowed their room; "
+                "%d of %d steps were repeated, because rows exceeded the capacity; "
                 'parallel.expert_rank_capacity_factor = "auto", or a number above %g, lowers the number',
                 self.num_reruns,
                 self.num_steps,

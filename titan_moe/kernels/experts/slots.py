@@ -1,4 +1,4 @@
-"""Which slots an expert MLP computes.
+"""The slots that an expert MLP computes.
 
 S rows · R expert slots, sorted by expert · K choices a row · e experts that the rank computes
 """

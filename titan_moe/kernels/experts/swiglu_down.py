@@ -3,8 +3,8 @@
 T tokens · F hidden width · D model width
 
 Physics: 2·T·F·D FLOPs forward and twice that backward; memory-bound around it, 3·T·F elements forward, 6·T·F backward.
-Kept for backward is the pre-activation alone: the activation is made anew in the pass that makes its gradient, which
-reads all it needs anyway. The GEMMs are cuBLAS's, the pass is Triton's.
+Only the pre-activation is kept for backward: the pass that computes its gradient also computes the activation again,
+from the same inputs. The GEMMs are cuBLAS's, the pass is Triton's.
 """
 
 from collections.abc import Callable

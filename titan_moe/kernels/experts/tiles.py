@@ -1,4 +1,4 @@
-"""Which expert and which slots a thread block of a grouped kernel computes.
+"""The tile map of grouped kernels: the expert and the slots that each thread block computes.
 
 R expert slots, sorted by expert · e local experts · M tiles
 

@@ -47,7 +47,7 @@ def loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Summed loss in fp32; for a loss gradient of one, dX in x's dtype and dW in fp32.
 
-    Of a part of the words, with a `softmax` over all parts, dX is this part's addend.
+    If the vocabulary is split over ranks, and `softmax` covers all of it, dX is this rank's part of a sum over ranks.
     """
     losses_T = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     dx_TD, dweight_VD = empty_gradients(x_TD, weight_VD)

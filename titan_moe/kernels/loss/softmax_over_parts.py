@@ -1,13 +1,15 @@
-"""Cross entropy and gradient of logits whose words are in parts, one a rank, without the logits of another part.
+"""Vocab-parallel cross entropy (arXiv:1909.08053): the vocabulary is split over ranks, which exchange no logits.
 
-C tokens of a chunk · V words of a part · P parts · three statistics of a token in a part
+C tokens of a chunk · V words of a part of the vocabulary · W words of all parts · P parts, one a rank
 
-Physics: memory-bound as softmax_gradient.py, 6·C·V bytes, in two kernels, because the parts exchange between them. The
-first reads a part and writes three fp32 numbers for each token: the largest logit, the sum of exponentials below it,
-and the logit of the label (arXiv:1909.08053). The exchange moves 12·C·P bytes: for 2048 tokens of 4 parts 96 KiB, one
-message. The second reads the three numbers of all parts, computes the same loss in each, and overwrites the logits.
+Physics: memory-bound as softmax_gradient.py, 6·C·V bytes, in two kernels, because ranks exchange statistics between
+them. The first kernel reads the logits of a part and writes three fp32 statistics for each token: the largest logit,
+the sum of exponentials relative to it, and the logit of the label. The exchange is one message of 12·C·P bytes, 96 KiB
+for 2048 tokens and 4 parts. The second kernel reads the statistics of all parts, computes the same loss on every rank,
+and overwrites the logits by their gradient.
 
-The label is in one part. The others, and all parts for a token without a label, write minus infinity.
+The label of a token is in one part. For all other parts, and for a token without a label, the third statistic is minus
+infinity.
 """
 
 from collections.abc import Callable
@@ -28,8 +30,8 @@ NUM_STATISTICS = 3
 def softmax_over_parts_reference(
     logits_CW: Tensor, labels_C: Tensor, num_parts: int, writes_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each token, in at least fp32, and its gradient, from the logits of all parts at once. Without
-    `writes_gradient` the logits stay."""
+    """Cross entropy of each token, [C] in at least fp32, and its gradient, [C, W] in the logits' dtype, from the logits
+    of all parts at once. Without `writes_gradient` the second result is a copy of the logits."""
     wide_CW = logits_CW.to(torch.promote_types(logits_CW.dtype, torch.float32))
     losses_C = F.cross_entropy(wide_CW, labels_C, ignore_index=IGNORE_LABEL, reduction="none")
     if not writes_gradient:
@@ -82,7 +84,7 @@ def _part_gradient_kernel(
 
 
 def part_statistics(logits_CV: Tensor, labels_C: Tensor, first_word: int) -> Tensor:
-    """The statistics of a part whose words begin at `first_word`: fp32 [3, C]. Labels are words of all parts."""
+    """Statistics of the part that begins at word `first_word`: [C, V] -> fp32 [3, C]. Labels count over all parts."""
     num_tokens, num_words = logits_CV.shape
     statistics_3C = logits_CV.new_empty(NUM_STATISTICS, num_tokens, dtype=torch.float32)
     if num_tokens:
@@ -106,8 +108,8 @@ def part_gradient(
     """Write each token's cross entropy over all parts to `losses_C`; with `writes_gradient`, overwrite the logits of
     this part by their gradient.
 
-    A token with label `ignored` gets loss and gradient zero, any other label that is in no part loss NaN. The row
-    stride of the logits may exceed V.
+    A token with label `ignored` gets loss and gradient zero. Any other label outside of all parts gets loss NaN. The
+    row stride of the logits may exceed V.
     """
     num_tokens, num_words = logits_CV.shape
     num_parts = statistics_P3C.shape[0]
@@ -119,8 +121,8 @@ def part_gradient(
         )  # fmt: skip
 
 
-class SoftmaxOfPart:
-    """`softmax_gradient` of a part of the words, whose peers call it with theirs at the same time."""
+class VocabParallelSoftmax:
+    """`softmax_gradient` of one part of the vocabulary. All ranks call it at the same time, each with its part."""
 
     def __init__(self, first_word: int, exchange: Callable[[Tensor], Tensor]) -> None:
         """`exchange` takes this part's statistics [3, C] and returns those of all parts [P, 3, C]."""
@@ -145,8 +147,8 @@ class SoftmaxOfPart:
 def softmax_over_parts(
     logits_CW: Tensor, labels_C: Tensor, num_parts: int, writes_gradient: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropy of each token in fp32, and its gradient, in parts that one process computes one after the other:
-    what `num_parts` ranks compute together."""
+    """Compute in one process, part by part, what `num_parts` ranks compute together: the cross entropy of each token
+    and its gradient, [C, W] -> fp32 [C] and [C, W]."""
     dlogits_CW = logits_CW.clone(memory_format=torch.contiguous_format)
     losses_C = logits_CW.new_empty(logits_CW.shape[0], dtype=torch.float32)
     parts = dlogits_CW.tensor_split(num_parts, dim=1)

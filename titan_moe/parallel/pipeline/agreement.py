@@ -1,5 +1,5 @@
-"""All ranks run parts of one schedule: those of an ep group have equal lists of actions, or an exchange would wait for
-ever."""
+"""Check that all ranks run parts of one schedule. With unequal lists of actions in an ep group, an exchange would wait
+for ever."""
 
 import hashlib
 from collections.abc import Sequence

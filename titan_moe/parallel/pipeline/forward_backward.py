@@ -1,14 +1,15 @@
 """Forward and backward of a step through the stages of this rank, by the actions of plan/pipeline/schedules.py.
 
-The schedules are data on floor 0, which `check` simulates and this file runs, word for word. Autograd of every stage
-and microbatch is its own (runs.py), so nothing but activations and their gradients passes between stages. With
-`overlap = "microbatch"` it is in pieces, and the two of a pair take turns, the backward first: it frees memory.
+The lists of actions come from plan/pipeline, which `check` simulates and this file runs without changes. Every stage
+and microbatch has a separate autograd graph (runs.py): only activations and their gradients pass between stages. With
+`overlap = "microbatch"` the graph is cut into pieces, and the two halves of a pair take turns. The backward is
+first, because it frees memory.
 
-`backward_input` runs that autograd. The layers of weight_grads.py leave the gradients of their weights, with their
-operands; what else the microbatch kept is freed. `backward_weight` computes and accumulates them. A whole `backward`
-leaves nothing: the forward of its microbatch is not recorded. FSDP's hooks run in the segment's backward, before the
-gradients of weights, and pieces run past them. So with split backwards and with pieces they never reduce: gradients are
-added as they come, and reduced after the last action of the stage.
+`backward_input` runs the backward of that graph. The layers of weight_grads.py do not compute their weight gradients
+then, but keep the operands; everything else that the microbatch kept is freed. `backward_weight` computes these
+gradients and accumulates them. A whole `backward` computes all gradients. FSDP's hooks run in the backward of a whole
+graph, before delayed weight gradients, and they do not run for pieces. So with split backwards and with pieces the
+hooks never reduce gradients: these are accumulated, and reduced after the last action of the stage.
 """
 
 from collections import Counter

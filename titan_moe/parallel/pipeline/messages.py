@@ -9,17 +9,18 @@ from torch import Tensor
 from titan_moe.profile.region import MESSAGES, region
 
 KEPT_SENDS = 4
-"""Sent tensors that a rank keeps; it waits for the oldest before one more, and frees it."""
+"""Number of sent tensors that a rank keeps. Before a further send it waits for the oldest one, and frees it."""
 
 
 def activations_like(tokens_BN: Tensor, tp: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
-    """A tensor like those between stages for these tokens of a rank, without memory."""
+    """Return a tensor with the shape, dtype and device of a rank's activations between stages for these tokens. All of
+    its elements share one memory location."""
     shape = len(tokens_BN), tokens_BN.shape[1] // tp, hidden_size
     return torch.empty(1, dtype=dtype, device=tokens_BN.device).expand(shape)
 
 
 def check_activation(tensor: Tensor, like: Tensor) -> None:
-    """Raise a RuntimeError if the receiver of a tensor expects another: it would read other numbers, or wait."""
+    """Raise a RuntimeError if the receiver expects another shape or dtype: it would read wrong numbers, or hang."""
     if (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
         raise RuntimeError(
             f"a pipeline stage returns {tensor.dtype} {list(tensor.shape)}, and between stages are {like.dtype} "
@@ -28,7 +29,7 @@ def check_activation(tensor: Tensor, like: Tensor) -> None:
 
 
 class Received:
-    """A tensor that arrives."""
+    """A tensor whose receive is pending."""
 
     def __init__(self, tensor: Tensor, work: dist.Work | None) -> None:
         self.tensor, self.work = tensor, work

@@ -1,4 +1,4 @@
-"""The places of the arena that microbatches in flight have: chosen by the schedule alone."""
+"""Assign the places of the arena to microbatches in flight, from the schedule alone."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,11 +9,11 @@ InFlight = tuple[int, int]
 
 
 class Places:
-    """Gives each (stage, microbatch) in flight the lowest free place of the arena. So every step uses the same places,
-    as a CUDA graph does that is replayed.
+    """Assigns the lowest free place of the arena to each (stage, microbatch) in flight. So every step uses the same
+    places, which a replayed CUDA graph requires.
 
-    Without an arena, and for stages without MoE layers, there is nothing to give. Where backward follows a recomputed
-    forward, nothing is kept: there is one place for all.
+    Without an arena, and for stages without MoE layers, there is nothing to assign. If backward recomputes the forward,
+    nothing is kept, and all microbatches share one place.
     """
 
     def __init__(self, capacity: ExpertCapacity, stages: frozenset[int]) -> None:
@@ -22,7 +22,7 @@ class Places:
         self.taken: dict[InFlight, int] = {}
 
     def forward_of(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Within it, the forward of this stage and microbatch has a place of its own, until `free`.
+        """Within this context, the forward of a stage and microbatch writes to its own place, kept until `free`.
 
         Raises: RuntimeError if more are in flight than the arena has places.
         """
@@ -40,5 +40,5 @@ class Places:
         return self.capacity.writing_to(min(free))
 
     def free(self, stage: int, microbatch: int) -> None:
-        """After the last action that needs what was kept."""
+        """Free a place, after the last action that needs its contents."""
         self.taken.pop((stage, microbatch), None)

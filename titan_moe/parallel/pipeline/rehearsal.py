@@ -1,12 +1,12 @@
-"""A rehearsal of a step, without messages: all stages compile at the same time.
+"""A rehearsal: a warm-up step without messages, in which all stages of a pipeline compile at the same time.
 
-A graph or kernel is compiled at its first call. In a step that is when the first activations arrive, which the stage
-before sends once it has compiled; backward goes the other way round. So the compile times of all stages would add up.
-Each rank therefore first runs, alone, what its schedule has for the first microbatches, with random numbers where a
-message would arrive. Ranks of a stage do so together, as their exchanges are collectives. Microbatches are two: the
-first may leave a rank without rows, and a graph for one size becomes one for any size at its second.
+A graph or kernel is compiled at its first call. In a normal step that is when the first activations arrive, and the
+previous stage sends these after it has compiled; in backward likewise. So the compile times of all stages would add up.
+In a rehearsal each rank runs the actions of the first microbatches in its schedule, with random numbers in place of
+received tensors. The ranks of one stage do so together, because their exchanges are collectives. Two microbatches are
+needed: the first may leave a rank without rows, and at a second size a graph for one size becomes one for any size.
 
-What a step changes on a rank is put back, so the steps after it have the bits that they have without a rehearsal.
+Everything that the rehearsal changes on a rank is restored, so all later steps are bit for bit those without it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ NUM_MICROBATCHES = 2
 
 
 class StandIns:
-    """In place of `Messages`: what is sent is dropped, and what is received is random."""
+    """Replaces `Messages`: sent tensors are dropped, and received tensors are random."""
 
     def __init__(self, like: Tensor) -> None:
         """Tensors have the shape, dtype and device of `like`."""
@@ -38,7 +38,8 @@ class StandIns:
         check_activation(tensor, self.like)
 
     def receive(self, rank: int) -> Received:
-        """Random numbers. Equal ones would send all tokens to the same experts, and leave ranks without rows."""
+        """Return random numbers. Equal numbers would route all tokens to the same experts, and leave ranks without
+        rows."""
         return Received(torch.empty_like(self.like).normal_(generator=self.generator), None)
 
     def finish(self) -> None:
@@ -46,7 +47,7 @@ class StandIns:
 
 
 class Rehearsals:
-    """When a step needs a rehearsal: before the first one that has its graphs."""
+    """Decides when a rehearsal is needed: before a step for whose sizes there are no graphs yet."""
 
     def __init__(self, recipe: Recipe, capacity: ExpertCapacity) -> None:
         self.config, self.kernels, self.capacity = recipe.compile, recipe.perf.chosen_kernels, capacity
@@ -54,7 +55,8 @@ class Rehearsals:
         """`ExpertCapacity.sizes` of the graphs that there are."""
 
     def is_due(self, device: torch.device) -> bool:
-        """Whether the next step on a device compiles; it is then taken as rehearsed. All ranks have one answer."""
+        """Whether the next step on a device needs a rehearsal. After this call the step counts as rehearsed. All ranks
+        get the same answer."""
         if not self.config.compiles(device.type) and not (device.type == "cuda" and self.kernels.are_compiled):
             return False
         sizes = self.capacity.sizes
@@ -65,16 +67,17 @@ class Rehearsals:
 
 
 def first_microbatches(entries: Iterable[Entry]) -> list[Entry]:
-    """What a rank's list has for the first microbatches; halves of a pair, which is with a later one, run alone."""
+    """Return the entries of a rank's list for the first microbatches. If only one half of a pair belongs to them, that
+    half runs alone."""
     return [action for action in flat(entries) if action.microbatch < NUM_MICROBATCHES]
 
 
 @contextmanager
 def unchanged(parts: Iterable[nn.Module], capacity: ExpertCapacity, device: torch.device) -> Iterator[None]:
-    """Put back what forwards and backwards within the `with` block change, bit for bit: gradients, buffers (counts of
-    experts, balancing losses), loads and overflows, and the state of the random generators.
+    """Restore, bit for bit, what forwards and backwards within the `with` block change: gradients, buffers (expert
+    counts, balancing losses), loads and overflow flags, and the state of the random generators.
 
-    A failed exchange stays known. Parameters in shards must be in shards again at the end.
+    The report of a failed exchange is not reset. Sharded parameters must be sharded again at the end of the block.
     """
     modules = [module for part in parts for module in part.modules()]
     parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]

@@ -1,8 +1,9 @@
-"""A microbatch of a stage under way: its forward and its backward, each a generator that returns the result.
+"""Forward and backward of one microbatch through a stage, each as a generator that returns the result.
 
-It stops where another microbatch may run: nowhere, if autograd of the stage is one segment; or at the end of
-each stretch of pieces (plan/schedule.py), where an exchange over ep is pending. Of two in pieces that take turns, one
-forward and one backward, each hides the exchanges of the other (DualPipe's pairs, arXiv:2412.19437, section 3.2.1).
+A generator yields where another microbatch may run. If the stage is one autograd segment, it does not yield. If it runs
+in pieces, it yields at the end of each stretch of pieces (plan/schedule.py), where an exchange over ep is pending. A
+forward and a backward in pieces that take turns hide each other's exchanges (DualPipe's pairs, arXiv:2412.19437,
+section 3.2.1).
 """
 
 from collections.abc import Callable, Generator
@@ -18,7 +19,7 @@ from titan_moe.parallel.microbatch_run import MicrobatchRun, are_dense
 from titan_moe.plan.schedule import START_LAYER, stretches
 
 Recording = Callable[[], AbstractContextManager[Any]]
-"""What the forward runs in, or each piece of it."""
+"""A context manager around the forward, or around each piece of it."""
 
 
 class StageRun(Protocol):

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: the parts of a model, and what a tied weight needs that is in two of them."""
+"""Split a model into the stages of a pipeline, and keep a tied weight that is on two stages equal."""
 
 import torch
 import torch.distributed as dist

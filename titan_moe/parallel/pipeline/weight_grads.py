@@ -1,4 +1,4 @@
-"""Which weight gradients of a stage a `backward_weight` computes; all others are computed in `backward_input`.
+"""Select the weight gradients of a stage that `backward_weight` computes; `backward_input` computes all others.
 
 Delayed are those of routed experts (in Triton, also in fp8, or as grouped GEMMs) and of dense linear layers: attention
 projections, dense layers, shared experts, latent projections. Not delayed are
@@ -39,9 +39,10 @@ def build_queue(recipe: Recipe) -> WeightGradQueue | None:
 
 
 def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, device: torch.device) -> None:
-    """Let the layers of a stage leave their weight gradients to `queue` while it records, in place.
+    """Let the layers of a stage delay their weight gradients while `queue` records, in place.
 
-    Apply it before compile, which leaves out what delays, and after dispatchers are set. Names and classes stay.
+    Call it after dispatchers are set, and before compile, which does not compile layers that delay. Names and classes
+    of modules do not change.
     """
     if queue is None:
         return

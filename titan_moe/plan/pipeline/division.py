@@ -15,12 +15,12 @@ class _Best(NamedTuple):
 
 
 def divide(times: Sequence[float], num_stages: int, time_of_head: float = 0) -> tuple[int, ...]:
-    """The number of consecutive layers of each stage, 1 or more, given the time of each layer; the last stage has the
-    head too.
+    """Return the number of consecutive layers of each stage, 1 or more, given the time of each layer. The last stage
+    also has the head.
 
-    The slowest stage is as fast as possible. Of these divisions, the one with the most equal times (the smallest sum of
-    their squares); of these, the one with the fewest layers on the first and the last stage, which have the embedding
-    and the head, and then on the earlier ones, which have more microbatches in flight.
+    The slowest stage is as fast as possible. Among such divisions the one with the most equal times is chosen (the
+    smallest sum of squares). Among these it is the one with the fewest layers on the first and on the last stage, which
+    have the embedding and the head, and then on the earlier stages, which have more microbatches in flight.
 
     Raises: ValueError for fewer layers than stages.
     """

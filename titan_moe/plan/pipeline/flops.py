@@ -1,4 +1,4 @@
-"""FLOPs of a pipeline's modules and stages: what their times are estimated from.
+"""FLOPs of a pipeline's modules and stages, from which their times are estimated.
 
 Two FLOPs a multiply-add. The backward of a matrix multiplication has a GEMM for the gradient of its input and one for
 that of its weight; attention without its projections has no weights. What is recomputed is left out, and so is the

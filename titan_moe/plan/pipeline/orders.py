@@ -1,10 +1,10 @@
 """The order of forwards and backwards of each schedule, without messages.
 
-An order is phases, "so often these actions", in letters: F is a forward, B a backward, I a `backward_input`; a digit is
-one of the rank's stages, none the next in turn. What has a + between runs as one.
+An order is a list of phases. A phase is a number of repeats and a string of actions. F is a forward, B a backward, I a
+`backward_input`. A digit behind a letter selects one of the rank's stages; without a digit the stages take turns.
+Actions that are joined by + run as one.
 
-The order of a split backward has the gradients of inputs alone: the generator (schedules.py) finds the time for those
-of weights.
+For a split backward an order has only the gradients of inputs: the generator (schedules.py) places those of weights.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from titan_moe.plan.pipeline.stages import stages_on_rank
 KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input"}
 
 Unit = tuple[Action, ...]
-"""Actions that a rank runs as one: they begin when all can, and what they send is sent after the last."""
+"""Actions that a rank runs as one: they begin when the inputs of all are there, and results are sent after the last."""
 
 
 class Phase(NamedTuple):

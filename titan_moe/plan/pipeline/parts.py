@@ -1,4 +1,4 @@
-"""What each pipeline rank has of a run: its layers, and how many microbatches keep their activations there."""
+"""The part of a run on each pipeline rank: its layers, and the number of microbatches in flight."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,21 +14,23 @@ from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 
 @dataclass(frozen=True)
 class Part:
-    """What a pipeline rank has; without a pipeline all of the run."""
+    """The part of a run on one pipeline rank; without a pipeline the whole run."""
 
     recipe: Recipe
-    """The run's, with the rank's layers alone as its model."""
+    """The recipe of the run, in which the model has only the layers of this rank."""
     world_size: int  # all ranks of the run
     has_embedding: bool = True
     has_head: bool = True
     num_in_flight: float = 1.0
-    """The most microbatches whose activations of all its layers it keeps at once."""
+    """The largest number of microbatches whose activations the rank keeps at a time; those of all its layers count as
+    one."""
     places: ArenaPlaces | None = None
-    """Of the arena of a rank of a pipeline."""
+    """The places of the rank's arena; None without a pipeline."""
 
     @property
     def count(self) -> ParameterCount:
-        """The parameters of its modules. A tied weight is where embedding or head are, once if both are there."""
+        """The parameters of the rank's modules. A tied weight counts on the ranks of the embedding and of the head, but
+        only once if both are on one rank."""
         count, model = count_parameters(self.recipe.model), self.recipe.model
         has_copy = model.embeddings_are_tied and not self.has_embedding
         return replace(

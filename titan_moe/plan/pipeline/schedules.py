@@ -4,9 +4,9 @@ The lists come from a simulation in which a forward, a `backward_input` and a `b
 each. A rank runs its order (orders.py). It computes weight gradients of split backwards where it would wait, before a
 forward if it has as many activations as the pipeline stages (those of 1f1b), and the rest at the end.
 
-When an action ends whose result another rank needs, its send is appended to the rank's list and the receive to that of
-the other, at that moment. So all lists are parts of one order of all actions: messages between two ranks are in the
-same order on both, no ranks wait for each other in a circle, and a result is received before it is needed.
+When an action ends and another rank needs its result, the send is appended to the rank's list and the receive to the
+list of the other rank, at that moment. So all lists are parts of one order of all actions: two ranks have their
+messages in the same order, ranks do not deadlock, and a result is received before it is needed.
 """
 
 from collections import deque

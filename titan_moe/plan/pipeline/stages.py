@@ -15,7 +15,8 @@ PARTS_OF_A_LAYER = 16
 
 
 def stages_of(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
-    """The names of the modules of each of the pp * vpp stages, as models/part.py takes them; none of an empty stage.
+    """Return the names of the modules of each of the pp * vpp stages, as models/part.py takes them; an empty stage has
+    none.
 
     Raises: ValueError for a layout that does not fit, and for more stages than layers without one.
     """

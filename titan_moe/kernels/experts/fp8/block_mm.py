@@ -1,4 +1,4 @@
-"""Grouped GEMMs of fp8 with scales of blocks on Hopper: warps that load, and warps that multiply and add.
+"""Warp-specialised grouped GEMMs in blockwise fp8 on Hopper: some warps load, others multiply and add.
 
 S rows · R expert slots, sorted by expert · M tiles of 128 slots · e experts · I input width · O output width
 

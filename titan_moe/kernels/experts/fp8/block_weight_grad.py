@@ -1,4 +1,4 @@
-"""Gradients of weights from factors with scales of blocks on Hopper: warps that load, and warps that multiply and add.
+"""Warp-specialised weight gradients in blockwise fp8 on Hopper: some warps load, others multiply and add.
 
 M tiles of 128 slots · e experts · A, B widths of the two factors
 
