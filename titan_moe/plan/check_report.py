@@ -38,7 +38,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         ("attention", _attention(recipe)),
         ("experts", _experts(recipe)),
         *_parameter_rows(count_parameters(recipe.model)),
-        ("FLOPs", f"{gflop:.4g} GFLOP a token to train on, sequences of {seq_len_tokens:,} tokens"),
+        ("FLOPs", f"{gflop:.4g} GFLOP per token of training, with sequences of {seq_len_tokens:,} tokens"),
         *_parallel_rows(recipe, world_size),
         ("step", _step(recipe, world_size)),
         *_pipeline_rows(recipe, world_size),

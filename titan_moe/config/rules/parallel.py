@@ -21,9 +21,10 @@ def dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]
     p = recipe.parallel
     others = p.pp * p.dp_replicate * p.cp * p.tp
     if p.dp_shard == -1 and is_no_divisor(others, world_size):
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         yield (
             f"parallel.pp * dp_replicate * cp * tp = {p.pp} * {p.dp_replicate} * {p.cp} * {p.tp} = {others} does not "
-            f"divide the {world_size} ranks; the divisors are {divisors(world_size)}"
+            f"divide the {ranks}; the divisors are {divisors(world_size)}"
         )
     if p.dp_shard > 0 and others * p.dp_shard != world_size:
         yield (
