@@ -163,15 +163,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    launched, planned = "ranks to start through torchrun; default 1", "ranks of the run; default: the fewest possible"
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+    launched = "number of ranks to start on this host, through torchrun; default 1"
+    planned = "number of ranks of the run; default: the smallest number that the layout allows"
     purpose = "train a recipe, on N processes with --nproc"
     _add_verb(verbs, "train", purpose, "the recipe, or RUN/recipe.toml to resume a run", launched)
     purpose = "profile a few steps of a recipe and write an HTML report"
-    _add_verb(verbs, "trace", purpose, "the recipe; the report goes into RUN/trace", launched)
-    purpose = 'time the kernels that perf.kernels = "auto" chooses from, and formats, on this GPU at a recipe\'s shapes'
+    _add_verb(verbs, "trace", purpose, "the recipe; the report is written into RUN/trace", launched)
+    purpose = 'time kernels and low-precision formats on this GPU at a recipe\'s shapes, for perf.kernels = "auto"'
     tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--out FILE] ")
-    tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: the user's table of this GPU")
+    tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: your own table for this GPU")
     purpose = "check a recipe and show its shape and cost, without importing torch"
     check = _add_verb(verbs, "check", purpose, "the recipe", planned, "[--explain KEY] ", nargs="?")
     check.add_argument("--explain", metavar="KEY", help="explain a field or a section of recipes")

@@ -274,4 +274,4 @@ def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture)
         for _ in range(30):
             take(batch)
     (record,) = caplog.records
-    assert "10 of 10 steps were taken again" in record.message and "a number above 1.25" in record.message
+    assert "10 of 10 steps were repeated" in record.message and "a number above 1.25" in record.message
