@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titan_moe.config.dispatchers import DispatcherFacts
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.autocast import as_operand
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
@@ -150,9 +151,10 @@ class TokenDispatcher(ABC):
 
     @final
     def dispatch(self, x_TD: Tensor, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> ExpertInputs:
-        """Send each row to its experts: `prepare`, `start_dispatch`, `finish_dispatch`."""
+        """Send each row to its experts: `prepare`, `start_dispatch`, `finish_dispatch`. Under autocast rows are sent in
+        its dtype."""
         exchange = self.prepare(topk_ids_TK, topk_scores_TK)
-        return self.finish_dispatch(self.start_dispatch(x_TD, exchange), exchange)
+        return self.finish_dispatch(self.start_dispatch(as_operand(x_TD), exchange), exchange)
 
     @final
     def combine(self, y_SD: Any, inputs: ExpertInputs) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs
+from titan_moe.kernels.autocast import as_operand
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, delay_weight_grads
@@ -69,7 +70,7 @@ class GroupedExperts(nn.Module):
     def weights(self) -> ExpertWeights:
         """The parameters of this rank's experts, ready for compute."""
         names = [name for name in GroupedExperts.parameter_dims if getattr(self, name) is not None]
-        tensors = {name: self.local(getattr(self, name)) for name in names}
+        tensors = {name: as_operand(self.local(getattr(self, name))) for name in names}
         if self.num_width_parts > 1 and "down_bias" in tensors:
             tensors["down_bias"] = _ShareOfSum.apply(tensors["down_bias"], self.num_width_parts)
         weights = ExpertWeights.of(list(tensors.values()), tuple(names))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
+from titan_moe.kernels.autocast import as_operand
 from titan_moe.kernels.choose import SWIGLU_DOWN
 
 
@@ -38,7 +39,7 @@ class SwiGLUDown(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Pre-activations of gate and up [..., 2F] -> [..., D]."""
-        return self.swiglu_down(hidden, self.weight)
+        return self.swiglu_down(hidden, as_operand(self.weight))
 
 
 class GatedMLP(nn.Module):

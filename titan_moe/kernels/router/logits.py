@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.autocast import autocast_dtype
 from titan_moe.kernels.registry import Kernel, register
 
 RouterLogits = Callable[[Tensor, Tensor], Tensor]
@@ -25,9 +26,12 @@ RouterLogits = Callable[[Tensor, Tensor], Tensor]
 
 
 def router_logits_reference(x: Tensor, weight_ED: Tensor) -> Tensor:
-    """Cast both to at least fp32 and multiply."""
+    """Cast both to at least fp32 and multiply, also under autocast."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x.to(wide), weight_ED.to(wide))
+    if autocast_dtype(x) is None:
+        return F.linear(x.to(wide), weight_ED.to(wide))
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(wide), weight_ED.to(wide))
 
 
 def _mm_fp32_out(a: Tensor, b: Tensor) -> Tensor:

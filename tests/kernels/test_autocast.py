@@ -1,0 +1,66 @@
+"""Layers of ours under `torch.autocast`: in a user's own loop it surrounds PyTorch's layers and ours."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from titan_moe.config.kernels import Kernels
+from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.layers.moe import MoE
+
+WIDTH = 32
+PLAIN = MoEConfig(num_experts=8, top_k=2, ffn_hidden_size=16)
+VARIANTS = {
+    "plain": PLAIN,
+    "latent, gated shared": replace(PLAIN, latent_size=16, shared_ffn_hidden_size=16, shared_expert_gate=True),
+    "biases": replace(PLAIN, expert_mlp_bias=True),
+    "scores on the input": replace(PLAIN, score_on="input", score_fn="sigmoid"),
+}
+
+
+def built(moe: MoEConfig, experts: str) -> nn.Sequential:
+    """A layer behind a product of PyTorch's, whose rows autocast makes narrow."""
+    torch.manual_seed(0)
+    config = ModelConfig(hidden_size=WIDTH, init_std=0.2, moe=moe)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(config, Kernels(experts=experts)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("experts", ["grouped_mm", "reference"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_moe_under_autocast_is_that_of_converted_weights(variant: str, experts: str, is_compiled: bool) -> None:
+    model, x_BND = built(VARIANTS[variant], experts), torch.randn(2, 8, WIDTH)
+    narrow = built(VARIANTS[variant], experts).bfloat16()
+    narrow[1].router.float()
+    with torch.no_grad():
+        narrow[1].router.weight.copy_(model[1].router.weight)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y_BND = run(x_BND)
+    assert y_BND.dtype == torch.bfloat16
+    expected_BND = narrow(x_BND.bfloat16())
+    torch.testing.assert_close(y_BND, expected_BND, rtol=0.02, atol=0.002)
+    for y in (y_BND, expected_BND):
+        y.float().square().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    grads = {name: parameter.grad.float() for name, parameter in narrow.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - grads[name]).norm() < 0.02 * grads[name].norm() + 1e-6, name
+
+
+def test_router_logits_stay_fp32_under_autocast() -> None:
+    (_, layer), x_BND = built(PLAIN, "grouped_mm"), torch.randn(2, 8, WIDTH)
+    scores_TK, ids_TK = layer.router(x_BND)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scores, ids = layer.router(x_BND)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, scores_TK) and torch.equal(ids, ids_TK)
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    model, x_BND = built(PLAIN, "reference").double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    expected = model(x_BND)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(model(x_BND), expected)
