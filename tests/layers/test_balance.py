@@ -216,3 +216,24 @@ def test_balance_buffers_are_not_persistent_and_can_be_reset() -> None:
     router.balance.reset_buffers()
     assert not router.balance.tokens_per_expert_E.any()
     assert (router.balance.aux_loss.item(), router.balance.scale.item()) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_balance_sums_and_scale_keep_fp32_in_a_narrow_model(dtype: torch.dtype) -> None:
+    wide, narrow = build(dtype=torch.float32), build(dtype=torch.float32).to(dtype)
+    narrow.load_state_dict(wide.state_dict())
+    for router in (wide, narrow):
+        scale_balancing_losses(router, 1e-7, reduction="sum")  # one over many tokens; 1.2e-7 in fp16
+    x_BND = tokens(torch.float32).detach()
+    for _ in range(300):  # in bf16 a sum ends where a term is below its last digit
+        for router, x in ((wide, x_BND), (narrow, x_BND.to(dtype))):
+            router(x)[0].sum().backward()
+    torch.testing.assert_close(narrow.balance.aux_loss, wide.balance.aux_loss, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(0, TOKENS, WIDTH), (SEQUENCES, 0, WIDTH), (0, 0, WIDTH)])
+def test_balance_of_no_tokens_is_zero(shape: tuple[int, ...]) -> None:
+    router, x_BND = build(), torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    router(x_BND)[0].sum().backward()
+    assert router.balance.aux_loss == 0 and not router.balance.tokens_per_expert_E.any()
+    assert router.weight.grad is not None and not router.weight.grad.any()

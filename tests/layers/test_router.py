@@ -1,6 +1,7 @@
 """The router against loops over tokens, groups and experts in Python."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -123,3 +124,9 @@ def test_router_gradient_is_that_of_the_formula() -> None:
     actual = torch.autograd.grad((scores_TK * direction_TE.gather(1, ids_TK)).sum(), inputs)
     expected = torch.autograd.grad((dense_TE * direction_TE).sum(), inputs)
     torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(7, WIDTH), (2, 7, WIDTH // 2), (2, 2, 7, WIDTH), (WIDTH,)])
+def test_router_names_the_shape_that_it_takes(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"takes hidden states \[B, N, {WIDTH}\].* got {re.escape(str(list(shape)))}"):
+        built(MOE)(torch.zeros(shape, dtype=torch.float64))

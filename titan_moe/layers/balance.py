@@ -17,10 +17,11 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_moe.config.model import MoEConfig
 from titan_moe.kernels.router.routing import Routing
+from titan_moe.layers.wide_buffers import WideBuffers
 
 LossReduction = Literal["mean", "sum"]
 """Whether the main loss of a forward is a mean over its tokens, or a sum."""
@@ -58,7 +59,7 @@ class _AttachAuxLoss(torch.autograd.Function):
         return grad, scale.to(aux_loss.dtype, copy=True), None, None, None, None
 
 
-class LoadBalance(nn.Module):
+class LoadBalance(WideBuffers):
     """Count the selected experts' tokens and attach the balancing losses to the scores.
 
     `reduction` is that of the main loss over the tokens of a forward, and `scale` the factor on it; the balancing
@@ -68,6 +69,7 @@ class LoadBalance(nn.Module):
     them then have the same losses, and each has the gradients of its own tokens. The default is the identity.
     """
 
+    wide_buffers = ("aux_loss", "scale")
     tokens_per_expert_E: Tensor
     aux_loss: Tensor
     scale: Tensor
@@ -100,7 +102,7 @@ class LoadBalance(nn.Module):
         share_sums_BE = routing.share_sums_BE if self.aux_loss_coef else routing.share_sums_BE.detach()
         z_sum = routing.z_sum if self.z_loss_coef else routing.z_sum.detach()
         share_sums_BE, counts_BE, z_sum = self.sum_over_tokens(share_sums_BE, routing.aux_counts_BE, z_sum)
-        factor = weight * self.aux_loss_coef * self.num_experts / (self.top_k * num_tokens)
+        factor = weight * self.aux_loss_coef * self.num_experts / (self.top_k * max(num_tokens, 1))
         # each sequence is weighted by its number of tokens, like the main loss
         aux_loss = (counts_BE.to(share_sums_BE.dtype) * share_sums_BE).sum() * factor
         selected_counts_E = routing.counts_BE.sum(0)

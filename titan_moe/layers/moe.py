@@ -62,8 +62,8 @@ class MoE(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """[B, N, D] -> [B, N, D]."""
-        x_TD = x_BND.flatten(0, 1)
         topk_scores_TK, topk_ids_TK = self.router(x_BND)  # [B, N]: for balance per sequence
+        x_TD = x_BND.flatten(0, 1)
         routed = self.dispatcher.dispatch(self.latent_down(x_TD), topk_ids_TK, topk_scores_TK)
         y_TL = self.dispatcher.combine(self.experts(routed), routed)
         return add_shared(self.latent_up(y_TL), self.shared_experts(x_TD)).unflatten(0, x_BND.shape[:2])

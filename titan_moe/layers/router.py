@@ -13,10 +13,11 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.kernels.choose import ROUTE_TOKENS, ROUTER_LOGITS
 from titan_moe.kernels.router.routing import RoutingRule
 from titan_moe.layers.balance import LoadBalance
+from titan_moe.layers.wide_buffers import WideBuffers
 from titan_moe.parameters import ParameterKind
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(WideBuffers):
     """Score every expert for every token in fp32 and keep the top K.
 
     The bias of auxiliary-loss-free balancing (arXiv:2408.15664) affects the selection only, never the weights. It is a
@@ -25,6 +26,7 @@ class TopKRouter(nn.Module):
     """
 
     parameter_kinds = {"weight": ParameterKind.ROUTER}
+    wide_buffers = ("expert_bias_E",)  # steps of 1e-3 are lost in bf16
     expert_bias_E: Tensor
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
@@ -52,16 +54,16 @@ class TopKRouter(nn.Module):
         """Zero the expert bias."""
         self.expert_bias_E.zero_()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TopKRouter":
-        """Convert or move the module, but keep the expert bias in fp32: steps of 1e-3 are lost in bf16."""
-        bias_E = self.expert_bias_E
-        super()._apply(fn, recurse)
-        if self.expert_bias_E.dtype.itemsize < bias_E.dtype.itemsize:
-            self.expert_bias_E = bias_E.to(self.expert_bias_E.device)
-        return self
-
     def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K]."""
+        """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K].
+
+        Raises: ValueError for another shape.
+        """
+        if x_BND.ndim != 3 or x_BND.shape[2] != self.weight.shape[1]:
+            raise ValueError(
+                f"a MoE layer takes hidden states [B, N, {self.weight.shape[1]}], batch, sequence and width, and got "
+                f"{list(x_BND.shape)}; a single sequence of tokens [T, D] is x[None]"
+            )
         logits_BNE = self.logits(x_BND, self.weight)
         routing = self.route(logits_BNE, self.expert_bias_E, self.rule, self.force(logits_BNE))
         return self.balance(routing).flatten(0, 1), routing.topk_ids_BNK.flatten(0, 1)

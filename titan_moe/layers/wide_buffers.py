@@ -1,0 +1,24 @@
+"""Modules whose buffers keep their precision when the module is converted, as by `.bfloat16()`."""
+
+from collections.abc import Callable
+from typing import Self
+
+from torch import Tensor, nn
+
+
+class WideBuffers(nn.Module):
+    """Convert or move parameters and buffers, but the buffers named in `wide_buffers` never to a narrower dtype.
+
+    They are sums of many small terms, which stop growing in bf16, and factors outside of fp16's range.
+    """
+
+    wide_buffers: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: self.get_buffer(name) for name in self.wide_buffers}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            converted = self.get_buffer(name)
+            if converted.dtype.itemsize < buffer.dtype.itemsize:
+                setattr(self, name, buffer.to(converted.device))
+        return self
