@@ -42,3 +42,11 @@ def test_head_loss_is_that_of_the_logits() -> None:
     expected = torch.nn.functional.cross_entropy(head(x_TD), labels_T, ignore_index=IGNORE_LABEL, reduction="sum")
     torch.testing.assert_close(head(x_TD, labels_T), expected)
     assert torch.equal(head(x_TD.view(2, 5, 8), labels_T.view(2, 5)), head(x_TD, labels_T))
+
+
+@pytest.mark.parametrize("label", [-1, 24])
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_head_refuses_labels_outside_of_the_vocabulary(label: int, has_gradients: bool) -> None:
+    head, labels_T = LanguageModelHead(8, 24, loss_chunk_tokens=4), torch.full((10,), label)
+    with torch.set_grad_enabled(has_gradients), pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        head(torch.randn(10, 8), labels_T)

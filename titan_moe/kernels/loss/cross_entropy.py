@@ -33,10 +33,11 @@ def loss_and_dlogits(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tenso
     """Summed loss of a chunk and dlogits in the logits' dtype; a few fused passes if compiled."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     has_label_C1 = (labels_C != IGNORE_LABEL)[:, None]
+    words_C1 = torch.where(has_label_C1, labels_C[:, None], 0)  # any other label outside of the vocabulary is an error
     logsumexp_C1 = torch.logsumexp(wide_CV, dim=-1, keepdim=True)
     is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C[:, None]
     dlogits_CV = torch.where(has_label_C1, torch.exp(wide_CV - logsumexp_C1) - is_label_CV.to(wide_CV.dtype), 0)
-    loss = torch.where(has_label_C1, logsumexp_C1 - wide_CV.gather(1, labels_C.clamp(min=0)[:, None]), 0).sum()
+    loss = torch.where(has_label_C1, logsumexp_C1 - wide_CV.gather(1, words_C1), 0).sum()
     return loss, dlogits_CV.to(logits_CV.dtype)
 
 
