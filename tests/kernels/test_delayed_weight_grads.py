@@ -19,7 +19,7 @@ from titan_moe.kernels.choose import (
     choose_queued_expert_mlp,
 )
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
-from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_reference
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertWeights
@@ -185,7 +185,7 @@ def test_a_graph_delays_nothing() -> None:
 def test_experts_in_emulated_formats_are_not_queued() -> None:
     formats = GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise")
     for gemm in (emulated_grouped_mm(formats), grouped_mm_reference):
-        assert choose_queued_expert_mlp(composite(gemm), WeightGradQueue()) is None
+        assert choose_queued_expert_mlp(CompositeMLP(gemm), WeightGradQueue()) is None
 
 
 @pytest.mark.parametrize("choice", ["grouped_mm", "reference"])

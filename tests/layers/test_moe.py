@@ -1,6 +1,8 @@
 """The MoE layer against its formula, and in a user's own model."""
 
+import copy
 import doctest
+import io
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -165,6 +167,39 @@ def test_moe_on_meta_is_initialised_after_to_empty() -> None:
     torch.testing.assert_close(dict(layer.named_parameters()), dict(expected.named_parameters()), rtol=0, atol=0)
     torch.testing.assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
     assert layer.router.balance.scale == 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("experts", ["grouped_mm", "reference"])
+def test_moe_is_saved_whole_and_copied(variant: str, experts: str) -> None:
+    moe = replace(VARIANTS[variant], ffn_hidden_size=16, latent_size=16 if VARIANTS[variant].latent_size else 0)
+    layer, file = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), Kernels(experts=experts)), io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    loaded, x_BND = torch.load(file, weights_only=False), torch.randn(2, 7, WIDTH)
+    for other in (loaded, copy.deepcopy(layer), copy.deepcopy(loaded)):
+        torch.testing.assert_close(other(x_BND), layer(x_BND), rtol=0, atol=0)
+        other(x_BND).sum().backward()
+        assert other.router.balance.tokens_per_expert_E.sum() == 2 * 7 * moe.top_k
+    assert not layer.router.balance.tokens_per_expert_E.any()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, WIDTH), (2, 0, WIDTH), (0, 0, WIDTH)])
+@pytest.mark.parametrize("experts", ["grouped_mm", "reference"])
+def test_moe_of_no_tokens(shape: tuple[int, ...], experts: str) -> None:
+    moe = replace(VARIANTS["everything"], ffn_hidden_size=16, latent_size=16, aux_loss_coef=0.1, z_loss_coef=0.1)
+    layer, x_BND = MoE(ModelConfig(hidden_size=WIDTH, moe=moe), Kernels(experts=experts)), torch.zeros(shape)
+    y_BND = layer(x_BND)
+    assert y_BND.shape == x_BND.shape
+    y_BND.sum().backward()
+    assert not any(parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_moe_names_the_shape_that_it_takes() -> None:
+    layer = MoE(ModelConfig(hidden_size=WIDTH, moe=PLAIN))
+    for shape in ((7, WIDTH), (WIDTH,), (2, 2, 7, WIDTH), (2, 7, WIDTH + 1)):
+        with pytest.raises(ValueError, match=r"takes hidden states \[B, N, 16\]"):
+            layer(torch.zeros(shape))
 
 
 def test_moe_docstring_example_runs() -> None:

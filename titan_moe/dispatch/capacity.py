@@ -51,7 +51,7 @@ class ExpertCapacity:
         """On the device: the largest factor that a layer has needed since `reset`; without an arena."""
         self.failed: Tensor | None = None
         """On the device, where exchanges can fail: not 0 once one has failed."""
-        self.check: Callable[[], None] = lambda: None
+        self.check: Callable[[], None] = _none_failed
         """Raise the error of a failed exchange. Reads nothing on the device."""
 
     def use_arena(self, arena: Arena, loads: LayerLoads) -> None:
@@ -173,3 +173,7 @@ class ExpertCapacity:
             self.is_unbounded = was_unbounded
             if arena is not None:
                 arena.keeps = kept
+
+
+def _none_failed() -> None:
+    """The default of `ExpertCapacity.check`: exchanges by collectives do not fail on the device."""

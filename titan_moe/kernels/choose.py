@@ -8,10 +8,10 @@ from functools import cache, partial
 from itertools import product
 
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
-from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP, can_queue
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
-from titan_moe.kernels.experts.grouped_mm import GroupedGemm, QueuedGroupedMM, grouped_mm, grouped_mm_loop
+from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, GroupedGemm, QueuedGroupedMM
 from titan_moe.kernels.experts.swiglu_down import (
     SwiGLUDown,
     fused_swiglu_down,
@@ -45,7 +45,6 @@ QUEUED_SWIGLU_DOWN: dict[SwiGLUDown, Callable[[WeightGradQueue], SwiGLUDown]] = 
     fused_swiglu_down: queued_swiglu_down,
 }
 """The same operations with weight gradients that a queue delays."""
-GROUPED_GEMM: dict[str, GroupedGemm] = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}
 QUEUED_GROUPED_GEMM: dict[str, Callable[[WeightGradQueue], GroupedGemm]] = {
     "grouped_mm": QueuedGroupedMM,
     "reference": partial(QueuedGroupedMM, loop=True),
@@ -70,7 +69,7 @@ def choose_expert_mlp(choice: str, score_on: str, has_bias: bool = False) -> Exp
 
 @cache
 def _composite(choice: str, weighs_input: bool) -> ExpertMLP:
-    return composite(GROUPED_GEMM[choice], weighs_input=weighs_input)
+    return CompositeMLP(GROUPED_GEMM[choice], weighs_input=weighs_input)
 
 
 def choose_queued_expert_mlp(mlp: ExpertMLP, queue: WeightGradQueue) -> ExpertMLP | None:
@@ -78,6 +77,6 @@ def choose_queued_expert_mlp(mlp: ExpertMLP, queue: WeightGradQueue) -> ExpertML
     if can_queue(mlp):
         return QueuedMLP(mlp, queue)
     for choice, weighs_input in product(GROUPED_GEMM, (False, True)):
-        if mlp is _composite(choice, weighs_input):
-            return composite(QUEUED_GROUPED_GEMM[choice](queue), weighs_input=weighs_input)
+        if mlp == _composite(choice, weighs_input):
+            return CompositeMLP(QUEUED_GROUPED_GEMM[choice](queue), weighs_input=weighs_input)
     return None

@@ -2,7 +2,7 @@
 
 from titan_moe.config import RecipeError
 from titan_moe.config.formats import GemmFormats
-from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.fp8.mlp import (
     BLOCKWISE_MLPS,
     fp8_blockwise_expert_mlp,
@@ -32,14 +32,14 @@ def convert_experts(
     weighs_input: bool = False,
     in_triton: bool = False,
 ) -> None:
-    """Let a layer's experts multiply in formats, in place. `weighs_input` as in `composite`; `in_triton` as
+    """Let a layer's experts multiply in formats, in place. `weighs_input` as in `CompositeMLP`; `in_triton` as
     in `emulated_grouped_mm`.
 
     Raises: RecipeError where there is no such kernel.
     """
     if backend == "emulated":
         powers_of_two = formats.fprop in ("fp8_rowwise", "fp8_blockwise")  # as in native experts
-        experts.mlp = composite(emulated_grouped_mm(formats, powers_of_two, in_triton), weighs_input=weighs_input)
+        experts.mlp = CompositeMLP(emulated_grouped_mm(formats, powers_of_two, in_triton), weighs_input=weighs_input)
     elif formats in NATIVE and not weighs_input:
         experts.mlp = NATIVE[formats]
         experts.quantize = quantize_experts_in_blocks if experts.mlp in BLOCKWISE_MLPS else quantize_experts

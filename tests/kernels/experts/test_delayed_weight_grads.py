@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
-from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.delayed_weight_grads import DelayedWeights, QueuedMLP, delay_weight_grads
 from titan_moe.kernels.experts.fp8.mlp import ROWWISE_MLPS, quantize_experts
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
@@ -121,7 +121,7 @@ def test_queued_gradients_are_those_of_the_mlp(mlp: Any, has_codes: bool, device
 
 def test_other_mlps_are_refused() -> None:
     with pytest.raises(ValueError, match="Triton"):
-        QueuedMLP(composite(grouped_mm), WeightGradQueue())
+        QueuedMLP(CompositeMLP(grouped_mm), WeightGradQueue())
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_moe.config.formats import Format, GemmFormats
-from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.grouped_mm import grouped_mm_loop
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.weights import ExpertParameter, ExpertWeights
@@ -240,7 +240,7 @@ def test_an_expert_mlp_in_a_format(format: Format) -> None:
     grad = torch.randn(num_rows, width)
     results = []
     for gemm in (emulated_grouped_mm(in_all(format)), emulated_grouped_mm(GemmFormats()), grouped_mm_loop):
-        y_SD = composite(gemm)(x_SD, slots, weights)
+        y_SD = CompositeMLP(gemm)(x_SD, slots, weights)
         results.append([y_SD, *torch.autograd.grad(y_SD, [x_SD, gate_up, down], grad)])
     rounded, not_rounded, exact = results
     for pair in zip(not_rounded, exact, strict=True):

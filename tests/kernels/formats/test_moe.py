@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from titan_moe.config.formats import Format, GemmFormats
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
-from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.formats.grouped import emulated_grouped_mm
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.moe import MoE
@@ -38,7 +38,7 @@ def set_formats(model: nn.Module, format: Format) -> None:
         return
     for module in model.modules():
         if isinstance(module, GroupedExperts):
-            module.mlp = composite(emulated_grouped_mm(GemmFormats(format, format, format)))
+            module.mlp = CompositeMLP(emulated_grouped_mm(GemmFormats(format, format, format)))
 
 
 @pytest.mark.parametrize("format", FLIPS)

@@ -7,12 +7,14 @@ A compiler fuses what lies between the GEMMs. `fused` (fused_mlp.py) is Triton a
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_moe.kernels.experts.bias import add_bias
-from titan_moe.kernels.experts.grouped_mm import GroupedGemm
+from titan_moe.kernels.experts.grouped_mm import GROUPED_GEMM, GroupedGemm
 from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.swiglu import weighted_swiglu
 from titan_moe.kernels.experts.weights import ExpertWeights
@@ -22,16 +24,21 @@ ExpertMLP = Callable[[Tensor, ExpertSlots, ExpertWeights], Tensor]
 """x_SD, slots, weights -> y_SD, zero for a row without a slot."""
 
 
-def composite(gemm: GroupedGemm, *, weighs_input: bool = False) -> ExpertMLP:
+@dataclass(frozen=True)
+class CompositeMLP:
     """The MLP as gather, GEMM, SwiGLU, GEMM, sum, with biases if the experts have them.
 
-    The score weighs the activation and the down bias, or the gathered rows (Llama 4).
+    It can be pickled, as `torch.save` of a whole layer needs: a GEMM of `GROUPED_GEMM`, an operation, by its name.
     """
 
-    def expert_mlp(x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
-        rows_R, slots_SK, scores_R, offsets_e = slots
+    gemm: GroupedGemm
+    weighs_input: bool = False
+    """Whether the score weighs the gathered rows (Llama 4), or the activation and the down bias."""
+
+    def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+        gemm, (rows_R, slots_SK, scores_R, offsets_e) = self.gemm, slots
         x_RD = gather_rows(x_SD, rows_R, slots_SK)
-        if weighs_input:
+        if self.weighs_input:
             x_RD, scores_R = (x_RD * scores_R[:, None]).to(x_RD.dtype), torch.ones_like(scores_R)
         hidden_R2F = gemm(x_RD, *weights.gate_up.map(lambda weight: weight.flatten(1, 2)), offsets_e)
         if weights.gate_up_bias is not None:
@@ -42,4 +49,16 @@ def composite(gemm: GroupedGemm, *, weighs_input: bool = False) -> ExpertMLP:
             y_RD = add_bias(y_RD, weights.down_bias.join(), scores_R, offsets_e)
         return sum_slots(y_RD, rows_R, slots_SK)
 
-    return expert_mlp
+    def __reduce__(self) -> tuple[Any, ...]:
+        for name, gemm in GROUPED_GEMM.items():
+            if gemm is self.gemm:
+                return _composite_of, (name, self.weighs_input)
+        return CompositeMLP, (self.gemm, self.weighs_input)
+
+    def __deepcopy__(self, memo: object) -> "CompositeMLP":
+        """A copied layer has the same MLP."""
+        return self
+
+
+def _composite_of(name: str, weighs_input: bool) -> CompositeMLP:
+    return CompositeMLP(GROUPED_GEMM[name], weighs_input)

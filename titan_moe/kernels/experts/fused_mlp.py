@@ -23,7 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.experts import stages
-from titan_moe.kernels.experts.composite_mlp import ExpertMLP, composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_reference
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
@@ -160,7 +160,7 @@ def _draw(shape: Mapping[str, int], device: torch.device) -> Sample:
     return Sample("", (x_SD, scores_SK, gate_up, down, *plan), 4)
 
 
-_OPS = {"grouped_mm": with_scores_first(composite(grouped_mm)), "fused": with_scores_first(fused_expert_mlp)}
-_REFERENCE = with_scores_first(composite(grouped_mm_reference))
+_OPS = {"grouped_mm": with_scores_first(CompositeMLP(grouped_mm)), "fused": with_scores_first(fused_expert_mlp)}
+_REFERENCE = with_scores_first(CompositeMLP(grouped_mm_reference))
 _TUNABLE = Tunable("experts", _OPS, _draw)
 register(Kernel("fused_expert_mlp", _OPS["fused"], _REFERENCE, needs_triton=True, tunable=_TUNABLE))

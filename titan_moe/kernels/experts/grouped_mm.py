@@ -97,6 +97,8 @@ def _backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
 
 grouped_mm.register_autograd(_backward, setup_context=_save)
 grouped_mm_loop = partial(grouped_mm, loop=True)
+GROUPED_GEMM: dict[str, GroupedGemm] = {"grouped_mm": grouped_mm, "reference": grouped_mm_loop}
+"""The kinds of a recipe's experts that are composed of GEMMs -> their GEMM."""
 
 
 class _Delayed(torch.autograd.Function):

@@ -7,7 +7,7 @@ from support import load
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
-from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8 import stages
 from titan_moe.kernels.experts.fp8.mlp import (
     BLOCKWISE_MLPS,
@@ -165,8 +165,8 @@ def test_cuts_give_the_same_bits(device: str, dtype: torch.dtype, monkeypatch: p
 @with_plans
 def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype: torch.dtype) -> None:
     case = draw(name, device, dtype)
-    exact = run(composite(grouped_mm_reference), case, torch.float64)
-    emulated, actual = run(composite(EMULATED), case), run(fp8_blockwise_expert_mlp, case)
+    exact = run(CompositeMLP(grouped_mm_reference), case, torch.float64)
+    emulated, actual = run(CompositeMLP(EMULATED), case), run(fp8_blockwise_expert_mlp, case)
     for key, expected in exact.items():
         assert actual[key].isfinite().all()
         errors = decibels(expected, actual[key]), decibels(expected, emulated[key])
@@ -181,7 +181,7 @@ def test_an_outlier_spoils_its_block_alone(device: str, dtype: torch.dtype) -> N
     x_SD[:, 5] *= 2.0**20
     gate_up[..., :BLOCK] = 0
     case = case._replace(x_SD=x_SD, weights=case.weights._replace(gate_up=ExpertParameter(gate_up)))
-    exact = run(composite(grouped_mm_reference), case, torch.float64)
+    exact = run(CompositeMLP(grouped_mm_reference), case, torch.float64)
     errors = []
     for mlp in (fp8_blockwise_expert_mlp, fp8_expert_mlp):
         results = run(mlp, case)
@@ -242,8 +242,8 @@ def test_experts_of_any_size_are_those_of_the_emulation(sizes: tuple[int, ...]) 
     if not num_slots:
         assert not any(bool(result.any()) for result in actual.values())
         return
-    exact = run(composite(grouped_mm_reference), case, torch.float64)
-    emulated = run(composite(EMULATED), case)
+    exact = run(CompositeMLP(grouped_mm_reference), case, torch.float64)
+    emulated = run(CompositeMLP(EMULATED), case)
     for key, expected in exact.items():
         errors = decibels(expected, actual[key]), decibels(expected, emulated[key])
         assert errors[0] > errors[1] - (2.0 if key == "y" else rowwise.LOSS_OF_KEPT_DB), (key, errors)

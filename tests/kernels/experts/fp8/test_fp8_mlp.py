@@ -9,7 +9,7 @@ from support.kernel_samples import sample_plans
 from torch import Tensor
 
 from titan_moe.config.formats import GemmFormats
-from titan_moe.kernels.experts.composite_mlp import composite
+from titan_moe.kernels.experts.composite_mlp import CompositeMLP
 from titan_moe.kernels.experts.fp8 import stages
 from titan_moe.kernels.experts.fp8.mlp import ROWWISE_MLPS, codes_of, fp8_expert_mlp, operands, quantize_experts
 from titan_moe.kernels.experts.fp8.packed import WHOLE_ROW
@@ -177,9 +177,9 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
 @pytest.mark.parametrize("name", PLANS)
 def test_the_mlp_is_as_near_fp64_as_its_emulation(name: str, device: str, dtype: torch.dtype) -> None:
     case = draw(name, device, dtype)
-    exact = run(composite(grouped_mm_reference), case, torch.float64)
+    exact = run(CompositeMLP(grouped_mm_reference), case, torch.float64)
     rowwise = GemmFormats(*("fp8_rowwise",) * 3)
-    emulated = run(composite(emulated_grouped_mm(rowwise)), case)
+    emulated = run(CompositeMLP(emulated_grouped_mm(rowwise)), case)
     actual = run(fp8_expert_mlp, case)
     for key, expected in exact.items():
         assert actual[key].isfinite().all()
@@ -194,7 +194,7 @@ def test_rows_without_gradient_take_nothing_from_others(device: str, dtype: torc
     dy_SD = case.dy_SD * 1e-4
     dy_SD[::4] = 0
     case = case._replace(dy_SD=dy_SD)
-    exact, actual = run(composite(grouped_mm_reference), case, torch.float64), run(fp8_expert_mlp, case)
+    exact, actual = run(CompositeMLP(grouped_mm_reference), case, torch.float64), run(fp8_expert_mlp, case)
     for key in ("dgate_up", "ddown"):
         for expected, grad in zip(exact[key], actual[key], strict=True):
             assert not expected.any() or decibels(expected, grad) > 14, key  # of each expert
@@ -229,7 +229,7 @@ def test_unpacked_rows_end_with_the_memory(device: str, dtype: torch.dtype) -> N
 
 def assert_nearer_with_plain_weight_grads(mlps: Any, case: Case) -> None:
     """Of experts with rounded and with plain gradients of weights, which differ in these alone."""
-    exact = run(composite(grouped_mm_reference), case, torch.float64)
+    exact = run(CompositeMLP(grouped_mm_reference), case, torch.float64)
     rounded, plain = (run(mlp, case) for mlp in mlps)
     for key in ("y", "dx", "dscores"):
         assert torch.equal(plain[key], rounded[key])
