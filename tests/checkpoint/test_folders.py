@@ -1,5 +1,6 @@
 """Checkpoint folders: only complete ones count, and a removal starts with the metadata file."""
 
+import errno
 import shutil
 
 from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
@@ -18,10 +19,10 @@ def test_folders_without_metadata_are_incomplete(tmp_path):
     assert folders.complete_steps() == [] and folders.remove_incomplete() == []
     make(folders, 100, 20, 3)
     make(folders, 101, is_complete=False)
-    make(folders, "7-copy")
+    make(folders, "7-copy", "007")
     assert folders.complete_steps() == [3, 20, 100]
     assert folders.remove_incomplete() == [101]
-    assert folders.path("7-copy").exists() and not folders.path(101).exists()
+    assert folders.path("7-copy").exists() and folders.path("007").exists() and not folders.path(101).exists()
     assert folders.keep_newest(2) == [3]
     assert folders.complete_steps() == [20, 100]
 
@@ -40,3 +41,29 @@ def test_folders_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch)
         pass
     assert (folders.path(1) / "data").exists()
     assert folders.complete_steps() == [2]
+
+
+def test_folders_that_the_storage_keeps_do_not_end_a_run(tmp_path, monkeypatch, caplog):
+    folders = CheckpointFolders(tmp_path)
+    make(folders, 1, 2, 3)
+
+    def refuse(path):  # as a network file system does while another process reads a file
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", refuse)
+        assert folders.keep_newest(2) == [] and folders.remove_incomplete() == []
+    assert folders.complete_steps() == [2, 3] and folders.path(1).exists()
+    assert caplog.text.count("step-1 cannot be removed") == 2
+    assert folders.remove_incomplete() == [1] and not folders.path(1).exists()
+
+
+def test_folders_that_are_links_leave_what_they_point_to(tmp_path):
+    folders, elsewhere = CheckpointFolders(tmp_path / "checkpoints"), CheckpointFolders(tmp_path / "elsewhere")
+    make(folders, 2)
+    make(elsewhere, 1)
+    folders.path(1).symlink_to(elsewhere.path(1))
+    assert folders.complete_steps() == [1, 2]
+    assert folders.keep_newest(1) == [1]
+    assert folders.complete_steps() == [2] and elsewhere.complete_steps() == [1]
+    assert (elsewhere.path(1) / "data").exists()

@@ -1,8 +1,11 @@
 """The checkpoint folders of a run: list complete ones, remove old and incomplete ones."""
 
+import logging
 import re
 import shutil
 from pathlib import Path
+
+logger = logging.getLogger("titan_moe")
 
 METADATA_FILE = ".metadata"
 """torch.distributed.checkpoint's description of the tensors. It gets its name last: a folder with it is complete."""
@@ -27,22 +30,31 @@ class CheckpointFolders:
         return sorted(step for step in self._steps() if (self.path(step) / METADATA_FILE).is_file())
 
     def remove_incomplete(self) -> list[int]:
-        """Delete the folders of interrupted saves and removals. No save may be pending."""
+        """Delete the folders of interrupted saves and removals, and return their steps. No save may be pending."""
         incomplete = sorted(set(self._steps()) - set(self.complete_steps()))
-        for step in incomplete:
-            shutil.rmtree(self.path(step))
-        return incomplete
+        return [step for step in incomplete if self._remove(step)]
 
     def keep_newest(self, num_kept: int) -> list[int]:
         """Delete all complete checkpoints but the newest. Incomplete folders are neither counted nor deleted."""
-        removed = self.complete_steps()[:-num_kept]
-        for step in removed:
-            (self.path(step) / METADATA_FILE).unlink()
-            shutil.rmtree(self.path(step))
-        return removed
+        return [step for step in self.complete_steps()[:-num_kept] if self._remove(step)]
+
+    def _remove(self, step: int) -> bool:
+        """Delete a checkpoint, of a link the link alone. One that the storage keeps is told and left: a run must not
+        end because of it. On network file systems a folder stays while another process reads its files."""
+        folder = self.path(step)
+        try:
+            if folder.is_symlink():
+                folder.unlink()
+            else:
+                (folder / METADATA_FILE).unlink(missing_ok=True)
+                shutil.rmtree(folder)
+        except OSError as error:
+            logger.warning("%s cannot be removed (%s); it is tried again after the next save", folder, error)
+            return False
+        return True
 
     def _steps(self) -> list[int]:
         if not self.root.is_dir():
             return []
-        matches = (re.fullmatch(r"step-(\d+)", entry.name) for entry in self.root.iterdir() if entry.is_dir())
+        matches = (re.fullmatch(r"step-(0|[1-9][0-9]*)", entry.name) for entry in self.root.iterdir() if entry.is_dir())
         return [int(match.group(1)) for match in matches if match]
