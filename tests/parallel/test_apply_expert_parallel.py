@@ -1,5 +1,6 @@
 """`apply_expert_parallel` on a model of one's own: ranks compute what one process computes."""
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from titan_moe import ModelConfig, MoE, MoEConfig, apply_expert_parallel, scale_
 from titan_moe.config.kernels import Kernels
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.local import LocalDispatcher
+from titan_moe.parameters import local
 
 README = Path(__file__).parents[2] / "README.md"
 (SNIPPET,) = (code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "WORLD" in code)
@@ -96,6 +98,21 @@ def test_apply_expert_parallel_on_two_ranks_equals_one(ranks, way: str) -> None:
         assert shapes == [(2, 2, 8, WIDTH), (2, WIDTH, 8)], "half of the experts"
         del result["y"]
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def run_copied() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The results of a sharded block, and of its copy."""
+    block = built()
+    by_readme(block)
+    copied = copy.deepcopy(block)
+    for weight, other in zip(block.parameters(), copied.parameters(), strict=True):
+        assert local(weight).data_ptr() != local(other).data_ptr()
+    return run(block), run(copied)
+
+
+def test_a_block_over_ranks_is_copied_as_for_averaged_weights(ranks) -> None:
+    for results, of_copy in ranks(2, run_copied):
+        torch.testing.assert_close(of_copy, results, rtol=0, atol=0)
 
 
 def world() -> Any:

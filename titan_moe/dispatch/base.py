@@ -8,7 +8,7 @@ experts' GEMMs compute slots, which are sorted by local expert; a slot refers to
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, Protocol, Self, final
 
 from torch import Tensor
 
@@ -125,6 +125,10 @@ class TokenDispatcher(ABC):
         """`permute` sorts received (token, expert) assignments into slots: one of `PERMUTE` in kernels/choose.py.
         `capacity` bounds rows or slots; None allocates for the worst case."""
         self.permute, self.capacity = permute, capacity or ExpertCapacity()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """A copied model has the same dispatcher: process groups cannot be copied."""
+        return self
 
     @abstractmethod
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> Exchange:
