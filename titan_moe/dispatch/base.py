@@ -22,8 +22,6 @@ from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_
 
 Exchange = Any
 """A dispatcher's state from `prepare` to `finish_combine`; each dispatcher has its own named tuple."""
-
-
 Pending = Any
 """A collective that was started. Only the half that waits for it may use it."""
 

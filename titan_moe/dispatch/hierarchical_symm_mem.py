@@ -67,10 +67,8 @@ class HierarchicalSymmMemDispatcher(TokenDispatcher):
         self.across = RowExchange(across, collectives, row_format)
         self.num_nodes, self.node, self.ranks_per_node = across.size(), dist.get_rank(across), len(memory.peer_ptrs_P)
         self.num_ranks = self.num_nodes * self.ranks_per_node
-        self.num_routed_experts, self.num_local_experts = (
-            num_routed_experts or num_experts,
-            num_experts // self.num_ranks,
-        )
+        self.num_routed_experts = num_routed_experts or num_experts
+        self.num_local_experts = num_experts // self.num_ranks
 
     def prepare(self, topk_ids_TK: Tensor, topk_scores_TK: Tensor) -> HierarchicalSymmMemExchange:
         num_tokens, experts_of_node = len(topk_ids_TK), self.ranks_per_node * self.num_local_experts
