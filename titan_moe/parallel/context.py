@@ -42,7 +42,7 @@ from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.ring_attention import RingAttention
-from titan_moe.parallel.sequence import gather_sequence
+from titan_moe.parallel.sequence import gather_output
 
 
 def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend: str = "cpu") -> None:
@@ -64,7 +64,7 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes, ring_backend
                 _exchange_heads(module, config.tp, group)
             case MultiHeadLatentAttention():
                 module.q_up.register_forward_hook(TokensToHeads((len(module.q_up.weight),), group))
-                module.kv_down.register_forward_hook(partial(_gather_output, group))
+                module.kv_down.register_forward_hook(partial(gather_output, group))
                 _read_own_rows(module.kv_up, group)
                 module.out.register_forward_pre_hook(HeadsToTokens(group))
             case Transformer():
@@ -149,10 +149,6 @@ class GatherKeys:
         whole_BNX = torch.cat([heads, tails.flip(0)]).transpose(0, 1).flatten(1, 2)
         whole_first, whole_second = whole_BNX.split(widths, dim=-1)
         return whole_first.unflatten(2, shapes[0]), whole_second.unflatten(2, shapes[1])
-
-
-def _gather_output(group: dist.ProcessGroup, module: nn.Module, args: Any, out_BnX: Tensor) -> Tensor:
-    return gather_sequence(out_BnX, group)
 
 
 class NextLogits:

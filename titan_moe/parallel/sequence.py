@@ -49,6 +49,11 @@ def scatter_sequence(x_BND: Tensor, group: dist.ProcessGroup) -> Tensor:
     return reduce_scatter(x_PBnD.flatten(0, 1), group)
 
 
+def gather_output(group: dist.ProcessGroup, _: nn.Module, __: Any, out_BnD: Tensor) -> Tensor:
+    """`gather_sequence` as a forward hook of a layer, bound to a group."""
+    return gather_sequence(out_BnD, group)
+
+
 def by_rank(labels_BN: Tensor, num_ranks: int) -> Tensor:
     """Order tokens by rank, as `all_gather` does: [B, N] -> [P·B, n]."""
     return labels_BN.unflatten(1, (num_ranks, -1)).transpose(0, 1).flatten(0, 1)

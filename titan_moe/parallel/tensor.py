@@ -14,6 +14,7 @@ A fused weight (query, key and value; gate and up) is several matrices, of which
 (`parameters.local_chunks`).
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -31,12 +32,13 @@ from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
 from titan_moe.parallel.mesh import Meshes
-from titan_moe.parallel.sequence import gather_sequence, scatter_sequence
+from titan_moe.parallel.sequence import gather_output, gather_sequence, scatter_sequence
 from titan_moe.parallel.tensor_overlap import gather_then_multiply, multiply_then_scatter
 from titan_moe.parallel.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from titan_moe.parameters import TENSOR_AXIS
 
 ROWS, COLUMNS = Shard(0), Shard(1)
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
@@ -45,38 +47,24 @@ def apply(model: nn.Module, config: ParallelConfig, meshes: Meshes) -> None:
         return
     mesh = meshes.dense[TENSOR_AXIS]
     group, readers = mesh.get_group(), dict[nn.Module, "_OwnRows"]()
+    exchange = partial(_exchange_tokens, group, overlaps=config.tp_comm_overlap)
     for module in list(model.modules()):
         match module:
             case GroupedQueryAttention():
                 readers[module.qkv] = _split_heads(module, mesh)
                 _split(module.out, "weight", COLUMNS, mesh)
-                if config.tp_comm_overlap:
-                    gather_then_multiply(module.qkv, group, is_sequence=True)
-                    multiply_then_scatter(module.out, group, is_sequence=True)
-                else:
-                    module.register_forward_pre_hook(partial(_gather_input, group))
-                    module.register_forward_hook(partial(_scatter_output, group))
+                exchange(module, module.qkv, module.out)
             case MultiHeadLatentAttention():
                 for projection in (module.q_up, module.kv_up):
                     _split(projection, "weight", ROWS, mesh)
                 _split(module.out, "weight", COLUMNS, mesh)
                 # latents are narrower than the input: they are gathered behind their projections
-                module.kv_down.register_forward_hook(partial(_gather_output, group))
-                if config.tp_comm_overlap:
-                    gather_then_multiply(module.q_up, group, is_sequence=True)
-                    multiply_then_scatter(module.out, group, is_sequence=True)
-                else:
-                    module.q_up.register_forward_pre_hook(partial(_gather_input, group))
-                    module.register_forward_hook(partial(_scatter_output, group))
+                module.kv_down.register_forward_hook(partial(gather_output, group))
+                exchange(module, module.q_up, module.out, gathers_in_first=True)
             case MLP():
                 _split(module.gate_up, "weight", ROWS, mesh, module.fused_rows["gate_up.weight"])
                 _split(module.down, "weight", COLUMNS, mesh)
-                if config.tp_comm_overlap:
-                    gather_then_multiply(module.gate_up, group, is_sequence=False)
-                    multiply_then_scatter(module.down, group, is_sequence=False)
-                else:
-                    module.register_forward_pre_hook(partial(_gather_tokens, group))
-                    module.register_forward_hook(partial(_scatter_tokens, group))
+                exchange(module, module.gate_up, module.down, is_sequence=False)
             case nn.Embedding():
                 _split_vocabulary(model, module, mesh)
                 num_words = module.num_embeddings // mesh.size()
@@ -178,22 +166,35 @@ def _reading_local_tensors(module_class: type[nn.Module], readers: tuple[_LocalT
     return type(module_class.__name__, (module_class,), properties)
 
 
-def _gather_input(group: dist.ProcessGroup, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return gather_sequence(args[0], group), *args[1:]
+def _exchange_tokens(
+    group: dist.ProcessGroup,
+    layer: nn.Module,
+    first: nn.Linear,
+    last: nn.Linear,
+    *,
+    overlaps: bool,
+    gathers_in_first: bool = False,
+    is_sequence: bool = True,
+) -> None:
+    """Let the projections of a layer see the tokens of all ranks, and the layer return the sums of own tokens.
+
+    With `overlaps` its first and last projection exchange them while they multiply; else hooks do, before the layer,
+    or before its first projection alone (`gathers_in_first`), and behind the layer. Without `is_sequence` the order of
+    tokens does not matter to it.
+    """
+    if overlaps:
+        gather_then_multiply(first, group, is_sequence=is_sequence)
+        multiply_then_scatter(last, group, is_sequence=is_sequence)
+        return
+    gather, scatter = (gather_sequence, scatter_sequence) if is_sequence else (all_gather, reduce_scatter)
+    reader = first if gathers_in_first else layer
+    reader.register_forward_pre_hook(partial(_gather_input, gather, group))
+    layer.register_forward_hook(partial(_scatter_output, scatter, group))
 
 
-def _gather_output(group: dist.ProcessGroup, module: nn.Module, args: Any, out_BnD: Tensor) -> Tensor:
-    return gather_sequence(out_BnD, group)
+def _gather_input(gather: Collective, group: dist.ProcessGroup, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return gather(args[0], group), *args[1:]
 
 
-def _scatter_output(group: dist.ProcessGroup, module: nn.Module, args: Any, out_BND: Tensor) -> Tensor:
-    return scatter_sequence(out_BND, group)
-
-
-def _gather_tokens(group: dist.ProcessGroup, module: nn.Module, args: tuple[Tensor]) -> Tensor:
-    """For a layer to which the order of tokens does not matter."""
-    return all_gather(args[0], group)
-
-
-def _scatter_tokens(group: dist.ProcessGroup, module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    return reduce_scatter(out, group)
+def _scatter_output(scatter: Collective, group: dist.ProcessGroup, _: nn.Module, __: Any, out: Tensor) -> Tensor:
+    return scatter(out, group)
