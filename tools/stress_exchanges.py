@@ -28,6 +28,7 @@ from torch import Tensor
 
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.train import RunConfig
+from titan_moe.kernels.device import device_name
 from titan_moe.parallel.mesh import build_meshes
 from titan_moe.parallel.pipeline.messages import Messages, Received
 from titan_moe.train.process import process_group
@@ -100,7 +101,7 @@ def stress(case: Case, device: torch.device, args: argparse.Namespace) -> dict[s
         "seconds": time.perf_counter() - start,
         "worst_error": worst,
         "wrong_messages": num_wrong,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "device": device_name(device),
         "torch": str(torch.__version__),
     }
 

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Recorder
 from titan_moe.config.train import RunConfig
+from titan_moe.kernels.device import device_name
 from titan_moe.train.process import process_group
 
 READS_HOST = ("alltoall", "hierarchical", PEER)
@@ -70,8 +71,7 @@ def main() -> None:
 
 def facts_of(device: torch.device) -> dict[str, str]:
     """The device and the torch version of a measurement."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"device": name, "torch": str(torch.__version__)}
+    return {"device": device_name(device), "torch": str(torch.__version__)}
 
 
 def time_dispatch(name: str, case: Case, device: torch.device, num_calls: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from titan_moe.config.context import sequence_shard
 from titan_moe.config.train import RunConfig
 from titan_moe.data.loader import build_loader
 from titan_moe.data.packing import Batch
+from titan_moe.kernels.device import device_name
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.experts import expert_loads, rank_loads, read_scalars
 from titan_moe.metrics.throughput import peak_memory_gib
@@ -124,7 +125,7 @@ def measure(
         assembly.step.release()  # NCCL does not shut down while a graph contains its collectives
     return result | {
         "kernels": asdict(recipe.perf.chosen_kernels),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "device": device_name(device),
         "torch": str(torch.__version__),
     }
 

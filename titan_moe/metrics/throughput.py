@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from titan_moe.kernels.device import device_name
 from titan_moe.plan.hardware import find_hardware
 
 GIB = 2**30
@@ -23,7 +24,7 @@ class Throughput:
     def __init__(self, flops_per_token: float, device: torch.device, num_ranks: int) -> None:
         self.flops_per_token = flops_per_token
         self.num_ranks = num_ranks
-        hardware = find_hardware(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        hardware = find_hardware(device_name(device))
         self.peak_flops = hardware.bf16_flops if hardware else None
         self.start()
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from titan_moe.config import Recipe
 from titan_moe.config.formats import GemmFormats
+from titan_moe.kernels.device import compute_capability
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.plan.format_choice import IN_COMPUTE, choose_formats, resolve_backend
@@ -34,8 +35,7 @@ def convert(model: nn.Module, recipe: Recipe, device: torch.device) -> dict[str,
     formats_of = resolve_formats(recipe)
     if not formats_of:
         return {}
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    backend = resolve_backend(recipe.precision, capability)
+    backend = resolve_backend(recipe.precision, compute_capability(device))
     in_triton = device.type == "cuda" and recipe.perf.kernels != "reference"
     modules = dict(model.named_modules())
     converted: dict[str, GemmFormats] = {}

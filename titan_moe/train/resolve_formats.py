@@ -8,6 +8,7 @@ import torch
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.kernels.device import compute_capability, device_name
 from titan_moe.plan.format_choice import choose_formats, describe_formats, keep_slower_in_compute, resolve_backend
 
 logger = logging.getLogger("titan_moe")
@@ -22,9 +23,7 @@ def resolve_formats(recipe: Recipe, device: torch.device) -> Recipe:
         return recipe
 
     def choose() -> PrecisionConfig:
-        is_cuda = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
-        capability = torch.cuda.get_device_capability(device) if is_cuda else None
+        name, capability = device_name(device), compute_capability(device)
         backend = resolve_backend(recipe.precision, capability)
         resolved = replace(recipe, precision=replace(recipe.precision, backend=backend))
         choices = choose_formats(resolved, name, capability)

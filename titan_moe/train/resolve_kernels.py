@@ -10,6 +10,7 @@ from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.perf import PerfConfig
+from titan_moe.kernels.device import compute_capability, device_name
 from titan_moe.plan.kernel_choice import as_overrides, choose_for, describe_choices
 from titan_moe.train.resolve_formats import resolve_formats
 
@@ -35,9 +36,7 @@ def resolve_kernels(recipe: Recipe, device: torch.device) -> Recipe:
         return recipe
 
     def choose() -> PerfConfig:
-        is_cuda = device.type == "cuda"
-        name = torch.cuda.get_device_name(device) if is_cuda else "CPU"
-        capability = torch.cuda.get_device_capability(device) if is_cuda else None
+        name, capability = device_name(device), compute_capability(device)
         choices = choose_for(recipe, dist.get_world_size(), name, capability)
         logger.info('perf.kernels = "auto" on %s: %s', name, "; ".join(describe_choices(choices)))
         return as_overrides(recipe.perf, choices)

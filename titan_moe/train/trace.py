@@ -10,6 +10,7 @@ import torch
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import ranks_of_a_node, resolve
+from titan_moe.kernels.device import device_name
 from titan_moe.plan.hardware import find_hardware
 from titan_moe.plan.pipeline.describe import simulate_step
 from titan_moe.plan.pipeline.parts import training_flops_of_rank
@@ -86,16 +87,17 @@ def shortened(recipe: Recipe) -> Recipe:
 
 def _traced_run(recipe: Recipe) -> TracedRun:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.cuda.get_device_name() if _device(recipe).type == "cuda" else "CPU"
+    device = _device(recipe)
+    name = device_name(device)
     work = step_work(recipe, world_size)
-    if recipe.compile.compiles_blocks(_device(recipe).type):
+    if recipe.compile.compiles_blocks(device.type):
         work = _in_blocks(work)
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
     sizes = resolve(recipe.parallel, world_size)
     num_tokens //= sizes.dp * sizes.cp * sizes.tp
     flops = training_flops_of_rank(recipe, 0) * num_tokens
-    title = f"{recipe.model.name} on {world_size} x {device}"
-    return TracedRun(title, work, flops, num_tokens, find_hardware(device))
+    title = f"{recipe.model.name} on {world_size} x {name}"
+    return TracedRun(title, work, flops, num_tokens, find_hardware(name))
 
 
 def _pipeline(recipe: Recipe, folder: Path) -> str:

@@ -1,0 +1,15 @@
+"""What the driver says of a device: by its name and compute capability, kernels and formats are chosen."""
+
+import torch
+
+from titan_moe.plan.hardware import Capability
+
+
+def device_name(device: torch.device) -> str:
+    """`NVIDIA H200`; `CPU` for any other device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def compute_capability(device: torch.device) -> Capability | None:
+    """CUDA compute capability; None for any other device."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
