@@ -93,7 +93,7 @@ class Trainer:
             self._log_start()
         self.recipe = recipe = resolve_auto(recipe, device)
         torch.manual_seed(recipe.run.seed)
-        self.meshes, self.model, self.parts, optimizers, self.schedule, self.step = assemble(recipe, device)
+        self.meshes, self.model, self.parts, optimizers, self.schedule, self.runner = assemble(recipe, device)
         if recipe.metrics.sample_tokens and not hasattr(self.model, "generate"):
             problem = f'model.class = "{recipe.model.class_}" has no `generate`'
             raise RecipeError([f"{problem}; add it, or set metrics.sample_tokens = 0"])
@@ -106,7 +106,7 @@ class Trainer:
             builds_cache = dist.get_rank() == 0
             self.loader = build_loader(recipe, *where, self.run_folder, barrier, shard, builds_cache=builds_cache)
         if recipe.model.class_ != ModelConfig.class_:
-            capacity = self.step.step.capacity
+            capacity = self.runner.step.capacity
             with capacity.unbounded():
                 check_loss(self.model, self.parts, recipe, self.loader.tokenizer.vocab_size, device, capacity.check)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
@@ -167,8 +167,8 @@ class Trainer:
             self._open_run_folder()
         if self.progress.step > 0:
             logger.info("continuing after step %d", self.progress.step)
-        self.step.resume(self.progress.capacity_factor)
-        if (spikes := self.step.step.spikes) is not None:
+        self.runner.resume(self.progress.capacity_factor)
+        if (spikes := self.runner.step.spikes) is not None:
             spikes.load_state(self.progress.spikes)
         with StopSignal() as stop:
             self._run_steps(stop)
@@ -177,7 +177,7 @@ class Trainer:
             if self.recipe.checkpoint.save_last_step or not self.is_finished:
                 self._save(is_last=True)
         self.meter.close()
-        if need := self.step.largest_need:
+        if need := self.runner.largest_need:
             logger.info("steps needed a capacity factor of up to %.3g; %g would have sufficed", need, round_up(need))
         if self.has_diverged:
             return 0
@@ -211,7 +211,7 @@ class Trainer:
                 tracer.step()
                 garbage.run(self.progress.step)
         finally:
-            self.step.release()  # NCCL does not shut down while a CUDA graph holds collectives, after an error too
+            self.runner.release()  # NCCL does not shut down while a CUDA graph holds collectives, after an error too
             gc.enable()
         tracer.close()
 
@@ -220,9 +220,9 @@ class Trainer:
         lr = self.schedule.lr
         with _as_recipe_errors(ValueError):  # a stream is checked as it is read
             batch = self.loader.next_step()
-        result: StepResult = self.step(batch.to(self.device))
+        result: StepResult = self.runner(batch.to(self.device))
         progress.step += 1
-        progress.capacity_factor = self.step.capacity_factor
+        progress.capacity_factor = self.runner.capacity_factor
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
         progress.tokens_seen += num_tokens
         record = self.meter.log(
@@ -235,17 +235,17 @@ class Trainer:
             tokens_per_expert=result.tokens_per_expert,
             num_skipped=result.num_skipped,
             num_spikes=result.num_spikes,
-            num_reruns=self.step.num_reruns,
-            capacity_factor=self.step.capacity_factor,
-            needed_factor=self.step.needed_factor,
+            num_reruns=self.runner.num_reruns,
+            capacity_factor=self.runner.capacity_factor,
+            needed_factor=self.runner.needed_factor,
         )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.watchdog.during("a validation"), self.meter.paused():
                 batches = self.loader.validation_batches()
-                with self.step.step.capacity.unbounded():
+                with self.runner.step.capacity.unbounded():
                     loss = validation_loss(self.model, self.parts, batches, self.device, self.meshes)
                 self.meter.log_validation(progress.step, loss)
-                self.step.step.capacity.check()  # validation has exchanges too
+                self.runner.step.capacity.check()  # validation has exchanges too
         is_saved = self._is_due(recipe.checkpoint.every_steps)
         if record or is_saved or self._is_due(recipe.train.max_skipped_in_row):
             self._read_skipped()
@@ -255,11 +255,11 @@ class Trainer:
 
     def _read_skipped(self) -> None:
         """Read the steps skipped in a row, which are equal on all ranks. Waits for the device."""
-        self.num_skipped_in_row = int(self.step.step.num_skipped_in_row)
+        self.num_skipped_in_row = int(self.runner.step.num_skipped_in_row)
 
     def _save(self, is_last: bool = False) -> None:
         """Save, unless the last step was skipped: the run may have diverged, and a save removes older checkpoints."""
-        if (spikes := self.step.step.spikes) is not None:
+        if (spikes := self.runner.step.spikes) is not None:
             self.progress.spikes = spikes.state()
         if self.num_skipped_in_row == 0:
             self.checkpointer.save(self.progress.step, is_last=is_last)
@@ -272,7 +272,7 @@ class Trainer:
         metrics, tokenizer = self.recipe.metrics, self.loader.tokenizer
         prompt_BN = self.loader.held_out_prompt(SAMPLE_PROMPT_TOKENS).to(self.device)
         generator = torch.Generator(self.device).manual_seed(self.recipe.run.seed)  # so that all ranks draw alike
-        with evaluating(self.parts), self.step.step.capacity.unbounded():
+        with evaluating(self.parts), self.runner.step.capacity.unbounded():
             tokens_BN = self.model.generate(
                 prompt_BN, metrics.sample_tokens, temperature=metrics.sample_temperature, generator=generator
             )
