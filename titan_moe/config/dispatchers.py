@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_moe.config.schema import either
+
 
 @dataclass(frozen=True)
 class DispatcherFacts:
@@ -115,5 +117,4 @@ def facts_of(name: str) -> DispatcherFacts:
 
 def dispatchers_that(have: Callable[[DispatcherFacts], bool]) -> str:
     """List the dispatchers with a fact, for a way out: `"allgather", "alltoall" or "symm_mem"`."""
-    *others, last = [f'"{facts.name}"' for facts in DISPATCHERS.values() if have(facts)]
-    return f"{', '.join(others)} or {last}" if others else last
+    return either(facts.name for facts in DISPATCHERS.values() if have(facts))

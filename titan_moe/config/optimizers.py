@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from titan_moe.config.schema import either
+
 
 @dataclass(frozen=True)
 class OptimizerFacts:
@@ -21,4 +23,4 @@ OPTIMIZERS = {
 
 def kinds_with(fact: str) -> str:
     """The kinds with a fact, for a way out: `"adamw"`."""
-    return " or ".join(f'"{kind}"' for kind, facts in OPTIMIZERS.items() if getattr(facts, fact))
+    return either(kind for kind, facts in OPTIMIZERS.items() if getattr(facts, fact))

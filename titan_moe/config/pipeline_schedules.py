@@ -6,6 +6,8 @@ Rules and plan depend on facts, not on names. A new schedule is a row here and a
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from titan_moe.config.schema import either
+
 UNBOUNDED = 1_000
 
 
@@ -48,5 +50,4 @@ SCHEDULES = {
 
 def schedules_that(have: Callable[[ScheduleFacts], bool]) -> str:
     """List the schedules with a fact, for a way out: `"1f1b" or "interleaved_1f1b"`; empty if none has it."""
-    *others, last = [f'"{name}"' for name, facts in SCHEDULES.items() if have(facts)] or [""]
-    return f"{', '.join(others)} or {last}" if others else last
+    return either(name for name, facts in SCHEDULES.items() if have(facts))

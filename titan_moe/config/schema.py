@@ -6,7 +6,7 @@ Parsing, writing and explaining recipes use this schema, so a new field needs no
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -124,6 +124,12 @@ def in_toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(in_toml(entry) for entry in value)}]"
     return str(value)
+
+
+def either(values: Iterable[str]) -> str:
+    """List values for a way out: `"allgather", "alltoall" or "symm_mem"`; empty for none."""
+    *others, last = [in_toml(value) for value in values] or [""]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _escape(character: str) -> str:

@@ -8,6 +8,7 @@ from titan_moe.config.model import ModelConfig
 from titan_moe.config.parallel import ep_ranks_of_a_node, ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe, expert_hidden_size
 from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
+from titan_moe.config.schema import either
 
 
 @rule("dense parameters are sharded over at least one rank")
@@ -102,7 +103,7 @@ def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
 def dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and p.facts.moves_rows and p.overlap not in p.facts.overlaps:
-        supported = " or ".join(f'"{overlap}"' for overlap in (*p.facts.overlaps, "none"))
+        supported = either((*p.facts.overlaps, "none"))
         yield (
             f'parallel.overlap = "{p.overlap}" is not supported by parallel.dispatcher = "{p.dispatcher}"; take '
             f"overlap = {supported}, or {dispatchers_that(lambda facts: p.overlap in facts.overlaps)}"

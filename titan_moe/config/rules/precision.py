@@ -48,8 +48,8 @@ def formats_round_from_bf16(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.formats and p.compute != "bf16" and not is_emulated_fp32:
         emulated = ', or precision.backend = "emulated"' if p.compute == "fp32" else ""
         yield (
-            f'precision.compute = "{p.compute}" cannot be rounded to {_listed(p.formats)}; take "bf16"{emulated}, or '
-            f"{_without_formats(p)}"
+            f'precision.compute = "{p.compute}" cannot be rounded to {" and ".join(p.formats)}; take "bf16"{emulated}, '
+            f"or {_without_formats(p)}"
         )
 
 
@@ -58,8 +58,8 @@ def native_formats_are_on_gpus(recipe: Recipe, world_size: int) -> Iterator[str]
     p = recipe.precision
     if p.formats and p.backend != "emulated" and recipe.run.device == "cpu":
         yield (
-            f'precision.backend = "{p.backend}" does not compute {_listed(p.formats)} with run.device = "cpu"; take '
-            f'"emulated", or {_without_formats(p)}'
+            f'precision.backend = "{p.backend}" does not compute {" and ".join(p.formats)} with run.device = "cpu"; '
+            f'take "emulated", or {_without_formats(p)}'
         )
 
 
@@ -173,10 +173,6 @@ def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator
             'precision.all_gather = "format" gathers only codes, but precision.dgrad = "compute" needs unrounded '
             'weights; take dgrad = "format", or all_gather = "compute"'
         )
-
-
-def _listed(formats: list) -> str:
-    return " and ".join(formats)
 
 
 def _without_formats(p: PrecisionConfig) -> str:
