@@ -1,5 +1,8 @@
 """The report of `titan-moe check`: shape, cost, meshes and kernels of a recipe."""
 
+from collections.abc import Iterable
+from itertools import chain, repeat
+
 from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.parallel import resolve
@@ -98,10 +101,8 @@ def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
         "router and norms": parameters.router + parameters.norms,
     }
     listed = ", ".join(f"{name} {abbreviate(size)}" for name, size in parts.items() if size)
-    return [
-        ("parameters", f"{abbreviate(parameters.total)}, {abbreviate(parameters.active)} active a token"),
-        ("", listed),
-    ]
+    total = f"{abbreviate(parameters.total)}, {abbreviate(parameters.active)} active a token"
+    return _labelled("parameters", [total, listed])
 
 
 def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
@@ -111,15 +112,14 @@ def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     clones = f"; up to {num_clones} clones of other ranks' experts on each" if num_clones else ""
     width = recipe.model.moe.ffn_hidden_size
     parts = f"; {width // s.etp} of the width {width} of an expert, for rows of {s.etp} ranks" if s.etp > 1 else ""
-    return [
-        ("ranks", f"{s.world}; dispatcher {recipe.parallel.dispatcher}{clones}{parts}"),
-        (
-            "",
-            f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {cp} · tp {s.tp}",
-        ),
-        ("", f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}"),
-        *(("", words) for words in [describe_links(recipe, world_size), _replicated(recipe, world_size)] if words),
+    lines = [
+        f"{s.world}; dispatcher {recipe.parallel.dispatcher}{clones}{parts}",
+        f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {cp} · tp {s.tp}",
+        f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}",
+        describe_links(recipe, world_size),
+        _replicated(recipe, world_size),
     ]
+    return _labelled("ranks", filter(None, lines))
 
 
 def _replicated(recipe: Recipe, world_size: int) -> str:
@@ -147,8 +147,7 @@ def _step(recipe: Recipe, world_size: int) -> str:
 
 def _pipeline_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     factor = recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
-    lines = describe_pipeline(recipe, world_size, factor, experts_of(recipe))
-    return [("pipeline" if not index else "", line) for index, line in enumerate(lines)]
+    return _labelled("pipeline", describe_pipeline(recipe, world_size, factor, experts_of(recipe)))
 
 
 def _capture_rows(recipe: Recipe) -> list[tuple[str, str]]:
@@ -157,7 +156,7 @@ def _capture_rows(recipe: Recipe) -> list[tuple[str, str]]:
     problems = list(obstacles(recipe))
     if not problems:
         return [("CUDA graph", f"{recipe.compile.cudagraph}; forward, backward and the whole step can be captured")]
-    return [("CUDA graph", "forward and backward cannot be captured:"), *(("", problem) for problem in problems)]
+    return _labelled("CUDA graph", ["forward and backward cannot be captured:", *problems])
 
 
 def _memory(recipe: Recipe, world_size: int) -> str:
@@ -208,7 +207,7 @@ def _format_rows(recipe: Recipe) -> list[tuple[str, str]]:
         if choices != elsewhere:
             head, *on_device, _ = describe_formats(recipe, choices)
             lines = [head, *lines[1:], *(f"on {device}: {line}" for line in on_device)]
-    return [("formats" if not index else "", line) for index, line in enumerate(lines)]
+    return _labelled("formats", lines)
 
 
 def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
@@ -223,4 +222,9 @@ def _kernel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     if len(lines) > 1:
         lines.append("on other architectures")
     lines += [f"  {line}" for line in describe_choices(elsewhere)]
-    return [("kernels" if not index else "", line) for index, line in enumerate(lines)]
+    return _labelled("kernels", lines)
+
+
+def _labelled(label: str, lines: Iterable[str]) -> list[tuple[str, str]]:
+    """Rows of which the first has the label."""
+    return list(zip(chain([label], repeat("")), lines, strict=False))
