@@ -29,6 +29,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # befor
 
 import torch
 import torch.distributed as dist
+from measurement import max_over_ranks
 from rank_processes import write_once
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import job_config as titan
@@ -195,13 +196,6 @@ def step_times_ms(trainer: Trainer, batches: Iterator[Any], num_steps: int) -> l
         torch.cuda.synchronize()
         times_ms.append((time.perf_counter() - start) * 1e3)
     return times_ms
-
-
-def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The maximum of each value over ranks: the slowest rank determines the time of a step."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.tolist()
 
 
 def count_parameters(trainer: Trainer, pp: int) -> int:

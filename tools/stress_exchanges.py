@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from dispatch_candidates import DISPATCHERS, Case, build_dispatcher, expert_factors, own_factors, stub_experts
+from measurement import facts_of
 from rank_processes import reporting_errors, write_once
 from torch import Tensor
 
 from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.train import RunConfig
-from titan_moe.kernels.device import device_name
 from titan_moe.parallel.mesh import build_meshes
 from titan_moe.parallel.pipeline.messages import Messages, Received
 from titan_moe.train.process import process_group
@@ -101,9 +101,7 @@ def stress(case: Case, device: torch.device, args: argparse.Namespace) -> dict[s
         "seconds": time.perf_counter() - start,
         "worst_error": worst,
         "wrong_messages": num_wrong,
-        "device": device_name(device),
-        "torch": str(torch.__version__),
-    }
+    } | facts_of(device)
 
 
 class Exchanges:

@@ -34,12 +34,12 @@ from dispatch_candidates import (
     draw_choices,
     draw_rows,
 )
+from measurement import facts_of, max_over_ranks
 from rank_processes import append_result, reporting_errors
 from torch import Tensor
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Recorder
 from titan_moe.config.train import RunConfig
-from titan_moe.kernels.device import device_name
 from titan_moe.train.process import process_group
 
 READS_HOST = ("alltoall", "hierarchical", PEER)
@@ -67,11 +67,6 @@ def main() -> None:
                 if dist.get_rank() == 0:
                     append_result(args.out, [job], result | facts_of(device))
                 free_memory(device)
-
-
-def facts_of(device: torch.device) -> dict[str, str]:
-    """The device and the torch version of a measurement."""
-    return {"device": device_name(device), "torch": str(torch.__version__)}
 
 
 def time_dispatch(name: str, case: Case, device: torch.device, num_calls: int) -> dict[str, Any]:
@@ -176,13 +171,6 @@ def _values(name: str, case: Case, device: torch.device) -> list[Tensor]:
     values = [y_TD.detach(), *torch.autograd.grad(y_TD, [x_TD, scores_TK], y_TD.detach().cos())]
     max_over_ranks([0.0], device)  # a barrier: memory must not be freed while a peer still reads it
     return values
-
-
-def max_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The maximum of each value over ranks."""
-    maxima = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    return maxima.tolist()
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from cleanup import GIB, free_memory
 from dispatch_candidates import TILED, Case, build_dispatcher
+from measurement import facts_of, max_over_ranks
 from rank_processes import append_result, reporting_errors
-from time_dispatch import facts_of, max_over_ranks
 from torch import Tensor
 
 from titan_moe.config.kernels import PRESETS

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from cleanup import check_memory, destroy_subgroups, free_memory
 from kernel_times import profile_step
+from measurement import facts_of, max_over_ranks
 from rank_processes import append_result, reporting_errors
 from torch import Tensor
 
@@ -33,7 +34,6 @@ from titan_moe.config.context import sequence_shard
 from titan_moe.config.train import RunConfig
 from titan_moe.data.loader import build_loader
 from titan_moe.data.packing import Batch
-from titan_moe.kernels.device import device_name
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.experts import expert_loads, rank_loads, read_scalars
 from titan_moe.metrics.throughput import peak_memory_gib
@@ -123,11 +123,7 @@ def measure(
                 profile_step(lambda: assembly.step(batches[-1]), output.file, output.heading)
     finally:
         assembly.step.release()  # NCCL does not shut down while a graph contains its collectives
-    return result | {
-        "kernels": asdict(recipe.perf.chosen_kernels),
-        "device": device_name(device),
-        "torch": str(torch.__version__),
-    }
+    return result | {"kernels": asdict(recipe.perf.chosen_kernels)} | facts_of(device)
 
 
 def time_steps(
@@ -144,7 +140,7 @@ def time_steps(
             _reset_peak_memory(device)
         start = _synchronised_time(device)
         result = assembly.step(batch)
-        step_ms.append(_max_over_ranks(1e3 * (_synchronised_time(device) - start), device))
+        step_ms += max_over_ranks([1e3 * (_synchronised_time(device) - start)], device)
         losses.append(result.loss.item())
         loads.append(loads_of(result.tokens_per_expert, recipe.parallel.ep))
     median_ms = statistics.median(step_ms[warmup:])
@@ -155,7 +151,7 @@ def time_steps(
         "step_ms": step_ms,
         "losses": losses,
         "is_finite": all(map(math.isfinite, losses)),
-        "peak_memory_gib": _max_over_ranks(peak_memory_gib(device), device),
+        "peak_memory_gib": max_over_ranks([peak_memory_gib(device)], device)[0],
         "num_reruns": assembly.step.num_reruns - num_warmup_reruns,
         "num_skipped": int(result.num_skipped),
         "expert_load": _summary([expert for expert, _ in loads[warmup:]]),
@@ -194,13 +190,6 @@ def _synchronised_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _max_over_ranks(value: float, device: torch.device) -> float:
-    """The maximum over ranks."""
-    maximum = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
-    return maximum.item()
 
 
 def _reset_peak_memory(device: torch.device) -> None:
