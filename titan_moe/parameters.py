@@ -115,7 +115,7 @@ class Chunk(NamedTuple):
     offsets: tuple[int, ...]  # of the slice in the full tensor
 
 
-def local_chunks(tensor: Tensor, rows: tuple[int, ...] = ()) -> list[Chunk]:
+def local_chunks(tensor: Tensor, rows: tuple[int, ...]) -> list[Chunk]:
     """Cut the local shard into slices of the full tensor.
 
     A tensor-parallel rank keeps its rows of every matrix of a fused weight, one below the other, so that one GEMM reads

@@ -32,7 +32,7 @@ class Loader:
         dp_size: int,
         tokenizer: Tokenizer,
         source: Source,
-        shard: SequenceShard = WHOLE_SEQUENCES,
+        shard: SequenceShard,
     ) -> None:
         self.tokenizer = tokenizer
         self._training, self._validation, self._fingerprint = source

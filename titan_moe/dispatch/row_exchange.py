@@ -60,7 +60,7 @@ class RowExchange:
     Every method takes the copies of one exchange; the object itself keeps none.
     """
 
-    def __init__(self, group: dist.ProcessGroup, collectives: Collectives, row_format: str = PLAIN) -> None:
+    def __init__(self, group: dist.ProcessGroup, collectives: Collectives, row_format: str) -> None:
         """`row_format` is how rows and gradients of results are sent (row_format.py); sums are sent as they are."""
         self.group, self.all_to_all, self.row_format = group, collectives.all_to_all, row_format
 

@@ -31,7 +31,7 @@ class CastCache:
         dtype: torch.dtype,
         *,
         keeps: bool,
-        accumulate: Accumulate = ACCUMULATE["torch"],
+        accumulate: Accumulate,
         room: int = 0,
         are_read: bool = True,
     ) -> None:

@@ -54,7 +54,7 @@ def convert_linear(linear: nn.Linear, formats: GemmFormats, backend: str, *, in_
 class FormattedLinear(nn.Linear):
     """A linear layer whose product is given: `product(x, weight, *options)`."""
 
-    def __init__(self, linear: nn.Linear, product: Any, *options: Any, activates: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, product: Any, *options: Any, activates: bool) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.product, self.options, self.activates = product, options, activates

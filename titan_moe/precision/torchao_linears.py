@@ -16,7 +16,7 @@ from titan_moe.config.formats import GemmFormats
 from titan_moe.kernels.experts.swiglu import swiglu
 
 
-def float8_linear(linear: nn.Linear, formats: GemmFormats, *, emulate: bool, activates: bool = False) -> nn.Module:
+def float8_linear(linear: nn.Linear, formats: GemmFormats, *, emulate: bool, activates: bool) -> nn.Module:
     """torchao's layer with the parameters of `linear`; with `activates` it reads pre-activations of gate and up."""
     config = float8_config(formats, emulate)
     plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")

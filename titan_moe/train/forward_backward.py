@@ -30,7 +30,7 @@ def build_forward_backward(
     recipe: Recipe,
     meshes: Meshes,
     tied: TiedEmbedding | None,
-    queue: WeightGradQueue | None = None,
+    queue: WeightGradQueue | None,
     *,
     capacity: ExpertCapacity,
 ) -> ForwardBackward:

@@ -52,8 +52,8 @@ class Pipeline:
         parts: list[nn.Module],
         recipe: Recipe,
         meshes: Meshes,
-        tied: TiedEmbedding | None = None,
-        queue: WeightGradQueue | None = None,
+        tied: TiedEmbedding | None,
+        queue: WeightGradQueue | None,
         *,
         capacity: ExpertCapacity,
     ) -> None:

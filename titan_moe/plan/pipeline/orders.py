@@ -27,9 +27,7 @@ class Phase(NamedTuple):
     actions: str
 
 
-def order_of(
-    schedule: str, rank: int, pp: int, vpp: int, num_microbatches: int, *, has_pairs: bool = False
-) -> list[Unit]:
+def order_of(schedule: str, rank: int, pp: int, vpp: int, num_microbatches: int, *, has_pairs: bool) -> list[Unit]:
     """The order of a rank; with `has_pairs` that of a schedule that has pairs."""
     phases = (PHASES_WITH_PAIRS if has_pairs else PHASES)[schedule](rank, pp, vpp, num_microbatches)
     return _write_out(phases, stages_on_rank(rank, pp, vpp, schedule), pp, num_microbatches)

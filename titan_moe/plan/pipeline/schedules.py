@@ -19,8 +19,6 @@ from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat
 from titan_moe.plan.pipeline.orders import Unit, order_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 
-__all__ = ["Action", "actions_of", "entries_of"]
-
 DURATION = {"backward": 2}
 """Units of time; all others take 1."""
 

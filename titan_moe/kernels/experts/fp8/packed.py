@@ -23,12 +23,12 @@ def num_scales(width: int, columns: int) -> int:
     return width // columns if columns else 1
 
 
-def packed_width(width: int, columns: int = WHOLE_ROW) -> int:
+def packed_width(width: int, columns: int) -> int:
     """Bytes of a packed row of so many codes."""
     return width + -(-4 * num_scales(width, columns) // TAIL_BYTES) * TAIL_BYTES
 
 
-def codes_width(num_bytes: int, columns: int = WHOLE_ROW) -> int:
+def codes_width(num_bytes: int, columns: int) -> int:
     """The inverse of `packed_width`: codes of a packed row of so many bytes."""
     if not columns:
         return num_bytes - TAIL_BYTES

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_moe.kernels.experts.fp8.packed import codes_width
+from titan_moe.kernels.experts.fp8.packed import CODES, WHOLE_ROW, codes_width
 from titan_moe.kernels.experts.fp8.rows import SMALLEST
 from titan_moe.kernels.experts.tiles import Tiles
 
@@ -86,7 +86,8 @@ def transposed_rows(packed: Tensor, rows_R: Tensor, tiles: Tiles, base: Tensor |
     several layers.
     """
     packed = packed.view(torch.uint8)
-    return _transpose(packed, codes_width(packed.shape[1]), tiles, rows_R, base=base).view(torch.float8_e4m3fn)
+    width = codes_width(packed.shape[1], WHOLE_ROW)
+    return _transpose(packed, width, tiles, rows_R, base=base).view(CODES)
 
 
 def transposed_slots(codes_RW: Tensor, factors_R2: Tensor, scales_e2: Tensor, index: int, tiles: Tiles) -> Tensor:
