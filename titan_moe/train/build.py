@@ -62,28 +62,42 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
-    balancer = ExpertBalancer(parts, meshes.world_group, num_experts)
     tied = find_tied_embedding(parts, recipe.parallel, meshes, is_tied=is_tied)
     check_one_schedule(recipe, meshes, device)
-    forward_backward = build_forward_backward(parts, recipe, meshes, tied, queue, capacity=capacity)
-    skipped, in_row, spiked = torch.zeros(3, dtype=torch.int64, device=device).unbind()
-    spikes = Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None
-    max_grad_norm = recipe.optim.max_grad_norm
-    shared = () if tied is None else tuple(tied.weights)
-    replicated = None
-    if recipe.parallel.tp > 1:
-        group = meshes.dense[TENSOR_AXIS].get_group()
-        replicated = ReplicatedGrads(optimizers.parameters, group, fsdp.DTYPES[recipe.precision.reduce])
-    counts = skipped, in_row, spiked
+    num_skipped, num_skipped_in_row, num_spikes = torch.zeros(3, dtype=torch.int64, device=device).unbind()
     step = TrainStep(
-        forward_backward, optimizers, balancer, capacity, max_grad_norm, meshes, spikes, *counts, shared, replicated
+        forward_backward=build_forward_backward(parts, recipe, meshes, tied, queue, capacity=capacity),
+        optimizers=optimizers,
+        balancer=ExpertBalancer(parts, meshes.world_group, num_experts),
+        capacity=capacity,
+        max_grad_norm=recipe.optim.max_grad_norm,
+        meshes=meshes,
+        spikes=Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None,
+        num_skipped=num_skipped,
+        num_skipped_in_row=num_skipped_in_row,
+        num_spikes=num_spikes,
+        tied=() if tied is None else tuple(tied.weights),
+        replicated=_replicated_grads(recipe, meshes, optimizers),
     )
-    follows_load = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0
-    control = None
-    if follows_load and (capacity.arena is None or not capacity.arena.is_checkpointed):
-        control = CapacityControl(largest=partial(largest_factor, capacity, device))
-    runner = StepRunner(step, schedule, recipe.compile.cudagraph, control=control)
+    runner = StepRunner(step, schedule, recipe.compile.cudagraph, control=_capacity_control(recipe, capacity, device))
     return Assembly(meshes, whole_model(parts, recipe, meshes), parts, optimizers, schedule, runner)
+
+
+def _replicated_grads(recipe: Recipe, meshes: Meshes, optimizers: Optimizers) -> ReplicatedGrads | None:
+    """What ranks of tp sum; None without them."""
+    if recipe.parallel.tp == 1:
+        return None
+    group = meshes.dense[TENSOR_AXIS].get_group()
+    return ReplicatedGrads(optimizers.parameters, group, fsdp.DTYPES[recipe.precision.reduce])
+
+
+def _capacity_control(recipe: Recipe, capacity: ExpertCapacity, device: torch.device) -> CapacityControl | None:
+    """What chooses the capacity factor of each step; None where the recipe does, or nothing is kept for backward."""
+    follows_load = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0
+    keeps_nothing = capacity.arena is not None and capacity.arena.is_checkpointed
+    if not follows_load or keeps_nothing:
+        return None
+    return CapacityControl(largest=partial(largest_factor, capacity, device))
 
 
 def build_parts(
