@@ -102,35 +102,35 @@ class Meter:
         if not (is_first or step % self.recipe.metrics.every_steps == 0 or step == self.recipe.train.steps):
             return None
         values = read_values([loss, aux_loss, grad_norm, num_skipped, num_spikes, *tokens_per_expert.values()])
+        read_loss, read_aux_loss, read_norm, read_skipped, read_spikes = (value.item() for value in values[:5])
+        counts = dict(zip(tokens_per_expert, values[5:], strict=True))
         # a resized arena starts a new peak of the allocator
         self.peak_gib = max(self.peak_gib, peak_memory_gib(self.device))
         measured = self.throughput.measure()  # after the read: the device has finished the step
-        scalars, counts = [value.item() for value in values[:5]], dict(zip(tokens_per_expert, values[5:], strict=True))
         record: dict[str, Any] = {
             "step": step,
-            **dict(zip(("loss", "aux_loss", "grad_norm"), scalars[:3], strict=True)),
+            "loss": read_loss,
+            "aux_loss": read_aux_loss,
+            "grad_norm": read_norm,
             "lr": lr,
             "tokens_seen": self.tokens_seen,
             **measured,
             "memory_gib": self.peak_gib,
             **routing_record(counts, self.recipe.parallel.ep),
-            "skipped_steps": int(scalars[3]),
+            "skipped_steps": int(read_skipped),
             "rerun_steps": num_reruns,
             "rerun_share": num_reruns / self.num_steps,
         }
         if self.recipe.train.spike_sigmas:
-            record["spikes"] = int(scalars[4])
+            record["spikes"] = int(read_spikes)
         if needed_factor:
             record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
         if forced := self.recipe.train.forced_routing:
             record["forced_routing"] = forced
         self._write(record)
-        self.last_losses["loss"] = record["loss"]
-        is_start = is_first and self.is_new_run
+        self.last_losses["loss"] = read_loss
         if self.is_main:
-            self.explosion.see(step, record["loss"], is_start=is_start)
-        if self.is_main and counts:
-            self._report_routing(record, counts, is_start=is_start)
+            self._warn_and_draw(record, counts, is_start=is_first and self.is_new_run)
         self.num_logged += 1
         return record
 
@@ -167,8 +167,12 @@ class Meter:
         unit = "GPU" if self.device.type == "cuda" else "process"
         self.console = Console(self.recipe.train.steps, step, unit, has_bar=self.recipe.metrics.progress_bar)
 
-    def _report_routing(self, record: dict[str, Any], counts: dict[str, Tensor], *, is_start: bool) -> None:
-        """Describe the routing of a new run once, warn of a collapse, and draw the loads now and then."""
+    def _warn_and_draw(self, record: dict[str, Any], counts: dict[str, Tensor], *, is_start: bool) -> None:
+        """Describe the routing of a new run once, warn of an explosion or a collapse, and draw the loads now and then;
+        `is_start` if the record is that of a run's first step."""
+        self.explosion.see(record["step"], record["loss"], is_start=is_start)
+        if not counts:
+            return
         if is_start:
             logger.info("%s", format_start(record, sum(map(len, counts.values()))))
             for layer in (layer for layer, count_E in counts.items() if not count_E.any()):
