@@ -40,11 +40,7 @@ def apply(
     run inside a graph, nor where blocks run in pieces (`ManualFSDP`). `gradients` is the backend that accumulates those
     of unsharded experts. `delay_weight_grads_of_experts` computes them while gradients of rows are sent.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if precision.compute == precision.master else DTYPES[precision.compute],
-        reduce_dtype=None if precision.reduce == precision.compute else DTYPES[precision.reduce],
-        cast_forward_inputs=False,  # routing scores must stay fp32
-    )
+    policy = _mixed_precision(precision)
     reshards = not config.accumulate_unsharded
     blocks = list(model.get_submodule("layers").children())
     unsharded: set[nn.Parameter] = set()
@@ -78,6 +74,14 @@ def apply(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module, meshes.expert_fsdp if isinstance(module, GroupedExperts) else meshes.dense_fsdp)
+
+
+def _mixed_precision(precision: PrecisionConfig) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=None if precision.compute == precision.master else DTYPES[precision.compute],
+        reduce_dtype=None if precision.reduce == precision.compute else DTYPES[precision.reduce],
+        cast_forward_inputs=False,  # routing scores must stay fp32
+    )
 
 
 def _room(experts: GroupedExperts, config: ParallelConfig) -> int:
