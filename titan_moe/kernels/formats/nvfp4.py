@@ -77,7 +77,7 @@ def from_e2m1(codes: Tensor) -> Tensor:
 
 def draw(x_MN: Tensor, dim: int, seed: Tensor | int) -> Tensor:
     """A number in [0, 1) for each element, a function of its block along `dim` and of the seed; multiples of 2^-24."""
-    block: Block = (BLOCK, 1) if is_rows(dim, x_MN.ndim) else (1, BLOCK)
+    block = (BLOCK, 1) if is_rows(dim, x_MN.ndim) else (1, BLOCK)
     content = split(x_MN.float(), block).movedim(-3, -2).flatten(-2)  # [..., m, n, 16]
     bits = content.contiguous().view(torch.int32).long()
     lane = torch.arange(BLOCK, device=x_MN.device)
@@ -86,8 +86,7 @@ def draw(x_MN: Tensor, dim: int, seed: Tensor | int) -> Tensor:
     seeds = seed.long() & WORD if isinstance(seed, Tensor) else torch.full_like(key, seed & WORD)
     words = torch.cat(philox_reference(0, (key & WORD, key >> 32 & WORD, quarter, seeds.expand_as(quarter))), dim=-1)
     random = (words >> 8).float() * 2.0**-24
-    shape = (BLOCK, 1) if is_rows(dim, x_MN.ndim) else (1, BLOCK)
-    return join(random.unflatten(-1, shape).movedim(-2, -3), x_MN)
+    return join(random.unflatten(-1, block).movedim(-2, -3), x_MN)
 
 
 def random_hadamard(x_MN: Tensor, dim: int) -> Tensor:
