@@ -17,22 +17,15 @@ weights.py of experts. kernels/formats/linear.py, the definition of "fp8_rowwise
 operands of dW.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.kernels.experts.fp8.packed import CODES
+from titan_moe.kernels.experts.fp8.packed import WHOLE_ROW
 from titan_moe.kernels.experts.fp8.rows import SMALLEST_SCALE, quantize_apart
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way
+from titan_moe.kernels.linear.quantized import linear_op, linear_reference
 from titan_moe.kernels.linear.transposed import transpose
 from titan_moe.kernels.registry import Kernel, register
-
-
-def fp8_linear_reference(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """The product, not rounded."""
-    return x @ weight_OI.T
 
 
 def fp8_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
@@ -40,25 +33,16 @@ def fp8_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
 
     I, O and the number of tokens are multiples of 16.
     """
-    y_TO, *_ = _forward(x.flatten(0, -2).contiguous(), weight_OI)
+    y_TO, *_ = _linear(x.flatten(0, -2).contiguous(), weight_OI)
     return y_TO.unflatten(0, x.shape[:-1])
 
 
-@torch.library.custom_op("titan_moe::fp8_linear", mutates_args=())
 def _forward(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y, and codes and scales of x."""
     (codes_TI, scales_T), (codes_OI, scales_O) = quantize_apart(x_TI), quantize_apart(weight_OI.contiguous())
     return _product(codes_TI, codes_OI, scales_T, scales_O, x_TI.dtype), codes_TI, scales_T
 
 
-@_forward.register_fake
-def _(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens = x_TI.shape[0]
-    codes_TI, scales_T = torch.empty_like(x_TI, dtype=CODES), x_TI.new_empty(num_tokens, dtype=torch.float32)
-    return x_TI.new_empty(num_tokens, weight_OI.shape[0]), codes_TI, scales_T
-
-
-@torch.library.custom_op("titan_moe::fp8_linear_backward", mutates_args=())
 def _backward(
     dy_TO: Tensor, codes_TI: Tensor, scales_T: Tensor, weight_OI: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
@@ -79,12 +63,6 @@ def _backward(
     return dx_TI, dweight_OI
 
 
-@_backward.register_fake
-def _(dy_TO: Tensor, codes_TI: Tensor, scales_T: Tensor, weight_OI: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor]:
-    dx_shape, dweight_shape = codes_TI.shape if needs[0] else (0,), weight_OI.shape if needs[1] else (0,)
-    return dy_TO.new_empty(dx_shape), weight_OI.new_empty(dweight_shape)
-
-
 def _product(left_MK: Tensor, right_NK: Tensor, scales_M: Tensor, scales_N: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes times codes, summed over K, times the scales of both: [M, N]."""
     if not left_MK.is_cuda:  # in Triton's interpreter
@@ -94,30 +72,5 @@ def _product(left_MK: Tensor, right_NK: Tensor, scales_M: Tensor, scales_N: Tens
     return product_MN.to(dtype)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, codes_TI, scales_T = output
-    ctx.mark_non_differentiable(codes_TI, scales_T)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(codes_TI, scales_T, inputs[1])
-
-
-def _backward_of(ctx: Any, dy_TO: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    needs = [bool(need) for need in ctx.needs_input_grad[:2]]
-    grads = _backward(dy_TO.contiguous(), *ctx.saved_tensors, needs)
-    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
-
-
-_forward.register_autograd(_backward_of, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.titan_moe.fp8_linear)
-def _count(x: Any, weight: Any, **_: Any) -> int:
-    return 2 * x[0] * x[1] * weight[0]
-
-
-@register_flop_formula(torch.ops.titan_moe.fp8_linear_backward)
-def _count_backward(dy: Any, codes: Any, scales: Any, weight: Any, needs: Any, **_: Any) -> int:
-    return 2 * dy[0] * weight[0] * weight[1] * sum(needs)
-
-
-register(Kernel("fp8_linear", fp8_linear, fp8_linear_reference, needs_triton=True))
+_linear = linear_op("fp8_linear", _forward, _backward, WHOLE_ROW)
+register(Kernel("fp8_linear", fp8_linear, linear_reference, needs_triton=True))

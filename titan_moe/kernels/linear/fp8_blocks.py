@@ -20,24 +20,17 @@ I·O / 2 ** 15 tiles of 256 x 128, each summed over all tokens by one thread blo
 narrow layers.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES
+from titan_moe.kernels.experts.fp8.packed import BLOCK
 from titan_moe.kernels.experts.fp8.requantized import requantized_slots
 from titan_moe.kernels.experts.fp8.rows import quantize_apart
 from titan_moe.kernels.experts.fp8.stages import sum_over_slots, times_weight
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
+from titan_moe.kernels.linear.quantized import linear_op, linear_reference
 from titan_moe.kernels.registry import Kernel, register
-
-
-def fp8_block_linear_reference(x: Tensor, weight_OI: Tensor) -> Tensor:
-    """The product, not rounded."""
-    return x @ weight_OI.T
 
 
 def fp8_block_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
@@ -51,11 +44,10 @@ def fp8_block_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
             f"a linear layer in fp8_blockwise needs widths that are multiples of {BLOCK}, not {inputs} and {outputs}; "
             'take precision.linears = "fp8_rowwise", or precision.backend = "emulated"'
         )
-    y_TO, *_ = _forward(x.flatten(0, -2).contiguous(), weight_OI)
+    y_TO, *_ = _linear(x.flatten(0, -2).contiguous(), weight_OI)
     return y_TO.unflatten(0, x.shape[:-1])
 
 
-@torch.library.custom_op("titan_moe::fp8_block_linear", mutates_args=())
 def _forward(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y, and codes and scales of x."""
     x = quantize_apart(x_TI, BLOCK)
@@ -63,14 +55,6 @@ def _forward(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return y_TO.to(x_TI.dtype), *x
 
 
-@_forward.register_fake
-def _(x_TI: Tensor, weight_OI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, width = x_TI.shape
-    scales_Ti = x_TI.new_empty(num_tokens, width // BLOCK, dtype=torch.float32)
-    return x_TI.new_empty(num_tokens, weight_OI.shape[0]), torch.empty_like(x_TI, dtype=CODES), scales_Ti
-
-
-@torch.library.custom_op("titan_moe::fp8_block_linear_backward", mutates_args=())
 def _backward(
     dy_TO: Tensor, codes_TI: Tensor, scales_Ti: Tensor, weight_OI: Tensor, needs: list[bool]
 ) -> tuple[Tensor, Tensor]:
@@ -89,14 +73,6 @@ def _backward(
     return dx_TI, dweight_OI
 
 
-@_backward.register_fake
-def _(
-    dy_TO: Tensor, codes_TI: Tensor, scales_Ti: Tensor, weight_OI: Tensor, needs: list[bool]
-) -> tuple[Tensor, Tensor]:
-    dx_shape, dweight_shape = codes_TI.shape if needs[0] else (0,), weight_OI.shape if needs[1] else (0,)
-    return dy_TO.new_empty(dx_shape), weight_OI.new_empty(dweight_shape)
-
-
 def _one_expert(x_TI: Tensor) -> tuple[Tensor, Tiles]:
     """The end of all tokens, as that of an expert's slots, and their tiles."""
     num_tokens = len(x_TI)
@@ -104,30 +80,5 @@ def _one_expert(x_TI: Tensor) -> tuple[Tensor, Tiles]:
     return end, plan_tiles(end, num_tokens, BLOCK)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, codes_TI, scales_Ti = output
-    ctx.mark_non_differentiable(codes_TI, scales_Ti)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(codes_TI, scales_Ti, inputs[1])
-
-
-def _backward_of(ctx: Any, dy_TO: Tensor, *_: None) -> tuple[Tensor | None, ...]:
-    needs = [bool(need) for need in ctx.needs_input_grad[:2]]
-    grads = _backward(dy_TO.contiguous(), *ctx.saved_tensors, needs)
-    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))
-
-
-_forward.register_autograd(_backward_of, setup_context=_save)
-
-
-@register_flop_formula(torch.ops.titan_moe.fp8_block_linear)
-def _count(x: Any, weight: Any, **_: Any) -> int:
-    return 2 * x[0] * x[1] * weight[0]
-
-
-@register_flop_formula(torch.ops.titan_moe.fp8_block_linear_backward)
-def _count_backward(dy: Any, codes: Any, scales: Any, weight: Any, needs: Any, **_: Any) -> int:
-    return 2 * dy[0] * weight[0] * weight[1] * sum(needs)
-
-
-register(Kernel("fp8_block_linear", fp8_block_linear, fp8_block_linear_reference, needs_triton=True))
+_linear = linear_op("fp8_block_linear", _forward, _backward, BLOCK)
+register(Kernel("fp8_block_linear", fp8_block_linear, linear_reference, needs_triton=True))
