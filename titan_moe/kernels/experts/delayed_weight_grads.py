@@ -6,9 +6,9 @@ weights that pass through `delay_weight_grads` before the rows arrive get their 
 the operations of fused_mlp.py in another order, bit for bit. Where a schedule splits a backward, they are computed
 after it (kernels/delayed_weight_grads.py).
 
-Physics: on an H200 a thread block of Triton's weight gradients takes 47,000 of a multiprocessor's 65,536 registers, one
-that sends rows 8,000 to 12,000 and no shared memory, so both fit; and the former end after 0.1 to 0.2 ms. PyTorch's
-kernels, used for wide experts, have one thread block a multiprocessor until the GEMM ends, and may hide nothing.
+Physics: a thread block of Triton's weight gradients leaves room on its multiprocessor for one that sends rows, and ends
+soon (tools/RESULTS.md). PyTorch's kernels, used for wide experts, have one thread block a multiprocessor until the GEMM
+ends, and may hide nothing.
 """
 
 from typing import Any, NamedTuple

@@ -4,11 +4,11 @@ S rows · R expert slots, sorted by expert · K choices a row · e experts that 
 F hidden width
 
 Physics: 6·R·D·F FLOPs forward and twice that backward. Unfused, six to eight passes over R·D or R·F elements stand
-beside the GEMMs, each 2-3 % of a layer. Here rows are gathered inside the GEMMs that read them, SwiGLU is the epilogue
-of the first, and what remains are the two gather-sums and one pass back through SwiGLU. Kept for backward are x and
-the pre-activation, 2·S·D + 4·R·F bytes in bf16; no permuted row, no activation, no expert output. After SonicMoE
-(arXiv:2512.14080) and Megatron's memory-efficient permutation (arXiv:2603.07685 section 4.1.2). The reference is the
-composite of composite_mlp.py, the sequence of stages.py.
+beside the GEMMs. Here rows are gathered inside the GEMMs that read them, SwiGLU is the epilogue of the first, and what
+remains are the two gather-sums and one pass back through SwiGLU. Kept for backward are x and the pre-activation,
+2·S·D + 4·R·F bytes in bf16; no permuted row, no activation, no expert output. After SonicMoE (arXiv:2512.14080) and
+Megatron's memory-efficient permutation (arXiv:2603.07685 section 4.1.2). The reference is the composite of
+composite_mlp.py, the sequence of stages.py.
 
 The operations take named tuples as lists of their tensors.
 """

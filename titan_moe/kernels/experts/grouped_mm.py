@@ -2,9 +2,8 @@
 
 R slots, sorted by expert · e local experts · I input width · O output width
 
-Physics: 2·R·I·O FLOPs; with hundreds of slots an expert it is bound by the matrix units (PyTorch's CUTLASS kernel
-reaches 500-650 TFLOP/s in bf16 on an H200). The borders `offsets_e` stay on the device, so no size is read by the
-host.
+Physics: 2·R·I·O FLOPs; with hundreds of slots an expert it is bound by the matrix units. The borders `offsets_e` stay
+on the device, so no size is read by the host.
 
 `torch.nn.functional.grouped_mm` does the work in bf16, and in fp32 on a CPU. It has traps that this operation closes:
 its fake kernel refuses fp32, its backward refuses an expanded gradient, it has no fp64, and it leaves slots past the

@@ -33,7 +33,7 @@ class WeightGradTiles(NamedTuple):
 
 
 UP_CUT, DOWN_CUT = WeightGradTiles(group=2), WeightGradTiles(group=16)
-"""Measured on H200 for gate and up, and for down: 2 to 6 % between groups."""
+"""For gate and up, and for down; measured (tools/RESULTS.md)."""
 
 
 @triton.jit

@@ -6,11 +6,10 @@ X = (H + 2·Hkv)·D, width of the projection
 Physics: memory-bound. Aim: one pass forward and one backward (forward.py, backward.py). Separate operations take one
 pass for each norm, three or four in fp32 for each rotation, and another to join the gradients.
 
-The values are copied. This reads and writes Hkv·D elements a token, a tenth of forward for Qwen3 (33 MB, 8 microseconds
-a layer of 16,384 tokens at 4.3 TB/s). It lets one op compute the whole gradient: with values as a view of the
-projection, autograd would write their gradient into zeros and add it, some five passes over X. Saved for backward are
-the tables and, with a norm, the projection, which is the norm's input. Without a norm the copy lets the projection be
-freed; a view would keep it alive.
+The values are copied. This reads and writes Hkv·D elements a token, a tenth of forward for Qwen3 (33 MB a layer of
+16,384 tokens). It lets one op compute the whole gradient: with values as a view of the projection, autograd would write
+their gradient into zeros and add it, some five passes over X. Saved for backward are the tables and, with a norm, the
+projection, which is the norm's input. Without a norm the copy lets the projection be freed; a view would keep it alive.
 """
 
 from collections.abc import Mapping
