@@ -9,8 +9,8 @@ import torch
 
 from titan_moe.config import Recipe
 from titan_moe.config.context import SequenceShard
-from titan_moe.data import IGNORE_LABEL
 from titan_moe.data.loader import Loader
+from titan_moe.data.packing import IGNORE_LABEL
 
 
 @pytest.fixture

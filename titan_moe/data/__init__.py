@@ -3,8 +3,3 @@
 Every source defines one global order of samples, which does not depend on the parallel layout. Step s reads samples
 [s*G, (s+1)*G), and each data-parallel rank keeps a contiguous slice. A run therefore resumes on any number of ranks.
 """
-
-from titan_moe.data.loader import Loader, build_loader
-from titan_moe.data.packing import IGNORE_LABEL, Batch
-
-__all__ = ["IGNORE_LABEL", "Batch", "Loader", "build_loader"]

@@ -7,7 +7,7 @@ them for experts whose hidden width is split over ranks. See README.md.
 
 from titan_moe.dispatch.allgather import AllGatherDispatcher
 from titan_moe.dispatch.alltoall import AllToAllDispatcher
-from titan_moe.dispatch.base import Exchange, Routed, TokenDispatcher
+from titan_moe.dispatch.base import Routed, TokenDispatcher
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import HierarchicalDispatcher
@@ -17,7 +17,6 @@ __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
     "CloningDispatcher",
-    "Exchange",
     "ExpertTensorDispatcher",
     "HierarchicalDispatcher",
     "LocalDispatcher",
