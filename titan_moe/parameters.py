@@ -1,9 +1,11 @@
-"""The kinds of parameters and their local shards. Kinds are declared by the classes of the modules that own them.
+"""The kinds of parameters, their local shards and their seeds.
 
-Initialisation, weight decay and sharding treat a bias of experts, [e, D], differently from a matrix of that shape. A
-parameter cannot carry its kind, because parallelism replaces it by a DTensor.
+The classes of the modules that own parameters declare kinds. Initialisation, weight decay and sharding treat a bias of
+experts, [e, D], differently from a matrix of that shape. A parameter cannot carry its kind, because parallelism
+replaces it by a DTensor.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import Enum, auto
@@ -13,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+TENSOR_AXIS = "tp"
+"""The mesh axis of tensor parallelism."""
 
 
 class ParameterKind(Enum):
@@ -94,8 +99,9 @@ def shard_offsets(tensor: Tensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
-TENSOR_AXIS = "tp"
-"""The mesh axis of tensor parallelism."""
+def seed_of(key: str) -> int:
+    """63 bits from a key, such as the run's seed and a parameter's name: the seed of a generator of its own."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
 
 
 def fused_rows(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,6 @@ name, expert), and a rank keeps its slice. Random operations on DTensors are not
 numbers.
 """
 
-import hashlib
 import math
 
 import torch
@@ -19,6 +18,7 @@ from titan_moe.parameters import (
     local_chunks,
     named_kinds,
     residual_ends,
+    seed_of,
     shard_offsets,
     untied_embeddings,
 )
@@ -61,8 +61,7 @@ def init_weights(
 def _draw(chunks: list[Chunk], shape: torch.Size, key: str, spread: float) -> None:
     """Draw a tensor in full from its own generator and keep the slices of the chunks."""
     device, dtype = chunks[0].values.device, chunks[0].values.dtype
-    generator = torch.Generator(device)
-    generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1)
+    generator = torch.Generator(device).manual_seed(seed_of(key))
     full = torch.empty(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
     # not trunc_normal_: torch 2.13 draws other numbers from the same generator than 2.11, and waits for the device
     full.normal_(0.0, spread, generator=generator).clamp_(-3 * spread, 3 * spread)

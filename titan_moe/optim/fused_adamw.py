@@ -1,6 +1,5 @@
 """AdamW with moments in their own dtype and with fused clipping and guard, on the device."""
 
-import hashlib
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from titan_moe.kernels.optim.adamw import Rule, Shard, adamw
 from titan_moe.kernels.optim.adamw_8bit import Shard8, adamw_8bit
 from titan_moe.optim.moments_8bit import is_8bit, parts_of
 from titan_moe.optim.state import make_state, put_lr_on_device
-from titan_moe.parameters import local, shard_offsets
+from titan_moe.parameters import local, seed_of, shard_offsets
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -70,5 +69,4 @@ class FusedAdamW(torch.optim.Optimizer):
 
 def shard_seed(parameter: Tensor, number: int, seed: int) -> int:
     """63 bits, unique to a shard of a run and equal on all of its replicas."""
-    key = f"{seed}/{number}/{'.'.join(map(str, shard_offsets(parameter)))}"
-    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+    return seed_of(f"{seed}/{number}/{'.'.join(map(str, shard_offsets(parameter)))}")
