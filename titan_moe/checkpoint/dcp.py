@@ -1,8 +1,7 @@
 """Save and resume a run with torch.distributed.checkpoint. The last complete checkpoint is never lost."""
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property, partial
@@ -10,16 +9,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
 from titan_moe.checkpoint.manifest import Manifest, find_damage, read_manifest
-from titan_moe.checkpoint.metadata import read_metadata
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.rng import RngState
+from titan_moe.checkpoint.weights import differences, newly_tied, saved_shapes, shapes_over_ranks, weight_of
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.resume import compare, flatten
 from titan_moe.parameters import fused_rows
@@ -27,11 +26,6 @@ from titan_moe.titan import LRSchedulersContainer, OptimizersContainer, build_ch
 from titan_moe.titan.checkpoints import MODEL_KEY
 
 FAILURE_SAVE_TIMEOUT_S = 120.0
-MOMENTS = "optimizer.state."
-"""Prefix of optimizer moments. The parameter's name and a suffix such as `.exp_avg` follow."""
-
-Shape = tuple[int, ...] | None
-"""Of an unsharded tensor; None for another value."""
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +171,7 @@ class Checkpointer:
 
     def _rows_of(self, name: str) -> tuple[int, ...]:
         """The rows of each matrix of a fused weight, or of a moment of one."""
-        weight = name.removeprefix(MOMENTS).rpartition(".")[0] if name.startswith(MOMENTS) else name
-        return self._fused_rows.get(weight, ())
+        return self._fused_rows.get(weight_of(name), ())
 
     def _verified(self, folder: Path, way_out: str) -> Manifest | None:
         """Read the manifest, and every file to compare its hash. Collective.
@@ -231,14 +224,15 @@ class Checkpointer:
 
         Raises: CheckpointMismatch, with one sentence for the failures that DCP collects from all ranks.
         """
-        saved, problem = run_on_rank_zero(lambda: _saved_shapes(folder), self.group)
+        saved, problem = run_on_rank_zero(lambda: saved_shapes(folder), self.group)
         if problem:
             raise CheckpointMismatch(f"checkpoint {folder} cannot be read: {problem}; {way_out}")
         other_states = tuple(f"{name}." for name in self.manager.states if name != MODEL_KEY)
         weights = {name: shape for name, shape in saved.items() if not name.startswith(other_states)}
-        if differences := self._differences(weights, self._newly_tied(set(saved))):
+        own = shapes_over_ranks(self.manager.states[MODEL_KEY].state_dict(), self.group)
+        if found := differences(weights, own, newly_tied(self.model_parts, saved)):
             raise CheckpointMismatch(
-                f"checkpoint {folder} does not fit this run's model: {'; '.join(differences)}; {way_out}"
+                f"checkpoint {folder} does not fit this run's model: {'; '.join(found)}; {way_out}"
             )
         try:
             read()
@@ -248,40 +242,6 @@ class Checkpointer:
             raise CheckpointMismatch(
                 f"checkpoint {folder} does not fit this run's model or states, or is damaged: {reasons}; {way_out}"
             ) from error
-
-    def _differences(self, saved: dict[str, Shape], newly_tied: set[str]) -> list[str]:
-        """How the weights of a checkpoint differ from the model's. Collective."""
-        own = self._weight_shapes()
-        other_shapes = [
-            f"{name} {shape} (checkpoint {saved[name]})"
-            for name, shape in sorted(own.items())
-            if shape is not None and saved.get(name) not in (None, shape)
-        ]
-        groups = {
-            "only in the checkpoint": saved.keys() - own.keys(),
-            "only in the model": own.keys() - saved.keys(),
-            "tied only in the model": newly_tied,
-            "other shapes": other_shapes,
-        }
-        return [f"{words}: {_first_three(names)}" for words, names in groups.items() if names]
-
-    def _newly_tied(self, saved: set[str]) -> set[str]:
-        """Names of weights that were trained separately but share one tensor here. Such a checkpoint does not fit: only
-        the last weight read would stay."""
-        trained = {name.removeprefix(MOMENTS).rpartition(".")[0] for name in saved if name.startswith(MOMENTS)}
-        names: defaultdict[int, set[str]] = defaultdict(set)
-        for part in self.model_parts:
-            for name, parameter in part.named_parameters(remove_duplicate=False):
-                names[id(parameter)] |= {name} & trained
-        return {name for tied in names.values() if len(tied) > 1 for name in tied}
-
-    def _weight_shapes(self) -> dict[str, Shape]:
-        """The names and unsharded shapes of all weights and buffers of the model, over all ranks."""
-        shapes: list[Any] = [None] * dist.get_world_size(self.group)
-        state = self.manager.states[MODEL_KEY].state_dict()
-        own = {name: tuple(value.shape) if isinstance(value, Tensor) else None for name, value in state.items()}
-        dist.all_gather_object(shapes, own, group=self.group)
-        return {name: shape for rank_shapes in shapes for name, shape in rank_shapes.items()}
 
     def _require_checkpoint(self, folder: Path) -> None:
         if run_on_rank_zero(lambda: (folder / METADATA_FILE).is_file(), self.group):
@@ -293,22 +253,6 @@ class Checkpointer:
             f"checkpoint.load_from = {self.config.load_from!r} is not a complete checkpoint: it must be a folder "
             f"`step-N` with a {METADATA_FILE} file ({found})"
         )
-
-
-def _saved_shapes(folder: Path) -> tuple[dict[str, Shape], str]:
-    """The names of all tensors and values in a checkpoint, with the shapes of the tensors, or an error message for its
-    metadata file."""
-    try:
-        entries = read_metadata(folder / METADATA_FILE).state_dict_metadata
-    except ValueError as error:
-        return {}, str(error)
-    sizes = {name: getattr(entry, "size", None) for name, entry in entries.items()}
-    return {name: None if size is None else tuple(size) for name, size in sizes.items()}, ""
-
-
-def _first_three(names: Collection[str]) -> str:
-    """The first three in alphabetical order, and how many there are besides."""
-    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _try_read_manifest(folder: Path) -> tuple[Manifest | None, str]:
