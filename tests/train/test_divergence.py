@@ -76,9 +76,7 @@ def test_a_diverged_run_ends_on_all_ranks(tiny) -> None:
     process = run.start("--nproc", "2", "--parallel.ep=2", "--parallel.dispatcher=alltoall")
     stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 1, stderr
-    logged, *last = [
-        line for line in stderr.splitlines() if "the gradients of the last 3 steps were not finite" in line
-    ]
+    _, *last = [line for line in stderr.splitlines() if "the gradients of the last 3 steps were not finite" in line]
     assert last == [stderr.splitlines()[-1]] and " failed first: " in last[0], "the launcher repeats it at the end"
     assert "Traceback" not in stderr
     assert run.saved_steps[-1] == skipped_steps(run)[0] - 1

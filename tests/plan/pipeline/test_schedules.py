@@ -274,7 +274,7 @@ LOOPS = [case for case in PAIRED_CASES if not SCHEDULES[case[0]].is_v]
 @pytest.mark.parametrize("case", LOOPS, ids=str)
 def test_every_forward_after_the_warm_up_of_a_loop_is_in_a_pair(case: Case) -> None:
     """Of other microbatches, and at the time of the schedule without pairs, of which backwards have the order."""
-    schedule, pp, vpp, num_microbatches = case
+    _, pp, vpp, num_microbatches = case
     plain, paired = actions_of(*case), paired_actions_of(*case)
     for rank, entries in enumerate(paired):
         units = units_of(entries)
