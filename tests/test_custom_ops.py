@@ -45,8 +45,9 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.hierarchical import NodeGroups
 from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.choose import PERMUTE
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.fp8.mlp import (

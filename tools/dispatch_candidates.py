@@ -116,8 +116,9 @@ def build_dispatcher(
         if name == "hierarchical":
             return HierarchicalDispatcher(case.experts, nodes, permute)
     from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
-    from titan_moe.dispatch.symm_mem import SymmMemDispatcher, open_symm_memory
+    from titan_moe.dispatch.symm_mem import SymmMemDispatcher
     from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+    from titan_moe.dispatch.symm_memory import open_symm_memory
     from titan_moe.kernels.symm_mem.arrays import symm_bytes
 
     if name == "hierarchical_symm_mem":

@@ -15,7 +15,8 @@ from titan_moe.dispatch import (
 )
 from titan_moe.dispatch.hierarchical import NodeGroups
 from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher
+from titan_moe.dispatch.symm_memory import SymmMemory
 
 NUM_EXPERTS, NUM_TOKENS, TOP_K, WIDTH = 8, 12, 3, 16
 

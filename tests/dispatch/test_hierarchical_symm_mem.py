@@ -22,7 +22,7 @@ from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher, _number_copies
 from titan_moe.dispatch.row_format import FP8_REFERENCE
-from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
+from titan_moe.dispatch.symm_memory import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 
 equal_local, symm_mem = load("dispatch/test_equal_local"), load("dispatch/test_symm_mem")

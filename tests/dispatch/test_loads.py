@@ -20,8 +20,8 @@ from torch import Tensor
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
 from titan_moe.dispatch import capacity as capacity_module
 from titan_moe.dispatch.capacity import ExpertCapacity
-from titan_moe.dispatch.symm_mem import SymmMemory, open_symm_memory
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_memory import SymmMemory, open_symm_memory
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.symm_mem.arrays import symm_bytes

@@ -21,7 +21,8 @@ from torch._dynamo.backends.common import aot_autograd
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.clone_weights import SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, open_symm_memory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher
+from titan_moe.dispatch.symm_memory import SymmMemory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import signal_bytes, symm_bytes
 from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.layers.experts import GroupedExperts

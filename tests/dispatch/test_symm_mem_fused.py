@@ -22,8 +22,9 @@ from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory, close_symm_memory, open_symm_memory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem_fused import PeerTokens, SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_memory import SymmMemory, close_symm_memory, open_symm_memory
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp

@@ -17,7 +17,8 @@ from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PerfConfig
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, close_symm_memory, open_symm_memory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher
+from titan_moe.dispatch.symm_memory import close_symm_memory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.pipeline.messages import Messages

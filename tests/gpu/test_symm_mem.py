@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_moe.dispatch import AllToAllDispatcher, TokenDispatcher
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, close_symm_memory, open_symm_memory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher
+from titan_moe.dispatch.symm_memory import close_symm_memory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 

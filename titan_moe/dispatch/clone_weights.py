@@ -18,7 +18,7 @@ from torch import Tensor
 
 from titan_moe.dispatch.cloning import CloningExchange
 from titan_moe.dispatch.collectives import all_gather, all_to_all
-from titan_moe.dispatch.symm_mem import SymmMemory
+from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
 from titan_moe.kernels.symm_mem.arrays import SymmArray
 from titan_moe.kernels.symm_mem.barrier import symm_barrier

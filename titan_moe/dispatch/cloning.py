@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending, TokenDispatcher
 from titan_moe.dispatch.collectives import all_gather
-from titan_moe.dispatch.symm_mem import SymmMemory
+from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.clones.plan import ClonePlan, empty_plan, launch_plan, plan_clones, plan_clones_reference
 from titan_moe.kernels.clones.reassign import reassign, reassign_reference
 from titan_moe.kernels.permute.counting_sort import counting_sort

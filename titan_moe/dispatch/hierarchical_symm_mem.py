@@ -26,7 +26,8 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.collectives import SYNC, Collectives
 from titan_moe.dispatch.row_exchange import PendingRows, RowCopies, RowExchange
 from titan_moe.dispatch.row_format import PLAIN
-from titan_moe.dispatch.symm_mem import SymmMemory, symm_get, symm_plan, symm_put
+from titan_moe.dispatch.symm_mem import symm_get, symm_plan, symm_put
+from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 from titan_moe.kernels.symm_mem.row_plan import RowPlan
 from titan_moe.plan.loads import visit_probability

@@ -23,17 +23,16 @@ Used alone, with a process group `group` of the GPUs of one node and this rank's
     close_symm_memory(group)  # before any rank frees its memory
 """
 
-import socket
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from titan_moe.config.dispatchers import SYMM_MEM, dispatchers_that
+from titan_moe.config.dispatchers import SYMM_MEM
 from titan_moe.dispatch.base import ExpertInputs, Pending, TokenDispatcher, routed
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.row_format import PLAIN, pack, packed_width, unpack
+from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.permute.permutation import Permute, sort_by_expert
 from titan_moe.kernels.symm_mem.arrays import SymmArray, SymmArrays, narrower, symm_arrays
 from titan_moe.kernels.symm_mem.assignments import get_assignments, own_scores, pick_scores, put_scores
@@ -41,24 +40,6 @@ from titan_moe.kernels.symm_mem.barrier import symm_barrier
 from titan_moe.kernels.symm_mem.row_plan import RowPlan, exchange_counts, plan_rows
 from titan_moe.kernels.symm_mem.rows import get_rows, own_rows, put_rows, sum_partial_results
 from titan_moe.plan.loads import visit_probability
-
-
-class SymmMemory(NamedTuple):
-    """Memory that all ranks of a group can access, for one stream and any number of layers.
-
-    Streams that wait for each other before each exchange count as one, for example that of a step's capture and that of
-    the warm-up steps before it.
-    """
-
-    local: Tensor
-    """uint8, this rank's own memory, initialised to zeros. Its lifetime is that of the mapping of the peers' memory."""
-    peer_ptrs_P: Tensor
-    """int64, the addresses of all ranks' memory in this rank's address space."""
-    rank: int
-
-    def __deepcopy__(self, memo: Any) -> "SymmMemory":
-        """A copied model shares the memory: peers have no address of a copy."""
-        return self
 
 
 class SymmMemExchange(NamedTuple):
@@ -69,54 +50,6 @@ class SymmMemExchange(NamedTuple):
     plan: RowPlan
     max_rows: int
     """Number of rows that this rank has room for."""
-
-
-def open_symm_memory(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> SymmMemory:
-    """Allocate memory that the GPUs of one node access over NVLink. All ranks of the group must call it, with the same
-    size.
-
-    `symm_bytes` (kernels/symm_mem/arrays.py) gives the size for a microbatch. The memory comes from the driver, not
-    from PyTorch's caching allocator.
-
-    Raises: ValueError if the ranks are not on one node.
-    """
-    import torch.distributed._symmetric_memory as symmetric
-
-    _refuse_other_hosts(group)
-    if symmetric.get_backend(device) != "CUDA":  # the backend with addresses that kernels can use
-        symmetric.set_backend("CUDA")
-    local = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(local, group)
-    local.zero_()
-    torch.cuda.synchronize(device)
-    # the memory may be part of a larger buffer, so a peer's address is its buffer's plus an offset. Gathering the
-    # offsets also waits until all ranks have written their zeros, which must not overwrite a signal
-    offsets = _all_gather_object(local.data_ptr() - handle.buffer_ptrs[handle.rank], group)
-    addresses = [buffer + offset for buffer, offset in zip(handle.buffer_ptrs, offsets, strict=True)]
-    return SymmMemory(local, torch.tensor(addresses, dtype=torch.int64, device=device), handle.rank)
-
-
-def close_symm_memory(group: dist.ProcessGroup) -> None:
-    """Wait until no rank of the group accesses its peers' memory any more. Then each rank may free its own."""
-    torch.cuda.synchronize()
-    _all_gather_object(None, group)
-
-
-def _refuse_other_hosts(group: dist.ProcessGroup) -> None:
-    hosts = sorted(set(_all_gather_object(socket.gethostname(), group)))
-    if len(hosts) > 1:
-        raise ValueError(
-            f"symmetric memory connects GPUs of one node, but the {group.size()} ranks of this group are on "
-            f"{len(hosts)} nodes: {', '.join(hosts)}; take a smaller parallel.ep, or parallel.dispatcher = "
-            f"{dispatchers_that(lambda facts: facts.moves_rows and not facts.is_one_node)}"
-        )
-
-
-def _all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """The values of all ranks, in rank order; a barrier too."""
-    values = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 class SymmMemDispatcher(TokenDispatcher):

@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange, SymmMemory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange
 from titan_moe.dispatch.symm_mem_mlp import Sizes, forward
+from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.fp8.mlp import (

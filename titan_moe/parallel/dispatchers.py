@@ -23,8 +23,9 @@ from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import HierarchicalDispatcher, NodeGroups
 from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
 from titan_moe.dispatch.row_format import PLAIN
-from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemory
+from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.permute.permutation import Permute
 
 COLLECTIVES = {"none": SYNC, "microbatch": ASYNC}

@@ -22,7 +22,7 @@ from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.dispatch.row_format import BLOCKWISE, FP8, PLAIN
-from titan_moe.dispatch.symm_mem import SymmMemory
+from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.experts.fp8.mlp import scale_columns
 from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW
 from titan_moe.layers.experts import GroupedExperts
