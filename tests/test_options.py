@@ -40,6 +40,7 @@ KEPT = {
     "run.folder": "where a run writes",
     "run.seed": "another seed is another run",
     "run.device": "a GPU host can try a recipe on its CPU",
+    "run.ranks_per_gpu": "every layout can be tried on one GPU",
     "run.is_deterministic": "two runs that differ in nothing: how a defect is found",
     "run.step_timeout_minutes": "a hung run ends; how long a step may take differs by run",
     "model.class": "a model of one's own",

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import load
+from support.gpus import NUM_GPUS, take_gpu
 from torch import Tensor
 
 from titan_moe.dispatch import CloningDispatcher, HierarchicalDispatcher, TokenDispatcher
@@ -32,10 +33,9 @@ ROUTINGS = ("skewed", "all_to_one_rank", "dropped_choices")
 
 def share(folder: str | None) -> tuple[NodeGroups, SymmMemory, torch.device]:
     """The groups of two nodes, and the memory of this rank's."""
-    device = torch.device("cpu") if folder is not None else torch.device("cuda", dist.get_rank())
+    device = torch.device("cpu") if folder is not None else take_gpu()
     group = dist.group.WORLD
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl")
     groups = open_node_groups(group, dist.get_world_size() // NUM_NODES)
     num_tokens, *sizes = symm_mem.SIZES
@@ -165,7 +165,7 @@ def test_over_files_with_a_bound(ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs at least four GPUs")
+@pytest.mark.skipif(NUM_GPUS < 4, reason="needs at least four GPUs")
 @pytest.mark.parametrize("name", ["routings", "bounded"])
 def test_over_gpus(ranks_of_a_size, name: str) -> None:
     run, check = {"routings": (run_routings, check_routings), "bounded": (run_bounded, check_bounded)}[name]

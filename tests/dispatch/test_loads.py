@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import load as load_tests
+from support.gpus import take_gpu
 from torch import Tensor
 
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
@@ -198,8 +199,7 @@ def share(folder: str | None, case: Case) -> tuple[SymmMemory, torch.device]:
     num_bytes = symm_bytes(num_ranks, case.num_tokens, case.width, case.top_k, torch.float32, torch.float32)
     if folder is not None:
         return symm_mem.mapped_files.map_files(folder, num_bytes, dist.group.WORLD), torch.device("cpu")
-    device = torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
+    device = take_gpu()
     return open_symm_memory(num_bytes, dist.group.WORLD, device), device
 
 

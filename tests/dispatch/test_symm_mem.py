@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from support import load
+from support.gpus import NUM_GPUS, needs_gpus, take_gpu
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
@@ -28,7 +29,6 @@ from titan_moe.kernels.symm_mem.clones import clone_bytes
 from titan_moe.layers.experts import GroupedExperts
 
 equal_local, mapped_files = load("dispatch/test_equal_local"), load("support/mapped_files")
-NUM_GPUS = torch.cuda.device_count()
 MOST_SPARE = 2
 SIZES = (equal_local.NUM_TOKENS, equal_local.WIDTH, equal_local.TOP_K, torch.float64, torch.float64)
 
@@ -40,8 +40,7 @@ def share(folder: str | None) -> tuple[SymmMemory, torch.device]:
     num_bytes = max(symm_bytes(num_ranks, *SIZES), clone_bytes(*clone_sizes))
     if folder is not None:
         return mapped_files.map_files(folder, num_bytes, dist.group.WORLD), torch.device("cpu")
-    device = torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
+    device = take_gpu()
     return open_symm_memory(num_bytes, dist.group.WORLD, device), device
 
 
@@ -232,7 +231,6 @@ def test_symm_mem_exchanges_of_a_graph_depend_on_each_other(ranks, tmp_path: Pat
     assert ranks(2, find_dependencies, str(tmp_path)) == [(True, True)] * 2
 
 
-needs_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs at least two GPUs")
 RANKS = [n for n in (2, 4, 8) if n <= NUM_GPUS] or [2]
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import load
+from support.gpus import take_gpu
 from torch import Tensor
 
 from titan_moe.dispatch import capacity as capacity_module
@@ -182,8 +183,7 @@ def stress(num_layers: int) -> tuple[int, float]:
     """Of layers with many copy blocks and tiles, each of a routing of its own: how many gave other bits when they were
     run again, and the largest distance from layers whose rows are moved before and after."""
     tokens, width, hidden, choices, per_rank = 2048, 1024, 512, 6, 4
-    device, num_ranks = torch.device("cuda", dist.get_rank()), dist.get_world_size()
-    torch.cuda.set_device(device)
+    device, num_ranks = take_gpu(), dist.get_world_size()
     size = symm_bytes(num_ranks, tokens, width, choices, torch.bfloat16)
     memory = open_symm_memory(size, dist.group.WORLD, device)
     arrived, travelling = (

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpus import NUM_GPUS, needs_gpus, take_gpu
 from torch import Tensor
 
 from titan_moe.config.kernels import Kernels
@@ -16,10 +17,7 @@ from titan_moe.dispatch.collectives import SYNC
 from titan_moe.dispatch.hierarchical import open_node_groups
 from titan_moe.layers.moe import MoE
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpus]
 
 LAYER = ModelConfig(
     hidden_size=512, moe=MoEConfig(num_experts=16, top_k=4, ffn_hidden_size=256, shared_ffn_hidden_size=1024)
@@ -64,8 +62,7 @@ def serve(moe: MoE, x_BND: Tensor, grad_BND: Tensor, *, forward: str, backward: 
 
 def compare(kind: str, num_rounds: int) -> list[str]:
     """The results in which the wires differ, of several batches, skewed ones too."""
-    device = torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
+    device = take_gpu()
     group = dist.new_group(backend="nccl")
     dist.barrier(group, device_ids=[device.index])  # or the first message makes the communicator, which is no message
     blocking = built(device)
@@ -95,4 +92,5 @@ def compare(kind: str, num_rounds: int) -> list[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_wires_give_the_same_bits(ranks, kind: str) -> None:
-    assert ranks(min(torch.cuda.device_count(), 8), compare, kind, 12) == [[]] * min(torch.cuda.device_count(), 8)
+    num_ranks = min(NUM_GPUS, 8)
+    assert ranks(num_ranks, compare, kind, 12) == [[]] * num_ranks

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gpus import NUM_GPUS, SHARED, needs_gpus
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,7 @@ FAST = {
     "captured": ("--perf.kernels=fused", "--compile.cudagraph=step"),
     "one_graph_a_block": ("--perf.kernels=fused", "--compile.extent=block", "--compile.cudagraph=step"),
 }
-NUM_RANKS = min(SEQUENCES, 2 ** (max(torch.cuda.device_count(), 1).bit_length() - 1))
+NUM_RANKS = min(SEQUENCES, 2 ** (max(NUM_GPUS, 1).bit_length() - 1))
 """As many of the GPUs as share out the sequences of a step, and the experts."""
 # dispatcher, overlap, cudagraph, expert_rank_capacity_factor (0: no bound, so that no step is taken again)
 SPREAD = {
@@ -49,7 +50,14 @@ def curve(train_on_ranks: Callable[..., list[int]]) -> Callable[..., torch.Tenso
 
     def train(folder: Path, num_ranks: int, *overrides: str) -> torch.Tensor:
         shares = (f"--train.micro_batch_sequences={SEQUENCES // num_ranks}", f"--parallel.ep={num_ranks}")
-        words = ["train", str(QUICKSTART), f"--run.folder={folder}", *ON_A_GPU, *(shares if num_ranks > 1 else ())]
+        words = [
+            "train",
+            str(QUICKSTART),
+            f"--run.folder={folder}",
+            *ON_A_GPU,
+            *SHARED,
+            *(shares if num_ranks > 1 else ()),
+        ]
         assert train_on_ranks(num_ranks, [*words, *overrides]) == [0] * num_ranks
         return read(folder)
 
@@ -75,7 +83,7 @@ def test_fast_steps_learn_along_the_reference(
     torch.testing.assert_close(curve(tmp_path, 1, *FAST[how]), reference, rtol=3e-3, atol=0)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs")
+@needs_gpus
 @pytest.mark.parametrize("how", SPREAD)
 def test_all_gpus_together_learn_along_the_reference(
     tmp_path: Path, curve: Callable[..., torch.Tensor], reference: torch.Tensor, how: str

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support import load
+from support.gpus import NUM_GPUS
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_leaves
 
 pytestmark = pytest.mark.gpu
 
-NUM_RANKS = min(torch.cuda.device_count(), 4)
+NUM_RANKS = min(NUM_GPUS, 4)
 test_ranks = load("gpu/test_ranks")
 SETTINGS = (
     "--run.is_deterministic=true",

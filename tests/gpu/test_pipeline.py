@@ -12,6 +12,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 from support import load
+from support.gpus import NUM_GPUS, RANKS_PER_GPU, needs_gpus, take_gpu
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe
@@ -24,10 +25,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.train.process import process_group
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpus]
 conftest, capture, commands, symm_mem = map(
     load, ("gpu/conftest", "gpu/test_capture", "gpu/test_ranks", "gpu/test_symm_mem")
 )
@@ -65,7 +63,7 @@ LAYOUTS = {
 
 
 def skip_without_gpus(num_gpus: int) -> None:
-    if torch.cuda.device_count() < num_gpus:
+    if NUM_GPUS < num_gpus:
         pytest.skip(f"needs {num_gpus} GPUs")
 
 
@@ -140,7 +138,9 @@ def check_replayed(ranks: Any, num_gpus: int, parallel: ParallelConfig, **change
     skip_without_gpus(num_gpus)
     train = replace(capture.RECIPE.train, global_batch_sequences=8, micro_batch_sequences=1)
     recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes), "step")
-    recipe = replace(recipe, model=replace(recipe.model, num_layers=6))
+    recipe = replace(
+        recipe, model=replace(recipe.model, num_layers=6), run=replace(recipe.run, ranks_per_gpu=RANKS_PER_GPU)
+    )
     store = conftest.open_store()
     for losses, replayed, are_equal, grown in ranks(num_gpus, launch_and_replay, recipe, store.port):
         assert replayed == losses and are_equal and grown == 0
@@ -162,8 +162,7 @@ def exchange_beside_messages(num_exchanges: int) -> tuple[int, int]:
     """Tensors that are not those of the same plan before, and messages that are not what was sent. Ranks 0 and 1 are an
     ep group and a stage, 2 and 3 the next; each exchange is between a message to the other stage and one back. The host
     reads nothing before the end."""
-    rank, device = dist.get_rank(), torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
+    rank, device = dist.get_rank(), take_gpu()
     stages = [dist.new_group(ranks, backend="nccl") for ranks in ([0, 1], [2, 3])]
     pipelines = [dist.new_group(ranks, backend="nccl") for ranks in ([0, 2], [1, 3])]
     stage, pipeline = stages[rank // 2], pipelines[rank % 2]

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gpus import NUM_GPUS, SHARED, needs_gpus
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpus]
 
-NUM_RANKS = 4 if torch.cuda.device_count() >= 4 else 2
+NUM_RANKS = 4 if NUM_GPUS >= 4 else 2
 BY_COMMAND = ("alltoall", "edp2")
 """Layouts, a compiled and a plain one, that start as users start them, with `--nproc`; all others share processes."""
 FP8_TOLERANCE = 3e-2
@@ -57,7 +55,7 @@ def words(folder: Path, *overrides: str) -> list[str]:
     """The command that trains in a folder of its own."""
     folder.mkdir()
     (folder / "recipe.toml").write_text(RECIPE)
-    return ["train", str(folder / "recipe.toml"), f"--run.folder={folder / 'run'}", *overrides]
+    return ["train", str(folder / "recipe.toml"), f"--run.folder={folder / 'run'}", *SHARED, *overrides]
 
 
 def read(folder: Path) -> list[float]:

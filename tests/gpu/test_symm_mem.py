@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.gpus import NUM_GPUS, needs_gpus, take_gpu
 from torch import Tensor
 
 from titan_moe.dispatch import AllToAllDispatcher, TokenDispatcher
@@ -11,10 +12,7 @@ from titan_moe.dispatch.symm_memory import close_symm_memory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpus]
 
 NUM_TOKENS, WIDTH, HIDDEN, NUM_EXPERTS, TOP_K = 512, 256, 128, 16, 4
 ROUTINGS = ("random", "balanced", "skewed", "one_rank_empty", "all_to_one_rank", "dropped_choices")
@@ -70,8 +68,7 @@ def serve(dispatcher: TokenDispatcher, module: GroupedExperts, given: list[Tenso
 
 def compare(num_plans: int) -> dict[str, list[int]]:
     """The plans whose results are not those of NCCL, not those of a second run, not those of a replayed graph."""
-    num_ranks, device = dist.get_world_size(), torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
+    num_ranks, device = dist.get_world_size(), take_gpu()
     group = dist.new_group(backend="nccl")
     memory = open_symm_memory(symm_bytes(num_ranks, NUM_TOKENS, WIDTH, TOP_K, torch.bfloat16), group, device)
     dispatcher = SymmMemDispatcher(NUM_EXPERTS, memory)
@@ -106,7 +103,7 @@ def compare(num_plans: int) -> dict[str, list[int]]:
     return wrong
 
 
-COUNTS = [n for n in (2, 4, 8) if n <= torch.cuda.device_count()] or [2]
+COUNTS = [n for n in (2, 4, 8) if n <= NUM_GPUS] or [2]
 
 
 @pytest.mark.parametrize("num_ranks", COUNTS)

@@ -25,6 +25,7 @@ FREE, LOGGED, REFUSED = Change.FREE, Change.LOGGED, Change.REFUSED
 CHANGES: dict[str, Change] = {
     "run": LOGGED,
     "run.folder": FREE,
+    "run.ranks_per_gpu": FREE,
     "run.seed": REFUSED,  # the order of the data
     "model": REFUSED,
     "model.class": LOGGED,  # a class may move; its weights must fit

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from titan_moe.config import RecipeError
 from titan_moe.config.train import RunConfig
 from titan_moe.train.determinism import determinism
+from titan_moe.train.device import device_of_rank
 from titan_moe.train.failure import record_failure
 
 EXIT_BY_SIGNAL = 128
@@ -37,7 +37,7 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
 
     Raises: RecipeError if the recipe needs CUDA and this rank has no GPU.
     """
-    device = _device(config)
+    device = device_of_rank(config)
     # gloo beside NCCL: stop signals and checkpoint plans are exchanged on the host
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with determinism(config.is_deterministic), _timeouts(config.step_timeout_minutes):
@@ -71,19 +71,6 @@ def _destroy_groups() -> None:
     dist.destroy_process_group()
     # DTensor's caches keep meshes, and with them process groups, alive
     _clear_sharding_prop_cache()
-
-
-def _device(config: RunConfig) -> torch.device:
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        way_out = 'use run.device = "cpu" or a CUDA build of torch'
-        raise RecipeError([f'run.device = "cuda", but PyTorch finds no GPU; {way_out}'])
-    index, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if index >= num_gpus:
-        found = f"local rank {index} has no GPU, PyTorch finds {num_gpus}"
-        raise RecipeError([f"{found}; start at most {num_gpus} ranks per host"])
-    return torch.device("cuda", index)
 
 
 @contextmanager

@@ -72,9 +72,12 @@ def route_tokens(
         forced_ids_BNK, rule = forced_ids_BNK.long().contiguous(), rule._replace(counts_by_score=False)
     # the kernels index rows as contiguous
     bias_E = expert_bias_E.float().contiguous()
-    routing = Routing(*_route_tokens(logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule))
-    # an operation may not return one tensor twice
-    return routing if rule.counts_by_score else routing._replace(aux_counts_BE=routing.counts_BE)
+    topk_scores_BNK, topk_ids_BNK, counts_BE, aux_counts_BE, share_sums_BE, z_sum = _route_tokens(
+        logits_BNE.contiguous(), bias_E, forced_ids_BNK, *rule
+    )
+    if not rule.counts_by_score:
+        aux_counts_BE = counts_BE  # an operation may not return one tensor twice
+    return Routing(topk_scores_BNK, topk_ids_BNK, counts_BE, aux_counts_BE, share_sums_BE, z_sum)
 
 
 def _with_logits(logits: RouterLogits, route: RouteTokens) -> Callable[..., tuple[Tensor, ...]]:
