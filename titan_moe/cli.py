@@ -151,7 +151,11 @@ def _set_up_logging() -> None:
 def _print_problems(problems: list[str]) -> None:
     """Print the problems once per node, also if only ranks other than its first one found them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
+        from titan_moe.train.failure import first_rank_has_failed
+
         time.sleep(OTHER_RANKS_DELAY_S)
+        if first_rank_has_failed():  # it ends slowly
+            return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     print("\n".join([f"titan-moe: {count}", *(f"  {problem}" for problem in problems)]), file=sys.stderr)
 

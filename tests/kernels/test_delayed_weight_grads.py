@@ -175,6 +175,7 @@ def test_operands_and_gradients_are_freed_one_by_one() -> None:
 
 
 def test_a_graph_delays_nothing() -> None:
+    torch._dynamo.reset()  # all compiled partials share the limit of one function
     queue, weight = WeightGradQueue(), torch.randn(3, 3, requires_grad=True)
     compiled = torch.compile(partial(queued_linear, queue=queue), fullgraph=True, backend="aot_eager")
     with queue.recording() as pending:

@@ -117,7 +117,7 @@ def test_convert_refuses_a_device_without_matrix_units() -> None:
 
 def test_emulated_experts_are_the_composite_of_rounded_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "emulated_grouped_mm", lambda *options: options)
-    monkeypatch.setattr(experts, "composite", lambda gemm, weighs_input: SimpleNamespace(gemm=gemm, on=weighs_input))
+    monkeypatch.setattr(experts, "CompositeMLP", lambda gemm, weighs_input: SimpleNamespace(gemm=gemm, on=weighs_input))
     formats = GemmFormats("fp8_rowwise", "fp8_rowwise", "compute")
     model, recipe = build(replace(MODEL, moe=replace(MOE, score_on="input")), experts="fp8_rowwise", wgrad="compute")
     assert convert(model, recipe, CPU) == {f"layers.{layer}.feed_forward.experts": formats for layer in (1, 2)}

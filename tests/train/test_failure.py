@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.config import RecipeError
-from titan_moe.train.failure import plain_words, record_failure, recorded_failures
+from titan_moe.train.failure import first_rank_has_failed, plain_words, record_failure, recorded_failures
 
 
 def full(path: str | None = None) -> OSError:
@@ -27,6 +27,21 @@ def test_failure_recorded_first_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [tuple(failure[:3]) for failure in found] == [(0, "no data", 2), (1, "ArithmeticError: first", 1)]
     stored = json.loads((tmp_path / "1" / "error.json").read_text())["message"]
     assert "first" in stored["extraInfo"]["py_callstack"], "torchrun reads it too"
+
+
+def test_failure_of_the_first_rank_is_seen_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    assert not first_rank_has_failed()
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    of_first, of_second = (tmp_path / rank / "error.json" for rank in "01")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(of_second))
+    record_failure("of the second rank")
+    assert not first_rank_has_failed()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(of_first))
+    record_failure("of the first rank")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(of_second))
+    assert first_rank_has_failed()
 
 
 def test_failure_disk_full_is_one_sentence() -> None:

@@ -55,6 +55,12 @@ def record_failure(error: BaseException | str, folder: str = "") -> None:
             unfinished.unlink(missing_ok=True)
 
 
+def first_rank_has_failed() -> bool:
+    """Whether the first rank of this node has recorded an error. Under torchrun each has a folder beside the others."""
+    path = os.environ.get(ERROR_FILE, "")
+    return bool(path) and (Path(path).parents[1] / "0" / Path(path).name).exists()
+
+
 def recorded_failures(folder: Path) -> list[Failure]:
     """The failures of all ranks below torchrun's log folder, the first one first."""
     failures = []
