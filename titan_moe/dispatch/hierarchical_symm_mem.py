@@ -127,7 +127,10 @@ def _number_copies(sent_mask_TM: Tensor, rows_of_node: int) -> tuple[Tensor, Ten
     """Number the (node, token) pairs, C for each node: -> copies_TM, -1 for none or no room, and tokens_U, T for an
     empty row."""
     (num_tokens, num_nodes), device = sent_mask_TM.shape, sent_mask_TM.device
-    index_TM = sent_mask_TM.cumsum(0) - 1
+    # one scan over all pairs: Inductor of torch 2.11 cannot fuse a scan of each column with the column's number
+    numbers_TM = sent_mask_TM.T.flatten().cumsum(0).view(num_nodes, num_tokens).T.contiguous()
+    counts_M = sent_mask_TM.sum(0)
+    index_TM = numbers_TM - 1 - (counts_M.cumsum(0) - counts_M)
     has_room_TM = sent_mask_TM & (index_TM < rows_of_node)
     copies_TM = index_TM + rows_of_node * torch.arange(num_nodes, device=device)
     # one extra element receives the pairs that are not sent
