@@ -142,6 +142,26 @@ def check_bounded(answers: list[Any]) -> None:
     assert any(bounded[2] for bounded, *_ in answers), "some rank has voided the step"
 
 
+def compile_two_layers(folder: str | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients of two layers, eager and as one graph."""
+    groups, memory, device = share(folder)
+    module = symm_mem.my_experts(device)
+    dispatcher = HierarchicalSymmMemDispatcher(NUM_EXPERTS, groups.across, memory)
+    step = symm_mem.stepped(dispatcher, module)
+    return symm_mem.run_and_compile(step, module, lambda: symm_mem.my_inputs("skewed", device), device)
+
+
+def check_compiled(answers: list[Any]) -> None:
+    for eager, compiled in answers:
+        for expected, actual in zip(eager, compiled, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.interpreted
+def test_over_files_compiles_as_one_graph(ranks, tmp_path: Path) -> None:
+    check_compiled(ranks(4, compile_two_layers, str(tmp_path)))
+
+
 @pytest.mark.interpreted
 def test_over_files_results_are_exact_and_those_of_hierarchical(ranks, tmp_path: Path) -> None:
     check_routings(ranks(4, run_routings, str(tmp_path)))
@@ -166,9 +186,11 @@ def test_over_files_with_a_bound(ranks, tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(NUM_GPUS < 4, reason="needs at least four GPUs")
-@pytest.mark.parametrize("name", ["routings", "bounded"])
-def test_over_gpus(ranks_of_a_size, name: str) -> None:
-    run, check = {"routings": (run_routings, check_routings), "bounded": (run_bounded, check_bounded)}[name]
+@pytest.mark.parametrize(
+    ("run", "check"),
+    [(run_routings, check_routings), (run_bounded, check_bounded), (compile_two_layers, check_compiled)],
+)
+def test_over_gpus(ranks_of_a_size, run: Any, check: Any) -> None:
     check(ranks_of_a_size(4, run, None))
 
 

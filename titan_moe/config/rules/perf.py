@@ -151,7 +151,17 @@ def block_graphs_have_no_host_reads(recipe: Recipe, world_size: int) -> Iterator
     if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
             f'compile.extent = "block" excludes parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
-            f'on the host; take {without_host_reads()}, or compile.extent = "pieces"'
+            f"on the host; take {without_host_reads(lambda facts: facts.is_right_in_block_graphs)}, or "
+            'compile.extent = "pieces"'
+        )
+
+
+@rule("blocks as one graph had wrong gradients on GPUs (torch 2.11); the cause is not known")
+def block_graphs_are_right(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if recipe.compile.compiles_blocks() and not p.facts.is_right_in_block_graphs and recipe.model.num_moe_layers > 0:
+        yield (
+            f'compile.extent = "block" excludes parallel.dispatcher = "{p.dispatcher}"; take compile.extent = "pieces"'
         )
 
 
