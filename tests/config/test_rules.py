@@ -643,7 +643,7 @@ def test_rules_with_several_cases_refuse_each(
         "--precision.master=fp64 --optim.kind=fused_adamw --run.device=cpu",  # the reference
         "--parallel.expert_clones=4",
         "--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=2",
-        "--parallel.dispatcher=hierarchical_symm_mem --parallel.ep_ranks_per_node=2 --compile.extent=block "
+        "--parallel.dispatcher=hierarchical_symm_mem --parallel.ep_ranks_per_node=2 "
         "--compile.cudagraph=step --parallel.expert_rank_capacity_factor=1.5 --parallel.expert_clones=1",
         "--parallel.dispatcher=hierarchical --parallel.ep=8 --parallel.ep_ranks_per_node=2 --parallel.tp=2 "
         "--parallel.expert_clones=1",

@@ -10,6 +10,7 @@ import torch
 from support import arenas, load
 from torch import Tensor
 
+from titan_moe.kernels.experts import copy_blocks as copying
 from titan_moe.kernels.experts.copy_blocks import CopyBlocks
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
@@ -181,6 +182,14 @@ def crowded(device: str) -> tuple[Any, Tensor, Tensor]:
     mine = Rank(arrays, plan, rows_R, slots_SK, scores_R, offsets_e, tiles, schedule)
     x_TD = torch.randn(num_tokens, width, device=device).to(dtype)
     return mine, x_TD, x_TD[plan.recv_tokens_PT[0, : len(ids_SK)].long()]
+
+
+@pytest.mark.parametrize(("multiprocessors", "number"), [(None, 36), (132, 36), (33, 16), (1, 1)])
+def test_copy_blocks_leave_half_of_the_multiprocessors_to_tiles(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int | None, number: int
+) -> None:
+    monkeypatch.setattr(copying, "num_multiprocessors", lambda device: multiprocessors)
+    assert CopyBlocks(36, 8192).sizes(100_000, 2048, torch.device("cpu"))["COPY_BLOCKS"] == number
 
 
 @pytest.mark.parametrize("device", symm.DEVICES)

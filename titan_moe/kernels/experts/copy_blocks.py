@@ -3,8 +3,7 @@
 S rows · R expert slots · K experts a row · M tiles · D width
 
 Thread blocks start in index order. Copy blocks have the lowest indices, so they are resident before any tile waits for
-them. They are as many as saturate the links, and leave the other multiprocessors to tiles; a device with no more
-multiprocessors than copy blocks has none left.
+them. They are as many as saturate the links, but at most one for two multiprocessors, and leave the others to tiles.
 
 Copy blocks take blocks of rows in turn. *Get*: each counts the blocks that it has copied, and a tile waits for all rows
 that it reads. *Put*: each waits for the tiles of a block's last slots; tiles signal completion by group. The
@@ -23,9 +22,12 @@ kernels/symm_mem/tile_schedule.py computes the lists of rows. Rows are aligned t
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from titan_moe.kernels.device import num_multiprocessors
 
 
 class TileSchedule(NamedTuple):
@@ -62,11 +64,14 @@ class CopyBlocks(NamedTuple):
     elements: int
     """Elements copied at a time, while the next are loaded; a power of two."""
 
-    def sizes(self, num_rows: int, width: int) -> dict[str, int]:
+    def sizes(self, num_rows: int, width: int, device: torch.device) -> dict[str, int]:
         """Launch arguments for `num_rows` rows: number of copy blocks, rows and columns copied at a time."""
         columns = min(columns_at_a_time(width), self.elements)
         rows = min(self.elements // columns, 64)
-        number = min(self.number, triton.next_power_of_2(max(triton.cdiv(num_rows, rows), 1)))  # few distinct values
+        wanted = triton.next_power_of_2(max(triton.cdiv(num_rows, rows), 1))  # few distinct values
+        multiprocessors = num_multiprocessors(device)
+        most = self.number if multiprocessors is None else min(self.number, max(multiprocessors // 2, 1))
+        number = min(most, wanted)
         return {"COPY_BLOCKS": number, "COPIED_ROWS": rows, "COPIED_COLUMNS": columns}
 
 
@@ -76,7 +81,7 @@ def get_arguments(
     """Launch arguments of a GEMM that gets its rows; without schedule they are already in place."""
     if schedule is None:
         return (None,) * 5, {"COPY_BLOCKS": 0, "COPY_BLOCKS2": 0, "COPIED_ROWS": 0, "COPIED_COLUMNS": 0}
-    sizes = copy_blocks.sizes(schedule.get_rows_S.numel(), width)
+    sizes = copy_blocks.sizes(schedule.get_rows_S.numel(), width, schedule.count.device)
     arrived = schedule.count.new_zeros(sizes["COPY_BLOCKS"])
     lists = (schedule.get_addresses_S, schedule.get_rows_S, schedule.count, schedule.required_rows_M, arrived)
     return lists, {"COPY_BLOCKS2": triton.next_power_of_2(sizes["COPY_BLOCKS"]), **sizes}

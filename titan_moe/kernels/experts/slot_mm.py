@@ -182,7 +182,7 @@ def slot_mm(
         done_G = tiles.experts_M.new_zeros(triton.cdiv(num_tiles, cut.group))
         copies = (*schedule[4:], schedule.count, done_G)
         num_rows, num_choices = schedule.put_slots_SK.shape
-        sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width)}
+        sizes = {"K": num_choices, **copy_blocks.sizes(num_rows, out_width, x_RI.device)}
     _slot_mm_kernel[(tiles.usual * num_columns + sizes["COPY_BLOCKS"],)](
         rows, weights, out_RO, *tiles[:3], *copies, num_tiles, tiles.looped(), *(scales or (None, None)),
         I=width, O=out_width, SCALED=columns, IS_TRANSPOSED=is_transposed,

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from titan_moe.kernels.device import num_multiprocessors
 from titan_moe.kernels.experts.fp8.packed import BLOCK
 from titan_moe.kernels.experts.fp8.rows import scale_at
 from titan_moe.kernels.experts.tiles import Tiles, place_in_groups
@@ -49,10 +50,6 @@ def has_roles(device: torch.device) -> bool:
 def descriptor(codes: Tensor, rows: int) -> TensorDescriptor:
     """Of pieces of so many rows and of 128 columns."""
     return TensorDescriptor.from_tensor(codes, [rows, BLOCK], CODES_LAYOUT)
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
+from titan_moe.kernels.device import num_multiprocessors
 from titan_moe.kernels.experts.fp8.block_mm import (
     CODES_LAYOUT,
     HALF,
@@ -23,7 +24,6 @@ from titan_moe.kernels.experts.fp8.block_mm import (
     STAGES,
     descriptor,
     multiply,
-    num_multiprocessors,
 )
 from titan_moe.kernels.experts.fp8.packed import BLOCK
 from titan_moe.kernels.experts.fp8.rows import RESULTS
