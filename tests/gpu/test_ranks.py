@@ -37,7 +37,7 @@ top_k = 4
 ffn_hidden_size = 128
 aux_loss_coef = 1e-2
 [train]
-steps = 12
+steps = 20
 seq_len_tokens = 256
 global_batch_sequences = 8
 micro_batch_sequences = 2
@@ -47,7 +47,7 @@ lr = 1e-3
 every_steps = 1
 tensorboard = false
 [checkpoint]
-every_steps = 6
+every_steps = 10
 """
 
 
@@ -246,6 +246,6 @@ def test_a_run_resumes_on_another_number_of_gpus(
     ep = (f"--parallel.ep={NUM_RANKS}", "--parallel.dispatcher=alltoall")
     expected = losses(tmp_path / "whole", NUM_RANKS, *ep)
     half = tmp_path / "half"
-    losses(half, NUM_RANKS, *ep, "--checkpoint.is_async=true", "--train.steps=6")
+    losses(half, NUM_RANKS, *ep, "--checkpoint.is_async=true", "--train.steps=10")
     assert train_on_ranks(1, ["train", str(half / "recipe.toml"), f"--run.folder={half / 'run'}"]) == [0]
     torch.testing.assert_close(read(half), expected, rtol=5e-3, atol=5e-3)
