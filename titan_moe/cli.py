@@ -16,7 +16,7 @@ from titan_moe.config.explain import explain
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.parse import nearest_key, split_overrides
 from titan_moe.plan.check_report import describe
-from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, plain_words
+from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words
 from titan_moe.train.parent_death import die_with_parent
 
 EXIT_INTERRUPTED = 130
@@ -151,10 +151,8 @@ def _set_up_logging() -> None:
 def _print_problems(problems: list[str]) -> None:
     """Print the problems once per node, also if only ranks other than its first one found them."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        from titan_moe.train.failure import first_rank_has_failed
-
         time.sleep(OTHER_RANKS_DELAY_S)
-        if first_rank_has_failed():  # it ends slowly
+        if first_rank_has_refused():  # it ends slowly
             return
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     print("\n".join([f"titan-moe: {count}", *(f"  {problem}" for problem in problems)]), file=sys.stderr)

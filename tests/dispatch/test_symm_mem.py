@@ -183,10 +183,11 @@ def operations(node: torch.fx.Node) -> list[str]:
     return [op._opname for op in called if isinstance(op, torch._ops.OpOverload)]
 
 
-def test_symm_mem_dispatcher_copies_share_memory() -> None:
+def test_copies_share_symmetric_memory() -> None:
     memory = SymmMemory(torch.zeros(8, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64), 0)
-    copied = copy.deepcopy(SymmMemDispatcher(8, memory))
-    assert copied.memory is memory
+    dispatcher, weights = SymmMemDispatcher(8, memory), SymmMemCloneWeights(memory)
+    assert copy.deepcopy(dispatcher) is dispatcher
+    assert copy.deepcopy(weights).memory is memory
 
 
 def open_on_two_hosts() -> str:

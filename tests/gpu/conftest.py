@@ -69,7 +69,7 @@ def as_rank(port: int) -> Iterator[None]:
 
 def run_here(words: list[str]) -> int:
     """A command's exit code in this process."""
-    with nothing_left():
+    with mock.patch.dict(os.environ), nothing_left():
         return cli.main(words)
 
 

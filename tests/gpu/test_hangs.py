@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from support import load
+from support.gpus import RANKS_PER_GPU
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs at least two GPUs"),
+    pytest.mark.skipif(RANKS_PER_GPU > 1, reason="a killed rank ends the service that ranks of a GPU share"),
 ]
 
 LIMIT_MINUTES = 0.5

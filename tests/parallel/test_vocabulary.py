@@ -93,6 +93,22 @@ def test_fused_loss_of_a_label_outside_the_vocabulary_is_nan(ranks: Any, label: 
     assert all(loss.isnan() for loss in ranks(2, lose, label))
 
 
+def refuse(label: int) -> str:
+    """What PyTorch's loss says of a label on all ranks."""
+    x_BND, weight_WD, labels_BN = draw(torch.float32)
+    labels_BN[1, 2] = label
+    head = LanguageModelHead(WIDTH, WORDS, 5, "torch")
+    head.weight = torch.nn.Parameter(weight_WD.chunk(dist.get_world_size())[dist.get_rank()].clone())
+    with pytest.raises(RuntimeError) as refused:
+        VocabParallelHead(head, dist.group.WORLD)(x_BND.chunk(dist.get_world_size(), 1)[dist.get_rank()], labels_BN)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("label", [-1, WORDS])
+def test_label_outside_the_vocabulary_is_refused(ranks: Any, label: int) -> None:
+    assert all("a label is outside of the vocabulary" in said for said in ranks(2, refuse, label))
+
+
 def count_flops() -> int:
     assert dist.group.WORLD is not None
     x_TD, weight_VD = (torch.empty(size, WIDTH, device="meta", requires_grad=True) for size in (12, WORDS))

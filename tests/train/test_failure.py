@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.config import RecipeError
-from titan_moe.train.failure import first_rank_has_failed, plain_words, record_failure, recorded_failures
+from titan_moe.train.failure import first_rank_has_refused, plain_words, record_failure, recorded_failures
 
 
 def full(path: str | None = None) -> OSError:
@@ -29,19 +29,23 @@ def test_failure_recorded_first_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "first" in stored["extraInfo"]["py_callstack"], "torchrun reads it too"
 
 
-def test_failure_of_the_first_rank_is_seen_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_of_the_first_rank_is_seen_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert not first_rank_has_failed()
-    for rank in "01":
-        (tmp_path / rank).mkdir()
-    of_first, of_second = (tmp_path / rank / "error.json" for rank in "01")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(of_second))
-    record_failure("of the second rank")
-    assert not first_rank_has_failed()
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(of_first))
-    record_failure("of the first rank")
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(of_second))
-    assert first_rank_has_failed()
+    assert not first_rank_has_refused()
+
+    def record(rank: int, error: Exception) -> None:
+        (tmp_path / str(rank)).mkdir(exist_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        record_failure(error)
+
+    record(1, RecipeError(["no data"]))
+    assert not first_rank_has_refused()
+    record(0, RuntimeError("connection closed by peer"))
+    assert not first_rank_has_refused(), "it says something else"
+    (tmp_path / "0" / "error.json").unlink()
+    record(0, RecipeError(["no data"]))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    assert first_rank_has_refused()
 
 
 def test_failure_disk_full_is_one_sentence() -> None:

@@ -5,7 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
-logger = logging.getLogger("titan_moe")
+logger = logging.getLogger(__name__)
 
 METADATA_FILE = ".metadata"
 """torch.distributed.checkpoint's description of the tensors. It gets its name last: a folder with it is complete."""

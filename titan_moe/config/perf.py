@@ -55,8 +55,9 @@ class CompileConfig:
     """The part of a block that is compiled as one graph.
     `pieces`: The dense part, the router, the experts and the shared experts are one graph each; dispatch and combine
     run eagerly.
-    `block`: The whole block is one graph. Needs a dispatcher without host reads. Traces do not break a block down into
-    parts. If the capacity bounds each layer, blocks run eagerly while the bound is lifted (rerun steps, validation)."""
+    `block`: The whole block is one graph. Needs a dispatcher without host reads, and not `hierarchical_symm_mem`.
+    Traces do not break a block down into parts. If the capacity bounds each layer, blocks run eagerly while the bound
+    is lifted (rerun steps, validation)."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"
     """Capture GPU work as a CUDA graph and replay it, so that the host launches one graph instead of every kernel.
     `titan-moe check` names the settings of a recipe that prevent it.

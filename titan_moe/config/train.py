@@ -25,9 +25,9 @@ class RunConfig:
     `cuda`: GPUs; an error without one."""
     ranks_per_gpu: int = 1
     """Number of ranks that share a GPU, to try a layout on fewer GPUs than it has ranks; not for speed. Each rank needs
-    the memory that it would need on a GPU of its own. NCCL sends over sockets. Kernels of different ranks run at the
-    same time under NVIDIA's Multi-Process Service (`nvidia-cuda-mps-control -d`); without it they take turns, and every
-    exchange takes milliseconds. Without effect on CPUs."""
+    the memory that it would need on a GPU of its own; figures per GPU are per rank. NCCL sends over sockets. Kernels of
+    different ranks run at the same time under NVIDIA's Multi-Process Service (`nvidia-cuda-mps-control -d`); without it
+    they take turns, and every exchange takes milliseconds. Without effect on CPUs."""
     is_deterministic: bool = False
     """Make two runs of one recipe on one layout give the same bits: losses, weights, moments. PyTorch uses
     deterministic implementations, and an operation without one ends the run with an error that names it. Attention does

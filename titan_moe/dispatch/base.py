@@ -135,7 +135,7 @@ class TokenDispatcher(ABC):
     @abstractmethod
     def start_dispatch(self, x_TD: Tensor, exchange: Exchange) -> Pending:
         """Start to send rows, ids and scores to the ranks of the experts; differentiable in rows and scores. What is
-        computed before `finish_dispatch` hides the collectives."""
+        computed before `finish_dispatch` hides the collectives. Rows are sent in their dtype, under autocast too."""
 
     @abstractmethod
     def finish_dispatch(self, pending: Pending, exchange: Exchange) -> ExpertInputs:

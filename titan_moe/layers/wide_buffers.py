@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 
 
 class WideBuffers(nn.Module):
-    """Convert or move parameters and buffers, but the buffers named in `wide_buffers` never to a narrower dtype.
+    """Convert or move parameters and buffers, but the buffers named in `wide_buffers` to no dtype narrower than fp32.
 
     They are sums of many small terms, which stop growing in bf16, and factors outside of fp16's range.
     """
@@ -19,6 +20,6 @@ class WideBuffers(nn.Module):
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             converted = self.get_buffer(name)
-            if converted.dtype.itemsize < buffer.dtype.itemsize:
+            if converted.dtype.itemsize < torch.float32.itemsize:
                 setattr(self, name, buffer.to(converted.device))
         return self

@@ -70,6 +70,9 @@ class VocabParallelHead:
         """Summed loss of a chunk, and dlogits of this rank's words in the logits' dtype."""
         wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         num_words = wide_CV.shape[1]
+        has_label_C = labels_C != IGNORE_LABEL
+        is_word_C = (labels_C >= 0) & (labels_C < self.group.size() * num_words)
+        torch._assert_async((is_word_C | ~has_label_C).all(), "a label is outside of the vocabulary")
         words_C = labels_C - self.group.rank() * num_words
         is_own_C = (words_C >= 0) & (words_C < num_words)
         max_C = wide_CV.amax(1)
@@ -78,7 +81,6 @@ class VocabParallelHead:
         label_C = torch.where(is_own_C, wide_CV.gather(1, words_C.clamp(0, num_words - 1)[:, None])[:, 0], 0)
         sums_2C = torch.stack([exp_CV.sum(1), label_C])
         dist.all_reduce(sums_2C, group=self.group)
-        has_label_C = labels_C != IGNORE_LABEL
         loss = torch.where(has_label_C, max_C + sums_2C[0].log() - sums_2C[1], 0).sum()
         is_label_CV = torch.arange(num_words, device=labels_C.device) == words_C[:, None]
         dlogits_CV = exp_CV / sums_2C[0][:, None] - is_label_CV.to(wide_CV.dtype)

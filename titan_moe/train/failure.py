@@ -55,10 +55,12 @@ def record_failure(error: BaseException | str, folder: str = "") -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def first_rank_has_failed() -> bool:
-    """Whether the first rank of this node has recorded an error. Under torchrun each has a folder beside the others."""
+def first_rank_has_refused() -> bool:
+    """Whether the first rank of this node has recorded an error of its recipe. Under torchrun each rank has a folder
+    beside the others."""
     path = os.environ.get(ERROR_FILE, "")
-    return bool(path) and (Path(path).parents[1] / "0" / Path(path).name).exists()
+    failures = recorded_failures(Path(path).parents[1] / "0") if path else []
+    return any(failure.exit_code == EXIT_BAD_RECIPE for failure in failures)
 
 
 def recorded_failures(folder: Path) -> list[Failure]:

@@ -184,7 +184,7 @@ def crowded(device: str) -> tuple[Any, Tensor, Tensor]:
     return mine, x_TD, x_TD[plan.recv_tokens_PT[0, : len(ids_SK)].long()]
 
 
-@pytest.mark.parametrize(("multiprocessors", "number"), [(None, 36), (132, 36), (33, 16), (1, 1)])
+@pytest.mark.parametrize(("multiprocessors", "number"), [(None, 36), (132, 36), (33, 16)])
 def test_copy_blocks_leave_half_of_the_multiprocessors_to_tiles(
     monkeypatch: pytest.MonkeyPatch, multiprocessors: int | None, number: int
 ) -> None:

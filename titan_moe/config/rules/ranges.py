@@ -39,7 +39,7 @@ SHARE = Range(0, 1)
 SHARE_BELOW_ONE = Range(0, 1, includes_high=False)
 
 SECTIONS: dict[str, dict[str, Range]] = {
-    "run": {"seed": Range(0, 2**63 - 1), "ranks_per_gpu": Range(1, 16), "step_timeout_minutes": ZERO_OR_MORE},
+    "run": {"seed": Range(0, 2**63 - 1), "ranks_per_gpu": Range(1, 8), "step_timeout_minutes": ZERO_OR_MORE},
     "model": {
         "vocab_size num_layers hidden_size": POSITIVE,
         "num_dense_layers ffn_hidden_size": ZERO_OR_MORE,

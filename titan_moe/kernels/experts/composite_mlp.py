@@ -28,7 +28,7 @@ ExpertMLP = Callable[[Tensor, ExpertSlots, ExpertWeights], Tensor]
 class CompositeMLP:
     """The MLP as gather, GEMM, SwiGLU, GEMM, sum, with biases if the experts have them.
 
-    It can be pickled, as `torch.save` of a whole layer needs: a GEMM of `GROUPED_GEMM`, an operation, by its name.
+    It can be pickled, as `torch.save` of a whole layer needs, with a GEMM of `GROUPED_GEMM`: that is stored by name.
     """
 
     gemm: GroupedGemm

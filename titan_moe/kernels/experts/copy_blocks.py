@@ -3,7 +3,8 @@
 S rows · R expert slots · K experts a row · M tiles · D width
 
 Thread blocks start in index order. Copy blocks have the lowest indices, so they are resident before any tile waits for
-them. They are as many as saturate the links, but at most one for two multiprocessors, and leave the others to tiles.
+them. They are as many as saturate the links, but at most one for two multiprocessors (and at
+least one), and leave the others to tiles.
 
 Copy blocks take blocks of rows in turn. *Get*: each counts the blocks that it has copied, and a tile waits for all rows
 that it reads. *Put*: each waits for the tiles of a block's last slots; tiles signal completion by group. The
