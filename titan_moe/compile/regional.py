@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titan_moe.compile.read_backs import add_barriers
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch.base import ExpertInputs, Routed
 from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
@@ -30,6 +31,8 @@ def apply(model: nn.Module, config: CompileConfig, device: torch.device) -> None
     """Compile every block in place. Parameter names do not change."""
     if not config.compiles(device.type):
         return
+    if device.type == "cuda":
+        add_barriers()
     compiled: set[nn.Module] = set()
     for module in model.modules():  # parents come before children
         if module in compiled:

@@ -156,7 +156,7 @@ def block_graphs_have_no_host_reads(recipe: Recipe, world_size: int) -> Iterator
         )
 
 
-@rule("blocks as one graph had wrong gradients on GPUs (torch 2.11); the cause is not known")
+@rule("its gradients were wrong on GPUs, and with the barriers that should mend them it has not run there yet")
 def block_graphs_are_right(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if recipe.compile.compiles_blocks() and not p.facts.is_right_in_block_graphs and recipe.model.num_moe_layers > 0:
