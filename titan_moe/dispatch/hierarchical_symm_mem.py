@@ -10,7 +10,9 @@ node the kernels of symm_mem.py plan and read no more than the rows that are nee
 flag of the capacity, and the step is taken again with C = T.
 
 A graph of a whole block that contained it had wrong gradients on GPUs (compile/read_backs.py): compile the parts around
-it, or call `add_barriers` first. Every rank must have the same number of tokens. The exchange between nodes may overlap with other work; that over
+it, or call `add_barriers` first.
+
+Every rank must have the same number of tokens. The exchange between nodes may overlap with other work; that over
 symmetric memory runs in `finish_dispatch` and `start_combine`, in the same order on all ranks.
 """
 
