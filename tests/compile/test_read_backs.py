@@ -40,7 +40,6 @@ def read_backs(monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr(driver, "_active", fake_driver)
     monkeypatch.setattr(TritonKernel, "load", TritonKernel.load)  # undone after the test
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
     code: list[str] = []
 
     def stop(graph: GraphLowering) -> None:
@@ -64,7 +63,8 @@ def read_backs(monkeypatch: pytest.MonkeyPatch):
                 found.append("tl.debug_barrier()" in between)
         return found
 
-    return find
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        yield find
 
 
 def test_read_backs_are_behind_barriers(read_backs) -> None:
