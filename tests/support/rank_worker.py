@@ -23,7 +23,8 @@ def main(pipe: Connection, rank: int) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))
     gc.freeze()  # what was imported is no garbage: nobody looks through it again
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # where tests find `support`
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests), str(tests.parent)]  # where tests find `support`, and pickles the module of a test
     modules = {}
     while (job := pipe.recv()) is not None:
         path, name, args, num_ranks, store = job
