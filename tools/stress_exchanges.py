@@ -60,12 +60,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=int, default=100, help="exchanges between reads of the host")
     parser.add_argument("--patience", type=float, default=120.0, help="seconds for these, the first ones too")
     parser.add_argument("--tokens", type=int, help=f"of a rank; default {CASE.tokens:,}")
+    help_ = "as run.ranks_per_gpu: to try it on fewer GPUs, under NVIDIA's Multi-Process Service"
+    parser.add_argument("--ranks-per-gpu", type=int, default=1, help=help_)
     parser.add_argument("--smoke", action="store_true", help="a tiny case on CPUs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     args = parser.parse_args(argv)
     case = SMOKE if args.smoke else CASE
     case = replace(case, tokens=args.tokens or case.tokens)
-    with reporting_errors(args.out), process_group(RunConfig(device="cpu" if args.smoke else "cuda")) as device:
+    run = RunConfig(device="cpu" if args.smoke else "cuda", ranks_per_gpu=args.ranks_per_gpu)
+    with reporting_errors(args.out), process_group(run) as device:
         result = stress(case, device, args)
         if dist.get_rank() == 0:
             write_once(args.out, result)

@@ -122,6 +122,7 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
         "two_nodes_symm_mem_captured": (*two_nodes_symm_mem, bounded, "--compile.cudagraph=step", *validated),
         "two_nodes_symm_mem_worst_case": (*two_nodes_symm_mem, worst),
         "two_nodes_symm_mem_clones": (*two_nodes_symm_mem, *interleaved, "--parallel.expert_clones=1", plain),
+        "two_nodes_symm_mem_blocks": (*two_nodes_symm_mem, bounded, "--compile.extent=block", "--perf.kernels=fused"),
         "two_nodes_fp8": (*two_nodes, *fp8, "--memory.recompute=block", plain),
         "hsdp": ("--parallel.dp_replicate=2", half, alltoall, plain),
         "recompute": (whole, alltoall, "--memory.recompute=block"),

@@ -22,8 +22,6 @@ class DispatcherFacts:
     experts; or each row once to every node that holds one, which forwards it to those ranks."""
     reads_host: bool = True
     """Whether the host reads sizes from the device. A CUDA graph or the graph of a whole block cannot contain that."""
-    is_right_in_block_graphs: bool = True
-    """Whether blocks that contain it have right gradients on GPUs as one graph (`compile.extent = "block"`)."""
     needs_cuda: bool = False
     is_one_node: bool = False  # whether the ranks of an ep group must be on one node
     shares_memory: bool = False  # whether ranks of a node exchange rows through symmetric memory
@@ -80,7 +78,6 @@ HIERARCHICAL_SYMM_MEM = DispatcherFacts(
     "as hierarchical, over NVLink within a node; no host read.",
     sends="once_a_node",
     reads_host=False,
-    is_right_in_block_graphs=False,  # tools/RESULTS.md, section 9
     needs_cuda=True,
     shares_memory=True,
     can_be_bounded=True,

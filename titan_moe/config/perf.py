@@ -55,7 +55,7 @@ class CompileConfig:
     """The part of a block that is compiled as one graph.
     `pieces`: The dense part, the router, the experts and the shared experts are one graph each; dispatch and combine
     run eagerly.
-    `block`: The whole block is one graph. Needs a dispatcher without host reads, and not `hierarchical_symm_mem`.
+    `block`: The whole block is one graph. Needs a dispatcher without host reads.
     Traces do not break a block down into parts. If the capacity bounds each layer, blocks run eagerly while the bound
     is lifted (rerun steps, validation)."""
     cudagraph: Literal["off", "microbatch", "step"] = "off"

@@ -9,8 +9,8 @@ at most T. So a bound costs bytes on the network: C·M rows, where `hierarchical
 node the kernels of symm_mem.py plan and read no more than the rows that are needed. A token that finds no room sets the
 flag of the capacity, and the step is taken again with C = T.
 
-A graph of a whole block that contained it had wrong gradients on GPUs (compile/read_backs.py): compile the parts around
-it, or call `add_barriers` first.
+A graph of a whole block that contains it needs the barriers of compile/read_backs.py on GPUs, which recipes add;
+without them its gradients were wrong.
 
 Every rank must have the same number of tokens. The exchange between nodes may overlap with other work; that over
 symmetric memory runs in `finish_dispatch` and `start_combine`, in the same order on all ranks.

@@ -151,17 +151,8 @@ def block_graphs_have_no_host_reads(recipe: Recipe, world_size: int) -> Iterator
     if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
             f'compile.extent = "block" excludes parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
-            f"on the host; take {without_host_reads(lambda facts: facts.is_right_in_block_graphs)}, or "
+            f"on the host; take {without_host_reads()}, or "
             'compile.extent = "pieces"'
-        )
-
-
-@rule("its gradients were wrong on GPUs, and with the barriers that should mend them it has not run there yet")
-def block_graphs_are_right(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p = recipe.parallel
-    if recipe.compile.compiles_blocks() and not p.facts.is_right_in_block_graphs and recipe.model.num_moe_layers > 0:
-        yield (
-            f'compile.extent = "block" excludes parallel.dispatcher = "{p.dispatcher}"; take compile.extent = "pieces"'
         )
 
 
