@@ -202,7 +202,7 @@ BROKEN = {
     "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
     "block_graphs_have_no_host_reads": (
         "--compile.extent=block",
-        '"allgather", "symm_mem" or "hierarchical_symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
+        '"hierarchical_symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
     ),
     "recomputed_experts_exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "forced_routing_needs_a_router": (
