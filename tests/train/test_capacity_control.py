@@ -47,6 +47,20 @@ def test_control_grows_from_the_exact_need_and_by_more_each_time() -> None:
     assert num_overflows == 2
 
 
+def test_control_grows_ahead_of_a_load_that_drifts() -> None:
+    needs = [1.0] * CALIBRATION_STEPS + [1.0 + 0.01 * step for step in range(60)]
+    factors, num_overflows = run(CapacityControl(), needs)
+    assert num_overflows == 0 and factors[-1] == 1.75
+    assert len(set(factors)) == 1 + 6, "0, then a recording an eighth"
+
+
+def test_control_asks_once_for_memory_that_is_not_there() -> None:
+    asked: list[float] = []
+    control = CapacityControl(lambda: asked.append(1.3) or 1.3)
+    factors, num_overflows = run(control, [1.2] * CALIBRATION_STEPS + [1.22] * 50)
+    assert factors[-1] == 1.25 and num_overflows == 0 and len(asked) == 2
+
+
 def test_control_lifts_the_bound_while_the_load_changes_too_fast() -> None:
     control = CapacityControl()
     needs = [1.0] * CALIBRATION_STEPS + [1.5**n for n in range(1, MANY_OVERFLOWS + 1)]

@@ -13,6 +13,9 @@ CALIBRATION_STEPS = 4
 """Steps without a bound before the first factor is chosen."""
 MARGIN = 1.1
 """Ratio of the chosen factor to the need. Each recent overflow multiplies it once more."""
+HEADROOM = 1.05
+"""The factor grows ahead of an overflow once it is less than this times the need of a step: loads that drift rarely
+grow by more from one step to the next."""
 STEPS_OF_FACTOR = 8
 """Factors are multiples of 1/8."""
 WINDOW_STEPS = 50
@@ -36,6 +39,7 @@ class CapacityControl:
         """`largest` is the largest factor that the memory of every rank holds."""
         self.factor, self.largest = 0.0, largest
         self.step = 0
+        self.is_at_limit = False  # memory held no more when the factor was to grow ahead of an overflow
         self.steps_to_wait = CALIBRATION_STEPS
         self.pause_steps = WINDOW_STEPS
         self.needs: deque[float] = deque(maxlen=QUIET_STEPS)
@@ -48,6 +52,7 @@ class CapacityControl:
 
     def follow(self, need: float, has_overflowed: bool) -> float:
         """Take note of a step, and choose the factor of the next: `factor`."""
+        before = self.factor
         self.step += 1
         self.needs.append(need)
         while self.overflows and self.overflows[0] <= self.step - WINDOW_STEPS:
@@ -58,10 +63,15 @@ class CapacityControl:
             self.steps_to_wait -= 1
             if self.steps_to_wait <= 0:
                 self.factor = self._choose(max(list(self.needs)[-WINDOW_STEPS:]))
+        elif self.factor < need * HEADROOM and not self.is_at_limit:
+            self.factor = max(self.factor, min(self._with_margin(need), self._largest()))
+            self.is_at_limit = self.factor == before
         elif self.step % QUIET_STEPS == 0 and len(self.needs) == QUIET_STEPS:
             smaller = round_up(max(self.needs) * MARGIN)
             if smaller <= self.factor - 2 / STEPS_OF_FACTOR:
                 self.factor = smaller
+        if self.factor != before:
+            self.is_at_limit = False
         return self.factor
 
     def _grow(self) -> None:
@@ -79,14 +89,20 @@ class CapacityControl:
 
     def _choose(self, need: float) -> float:
         """The factor for a need: with a margin if memory holds it, else what it holds, else none."""
-        wanted = round_up(need * MARGIN ** (1 + len(self.overflows))) if math.isfinite(need) else need
-        largest = math.floor(min(self.largest(), 1e6) * STEPS_OF_FACTOR) / STEPS_OF_FACTOR
+        wanted = self._with_margin(need) if math.isfinite(need) else need
+        largest = self._largest()
         if wanted <= largest:
             return wanted
         if need <= largest:
             return largest
         self._pause()
         return 0.0
+
+    def _with_margin(self, need: float) -> float:
+        return round_up(need * MARGIN ** (1 + len(self.overflows)))
+
+    def _largest(self) -> float:
+        return math.floor(min(self.largest(), 1e6) * STEPS_OF_FACTOR) / STEPS_OF_FACTOR
 
 
 def round_up(factor: float) -> float:
