@@ -23,6 +23,7 @@ FACTS = (
     "routing",
     "kernels",
     "dispatcher",
+    "clones",
     "overlap",
     "CUDA graph",
 )
@@ -177,8 +178,9 @@ def _notes(row: Row) -> str:
     result, notes = row.result, []
     if "error" in result:
         notes.append(f"failed: {result['error']}")
-    if result.get("num_reruns"):
-        notes.append(f"{result['num_reruns']} of the timed steps rerun")
+    num_reruns, num_before = result.get("num_reruns", 0), result.get("num_warmup_reruns", 0)
+    if num_reruns or num_before:
+        notes.append(f"{num_reruns} of the timed steps rerun, {num_before} of the warm-up")
     if result.get("num_skipped"):
         notes.append(f"{result['num_skipped']} steps skipped")
     if not result.get("is_finite", True):

@@ -7,9 +7,10 @@ A job is a recipe with overrides. Jobs run one after the other in the same proce
 appends its result to the file. The first job that fails, or whose memory is not freed, ends the processes. (On a CPU
 the peak memory is that of the process, so it never decreases.)
 
-A step is timed on the host between device synchronisations; the slowest rank counts. Batches are on the device before
-the timing: uniform random tokens for synthetic data, else the data of the loader. Loss and loads are read outside the
-timed interval.
+A step is timed on the host between device synchronisations; the slowest rank counts. Every step has new tokens:
+uniform random ones for synthetic data (drawn as in peer_torchtitan.py), else the next ones of the loader. Batches are
+on the device before the timing. Loss and loads are read outside the timed interval. Weights are those of
+`checkpoint.load_from`, if the recipe has it.
 """
 
 import argparse
@@ -17,8 +18,10 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +32,11 @@ from measurement import facts_of, max_over_ranks
 from rank_processes import append_result, reporting_errors
 from torch import Tensor
 
+from titan_moe.checkpoint.dcp import Checkpointer
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
 from titan_moe.config.context import sequence_shard
 from titan_moe.config.train import RunConfig
-from titan_moe.data.loader import build_loader
+from titan_moe.data.loader import Loader, build_loader
 from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.experts import expert_loads, rank_loads, read_scalars
@@ -41,6 +45,7 @@ from titan_moe.parallel.mesh import Meshes
 from titan_moe.train.build import Assembly, assemble
 from titan_moe.train.process import process_group
 from titan_moe.train.resolve_kernels import resolve_auto
+from titan_moe.train.trainer import Progress
 
 
 def main() -> None:
@@ -117,7 +122,10 @@ def measure(
     assembly = assemble(recipe, device)
     try:
         with attention_backend(recipe.perf.attention):
-            batches = read_batches(recipe, assembly.meshes, device, folder)
+            loader = open_data(recipe, assembly.meshes, folder)
+            if recipe.checkpoint.load_from:
+                load_weights(recipe, assembly, loader)
+            batches = read_batches(recipe, assembly.meshes, loader, device)
             result = time_steps(recipe, assembly, batches, device, warmup)
             if output:
                 profile_step(lambda: assembly.step(batches[-1]), output.file, output.heading)
@@ -129,7 +137,7 @@ def measure(
 def time_steps(
     recipe: Recipe, assembly: Assembly, batches: list[Batch], device: torch.device, warmup: int
 ) -> dict[str, Any]:
-    """Take a step for each batch. Returns the figures of the steps after the warmup."""
+    """Take a step for each batch. Returns the figures of the steps after the warmup, and the losses of all."""
     step_ms: list[float] = []
     losses: list[float] = []
     loads: list[tuple[list[float], list[float]]] = []
@@ -153,23 +161,44 @@ def time_steps(
         "is_finite": all(map(math.isfinite, losses)),
         "peak_memory_gib": max_over_ranks([peak_memory_gib(device)], device)[0],
         "num_reruns": assembly.step.num_reruns - num_warmup_reruns,
+        "num_warmup_reruns": num_warmup_reruns,
         "num_skipped": int(result.num_skipped),
         "expert_load": _summary([expert for expert, _ in loads[warmup:]]),
         "rank_load": _summary([rank for _, rank in loads[warmup:]]),
     }
 
 
-def read_batches(recipe: Recipe, meshes: Meshes, device: torch.device, folder: Path) -> list[Batch]:
-    """One batch per step. Random tokens are the same in every step."""
-    train, shard = recipe.train, sequence_shard(recipe.parallel, meshes.context_rank)
+def open_data(recipe: Recipe, meshes: Meshes, folder: Path) -> Loader:
+    """The loader of a run, with tokenised data in `folder`."""
+    shard = sequence_shard(recipe.parallel, meshes.context_rank)
+    return build_loader(recipe, meshes.data_rank, meshes.sizes.dp, folder, dist.barrier, shard)
+
+
+def load_weights(recipe: Recipe, assembly: Assembly, loader: Loader) -> None:
+    """Load the weights of `checkpoint.load_from`, as a new run does. The run folder is not read."""
+    parts, states = assembly.parts, (assembly.optimizers, assembly.schedule, loader, Progress())
+    with TemporaryDirectory() as empty_folder:
+        checkpointer = Checkpointer(recipe, Path(empty_folder), parts, *states)
+        checkpointer.load()
+        checkpointer.close()
+
+
+def read_batches(recipe: Recipe, meshes: Meshes, loader: Loader, device: torch.device) -> list[Batch]:
+    """One batch per step."""
     if recipe.data.source == "synthetic":
-        generator = torch.Generator(device).manual_seed(meshes.data_rank)
-        num_mine = train.global_batch_sequences // meshes.sizes.dp * train.seq_len_tokens
-        tokens = torch.randint(recipe.model.vocab_size, (num_mine,), device=device, generator=generator)
-        tokens_MBN = tokens.view(-1, train.micro_batch_sequences, train.seq_len_tokens)
-        return [Batch(tokens_MBN, tokens_MBN.roll(-1, -1), None).shard(shard)] * train.steps
-    loader = build_loader(recipe, meshes.data_rank, meshes.sizes.dp, folder, dist.barrier, shard)
-    return [loader.next_step().to(device) for _ in range(train.steps)]
+        return [batch.to(device) for batch in draw_batches(recipe, meshes)]
+    return [loader.next_step().to(device) for _ in range(recipe.train.steps)]
+
+
+def draw_batches(recipe: Recipe, meshes: Meshes) -> Iterator[Batch]:
+    """Uniform random tokens for each step. Ranks that share sequences (tp, cp, pp) draw the same ones."""
+    train, shard = recipe.train, sequence_shard(recipe.parallel, meshes.context_rank)
+    generator = torch.Generator().manual_seed(meshes.data_rank)
+    shape = (train.global_batch_sequences // meshes.sizes.dp, train.seq_len_tokens + 1)
+    for _ in range(train.steps):
+        tokens = torch.randint(recipe.model.vocab_size, shape, generator=generator)
+        tokens_MBN = tokens.view(-1, train.micro_batch_sequences, shape[1])
+        yield Batch(tokens_MBN[..., :-1].contiguous(), tokens_MBN[..., 1:].contiguous(), None).shard(shard)
 
 
 def loads_of(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> tuple[list[float], list[float]]:

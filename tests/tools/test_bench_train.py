@@ -2,12 +2,13 @@
 
 import importlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_moe.config import RecipeError, load_recipe
+from titan_moe.config.context import sequence_shard
 from titan_moe.config.parallel import resolve
+from titan_moe.data.packing import Batch
 from titan_moe.parallel.mesh import build_meshes
 from titan_moe.train.process import process_group
+from titan_moe.train.trainer import run as train
 
 pytestmark = pytest.mark.slow
 
@@ -31,6 +35,7 @@ RESULT = {
     "median_step_ms": 819.2,
     "peak_memory_gib": 100.04,
     "num_reruns": 2,
+    "num_warmup_reruns": 3,
     "num_skipped": 0,
     "expert_load": {"mean": 1.8, "worst": 2.25},
     "rank_load": {"mean": 1.2, "worst": 1.5},
@@ -145,7 +150,8 @@ def test_train_benchmark_appends_rows_to_a_file(bench: Any, tools: Any, tmp_path
     assert first["kernels"] == "auto, some overridden"
     assert first["optimizer"] == "fused_adamw; master fp32, reduce fp32, moments bf16"
     assert first["load of expert / rank"] == "1.80 / 1.20, worst 2.25 / 1.50"
-    assert first["notes"] == "2 of the timed steps rerun"
+    assert first["clones"] == "0" and first["dispatcher"] == "symm_mem, ep 8"
+    assert first["notes"] == "2 of the timed steps rerun, 3 of the warm-up"
     assert second["routing"] == "natural (synthetic)" and second["tokens/s/GPU"] == "–"
     assert second["notes"] == "failed: OutOfMemoryError: no room / at all"
 
@@ -376,10 +382,53 @@ def test_time_steps_of_a_tiny_run(tools: Any, tmp_path: Path) -> None:
         natural_result = worker.measure(recipe, device, 2, tmp_path)
     assert len(result["step_ms"]) == len(result["losses"]) == 4 and result["is_finite"]
     assert result["tokens_per_second_per_gpu"] == pytest.approx(32 * 64 / result["median_step_ms"] * 1e3)
-    assert result["num_reruns"] == result["num_skipped"] == 0 and result["peak_memory_gib"] > 0
+    assert result["num_reruns"] == result["num_warmup_reruns"] == result["num_skipped"] == 0
+    assert result["peak_memory_gib"] > 0
     assert result["expert_load"] == pytest.approx({"mean": 1.8, "worst": 1.8}, rel=1e-2), (
         "every microbatch has this load"
     )
     assert result["rank_load"] == {"mean": 1.0, "worst": 1.0}, "all experts are on one rank"
-    assert result["losses"][-1] < result["losses"][0]
+    assert all(loss == pytest.approx(math.log(256), rel=0.1) for loss in result["losses"]), "random tokens"
+    assert natural_result["losses"][-1] < natural_result["losses"][0]
     assert natural_result["expert_load"]["worst"] > natural_result["expert_load"]["mean"] > 1
+
+
+def draw_steps(*overrides: str) -> tuple[Any, list[Batch], list[Batch]]:
+    """This rank's part of each sequence, its batches, and those of a process alone."""
+    sys.path.insert(0, str(TOOLS))
+    worker, cpu = importlib.import_module("time_steps"), torch.device("cpu")
+    alone, recipe = (load_recipe(QUICKSTART, [*TINY, *words]) for words in ((), overrides))
+    meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), cpu)
+    one_rank: Any = SimpleNamespace(data_rank=0, context_rank=0, sizes=SimpleNamespace(dp=1))
+    shard = sequence_shard(recipe.parallel, meshes.context_rank)
+    return shard, [*worker.draw_batches(recipe, meshes)], [*worker.draw_batches(alone, one_rank)]
+
+
+@pytest.mark.parametrize("axis", ["pp", "tp", "cp"])
+def test_time_steps_draws_the_same_tokens_for_ranks_that_share_sequences(ranks: Any, axis: str) -> None:
+    for shard, mine, whole in ranks(2, draw_steps, f"--parallel.{axis}=2", "--train.micro_batch_sequences=8"):
+        assert shard.num_ranks == (2 if axis == "cp" else 1)
+        for batch, of_all in zip(mine, whole, strict=True):
+            assert torch.equal(batch.tokens_MBN.flatten(0, 1), of_all.shard(shard).tokens_MBN.flatten(0, 1))
+
+
+def test_time_steps_draws_new_tokens_for_each_step_and_data_rank(ranks: Any) -> None:
+    (_, one, _), (_, other, _) = ranks(2, draw_steps)
+    batches = [*one, *other]
+    assert len({tuple(batch.tokens_MBN.flatten().tolist()) for batch in batches}) == 2 * 4
+    for tokens_MBN, labels_MBN, _ in batches:
+        assert torch.equal(tokens_MBN[..., 1:], labels_MBN[..., :-1])
+        assert tokens_MBN.max() > 250 and tokens_MBN.float().mean() == pytest.approx(127.5, rel=0.1), "uniform"
+
+
+def test_time_steps_start_from_the_weights_of_a_checkpoint(tools: Any, tmp_path: Path) -> None:
+    worker, run, corpus = tools("time_steps"), tmp_path / "run", f"--data.path={RECIPES / '*.toml'}"
+    text = [*TINY, "--data.source=text", corpus, "--train.force_skewed_routing=false"]
+    train(load_recipe(QUICKSTART, [*text, f"--run.folder={run}", "--train.steps=20", "--optim.lr=1e-2"]))
+    first_losses = []
+    for weights in ("", run / "checkpoints" / "step-20"):
+        recipe = load_recipe(QUICKSTART, [*text, f"--checkpoint.load_from={weights}"])
+        with process_group(recipe.run) as device:
+            first_losses.append(worker.measure(recipe, device, 2, tmp_path)["losses"][0])
+    assert first_losses[1] < first_losses[0] - 1
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-20"]
