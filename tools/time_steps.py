@@ -141,10 +141,10 @@ def time_steps(
     step_ms: list[float] = []
     losses: list[float] = []
     loads: list[tuple[list[float], list[float]]] = []
-    num_warmup_reruns = 0
+    num_warmup_reruns = num_warmup_recordings = 0
     for number, batch in enumerate(batches):
         if number == warmup:
-            num_warmup_reruns = assembly.step.num_reruns
+            num_warmup_reruns, num_warmup_recordings = assembly.step.num_reruns, assembly.step.num_recordings
             _reset_peak_memory(device)
         start = _synchronised_time(device)
         result = assembly.step(batch)
@@ -162,6 +162,8 @@ def time_steps(
         "peak_memory_gib": max_over_ranks([peak_memory_gib(device)], device)[0],
         "num_reruns": assembly.step.num_reruns - num_warmup_reruns,
         "num_warmup_reruns": num_warmup_reruns,
+        "num_recordings": assembly.step.num_recordings - num_warmup_recordings,
+        "num_warmup_recordings": num_warmup_recordings,
         "num_skipped": int(result.num_skipped),
         "expert_load": _summary([expert for expert, _ in loads[warmup:]]),
         "rank_load": _summary([rank for _, rank in loads[warmup:]]),

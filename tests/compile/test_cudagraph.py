@@ -54,8 +54,10 @@ def test_captured_release_leads_to_a_new_recording() -> None:
     captured = Captured(scaled_sum, repeater)
     captured.release()  # before any capture
     captured((torch.ones(3), None), torch.tensor(1.0))
+    assert captured.num_recordings == 1
     captured.release()
     assert captured((torch.ones(3), None), torch.tensor(2.0)).item() == 6
+    assert captured.num_recordings == 2
     assert repeater.log == ["record", "replay", "release", "record", "replay"]
 
 

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.perf import CompileConfig
 from titan_moe.config.train import MetricsConfig, TrainConfig
 from titan_moe.metrics.meter import Meter
 from titan_moe.metrics.tensorboard import CELL_PIXELS, WHITE_LOAD
@@ -24,10 +25,11 @@ FIELDS = {
 COUNTS = {"layers.1.moe": torch.tensor([1, 3]), "layers.2.moe": torch.tensor([2, 2])}
 
 
-def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, force=False, ep=1):
+def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, force=False, ep=1, cudagraph="off"):
     recipe = Recipe(
         model=ModelConfig(moe=MoEConfig(num_experts=8, top_k=2)),
         parallel=ParallelConfig(ep=ep),
+        compile=CompileConfig(cudagraph=cudagraph),
         metrics=MetricsConfig(every_steps=every_steps, tensorboard=tensorboard),
         train=TrainConfig(steps=total_steps, force_balanced_routing=force),
     )
@@ -38,7 +40,7 @@ def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False
 
 def log(meter, step, counts=COUNTS):
     scalars = {"loss": torch.tensor(2.0 + step), "aux_loss": 0.0, "grad_norm": torch.tensor(0.5), "lr": 1e-3}
-    guard = {"num_skipped": torch.tensor(2), "num_reruns": 1}
+    guard = {"num_skipped": torch.tensor(2), "num_reruns": 1, "num_recordings": 3}
     return meter.log(step, **scalars, num_tokens=64, tokens_per_expert=counts, **guard)
 
 
@@ -172,6 +174,12 @@ def test_meter_records_forced_routing(tmp_path, capsys):
     meter.start(0, 0)
     assert log(meter, 1)["forced_routing"] == "balanced"
     assert "ROUTING FORCED TO BE BALANCED" in capsys.readouterr().out
+
+
+def test_meter_records_the_recordings_of_graphs(tmp_path):
+    meter = build(tmp_path, cudagraph="step")
+    meter.start(0, 0)
+    assert log(meter, 1)["graph_recordings"] == 3
 
 
 def test_meter_writes_tensorboard_scalars(tmp_path):

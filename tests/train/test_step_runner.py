@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import dropout
 
+from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
@@ -110,6 +111,7 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1, poison: 
         "norms": norms,
         "reruns": reruns,
         "factors": factors,
+        "recordings": take.num_recordings,
         "need": take.largest_need,
         "skipped": int(result.num_skipped),
         "skipped_in_row": in_row,
@@ -163,7 +165,7 @@ def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, exact: Any, 
     recipe = replace(RECIPE, parallel=SPREAD if num_ranks == 4 else ParallelConfig())
     for one, other in zip(exact[num_ranks], ranks(num_ranks, train, recipe, extent), strict=True):
         assert_equal(one, other)
-        assert other["skipped"] == 0 and other["reruns"][-1] == 0
+        assert other["skipped"] == 0 and other["reruns"][-1] == 0 and other["recordings"] == 1
 
 
 @pytest.mark.parametrize("extent", ["microbatch", "step"])
@@ -184,6 +186,9 @@ def test_step_runner_takes_a_step_again_after_an_overflow(ranks: Any, exact: Any
         assert_equal(exact[4][0], other, 1e-12)
         assert other["reruns"] == runs[0]["reruns"] and other["skipped"] == 0 and not any(other["skipped_in_row"])
     assert 0 < runs[0]["reruns"][-1] < STEPS, "some steps fit and some do not"
+    reruns = runs[0]["reruns"]
+    after_a_rerun = sum(reruns[step - 1] > reruns[step - 2] for step in range(NUM_WARM_UPS + 1, STEPS))
+    assert runs[0]["recordings"] == (0 if extent == "off" else 1 + after_a_rerun)
 
 
 @pytest.mark.parametrize("extent", ["off", "step"])

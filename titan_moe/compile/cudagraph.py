@@ -69,6 +69,7 @@ class Captured:
         self.function = function
         self.recorder = recorder
         self.recording: Recording | None = None
+        self.num_recordings = 0  # so far
         self.inputs: list[Any] = []
         self.layout: Any = None
 
@@ -76,6 +77,7 @@ class Captured:
         given, layout = pytree.tree_flatten(args)
         if self.recording is None:
             self.recording = self._record(given, layout)
+            self.num_recordings += 1
         shapes, given_shapes = _shapes(self.inputs), _shapes(given)
         if layout != self.layout or given_shapes != shapes:
             raise ValueError(f"captured for {shapes}, called with {given_shapes}: shapes must not change")

@@ -82,6 +82,7 @@ class Meter:
         num_skipped: Tensor | int,
         num_spikes: Tensor | int = 0,
         num_reruns: int,
+        num_recordings: int = 0,
         capacity_factor: float = 0.0,
         needed_factor: float = 0.0,
     ) -> dict[str, Any] | None:
@@ -90,8 +91,8 @@ class Meter:
         Shapes: `loss`, `aux_loss`, `grad_norm`, `num_skipped`, `num_spikes` 0-dim; `tokens_per_expert` layer name ->
         [E].
         Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped`, `num_spikes` and `num_reruns` are
-        steps since the start of this process. `capacity_factor` bounds the next step (0: nothing does), `needed_factor`
-        is what this step needed.
+        steps since the start of this process, `num_recordings` CUDA graphs. `capacity_factor` bounds the next step (0:
+        nothing does), `needed_factor` is what this step needed.
         """
         self.tokens_seen += num_tokens
         self.num_steps += 1
@@ -123,6 +124,8 @@ class Meter:
         }
         if self.recipe.train.spike_sigmas:
             record["spikes"] = int(read_spikes)
+        if self.recipe.compile.cudagraph != "off":
+            record["graph_recordings"] = num_recordings
         if needed_factor:
             record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
         if forced := self.recipe.train.forced_routing:

@@ -45,6 +45,7 @@ class StepRunner:
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
         self.replay: Callable[[Batch], StepResult] = step
         self.release: Callable[[], None] = lambda: None
+        self.captured: Captured | None = None
         if extent != "off":
             self._capture(extent, make_recorder())
         if control is not None and step.capacity.arena is None:
@@ -54,17 +55,22 @@ class StepRunner:
         self.num_warm_ups = self.num_warm_ups_before = NUM_WARM_UPS
         self.warm_up = recorder.run
         if extent == "step":
-            captured = Captured(self.step, recorder)
-            self.replay, self.release = captured, captured.release
+            self.replay = self.captured = Captured(self.step, recorder)
+            self.release = self.captured.release
         else:
             microbatches = CapturedMicrobatches(self.step.forward_backward, self.step.optimizers.parameters, recorder)
             self.replay = replace(self.step, forward_backward=microbatches)
-            self.release = microbatches.release
+            self.captured, self.release = microbatches.captured, microbatches.release
 
     def resume(self, capacity_factor: float) -> None:
         """Go on with the bound that an earlier run had chosen."""
         if self.control is not None and capacity_factor:
             self.control.resume(capacity_factor)
+
+    @property
+    def num_recordings(self) -> int:
+        """CUDA graphs recorded so far: the first, and one after each release."""
+        return 0 if self.captured is None else self.captured.num_recordings
 
     @property
     def capacity_factor(self) -> float:

@@ -236,6 +236,7 @@ class Trainer:
             num_skipped=result.num_skipped,
             num_spikes=result.num_spikes,
             num_reruns=self.runner.num_reruns,
+            num_recordings=self.runner.num_recordings,
             capacity_factor=self.runner.capacity_factor,
             needed_factor=self.runner.needed_factor,
         )
