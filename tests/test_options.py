@@ -32,8 +32,7 @@ MEASURED = {
     "precision.moments": "fused AdamW with bf16 moments",
     "compile.extent": "| whole blocks compiled, recorded, 12 layers",
     "compile.cudagraph": "34.2 ms launched",
-    "train.force_balanced_routing": "Forced routing (`train.force_balanced_routing`)",
-    "train.force_skewed_routing": "`--train.force_skewed_routing=true`, Qwen3",
+    "train.forced_load": "Forced routing (`train.forced_load=balanced`",
 }
 """Option -> words of its row or heading in tools/RESULTS.md."""
 KEPT = {

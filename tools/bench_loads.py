@@ -2,7 +2,7 @@
 
     python tools/bench_loads.py --nproc 8 [--shape qwen3] [--layers 4] [--steps 20] [--loads bursts drifting]
 
-Loads are those of titan_moe/layers/forced_loads.py, after Megatron-LM's W0 to W7 (pull request 7488). A step is forward
+Loads are those of titan_moe/config/forced_loads.py, after Megatron-LM's W0 to W7 (pull request 7488). A step is forward
 and backward of the layers: dispatch, fused experts, combine. Candidates are `arena`, `arena_tile` (with overlap of
 tiles) and `alltoall` with exact sizes; `allgather` bounds each layer. Times are of timed steps alone, the slowest rank
 of each. Steps taken again are part of them: one counts as one step, and its time is that of both. `need` is the largest
@@ -22,7 +22,7 @@ from dispatch_candidates import Case
 from rank_processes import run_jobs
 from time_loads import CANDIDATES, EXACT
 
-from titan_moe.layers.forced_loads import LOADS
+from titan_moe.config.forced_loads import DRAWN_LOADS
 
 WORKER = Path(__file__).with_name("time_loads.py")
 TOKENS = 8192
@@ -71,7 +71,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help=f"per GPU; default {TOKENS:,}")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--loads", nargs="+", choices=DRAWN_LOADS, default=list(DRAWN_LOADS))
     parser.add_argument("--candidates", nargs="+", choices=CANDIDATES, help="default: alltoall arena arena_tile")
     parser.add_argument("--timeout", type=float, default=300, help="seconds per load of a candidate, and per launch")
     parser.add_argument("--out", type=Path, help="JSON file for all results")

@@ -52,7 +52,7 @@ PEER_SCHEDULES = {
 }
 """`parallel.pp_schedule` -> its name in torch, which torchtitan takes."""
 PEER_MODELS = {"qwen3_30b_a3b": "qwen3_30b_a3b", "deepseek_v2_lite": "deepseek_v2_lite"}
-ROUTINGS = {"natural": (), "forced": ("--train.force_balanced_routing=true",)}
+ROUTINGS = {"natural": (), "forced": ("--train.forced_load=balanced",)}
 """Routing -> its overrides."""
 TAKES_ARGUMENTS = ("--vary", "--peer-args")
 """Options whose values are command-line arguments themselves, which start with dashes."""
@@ -111,7 +111,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 def candidates(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[Candidate]:
     """The candidates of each recipe and routing: as given, the variants, the peer."""
     variants = [*args.vary, *(_lines(args.variants) if args.variants else [])]
-    is_named = any(word.startswith("--train.force_") for text in (*overrides, *variants) for word in shlex.split(text))
+    is_named = any(
+        word.startswith("--train.forced_load") for text in (*overrides, *variants) for word in shlex.split(text)
+    )
     for recipe in args.recipes:
         for routing in ("",) if is_named else args.routings:
             given, name = (*overrides, *ROUTINGS.get(routing, ())), " ".join([recipe.stem, routing]).strip()
@@ -156,8 +158,8 @@ def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
             problems.append('--profile needs a GPU, but run.device = "cpu"; omit it')
     elif candidate.recipe.stem not in PEER_MODELS:
         problems = [f"torchtitan has no {candidate.recipe.stem}"]
-    elif recipe.train.forced_routing == "skewed":
-        problems = ["torchtitan does not support forced skewed routing"]
+    elif recipe.train.forces_load and recipe.train.forced_load != "balanced":
+        problems = [f'torchtitan has no train.forced_load = "{recipe.train.forced_load}"']
     elif recipe.parallel.vpp > 2:
         problems = ["torchtitan has two stages a rank, unless it gets the number of layers of a stage"]
     if problems:
@@ -195,7 +197,7 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
         f"--ep={p.ep}",
         *_peer_pipeline(recipe, args.nproc),
         *(f"--{axis}={size}" for axis, size in (("tp", p.tp), ("cp", p.cp)) if size > 1),
-        "--forced-balance" if train.forced_routing else "--natural",
+        "--forced-balance" if train.forces_load else "--natural",
     ]
     result = run_ranks([str(PEER), *options, *shlex.split(args.peer_args)], args.nproc, args.timeout)
     if "versions" in result:

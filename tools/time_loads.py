@@ -27,6 +27,7 @@ from measurement import facts_of, max_over_ranks
 from rank_processes import append_result, reporting_errors
 from torch import Tensor
 
+from titan_moe.config.forced_loads import DRAWN_LOADS
 from titan_moe.config.kernels import PRESETS
 from titan_moe.config.train import RunConfig
 from titan_moe.dispatch import TokenDispatcher
@@ -34,7 +35,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.choose import choose_expert_mlp
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.layers.forced_loads import LOADS, draw_ids, generator_of
+from titan_moe.layers.forced_loads import draw_ids, generator_of
 from titan_moe.plan.loads import LayerLoads, visit_probability
 from titan_moe.train.capacity_control import CALIBRATION_STEPS, CapacityControl, largest_factor
 from titan_moe.train.process import process_group
@@ -81,7 +82,7 @@ class LayersStep:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    jobs = [f"{load}:{candidate}" for load in LOADS for candidate in CANDIDATES]
+    jobs = [f"{load}:{candidate}" for load in DRAWN_LOADS for candidate in CANDIDATES]
     parser.add_argument("jobs", nargs="+", choices=jobs, metavar="LOAD:CANDIDATE", help="run in this order")
     parser.add_argument("--case", required=True, help="fields of dispatch_candidates.Case, as JSON")
     parser.add_argument("--layers", type=int, default=4)

@@ -16,11 +16,12 @@ def test_renamed_key_error_names_the_new_key(tmp_path: Path) -> None:
     file = tmp_path / "old.toml"
     file.write_text('[perf]\noptimizer = "fused"\n[parallel]\nchunks = 2\n')
     with pytest.raises(RecipeError) as refused:
-        load_recipe(file, ["--parallel.gathers_once_a_step"])
+        load_recipe(file, ["--parallel.gathers_once_a_step", "--train.force_skewed_routing=true"])
     assert refused.value.problems == [
         f"{file}: {OPTIMIZER}",
         f"{file}: parallel.chunks was removed: exchanges in chunks were slower; drop it",
         "command line: parallel.gathers_once_a_step is now parallel.accumulate_unsharded",
+        "command line: train.force_skewed_routing is now train.forced_load (true -> skewed)",
     ]
 
 

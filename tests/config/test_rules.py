@@ -205,16 +205,16 @@ BROKEN = {
         '"hierarchical_symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
     ),
     "recomputed_experts_exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
-    "forced_routing_needs_a_router": (
-        "--model.num_dense_layers=4 --train.force_balanced_routing=true",
-        "train.force_balanced_routing",
+    "forced_load_needs_a_router": (
+        "--model.num_dense_layers=4 --train.forced_load=balanced",
+        'train.forced_load = "balanced" needs layers with experts',
     ),
-    "one_routing_is_forced": (
-        "--train.force_balanced_routing=true --train.force_skewed_routing=true",
-        "set one of them to false",
+    "forced_load_has_enough_experts": (
+        "--train.forced_load=one_rank --parallel.ep=8 --model.moe.top_k=4",
+        'train.forced_load = "one_rank" has 2 experts for all tokens with parallel.ep = 8',
     ),
     "skewed_loads_are_possible": (
-        "--model.moe.num_experts=4 --model.moe.top_k=2 --train.force_skewed_routing=true",
+        "--model.moe.num_experts=4 --model.moe.top_k=2 --train.forced_load=skewed",
         "take a parallel.ep of at most 2",
     ),
     "options_of_formats_need_a_format": (
@@ -340,11 +340,11 @@ def test_rules_each_have_a_broken_recipe() -> None:
         ("--model.attention.sliding_window=8 --model.attention.full_attention_every=1", 8, "take 2 or more"),
         ("--run.device=cpu --perf.attention=flex", 8, 'perf.attention = "flex" does not exist'),
         (
-            "--train.force_skewed_routing=true --model.moe.top_k=9",
+            "--train.forced_load=skewed --model.moe.top_k=9",
             8,
             "gives the hottest at most 1.78 times the mean, which is every token, and not 1.8; take a top_k",
         ),
-        ("--model.num_dense_layers=4 --train.force_skewed_routing=true", 8, "train.force_skewed_routing = true needs"),
+        ("--model.num_dense_layers=4 --train.forced_load=skewed", 8, 'train.forced_load = "skewed" needs'),
         ("--model.num_layers=0", 8, "model.num_layers = 0 must be at least 1"),
         (f"--run.seed={2**63}", 8, "must be at least 0 and at most 9,223,372,036,854,775,807"),
         ("--model.attention.rope_theta=1", 8, "model.attention.rope_theta = 1.0 must be above 1"),
@@ -651,7 +651,8 @@ def test_rules_with_several_cases_refuse_each(
         INTERLEAVED,
         f"{INTERLEAVED} --parallel.dispatcher=alltoall --memory.recompute=experts",
         f"{INTERLEAVED} --compile.extent=block --compile.regional=off",
-        "--train.force_skewed_routing=true",
+        "--train.forced_load=skewed",
+        "--train.forced_load=collapsed --parallel.ep=8 --model.moe.top_k=4",
         "--parallel.dispatcher=symm_mem",
         "--parallel.dispatcher=symm_mem --parallel.expert_rank_capacity_factor=1.5 --run.device=cuda",
         "--parallel.dispatcher=symm_mem --compile.extent=block --compile.cudagraph=step --run.device=cuda",

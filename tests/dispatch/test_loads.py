@@ -1,4 +1,4 @@
-"""Every load of layers/forced_loads.py: dispatchers give the results of exact sizes, and need, overflows and the
+"""Every load of config/forced_loads.py: dispatchers give the results of exact sizes, and need, overflows and the
 capacity factor are those that the expert ids predict.
 
 Ranks and kernels are those of test_symm_mem_fused.py.
@@ -18,6 +18,7 @@ from support import load as load_tests
 from support.gpus import take_gpu
 from torch import Tensor
 
+from titan_moe.config.forced_loads import BURST_STEPS, DRAWN_LOADS
 from titan_moe.dispatch import AllGatherDispatcher, AllToAllDispatcher
 from titan_moe.dispatch import capacity as capacity_module
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -27,7 +28,7 @@ from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
-from titan_moe.layers.forced_loads import BURST_STEPS, LOADS, draw_ids, generator_of
+from titan_moe.layers.forced_loads import draw_ids, generator_of
 from titan_moe.plan.loads import LayerLoads, visit_probability
 from titan_moe.train.capacity_control import CapacityControl
 from titan_moe.train.step_runner import StepRunner
@@ -38,7 +39,7 @@ equal_local, symm_mem, fused, arena_tests = (
 )
 STEP = BURST_STEPS - 1
 """A step with a burst."""
-HOT = {"hot_rank", "cold_ranks", "bursts", "one_rank"}
+HOT = {"hot_rank", "cold_ranks", "bursts", "one_rank", "collapsed"}
 """Loads of which one rank gets most, in all layers together."""
 USUAL = 1.25
 """A factor that holds even loads."""
@@ -138,7 +139,7 @@ def run_collectives(factors: dict[str, float]) -> dict[tuple[str, str], tuple[li
     per_rank = SMALL.num_experts // num_ranks
     answers = {}
     for kind, (dispatcher_class, is_bounded, is_lifted) in KINDS.items():
-        for load in LOADS:
+        for load in DRAWN_LOADS:
             dispatcher = dispatcher_class(SMALL.num_experts, dist.group.WORLD)
             dispatcher.capacity = capacity = ExpertCapacity(factors[load] if is_bounded else 0.0)
             module = equal_local.experts(rank * per_rank, (rank + 1) * per_rank)
@@ -155,12 +156,12 @@ def run_collectives(factors: dict[str, float]) -> dict[tuple[str, str], tuple[li
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_collectives_equal_the_dense_oracle_under_every_load(ranks: Any, num_ranks: int, fits: bool) -> None:
-    slots = {load: [n for _, n in loads_of_ranks(SMALL, load, num_ranks, 1, STEP)] for load in LOADS}
+    slots = {load: [n for _, n in loads_of_ranks(SMALL, load, num_ranks, 1, STEP)] for load in DRAWN_LOADS}
     balanced = SMALL.num_tokens * SMALL.top_k
     factors = {load: max(numbers) / balanced if fits else 1.0 for load, numbers in slots.items()}
     answers = ranks(num_ranks, run_collectives, factors)
     too_small = set()
-    for load in LOADS:
+    for load in DRAWN_LOADS:
         drawn = [tuple(draw_inputs(SMALL, load, num_ranks, rank, 1, STEP)) for rank in range(num_ranks)]
         oracle = equal_local.join([equal_local.dense_oracle(inputs) for inputs in drawn], experts_add_up=True)
         for kind, (_, is_bounded, is_lifted) in KINDS.items():
@@ -304,7 +305,7 @@ def test_files_of_an_arena_give_the_bits_of_exact_sizes_under_uneven_loads(
 def test_gpus_of_an_arena_give_the_bits_of_exact_sizes_under_every_load(
     ranks_of_a_size: Any, num_ranks: int, overlaps: bool
 ) -> None:
-    loads = tuple(LOADS)
+    loads = tuple(DRAWN_LOADS)
     answers = ranks_of_a_size(num_ranks, run_arenas, None, LARGE, factors_of(LARGE, loads, num_ranks), overlaps)
     check_arenas(answers, LARGE, loads)
 

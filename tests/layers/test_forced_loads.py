@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.layers.forced_loads import BURST_STEPS, DRIFT_STEPS, HEAT, LOADS, draw_ids, generator_of
+from titan_moe.config.forced_loads import BURST_STEPS, DRAWN_LOADS, DRIFT_STEPS, HEAT
+from titan_moe.layers.forced_loads import _weights, draw_ids, generator_of
 
 T, E, K, P = 512, 32, 4, 4
 
@@ -28,7 +29,7 @@ def shares(ids_TK: Tensor) -> Tensor:
     return counts_E.view(P, -1).sum(1) / counts_E.sum()
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", DRAWN_LOADS)
 @pytest.mark.parametrize("num_ranks", [1, 2, P, E])
 def test_ids_are_distinct_and_repeatable(load: str, num_ranks: int) -> None:
     ids_TK = draw(load, layer=1, step=BURST_STEPS - 1, num_ranks=num_ranks)
@@ -86,6 +87,34 @@ def test_one_rank_gets_everything_that_its_experts_can_take() -> None:
     ids_TK = draw("one_rank", top_k=E // P + 2)
     assert torch.equal(ids_TK[:, : E // P].sort().values, torch.arange(E // P).expand(T, -1))
     assert (ids_TK[:, E // P :] == -1).all()
+
+
+def test_one_rank_gets_everything_of_the_first_layer_alone() -> None:
+    first, *others = (shares(draw("one_rank_in_one_layer", layer)) for layer in range(3))
+    assert first[0] == 1 and all(other.max() < 1.2 / P for other in others)
+
+
+@pytest.mark.parametrize("top_k", [K, E // P + 2])
+def test_all_tokens_of_a_collapsed_router_have_the_same_experts(top_k: int) -> None:
+    for layer in range(2):
+        ids_TK = draw("collapsed", layer, top_k=top_k)
+        assert torch.equal(ids_TK.sort().values, torch.arange(top_k).expand(T, -1))
+
+
+@pytest.mark.parametrize("load", DRAWN_LOADS)
+@pytest.mark.parametrize("num_ranks", [1, 2, P])
+def test_the_facts_of_a_load_are_true(load: str, num_ranks: int) -> None:
+    facts, steps = DRAWN_LOADS[load], range(256)
+    weights = [_weights(load, E, K, num_ranks, 0, step) for step in steps]
+    fewest = min(int((weights_E > 0).sum()) for weights_E in weights)
+    assert fewest == (K if load == "collapsed" else facts.num_experts_in_use(E, num_ranks))
+    changes = any(not torch.equal(weights_E, weights[0]) for weights_E in weights)
+    assert num_ranks == 1 or changes == (facts.follows_step != "")
+    for step in steps:
+        again_E = _weights(load, E, K, num_ranks, 0, step + facts.period_steps(num_ranks))
+        torch.testing.assert_close(again_E, weights[step])
+    ids = [draw(load, step=step, num_ranks=num_ranks, top_k=min(fewest, K)) for step in range(2 * BURST_STEPS)]
+    assert all((ids_TK >= 0).all() for ids_TK in ids) == facts.reaches_all_tokens
 
 
 def test_ragged_sources_have_different_numbers_of_tokens() -> None:

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
 
-from titan_moe.config.model import MoEConfig
+from titan_moe.config.forced_loads import BURST_STEPS
+from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.skew import WINDOW_TOKENS, skewed_counts
-from titan_moe.layers.forced_routing import ForcedBalance, ForcedSkew
+from titan_moe.layers.forced_routing import ForcedBalance, ForcedDraws, ForcedSkew, force_load
+from titan_moe.layers.router import TopKRouter
 
 
 @pytest.mark.parametrize(("num_experts", "top_k", "num_tokens"), [(8, 3, 16), (128, 8, 64), (6, 4, 9), (4, 4, 5)])
@@ -65,3 +68,55 @@ def test_forced_skew_combines_experts_as_random_routing_does() -> None:
     first, again = (ForcedSkew(moe, 8, torch.device("cpu")).table_TK for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, ForcedSkew(moe, 8, torch.device("cpu"), seed=1).table_TK)
+
+
+MOE = MoEConfig(num_experts=16, top_k=2)
+
+
+def loads_of_ranks(force: ForcedDraws, num_tokens: int = 3000) -> list[float]:
+    """Shares of 4 ranks in the assignments."""
+    ids_BNK = force(torch.rand(2, num_tokens, MOE.num_experts))
+    assert ids_BNK.shape == (2, num_tokens, MOE.top_k) and ids_BNK.dtype == torch.int64
+    counts_P = torch.bincount(ids_BNK.flatten() // 4, minlength=4).double()
+    return (counts_P / counts_P.sum()).tolist()
+
+
+def test_forced_draws_follow_the_step_on_the_device() -> None:
+    step = torch.zeros((), dtype=torch.int64)
+    force = ForcedDraws("bursts", 0, MOE, 4, torch.device("cpu"), step)
+    for number in range(5 * BURST_STEPS):
+        step.fill_(number)
+        shares = loads_of_ranks(force)
+        is_burst = number % BURST_STEPS == BURST_STEPS - 1
+        assert shares[number // BURST_STEPS % 4] == 1 if is_burst else max(shares) < 0.3
+
+
+def test_forced_loads_of_layers_are_those_of_their_numbers() -> None:
+    model = nn.Module()
+    config = ModelConfig(hidden_size=8, moe=MOE)
+    model.layers = nn.ModuleDict({str(i): nn.ModuleDict({"router": TopKRouter(config)}) for i in range(1, 4)})
+    cpu, step = torch.device("cpu"), torch.zeros((), dtype=torch.int64)
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    force_load(model, "one_rank_in_one_layer", MOE, 4, cpu, step, num_dense_layers=1)
+    assert [max(loads_of_ranks(router.force)) > 0.9 for router in routers] == [True, False, False]
+    force_load(model, "bursts", MOE, 4, cpu, step)
+    assert len({router.force for router in routers}) == 1, "many steps are drawn once"
+
+
+def test_forced_draws_of_layers_compile_once() -> None:
+    """A number that differs by layer would be another graph for each."""
+    config, cpu, graphs = ModelConfig(hidden_size=8, moe=MOE), torch.device("cpu"), []
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    for layer in range(3):
+        router = TopKRouter(config)
+        nn.init.normal_(router.weight)
+        router.reset_buffers()
+        router.force = ForcedDraws("uniform", layer, MOE, 4, cpu, torch.zeros((), dtype=torch.int64))
+        router.compile(backend=count, fullgraph=True)
+        router(torch.randn(1, 32, 8))
+    assert len(graphs) == 1

@@ -59,8 +59,8 @@ def test_console_start_line() -> None:
     )
 
 
-def test_console_line_warns_of_forced_routing():
-    assert format_line(RECORD | {"forced_routing": "skewed"}, 20, "GPU").endswith("ROUTING FORCED TO BE SKEWED")
+def test_console_line_warns_of_a_forced_load():
+    assert format_line(RECORD | {"forced_load": "skewed"}, 20, "GPU").endswith("FORCED LOAD: SKEWED")
 
 
 def test_console_validation_line():

@@ -25,13 +25,13 @@ FIELDS = {
 COUNTS = {"layers.1.moe": torch.tensor([1, 3]), "layers.2.moe": torch.tensor([2, 2])}
 
 
-def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, force=False, ep=1, cudagraph="off"):
+def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False, load="none", ep=1, cudagraph="off"):
     recipe = Recipe(
         model=ModelConfig(moe=MoEConfig(num_experts=8, top_k=2)),
         parallel=ParallelConfig(ep=ep),
         compile=CompileConfig(cudagraph=cudagraph),
         metrics=MetricsConfig(every_steps=every_steps, tensorboard=tensorboard),
-        train=TrainConfig(steps=total_steps, force_balanced_routing=force),
+        train=TrainConfig(steps=total_steps, forced_load=load),
     )
     device = torch.device("cpu")
     options = {"flops_per_token": 1e6, "device": device, "num_ranks": 2, "is_main": is_main}
@@ -143,14 +143,14 @@ def test_meter_describes_the_routing_of_a_new_run_once(tmp_path, caplog):
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_meter_warns_of_a_collapse(tmp_path, caplog, force):
-    meter = build(tmp_path, every_steps=1, force=force)
+@pytest.mark.parametrize("load", ["none", "collapsed"])
+def test_meter_warns_of_a_collapse(tmp_path, caplog, load):
+    meter = build(tmp_path, every_steps=1, load=load)
     meter.start(0, 0)
     for step in range(1, 8):
         log(meter, step, {"layers.1.moe": torch.tensor([8, 8, 0, 0, 0, 0, 0, 0])})
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == (0 if force else 1)
+    assert len(warnings) == 1
 
 
 def test_meter_draws_loads_now_and_then(tmp_path):
@@ -169,11 +169,11 @@ def test_meter_draws_loads_now_and_then(tmp_path):
     assert cells == pytest.approx(np.array([[0.5, 1.5], [1.0, 1.0]]), abs=0.01)
 
 
-def test_meter_records_forced_routing(tmp_path, capsys):
-    meter = build(tmp_path, force=True)
+def test_meter_records_a_forced_load(tmp_path, capsys):
+    meter = build(tmp_path, load="balanced")
     meter.start(0, 0)
-    assert log(meter, 1)["forced_routing"] == "balanced"
-    assert "ROUTING FORCED TO BE BALANCED" in capsys.readouterr().out
+    assert log(meter, 1)["forced_load"] == "balanced"
+    assert "FORCED LOAD: BALANCED" in capsys.readouterr().out
 
 
 def test_meter_records_the_recordings_of_graphs(tmp_path):

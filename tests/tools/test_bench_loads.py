@@ -26,7 +26,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_loads_benchmark_has_defaults_and_refuses_unknown_loads(bench: ModuleType) -> None:
     args = bench.parse(["--nproc=4", "--shape=mixtral"])
-    assert args.candidates == ["alltoall", "arena", "arena_tile"] and len(args.loads) == 10
+    assert args.candidates == ["alltoall", "arena", "arena_tile"] and len(args.loads) == 12
     assert bench.parse(["--smoke"]).candidates == ["alltoall", "allgather"]
     with pytest.raises(SystemExit):
         bench.parse(["--loads", "lukewarm"])

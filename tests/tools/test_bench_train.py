@@ -46,7 +46,7 @@ TINY = """
 --run.device=cpu --precision.compute=fp32 --model.num_layers=2 --model.hidden_size=32 --model.moe.ffn_hidden_size=32
 --model.attention.num_heads=2 --model.attention.num_kv_heads=1 --model.attention.head_dim=16 --train.steps=4
 --train.seq_len_tokens=64 --train.global_batch_sequences=32 --train.micro_batch_sequences=16
---data.source=synthetic --data.holdout_fraction=0 --validation.every_steps=0 --train.force_skewed_routing=true
+--data.source=synthetic --data.holdout_fraction=0 --validation.every_steps=0 --train.forced_load=skewed
 --metrics.sample_tokens=0
 """.split()
 
@@ -70,7 +70,7 @@ def bench(tools: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, list
     def run_jobs(command: list[str], jobs: list[str], num_ranks: int, timeout_s: float) -> Iterator[tuple[str, Any]]:
         runs.append([*command, *jobs])
         for job in jobs:
-            is_natural = "--train.force_balanced_routing=false" in json.loads(job)["overrides"]
+            is_natural = "--train.forced_load=none" in json.loads(job)["overrides"]
             yield job, {"error": "OutOfMemoryError: no room | at all"} if is_natural else RESULT
 
     monkeypatch.setattr(module, "run_ranks", run_ranks)
@@ -85,7 +85,7 @@ def cells(line: str) -> list[str]:
 def test_train_benchmark_takes_both_routings(bench: Any) -> None:
     module, runs = bench
     rows = module.main([QWEN3, "--nproc=8", "--peer", "--vary", "--compile.cudagraph=step"])
-    forced = "--train.force_balanced_routing=true"
+    forced = "--train.forced_load=balanced"
     assert [json.loads(job)["overrides"] for job in runs[0][3:]] == [
         *([], ["--compile.cudagraph=step"]),
         *([forced], [forced, "--compile.cudagraph=step"]),
@@ -105,8 +105,8 @@ def test_train_benchmark_runs_recipes_variants_and_peers(bench: Any, tmp_path: P
     variants.write_text("# nothing\n\n--memory.recompute=experts  # more room\n")
     graph = "--compile.cudagraph=step --parallel.dispatcher=allgather --parallel.overlap=none"
     options = ["--nproc", "8", "--vary", graph, "--variants", str(variants), "--peer", "--peer-args", "--no-compile"]
-    rows = module.main([QWEN3, MIXTRAL, *options, "--train.force_balanced_routing=true"])
-    balanced = "--train.force_balanced_routing=true"
+    rows = module.main([QWEN3, MIXTRAL, *options, "--train.forced_load=balanced"])
+    balanced = "--train.forced_load=balanced"
     assert [command[1] for command in runs[1:]] == ["--model=qwen3_30b_a3b"], "one launch for this package"
     jobs = [json.loads(job) for job in runs[0][3:]]
     assert runs[0][1:3] == ["--steps=10", "--warmup=10"]
@@ -133,9 +133,9 @@ def test_train_benchmark_appends_rows_to_a_file(bench: Any, tools: Any, tmp_path
     module, _ = bench
     file = tmp_path / "RESULTS.md"
     file.write_text("# Results\n\nOlder ones.\n")
-    options = ["--nproc=8", "--append", str(file), "--vary", "--train.force_balanced_routing=false"]
+    options = ["--nproc=8", "--append", str(file), "--vary", "--train.forced_load=none"]
     for _ in range(2):
-        module.main([QWEN3, *options, "--train.force_balanced_routing=true", "--perf.override.permute=torch"])
+        module.main([QWEN3, *options, "--train.forced_load=balanced", "--perf.override.permute=torch"])
     text = file.read_text()
     assert text.startswith("# Results\n\nOlder ones.\n\n### 20") and text.count("whole steps, 8 × NVIDIA H200") == 2
     assert f"    python tools/bench_train.py {QWEN3} --nproc=8" in text and "torch 2.11.0; median of 10" in text
@@ -219,7 +219,7 @@ def time_tiny(*overrides: str) -> dict[str, Any]:
 
 def test_train_benchmark_does_not_start_invalid_recipes(bench: Any) -> None:
     module, runs = bench
-    rows = module.main([MIXTRAL, "--nproc=8", "--train.force_skewed_routing=true", "--vary", "--model.no_such_key=1"])
+    rows = module.main([MIXTRAL, "--nproc=8", "--train.forced_load=skewed", "--vary", "--model.no_such_key=1"])
     assert runs == [] and "would be the hottest rank" in rows[0].result["error"]
     assert "model.no_such_key is not a known key" in rows[1].result["error"]
 
@@ -227,7 +227,7 @@ def test_train_benchmark_does_not_start_invalid_recipes(bench: Any) -> None:
 def test_train_benchmark_launches_process_wide_settings_separately(bench: Any) -> None:
     module, runs = bench
     varied = ["--vary", "--run.is_deterministic=true", "--vary", "--memory.recompute=experts"]
-    common = ("--train.force_balanced_routing=true", "--perf.attention=auto")
+    common = ("--train.forced_load=balanced", "--perf.attention=auto")
     rows = module.main([QWEN3, "--nproc=8", *common, *varied, "--profile=kernels"])
     assert [[json.loads(job)["number"] for job in command[4:]] for command in runs] == [[0, 2], [1]]
     assert all(command[3] == "--profile=kernels" for command in runs)
@@ -378,7 +378,7 @@ def test_time_steps_of_a_tiny_run(tools: Any, tmp_path: Path) -> None:
     with process_group(recipe.run) as device:
         result = worker.measure(recipe, device, 2, tmp_path)
         text = replace(recipe.data, source="text", path=str(RECIPES / "*.toml"))
-        recipe = replace(recipe, data=text, train=replace(recipe.train, force_skewed_routing=False))
+        recipe = replace(recipe, data=text, train=replace(recipe.train, forced_load="none"))
         natural_result = worker.measure(recipe, device, 2, tmp_path)
     assert len(result["step_ms"]) == len(result["losses"]) == 4 and result["is_finite"]
     assert result["tokens_per_second_per_gpu"] == pytest.approx(32 * 64 / result["median_step_ms"] * 1e3)
@@ -423,7 +423,7 @@ def test_time_steps_draws_new_tokens_for_each_step_and_data_rank(ranks: Any) -> 
 
 def test_time_steps_start_from_the_weights_of_a_checkpoint(tools: Any, tmp_path: Path) -> None:
     worker, run, corpus = tools("time_steps"), tmp_path / "run", f"--data.path={RECIPES / '*.toml'}"
-    text = [*TINY, "--data.source=text", corpus, "--train.force_skewed_routing=false"]
+    text = [*TINY, "--data.source=text", corpus, "--train.forced_load=none"]
     train(load_recipe(QUICKSTART, [*text, f"--run.folder={run}", "--train.steps=20", "--optim.lr=1e-2"]))
     first_losses = []
     for weights in ("", run / "checkpoints" / "step-20"):

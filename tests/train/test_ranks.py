@@ -1,5 +1,6 @@
 """Whole runs on several ranks, by the command line, train as one process does. test_launch.py starts the ranks."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,39 @@ def test_ranks_of_two_nodes_train_as_one_process(ranks, tiny) -> None:
     nodes = ("--parallel.ep=4", "--parallel.dispatcher=hierarchical", "--parallel.ep_ranks_per_node=2")
     spread.on(ranks, 4, *nodes)
     assert spread.column("loss") == pytest.approx(alone.column("loss"), rel=1e-5) and len(spread.column("loss")) == 4
+
+
+@pytest.mark.parametrize(
+    ("load", "collapsed"), [("collapsed", [1, 2, 3]), ("one_rank", [1, 2, 3]), ("one_rank_in_one_layer", [1])]
+)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_ranks_train_on_after_a_collapse_and_name_the_layers(
+    ranks, tiny, dispatcher: str, load: str, collapsed: list[int]
+) -> None:
+    """Two ranks with two experts each, which are a token's choices."""
+    run = tiny("--train.steps=8", f"--train.forced_load={load}", "--model.num_layers=4")
+    words = ["--parallel.ep=2", f"--parallel.dispatcher={dispatcher}"]
+    if dispatcher == "allgather":
+        words += ["--train.seq_len_tokens=128", "--parallel.expert_rank_capacity_factor=1.25"]
+    said = run.on(ranks, 2, *words)
+    losses, norms = run.column("loss"), run.column("grad_norm")
+    assert len(losses) == 8 and all(map(math.isfinite, [*losses, *norms])) and losses[-1] < losses[0]
+    assert run.column("skipped_steps") == [0] * 8
+    assert run.column("rerun_steps")[-1] == (0 if dispatcher == "alltoall" else 8), "rows exceed a bound"
+    names = [f"layers.{layer}.feed_forward.router" for layer in range(1, 4)]
+    assert [layer for layer, name in enumerate(names, 1) if f"{name} has collapsed" in said] == collapsed
+    for loads in run.column("expert_load"):
+        assert [layer for layer, name in enumerate(names, 1) if loads[name] == 2] == collapsed
+    assert all(overload["max"] == 2 for overload in run.column("overload"))
+
+
+def test_ranks_go_on_with_another_load_and_the_step_of_the_run(ranks, tiny) -> None:
+    """Steps 8 and 16 are bursts, whichever process takes them."""
+    words = ("--parallel.ep=2", "--parallel.dispatcher=alltoall", "--checkpoint.every_steps=5")
+    run = tiny("--train.steps=10", "--train.forced_load=bursts")
+    run.on(ranks, 2, *words)
+    run.on(ranks, 2, *words, "--train.steps=18")
+    overloads = [overload["max"] for overload in run.column("overload")]
+    assert [step for step, overload in enumerate(overloads, 1) if overload == 2] == [8, 16]
+    said = run.on(ranks, 2, *words, "--train.steps=20", "--train.forced_load=none")
+    assert 'train.forced_load = "none" (was "bursts")' in said and len(run.column("forced_load")) == 18

@@ -205,22 +205,22 @@ def test_trainer_warns_of_data_that_is_not_read(tiny, caplog: pytest.LogCaptureF
 def test_trainer_forced_balance_is_even_and_logged(
     tiny, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = tiny("--train.steps=3", "--train.force_balanced_routing=true")
+    run = tiny("--train.steps=3", "--train.forced_load=balanced")
     assert run.train() == 0
-    assert any("force_balanced_routing" in message for message in caplog.messages)
-    assert "ROUTING FORCED TO BE BALANCED" in capsys.readouterr().out
-    assert all(record["forced_routing"] == "balanced" for record in run.records)
+    assert any("train.forced_load" in message for message in caplog.messages)
+    assert "FORCED LOAD: BALANCED" in capsys.readouterr().out
+    assert all(record["forced_load"] == "balanced" for record in run.records)
     assert run.column("expert_load") == [{ROUTER: 1.0}] * 3
     honest = tiny("--train.steps=3")
     assert honest.train() == 0
-    assert honest.column("forced_routing") == [] and honest.column("expert_load")[0][ROUTER] > 1
+    assert honest.column("forced_load") == [] and honest.column("expert_load")[0][ROUTER] > 1
 
 
 def test_trainer_forced_skew_is_constant_and_logged(tiny, caplog: pytest.LogCaptureFixture) -> None:
-    run = tiny("--train.steps=3", "--train.force_skewed_routing=true")
+    run = tiny("--train.steps=3", "--train.forced_load=skewed")
     assert run.train() == 0
-    assert any("force_skewed_routing" in message for message in caplog.messages)
-    assert all(record["forced_routing"] == "skewed" for record in run.records)
+    assert any("train.forced_load" in message for message in caplog.messages)
+    assert all(record["forced_load"] == "skewed" for record in run.records)
     loads = [load[ROUTER] for load in run.column("expert_load")]
     assert loads == [loads[0]] * 3 and loads[0] == pytest.approx(1.8, rel=0.1), "a step is not whole windows"
 

@@ -1,7 +1,10 @@
 """The run itself: `[run]`, `[train]`, `[optim]`, `[data]`, `[validation]`, `[checkpoint]`, `[metrics]`, `[profile]`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from titan_moe.config.forced_loads import FORCED_LOADS, NO_LOAD
+from titan_moe.config.schema import OneOf
 
 SAMPLE_PROMPT_TOKENS = 64
 """Length of the held-out prompt for `metrics.sample_tokens`."""
@@ -62,19 +65,14 @@ class TrainConfig:
     """Skip the update of a step whose loss or gradient norm is this many standard deviations above the mean of the last
     128 steps; 0 skips none. OLMo-core's SkipStepOptimizer uses 6. The rule needs 64 earlier steps. If loss or norm
     stay at a higher level, that level is accepted after a few skipped steps."""
-    force_balanced_routing: bool = False
-    """For benchmarks only: replace the router's selection by a balanced one, so that runs are comparable. Logs and
-    metrics mention it."""
-    force_skewed_routing: bool = False
-    """For benchmarks only: replace the router's selection by a fixed skewed one, equal in all layers. The most loaded
-    expert has 1.8 times the mean load, the most loaded ep rank 1.2 times. Logs and metrics mention it."""
+    forced_load: Annotated[str, OneOf(FORCED_LOADS)] = NO_LOAD
+    """For benchmarks and tests: replace the router's selection by one with this load. Logs and metrics mention it. A
+    resume may change it, so a load can begin and end at a checkpoint."""
 
     @property
-    def forced_routing(self) -> str:
-        """The forced routing, `balanced` or `skewed`; empty without one."""
-        if self.force_balanced_routing:
-            return "balanced"
-        return "skewed" if self.force_skewed_routing else ""
+    def forces_load(self) -> bool:
+        """Whether the router's selection is replaced."""
+        return self.forced_load != NO_LOAD
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,15 @@
-"""Uneven loads of experts and ranks, for tests and benchmarks: random expert ids whose distribution is known.
+"""Draw expert ids with the loads of config/forced_loads.py, whose distribution is known.
 
 T tokens of a rank · E experts · K choices a token · P ranks, each with E/P consecutive experts
 
-Each load isolates one difficulty of expert parallelism. Most are workloads of Megatron-LM's token-imbalance benchmark
-(pull request 7488), whose names are in brackets. A load is a function of its name, layer and step, and a token's ids
-are drawn from a generator, so that any dispatcher gets the same ids.
+A load is a function of its name, layer and step, and a token's ids are drawn from a generator, so that any dispatcher
+gets the same ids. Layers are those with experts, from 0.
 """
 
 import torch
 from torch import Tensor
 
-LOADS = {
-    "uniform": "every expert is as likely (W0)",
-    "hot_expert": "one expert is HEAT times as likely as another (W1)",
-    "hot_rank": "the experts of one rank are (W2)",
-    "spread_hot_experts": "one expert of each rank is (W3)",
-    "ragged_sources": "uniform, but each rank has another number of tokens with experts (W4)",
-    "cold_ranks": "half of the ranks get nothing (W5)",
-    "drifting": "the hot rank moves to the next one within DRIFT_STEPS steps (W6)",
-    "bursts": "uniform, but at every BURST_STEPS-th step everything is routed to one rank (W7)",
-    "alternating": "the hot rank is another one in each layer; the sum over layers is even",
-    "one_rank": "everything is routed to one rank at all steps: the worst case",
-}
-"""What each load is."""
-
-HEAT = 16.0
-DRIFT_STEPS = 16
-BURST_STEPS = 8
+from titan_moe.config.forced_loads import BURST_STEPS, DRAWN_LOADS, DRIFT_STEPS, HEAT
 
 
 def draw_ids(
@@ -48,7 +31,7 @@ def draw_ids(
     Raises: ValueError for an unknown load.
     """
     device = generator.device
-    weights_E = _weights(load, num_experts, num_ranks, layer, step).to(device)
+    weights_E = _weights(load, num_experts, top_k, num_ranks, layer, step).to(device)
     # the K largest of weight over exponential noise are K draws by weight, without replacement
     noise_TE = torch.empty(num_tokens, num_experts, device=device).exponential_(generator=generator)
     largest = (weights_E / noise_TE.clamp(min=1e-30)).topk(top_k)
@@ -64,7 +47,7 @@ def generator_of(rank: int, layer: int, step: int, device: torch.device | str = 
     return torch.Generator(device).manual_seed((step * 10_000 + layer) * 10_000 + rank)
 
 
-def _weights(load: str, num_experts: int, num_ranks: int, layer: int, step: int) -> Tensor:
+def _weights(load: str, num_experts: int, top_k: int, num_ranks: int, layer: int, step: int) -> Tensor:
     """Relative likelihood of each expert, [E]."""
     weights_Pe = torch.ones(num_ranks, num_experts // num_ranks)
     match load:
@@ -88,8 +71,12 @@ def _weights(load: str, num_experts: int, num_ranks: int, layer: int, step: int)
             weights_Pe[(num_ranks + 1) // 2 :] = 0
         case "one_rank":
             weights_Pe[1:] = 0
+        case "one_rank_in_one_layer":
+            weights_Pe[1 if layer == 0 else num_ranks :] = 0
+        case "collapsed":
+            weights_Pe.view(-1)[top_k:] = 0
         case _:
-            raise ValueError(f"load = {load!r} is unknown; the loads are {', '.join(LOADS)}")
+            raise ValueError(f"load = {load!r} is unknown; the loads are {', '.join(DRAWN_LOADS)}")
     return weights_Pe.flatten()
 
 

@@ -1,15 +1,19 @@
-"""Forced routing for benchmarks: it ignores the scores, so that every expert has a known load.
+"""Forced routing: it ignores the scores, so that every expert has a known load.
 
-B batch · N sequence · T tokens (rows of the table) · E experts · K choices a token
+B batch · N sequence · T tokens (rows of the table) · E experts · K choices a token · S steps of a period
 """
 
 import math
+import re
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+from titan_moe.config.forced_loads import FORCED_LOADS
 from titan_moe.config.model import MoEConfig
 from titan_moe.config.skew import WINDOW_TOKENS, skewed_counts
+from titan_moe.layers.forced_loads import draw_ids, generator_of
 from titan_moe.layers.router import TopKRouter
 
 
@@ -70,9 +74,70 @@ class ForcedSkew(ForcedTable):
         super().__init__(torch.cat(windows).to(device))
 
 
-def force_routing(model: nn.Module, kind: str, config: MoEConfig, num_ranks: int, device: torch.device) -> None:
-    """Force the routing of every layer; `kind` is `balanced` or `skewed`, `num_ranks` is ep."""
-    force = ForcedBalance(config, device) if kind == "balanced" else ForcedSkew(config, num_ranks, device)
-    for module in model.modules():
+class ForcedDraws(ForcedTable):
+    """Take the experts of a drawn load, from the table of the step.
+
+    The step is read on the device, so that a CUDA graph replays other steps. All ranks have the same tables.
+    """
+
+    NUM_TOKENS = 2048
+
+    def __init__(
+        self, load: str, layer: int, config: MoEConfig, num_ranks: int, device: torch.device, step: Tensor
+    ) -> None:
+        """`layer` counts layers with experts from 0; `step` is an integer on the device."""
+        self.num_steps, self.step = FORCED_LOADS[load].period_steps(num_ranks), step
+        tables = [
+            draw_ids(
+                load,
+                num_tokens=self.NUM_TOKENS,
+                num_experts=config.num_experts,
+                top_k=config.top_k,
+                num_ranks=num_ranks,
+                layer=layer,
+                step=number,
+                generator=generator_of(0, layer, number),
+            )
+            for number in range(self.num_steps)
+        ]
+        super().__init__(torch.cat(tables).int().to(device))  # int32: a period has many steps
+
+    def __call__(self, logits_BNE: Tensor) -> Tensor:
+        num_sequences, num_tokens, _ = logits_BNE.shape
+        places = torch.arange(num_sequences * num_tokens, device=logits_BNE.device) % self.NUM_TOKENS
+        ids_TK = self.table_TK[places + self.step % self.num_steps * self.NUM_TOKENS]
+        return ids_TK.long().unflatten(0, (num_sequences, num_tokens))
+
+
+def force_load(
+    model: nn.Module,
+    load: str,
+    config: MoEConfig,
+    num_ranks: int,
+    device: torch.device,
+    step: Tensor,
+    num_dense_layers: int = 0,
+) -> None:
+    """Force the load of every layer; `load` is a name of `FORCED_LOADS`, `num_ranks` is ep.
+
+    Layers of a load that changes over steps share its tables.
+    """
+
+    @cache
+    def force_of(layer: int) -> ForcedTable:
+        if load == "balanced":
+            return ForcedBalance(config, device)
+        if load == "skewed":
+            return ForcedSkew(config, num_ranks, device)
+        return ForcedDraws(load, layer, config, num_ranks, device, step)
+
+    shares_tables = load in ("balanced", "skewed") or FORCED_LOADS[load].follows_step != ""
+    for name, module in model.named_modules():
         if isinstance(module, TopKRouter):
-            module.force = force
+            module.force = force_of(0 if shares_tables else max(_layer_of(name) - num_dense_layers, 0))
+
+
+def _layer_of(name: str) -> int:
+    """The number of a layer in the name of its router, `layers.3.feed_forward.router`; 0 for a name without one."""
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else 0

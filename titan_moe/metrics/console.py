@@ -78,8 +78,8 @@ def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
         words.append(f"SKIPPED {record['spikes']} spikes")
     if record["rerun_steps"]:
         words.append(f"{record['rerun_steps']} steps rerun ({record['rerun_share']:.1%})")
-    if "forced_routing" in record:
-        words.append(f"ROUTING FORCED TO BE {record['forced_routing'].upper()}")
+    if "forced_load" in record:
+        words.append(f"FORCED LOAD: {record['forced_load'].upper()}")
     return "  ".join(words)
 
 

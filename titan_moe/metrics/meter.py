@@ -128,8 +128,8 @@ class Meter:
             record["graph_recordings"] = num_recordings
         if needed_factor:
             record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
-        if forced := self.recipe.train.forced_routing:
-            record["forced_routing"] = forced
+        if self.recipe.train.forces_load:
+            record["forced_load"] = self.recipe.train.forced_load
         self._write(record)
         self.last_losses["loss"] = read_loss
         if self.is_main:
@@ -180,8 +180,7 @@ class Meter:
             logger.info("%s", format_start(record, sum(map(len, counts.values()))))
             for layer in (layer for layer, count_E in counts.items() if not count_E.any()):
                 logger.warning("%s counts no tokens: its router does not pass its routing to `self.balance`", layer)
-        if not self.recipe.train.forced_routing:
-            self.collapse.see(record["step"], record["expert_load"])
+        self.collapse.see(record["step"], record["expert_load"])
         has_one_width = len({len(count_E) for count_E in counts.values()}) == 1
         if self.tensorboard is not None and has_one_width and self.num_logged % LOGGED_STEPS_PER_IMAGE == 0:
             self.tensorboard.write_loads(load_map(counts), record["step"])

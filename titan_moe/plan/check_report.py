@@ -85,7 +85,7 @@ def _experts(recipe: Recipe) -> str:
         return "none"
     shared = f", shared width {moe.shared_ffn_hidden_size}" if moe.shared_ffn_hidden_size else ""
     latent = f", latent width {moe.latent_size}" if moe.latent_size else ""
-    forced = f"; routing FORCED to be {recipe.train.forced_routing}" if recipe.train.forced_routing else ""
+    forced = f"; FORCED load: {recipe.train.forced_load}" if recipe.train.forces_load else ""
     chosen = f"{moe.top_k} of {moe.num_experts} a token, width {moe.ffn_hidden_size}"
     return f"{chosen}{shared}{latent}, {moe.score_fn} scores{forced}"
 

@@ -13,7 +13,7 @@ from titan_moe.config.context import ring_backend
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
-from titan_moe.layers.forced_routing import force_routing
+from titan_moe.layers.forced_routing import force_load
 from titan_moe.layers.init import init_weights
 from titan_moe.memory import recompute
 from titan_moe.metrics import regions
@@ -79,8 +79,19 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         tied=() if tied is None else tuple(tied.weights),
         replicated=_replicated_grads(recipe, meshes, optimizers),
     )
-    runner = StepRunner(step, schedule, recipe.compile.cudagraph, control=_capacity_control(recipe, capacity, device))
+    control, forced_step = _capacity_control(recipe, capacity, device), _force_load(parts, recipe, device)
+    runner = StepRunner(step, schedule, recipe.compile.cudagraph, control=control, forced_step=forced_step)
     return Assembly(meshes, whole_model(parts, recipe, meshes), parts, optimizers, schedule, runner)
+
+
+def _force_load(parts: list[nn.Module], recipe: Recipe, device: torch.device) -> torch.Tensor | None:
+    """Force the load of the recipe. Returns the step of the load, on the device; None without one."""
+    if not recipe.train.forces_load:
+        return None
+    model, step = recipe.model, torch.zeros((), dtype=torch.int64, device=device)
+    for part in parts:
+        force_load(part, recipe.train.forced_load, model.moe, recipe.parallel.ep, device, step, model.num_dense_layers)
+    return step
 
 
 def _replicated_grads(recipe: Recipe, meshes: Meshes, optimizers: Optimizers) -> ReplicatedGrads | None:
@@ -151,8 +162,6 @@ def build_parts(
         init_weights(part, seed, num_layers=recipe.model.num_layers, **stds)
         if recipe.precision.formats and recipe.precision.all_gather == "format":
             gather_in_fp8(part)
-        if recipe.train.forced_routing:
-            force_routing(part, recipe.train.forced_routing, recipe.model.moe, recipe.parallel.ep, device)
     return parts
 
 

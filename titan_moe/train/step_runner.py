@@ -37,9 +37,12 @@ class StepRunner:
         extent: str = "off",
         make_recorder: Callable[[], Recorder] = Recorder,
         control: CapacityControl | None = None,
+        forced_step: Tensor | None = None,
     ) -> None:
-        """`extent` is the recipe's `compile.cudagraph`; without `control` the capacity factor is the recipe's."""
+        """`extent` is the recipe's `compile.cudagraph`; without `control` the capacity factor is the recipe's. A forced
+        load reads its step, from 0, from `forced_step`."""
         self.step, self.schedule, self.control = step, schedule, control
+        self.forced_step, self.num_steps_before = forced_step, 0  # of an earlier process
         self.num_steps, self.num_reruns = 0, 0  # so far
         self.needed_factor, self.largest_need = 0.0, 0.0  # of the last step, and of all
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
@@ -62,8 +65,9 @@ class StepRunner:
             self.replay = replace(self.step, forward_backward=microbatches)
             self.captured, self.release = microbatches.captured, microbatches.release
 
-    def resume(self, capacity_factor: float) -> None:
-        """Go on with the bound that an earlier run had chosen."""
+    def resume(self, capacity_factor: float, num_steps: int = 0) -> None:
+        """Go on after the steps of an earlier run, with the bound that it had chosen."""
+        self.num_steps_before = num_steps
         if self.control is not None and capacity_factor:
             self.control.resume(capacity_factor)
 
@@ -79,6 +83,8 @@ class StepRunner:
 
     def __call__(self, batch: Batch) -> StepResult:
         """Take a step; its result is valid until the next one."""
+        if self.forced_step is not None:
+            self.forced_step.fill_(self.num_steps_before + self.num_steps)
         self.num_steps += 1
         capacity = self.step.capacity
         if self.control is None and not capacity.is_bounded:

@@ -167,7 +167,7 @@ class Trainer:
             self._open_run_folder()
         if self.progress.step > 0:
             logger.info("continuing after step %d", self.progress.step)
-        self.runner.resume(self.progress.capacity_factor)
+        self.runner.resume(self.progress.capacity_factor, self.progress.step)
         if (spikes := self.runner.step.spikes) is not None:
             spikes.load_state(self.progress.spikes)
         with StopSignal() as stop:
@@ -312,9 +312,9 @@ class Trainer:
         logger.info("%s: %s; %s; writing to %s", model.name, size, ranks, self.run_folder)
         if data.source == "synthetic" and data.path:
             logger.warning('data.path = "%s" is not read: data.source = "synthetic"', data.path)
-        if forced := self.recipe.train.forced_routing:
-            effect = "the router's choice is replaced, for benchmarks only"
-            logger.warning("train.force_%s_routing = true: %s", forced, effect)
+        if self.recipe.train.forces_load:
+            effect = "the router's choice is replaced, for benchmarks and tests only"
+            logger.warning('train.forced_load = "%s": %s', self.recipe.train.forced_load, effect)
 
 
 @contextmanager

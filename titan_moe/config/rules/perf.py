@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from titan_moe.config.forced_loads import FORCED_LOADS
 from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
@@ -163,24 +164,31 @@ def recomputed_experts_exist(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 
 @rule("without a router there is no selection to replace")
-def forced_routing_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
-    forced = recipe.train.forced_routing
-    if forced and recipe.model.num_moe_layers <= 0:
-        yield f"train.force_{forced}_routing = true needs layers with experts, and this model has none; set it to false"
-
-
-@rule("only one routing can be forced")
-def one_routing_is_forced(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.train.force_balanced_routing and recipe.train.force_skewed_routing:
-        yield "train.force_balanced_routing and train.force_skewed_routing are both true; set one of them to false"
+def forced_load_needs_a_router(recipe: Recipe, world_size: int) -> Iterator[str]:
+    train, name = recipe.train, recipe.train.forced_load
+    if train.forces_load and recipe.model.num_moe_layers <= 0:
+        yield f'train.forced_load = "{name}" needs layers with experts, and this model has none; take "none"'
 
 
 @rule("skewed routing has the same relative loads in all runs, so that figures can be compared")
 def skewed_loads_are_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
     model = recipe.model
-    if recipe.train.force_skewed_routing and model.num_moe_layers > 0:
+    if recipe.train.forced_load == "skewed" and model.num_moe_layers > 0:
         for obstacle in obstacles_to_skew(model.moe.num_experts, model.moe.top_k, recipe.parallel.ep):
-            yield f"train.force_skewed_routing = true: {obstacle}"
+            yield f'train.forced_load = "skewed": {obstacle}'
+
+
+@rule("a token has top_k distinct experts, so a load needs as many experts with tokens")
+def forced_load_has_enough_experts(recipe: Recipe, world_size: int) -> Iterator[str]:
+    moe, ep, name = recipe.model.moe, recipe.parallel.ep, recipe.train.forced_load
+    if ep < 1 or moe.num_experts % ep or recipe.model.num_moe_layers <= 0:
+        return  # another rule refuses this
+    number = FORCED_LOADS[name].num_experts_in_use(moe.num_experts, ep)
+    if number < moe.top_k <= moe.num_experts:
+        yield (
+            f'train.forced_load = "{name}" has {number} experts for all tokens with parallel.ep = {ep}, and a token '
+            f'needs model.moe.top_k = {moe.top_k}; take a smaller ep or top_k, or the load "collapsed"'
+        )
 
 
 PERF_RULES = rules_in(globals())
