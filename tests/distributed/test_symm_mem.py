@@ -24,6 +24,7 @@ from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.dispatch import symm_mem
+from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel import symm_memory
 from titan_moe.train import capacity_control
 from titan_moe.train.build import assemble
@@ -94,8 +95,9 @@ def all_tensors(run: Any) -> list[torch.Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
-def follow_load(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], list[float]]:
-    """A trace, and the capacity factor after each step; the first is chosen after one step."""
+def follow_load(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int, list[float], int]:
+    """A trace, the number of clones, the capacity factor after each step (the first is chosen after one step), and the
+    number of arenas."""
     factors, follow = [], CapacityControl.follow
 
     def noted(control: CapacityControl, *args: Any) -> float:
@@ -105,8 +107,10 @@ def follow_load(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], list
     with (
         mock.patch.object(capacity_control, "CALIBRATION_STEPS", 1),
         mock.patch.object(CapacityControl, "follow", noted),
+        mock.patch.object(ExpertCapacity, "use_arena", autospec=True, side_effect=ExpertCapacity.use_arena) as arenas,
     ):
-        return one_loss.train(candidate, -1, num_steps), factors
+        fields, num_clones = clones.train_with_clones(candidate, -1, num_steps)
+    return fields, num_clones, factors, arenas.call_count
 
 
 def count_reruns(candidate: Recipe, num_steps: int) -> tuple[dict[str, Any], int]:
@@ -194,14 +198,19 @@ def test_symm_mem_tile_overlap_trains_as_one_process(ranks: Any, tmp_path: Path,
         one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
 
 
-def test_symm_mem_arena_follows_the_load_and_trains_as_one_process(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parallel", [replace(EP2, etp=2), replace(EP2, expert_clones=1)], ids=["dp4-ep2-etp2", "dp2-ep2-clones"]
+)
+def test_symm_mem_arena_follows_the_load_and_trains_as_one_process(
+    ranks: Any, tmp_path: Path, parallel: ParallelConfig
+) -> None:
     """One step without a bound, then one with rows in the arena."""
     alone = one_loss.Trace(**ranks(1, one_loss.train, with_fused_experts(ParallelConfig()), -1, 2)[0])
-    parallel = replace(EP2, etp=2, expert_rank_capacity_factor="auto")
-    candidate = in_one_microbatch(with_fused_experts(parallel), num_ranks=4)
-    for fields, factors in ranks(4, on_files, str(tmp_path), "following", "follow_load", candidate, 2):
+    parallel, num_ranks = replace(parallel, expert_rank_capacity_factor="auto"), parallel.ep * parallel.etp
+    candidate, of_folder = in_one_microbatch(with_fused_experts(parallel), num_ranks), (str(tmp_path), "following")
+    for fields, num_clones, factors, num_arenas in ranks(num_ranks, on_files, *of_folder, "follow_load", candidate, 2):
         one_loss.assert_same(one_loss.Trace(**fields), alone, 2e-5)
-        assert min(factors) >= 1.0
+        assert min(factors) >= 1.0 and num_arenas == 1 and (num_clones > 0) == (parallel.expert_clones == 1)
 
 
 def test_symm_mem_arena_overflow_takes_the_step_again(ranks: Any, tmp_path: Path) -> None:
