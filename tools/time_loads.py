@@ -121,8 +121,7 @@ def time_load(
         if step >= num_warm_ups:
             times_ms.append(milliseconds)
             needs.append(runner.needed_factor)
-    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    *times_ms, peak_bytes = max_over_ranks([*times_ms, float(peak_bytes)], device)
+    *times_ms, peak_gib = max_over_ranks([*times_ms, runner.peak_memory_gib()], device)
     arena = runner.step.capacity.arena
     return {
         "mean_ms": statistics.mean(times_ms),
@@ -132,7 +131,7 @@ def time_load(
         "need": max(needs),
         "factor": runner.capacity_factor,
         "arena_gib": arena.num_bytes / GIB if arena else 0.0,
-        "peak_gib": peak_bytes / GIB,
+        "peak_gib": peak_gib,
     }
 
 

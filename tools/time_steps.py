@@ -40,7 +40,6 @@ from titan_moe.data.loader import Loader, build_loader
 from titan_moe.data.packing import Batch
 from titan_moe.layers.attention import attention_backend
 from titan_moe.metrics.experts import expert_loads, rank_loads, read_scalars
-from titan_moe.metrics.throughput import peak_memory_gib
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.train.build import Assembly, assemble
 from titan_moe.train.process import process_group
@@ -118,7 +117,8 @@ def measure(
 ) -> dict[str, Any]:
     """Build the run as the trainer does and time its steps. `folder` is for tokenised data."""
     torch.manual_seed(recipe.run.seed)
-    _reset_peak_memory(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     assembly = assemble(recipe, device)
     try:
         with attention_backend(recipe.perf.attention):
@@ -145,7 +145,7 @@ def time_steps(
     for number, batch in enumerate(batches):
         if number == warmup:
             num_warmup_reruns, num_warmup_recordings = assembly.step.num_reruns, assembly.step.num_recordings
-            _reset_peak_memory(device)
+            assembly.step.reset_peak_memory()
         start = _synchronised_time(device)
         result = assembly.step(batch)
         step_ms += max_over_ranks([1e3 * (_synchronised_time(device) - start)], device)
@@ -159,7 +159,7 @@ def time_steps(
         "step_ms": step_ms,
         "losses": losses,
         "is_finite": all(map(math.isfinite, losses)),
-        "peak_memory_gib": max_over_ranks([peak_memory_gib(device)], device)[0],
+        "peak_memory_gib": max_over_ranks([assembly.step.peak_memory_gib()], device)[0],
         "num_reruns": assembly.step.num_reruns - num_warmup_reruns,
         "num_warmup_reruns": num_warmup_reruns,
         "num_recordings": assembly.step.num_recordings - num_warmup_recordings,
@@ -221,11 +221,6 @@ def _synchronised_time(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.train import CheckpointConfig, MetricsConfig, OptimConfig, TrainConfig
 from titan_moe.metrics.environment import describe_environment
 from titan_moe.metrics.meter import Meter
+from titan_moe.metrics.throughput import peak_memory_gib
 from titan_moe.optim.build import build_optimizer
 from titan_moe.optim.schedule import build_schedule
 
@@ -93,7 +94,7 @@ def test_the_optimizer_and_the_meter_do_not_wait_for_the_device(tmp_path):
     device = torch.device("cuda", 0)
     run = Run(tmp_path, device, is_async=False)
     recipe = Recipe(metrics=MetricsConfig(every_steps=100, tensorboard=False), train=TrainConfig(steps=100))
-    options = {"device": device, "num_ranks": 1, "is_main": True}
+    options = {"device": device, "num_ranks": 1, "is_main": True, "peak_memory_gib": lambda: peak_memory_gib(device)}
     meter = Meter(recipe, tmp_path, flops_per_token=1e9, **options)
     meter.start(0, 0)
 

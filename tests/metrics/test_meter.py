@@ -35,7 +35,7 @@ def build(folder, every_steps=4, total_steps=10, is_main=True, tensorboard=False
     )
     device = torch.device("cpu")
     options = {"flops_per_token": 1e6, "device": device, "num_ranks": 2, "is_main": is_main}
-    return Meter(recipe, folder, **options)
+    return Meter(recipe, folder, **options, peak_memory_gib=lambda: 1.5)
 
 
 def log(meter, step, counts=COUNTS):
@@ -56,7 +56,7 @@ def test_meter_records(tmp_path, capsys):
     assert [record["step"] for record in returned if record] == [1, 4, 8, 10]
     assert [record for record in returned if record] == records(tmp_path)
     last = returned[-1]
-    assert last.keys() == FIELDS
+    assert last.keys() == FIELDS and last["memory_gib"] == 1.5
     assert (last["loss"], last["grad_norm"], last["lr"], last["tokens_seen"]) == (12.0, 0.5, 1e-3, 640)
     assert (last["skipped_steps"], last["rerun_steps"]) == (2, 1)
     assert last["rerun_share"] == 0.1

@@ -1,7 +1,7 @@
 """Write one record per logged step to the outputs of `[metrics]`: console, JSON lines, TensorBoard."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from titan_moe.metrics.experts import expert_loads, idle_experts, load_map, over
 from titan_moe.metrics.explosion import ExplosionWarning
 from titan_moe.metrics.jsonl import JsonLines
 from titan_moe.metrics.tensorboard import TensorBoard
-from titan_moe.metrics.throughput import Throughput, peak_memory_gib
+from titan_moe.metrics.throughput import Throughput
 
 logger = logging.getLogger("titan_moe")
 
@@ -41,13 +41,16 @@ class Meter:
         device: torch.device,
         num_ranks: int,
         is_main: bool,
+        peak_memory_gib: Callable[[], float],
     ) -> None:
+        """`peak_memory_gib` reads the peak of memory so far, at logged steps."""
         self.recipe = recipe
         self.run_folder = Path(run_folder)
         self.device = device
         self.is_main = is_main
         self.throughput = Throughput(flops_per_token, device, num_ranks)
-        self.tokens_seen, self.peak_gib = 0, 0.0
+        self.peak_memory_gib = peak_memory_gib
+        self.tokens_seen = 0
         self.next_is_first = True
         self.num_steps, self.num_logged = 0, 0  # of this process
         self.is_new_run = True
@@ -105,8 +108,6 @@ class Meter:
         values = read_values([loss, aux_loss, grad_norm, num_skipped, num_spikes, *tokens_per_expert.values()])
         read_loss, read_aux_loss, read_norm, read_skipped, read_spikes = (value.item() for value in values[:5])
         counts = dict(zip(tokens_per_expert, values[5:], strict=True))
-        # a resized arena starts a new peak of the allocator
-        self.peak_gib = max(self.peak_gib, peak_memory_gib(self.device))
         measured = self.throughput.measure()  # after the read: the device has finished the step
         record: dict[str, Any] = {
             "step": step,
@@ -116,7 +117,7 @@ class Meter:
             "lr": lr,
             "tokens_seen": self.tokens_seen,
             **measured,
-            "memory_gib": self.peak_gib,
+            "memory_gib": self.peak_memory_gib(),
             **routing_record(counts, self.recipe.parallel.ep),
             "skipped_steps": int(read_skipped),
             "rerun_steps": num_reruns,

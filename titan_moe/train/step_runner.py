@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
 from titan_moe.data.packing import Batch
+from titan_moe.metrics.throughput import GIB, peak_memory_gib
 from titan_moe.optim.schedule import Schedules
 from titan_moe.parameters import local
 from titan_moe.train.capacity_control import CapacityControl
@@ -80,6 +81,21 @@ class StepRunner:
     def capacity_factor(self) -> float:
         """The bound of the next step; 0 without one."""
         return self.step.capacity.capacity_factor if self.control is None else self.control.factor
+
+    def peak_memory_gib(self) -> float:
+        """The peak of memory since `reset_peak_memory`, of steps that were taken again too: a resized arena starts a
+        new peak of the allocator."""
+        capacity = self.step.capacity
+        of_arena = 0 if capacity.arena is None else capacity.arena.peak()
+        return max(of_arena / GIB, peak_memory_gib(capacity.need.device))
+
+    def reset_peak_memory(self) -> None:
+        """Start a new peak of a GPU's memory."""
+        capacity = self.step.capacity
+        if capacity.arena is not None:
+            capacity.arena.reset_peak()
+        elif capacity.need.is_cuda:
+            torch.cuda.reset_peak_memory_stats(capacity.need.device)
 
     def __call__(self, batch: Batch) -> StepResult:
         """Take a step; its result is valid until the next one."""

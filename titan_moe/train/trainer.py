@@ -123,6 +123,7 @@ class Trainer:
             device=device,
             num_ranks=dist.get_world_size(),
             is_main=self.is_main,
+            peak_memory_gib=self.runner.peak_memory_gib,
         )
 
     @property

@@ -123,6 +123,8 @@ class Arena:
         self.keeps, self.is_checkpointed = not is_checkpointed, is_checkpointed
         self.peak_bytes_beside = 0
         """The peak of a GPU's memory without the arena, under the sizes that it had before."""
+        self.peak_bytes_before = 0
+        """The peak with the arena, under the sizes that it had before, since `reset_peak`."""
         self.handle = next(_HANDLES)
         _ARENAS[self.handle] = self
 
@@ -169,13 +171,26 @@ class Arena:
         if (num_rows, num_slots) == (len(self.rows_AW), len(self.hidden_BH)):
             return
         rows, hidden = self.rows_AW[:0].clone(), self.hidden_BH[:0].clone()
-        self.peak_bytes_beside = self.peak_beside()
+        self.peak_bytes_beside, self.peak_bytes_before = self.peak_beside(), self.peak()
         self.rows_AW, self.hidden_BH = rows, hidden  # the old buffers are freed first
         if rows.is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(rows.device)
         self.rows_AW = rows.new_empty(num_rows, rows.shape[1])
         self.hidden_BH = hidden.new_empty(num_slots, hidden.shape[1])
+
+    def peak(self) -> int:
+        """The peak of a GPU's memory since `reset_peak`, in bytes; 0 on a CPU. The allocator's own peak is only that
+        since `resize`."""
+        if not self.rows_AW.is_cuda:
+            return 0
+        return max(self.peak_bytes_before, torch.cuda.max_memory_allocated(self.rows_AW.device))
+
+    def reset_peak(self) -> None:
+        """Start a new peak. The one without the arena is kept."""
+        self.peak_bytes_beside, self.peak_bytes_before = self.peak_beside(), 0
+        if self.rows_AW.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.rows_AW.device)
 
     def peak_beside(self) -> int:
         """The peak of a GPU's memory so far, in bytes, without the arena; 0 on a CPU."""

@@ -1,0 +1,100 @@
+"""The reported peak of memory is that of all steps, also before an arena was resized."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_moe.data.packing import Batch
+from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.experts.arena import Arena
+from titan_moe.plan.loads import LayerLoads
+from titan_moe.train.capacity_control import CALIBRATION_STEPS, CapacityControl
+from titan_moe.train.step_runner import StepRunner
+
+GIB = 2**30
+BATCH = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
+
+
+class Allocator:
+    """Stands for a GPU's allocator: an arena, and what steps hold beside it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena, self.peak = arena, 0
+
+    def hold(self, num_bytes: int) -> None:
+        self.peak = max(self.peak, num_bytes + self.arena.num_bytes)
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.arena.num_bytes
+
+
+class Step:
+    """Holds `bytes_beside` beside the arena, in turn, and needs a factor."""
+
+    def __init__(self, capacity: ExpertCapacity, allocator: Allocator) -> None:
+        self.capacity, self.allocator = capacity, allocator
+        self.bytes_beside: list[int] = []
+        self.needs: list[float] = []
+
+    def __call__(self, batch: Batch) -> Any:
+        self.allocator.hold(self.bytes_beside.pop(0))
+        need = self.needs.pop(0)
+        overflows = self.capacity.is_bounded and need > self.capacity.capacity_factor
+        return SimpleNamespace(has_overflowed=torch.tensor(overflows), needed_factor=torch.tensor(need))
+
+    def plan(self, *calls: tuple[int, float]) -> None:
+        self.bytes_beside, self.needs = [size for size, _ in calls], [need for _, need in calls]
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Step:
+    """A step with an arena of 64 layers of a row of 1 MiB, whose tensors seem to be on a GPU."""
+    arena = Arena(2**18, 1, torch.float32, "cpu")
+    allocator = Allocator(arena)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", allocator.max_memory_allocated)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocator.reset_peak_memory_stats)
+    monkeypatch.setattr("titan_moe.train.step_runner.peak_memory_gib", lambda _: allocator.peak / GIB)
+    capacity = ExpertCapacity()
+    capacity.use_arena(arena, LayerLoads(64, rows=1, slots=1, worst_rows=4, worst_slots=4))
+    return Step(capacity, allocator)
+
+
+def test_peak_of_steps_before_a_resized_arena_is_reported(step: Step) -> None:
+    schedule: Any = SimpleNamespace(step=lambda: None)
+    run: Any = StepRunner(step, schedule, control=CapacityControl())  # type: ignore[arg-type]
+    step.plan(*[(3 * GIB, 1.0)] * (CALIBRATION_STEPS - 1), (7 * GIB, 1.0))  # the last calibration step holds most
+    small = step.capacity.arena.num_bytes
+    for _ in range(CALIBRATION_STEPS):
+        run(BATCH)
+    assert step.capacity.arena.num_bytes > small, "the bound is chosen"
+    assert run.peak_memory_gib() == (7 * GIB + small) / GIB
+    assert step.allocator.peak < 7 * GIB, "the allocator has forgotten it"
+
+    run.reset_peak_memory()  # as benchmarks do after their warm-up
+    chosen = step.capacity.arena.num_bytes
+    step.plan((2 * GIB, 1.0))
+    run(BATCH)
+    assert run.peak_memory_gib() == (2 * GIB + chosen) / GIB
+    step.plan((2 * GIB, 2.0), (5 * GIB, 2.0))  # overflows, and is taken again
+    run(BATCH)
+    assert run.num_reruns == 1 and step.capacity.arena.num_bytes > chosen
+    assert run.peak_memory_gib() == (5 * GIB + chosen) / GIB
+    assert step.capacity.arena.peak_beside() == 7 * GIB, "what the next bound must leave room for"
+
+
+def test_peak_without_an_arena_is_the_allocators(step: Step) -> None:
+    step.capacity.arena = None
+    run: Any = StepRunner(step, SimpleNamespace(step=lambda: None))  # type: ignore[arg-type]
+    step.plan((GIB, 1.0))
+    run(BATCH)
+    assert run.peak_memory_gib() == step.allocator.peak / GIB > 1
+    run.reset_peak_memory()
+    assert run.peak_memory_gib() < 1
