@@ -65,7 +65,7 @@ def test_etp_rows_and_hidden_states_of_qwen3() -> None:
     arena = LAYERS * (rows * WIDTH + slots * 2 * HIDDEN / 2) * 2
     assert arena_bytes_per_rank(recipe, 1.0) == pytest.approx(arena, rel=0.01)
     worst_slots = 4 * 2 * TOKENS * CHOICES
-    temporary = (8 * TOKENS * WIDTH + worst_slots * (3 * HIDDEN // 2 + WIDTH)) * 2
+    temporary = (2 * 8 * TOKENS * WIDTH + worst_slots * (3 * HIDDEN // 2 + WIDTH)) * 2
     assert temporary_bytes_per_rank(recipe) == temporary
 
 

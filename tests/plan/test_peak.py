@@ -1,36 +1,87 @@
-"""Estimated peaks of memory are near those that were measured (tools/RESULTS.md, section 2)."""
+"""Estimated peaks of memory are near those that were measured (tools/RESULTS.md)."""
 
 import math
 from pathlib import Path
 
 import pytest
 
-from titan_moe.config import load_recipe
+from titan_moe.config import check_rules, load_recipe
+from titan_moe.config.gemms import count_native_experts
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.plan.memory import arena_bytes_per_rank, experts_per_rank, gathered_bytes, temporary_bytes_per_rank
 from titan_moe.plan.peak import activation_bytes_per_rank, peak_bytes, peak_bytes_per_rank
 from titan_moe.plan.pipeline.parts import parts_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-FOUR = ("--train.micro_batch_sequences=4", "--train.global_batch_sequences=32", "--parallel.accumulate_unsharded=false")
-TWICE = ("--train.micro_batch_sequences=4", "--train.global_batch_sequences=64", "--parallel.accumulate_unsharded=true")
-EP2 = ("--parallel.ep=2", "--model.num_layers=12", "--train.global_batch_sequences=8")
+EP2 = ("--parallel.ep=2", "--model.num_layers=12")
+DP2 = (*EP2, "--train.global_batch_sequences=8")
+LONG = (*EP2, "--train.micro_batch_sequences=1", "--train.seq_len_tokens=32768", "--train.global_batch_sequences=1")
+LITE = (*EP2, "--train.global_batch_sequences=12")
+MIXTRAL = ("--parallel.ep=2", "--model.num_layers=8", "--train.global_batch_sequences=8")
+V3 = (
+    "--model.hidden_size=7168", "--model.num_layers=4", "--model.attention.num_heads=128",
+    "--model.attention.q_lora_rank=1536", "--model.vocab_size=129280", "--model.ffn_hidden_size=18432",
+    "--model.moe.num_experts=64", "--model.moe.top_k=8", "--model.moe.ffn_hidden_size=2048",
+    "--model.moe.shared_ffn_hidden_size=2048", "--parallel.ep=2", "--train.micro_batch_sequences=2",
+    "--train.global_batch_sequences=8",
+)  # fmt: skip
+PIPELINE = ("--model.num_layers=12", "--train.global_batch_sequences=32", "--parallel.pp=2", "--parallel.ep=1")
+PIPELINE = (*PIPELINE, "--parallel.dispatcher=local", "--parallel.overlap=none")
+SPLIT = (*PIPELINE, "--parallel.vpp=2", "--parallel.accumulate_unsharded=true")
+FP8, FP8_EXPERTS = "--precision.format=fp8_rowwise", "--precision.experts=fp8_rowwise"
 MEASURED = {
-    # recipe, overrides, ranks, capacity factor, GiB
-    "Qwen3 on 8": ("qwen3_30b_a3b", (), 8, 1.05, 108.6),
-    "Qwen3 on 8, two microbatches": ("qwen3_30b_a3b", TWICE, 8, 1.05, 129.5),
-    "Qwen3, 12 layers on 2": ("qwen3_30b_a3b", EP2, 2, 1.125, 56.4),
-    "V2-Lite on 8": ("deepseek_v2_lite", FOUR, 8, 1.05, 68.8),
-    "V2-Lite on 8, two microbatches": ("deepseek_v2_lite", TWICE, 8, 1.05, 82.0),
-    "Mixtral on 8": ("mixtral_8x7b", (), 8, 1.05, 109.0),
+    # recipe, overrides, capacity factor, GiB on 2 x H200
+    "section 2, Qwen3": ("qwen3_30b_a3b", DP2, 1.125, 56.4),
+    "section 2, Qwen3 on text": ("qwen3_30b_a3b", DP2, 1.25, 57.2),
+    "section 2, Qwen3 collapsed on purpose": ("qwen3_30b_a3b", DP2, 2.5, 60.2),
+    "section 2, V2-Lite": ("deepseek_v2_lite", LITE, 1.125, 65.1),
+    "section 13, Qwen3": ("qwen3_30b_a3b", DP2, 1.125, 56.2),
+    "section 13, Qwen3, experts in fp8": ("qwen3_30b_a3b", (*DP2, FP8_EXPERTS), 1.125, 52.9),
+    "section 13, Qwen3, fp8": ("qwen3_30b_a3b", (*DP2, FP8), 1.125, 53.3),
+    "section 13, V2-Lite": ("deepseek_v2_lite", LITE, 1.125, 64.8),
+    "section 13, V2-Lite, fp8": ("deepseek_v2_lite", (*LITE, FP8), 1.125, 60.7),
+    "section 13, Mixtral": ("mixtral_8x7b", MIXTRAL, 1.125, 88.2),
+    "section 13, Mixtral, fp8": ("mixtral_8x7b", (*MIXTRAL, FP8), 1.125, 86.0),
+    "section 13, V3's shape": ("deepseek_v2_lite", V3, 1.125, 103.5),
+    "section 13, V3's shape, fp8": ("deepseek_v2_lite", (*V3, FP8), 1.125, 102.2),
+    "section 14, dp 2": ("qwen3_30b_a3b", (*LONG, "--train.global_batch_sequences=2"), 1.125, 73.7),
+    "section 14, tp 2": ("qwen3_30b_a3b", (*LONG, "--parallel.tp=2"), 1.125, 61.5),
+    "section 14, cp 2": ("qwen3_30b_a3b", (*LONG, "--parallel.cp=2"), 1.125, 57.7),
+    "section 14, cp 2, fp8": ("qwen3_30b_a3b", (*LONG, "--parallel.cp=2", FP8), 1.125, 53.3),
+    "section 14, cp 2, 131,072 tokens": (
+        "qwen3_30b_a3b",
+        (*LONG, "--parallel.cp=2", "--train.seq_len_tokens=131072"),
+        1.125,
+        114.5,
+    ),
+    "section 15, pp 1": ("qwen3_30b_a3b", (*EP2, "--train.global_batch_sequences=32"), 1.125, 71.3),
+    "section 15, 1f1b": ("qwen3_30b_a3b", PIPELINE, 1.0, 87.8),
+    "section 15, interleaved_1f1b": (
+        "qwen3_30b_a3b",
+        (*PIPELINE, "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_1f1b"),
+        1.0,
+        91.0,
+    ),
+    "section 15, interleaved_zero_bubble": (
+        "qwen3_30b_a3b",
+        (*SPLIT, "--parallel.pp_schedule=interleaved_zero_bubble"),
+        1.0,
+        87.8,
+    ),
+    "section 15, zbv": ("qwen3_30b_a3b", (*SPLIT, "--parallel.pp_schedule=zbv"), 1.0, 83.8),
+    "section 15, dualpipev": ("qwen3_30b_a3b", (*SPLIT, "--parallel.pp_schedule=dualpipev"), 1.0, 88.7),
+    "section 15, 1f1b, 8,192 tokens": ("qwen3_30b_a3b", (*PIPELINE, "--train.micro_batch_sequences=2"), 1.0, 78.9),
 }
+"""Peaks of whole steps in tools/RESULTS.md since rows lie in an arena, as shipped but for the overrides. Schedules with
+split backwards had `accumulate_unsharded` (tools/pipelines.txt)."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_peak_is_within_five_percent_of_what_was_measured(name: str) -> None:
-    recipe, overrides, num_ranks, factor, measured_gib = MEASURED[name]
-    peak = peak_bytes_per_rank(load_recipe(RECIPES / f"{recipe}.toml", [*overrides]), num_ranks, factor)
-    assert peak / 2**30 == pytest.approx(measured_gib, rel=0.05)
+def test_peak_is_near_what_was_measured(name: str) -> None:
+    name_of_recipe, overrides, factor, measured_gib = MEASURED[name]
+    recipe = load_recipe(RECIPES / f"{name_of_recipe}.toml", [*overrides])
+    assert check_rules(recipe, 2) == []
+    assert peak_bytes_per_rank(recipe, 2, factor) / 2**30 == pytest.approx(measured_gib, rel=0.03)
 
 
 def test_arena_and_temporaries_of_qwen3_on_eight_ranks() -> None:
@@ -40,7 +91,7 @@ def test_arena_and_temporaries_of_qwen3_on_eight_ranks() -> None:
     arena = layers * (rows * width + 8 * tokens * 2 * hidden) * 2
     assert arena_bytes_per_rank(recipe, 1.0) == pytest.approx(arena, rel=0.01)
     worst_slots = 8 * tokens * 8
-    assert temporary_bytes_per_rank(recipe) == (8 * tokens * width + worst_slots * (3 * hidden + width)) * 2
+    assert temporary_bytes_per_rank(recipe) == (2 * 8 * tokens * width + worst_slots * (3 * hidden + width)) * 2
 
 
 def test_recomputed_layers_need_the_arena_of_one() -> None:
@@ -86,3 +137,63 @@ def test_a_gathering_dispatcher_keeps_the_rows_of_all_ranks_once() -> None:
     visited = 1 - math.comb(112, 8) / math.comb(128, 8)
     more = activation_bytes_per_rank(gathered) - activation_bytes_per_rank(sent)
     assert more == pytest.approx(2 * m.num_layers * 8 * num_tokens * (1 - visited) * m.hidden_size, rel=1e-6)
+
+
+def test_layers_without_a_format_keep_rows_and_hidden_states_in_bf16() -> None:
+    """Without an arena, as formats differ; all layers of one format have one."""
+    kept = {}
+    for number in (0, 2, 40, 48):
+        words = ["--precision.experts=fp8_rowwise", f"--precision.num_layers_at_start_in_compute={number}"]
+        recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, "--parallel.overlap=none"])
+        kept[number] = activation_bytes_per_rank(recipe)
+    assert kept[0] == kept[48], "in the arena"
+    tokens, width, hidden = 16_384, 2048, 768
+    rows = 8 * tokens * (1 - math.comb(112, 8) / math.comb(128, 8))
+    layer = (rows * width + 8 * tokens * 2 * hidden) * 2
+    assert kept[2] - kept[0] == pytest.approx((2 + 46 / 2) * layer, rel=1e-6)
+    assert kept[40] - kept[0] == pytest.approx((40 + 8 / 2) * layer, rel=1e-6)
+
+
+def test_layers_without_a_format_are_those_of_a_pipelines_rank() -> None:
+    """The first two of the model are on the first rank."""
+    words = ["--parallel.pp=4", "--parallel.ep=2", "--train.micro_batch_sequences=1", "--precision.experts=fp8_rowwise"]
+    words += ["--precision.num_layers_at_start_in_compute=2", "--parallel.overlap=none"]
+    first, second, *_ = parts_of(load_recipe(RECIPES / "qwen3_30b_a3b.toml", words), 8)
+    kept = [part.recipe.model.num_layers - count_native_experts(part.recipe) for part in (first, second)]
+    assert kept == [2, 0]
+    assert not first.has_arena("fused") and not second.has_arena("fused"), "all ranks alike"
+
+
+def test_gathered_tensors_are_kept_over_tp_and_cp() -> None:
+    """Of a token: over tp the input of projections, with `ulysses` the result before and after its exchange, with
+    `allgather` keys and values of all tokens."""
+    words = ["--train.micro_batch_sequences=1", "--train.seq_len_tokens=16384"]
+    recipes = {
+        name: load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, *layout])
+        for name, layout in {
+            "alone": (),
+            "tp": ("--parallel.tp=2",),
+            "ulysses": ("--parallel.cp=2", "--parallel.cp_kind=ulysses"),
+            "allgather": ("--parallel.cp=2", "--parallel.cp_kind=allgather"),
+            "ring": ("--parallel.cp=2", "--parallel.cp_kind=ring"),
+        }.items()
+    }
+    bytes_of_width = 48 * 16_384 * 2
+    alone = activation_bytes_per_rank(recipes.pop("alone")) // 2  # a rank has half of the tokens
+    more = {name: activation_bytes_per_rank(recipe) - alone for name, recipe in recipes.items()}
+    half = bytes_of_width // 2
+    assert more == {"tp": 2048 * half, "ulysses": 4096 * half, "allgather": 2 * 4 * 128 * half, "ring": 0}
+
+
+def test_recomputed_layers_keep_their_inputs() -> None:
+    """Without an arena experts keep their rows, and blocks the hidden states before them."""
+    words = ["--parallel.dispatcher=alltoall", "--parallel.overlap=none", "--parallel.expert_rank_capacity_factor=0"]
+    none, experts, block = (
+        load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--memory.recompute={what}"])
+        for what in ("none", "experts", "block")
+    )
+    rows = round(8 * 16_384 * (1 - math.comb(112, 8) / math.comb(128, 8)) * 48 * 2048)
+    hidden = 48 * 16_384 * 8 * 2 * 768
+    assert activation_bytes_per_rank(none) - activation_bytes_per_rank(experts) == pytest.approx(2 * hidden, abs=1e3)
+    assert activation_bytes_per_rank(block) == 2 * 48 * 16_384 * 2048
+    assert activation_bytes_per_rank(experts) > 2 * rows, "their rows are kept"

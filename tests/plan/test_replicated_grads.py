@@ -135,7 +135,7 @@ def test_the_step_has_the_sum(reduce: Any) -> None:
 
 def test_the_copy_is_in_the_peak_where_it_is_largest() -> None:
     """After the last backward activations and gathered parameters are gone: few tokens, wide latent projections."""
-    model = replace(MODEL, vocab_size=8, moe=replace(MOE, latent_size=4096))
+    model = replace(MODEL, vocab_size=8, moe=replace(MOE, num_experts=2, ffn_hidden_size=2, latent_size=4096))
     small = replace(recipe_of(ParallelConfig(tp=2)), model=model, run=RunConfig(device="cuda"))
     part = Part(replace(small, train=replace(small.train, seq_len_tokens=2)), 2)
     copy = flat_copy_bytes(part)

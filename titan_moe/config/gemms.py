@@ -1,5 +1,6 @@
 """The modules of a model whose GEMMs may have a format, by name: known without building the model."""
 
+from collections import Counter
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -87,17 +88,27 @@ def multiple_of(precision: PrecisionConfig, name: Format) -> int:
 
 def expert_formats(recipe: Recipe) -> set[Format]:
     """The formats of the experts of all layers, `compute` for those that have none."""
+    return set(_experts_by_format(recipe))
+
+
+def _experts_by_format(recipe: Recipe) -> Counter[Format]:
+    """The number of layers whose experts have each format."""
     chosen = recipe.precision.format_of("experts")
     if chosen == "compute":
-        return {"compute"}
+        return Counter({chosen: recipe.model.num_moe_layers})
     modules = [module for module in gemm_modules(recipe.model) if module.part == "experts"]
-    return {"compute" if why_kept(recipe, module) else chosen for module in modules}
+    return Counter("compute" if why_kept(recipe, module) else chosen for module in modules)
 
 
 def has_native_experts(recipe: Recipe) -> bool:
     """Whether routed experts of some layers have a format, and matrix units for it."""
-    is_native = recipe.run.device != "cpu" and recipe.precision.backend != "emulated"
-    return is_native and bool(expert_formats(recipe) - {"compute"})
+    return count_native_experts(recipe) > 0
+
+
+def count_native_experts(recipe: Recipe) -> int:
+    """Count the layers whose routed experts have a format, and matrix units for it."""
+    has_units = recipe.run.device != "cpu" and recipe.precision.backend != "emulated"
+    return _experts_by_format(recipe).total() - _experts_by_format(recipe)["compute"] if has_units else 0
 
 
 def matches(patterns: tuple[str, ...], name: str) -> str:

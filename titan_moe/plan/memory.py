@@ -16,6 +16,8 @@ from titan_moe.plan.pipeline.places import ArenaPlaces
 
 SCALE_BYTES = 16
 """The scales behind the codes of a row or slot in fp8 take a multiple of this (kernels/experts/fp8/packed.py)."""
+GATHERS_FROM = 2048
+"""Hidden width of experts from which slots are copied before weight gradients (kernels/experts/stages.py)."""
 
 
 def state_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
@@ -42,8 +44,8 @@ def gathered_bytes_per_rank(recipe: Recipe, world_size: int) -> int:
     return max(gathered_bytes(part) for part in parts_of(recipe, world_size))
 
 
-def gathered_bytes(part: Part) -> int:
-    """The same on a pipeline rank."""
+def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
+    """The same on a pipeline rank. Without `has_gradients`, as in the first microbatch, none are accumulated yet."""
     recipe = part.recipe
     sizes, precision = resolve(recipe.parallel, part.world_size), recipe.precision
     compute, reduce = BYTES_OF_DTYPE[precision.compute], BYTES_OF_DTYPE[precision.reduce]
@@ -54,7 +56,8 @@ def gathered_bytes(part: Part) -> int:
         if recipe.memory.recompute != "none" and recipe.parallel.pp == 1:
             return 0
         return round(experts * copy if is_unsharded else 0) + _clones_of_all_layers(recipe)
-    gathered = dense * (compute + reduce) + experts * (copy if is_unsharded else compute + reduce)
+    whole = compute + (reduce if has_gradients else 0)
+    gathered = dense * whole + experts * (copy if is_unsharded else whole)
     return round(gathered) + _clones_of_all_layers(recipe)
 
 
@@ -101,17 +104,34 @@ def packed_bytes(recipe: Recipe, width: int) -> int:
 
 
 def temporary_bytes_per_rank(recipe: Recipe) -> int:
-    """Count the bytes of one layer's temporaries with an arena, in the worst case: in backward the gradients of rows
-    and hidden states, the activation and its gradient, or the gradients of slots."""
-    loads, width, hidden = layer_loads(recipe), expert_width(recipe.model), expert_hidden_size(recipe)
-    if has_native_experts(recipe):
-        # codes of gradients, and gradients of activations; then gradients of slots, or what those of weights sum
-        rounds_all = recipe.precision.wgrad == "format"
-        of_weights = width + 3 * hidden if rounds_all else 10 * hidden  # unpacked, with gradients, both in bf16
-        rows = packed_bytes(recipe, width) + (0 if rounds_all else 4 * width)
-        return loads.worst_rows * rows + loads.worst_slots * (4 * hidden + max(2 * width, of_weights))
-    elements = loads.worst_rows * width + loads.worst_slots * (3 * hidden + max(hidden, width))
-    return elements * BYTES_OF_DTYPE[recipe.precision.compute]
+    """Count the bytes of one layer's temporaries with an arena, which have room for the worst case."""
+    loads = layer_loads(recipe)
+    return temporary_bytes(recipe, loads.worst_rows, loads.worst_slots, is_native=has_native_experts(recipe))
+
+
+def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: bool) -> int:
+    """Count the bytes of the temporaries of a MoE layer's backward that has room for so many rows and slots; with
+    `is_native`, in the format of experts.
+
+    Three moments may have most. First there are the gradients of rows and of activations, the gradients of hidden
+    states and the activations. Then gradients of slots, and their sums, follow those of activations; then gradients of
+    weights follow these.
+    """
+    width, hidden = expert_width(recipe.model), expert_hidden_size(recipe)
+    element = BYTES_OF_DTYPE[recipe.precision.compute]
+    weights = experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) * element
+    if not is_native:
+        gathered = width if hidden >= GATHERS_FROM else 0
+        first = (rows * width + slots * 4 * hidden) * element
+        second = (2 * rows * width + slots * (3 * hidden + width)) * element
+        return round(max(first, second, (rows * width + slots * (3 * hidden + gathered)) * element + weights))
+    packed = rows * packed_bytes(recipe, width)
+    sums = rows * width * element
+    if recipe.precision.wgrad == "format":  # a factor of each product is transposed; gate and up are two thirds
+        products = max(slots * (5 * hidden + width) + 2 / 3 * weights, slots * (4 * hidden + width) + weights)
+        return round(packed + max(slots * 5 * hidden, slots * (3 * hidden + 2 * width) + sums, products))
+    # weight gradients in bf16: rows and hidden states are unpacked, and gradients of hidden states computed again
+    return round(packed + max(slots * (4 * hidden + 2 * width) + sums, slots * 14 * hidden + 2 * sums + weights))
 
 
 def _clone_bytes(recipe: Recipe) -> int:

@@ -1,19 +1,25 @@
 """The peak of a rank's memory in a step, estimated.
 
-Three moments of a step may have the peak:
+Four moments of a step may have the peak:
 
-* At the beginning of a microbatch's backward, all its activations exist, in a pipeline also those of other microbatches
-  in flight, and the gradients of the previous microbatches.
-* At its end all gradients exist. Its activations are freed, but not the arena.
-* After the last backward, gathered parameters are freed, and tp ranks sum gradients.
+* At the end of a microbatch's forward, all its activations exist, in a pipeline also those of other microbatches in
+  flight, the gradients of the previous microbatches, and what the loss computes with.
+* At the beginning of its backward, the temporaries of the last layer and the gradient of the head have replaced those
+  of the loss.
+* At its end all gradients exist, and the temporaries of the first layer. Its activations are freed, but not the arena.
+* After the last backward, gathered parameters are freed. The gradients of embedding and head are reduced, which FSDP
+  does last, and tp ranks sum gradients.
 
 The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, fragmentation,
-symmetric memory and messages between stages.
+symmetric memory, the parameters of blocks that are gathered at a time, and messages between stages. With
+`perf.kernels = "auto"` the loss is PyTorch's, which needs more than Triton's.
 """
 
+from typing import NamedTuple
+
 from titan_moe.config.arena import has_arena
-from titan_moe.config.gemms import has_native_experts
-from titan_moe.config.model import ModelConfig
+from titan_moe.config.gemms import count_native_experts, gemm_modules, why_kept
+from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
 from titan_moe.plan.count import expert_width
@@ -23,6 +29,7 @@ from titan_moe.plan.memory import (
     experts_per_rank,
     gathered_bytes,
     parameters_of,
+    temporary_bytes,
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.pipeline.parts import Part, parts_of
@@ -38,78 +45,225 @@ def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float,
 def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> int:
     """The same on a pipeline rank."""
     recipe, p, count = part.recipe, part.recipe.precision, part.count
+    compute, reduce, master = (BYTES_OF_DTYPE[dtype] for dtype in (p.compute, p.reduce, p.master))
+    is_once = recipe.parallel.accumulate_unsharded
+    has_copies = resolve(recipe.parallel, part.world_size).experts_are_unsharded(p)
+    is_first = num_microbatches(recipe, part.world_size) == 1  # and the last: nothing is accumulated before
     parameters = parameters_of(part)
-    state = parameters * (BYTES_OF_DTYPE[p.master] + p.bytes_of_moments)
-    gradients = parameters * BYTES_OF_DTYPE[p.master]
-    gathered = gathered_bytes(part)
-    # what FSDP gathers for all of forward and backward
+    state, gradients = parameters * (master + p.bytes_of_moments), parameters * master
+    # what FSDP gathers for all of forward and backward, and reduces after it
     of_root = (count.embedding + count.head) / recipe.parallel.tp
-    root = 0 if recipe.parallel.accumulate_unsharded else of_root * BYTES_OF_DTYPE[p.compute]
-    arena, temporary = 0, 0
-    if has_arena(recipe, experts):
-        arena = arena_bytes_per_rank(recipe, capacity_factor, part.places)
-        temporary = temporary_bytes_per_rank(recipe)
-    of_one = activation_bytes_per_rank(recipe, experts)
-    activations = part.num_in_flight * of_one
-    begin: float = gathered + arena + activations + (_loss_bytes(recipe) if part.has_head else 0)
-    if num_microbatches(recipe, part.world_size) > 1:  # sums of the microbatches before; unsharded ones are gathered
-        experts_alone = experts_per_rank(recipe) * BYTES_OF_DTYPE[p.master]
-        begin += experts_alone if recipe.parallel.accumulate_unsharded else gradients
-    end = gradients + arena + temporary + (gathered if recipe.parallel.accumulate_unsharded else 0)
+    of_head = (count.head or count.embedding) / recipe.parallel.tp * compute if part.has_head else 0
+    arena = arena_bytes_per_rank(recipe, capacity_factor, part.places) if part.has_arena(experts) else 0
+    of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
+    temporary = of_head + _temporary_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
+
+    gathered = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
+    begin = gathered + arena + part.num_in_flight * of_one
+    begin += max(_loss_bytes(recipe) if part.has_head else 0, temporary)
+    if not is_first:  # sums of the microbatches before; unsharded ones are gathered
+        begin += gradients if not is_once else experts_per_rank(recipe) * master if has_copies else 0
+
+    are_kept = is_once or recipe.parallel.pp > 1
+    copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.master else 0
+    accumulated = reduce if is_once and not is_first else 0
+    end = gradients + arena + temporary + copies + of_root * (compute + accumulated)
     end += max(part.num_in_flight - 1, 0) * of_one  # of the others in flight
-    after = gradients + arena + flat_copy_bytes(part)
-    return round(state + max(root + begin, root + end, after))
+    reduced = copies + of_root * (reduce + (accumulated or compute))
+    after = gradients + arena + max(reduced, flat_copy_bytes(part))
+    return round(state + max(begin, end, after))
 
 
-def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused") -> int:
-    """Count the bytes that all blocks of a recipe keep of a microbatch for backward, without the arena.
+def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused", capacity_factor: float = 1.0) -> int:
+    """Count the bytes that all blocks of a recipe keep of a microbatch for backward, without the arena."""
+    return _activation_bytes(recipe, capacity_factor, has_arena=has_arena(recipe, experts))
 
-    A rank of cp or tp keeps its tokens, or its heads of all tokens; gathered inputs, keys and values are left out.
-    """
+
+def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> int:
     m, num_tokens = recipe.model, microbatch_tokens(recipe)
+    element = BYTES_OF_DTYPE[recipe.precision.compute]
     if recipe.memory.recompute == "block":
-        elements = m.num_layers * m.hidden_size * num_tokens
+        return m.num_layers * m.hidden_size * num_tokens * element
+    of_token = (m.num_layers - m.num_moe_layers) * _dense_elements(recipe) + m.num_moe_layers * _router_elements(recipe)
+    of_token += m.num_layers * _attention_elements(recipe).kept
+    of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)
+    return round((of_token + _code_elements(recipe)) * num_tokens + of_experts) * element
+
+
+class _AttentionElements(NamedTuple):
+    """Elements of a token, of those that a rank has between layers."""
+
+    kept: int
+    """By attention and the norms of a block."""
+    gradients: int
+    """In backward: of the result, of queries, keys and values, and of projections."""
+
+
+def _attention_elements(recipe: Recipe) -> _AttentionElements:
+    """Inputs and outputs of both norms, projections before and after the rotation, the result.
+
+    A rank of tp, or of cp with `ulysses`, has its heads of all tokens, which are as many elements; ranks may share a
+    key/value head. What is gathered is kept by every rank, in place of its own part: over tp the input of projections,
+    over cp keys and values, or latents. `ulysses` keeps the result before and after its exchange.
+    """
+    m, a, p = recipe.model, recipe.model.attention, recipe.parallel
+    tp, cp = max(p.tp, 1), max(p.cp, 1)
+    over_heads, over_keys = (cp if p.cp_kind == kind else 1 for kind in ("ulysses", "allgather"))
+    is_exchanged = over_heads > 1
+    if a.kind == "gqa":
+        queries, keys = a.num_heads * a.head_dim, 2 * max(a.num_kv_heads, tp * over_heads) * a.head_dim
+        projections, result = queries + keys, queries
+        attended = queries + over_keys * keys
+        norms = (3 + tp) * m.hidden_size
     else:
-        of_blocks = m.num_layers * _attention_elements(m)
-        of_dense = (m.num_layers - m.num_moe_layers) * 2 * m.ffn_hidden_size
-        of_moe = m.num_moe_layers * (2 * m.moe.shared_ffn_hidden_size + 2 * m.moe.num_experts)  # logits are fp32
-        elements = (of_blocks + of_dense + of_moe) * num_tokens
-        if not has_arena(recipe, experts) and recipe.memory.recompute == "none":
-            elements += m.num_moe_layers * _expert_elements(recipe)
+        head = a.qk_nope_head_dim + a.qk_rope_head_dim
+        # latents before and after their norm; the rotated part of keys is a part of the projection
+        kv_latents = tp * over_heads * (2 * a.kv_lora_rank + a.qk_rope_head_dim)
+        kv_latents += tp * (over_keys - 1) * a.kv_lora_rank
+        query_latents = (1 + tp) * a.q_lora_rank
+        values = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)  # beside keys, whose copies they are
+        result = a.num_heads * a.v_head_dim
+        projections, attended = kv_latents + query_latents, a.num_heads * head * (1 + over_keys) + over_keys * values
+        norms = 4 * m.hidden_size + (tp * m.hidden_size if tp > 1 and not a.q_lora_rank else 0)
+    kept = norms + projections + attended + (1 + is_exchanged) * result
+    return _AttentionElements(kept, projections + attended + result)
+
+
+def _dense_elements(recipe: Recipe) -> int:
+    """Elements of a token that a dense layer keeps beside its norm: hidden states, and the gathered input over tp."""
+    return 2 * recipe.model.ffn_hidden_size + (recipe.parallel.tp - 1) * recipe.model.hidden_size
+
+
+def _router_elements(recipe: Recipe) -> int:
+    """Elements of a token that router, latent projections and shared experts keep: logits in fp32; latents before and
+    after the experts; hidden states, and the gathered input over tp, as the router keeps its own part."""
+    m, tp = recipe.model, recipe.parallel.tp
+    gathered = tp * m.hidden_size if tp > 1 and m.moe.shared_ffn_hidden_size else 0
+    return 2 * (m.moe.num_experts + m.moe.latent_size + m.moe.shared_ffn_hidden_size) + gathered
+
+
+def _code_elements(recipe: Recipe) -> float:
+    """Elements of a token that our linear layers in fp8 keep in all layers, beyond what they keep in the dtype of
+    compute: codes of inputs are half an element each; inputs that nothing else reads in backward are not kept."""
+    formats, backend = recipe.precision.gemm_formats("linears"), recipe.precision.backend
+    is_ours = formats.fprop in ("fp8_rowwise", "fp8_blockwise") and formats.fprop == formats.dgrad == formats.wgrad
+    if not is_ours or backend == "emulated" or recipe.run.device == "cpu":
+        return 0.0
+    elements = 0.0
+    for module in gemm_modules(recipe.model):
+        if module.part == "linears" and not why_kept(recipe, module):
+            gathered = _copies_of_input(recipe, module.path) * module.widths[0]
+            elements += 0.5 * gathered - (gathered if _reads_alone(recipe, module.path) else 0)
+    return elements
+
+
+def _copies_of_input(recipe: Recipe, path: str) -> int:
+    """How many ranks' tokens a linear layer of a block reads, in widths that are not split."""
+    p, name = recipe.parallel, path.rpartition(".")[2]
+    if name == "kv_up":
+        return p.tp * (1 if p.cp_kind == "ring" else p.cp)
+    return p.tp if name in ("qkv", "q_up", "gate_up") else 1
+
+
+def _reads_alone(recipe: Recipe, path: str) -> bool:
+    """Whether a linear layer of a block is all that needs its input in backward. The routed experts read that of shared
+    ones, attention its own result, and the activation is computed again."""
+    p, name = recipe.parallel, path.rpartition(".")[2]
+    if name == "out":
+        return p.cp > 1 and p.cp_kind == "ulysses"
+    if name == "q_up":  # without compression it reads what `kv_down` does, but for the tokens of other ranks
+        return p.tp > 1 or recipe.model.attention.q_lora_rank > 0
+    if name == "gate_up":
+        return p.tp > 1 or path == "feed_forward.gate_up"
+    return name in ("qkv", "kv_down", "kv_up", "latent_up")
+
+
+class _Sizes(NamedTuple):
+    """Rows and slots that a MoE layer allocates."""
+
+    rows: float
+    slots: float
+
+
+def _sizes(recipe: Recipe, capacity_factor: float) -> _Sizes:
+    """Without an arena: what a balanced load needs where sizes are exact, that times the factor where a bound is set,
+    and the worst case where sizes are neither read nor bounded."""
+    loads, p = layer_loads(recipe), recipe.parallel
+    rows, slots = loads.rows, float(loads.slots)
+    if p.facts.sends == "every_row":
+        rows = p.ep * p.etp * microbatch_tokens(recipe)
+    if not p.facts.can_be_bounded:
+        return _Sizes(rows, slots)
+    factor = capacity_factor if p.has_auto_capacity or p.fixed_capacity_factor else float("inf")
+    return _Sizes(min(factor * rows, loads.worst_rows), min(factor * slots, loads.worst_slots))
+
+
+def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
+    """Elements of rows and hidden states of all layers; rows that are not sent are the norm's. In fp8, which layers may
+    have or not, rows are copies in any case, and two codes are an element of bf16. Where experts are recomputed, only
+    rows are kept."""
+    (rows, slots), p = _sizes(recipe, capacity_factor), recipe.parallel
+    sent = rows if p.facts.moves_rows or p.etp > 1 else 0
+    width, hidden = expert_width(recipe.model), 2 * expert_hidden_size(recipe)
+    num_native = count_native_experts(recipe)
+    num_plain = recipe.model.num_moe_layers - num_native
+    if recipe.memory.recompute == "experts":
+        return round((num_plain + num_native) * sent * width)
+    copied = sent or microbatch_tokens(recipe)
+    native = (copied * width + slots * hidden) / 2
+    return num_plain * (round(sent * width) + round(slots * hidden)) + round(num_native * native)
+
+
+def _temporary_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
+    """Bytes of the temporaries of the layer that has most, in backward; with those that it computes again."""
+    m, num_tokens, element = recipe.model, microbatch_tokens(recipe), BYTES_OF_DTYPE[recipe.precision.compute]
+    attention = _attention_elements(recipe)
+    most: float = attention.gradients * num_tokens * element
+    if m.num_moe_layers < m.num_layers:  # gradients of hidden states and of activations, and the activations
+        most = max(most, 4 * m.ffn_hidden_size * num_tokens * element)
+    if m.num_moe_layers and has_arena:
+        most = max(most, temporary_bytes_per_rank(recipe))
+    elif m.num_moe_layers:
+        sizes, num_native = _sizes(recipe, capacity_factor), count_native_experts(recipe)
+        for is_native in {num_native > 0, num_native == m.num_moe_layers}:
+            most = max(most, temporary_bytes(recipe, *sizes, is_native=is_native))
+    return most + _recomputed_bytes(recipe, capacity_factor, has_arena=has_arena)
+
+
+def _recomputed_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool) -> float:
+    """Bytes of what backward computes again of one layer, without the arena."""
+    m, what = recipe.model, recipe.memory.recompute
+    if what == "none":
+        return 0
+    elements = 0.0
+    if m.num_moe_layers and not has_arena:
+        elements += _sizes(recipe, capacity_factor).slots * 2 * expert_hidden_size(recipe)
+    if what == "block":
+        num_dense = m.num_layers - m.num_moe_layers
+        ffn = max(_dense_elements(recipe) if num_dense else 0, _router_elements(recipe) if m.num_moe_layers else 0)
+        elements += (_attention_elements(recipe).kept + ffn) * microbatch_tokens(recipe)
     return elements * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
-def _attention_elements(m: ModelConfig) -> int:
-    """Elements of a token that attention and the norms of a block keep: inputs and outputs of both norms, projections
-    before and after the rotation, the result."""
-    a = m.attention
-    if a.kind == "gqa":
-        projections = 2 * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-        result = a.num_heads * a.head_dim
-    else:
-        head = a.qk_nope_head_dim + a.qk_rope_head_dim
-        latents = 2 * a.kv_lora_rank + a.qk_rope_head_dim + 2 * a.q_lora_rank
-        values = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
-        projections = 2 * a.num_heads * head + latents + values + a.num_heads * head
-        result = a.num_heads * a.v_head_dim
-    return 4 * m.hidden_size + projections + result
-
-
-def _expert_elements(recipe: Recipe) -> int:
-    """Elements of a layer's rows and hidden states under a balanced load; rows that are not sent are the norm's. In fp8
-    rows are copies in any case, and two codes are an element of bf16."""
-    loads, p = layer_loads(recipe), recipe.parallel
-    is_sent = p.facts.moves_rows or p.etp > 1
-    rows = loads.rows if p.facts.sends != "every_row" else p.ep * p.etp * microbatch_tokens(recipe)
-    width, hidden = expert_width(recipe.model), 2 * expert_hidden_size(recipe)
-    if has_native_experts(recipe):
-        copied = rows if is_sent else microbatch_tokens(recipe)
-        return round((copied * width + loads.slots * hidden) / 2)
-    return round(is_sent * rows * width) + loads.slots * hidden
-
-
 def _loss_bytes(recipe: Recipe) -> int:
-    """Bytes of a chunk of logits."""
-    num_tokens = microbatch_tokens(recipe) * recipe.parallel.tp  # ranks of tp have other words
-    chunk = min(recipe.perf.loss_chunk_tokens or num_tokens, num_tokens)
-    return chunk * recipe.model.vocab_size // recipe.parallel.tp * BYTES_OF_DTYPE[recipe.precision.compute]
+    """Bytes of what the loss computes with: logits of a chunk of tokens, their gradients, and the gradients of its
+    inputs and, in fp32, of the head (kernels/loss)."""
+    m, p, perf = recipe.model, recipe.parallel, recipe.perf
+    element = BYTES_OF_DTYPE[recipe.precision.compute]
+    wide = max(element, BYTES_OF_DTYPE["fp32"])
+    num_tokens = microbatch_tokens(recipe) * p.tp  # ranks of tp have other words
+    num_words = m.vocab_size // p.tp
+    logits = min(perf.loss_chunk_tokens or num_tokens, num_tokens) * num_words
+    weight = num_words * m.hidden_size
+    inputs = num_tokens * m.hidden_size * element * (1 if p.tp == 1 else 2)  # gathered over tp
+    if perf.chosen_kernels.head == "triton":
+        return inputs + max(logits * element + weight * wide, weight * (wide + element))
+    # the sum of weight gradients is a new tensor in each chunk, and in backward
+    products = max(logits * element + 2 * weight * wide, weight * (2 * wide + element))
+    if p.tp == 1 and perf.loss_chunk_tokens == 0:  # logits, log-softmax and its gradients in fp32
+        softmax = 3 * logits * wide
+    elif p.tp == 1 and recipe.compile.compiles("cpu" if recipe.run.device == "cpu" else "cuda"):
+        softmax = 2 * logits * element + weight * wide
+    else:  # in fp32: logits, exponentials and what becomes the gradient, beside the words of labels
+        softmax = logits * (element + (4 if p.tp == 1 else 5) * wide + 1) + weight * wide
+    return inputs + max(softmax, products)

@@ -1,6 +1,7 @@
 """What each pipeline rank has, against a built model and against lists written out."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from titan_moe.config import Recipe, check_rules
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.train import TrainConfig
+from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.models.part import part_of
 from titan_moe.models.transformer import Transformer
 from titan_moe.plan.count import training_flops_per_token
@@ -105,10 +106,15 @@ def test_peak_has_the_activations_of_all_microbatches_in_flight() -> None:
 
 
 def test_peak_of_the_last_rank_has_the_head_and_its_logits() -> None:
-    last = parts_of(recipe_with(LAYOUTS["1f1b"]), 4)[-1]
-    weights, logits = MODEL.vocab_size * MODEL.hidden_size, 64 * MODEL.vocab_size
-    more = peak_bytes(last, 1.0) - peak_bytes(replace(last, has_head=False), 1.0)
-    assert more == 16 * (weights + MODEL.hidden_size) + 2 * weights + 2 * logits, "state, gathered in bf16, logits"
+    recipe = recipe_with(LAYOUTS["1f1b"])
+    # so that the loss needs more than a layer, and products of chunks less than their softmax
+    last = parts_of(replace(recipe, model=replace(MODEL, vocab_size=100_000, hidden_size=32)), 4)[-1]
+    last = replace(last, recipe=replace(last.recipe, run=RunConfig(device="cuda")))
+    weights, logits, inputs = 32 * 100_000, 64 * 100_000, 64 * 32
+    with mock.patch("titan_moe.plan.peak._temporary_bytes", lambda *_, **__: 0):
+        more = peak_bytes(last, 1.0) - peak_bytes(replace(last, has_head=False), 1.0)
+    of_loss = 2 * inputs + 2 * 2 * logits + 4 * weights
+    assert more == 16 * (weights + 32) + 2 * weights + of_loss, "state, gathered in bf16, what the loss computes with"
 
 
 def test_gathered_bytes_are_those_of_one_rank() -> None:

@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from titan_moe.config.arena import has_arena
+from titan_moe.config.gemms import gemm_modules, why_kept
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import ParameterCount, count_parameters
 from titan_moe.plan.pipeline.flops import flops_of_stage
@@ -26,6 +29,12 @@ class Part:
     one."""
     places: ArenaPlaces | None = None
     """The places of the rank's arena; None without a pipeline."""
+    run: Recipe | None = None
+    """The recipe with all layers; None without a pipeline."""
+
+    def has_arena(self, experts: str) -> bool:
+        """Whether ranks have an arena with this implementation of the experts: all of a pipeline, or none."""
+        return has_arena(self.run or self.recipe, experts)
 
     @property
     def count(self) -> ParameterCount:
@@ -53,11 +62,25 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
         names = [name for stage in stages_of_rank(rank, p) for name in stages[stage]]
         layers = _layers(names)
         dense = sum(layer < num_dense for layer in layers)
-        alone = replace(recipe, model=replace(model, num_layers=len(layers), num_dense_layers=dense))
+        of_rank = replace(model, num_layers=len(layers), num_dense_layers=dense)
+        alone = replace(recipe, model=of_rank, precision=_precision_of(recipe, layers))
         num_in_flight = in_flight(recipe, world_size, rank)
         places = arena_places(recipe, rank, world_size)
-        parts.append(Part(alone, world_size, "embed" in names, "head" in names, num_in_flight, places))
+        parts.append(Part(alone, world_size, "embed" in names, "head" in names, num_in_flight, places, recipe))
     return parts
+
+
+def _precision_of(recipe: Recipe, layers: list[int]) -> PrecisionConfig:
+    """The precision of some layers, in which modules without a format have the names of these layers alone."""
+    precision = recipe.precision
+    if not precision.formats:
+        return precision
+    kept = tuple(
+        f"layers.{layers.index(module.layer)}.{module.path}"
+        for module in gemm_modules(recipe.model)
+        if module.layer in layers and precision.format_of(module.part) != "compute" and why_kept(recipe, module)
+    )
+    return replace(precision, modules_in_compute=kept, num_layers_at_start_in_compute=0, num_layers_at_end_in_compute=0)
 
 
 def _layers(names: Iterable[str]) -> list[int]:
