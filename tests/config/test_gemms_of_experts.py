@@ -10,6 +10,7 @@ from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import expert_formats, has_native_experts
 from titan_moe.config.rules import check_rules
 from titan_moe.kernels.experts.fp8.packed import BLOCK, WHOLE_ROW, packed_width
+from titan_moe.plan.check_report import describe
 from titan_moe.plan.kernel_choice import choose_for
 from titan_moe.plan.memory import arena_bytes_per_rank, packed_bytes
 
@@ -36,6 +37,31 @@ def test_some_experts_in_fp8_have_no_arena() -> None:
     mixed = recipe("--precision.num_layers_at_start_in_compute=1")
     assert expert_formats(mixed) == {"compute", "fp8_rowwise"}
     assert has_native_experts(mixed) and not has_arena(mixed, "fused")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            "--precision.num_layers_at_start_in_compute=1",
+            "1 layer is in bf16, the others in fp8_rowwise (num_layers_at_s",
+        ),
+        (
+            "--precision.num_layers_at_end_in_compute=40",
+            "40 layers are in bf16, the others in fp8_rowwise (num_layers_at_e",
+        ),
+        (
+            "--precision.modules_in_compute=layers.7.*",
+            '1 layer is in bf16, the others in fp8_rowwise (modules_in_compute: "',
+        ),
+    ],
+)
+def test_check_says_that_mixed_formats_have_no_arena(overrides: str, words: str) -> None:
+    (line,) = (line.strip() for line in describe(recipe(overrides), 8).splitlines() if "no arena" in line)
+    assert line.startswith("no arena, whose rows have one size: experts of ") and words in line
+    others = ["--precision.num_layers_at_start_in_compute=0"], [overrides, "--parallel.dispatcher=alltoall"]
+    for other in others:
+        assert "no arena" not in describe(recipe(*other, "--parallel.overlap=none"), 8), "there is one, or never was"
 
 
 def test_experts_in_fp8_are_fused_where_nothing_was_measured() -> None:

@@ -1,6 +1,8 @@
 """Whether a recipe keeps the rows of its layers in an arena."""
 
-from titan_moe.config.gemms import expert_formats
+from collections.abc import Iterator
+
+from titan_moe.config.gemms import expert_formats, gemm_modules, why_kept
 from titan_moe.config.recipe import Recipe
 
 
@@ -10,11 +12,27 @@ def has_arena(recipe: Recipe, experts: str) -> bool:
     There is no arena if only experts are recomputed, from rows that were received before: with an arena these rows
     would be sent again. There is none either if only some layers have rows in fp8: all rows of an arena have one size.
     """
+    return _can_have_arena(recipe, experts) and len(expert_formats(recipe)) == 1
+
+
+def why_no_arena(recipe: Recipe, experts: str) -> Iterator[str]:
+    """Say in one line that there is no arena because some layers have rows in fp8 and some do not; nothing else."""
+    if not _can_have_arena(recipe, experts) or len(expert_formats(recipe)) == 1:
+        return
+    modules = [module for module in gemm_modules(recipe.model) if module.part == "experts"]
+    reasons = [reason for module in modules if (reason := why_kept(recipe, module))]
+    number, chosen = len(reasons), recipe.precision.format_of("experts")
+    layers = "1 layer is" if number == 1 else f"{number} layers are"
+    formats = f"experts of {layers} in {recipe.precision.compute}, the others in {chosen}"
+    yield f"no arena, whose rows have one size: {formats} ({', '.join(dict.fromkeys(reasons))})"
+
+
+def _can_have_arena(recipe: Recipe, experts: str) -> bool:
     p = recipe.parallel
     is_bounded = p.has_auto_capacity or p.fixed_capacity_factor > 0
     sends_again = recipe.memory.recompute == "experts" and p.overlap != "tile"
     can_have = p.facts.shares_memory_of_ep and p.ep > 1 and is_bounded and not sends_again
-    return can_have and experts == "fused" and recipe.model.num_moe_layers > 0 and len(expert_formats(recipe)) == 1
+    return can_have and experts == "fused" and recipe.model.num_moe_layers > 0
 
 
 def experts_of(recipe: Recipe) -> str:

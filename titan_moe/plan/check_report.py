@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from itertools import chain, repeat
 
-from titan_moe.config.arena import experts_of, has_arena
+from titan_moe.config.arena import experts_of, has_arena, why_no_arena
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
@@ -182,7 +182,7 @@ def _peak_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     experts, factor = experts_of(recipe), recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
     peak = f"about {peak_bytes_per_rank(recipe, world_size, factor, experts) / 2**30:.3g} GiB at the peak of a step"
     if not has_arena(recipe, experts):
-        return [("", peak)]
+        return [("", peak), *(("", line) for line in why_no_arena(recipe, experts))]
     places = [part.places for part in parts_of(recipe, world_size)]
     arena, eighth = (
         max(arena_bytes_per_rank(recipe, at, of_rank) for of_rank in places) / 2**30 for at in (factor, factor + 0.125)
