@@ -10,7 +10,9 @@ from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules.capture import obstacles
 from titan_moe.config.schema import in_toml
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
+from titan_moe.plan.fit import warn_of_excess
 from titan_moe.plan.format_choice import choose_formats, describe_formats
+from titan_moe.plan.hardware import gpus_here
 from titan_moe.plan.kernel_choice import choose_for, describe_choices
 from titan_moe.plan.kernel_table import measured_devices
 from titan_moe.plan.links import describe_links
@@ -176,9 +178,22 @@ def _memory(recipe: Recipe, world_size: int) -> str:
 
 
 def _peak_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
-    """The peak of a step, and what of it lies in the arena of fused experts."""
+    """The peak of a step, what of it lies in the arena of fused experts, and whether it exceeds the memory of the GPUs
+    here, or of those that were measured."""
     if recipe.run.device == "cpu":
         return []
+
+    def need(changed: Recipe) -> float:
+        """GiB of the peak, and of memory that ranks share, of all ranks on a GPU."""
+        chosen = changed.parallel.fixed_capacity_factor or BALANCED_FACTOR
+        peak = peak_bytes_per_rank(changed, world_size, chosen, experts_of(changed))
+        return changed.run.ranks_per_gpu * (peak + shared_bytes_per_rank(changed)) / 2**30
+
+    warnings = warn_of_excess(recipe, world_size, need, gpus_here() or measured_devices())
+    return [*_peak_itself(recipe, world_size), *(("", line) for line in warnings)]
+
+
+def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     experts, factor = experts_of(recipe), recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
     peak = f"about {peak_bytes_per_rank(recipe, world_size, factor, experts) / 2**30:.3g} GiB at the peak of a step"
     if not has_arena(recipe, experts):

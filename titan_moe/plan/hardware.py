@@ -1,6 +1,7 @@
 """Peak rates, memory and architecture of devices, by the name that the driver reports."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ def find_capability(device_name: str) -> Capability | None:
     """Look up the compute capability of a device by its name; None if it is unknown."""
     words = _words(device_name)
     return next((capability for capability, names in CAPABILITIES.items() if words & names), None)
+
+
+def gpus_here(driver: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """The kinds of GPUs of this machine, by the names that NVIDIA's driver on Linux reports; none elsewhere."""
+    lines = [line for file in driver.glob("*/information") for line in file.read_text("utf-8").splitlines()]
+    return sorted({line.partition(":")[2].strip() for line in lines if line.startswith("Model:")})
 
 
 def _words(device_name: str) -> set[str]:

@@ -1,0 +1,54 @@
+"""A recipe whose estimated peak exceeds the memory of a known GPU is warned of, with what fits."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_moe.config import load_recipe
+from titan_moe.plan.check_report import describe
+from titan_moe.plan.hardware import gpus_here
+
+QWEN3 = Path(__file__).parents[2] / "recipes" / "qwen3_30b_a3b.toml"
+
+
+def warnings_of(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *overrides: str, num_ranks: int = 8) -> list[str]:
+    monkeypatch.setattr("titan_moe.plan.check_report.gpus_here", lambda: gpus)
+    lines = describe(load_recipe(QWEN3, [*overrides]), num_ranks).splitlines()
+    return [line.strip() for line in lines if "WARNING" in line]
+
+
+def test_peak_is_compared_with_the_gpus_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warnings_of(monkeypatch, ["NVIDIA H200"]) == []
+    assert warnings_of(monkeypatch, ["NVIDIA H200"], "--run.device=cpu", "--parallel.ep=1") == []
+    assert warnings_of(monkeypatch, ["Some GPU"]) == [], "its memory is not known"
+    (warning,) = warnings_of(monkeypatch, ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "Some GPU"])
+    assert "GiB exceed the 79 GiB of NVIDIA H100 80GB HBM3; with " in warning
+    assert 'memory.recompute = "experts" 77' in warning and 'memory.recompute = "block" ' in warning
+    assert "micro_batch_sequences" not in warning, "half of 4 sequences is still too much"
+
+
+def test_peak_is_compared_with_measured_gpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    (warning,) = warnings_of(monkeypatch, [], "--parallel.ep=4", num_ranks=4)
+    assert "exceed the 139 GiB of NVIDIA H200" in warning and "train.micro_batch_sequences = 2 13" in warning
+    assert "precision.moments" not in warning, "moments in int8 alone do not fit"
+
+
+def test_ranks_of_a_gpu_need_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = ("--run.ranks_per_gpu=2", "--parallel.dispatcher=alltoall", "--parallel.overlap=none")
+    one = warnings_of(monkeypatch, ["NVIDIA H200"], *shared[1:], "--train.micro_batch_sequences=2")
+    (two,) = warnings_of(monkeypatch, ["NVIDIA H200"], *shared, "--train.micro_batch_sequences=2")
+    assert one == [] and "run.ranks_per_gpu = 1 " in two
+
+
+def test_a_recipe_that_no_single_change_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    (warning,) = warnings_of(monkeypatch, ["NVIDIA A100-SXM4-40GB"])
+    assert warning.endswith("no single change fits: take more ranks, or fewer layers")
+
+
+def test_gpus_here_are_those_of_the_driver(tmp_path: Path) -> None:
+    assert gpus_here(tmp_path / "absent") == []
+    for number, name in enumerate(["NVIDIA H200", "NVIDIA H200", "NVIDIA A100-SXM4-80GB"]):
+        folder = tmp_path / f"0000:{number}b:00.0"
+        folder.mkdir()
+        (folder / "information").write_text(f"Model: \t\t {name}\nIRQ:   \t\t 18\nVideo BIOS: \t 96.00\n")
+    assert gpus_here(tmp_path) == ["NVIDIA A100-SXM4-80GB", "NVIDIA H200"]
