@@ -44,6 +44,14 @@ ZERO_BUBBLE = f"{PIPELINE} --parallel.pp_schedule=zbv --parallel.vpp=2 --paralle
 BROKEN = {
     "numbers_are_in_range": ("--optim.beta2=1.0", "optim.beta2 = 1.0 must be at least 0 and below 1"),
     "class_is_addressable": ("--model.class=Transformer", '"package.module:Class"'),
+    "tied_embeddings_have_one_deviation": (
+        "--model.embeddings_are_tied=true --model.embedding_init_std=0.5",
+        "embedding_init_std = 0.5 has no effect with model.embeddings_are_tied = true; drop it",
+    ),
+    "tied_embeddings_decay": (
+        "--model.embeddings_are_tied=true --optim.embeddings_decay=false",
+        "optim.embeddings_decay = false has no effect with model.embeddings_are_tied = true; set it to true",
+    ),
     "kv_heads_divide_heads": ("--model.attention.num_kv_heads=3", "the divisors are 1, 2, 4, 8"),
     "rotated_width_is_even": ("--model.attention.head_dim=33", "head_dim = 33 is odd; take 34"),
     "gqa_options_need_gqa": ("--model.attention.kind=mla --model.attention.qk_norm=true", "qk_norm"),
@@ -700,6 +708,8 @@ def test_rules_with_several_cases_refuse_each(
         f"{PIPELINE} --memory.recompute=block --compile.extent=block --parallel.dispatcher=allgather",
         f"{PIPELINE} --model.class=my.model:Mine",
         f"{PIPELINE} --model.embeddings_are_tied=true",
+        "--model.embeddings_are_tied=true --model.embedding_init_std=0.02",  # init_std
+        "--model.embedding_init_std=0.5 --optim.embeddings_decay=false",
         f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=2 --memory.recompute=experts",
         f"{PIPELINE} --parallel.pp_schedule=interleaved_1f1b --parallel.vpp=3 --parallel.pp_layout=Et|t|tt|||L",
         f"{PIPELINE} --parallel.tp=2 --parallel.ep=2 --parallel.etp=2 --parallel.pp_layout=(Ettt)|tL",

@@ -167,7 +167,8 @@ class ModelConfig:
     embedding_init_std: float = 1.0
     """Standard deviation of the initial embeddings (arXiv:2312.16903). The first attention outputs are averages, nearly
     equal for all tokens; beside small embeddings they dominate the residual stream, and routers send all tokens to the
-    same experts. Tied embeddings are initialised with `init_std`, because they are the weight of the head too."""
+    same experts. Tied embeddings are initialised with `init_std`, because they are the weight of the head too; another
+    value is refused."""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """The attention layer."""
     moe: MoEConfig = field(default_factory=MoEConfig)

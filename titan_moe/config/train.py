@@ -96,8 +96,8 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings. Norm scales and biases have none."""
     embeddings_decay: bool = True
-    """Whether weight decay applies to embeddings. Tied ones always decay, because they are the weight of the head too.
-    OLMo 2 turns it off (arXiv:2501.00656)."""
+    """Whether weight decay applies to embeddings. OLMo 2 turns it off (arXiv:2501.00656). Tied ones always decay,
+    because they are the weight of the head too; `false` is refused for them."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 disables clipping."""
     warmup_steps: int = 0

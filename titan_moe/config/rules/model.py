@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import divisors, is_no_divisor, rule, rules_in
 
@@ -11,6 +12,25 @@ def class_is_addressable(recipe: Recipe, world_size: int) -> Iterator[str]:
     module, _, name = recipe.model.class_.partition(":")
     if not (all(part.isidentifier() for part in module.split(".")) and name.isidentifier()):
         yield f'model.class = "{recipe.model.class_}" must read "package.module:Class"'
+
+
+@rule("tied embeddings are the weight of the head, whose deviation is init_std")
+def tied_embeddings_have_one_deviation(recipe: Recipe, world_size: int) -> Iterator[str]:
+    m = recipe.model
+    if m.embeddings_are_tied and m.embedding_init_std not in (ModelConfig.embedding_init_std, m.init_std):
+        yield (
+            f"model.embedding_init_std = {m.embedding_init_std:g} has no effect with model.embeddings_are_tied = true; "
+            "drop it, scale embeddings by model.embedding_multiplier, or set embeddings_are_tied = false"
+        )
+
+
+@rule("tied embeddings are the weight of the head, which decays")
+def tied_embeddings_decay(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.model.embeddings_are_tied and not recipe.optim.embeddings_decay:
+        yield (
+            "optim.embeddings_decay = false has no effect with model.embeddings_are_tied = true; set it to true, "
+            "or embeddings_are_tied = false"
+        )
 
 
 @rule("each key/value head is shared by the same number of query heads")
