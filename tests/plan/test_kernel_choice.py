@@ -110,9 +110,12 @@ def test_auto_ignores_what_is_not_comparable() -> None:
     whole = recipe("--perf.loss_chunk_tokens=0")
     assert kernels_of(whole, "NVIDIA H200").head == "torch" and kernels_of(recipe(), "NVIDIA H200").head == "triton"
     assert "head torch (not measured; titan-moe tune does it)" in describe_choices(choose_for(whole, 8, "NVIDIA H200"))
+
+
+def test_auto_takes_the_head_of_a_part_of_the_vocabulary_by_the_nearest_whole_one() -> None:
     parts = recipe("--parallel.tp=2", "--parallel.ep=4")
-    lines = describe_choices(choose_for(parts, 8, "NVIDIA H200"))
-    assert "head torch (measured with all words on a rank alone)" in lines
+    (head,) = [choice for choice in choose_for(parts, 8, "NVIDIA H200") if choice.operation == "head"]
+    assert head.backend == "triton" and head.nearest is not None and head.nearest.ratio > 1
 
 
 @pytest.mark.parametrize(

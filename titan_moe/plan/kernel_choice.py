@@ -55,8 +55,6 @@ def choose_for(
             choice = KernelChoice(operation, "fused", f'precision.experts = "{recipe.precision.format_of("experts")}"')
         if overridden[operation] != "no":
             choice = replace(choice, reason=f"perf.override.{operation}")
-        elif tables and operation == "head" and recipe.parallel.tp > 1:
-            choice = replace(choice, reason="measured with all words on a rank alone")
         elif nearest := find_nearest(tables, device or "", operation, shape):
             choice = _fastest(recipe, world_size, nearest) or choice
         choices.append(choice)
