@@ -14,7 +14,8 @@ Pipelines are candidates like others; a step needs microbatches, 8 or 16 for ins
 leaves 2 readers of sequences):
 
     python tools/bench_train.py recipes/qwen3_30b_a3b.toml --nproc 4 --variants tools/pipelines.txt \\
-        --model.num_layers=24 --parallel.ep=2 --train.global_batch_sequences=32 --train.micro_batch_sequences=2
+        --model.num_layers=24 --parallel.ep=2 --train.global_batch_sequences=32 --train.micro_batch_sequences=2 \\
+        --compile.cudagraph=off
 
 The column "of pp 1 less bubble" is the speed over that of the first row of the group without a pipeline, less the
 computed bubble: 1 says that nothing but the bubble is lost.
