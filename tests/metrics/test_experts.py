@@ -7,6 +7,7 @@ from titan_moe.metrics.experts import (
     expert_loads,
     idle_experts,
     load_map,
+    mean_rank_load,
     overload_factors,
     rank_loads,
     read_scalars,
@@ -47,6 +48,16 @@ def test_overload_factors_of_two_layers():
     overload = overload_factors(counts, 2)
     assert [factor.item() for factor in overload] == pytest.approx([(6 / 4 + 14 / 8) / 2, 14 / 8, 16 / 12, 1])
     assert [factor.item() for factor in overload_factors(counts, 1)] == [1, 1, 1, 0]
+
+
+def test_mean_rank_load_of_layers_with_different_numbers_of_experts():
+    counts = {"a": torch.tensor([6, 0, 1, 1]), "b": torch.tensor([1, 1]), "c": torch.tensor([0, 2, 8, 6])}
+    for layers in (["a", "c"], ["a", "b", "c"], ["b"]):
+        some = {layer: counts[layer] for layer in layers}
+        loads = rank_loads(some, 2).values()
+        mean = mean_rank_load(some, 2)
+        assert mean.item() == pytest.approx(sum(loads).item() / len(layers)) and mean.dtype == torch.float64
+    assert mean_rank_load({"none": torch.zeros(4, dtype=torch.int64)}, 2) == 0.0
 
 
 def test_load_map_is_relative_to_each_layer():

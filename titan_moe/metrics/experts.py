@@ -4,9 +4,10 @@ The counts are those of one optimizer step, summed over its microbatches and ove
 therefore at least what is reported. With clones the counts are those of the original experts: a token of a clone counts
 on the rank that owns the expert.
 
-L layers · E experts
+L layers · E experts · P ranks, with e experts each
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -51,15 +52,30 @@ class Overload(NamedTuple):
 
 def overload_factors(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> Overload:
     """Summarise the imbalance of the ranks of an ep group over all layers, of which there is at least one."""
-    loads_L = torch.stack(list(rank_loads(tokens_per_expert, num_ranks).values()))
+    loads_L = _rank_loads(tokens_per_expert, num_ranks)
     sums = torch.stack(list(_tokens_per_rank(tokens_per_expert, num_ranks).values())).sum(0)
     return Overload(loads_L.mean(), loads_L.max(), expert_loads({"": sums})[""], sums.argmax())
+
+
+def mean_rank_load(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> Tensor:
+    """`Overload.avg` by itself: 0-dim fp64 on the device of the counts, without host synchronisation."""
+    return _rank_loads(tokens_per_expert, num_ranks).mean()
 
 
 def load_map(tokens_per_expert: dict[str, Tensor]) -> Tensor:
     """Token counts over the mean of their layer [L, E], for layers with equally many experts."""
     counts_LE = torch.stack(list(tokens_per_expert.values())).double()
     return counts_LE / counts_LE.mean(1, keepdim=True).clamp_min(1e-12)
+
+
+def _rank_loads(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> Tensor:
+    """`rank_loads` of all layers [L], in another order, and in few operations: a step computes them on the device."""
+    by_number = defaultdict[int, list[Tensor]](list)
+    for count_E in tokens_per_expert.values():
+        by_number[len(count_E)].append(count_E)
+    alike_LPe = [torch.stack(counts).unflatten(1, (num_ranks, -1)) for counts in by_number.values()]
+    tokens_LP = torch.cat([counts_LPe.sum(2) for counts_LPe in alike_LPe]).double()
+    return tokens_LP.amax(1) / tokens_LP.mean(1).clamp_min(1e-12)
 
 
 def _tokens_per_rank(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> dict[str, Tensor]:
