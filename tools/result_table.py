@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_moe.config import Recipe
-from titan_moe.config.clones import num_clones
+from titan_moe.config.clones import num_clones, resolve_clones
 from titan_moe.config.recipe import microbatch_tokens, num_microbatches
 from titan_moe.plan.count import training_flops_per_token
 from titan_moe.plan.hardware import find_hardware
@@ -70,7 +70,7 @@ def facts_of(recipe: Recipe, num_ranks: int) -> dict[str, str]:
         "routing": train.forced_load if train.forces_load else f"natural ({recipe.data.source})",
         "kernels": f"{recipe.perf.kernels}{overridden}",
         "dispatcher": f"{recipe.parallel.dispatcher}, ep {recipe.parallel.ep}",
-        "clones": str(num_clones(recipe, num_ranks)),
+        "clones": str(num_clones(resolve_clones(recipe, num_ranks))),
         "overlap": recipe.parallel.overlap,
         "CUDA graph": f"{graph} ({compiled})",
     }

@@ -77,7 +77,7 @@ class LayersStep:
             tensor.grad = None
         loads = torch.stack([self.capacity.invalidates_step.float(), self.capacity.needed_factor()])
         dist.all_reduce(loads, dist.ReduceOp.MAX)
-        return SimpleNamespace(has_overflowed=loads[0] > 0, needed_factor=loads[1])
+        return SimpleNamespace(has_overflowed=loads[0] > 0, needed_factor=loads[1], imbalance=torch.ones_like(loads[1]))
 
 
 def main() -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_moe.config import load_recipe
-from titan_moe.config.clones import NUM_CLONES, num_clones, resolve_clones
+from titan_moe.config import Recipe, load_recipe
+from titan_moe.config.clones import NUM_CLONES, num_clones, resolve_clones, why_no_clones
+from titan_moe.plan.check_report import describe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -33,5 +34,45 @@ def test_auto_takes_clones_where_they_pay(
     name: str, overrides: tuple[str, ...], world_size: int, expected: int
 ) -> None:
     recipe = load_recipe(RECIPES / f"{name}.toml", ["--parallel.expert_clones=auto", *overrides])
-    assert num_clones(recipe, world_size) == expected
-    assert resolve_clones(recipe, world_size).parallel.expert_clones == expected
+    resolved = resolve_clones(recipe, world_size)
+    assert num_clones(resolved) == expected
+    assert resolve_clones(resolved, world_size) == resolved
+    if recipe.parallel.has_auto_clones:
+        assert resolved.parallel.expert_clones == ("auto" if expected else 0), "the run folder's recipe is auto too"
+        assert bool(why_no_clones(recipe, world_size)) == (not expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("--parallel.dispatcher=alltoall --parallel.overlap=none", 'dispatcher = "alltoall" would send the weights'),
+        ("--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=none", "no experts are on other ranks"),
+        ("--train.micro_batch_sequences=1", "a microbatch has 32,768 expert slots a rank"),
+        ("--parallel.ep=4", "experts are sharded"),
+        ("--precision.master=bf16 --precision.reduce=bf16", "precision.compute is precision.master"),
+        ("--compile.extent=block", "blocks are graphs"),
+        ("--parallel.pp=2 --parallel.ep=4", "microbatches in flight share the copies"),
+        ("--memory.recompute=block", "recomputation would fetch the weights of clones again"),
+        ("--precision.experts=fp8_rowwise", "experts in fp8 have no clones"),
+        ("--parallel.expert_rank_capacity_factor=0", "without a capacity bound the host reads nothing after a step"),
+    ],
+)
+def test_check_says_why_auto_means_no_clones(override: str, reason: str) -> None:
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.expert_clones=auto", *override.split()])
+    (line,) = [line for line in describe(recipe, 8).splitlines() if line.startswith("clones")]
+    assert line.startswith(f'clones      "auto" means 0: {reason}')
+
+
+def test_check_says_what_replica_slots_take() -> None:
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.expert_clones=auto"])
+    slots = NUM_CLONES * recipe.model.num_moe_layers * 3 * recipe.model.hidden_size * recipe.model.moe.ffn_hidden_size
+    (line,) = [line for line in describe(recipe, 8).splitlines() if line.startswith("clones")]
+    assert f"they take {2 * slots / 2**30:.3g} GiB also while they are not" in line
+    fixed = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.expert_clones=2"])
+    assert "\nclones" not in describe(fixed, 8)
+    assert state_and_slots(fixed) == state_and_slots(recipe)
+
+
+def state_and_slots(recipe: Recipe) -> list[str]:
+    """What check says of memory."""
+    return [line for line in describe(recipe, 8).splitlines() if "GiB" in line and not line.startswith("clones")]

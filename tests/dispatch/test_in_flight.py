@@ -31,6 +31,7 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights
 from titan_moe.dispatch.hierarchical import open_node_groups
 from titan_moe.dispatch.hierarchical_symm_mem import HierarchicalSymmMemDispatcher
+from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.dispatch.row_format import FP8_REFERENCE
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.kernels.experts.arena import Arena
@@ -142,7 +143,7 @@ def run_kept_copies(room: int) -> list[bool]:
     """With copies in bf16 that all microbatches share, and clones."""
     dispatcher, module = with_clones(AllToAllDispatcher), symm_mem.my_experts(torch.device("cpu"))
     module.gather_weights = CollectiveCloneWeights(dist.group.WORLD)
-    use_unsharded_experts(module, init_device_mesh("cpu", (2,)), torch.float32, keeps=True, room=room)
+    use_unsharded_experts(module, init_device_mesh("cpu", (2,)), torch.float32, keeps=True, room=ReplicaSlots(room))
     drawn = [
         [x.float(), ids, scores.float(), grad.float()]
         for x, ids, scores, grad in (symm_mem.my_inputs(routing, torch.device("cpu")) for routing in ROUTINGS)

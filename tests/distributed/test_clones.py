@@ -1,19 +1,31 @@
 """Training with clones of hot experts trains as one process does."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from support import load
+from torch._dynamo.utils import counters
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.dispatch.clone_weights import CloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
+from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.kernels.clones.plan import ClonePlan
+from titan_moe.layers.forced_loads import draw_ids
+from titan_moe.layers.forced_routing import ForcedBalance, ForcedTable
 from titan_moe.parallel.unsharded_experts import CastCache
+from titan_moe.parameters import full_tensor
+from titan_moe.train import clone_control
+from titan_moe.train.build import assemble
 
 one_loss = load("distributed/test_one_loss")
 STEPS = 3
@@ -86,7 +98,7 @@ def train_with_room(run: Recipe, has_room: bool, num_steps: int = STEPS) -> tupl
     cast, lengths = CastCache.__call__, set()
 
     def of_a_length(self: CastCache, weight: Any) -> Any:
-        self.room *= has_room
+        self.room = self.room if has_room else ReplicaSlots()
         copy = cast(self, weight)
         lengths.add(len(copy))
         return copy
@@ -113,3 +125,118 @@ def test_clones_behind_own_weights_train_as_apart(ranks, dispatcher: str, keeps:
     for (expected, num_clones, lengths), (fields, _, lengths_of_roomy) in zip(apart, behind, strict=True):
         assert num_clones > 0 and (lengths, lengths_of_roomy) == ({num_own}, {num_own + 2})
         one_loss.assert_same(one_loss.Trace(**fields), one_loss.Trace(**expected), 0.0)
+
+
+# Clones that are switched on and off
+
+PHASES = "even even even hot hot hot hot even even even even hot hot hot hot".split()
+WINDOW = 2
+
+
+def train_in_phases(run: Recipe, phases: list[str]) -> SimpleNamespace:
+    """Steps of a forced load each: losses, norms and parameters, and for every step the replica slots in use, how many
+    clones were planned, how often layers got weights of clones, and the graphs that were compiled by then."""
+    quick = {"WINDOW_STEPS": WINDOW, "STEPS_BETWEEN_CHANGES": WINDOW}
+    trace = SimpleNamespace(losses=[], norms=[], in_use=[], planned=[], exchanged=[], num_graphs=[])
+    calls = SimpleNamespace(planned=0, exchanged=0)
+    plan_of, exchange = CloningDispatcher._plan, CloneWeights.__call__
+
+    def plan(*args: Any) -> ClonePlan:
+        made = plan_of(*args)
+        calls.planned += int((made.experts_Pc >= 0).sum())
+        return made
+
+    def exchange_weights(*args: Any) -> Any:
+        calls.exchanged += 1
+        return exchange(*args)
+
+    is_compiled = run.compile.compiles("cpu")
+    with (
+        mock.patch.multiple(clone_control, **quick),
+        nullcontext() if is_compiled else mock.patch.object(CloningDispatcher, "_plan", plan),
+        nullcontext() if is_compiled else mock.patch.object(CloneWeights, "__call__", exchange_weights),
+    ):
+        meshes, _, parts, _, _, runner = assemble(run, torch.device("cpu"))
+        moe, generator = run.model.moe, torch.Generator().manual_seed(0)
+        of_ranks = {"num_experts": moe.num_experts, "top_k": moe.top_k, "num_ranks": run.parallel.ep}
+        even_TK = ForcedBalance(moe, torch.device("cpu")).table_TK
+        hot_TK = draw_ids("hot_rank", num_tokens=len(even_TK), **of_ranks, layer=0, step=0, generator=generator)
+        forces = {"hot": ForcedTable(hot_TK), "even": ForcedTable(even_TK)}  # equal for the compiler
+        for index, phase in enumerate(phases):
+            for router in runner.step.balancer.routers.values():
+                router.force = forces[phase]
+            calls.planned = calls.exchanged = 0
+            trace.in_use.append(runner.step.replicas.number_in_use)
+            result = runner(one_loss.batch_of(index, run.train.micro_batch_sequences, meshes))
+            trace.losses.append(result.loss.item())
+            trace.norms.append(result.grad_norm.item())
+            trace.planned.append(calls.planned)
+            trace.exchanged.append(calls.exchanged)
+            trace.num_graphs.append(counters["stats"]["unique_graphs"])
+    trace.parameters = {name: full_tensor(p).detach() for part in parts for name, p in part.named_parameters()}
+    return trace
+
+
+def train_compiled_in_phases(run: Recipe, phases: list[str]) -> SimpleNamespace:
+    torch._dynamo.reset()
+    counters.clear()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return train_in_phases(run, phases)
+
+
+def assert_used_while_imbalanced(trace: SimpleNamespace, phases: list[str]) -> None:
+    """After a window with a hot step both replica slots are in use, and there are clones where they are needed."""
+    for step, (number, phase) in enumerate(zip(trace.in_use, phases, strict=True)):
+        window = phases[step - WINDOW : step] if step >= WINDOW else []
+        assert number == (2 if "hot" in window else 0), trace.in_use
+        assert (trace.exchanged[step] > 0) == (number > 0)
+        assert (trace.planned[step] > 0) == (number > 0 and phase == "hot")
+
+
+AUTO = ParallelConfig(ep=2, expert_clones="auto", expert_rank_capacity_factor=0.0, dispatcher="allgather")
+MIXED = PrecisionConfig(compute="fp32", master="fp64", reduce="fp64")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "changes"),
+    [
+        pytest.param(replace(AUTO, dispatcher="alltoall"), {}, id="alltoall"),
+        pytest.param(replace(AUTO, expert_rank_capacity_factor="auto"), {}, id="allgather-follows_need"),
+        pytest.param(replace(AUTO, etp=2), {"memory": MemoryConfig("experts")}, id="etp2-recompute_experts"),
+        pytest.param(replace(AUTO, accumulate_unsharded=True), {"precision": MIXED}, id="kept_copies"),
+    ],
+)
+def test_clones_are_used_while_ranks_are_imbalanced(ranks: Any, parallel: ParallelConfig, changes: Any) -> None:
+    num_ranks, plain = 2 * parallel.etp, replace(parallel, expert_clones=0)
+    without, followed = (
+        ranks(num_ranks, train_in_phases, one_loss.recipe(p, **changes), PHASES) for p in (plain, parallel)
+    )
+    tolerance = 1e-5 if "precision" in changes else 1e-9
+    for expected, trace in zip(without, followed, strict=True):
+        assert_used_while_imbalanced(trace, PHASES)
+        torch.testing.assert_close(trace.losses, expected.losses, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(trace.norms, expected.norms, rtol=tolerance, atol=tolerance)
+        num_off = trace.in_use.index(2)
+        assert trace.losses[:num_off] == expected.losses[:num_off]
+        assert trace.norms[:num_off] == expected.norms[:num_off]
+
+
+@pytest.mark.parametrize("precision", [one_loss.FP64, MIXED], ids=["fp64", "mixed"])
+def test_replica_slots_that_are_not_used_change_no_bit(ranks: Any, precision: PrecisionConfig) -> None:
+    runs = (one_loss.recipe(p, precision=precision) for p in (replace(AUTO, expert_clones=0), AUTO))
+    for expected, trace in zip(*(ranks(2, train_in_phases, run, ["even"] * 4) for run in runs), strict=True):
+        assert trace.in_use == [0] * 4
+        assert (trace.losses, trace.norms) == (expected.losses, expected.norms)
+        torch.testing.assert_close(trace.parameters, expected.parameters, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("extent", ["pieces", "block"])
+def test_layers_are_compiled_once_with_clones_and_once_without(ranks: Any, extent: str) -> None:
+    candidate = one_loss.recipe(AUTO, compile=CompileConfig("on", extent=extent))
+    eager = ranks(2, train_in_phases, one_loss.recipe(AUTO), PHASES)
+    for expected, trace in zip(eager, ranks(2, train_compiled_in_phases, candidate, PHASES), strict=True):
+        assert trace.in_use == expected.in_use
+        torch.testing.assert_close(trace.losses, expected.losses, rtol=1e-9, atol=1e-9)
+        first, second = trace.in_use.index(0), trace.in_use.index(2)
+        off, on = trace.num_graphs[first], trace.num_graphs[second]
+        assert off < on and trace.num_graphs == [off] * second + [on] * (len(PHASES) - second)

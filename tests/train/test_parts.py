@@ -9,6 +9,7 @@ from torch import Tensor
 from titan_moe.config import load_recipe
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.layers.init import init_weights
 from titan_moe.models.part import part_of
 from titan_moe.optim.build import build_optimizer
@@ -44,7 +45,7 @@ def test_step_over_parts_equals_the_step_over_the_model(tmp_path: Path) -> None:
             return torch.stack(losses).sum()
 
         balancer = ExpertBalancer(parts, whole.meshes.world_group)
-        limits = ExpertCapacity(), recipe.optim.max_grad_norm
+        limits = ExpertCapacity(), ReplicaSlots(), recipe.optim.max_grad_norm
         counts = torch.zeros(3, dtype=torch.int64).unbind()
         step = TrainStep(chained, build_optimizer(parts, recipe.optim), balancer, *limits, whole.meshes, None, *counts)
         for number in range(4):

@@ -24,12 +24,14 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch import capacity
+from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.models.transformer import Transformer
-from titan_moe.train import spikes, step_runner
+from titan_moe.train import clone_control, spikes, step_runner
 from titan_moe.train.build import assemble
 from titan_moe.train.capacity_control import CapacityControl
+from titan_moe.train.clone_control import CloneControl
 from titan_moe.train.trainer import Progress
 
 pytestmark = pytest.mark.slow
@@ -270,7 +272,8 @@ def test_step_runner_goes_on_with_the_factor_of_an_earlier_run() -> None:
 def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture) -> None:
     class Void(SimpleNamespace):
         def __call__(self, batch: Batch) -> Any:
-            return SimpleNamespace(has_overflowed=torch.tensor(True), needed_factor=torch.tensor(1.5))
+            values = {"has_overflowed": True, "needed_factor": 1.5, "imbalance": 1.0}
+            return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
 
     step: Any = Void(capacity=capacity.ExpertCapacity(1.25))
     take = step_runner.StepRunner(step, Void(step=lambda: None))  # type: ignore[arg-type]
@@ -280,3 +283,67 @@ def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture)
             take(batch)
     (record,) = caplog.records
     assert "10 of 10 steps were repeated" in record.message and "a number above 1.25" in record.message
+
+
+class CountingRecorder(Repeater):
+    """Notes in which order it records, warms up and releases."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        self.events.append("warm-up")
+        return function()
+
+    def record(self, function: Callable[[], Any]) -> Any:
+        recording = super().record(function)
+        recording.release = lambda: self.events.append("release")
+        self.events.append("record")
+        return recording
+
+
+@pytest.mark.parametrize("extent", ["off", "step"])
+def test_step_runner_records_anew_when_clones_come_into_use(
+    extent: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clone_control, "WINDOW_STEPS", 4)
+    monkeypatch.setattr(clone_control, "STEPS_BETWEEN_CHANGES", 8)
+    replicas, recorder = ReplicaSlots(2, are_used=False), CountingRecorder()
+    imbalances, in_use = [1.0] * 5 + [1.4] * 8 + [1.0] * 12, []
+
+    class Step(SimpleNamespace):
+        def __call__(self, batch: Batch) -> Any:
+            in_use.append(replicas.number_in_use)
+            values = {"has_overflowed": False, "needed_factor": 1.0, "imbalance": imbalances[len(in_use) - 1]}
+            return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
+
+    step: Any = Step(capacity=capacity.ExpertCapacity(1.25), replicas=replicas)
+    schedule: Any = SimpleNamespace(step=lambda: None)
+    take = step_runner.StepRunner(step, schedule, extent, lambda: recorder, clone_control=CloneControl())
+    batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
+    with caplog.at_level("INFO", logger="titan_moe"):
+        for _ in imbalances:
+            take(batch)
+    on, off = 8, 16
+    assert in_use == [0] * on + [2] * (off - on) + [0] * (len(imbalances) - off)
+    assert [record.message for record in caplog.records] == [
+        f"up to 2 clones of experts a rank from step {on + 1} on; the busiest rank had 1.3 times the mean load in "
+        "recent steps",
+        f"no clones of experts from step {off + 1} on; the busiest rank had 1.1 times the mean load in recent steps",
+    ]
+    once = ["warm-up"] * NUM_WARM_UPS + ["record"]
+    assert recorder.events == ([] if extent == "off" else [*once, "release", *once, "release", *once])
+
+
+def test_step_runner_goes_on_with_the_clones_of_an_earlier_run() -> None:
+    earlier = CloneControl()
+    earlier.are_used = True
+    before, after = Progress(), Progress()
+    before.clones = earlier.state()
+    after.load_state_dict(before.state_dict())
+    step: Any = SimpleNamespace(capacity=capacity.ExpertCapacity(), replicas=ReplicaSlots(2, are_used=False))
+    take = step_runner.StepRunner(step, SimpleNamespace(), clone_control=CloneControl())  # type: ignore[arg-type]
+    take.resume(0.0)
+    assert not step.replicas.are_used
+    take.resume(after.capacity_factor, after.clones)
+    assert step.replicas.number_in_use == 2

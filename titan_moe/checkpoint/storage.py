@@ -44,7 +44,7 @@ from titan_moe.checkpoint.metadata import read_metadata
 from titan_moe.parameters import Chunk, local_chunks
 
 _LARGE_BYTES = 1 << 20
-NEWER_STATES = ("train_state.spikes",)
+NEWER_STATES = ("train_state.spikes", "train_state.clones")
 """States that checkpoints of earlier versions lack. They keep their start values."""
 
 

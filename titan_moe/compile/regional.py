@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from titan_moe.compile.read_backs import add_barriers
 from titan_moe.config.perf import CompileConfig
 from titan_moe.dispatch.base import ExpertInputs, Routed
+from titan_moe.dispatch.cloning import CloningExchange
 from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.loss.cross_entropy import linear_cross_entropy, loss_and_dlogits
@@ -113,8 +114,8 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
     have the same; else for the first number, and at a second one for any.
 
     Calls with zero rows or one row run eagerly: Dynamo specialises on 0 and 1, and the number of graphs per code object
-    is limited. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects: one
-    that saw both sizes would become dynamic.
+    is limited. Both sizes occur under expert parallelism. Bounded and unbounded calls have separate code objects, and
+    so have calls with clones and without: one that saw both sizes would become dynamic.
     """
     compute = moe.experts.compute
 
@@ -122,7 +123,16 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
     def unbounded_experts(inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
         return compute(inputs, rows, weights)
 
-    compiled, compiled_unbounded = _compile(compute), _compile(unbounded_experts)
+    @wraps(compute)
+    def experts_and_clones(inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
+        return compute(inputs, rows, weights)
+
+    @wraps(compute)
+    def unbounded_experts_and_clones(inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
+        return compute(inputs, rows, weights)
+
+    with_clones = _compile(experts_and_clones), _compile(unbounded_experts_and_clones)
+    without_clones = _compile(compute), _compile(unbounded_experts)
 
     @wraps(compute)
     def select_graph(inputs: ExpertInputs, rows: Tensor, weights: ExpertWeights) -> Any:
@@ -131,7 +141,8 @@ def _compile_experts(moe: MoE) -> Callable[..., Any]:
         is_suspended = moe.dispatcher.capacity.is_suspended
         if isinstance(inputs, Routed) and (moe.dispatcher.facts.reads_host or is_suspended):
             _mark_any_number(rows, inputs)
-        return (compiled_unbounded if is_suspended else compiled)(inputs, rows, weights)
+        compiled = with_clones if isinstance(inputs.exchange, CloningExchange) else without_clones
+        return compiled[is_suspended](inputs, rows, weights)
 
     return select_graph
 

@@ -1,9 +1,11 @@
-"""Resolve `parallel.expert_clones = "auto"` to a number of replica slots.
+"""The replica slots of a rank, and what `parallel.expert_clones = "auto"` means.
 
-With replica slots, every exchange decides on the device how many clones it has. A balanced exchange has none. It moves
-no weights then, but still costs six barriers and some twenty small launches in forward and backward.
+With replica slots in use, every exchange decides on the device how many clones it has. A balanced exchange has none. It
+moves no weights then, but still costs six barriers and some twenty small launches in forward and backward. So "auto"
+uses its replica slots only while ranks are imbalanced (train/clone_control.py); here is whether it has any.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_moe.config.gemms import has_native_experts
@@ -15,32 +17,48 @@ NUM_CLONES = 2
 MIN_SLOTS = 50_000
 """Slots of a rank from which clones may pay, an estimate: to fetch an expert and return its gradient takes as long as
 some 2,500 slots of any expert (bf16, NVLink), and the fullest rank has at least a twentieth too many."""
+PAYS_FROM = 1.2
+"""Load of the busiest rank over the mean from which clones save more than they cost (tools/RESULTS.md, section 7)."""
 
 
-def num_clones(recipe: Recipe, world_size: int) -> int:
-    """Return the number of replica slots of a rank.
+def num_clones(recipe: Recipe) -> int:
+    """Return the number of replica slots of a rank, in use or not; "auto" must be resolved first."""
+    p = recipe.parallel
+    return min(NUM_CLONES, recipe.model.moe.num_experts // p.ep) if p.has_auto_clones else p.fixed_expert_clones
 
-    "auto" means 0 in these cases:
-    * collectives would have to send the weights of clones;
-    * a GEMM would need a copy of the rank's own weights (dispatch/clone_weights.py): experts are sharded, compute has
-      the master's dtype, or blocks are graphs;
-    * weights of clones would be fetched again for recomputation, or by two interleaved microbatches at once;
-    * experts are in fp8.
-    """
-    p, moe = recipe.parallel, recipe.model.moe
-    if p.expert_clones != "auto":
-        return p.fixed_expert_clones
-    is_a_copy = recipe.precision.compute != recipe.precision.master
-    are_unsharded = resolve(p, world_size).experts_are_unsharded(recipe.precision)
-    device = "cpu" if recipe.run.device == "cpu" else "cuda"
-    has_room = is_a_copy and are_unsharded and not recipe.compile.compiles_blocks(device)
-    is_plain = p.overlap != "microbatch" and recipe.memory.recompute == "none"
-    num_slots = microbatch_tokens(recipe) * p.etp * moe.top_k
-    pays = p.facts.shares_memory_of_ep and p.ep > 1 and num_slots >= MIN_SLOTS and recipe.model.num_moe_layers > 0
-    has_codes = has_native_experts(recipe)
-    return min(NUM_CLONES, moe.num_experts // p.ep) if pays and has_room and is_plain and not has_codes else 0
+
+def why_no_clones(recipe: Recipe, world_size: int) -> str:
+    """The first reason why "auto" means 0; empty if it has replica slots."""
+    return next(_reasons(recipe, world_size), "")
+
+
+def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, top_k = recipe.parallel, recipe.model.moe.top_k
+    if p.ep == 1 or not recipe.model.num_moe_layers:
+        yield "no experts are on other ranks"
+    if not p.facts.shares_memory_of_ep:
+        yield f'dispatcher = "{p.dispatcher}" would send the weights of clones by collectives'
+    num_slots = microbatch_tokens(recipe) * p.etp * top_k
+    if num_slots < MIN_SLOTS:
+        yield f"a microbatch has {num_slots:,} expert slots a rank, and clones may pay from {MIN_SLOTS:,} on"
+    # a GEMM takes own weights and clones as one tensor: without room behind a copy of own weights, it copies them again
+    if not resolve(p, world_size).experts_are_unsharded(recipe.precision):
+        yield "experts are sharded, so GEMMs would need a copy of a rank's own weights"
+    if recipe.precision.compute == recipe.precision.master:
+        yield "precision.compute is precision.master, so GEMMs would need a copy of a rank's own weights"
+    if recipe.compile.compiles_blocks("cpu" if recipe.run.device == "cpu" else "cuda"):
+        yield "blocks are graphs, in which GEMMs would need a copy of a rank's own weights"
+    if p.pp > 1 or p.overlap == "microbatch":
+        yield "microbatches in flight share the copies of a rank's own weights, and have different clones"
+    if recipe.memory.recompute != "none":
+        yield "recomputation would fetch the weights of clones again"
+    if has_native_experts(recipe):
+        yield "experts in fp8 have no clones"
+    if not (p.has_auto_capacity or p.fixed_capacity_factor):
+        yield "without a capacity bound the host reads nothing after a step, so it would not see the imbalance"
 
 
 def resolve_clones(recipe: Recipe, world_size: int) -> Recipe:
-    """Replace "auto" by the number that it means."""
-    return replace(recipe, parallel=replace(recipe.parallel, expert_clones=num_clones(recipe, world_size)))
+    """Replace "auto" by 0 where it has no replica slots."""
+    is_zero = recipe.parallel.has_auto_clones and why_no_clones(recipe, world_size)
+    return replace(recipe, parallel=replace(recipe.parallel, expert_clones=0)) if is_zero else recipe

@@ -125,10 +125,11 @@ class ParallelConfig:
     expert_clones: int | Literal["auto"] = 0
     """Replica slots of a rank. For every exchange in which a rank has more than 1.05 times the mean load, hot experts
     are cloned onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO). Results stay
-    exact. 0 disables clones. "auto" means up to 2 if an ep group shares memory, microbatches are large, and the GEMMs
+    exact. 0 disables clones. "auto" has up to 2 replica slots, in use only while the ranks of recent steps are
+    imbalanced enough for clones to pay. It has them if an ep group shares memory, microbatches are large, and the GEMMs
     need no copy of a rank's own weights (experts are not sharded, blocks are not graphs, nothing is recomputed);
-    otherwise 0. Over symmetric memory a rank receives up to expert_clones experts of a layer in forward and sends as
-    many gradients in backward; with collectives (ep - 1) times as many."""
+    otherwise it means 0, and `titan-moe check` says why. Over symmetric memory a rank receives up to expert_clones
+    experts of a layer in forward and sends as many gradients in backward; with collectives (ep - 1) times as many."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs
     more memory and saves one all-gather a block."""
@@ -162,8 +163,13 @@ class ParallelConfig:
         return 0.0 if isinstance(factor, str) else factor
 
     @property
+    def has_auto_clones(self) -> bool:
+        """Whether replica slots, if there are any, are in use only while ranks are imbalanced."""
+        return self.expert_clones == "auto"
+
+    @property
     def fixed_expert_clones(self) -> int:
-        """The replica slots that the recipe gives; 0 for `auto`, which config/clones.py resolves."""
+        """The replica slots that the recipe gives; 0 for `auto`, whose number is in config/clones.py."""
         return 0 if isinstance(self.expert_clones, str) else self.expert_clones
 
     @property

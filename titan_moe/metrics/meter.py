@@ -88,6 +88,7 @@ class Meter:
         num_recordings: int = 0,
         capacity_factor: float = 0.0,
         needed_factor: float = 0.0,
+        num_replicas: int = 0,
     ) -> dict[str, Any] | None:
         """Count step `step` (the first is 1). If it is logged, write and return its record.
 
@@ -95,7 +96,8 @@ class Meter:
         [E].
         Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped`, `num_spikes` and `num_reruns` are
         steps since the start of this process, `num_recordings` CUDA graphs. `capacity_factor` bounds the next step (0:
-        nothing does), `needed_factor` is what this step needed.
+        nothing does), `needed_factor` is what this step needed. `num_replicas` are the replica slots of a rank that the
+        next step uses.
         """
         self.tokens_seen += num_tokens
         self.num_steps += 1
@@ -129,6 +131,8 @@ class Meter:
             record["graph_recordings"] = num_recordings
         if needed_factor:
             record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
+        if self.recipe.parallel.expert_clones:
+            record["expert_clones"] = num_replicas
         if self.recipe.train.forces_load:
             record["forced_load"] = self.recipe.train.forced_load
         self._write(record)

@@ -21,6 +21,7 @@ from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.expert_tensor import ExpertTensorDispatcher
 from titan_moe.dispatch.hierarchical import NodeGroups, open_node_groups
 from titan_moe.dispatch.local import LocalDispatcher
+from titan_moe.dispatch.optional_clones import OptionalClonesDispatcher, OptionalCloneWeights, ReplicaSlots
 from titan_moe.dispatch.row_format import BLOCKWISE, FP8, PLAIN
 from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.experts.fp8.mlp import scale_columns
@@ -39,19 +40,21 @@ def apply(
     capacity: ExpertCapacity,
     memory: SymmMemory | None = None,
     nodes: NodeGroups | None = None,
+    replicas: ReplicaSlots | None = None,
 ) -> None:
     """Shard the experts of every MoE layer over the ranks of ep, and F over those of etp, as DTensors, and set its
     dispatcher.
 
     The new dispatcher keeps the permute of the one that it replaces; with "local" each layer keeps its own. With etp it
     is wrapped in an `ExpertTensorDispatcher`. All layers share one `capacity`, with one flag for overflow in any of
-    them, and the `memory` of the ep group if the dispatcher shares memory, or of the node if it has two levels, as
-    `nodes` from `open_nodes` says.
+    them, the `replicas` if they have replica slots, and the `memory` of the ep group if the dispatcher shares memory,
+    or of the node if it has two levels, as `nodes` from `open_nodes` says.
     """
+    replicas = replicas or ReplicaSlots()
     for module in model.modules():
         if isinstance(module, MoE):
             if config.dispatcher != LOCAL.name:
-                _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory, nodes)
+                _set_dispatcher(module, config, meshes.ep.get_group(), capacity, memory, nodes, replicas)
             if config.etp > 1:
                 module.dispatcher = ExpertTensorDispatcher(module.dispatcher, meshes.etp.get_group())
                 module.experts.num_width_parts = config.etp
@@ -98,7 +101,7 @@ def apply_expert_parallel(
         raise ValueError("\n".join(problems))
     nodes, capacity = open_nodes(config, mesh.get_group()), capacity or ExpertCapacity()
     for moe in layers:
-        _set_dispatcher(moe, config, mesh.get_group(), capacity, memory, nodes)
+        _set_dispatcher(moe, config, mesh.get_group(), capacity, memory, nodes, ReplicaSlots())
         _shard(moe.experts, mesh)
         if gradients == "mean":
             moe.experts.local = _LocalWithMeanGradient(mesh.size())
@@ -199,18 +202,22 @@ def _set_dispatcher(
     capacity: ExpertCapacity,
     memory: SymmMemory | None,
     nodes: NodeGroups | None,
+    replicas: ReplicaSlots,
 ) -> None:
-    """Set the dispatcher of a layer, wrapped in a `CloningDispatcher` if there are replica slots."""
-    num_experts, num_replicas = len(moe.experts.down), config.fixed_expert_clones
-    num_slots = num_experts + config.ep * num_replicas
+    """Set the dispatcher of a layer: with replica slots one that clones experts while they are used."""
+    num_experts = len(moe.experts.down)
     row_format = {None: PLAIN, WHOLE_ROW: FP8, BLOCK: BLOCKWISE}[scale_columns(moe.experts.mlp)]
-    of_layer = (num_slots, num_experts, group, moe.dispatcher.permute)
+    of_layer = (num_experts, num_experts, group, moe.dispatcher.permute)
     inputs = DispatcherInputs(*of_layer, capacity, config.overlap, memory, nodes, row_format)
-    moe.dispatcher = build_dispatcher(config.dispatcher, inputs)
-    if num_replicas:
+    moe.dispatcher = plain = build_dispatcher(config.dispatcher, inputs)
+    if replicas.number:
+        num_slots = num_experts + config.ep * replicas.number
+        inner = build_dispatcher(config.dispatcher, inputs._replace(num_experts=num_slots))
         memory = memory if config.facts.shares_memory_of_ep else None  # or clones would be of this node alone
-        moe.dispatcher = CloningDispatcher(moe.dispatcher, num_experts, num_replicas, group, memory)
-        moe.experts.gather_weights = CollectiveCloneWeights(group) if memory is None else SymmMemCloneWeights(memory)
+        cloning = CloningDispatcher(inner, num_experts, replicas.number, group, memory)
+        weights = CollectiveCloneWeights(group) if memory is None else SymmMemCloneWeights(memory)
+        moe.dispatcher = OptionalClonesDispatcher(plain, cloning, replicas)
+        moe.experts.gather_weights = OptionalCloneWeights(weights, replicas)
 
 
 def _shard(experts: GroupedExperts, mesh: DeviceMesh) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_moe.config.kernels import Backend
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.dispatch.clone_weights import CloneWeights
+from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
@@ -33,12 +33,14 @@ def apply(
     unshard_experts_with_block: bool = False,
     gradients: Backend = "torch",
     delay_weight_grads_of_experts: bool = False,
+    replicas: ReplicaSlots | None = None,
 ) -> None:
     """Wrap experts, blocks and the root, innermost first.
 
     With `unshard_experts_with_block`, experts are gathered in their block's pre-forward hook: no hook of their own can
     run inside a graph, nor where blocks run in pieces (`ManualFSDP`). `gradients` is the backend that accumulates those
-    of unsharded experts. `delay_weight_grads_of_experts` computes them while gradients of rows are sent.
+    of unsharded experts. `delay_weight_grads_of_experts` computes them while gradients of rows are sent. `replicas` are
+    those of `expert.apply`.
     """
     policy = _mixed_precision(precision)
     reshards = not config.accumulate_unsharded
@@ -60,7 +62,7 @@ def apply(
                     keeps=config.accumulate_unsharded or config.pp > 1,  # one copy for all microbatches in flight
                     gradients=gradients,
                     delay_weight_grads_of_experts=delay_weight_grads_of_experts,
-                    room=_room(experts, config),
+                    room=_room(replicas, config),
                 )
                 unsharded.update(experts.parameters())
             else:
@@ -84,12 +86,11 @@ def _mixed_precision(precision: PrecisionConfig) -> MixedPrecisionPolicy:
     )
 
 
-def _room(experts: GroupedExperts, config: ParallelConfig) -> int:
+def _room(replicas: ReplicaSlots | None, config: ParallelConfig) -> ReplicaSlots | None:
     """Replica slots behind the copies of experts. Microbatches that are in flight together, interleaved or in a
     pipeline, share a kept copy, and have different clones."""
     is_alone = config.overlap != "microbatch" and config.pp == 1
-    has_clones = isinstance(experts.gather_weights, CloneWeights)
-    return config.fixed_expert_clones if has_clones and is_alone else 0
+    return replicas if is_alone else None
 
 
 def _sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_moe.config import Recipe, RecipeError
+from titan_moe.config.clones import num_clones
 from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.recipe import max_batch_tokens
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -52,11 +53,11 @@ def share_memory(
         row_dtype=rows,
         score_dtype=torch.promote_types(rows, torch.float32),
     )
-    num_clones = recipe.parallel.fixed_expert_clones
-    if num_clones and nodes is None:
+    num_replicas = num_clones(recipe)
+    if num_replicas and nodes is None:
         for experts in [moe.experts for moe in layers]:
             num_local, elements = len(experts.down) // num_ranks, _elements_of_an_expert(experts, recipe.parallel.etp)
-            num_bytes = max(num_bytes, clone_bytes(num_ranks, num_local, num_clones, elements, rows))
+            num_bytes = max(num_bytes, clone_bytes(num_ranks, num_local, num_replicas, elements, rows))
     try:
         memory = open_symm_memory(num_bytes, group, device)
     except (RuntimeError, ValueError) as error:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titan_moe.config.kernels import Backend
+from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.kernels.choose import ACCUMULATE
 from titan_moe.kernels.experts.delayed_weight_grads import can_delay
 from titan_moe.kernels.experts.weights import MATRICES
@@ -32,13 +33,13 @@ class CastCache:
         *,
         keeps: bool,
         accumulate: Accumulate,
-        room: int = 0,
+        room: ReplicaSlots | None = None,
         are_read: bool = True,
     ) -> None:
         """With `keeps`, a copy lasts for every use inside `caching_casts`, else for one use and its backward.
-        `accumulate` adds gradients up. A copy has `room` for as many clones behind the experts. Where copies are not
-        read, because codes stand for them, they have no memory."""
-        self.dtype, self.keeps, self.accumulate, self.room = dtype, keeps, accumulate, room
+        `accumulate` adds gradients up. A copy has `room` for as many clones behind the experts, which is left out while
+        it is not used. Where copies are not read, because codes stand for them, they have no memory."""
+        self.dtype, self.keeps, self.accumulate, self.room = dtype, keeps, accumulate, room or ReplicaSlots()
         self.are_read = are_read
         self.is_keeping = False
         self.copies: dict[int, Tensor] = {}
@@ -54,8 +55,10 @@ class CastCache:
         if copy is None:
             with torch.no_grad():
                 master = local(weight)
-                copy = master.new_empty((len(master) + self.room, *master.shape[1:]), dtype=self.dtype)
+                # with all the room: a rank does not run out of memory when its replica slots come into use
+                copy = master.new_empty((len(master) + self.room.number, *master.shape[1:]), dtype=self.dtype)
                 copy[: len(master)] = master
+                copy = copy[: len(master) + self.room.number_in_use]
             if self.keeps and self.is_keeping:
                 self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
@@ -118,7 +121,7 @@ def use_unsharded_experts(
     keeps: bool,
     gradients: Backend = "torch",
     delay_weight_grads_of_experts: bool = False,
-    room: int = 0,
+    room: ReplicaSlots | None = None,
 ) -> None:
     """Use a layer's parameters as they are, in place of FSDP on a mesh of one rank.
 

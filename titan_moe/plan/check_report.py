@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import chain, repeat
 
 from titan_moe.config.arena import experts_of, has_arena, why_no_arena
-from titan_moe.config.clones import resolve_clones
+from titan_moe.config.clones import PAYS_FROM, num_clones, resolve_clones, why_no_clones
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules.capture import obstacles
@@ -19,6 +19,7 @@ from titan_moe.plan.links import describe_links
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
     gathered_bytes_per_rank,
+    replica_bytes_per_rank,
     shared_bytes_per_rank,
     state_bytes_per_rank,
     temporary_bytes_per_rank,
@@ -35,6 +36,7 @@ BALANCED_FACTOR = 1.125
 
 def describe(recipe: Recipe, world_size: int) -> str:
     """Describe a recipe that passed its rules."""
+    clones = _clones(recipe, world_size)
     recipe = resolve_clones(recipe, world_size)
     seq_len_tokens = recipe.train.seq_len_tokens
     gflop = training_flops_per_token(recipe.model, seq_len_tokens) / 1e9
@@ -45,6 +47,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         *_parameter_rows(count_parameters(recipe.model)),
         ("FLOPs", f"{gflop:.4g} GFLOP per token of training, with sequences of {seq_len_tokens:,} tokens"),
         *_parallel_rows(recipe, world_size),
+        *clones,
         ("step", _step(recipe, world_size)),
         *_pipeline_rows(recipe, world_size),
         ("memory", _memory(recipe, world_size)),
@@ -109,9 +112,9 @@ def _parameter_rows(parameters: ParameterCount) -> list[tuple[str, str]]:
 
 def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     s = resolve(recipe.parallel, world_size)
-    num_clones = recipe.parallel.fixed_expert_clones
+    num_replicas = num_clones(recipe)
     cp = f"{s.cp} ({recipe.parallel.cp_kind})" if s.cp > 1 else "1"
-    clones = f"; up to {num_clones} clones of other ranks' experts on each" if num_clones else ""
+    clones = f"; up to {num_replicas} clones of other ranks' experts on each" if num_replicas else ""
     width = recipe.model.moe.ffn_hidden_size
     parts = f"; {width // s.etp} of the width {width} of an expert, for rows of {s.etp} ranks" if s.etp > 1 else ""
     lines = [
@@ -122,6 +125,18 @@ def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         _replicated(recipe, world_size),
     ]
     return _labelled("ranks", filter(None, lines))
+
+
+def _clones(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    """What `expert_clones = "auto"` means."""
+    if not recipe.parallel.has_auto_clones:
+        return []
+    if reason := why_no_clones(recipe, world_size):
+        return [("clones", f'"auto" means 0: {reason}')]
+    gib = replica_bytes_per_rank(recipe) / 2**30
+    slots = f"{num_clones(recipe)} replica slots of a rank in each layer"
+    used = f"used while the busiest rank has more than {PAYS_FROM:g} times the mean load"
+    return [("clones", f'"auto" means {slots}, {used}; they take {gib:.3g} GiB also while they are not')]
 
 
 def _replicated(recipe: Recipe, world_size: int) -> str:

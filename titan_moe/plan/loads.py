@@ -3,6 +3,7 @@
 import math
 from typing import NamedTuple
 
+from titan_moe.config.clones import num_clones
 from titan_moe.config.recipe import Recipe, max_batch_tokens, microbatch_tokens
 
 
@@ -58,7 +59,7 @@ def layer_loads(recipe: Recipe) -> LayerLoads:
     num_tokens, num_local = microbatch_tokens(recipe) * p.etp, moe.num_experts // p.ep
     rows = p.ep * num_tokens * visit_probability(moe.num_experts, num_local, moe.top_k)
     worst_rows = p.ep * max_batch_tokens(recipe)
-    worst_slots = worst_rows * min(moe.top_k, num_local + p.fixed_expert_clones)
+    worst_slots = worst_rows * min(moe.top_k, num_local + num_clones(recipe))
     return LayerLoads(recipe.model.num_moe_layers, rows, num_tokens * moe.top_k, worst_rows, worst_slots)
 
 

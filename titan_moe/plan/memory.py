@@ -4,6 +4,7 @@ Functions that take a `Part` count one pipeline rank. Functions that take only a
 `Part.recipe` for those of one pipeline rank.
 """
 
+from titan_moe.config.clones import num_clones
 from titan_moe.config.formats import FORMAT_FACTS
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
@@ -55,15 +56,16 @@ def gathered_bytes(part: Part, *, has_gradients: bool = True) -> int:
     if not recipe.parallel.accumulate_unsharded:
         if recipe.memory.recompute != "none" and recipe.parallel.pp == 1:
             return 0
-        return round(experts * copy if is_unsharded else 0) + _clones_of_all_layers(recipe)
+        return round(experts * copy if is_unsharded else 0) + replica_bytes_per_rank(recipe)
     whole = compute + (reduce if has_gradients else 0)
     gathered = dense * whole + experts * (copy if is_unsharded else whole)
-    return round(gathered) + _clones_of_all_layers(recipe)
+    return round(gathered) + replica_bytes_per_rank(recipe)
 
 
-def _clones_of_all_layers(recipe: Recipe) -> int:
-    """Bytes of the replica slots of all layers, which are there from a layer's forward to its backward."""
-    num_slots, size = recipe.model.num_moe_layers * recipe.parallel.fixed_expert_clones, _part_of_an_expert(recipe)
+def replica_bytes_per_rank(recipe: Recipe) -> int:
+    """Count the bytes of the replica slots of all layers, which are there from a layer's forward to its backward, in
+    use or not."""
+    num_slots, size = recipe.model.num_moe_layers * num_clones(recipe), _part_of_an_expert(recipe)
     return num_slots * size * BYTES_OF_DTYPE[recipe.precision.compute]
 
 
@@ -136,7 +138,7 @@ def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: boo
 
 def _clone_bytes(recipe: Recipe) -> int:
     """Bytes of the most experts that can be cloned: all of a rank's, or as many as there are replica slots."""
-    num_ranks, num_replicas, moe = recipe.parallel.ep, recipe.parallel.fixed_expert_clones, recipe.model.moe
+    num_ranks, num_replicas, moe = recipe.parallel.ep, num_clones(recipe), recipe.model.moe
     num_cloned = max(min(moe.num_experts // num_ranks, num_ranks * num_replicas), num_replicas)
     return num_cloned * _part_of_an_expert(recipe) * BYTES_OF_DTYPE[recipe.precision.compute]
 

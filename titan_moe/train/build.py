@@ -9,9 +9,11 @@ from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
+from titan_moe.config.clones import num_clones
 from titan_moe.config.context import ring_backend
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.layers.forced_routing import force_load
 from titan_moe.layers.init import init_weights
@@ -33,6 +35,7 @@ from titan_moe.parameters import TENSOR_AXIS
 from titan_moe.precision import policy
 from titan_moe.precision.all_gather import gather_in_fp8
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
+from titan_moe.train.clone_control import CloneControl
 from titan_moe.train.forward_backward import build_forward_backward
 from titan_moe.train.model_class import check_interface, import_model_class
 from titan_moe.train.spikes import Spikes
@@ -58,7 +61,8 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     model = build_on_meta(recipe)
     num_experts, is_tied = count_experts(model), tied_weight(model) is not None
     queue = weight_grads.build_queue(recipe)
-    parts = build_parts(model, recipe, meshes, device, capacity, queue)
+    replicas = replica_slots(recipe)
+    parts = build_parts(model, recipe, meshes, device, capacity, queue, replicas)
     moments, is_captured = MOMENTS[recipe.precision.moments_dtype], recipe.compile.cudagraph == "step"
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
@@ -70,6 +74,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         optimizers=optimizers,
         balancer=ExpertBalancer(parts, meshes.world_group, num_experts),
         capacity=capacity,
+        replicas=replicas,
         max_grad_norm=recipe.optim.max_grad_norm,
         meshes=meshes,
         spikes=Spikes(recipe.train.spike_sigmas, device) if recipe.train.spike_sigmas else None,
@@ -79,8 +84,14 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         tied=() if tied is None else tuple(tied.weights),
         replicated=_replicated_grads(recipe, meshes, optimizers),
     )
-    control, forced_step = _capacity_control(recipe, capacity, device), _force_load(parts, recipe, device)
-    runner = StepRunner(step, schedule, recipe.compile.cudagraph, control=control, forced_step=forced_step)
+    runner = StepRunner(
+        step,
+        schedule,
+        recipe.compile.cudagraph,
+        control=_capacity_control(recipe, capacity, device),
+        clone_control=CloneControl() if recipe.parallel.has_auto_clones else None,
+        forced_step=_force_load(parts, recipe, device),
+    )
     return Assembly(meshes, whole_model(parts, recipe, meshes), parts, optimizers, schedule, runner)
 
 
@@ -118,11 +129,13 @@ def build_parts(
     device: torch.device,
     capacity: ExpertCapacity,
     queue: WeightGradQueue | None = None,
+    replicas: ReplicaSlots | None = None,
 ) -> list[nn.Module]:
     """Shard, compile and initialise this rank's part of the model of a recipe, which is on the meta device.
 
-    `queue` takes the weight gradients of layers that can delay them.
+    `queue` takes the weight gradients of layers that can delay them. `replicas` are those of `replica_slots`.
     """
+    replicas = replicas or replica_slots(recipe)
     policy.convert(model, recipe, device)  # first: it swaps modules, and shards must be of the final ones
     parts = stages.split(model, recipe, meshes)  # before sharding: a rank shards only its own stages
     layers = nn.ModuleList(parts)
@@ -138,7 +151,8 @@ def build_parts(
         is_deterministic=recipe.run.is_deterministic,
     )
     for part in parts:
-        expert.apply(part, recipe.parallel, meshes, capacity, memory, nodes)  # experts leave the dense mesh before FSDP
+        # experts leave the dense mesh before FSDP
+        expert.apply(part, recipe.parallel, meshes, capacity, memory, nodes, replicas)
         tensor.apply(part, recipe.parallel, meshes)  # the compiler sees its collectives, and FSDP its shards
         context.apply(part, recipe.parallel, meshes, ring)  # exchanges the heads that tensor parallelism has left
         sequence.apply(part, recipe.parallel, meshes)
@@ -156,6 +170,7 @@ def build_parts(
             unshard_experts_with_block=unshard_with_block,
             gradients=recipe.perf.chosen_kernels.gradients,
             delay_weight_grads_of_experts=delays_weight_grads(recipe, device),
+            replicas=replicas,
         )
         part.to_empty(device=device)
         seed, stds = recipe.run.seed, {"std": recipe.model.init_std, "embedding_std": recipe.model.embedding_init_std}
@@ -165,6 +180,11 @@ def build_parts(
     return parts
 
 
+def replica_slots(recipe: Recipe) -> ReplicaSlots:
+    """The replica slots of all layers; those of "auto" are not used at first."""
+    return ReplicaSlots(num_clones(recipe), are_used=not recipe.parallel.has_auto_clones)
+
+
 def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
     """Whether weight gradients of experts are computed while gradients of rows are sent.
 
@@ -172,7 +192,7 @@ def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:
     """
     p, is_fused = recipe.parallel, recipe.perf.chosen_kernels.experts == "fused"
     fixes_order = recipe.memory.recompute != "none" or recipe.compile.compiles_blocks(device.type)
-    return p.overlap == "microbatch" and is_fused and not p.fixed_expert_clones and not fixes_order
+    return p.overlap == "microbatch" and is_fused and not num_clones(recipe) and not fixes_order
 
 
 def build_on_meta(recipe: Recipe) -> nn.Module:

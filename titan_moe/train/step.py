@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from titan_moe.data.packing import IGNORE_LABEL, Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.dispatch.optional_clones import ReplicaSlots
+from titan_moe.metrics.experts import mean_rank_load
 from titan_moe.optim.build import Optimizers
 from titan_moe.parallel.balance import ExpertBalancer
 from titan_moe.parallel.grads import ReplicatedGrads, clip_factor, grad_norm
@@ -30,6 +32,7 @@ class StepResult(NamedTuple):
     tokens_per_expert: dict[str, Tensor]  # router name -> tokens of each expert over all ranks [E]
     has_overflowed: Tensor  # bool: rows of some rank overflowed their room or did not arrive: nothing was changed
     needed_factor: Tensor  # fp32: capacity factor that the step needed, the largest of all ranks
+    imbalance: Tensor  # fp64: load of the busiest ep rank over the mean, averaged over layers; 1 without replica slots
     num_skipped: Tensor  # int64: steps so far that were skipped because gradients were not finite
     num_skipped_in_row: Tensor  # int64: of those, the ones since the last step with finite gradients
     num_spikes: Tensor  # int64: steps so far that were skipped as spikes
@@ -47,6 +50,7 @@ class TrainStep:
     optimizers: Optimizers
     balancer: ExpertBalancer
     capacity: ExpertCapacity
+    replicas: ReplicaSlots
     max_grad_norm: float
     meshes: Meshes
     spikes: Spikes | None
@@ -81,13 +85,20 @@ class TrainStep:
             self.optimizers.zero_grad()
         self._count_skips(norm, is_spike, has_overflowed)
         counts = self.num_skipped, self.num_skipped_in_row, self.num_spikes
-        return StepResult(losses[0], losses[1], norm, tokens_per_expert, has_overflowed, loads[1], *counts)
+        of_ranks = has_overflowed, loads[1], self._imbalance(tokens_per_expert, norm)
+        return StepResult(losses[0], losses[1], norm, tokens_per_expert, *of_ranks, *counts)
 
     def finish_gradients(self) -> None:
         """After all microbatches: the sums that are left. No part of a microbatch, which a graph may replay."""
         if self.replicated is not None:
             with region("sharding"):
                 self.replicated.sum()
+
+    def _imbalance(self, tokens_per_expert: dict[str, Tensor], like: Tensor) -> Tensor:
+        """As `StepResult` has it; tokens of clones count on the ranks that own the experts."""
+        if not self.replicas.number or not tokens_per_expert:
+            return torch.ones_like(like, dtype=torch.float64)
+        return mean_rank_load(tokens_per_expert, self.meshes.sizes.ep)
 
     def _find_spike(self, loss: Tensor, norm: Tensor, has_overflowed: Tensor) -> Tensor:
         if self.spikes is None:

@@ -13,6 +13,7 @@ from titan_moe.metrics.throughput import GIB, peak_memory_gib
 from titan_moe.optim.schedule import Schedules
 from titan_moe.parameters import local
 from titan_moe.train.capacity_control import CapacityControl
+from titan_moe.train.clone_control import CloneControl
 from titan_moe.train.forward_backward import ForwardBackward
 from titan_moe.train.step import StepResult, TrainStep
 
@@ -27,8 +28,9 @@ UNUSED_FACTOR = 1.25
 class StepRunner:
     """Runs the steps of a run, from a CUDA graph if the recipe has `compile.cudagraph`.
 
-    If rows are bounded, the host reads the overflow flag and the need after each step. A step that overflowed has
-    changed nothing. It is repeated without the bound, without a CUDA graph, from the same random state.
+    If rows are bounded, the host reads the overflow flag, the need and the imbalance of ranks after each step. A step
+    that overflowed has changed nothing. It is repeated without the bound, without a CUDA graph, from the same random
+    state.
     """
 
     def __init__(
@@ -38,11 +40,14 @@ class StepRunner:
         extent: str = "off",
         make_recorder: Callable[[], Recorder] = Recorder,
         control: CapacityControl | None = None,
+        clone_control: CloneControl | None = None,
         forced_step: Tensor | None = None,
     ) -> None:
-        """`extent` is the recipe's `compile.cudagraph`; without `control` the capacity factor is the recipe's. A forced
-        load reads its step, from 0, from `forced_step`."""
-        self.step, self.schedule, self.control = step, schedule, control
+        """`extent` is the recipe's `compile.cudagraph`. Without `control` the capacity factor is the recipe's, and
+        without `clone_control` replica slots are always used. A forced load reads its step, from 0, from
+        `forced_step`."""
+        self.step, self.schedule = step, schedule
+        self.control, self.clone_control = control, clone_control
         self.forced_step, self.num_steps_before = forced_step, 0  # of an earlier process
         self.num_steps, self.num_reruns = 0, 0  # so far
         self.needed_factor, self.largest_need = 0.0, 0.0  # of the last step, and of all
@@ -66,11 +71,14 @@ class StepRunner:
             self.replay = replace(self.step, forward_backward=microbatches)
             self.captured, self.release = microbatches.captured, microbatches.release
 
-    def resume(self, capacity_factor: float, num_steps: int = 0) -> None:
-        """Go on after the steps of an earlier run, with the bound that it had chosen."""
+    def resume(self, capacity_factor: float, clones: str = "", num_steps: int = 0) -> None:
+        """Go on after the steps of an earlier run, with the bound and the state of `clone_control` that it had."""
         self.num_steps_before = num_steps
         if self.control is not None and capacity_factor:
             self.control.resume(capacity_factor)
+        if self.clone_control is not None:
+            self.clone_control.load_state(clones)
+            self.step.replicas.are_used = self.clone_control.are_used
 
     @property
     def num_recordings(self) -> int:
@@ -103,23 +111,25 @@ class StepRunner:
             self.forced_step.fill_(self.num_steps_before + self.num_steps)
         self.num_steps += 1
         capacity = self.step.capacity
-        if self.control is None and not capacity.is_bounded:
+        if self.control is None and self.clone_control is None and not capacity.is_bounded:
             result = self._take(batch)
             capacity.check()
         else:
             random_states = _random_states(batch.tokens_MBN.device)
             result = self._take(batch)
-            has_overflowed, self.needed_factor = _read_loads(result)
+            has_overflowed, self.needed_factor, imbalance = _read_loads(result)
             capacity.check()  # the step may be void because a rank is missing: it would not come again
             if has_overflowed:
                 result = self._take_again(batch, random_states)
-                _, self.needed_factor = _read_loads(result)
+                _, self.needed_factor, imbalance = _read_loads(result)
             self.largest_need = max(self.largest_need, self.needed_factor)
             if self.control is not None:
                 before = self.control.factor
                 after = self.control.follow(self.needed_factor, has_overflowed)
                 if after != before:
                     self._bound(after)
+            if self.clone_control is not None:
+                self._use_clones(self.clone_control.follow(imbalance), self.clone_control.mean)
         self.schedule.step()
         return result
 
@@ -145,6 +155,22 @@ class StepRunner:
         if capacity.arena is None:  # compiled graphs have the sizes of layers
             torch._dynamo.reset()
             self.num_warm_ups = self.num_warm_ups_before
+
+    def _use_clones(self, are_used: bool, imbalance: float) -> None:
+        """Use the replica slots from the next step on, or not; `imbalance` is that of recent steps."""
+        replicas = self.step.replicas
+        if are_used == replicas.are_used:
+            return
+        replicas.are_used = are_used
+        what = f"up to {replicas.number} clones of experts a rank" if are_used else "no clones of experts"
+        logger.info(
+            "%s from step %d on; the busiest rank had %.3g times the mean load in recent steps",
+            what,
+            self.num_steps + 1,
+            imbalance,
+        )
+        self.release()  # a recording has the other exchanges
+        self.num_warm_ups = self.num_warm_ups_before  # the layers may not be compiled with these yet
 
     def _take_again(self, batch: Batch, random_states: list[Tensor]) -> StepResult:
         self.num_reruns += 1
@@ -189,10 +215,11 @@ class CapturedMicrobatches:
         self.captured.release()
 
 
-def _read_loads(result: StepResult) -> tuple[bool, float]:
-    """Whether a step has overflowed, and the factor that it needed, in one copy from the device."""
-    has_overflowed, needed_factor = torch.stack([result.has_overflowed.float(), result.needed_factor]).tolist()
-    return bool(has_overflowed), needed_factor
+def _read_loads(result: StepResult) -> tuple[bool, float, float]:
+    """Whether a step has overflowed, the factor that it needed, and its imbalance, in one copy from the device."""
+    on_device = [result.has_overflowed.float(), result.needed_factor, result.imbalance.float()]
+    has_overflowed, needed_factor, imbalance = torch.stack(on_device).tolist()
+    return bool(has_overflowed), needed_factor, imbalance
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

@@ -67,13 +67,15 @@ def run(recipe: Recipe) -> None:
 
 
 class Progress:
-    """Steps and tokens of a run so far, its capacity factor and its window of spikes; saved in its checkpoints."""
+    """Steps and tokens of a run so far, its capacity factor, its window of spikes and whether replica slots are used;
+    saved in its checkpoints."""
 
     def __init__(self) -> None:
         self.step = 0
         self.tokens_seen = 0
         self.capacity_factor = 0.0
         self.spikes = ""
+        self.clones = ""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -168,7 +170,7 @@ class Trainer:
             self._open_run_folder()
         if self.progress.step > 0:
             logger.info("continuing after step %d", self.progress.step)
-        self.runner.resume(self.progress.capacity_factor, self.progress.step)
+        self.runner.resume(self.progress.capacity_factor, self.progress.clones, self.progress.step)
         if (spikes := self.runner.step.spikes) is not None:
             spikes.load_state(self.progress.spikes)
         with StopSignal() as stop:
@@ -240,6 +242,7 @@ class Trainer:
             num_recordings=self.runner.num_recordings,
             capacity_factor=self.runner.capacity_factor,
             needed_factor=self.runner.needed_factor,
+            num_replicas=self.runner.step.replicas.number_in_use,
         )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.watchdog.during("a validation"), self.meter.paused():
@@ -263,6 +266,8 @@ class Trainer:
         """Save, unless the last step was skipped: the run may have diverged, and a save removes older checkpoints."""
         if (spikes := self.runner.step.spikes) is not None:
             self.progress.spikes = spikes.state()
+        if (control := self.runner.clone_control) is not None:
+            self.progress.clones = control.state()
         if self.num_skipped_in_row == 0:
             self.checkpointer.save(self.progress.step, is_last=is_last)
 

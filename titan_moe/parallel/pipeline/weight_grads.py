@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from titan_moe.compile.regional import modules_in_graphs
 from titan_moe.config import Recipe
+from titan_moe.config.clones import num_clones
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN, choose_queued_expert_mlp
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
@@ -49,7 +50,7 @@ def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, devic
     compiled = modules_in_graphs(stage, recipe.compile, device)
     for module in stage.modules():
         if isinstance(module, MoE):
-            if not recipe.parallel.fixed_expert_clones:
+            if not num_clones(recipe):
                 _delay_experts(module, queue, is_compiled=module.experts in compiled)
         elif module in compiled:
             continue
