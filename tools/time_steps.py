@@ -146,9 +146,9 @@ def time_steps(
         if number == warmup:
             num_warmup_reruns, num_warmup_recordings = assembly.step.num_reruns, assembly.step.num_recordings
             assembly.step.reset_peak_memory()
-        start = _synchronised_time(device)
+        start = synchronised_time(device)
         result = assembly.step(batch)
-        step_ms += max_over_ranks([1e3 * (_synchronised_time(device) - start)], device)
+        step_ms += max_over_ranks([1e3 * (synchronised_time(device) - start)], device)
         losses.append(result.loss.item())
         loads.append(loads_of(result.tokens_per_expert, recipe.parallel.ep))
     median_ms = statistics.median(step_ms[warmup:])
@@ -216,7 +216,7 @@ def _summary(loads: list[list[float]]) -> dict[str, float]:
     return {"mean": statistics.mean(flat), "worst": max(flat)} if flat else {}
 
 
-def _synchronised_time(device: torch.device) -> float:
+def synchronised_time(device: torch.device) -> float:
     """The host's time in seconds, after synchronising with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

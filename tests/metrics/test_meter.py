@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,6 +118,18 @@ def test_meter_records_the_loads_of_ranks(tmp_path, capsys):
     assert record["overload"] == pytest.approx({"avg": (4 / 3 + 2) / 2, "max": 2.0, "cum": 8 / 6})
     assert record["busiest_rank"] == 1
     assert "5 idle experts  overload 2.00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("clones", [0, 2, "auto"])
+def test_meter_records_the_replica_slots_in_use(tmp_path, clones):
+    meter = build(tmp_path, ep=2)
+    meter.recipe = replace(meter.recipe, parallel=ParallelConfig(ep=2, expert_clones=clones))
+    meter.start(0, 0)
+    guard = {"num_skipped": 0, "num_reruns": 0, "num_replicas": 2}
+    record = meter.log(
+        1, loss=1.0, aux_loss=0.0, grad_norm=1.0, lr=1e-3, num_tokens=64, tokens_per_expert=COUNTS, **guard
+    )
+    assert record.get("expert_clones") == (2 if clones else None)
 
 
 def test_meter_of_a_dense_model(tmp_path, caplog):
