@@ -13,12 +13,14 @@ from titan_moe.kernels.experts.weights import ExpertWeights
 
 
 class ReplicaSlots:
-    """The replica slots of every layer on every rank, and whether exchanges use them. All layers share it."""
+    """The replica slots of every layer on every rank, and whether exchanges use them. All layers share it.
+
+    `are_used` changes between steps only, on all ranks alike. A compiled graph and a recording hold for one value.
+    """
 
     def __init__(self, number: int = 0, *, are_used: bool = True) -> None:
         """`number` is that of a layer on a rank."""
         self.number, self.are_used = number, are_used
-        """`are_used` changes between steps, on all ranks alike. A compiled graph holds for one value."""
 
     @property
     def number_in_use(self) -> int:
