@@ -46,7 +46,8 @@ class Step:
         self.allocator.hold(self.bytes_beside.pop(0))
         need = self.needs.pop(0)
         overflows = self.capacity.is_bounded and need > self.capacity.capacity_factor
-        return SimpleNamespace(has_overflowed=torch.tensor(overflows), needed_factor=torch.tensor(need))
+        loads = {"needed_factor": torch.tensor(need), "imbalance": torch.ones(())}
+        return SimpleNamespace(has_overflowed=torch.tensor(overflows), **loads)
 
     def plan(self, *calls: tuple[int, float]) -> None:
         self.bytes_beside, self.needs = [size for size, _ in calls], [need for _, need in calls]
