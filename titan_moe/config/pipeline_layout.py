@@ -30,7 +30,7 @@ def parse_layout(layout: str, num_layers: int, num_stages: int) -> tuple[tuple[s
     written_out, end = _sequence(letters, 0)
     if end < len(letters):
         raise ValueError(f'")" at position {letters[end].position} has no "(" before it; drop it, or add "("')
-    _check_ends([letter for letter in written_out if letter.text != "|"])
+    _check_ends(written_out)
     num_t = sum(letter.text == "t" for letter in written_out)
     if num_t != num_layers:
         raise ValueError(f"it has {num_t} layers (t), but model.num_layers = {num_layers}")
@@ -77,7 +77,7 @@ def _repeats(letters: Sequence[Letter], at: int) -> tuple[int, int]:
 
 
 def _check_ends(letters: Sequence[Letter]) -> None:
-    """E is first, L is last, and each is there once."""
+    """E is first, L is last, and each is there once. So no stage is before the embedding or after the loss."""
     for text, meaning in (("E", "the embedding"), ("L", "the loss")):
         places = [letter.position for letter in letters if letter.text == text]
         if len(places) != 1:
