@@ -9,8 +9,12 @@ import torch
 from support import load
 from torch import Tensor
 
+from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import CheckpointConfig
+from titan_moe.optim.fused_adamw import FusedAdamW
+from titan_moe.train.build import assemble
 
 pipelines, states = load("distributed/test_pipelines"), load("distributed/test_tensor_parallel")
 
@@ -77,3 +81,33 @@ def test_stages_keep_parts_of_the_same_initial_weights_validate_and_generate_the
     for _, _, stages_loss, stages_tokens in seen:
         assert stages_loss == pytest.approx(loss, rel=1e-12)
         assert torch.equal(stages_tokens, tokens)
+
+
+def learn_with_bf16_moments(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
+    """The state after three steps, and the seeds of stochastic rounding by name."""
+    built = assemble(recipe, states.CPU)
+    options = {"parallel": recipe.parallel, "num_sequences": recipe.train.global_batch_sequences}
+    for step in range(3):
+        built.step(states.one_loss.batch_of(step, recipe.train.micro_batch_sequences, built.meshes, **options))
+    seeds: dict[str, list[int]] = {}
+    for part, optimizer in zip(built.parts, built.optimizers, strict=True):
+        assert isinstance(optimizer, FusedAdamW)
+        for name, parameter in part.named_parameters():
+            seeds.setdefault(name, []).append(optimizer.seeds[parameter])
+    return states.state_of(built), seeds
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_stages_round_differently_and_copies_of_a_tied_weight_alike(ranks: Any, schedule: str) -> None:
+    parallel = replace(pipelines.SCHEDULES[schedule], pp=2)
+    recipe = pipelines.recipe_of(parallel, "gqa-tied")
+    optim, precision = (
+        replace(recipe.optim, kind="fused_adamw"),
+        PrecisionConfig("fp32", "fp32", "fp32", moments="bf16"),
+    )
+    seen = ranks(2, learn_with_bf16_moments, replace(recipe, optim=optim, precision=precision))
+    state = merged([state for state, _ in seen])
+    assert state["state.embed.weight.exp_avg"].dtype == torch.bfloat16
+    seeds = [(name, seed) for _, by_name in seen for name, own in by_name.items() for seed in own]
+    assert len([name for name, _ in seeds if name == "embed.weight"]) == 2
+    assert len(set(seeds)) == len({seed for _, seed in seeds}) == len(seeds) - 1, "one for each name"

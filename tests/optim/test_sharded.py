@@ -80,7 +80,7 @@ def run(num_ranks: int, kind: str, num_replicas: int = 1) -> dict[str, Any]:
         "after": after,
         "is_skipped": all(torch.equal(skipped[name], after[name]) for name in after),
         "empty": [name for name, parameter in model.named_parameters() if parameter.to_local().numel() == 0],
-        "seed": shard_seed(model.dense.weight, 0, 3),
+        "seed": shard_seed(model.dense.weight, "dense.weight", 3),
     }
 
 

@@ -33,7 +33,8 @@ def build_adamw(part: nn.Module, config: OptimConfig, run: RunOptions) -> AdamW:
 
 
 def build_fused_adamw(part: nn.Module, config: OptimConfig, run: RunOptions) -> FusedAdamW:
-    return FusedAdamW(_groups(part, config), moments=run.moments, seed=run.seed, **_adam_options(config))
+    names: dict[Tensor, str] = {parameter: name for name, parameter in part.named_parameters()}
+    return FusedAdamW(_groups(part, config), names=names, moments=run.moments, seed=run.seed, **_adam_options(config))
 
 
 BUILDERS: dict[str, Builder] = {"adamw": build_adamw, "fused_adamw": build_fused_adamw}

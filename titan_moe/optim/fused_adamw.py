@@ -1,5 +1,6 @@
 """AdamW with moments in their own dtype and with fused clipping and guard, on the device."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,27 +18,30 @@ class FusedAdamW(torch.optim.Optimizer):
 
     The state has the names and the layout of torch's AdamW, so that each loads checkpoints of the other. The learning
     rate is a tensor on the device and a step reads nothing on the host, so a CUDA graph can capture it. bf16 values and
-    moments in 8 bits are rounded stochastically. A shard's random bits come from the run's seed, the parameter's number
-    and the shard's offsets: replicas of a shard get equal bits, another layout gets others.
+    moments in 8 bits are rounded stochastically. A shard's random bits come from the run's seed, the parameter's name
+    and the shard's offsets. Replicas of a shard get equal bits, and so does a tied weight on two stages; another layout
+    gets others.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         *,
+        names: Mapping[Tensor, str],
         lr: float,
         betas: tuple[float, float],
         eps: float,
         moments: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
+        """`names` are those of the parameters in the whole model."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         make_state(self, moments)
         put_lr_on_device(self)
         device = self.param_groups[0]["params"][0].device
         self.no, self.one = (torch.tensor(value, dtype=torch.float32, device=device) for value in (0.0, 1.0))
         every = [parameter for group in self.param_groups for parameter in group["params"]]
-        self.seeds = {parameter: shard_seed(parameter, number, seed) for number, parameter in enumerate(every)}
+        self.seeds = {parameter: shard_seed(parameter, names[parameter], seed) for parameter in every}
 
     @torch.no_grad()
     def step(self, *, found_inf: Tensor | None = None, grad_factor: Tensor | None = None) -> None:
@@ -67,6 +71,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return Shard8(state["step"], seed, local(param), local(grad), first, second)
 
 
-def shard_seed(parameter: Tensor, number: int, seed: int) -> int:
-    """63 bits, unique to a shard of a run and equal on all of its replicas."""
-    return seed_of(f"{seed}/{number}/{'.'.join(map(str, shard_offsets(parameter)))}")
+def shard_seed(parameter: Tensor, name: str, seed: int) -> int:
+    """63 bits, unique to a shard of a run and equal on all of its replicas. Stages know only their own parameters, so
+    the name is that in the whole model."""
+    return seed_of(f"{seed}/{name}/{'.'.join(map(str, shard_offsets(parameter)))}")
