@@ -56,7 +56,9 @@ class Assembly(NamedTuple):
 
 def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     """Build model, optimizer and step of a recipe; the process group must exist."""
-    meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), device)
+    sizes = resolve(recipe.parallel, dist.get_world_size())
+    check_one_schedule(recipe, sizes, device)  # before groups are made: ranks with another recipe would wait there
+    meshes = build_meshes(sizes, device)
     capacity = ExpertCapacity(recipe.parallel.fixed_capacity_factor, device)
     model = build_on_meta(recipe)
     num_experts, is_tied = count_experts(model), tied_weight(model) is not None
@@ -67,7 +69,6 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
     optimizers = build_optimizer(parts, recipe.optim, moments=moments, seed=recipe.run.seed, capturable=is_captured)
     schedule = build_schedule(optimizers, recipe.optim, recipe.train.steps)
     tied = find_tied_embedding(parts, recipe.parallel, meshes, is_tied=is_tied)
-    check_one_schedule(recipe, meshes, device)
     num_skipped, num_skipped_in_row, num_spikes = torch.zeros(3, dtype=torch.int64, device=device).unbind()
     step = TrainStep(
         forward_backward=build_forward_backward(parts, recipe, meshes, tied, queue, capacity=capacity),

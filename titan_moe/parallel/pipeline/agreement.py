@@ -1,42 +1,36 @@
-"""Check that all ranks run parts of one schedule. With unequal lists of actions in an ep group, an exchange would wait
-for ever."""
+"""Check that all ranks have one layout and run parts of one schedule. Otherwise collectives would wait for ever."""
 
 import hashlib
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from titan_moe.config import Recipe
+from titan_moe.config.parallel import ParallelSizes
 from titan_moe.config.recipe import num_microbatches
-from titan_moe.parallel.mesh import Meshes
-from titan_moe.plan.pipeline.action import Entry
 from titan_moe.plan.pipeline.schedules import entries_of
 
 
-def check_one_schedule(recipe: Recipe, meshes: Meshes, device: torch.device) -> None:
-    """Compare the schedule of a recipe on all ranks, once. A collective call where there is a pipeline."""
-    p = recipe.parallel
-    if p.pp > 1:
-        entries = entries_of(p, num_microbatches(recipe, meshes.sizes.world))
-        compare_schedules(entries, meshes.world_group, device)
+def check_one_schedule(recipe: Recipe, sizes: ParallelSizes, device: torch.device) -> None:
+    """Compare the sizes of all axes, the number of microbatches and the schedule of a recipe on all ranks, by a hash.
 
+    A collective call of the world. It comes before any group is made, because that waits for all ranks too, and without
+    a pipeline as well, because other ranks may have one.
 
-def compare_schedules(entries: Sequence[Sequence[Entry]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Compare the lists of all pipeline ranks by a hash. A collective call of `group`.
-
-    Raises: RuntimeError that names the ranks with another schedule than the first one's.
+    Raises: RuntimeError that names the ranks with another layout or schedule than the first one's.
     """
-    digest = hashlib.sha256(repr([[tuple(entry) for entry in of_rank] for of_rank in entries]).encode()).digest()
+    number = num_microbatches(recipe, sizes.world)
+    entries = entries_of(recipe.parallel, number) if sizes.pp > 1 else []
+    schedule = [[tuple(entry) for entry in of_rank] for of_rank in entries]
+    digest = hashlib.sha256(repr((sizes, number, schedule)).encode()).digest()
     own = torch.tensor([int.from_bytes(digest[:8], "big", signed=True)], device=device)
-    hashes = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(hashes, own, group=group)
+    hashes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(hashes, own)
     numbers = [int(number) for number in hashes]
     others = [rank for rank, number in enumerate(numbers) if number != numbers[0]]
     if others:
-        ranks = ", ".join(str(dist.get_global_rank(group, rank)) for rank in others)
-        first = dist.get_global_rank(group, 0)
+        ranks = ", ".join(map(str, others))
         raise RuntimeError(
-            f"the pipeline's schedule of ranks {ranks} is not that of rank {first}, so exchanges would wait for ever; "
+            f"the layout or the schedule of ranks {ranks} is not that of rank 0, so exchanges would wait for ever; "
             "start all ranks with one recipe, environment and version of titan_moe"
         )
