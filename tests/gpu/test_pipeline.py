@@ -44,6 +44,7 @@ LAYOUTS = {
     "1f1b_captured": (2, (*ONE_F_ONE_B, CAPTURED, *VALIDATED)),
     "1f1b_recompute": (2, (*ONE_F_ONE_B, "--memory.recompute=block", PLAIN)),
     "interleaved": (2, (*ONE_F_ONE_B, "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_1f1b", PLAIN)),
+    "tied": (2, (*ONE_F_ONE_B, "--model.embeddings_are_tied=true", PLAIN)),
     "zbv": (2, (*V, PLAIN)),
     "zbv_captured": (2, (*V, CAPTURED, *VALIDATED)),
     "pairs": (4, (*PAIRS, "--parallel.dispatcher=alltoall", PLAIN)),
@@ -67,10 +68,10 @@ def skip_without_gpus(num_gpus: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def losses(train_on_ranks: Callable[..., list[int]]) -> Callable[..., list[float]]:
-    """Trains in a folder of its own on so many ranks, and reads the losses."""
+def curve(train_on_ranks: Callable[..., list[int]]) -> Callable[..., Any]:
+    """Trains in a folder of its own on so many ranks, and reads losses and gradient norms."""
 
-    def train(folder: Path, num_ranks: int, *overrides: str) -> list[float]:
+    def train(folder: Path, num_ranks: int, *overrides: str) -> Any:
         assert train_on_ranks(num_ranks, commands.words(folder, *MODEL, *overrides)) == [0] * num_ranks
         return commands.read(folder)
 
@@ -78,19 +79,21 @@ def losses(train_on_ranks: Callable[..., list[int]]) -> Callable[..., list[float
 
 
 @pytest.fixture(scope="module")
-def one_gpu(tmp_path_factory: pytest.TempPathFactory, losses: Callable[..., list[float]]) -> Callable[..., list[float]]:
-    return cache(lambda: losses(tmp_path_factory.mktemp("one") / "gpu", 1))
+def one_gpu(tmp_path_factory: pytest.TempPathFactory, curve: Callable[..., Any]) -> Callable[..., Any]:
+    """The curve of one GPU, for each change to the results once."""
+    return cache(lambda *changes: curve(tmp_path_factory.mktemp("one") / "gpu", 1, *changes))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pipelines_train_as_one_gpu(
-    tmp_path: Path, losses: Callable[..., list[float]], one_gpu: Callable[..., list[float]], layout: str
+    tmp_path: Path, curve: Callable[..., Any], one_gpu: Callable[..., Any], layout: str
 ) -> None:
     num_gpus, overrides = LAYOUTS[layout]
     skip_without_gpus(num_gpus)
-    expected = one_gpu()
-    assert expected[-1] < expected[0] - 0.3
-    torch.testing.assert_close(losses(tmp_path / "spread", num_gpus, *overrides), expected, rtol=5e-3, atol=5e-3)
+    expected = one_gpu(*commands.words_of_reference(overrides))
+    assert expected.losses[-1] < expected.losses[0] - 0.3
+    actual = curve(tmp_path / "spread", num_gpus, *overrides)
+    actual.assert_close(expected, commands.LOSS_TOLERANCE, commands.NORM_TOLERANCE)
 
 
 REPLAYED = {
