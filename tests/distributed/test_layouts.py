@@ -1,4 +1,5 @@
-"""Every layout that the rules accept trains as one process does: all pairs of axes, and random samples of the space.
+"""Every layout that the rules accept trains as one process does: all pairs of axes, some foldings of 8 ranks, and
+random samples of the space.
 
     python -m pytest tests/distributed/test_layouts.py --layouts 200
 
@@ -34,7 +35,7 @@ WORLDS = (2, 4, 8)
 MODELS = list(one_loss.SPLIT_MODELS)
 KINDS: tuple[Literal["ulysses", "allgather", "ring"], ...] = ("ulysses", "allgather", "ring")
 STEPS, FEW = one_loss.STEPS, one_loss.FEW
-SAMPLES = 4
+SAMPLES = 2
 """Without `--layouts`."""
 TRIES = 20
 """Layouts of stages that are drawn before a schedule counts as refused."""
@@ -47,6 +48,11 @@ def recipe_of(parallel: ParallelConfig, model: str, micro_batch_sequences: int, 
     base = one_loss.split_recipe(parallel, model, memory=MemoryConfig(memory), run=RunConfig(device="cpu"))
     train = replace(base.train, micro_batch_sequences=micro_batch_sequences)
     return replace(base, train=train, data=DataConfig(document_attention=has_documents(parallel)))
+
+
+def in_two(parallel: ParallelConfig, model: str, num_ranks: int) -> Recipe:
+    """`recipe_of` with two microbatches, unless there are no more sequences."""
+    return recipe_of(parallel, model, max(one_loss.SEQUENCES // resolve(parallel, num_ranks).dp // 2, 1))
 
 
 def has_documents(parallel: ParallelConfig) -> bool:
@@ -124,15 +130,34 @@ def test_two_axes_train_as_one_process(
     number = list(PAIRS).index(pair)
     model, num_starved = MODELS[number % len(MODELS)], list(STARVED.values())[number % len(STARVED)]
     kinds = [KINDS[(number + shift) % len(KINDS)] for shift in range(len(KINDS))]
-    sizes = sizes_of(parallel, num_ranks)
-    assert sizes is not None
-    micro_batch_sequences = max(one_loss.SEQUENCES // sizes.dp // 2, 1)  # two microbatches, unless there are no more
-    recipes = [recipe_of(replace(parallel, cp_kind=kind), model, micro_batch_sequences) for kind in kinds]
+    recipes = [in_two(replace(parallel, cp_kind=kind), model, num_ranks) for kind in kinds]
     recipe = next(recipe for recipe in recipes if not check_rules(recipe, num_ranks))
     num_steps = STEPS if takes_all_steps or number % 7 == 0 else FEW
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):
         assert len(trace.losses) == num_steps
         one_loss.assert_same(trace, alone(model, num_starved, has_documents(recipe.parallel), num_steps), 1e-9)
+
+
+OVER_8 = ParallelConfig(ep=8, dispatcher="alltoall")
+FOLDINGS = {
+    # name: parallel, model, idle experts: references of test_two_axes_train_as_one_process, too
+    "tp2-cp2-dp2-ep8": (replace(OVER_8, tp=2, cp=2), "gqa", -1),
+    "tp4-dp2-ep4-edp2": (replace(OVER_8, tp=4, ep=4), "gqa-shared", 1),
+    "cp8-ep8": (replace(OVER_8, cp=8), "gqa-window", 4),
+    "tp2-dp4-etp2-ep4": (replace(OVER_8, tp=2, etp=2, ep=4), "gqa-tied", -1),
+    "dp8-ep8-2x4": (replace(OVER_8, dispatcher="hierarchical", ep_ranks_per_node=4), "mla-latent-gate", 4),
+}
+
+
+@pytest.mark.parametrize("folding", FOLDINGS)
+def test_foldings_of_8_ranks_train_as_one_process(
+    ranks: Any, alone: Callable[[str, int, bool, int], Any], takes_all_steps: bool, folding: str
+) -> None:
+    parallel, model, num_starved = FOLDINGS[folding]
+    recipe, num_steps = in_two(parallel, model, 8), STEPS if takes_all_steps else FEW
+    assert not check_rules(recipe, 8)
+    for trace in one_loss.run(ranks, 8, recipe, num_starved, num_steps):
+        one_loss.assert_same(trace, alone(model, num_starved, True, num_steps), 1e-9)
 
 
 def sample(seed: int) -> tuple[int, Recipe, str, int]:

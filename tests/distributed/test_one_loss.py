@@ -317,7 +317,6 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
     ("num_ranks", "parallel", "name", "changes"),
     [
         pytest.param(4, TWO_NODES, "mla", {}, id="tp2-dp2-ep4-2x2-mla"),
-        pytest.param(4, ParallelConfig(tp=4), "gqa-shared", {}, id="tp4-gqa-shared"),
         pytest.param(2, TP2_EP2, "mla", {"memory": MemoryConfig("block")}, id="tp2-ep2-recompute_block"),
         pytest.param(4, replace(TP2_EP2, accumulate_unsharded=True), "mla", {}, id="tp2-dp2-unsharded"),
         pytest.param(
@@ -374,7 +373,6 @@ def test_one_loss_with_tensor_parallelism_in_graphs(
 CP2 = ParallelConfig(cp=2)
 CP2_EP2 = replace(CP2, ep=2, dispatcher="alltoall")
 CP2_TP2 = replace(CP2, tp=2)
-CP4 = ParallelConfig(cp=4)
 
 
 def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
@@ -393,7 +391,6 @@ def with_gathered_keys(parallel: ParallelConfig) -> ParallelConfig:
             {},
             id="cp2-ep2-interleaved-clones",
         ),
-        pytest.param(4, CP4, "gqa-shared", {}, id="cp4-gqa-shared"),
         pytest.param(4, with_gathered_keys(CP2_TP2), "mla", {}, id="cp2-tp2-allgather-mla"),
         pytest.param(4, replace(CP2_EP2, accumulate_unsharded=True), "mla", {}, id="cp2-dp2-ep2-edp2-unsharded"),
     ],
@@ -449,14 +446,6 @@ def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[s
         trace = Trace(**fields)
         assert_same(trace, causal_alone("gqa"), 1e-9)
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
-
-
-@pytest.mark.slow
-def test_one_loss_with_experts_over_all_dense_axes(ranks, split_alone: Callable[[str], Trace]) -> None:
-    """Each expert group spans dp, cp and tp."""
-    parallel = replace(CP2_TP2, ep=8, dispatcher="alltoall")
-    for trace in run(ranks, 8, split_recipe(parallel, "gqa"), -1, FEW):
-        assert_same(trace, split_alone("gqa"), 1e-9)
 
 
 @pytest.mark.parametrize(
