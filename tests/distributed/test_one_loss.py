@@ -317,7 +317,6 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
     ("num_ranks", "parallel", "name", "changes"),
     [
         pytest.param(4, TWO_NODES, "mla", {}, id="tp2-dp2-ep4-2x2-mla"),
-        pytest.param(2, TP2_EP2, "mla", {"memory": MemoryConfig("block")}, id="tp2-ep2-recompute_block"),
         pytest.param(4, replace(TP2_EP2, accumulate_unsharded=True), "mla", {}, id="tp2-dp2-unsharded"),
         pytest.param(
             2,
