@@ -17,8 +17,8 @@ from triton.runtime.jit import JITFunction
 from titan_moe.kernels.experts.fp8 import block_mm, block_weight_grad
 
 SHARED_MEMORY_BYTES = 227 * 1024
-SPILLED_BYTES = {"_block_weight_grad_kernel": 64, "_block_mm_kernel": 32}
-"""Of a thread, where a few registers are missing for its sums, products, scales and widths; 0 elsewhere."""
+SPILLED_BYTES = {"_block_weight_grad_kernel": 64, "_block_mm_kernel": 8}
+"""Of a thread, where a few registers are missing for its sums, products and scales; 0 elsewhere."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 

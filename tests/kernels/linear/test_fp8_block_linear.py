@@ -1,7 +1,6 @@
 """A linear layer in fp8 by blocks: its GEMMs are those of the definition, and an outlier spoils its block alone."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,8 @@ from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES
 from titan_moe.kernels.experts.fp8.rows import quantize_apart, quantize_rows_reference, unpack
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way, quantize_weight_reference
 from titan_moe.kernels.formats.linear import emulated_linear
-from titan_moe.kernels.linear import fp8_blocks
 from titan_moe.kernels.linear.fp8 import fp8_linear
-from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear, num_parts
+from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 
 of_both = load("kernels/linear/test_fp8_linear")
 decibels, gemms, exact_gemms = of_both.decibels, of_both.gemms, of_both.exact_gemms
@@ -135,58 +133,27 @@ def test_backward_keeps_codes_of_the_input_and_the_weight(device: str, dtype: to
     assert weight.data_ptr() == weight_OI.data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_tiles", "at_once", "parts"),
-    [
-        (16_384, 64, 132, 2),
-        (16_384, 176, 132, 3),
-        (16_384, 192, 132, 2),
-        (16_384, 1200, 132, 1),  # 9.1 turns are 10 of 9.1 at worst
-        (2048, 64, 132, 1),
-        (16_384, 64, None, 1),
-    ],
-)
-def test_tokens_are_summed_in_parts_where_multiprocessors_would_be_idle(
-    num_tokens: int, num_tiles: int, at_once: int | None, parts: int
-) -> None:
-    assert num_parts(num_tokens, num_tiles, at_once) == parts
-
-
-@with_devices
-@pytest.mark.parametrize("num_tokens", [256, 300, 513])
-def test_gradients_of_weights_summed_in_parts_are_near_whole_ones(
-    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype, num_tokens: int
-) -> None:
-    torch.manual_seed(0)
-    x, weight_OI = draw(device, dtype, num_tokens, 128), draw(device, dtype, 256, 128)
-    dy = draw(device, dtype, num_tokens, 256)
-    monkeypatch.setattr(fp8_blocks, "num_multiprocessors", lambda device: 8)
-    whole = gemms(fp8_block_linear, x, weight_OI, dy)[2]
-    monkeypatch.setattr(fp8_blocks, "LEAST_TOKENS", 64)
-    seen: list[int] = []
-    sums = fp8_blocks.sum_over_slots
-
-    def count_parts(a: Any, b: Any, offsets_e: Tensor, *dtype: torch.dtype) -> Tensor:
-        seen.append(len(offsets_e))
-        return sums(a, b, offsets_e, *dtype)
-
-    monkeypatch.setattr(fp8_blocks, "sum_over_slots", count_parts)
-    in_parts = gemms(fp8_block_linear, x, weight_OI, dy)[2]
-    assert seen == [4] and decibels(whole.double(), in_parts) > (50 if dtype == torch.bfloat16 else 120)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("mean", [0.0, 0.5])
 @pytest.mark.parametrize("linear", [fp8_block_linear, fp8_linear])
 @pytest.mark.parametrize(
     ("num_tokens", "inputs", "outputs"),
-    [(4096, 7168, 1536), (4000, 1536, 24_576), (16_384, 512, 4096), (2048, 18_432, 7168), (1, 4096, 6144)],
+    [
+        (4096, 7168, 1536),
+        (4000, 1536, 24_576),
+        (4097, 512, 4096),
+        (16_384, 512, 4096),
+        (2048, 18_432, 7168),
+        (1, 4096, 6144),
+    ],
     ids=str,
 )
 def test_layers_of_full_size_are_near_fp64(
     num_tokens: int, inputs: int, outputs: int, linear: Callable[[Tensor, Tensor], Tensor], mean: float
 ) -> None:
     """Sums of rowwise layers have the matrix units' 14 bits, over all of I, O or T."""
+    if linear is fp8_linear and num_tokens % 16:
+        pytest.skip("a rowwise layer needs multiples of 16 tokens")
     torch.manual_seed(0)
     x, weight_OI, dy = (
         draw("cuda", torch.bfloat16, *shape)

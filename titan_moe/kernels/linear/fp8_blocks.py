@@ -10,36 +10,27 @@ The layer is one expert that gets all tokens: casts and GEMMs are those of exper
 Hopper block_mm.py and block_weight_grad.py. Products of 128 leave the matrix units and are added in fp32. For dW the
 codes of x and dy are rounded again along tokens (kernels/experts/fp8/requantized.py); all scales are powers of two, so
 only codes that fall below the smallest one change. kernels/formats/linear.py, the definition of "fp8_blockwise", rounds
-both factors of dW once. Any number of tokens will do: a tile that is not full masks its rows. For dW of a narrow layer
-up to four parts of the tokens are summed as the slots of so many experts are, and then added, all in fp32 and always in
-the same order.
+both factors of dW once. Any number of tokens will do: a tile that is not full masks its rows.
 
 Physics: 6·T·I·O FLOPs in matrix units of twice the rate of bf16. Beside the GEMMs, forward reads 2·T·I + 2·I·O bytes
 and writes T·I + I·O; backward reads 3·T·O + T·I + 2·I·O and writes 2·T·O + T·I + I·O. So wide layers are bound by the
 GEMMs, narrow ones by the passes around them. Weights are quantised in each direction, as stored or transposed: no codes
 are kept while FSDP has freed the weight. Kept for backward are codes and scales of x, 33 / 64 of bf16's bytes. dW has
-I·O / 2 ** 15 tiles of 256 x 128, each summed by one thread block: less than one a multiprocessor, or few more than
-one, for narrow layers. n parts have n times as many tiles of an n-th of the tokens, and 8·n·I·O bytes more.
+I·O / 2 ** 15 tiles of 256 x 128, each summed over all tokens by one thread block: less than one a multiprocessor for
+narrow layers.
 """
 
 import torch
-import triton
 from torch import Tensor
 
-from titan_moe.kernels.device import num_multiprocessors
-from titan_moe.kernels.experts.fp8.block_weight_grad import tiles_of_outputs
 from titan_moe.kernels.experts.fp8.packed import BLOCK
 from titan_moe.kernels.experts.fp8.requantized import requantized_slots
 from titan_moe.kernels.experts.fp8.rows import quantize_apart
 from titan_moe.kernels.experts.fp8.stages import sum_over_slots, times_weight
 from titan_moe.kernels.experts.fp8.weights import quantize_one_way
 from titan_moe.kernels.experts.tiles import Tiles, plan_tiles
-from titan_moe.kernels.experts.weights import Tensors
 from titan_moe.kernels.linear.quantized import linear_op, linear_reference
 from titan_moe.kernels.registry import Kernel, register
-
-MOST_PARTS, LEAST_TOKENS = 4, 2048
-"""Of the sum over tokens of a gradient of a weight: so many parts at most, so many tokens a part at least."""
 
 
 def fp8_block_linear(x: Tensor, weight_OI: Tensor) -> Tensor:
@@ -78,28 +69,8 @@ def _backward(
         dweight_OI = torch.zeros_like(weight_OI)
     elif needs[1]:
         factors = requantized_slots(*dy, tiles), requantized_slots(codes_TI, scales_Ti, tiles)
-        dweight_OI = _weight_grad(factors, offsets, len(dy_TO), weight_OI)
+        dweight_OI = sum_over_slots(*factors, offsets)[0].to(weight_OI.dtype)
     return dx_TI, dweight_OI
-
-
-def _weight_grad(factors: tuple[Tensors, Tensors], offsets: Tensor, num_tokens: int, weight_OI: Tensor) -> Tensor:
-    parts = num_parts(num_tokens, tiles_of_outputs(*weight_OI.shape), num_multiprocessors(weight_OI.device))
-    if parts == 1:
-        return sum_over_slots(*factors, offsets)[0].to(weight_OI.dtype)
-    tokens_of_part = triton.cdiv(triton.cdiv(num_tokens, BLOCK), parts) * BLOCK
-    ends = torch.arange(1, parts + 1, dtype=torch.int32, device=weight_OI.device) * tokens_of_part
-    return sum_over_slots(*factors, ends.clamp(max=num_tokens), torch.float32).sum(0).to(weight_OI.dtype)
-
-
-def num_parts(num_tokens: int, num_tiles: int, at_once: int | None) -> int:
-    """The parts of the tokens that are summed apart for a gradient of so many tiles, `at_once` of which run at one time
-    (None: not known): the number that leaves the fewest multiprocessors idle, if that saves a tenth of the time."""
-    most = min(MOST_PARTS, num_tokens // LEAST_TOKENS)
-    if at_once is None or most < 2:
-        return 1
-    turns = {parts: triton.cdiv(parts * num_tiles, at_once) / parts for parts in range(1, most + 1)}
-    best = min(turns, key=lambda parts: turns[parts])
-    return best if turns[best] <= 0.9 * turns[1] else 1
 
 
 def _one_expert(x_TI: Tensor) -> tuple[Tensor, Tiles]:

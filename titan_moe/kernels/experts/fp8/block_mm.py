@@ -53,13 +53,6 @@ def descriptor(codes: Tensor, rows: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def _widths(num_blocks, num_outputs, BLOCK: gl.constexpr):
-    """Numbers and bytes of a packed row (packed.py), and pairs of blocks of outputs."""
-    I = num_blocks * BLOCK
-    return I, I + (num_blocks + 3) // 4 * 16, (num_outputs + 1) // 2
-
-
-@gluon.jit
 def multiply(a, b, BLOCK: gl.constexpr, layout: gl.constexpr):
     """Start a product of 64 x 128 and 128 x 128 codes, both along the summed dimension."""
     zeros = gl.zeros([BLOCK // 2, BLOCK], gl.float32, layout)
@@ -70,13 +63,15 @@ def multiply(a, b, BLOCK: gl.constexpr, layout: gl.constexpr):
 def _add_products(
     half: gl.constexpr, x_stages, weight_stages, loaded, free, x_ptr, rows_ptr, out_ptr, experts_ptr, begins_ptr,
     ends_ptr, count_ptr, base_ptr, row_scales_ptr, scales_ptr,
-    num_blocks, num_outputs, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    I: gl.constexpr, O: gl.constexpr, ROW: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     """Results of one half of each tile's slots."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     size: gl.constexpr = BLOCK // 2
-    I, ROW, num_columns = _widths(num_blocks, num_outputs, BLOCK)
+    num_columns: gl.constexpr = (O + 2 * BLOCK - 1) // (2 * BLOCK)
+    num_blocks: gl.constexpr = I // BLOCK
     if base_ptr is not None:
         x_ptr += gl.load(base_ptr) * ROW
     num_tiles = gl.load(count_ptr)
@@ -92,8 +87,8 @@ def _add_products(
         else:
             rows = gl.load(rows_ptr + slots, mask=is_slot, other=0).to(gl.int64)
             row_scale_ptrs = scale_at(x_ptr + rows * ROW, I)
-        scale_ptr = scales_ptr + (expert * num_outputs + column * 2) * num_blocks
-        has_other = column * 2 + 1 < num_outputs
+        scale_ptr = scales_ptr + (expert * (O // BLOCK) + column * 2) * num_blocks
+        has_other = column * 2 * BLOCK + BLOCK < O
         total = gl.zeros([size, BLOCK], gl.float32, layout)
         other_total = gl.zeros([size, BLOCK], gl.float32, layout)
         row_scale, scale = gl.load(row_scale_ptrs, mask=is_slot, other=0.0), gl.load(scale_ptr)
@@ -120,7 +115,7 @@ def _add_products(
         slots = begin + gl.arange(0, size, gl.SliceLayout(1, stored))
         columns = column * 2 * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, stored))
         keep = gl.expand_dims(slots < end, 1)
-        out_ptrs = out_ptr + gl.expand_dims(slots.to(gl.int64) * (num_outputs * BLOCK), 1) + gl.expand_dims(columns, 0)
+        out_ptrs = out_ptr + gl.expand_dims(slots.to(gl.int64) * O, 1) + gl.expand_dims(columns, 0)
         gl.store(out_ptrs, gl.convert_layout(total.to(out_ptr.dtype.element_ty), stored), mask=keep)
         other = gl.convert_layout(other_total.to(out_ptr.dtype.element_ty), stored)
         gl.store(out_ptrs + BLOCK, other, mask=keep & has_other)
@@ -129,12 +124,13 @@ def _add_products(
 @gluon.jit
 def _load(
     x_desc, weight_desc, x_stages, weight_stages, loaded, free, x_ptr, rows_ptr, experts_ptr, begins_ptr, ends_ptr,
-    count_ptr, base_ptr, num_blocks, num_outputs, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    count_ptr, base_ptr, I: gl.constexpr, O: gl.constexpr, ROW: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Both factors: slots and weights by the TMA, gathered rows by copies of 16 bytes a thread."""
     copied: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     size: gl.constexpr = BLOCK // 2
-    I, ROW, num_columns = _widths(num_blocks, num_outputs, BLOCK)
+    num_columns: gl.constexpr = (O + 2 * BLOCK - 1) // (2 * BLOCK)
     if base_ptr is not None:
         x_ptr += gl.load(base_ptr) * ROW
     num_tiles = gl.load(count_ptr)
@@ -142,7 +138,7 @@ def _load(
     for position in range(gl.program_id(0), num_tiles * num_columns, gl.num_programs(0)):
         tile, column = place_in_groups(position, num_tiles, num_columns, GROUP)
         begin = gl.load(begins_ptr + tile)
-        first = (gl.load(experts_ptr + tile) * num_outputs + column * 2) * BLOCK
+        first = gl.load(experts_ptr + tile) * O + column * 2 * BLOCK
         if rows_ptr is not None:  # those past the last slot are copies of row 0, whose results are not stored
             slots, end = begin + gl.arange(0, size, gl.SliceLayout(1, copied)), gl.load(ends_ptr + tile)
             rows = gl.load(rows_ptr + slots, mask=slots < end, other=0).to(gl.int64)
@@ -170,12 +166,13 @@ def _load(
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
 
 
-@gluon.jit(do_not_specialize=["num_blocks", "num_outputs"])
+@gluon.jit
 def _block_mm_kernel(
     x_desc, weight_desc, x_ptr, rows_ptr, out_ptr, experts_ptr, begins_ptr, ends_ptr, count_ptr, base_ptr,
     row_scales_ptr, scales_ptr,
-    num_blocks, num_outputs, BLOCK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr,
-    LOADING_WARPS: gl.constexpr, REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+    I: gl.constexpr, O: gl.constexpr, ROW: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, LAYOUT: gl.constexpr, LOADING_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     x_stages = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, BLOCK // 2, BLOCK], LAYOUT)
     weight_stages = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, BLOCK, BLOCK], LAYOUT)
@@ -191,23 +188,21 @@ def _block_mm_kernel(
                 _add_products,
                 (
                     0, x_stages, weight_stages, loaded, free, x_ptr, rows_ptr, out_ptr, experts_ptr, begins_ptr,
-                    ends_ptr, count_ptr, base_ptr, row_scales_ptr, scales_ptr, num_blocks,
-                    num_outputs, BLOCK, STAGES, GROUP,
+                    ends_ptr, count_ptr, base_ptr, row_scales_ptr, scales_ptr, I, O, ROW, BLOCK, STAGES, GROUP,
                 ),
             ),
             (
                 _add_products,
                 (
                     1, x_stages, weight_stages, loaded, free, x_ptr, rows_ptr, out_ptr, experts_ptr, begins_ptr,
-                    ends_ptr, count_ptr, base_ptr, row_scales_ptr, scales_ptr, num_blocks,
-                    num_outputs, BLOCK, STAGES, GROUP,
+                    ends_ptr, count_ptr, base_ptr, row_scales_ptr, scales_ptr, I, O, ROW, BLOCK, STAGES, GROUP,
                 ),
             ),
             (
                 _load,
                 (
                     x_desc, weight_desc, x_stages, weight_stages, loaded, free, x_ptr, rows_ptr, experts_ptr,
-                    begins_ptr, ends_ptr, count_ptr, base_ptr, num_blocks, num_outputs, BLOCK, STAGES, GROUP,
+                    begins_ptr, ends_ptr, count_ptr, base_ptr, I, O, ROW, BLOCK, STAGES, GROUP,
                 ),
             ),
         ],
@@ -246,7 +241,7 @@ def block_mm(
     _block_mm_kernel[(num_multiprocessors(x.device),)](
         descriptor(x, HALF) if rows_R is None else None, descriptor(weight, BLOCK), x, rows_R, out_RO,
         *tiles[:3], tiles.count, base, row_scales_Ri, scales_eoi,
-        width // BLOCK, out_width // BLOCK, BLOCK=BLOCK, STAGES=STAGES, GROUP=GROUP, LAYOUT=CODES_LAYOUT,
+        I=width, O=out_width, ROW=x.shape[1], BLOCK=BLOCK, STAGES=STAGES, GROUP=GROUP, LAYOUT=CODES_LAYOUT,
         LOADING_WARPS=LOADING_WARPS, REGISTERS=registers, LOADING_REGISTERS=loading_registers, num_warps=4,
     )  # fmt: skip
     return out_RO

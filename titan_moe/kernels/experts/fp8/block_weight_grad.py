@@ -10,7 +10,6 @@ Physics: 2·R·A·B FLOPs, bound by the matrix units; each product of 128 is mul
 instructions in fp32 of block_mm.py.
 """
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -37,8 +36,9 @@ REGISTERS, LOADING_REGISTERS = 240, 24
 
 @gluon.jit
 def _place(
-    position, offsets_ptr, num_tiles_a, num_tiles_b, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr, GROUP: gl.constexpr
-):
+    position, offsets_ptr, num_tiles_a: gl.constexpr, num_tiles_b: gl.constexpr, BLOCK: gl.constexpr,
+    BLOCK_E: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     """A tile of outputs: its expert, its place, and the first and the last of the expert's tiles of slots."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     expert, program = position // (num_tiles_a * num_tiles_b), position % (num_tiles_a * num_tiles_b)
@@ -54,18 +54,19 @@ def _place(
 @gluon.jit
 def _add_products(
     half: gl.constexpr, a_stages, b_stages, loaded, free, offsets_ptr, a_scales_ptr, b_scales_ptr, out_ptr, num_outputs,
-    num_blocks_a, num_blocks_b, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """Gradients of one half of each tile's rows."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     size: gl.constexpr = BLOCK // 2
-    A, B, num_tiles_a = num_blocks_a * BLOCK, num_blocks_b * BLOCK, (num_blocks_a + 1) // 2
+    num_tiles_a: gl.constexpr = (A + 2 * BLOCK - 1) // (2 * BLOCK)
+    num_tiles_b: gl.constexpr = B // BLOCK
     step = 0
     for position in range(gl.program_id(0), num_outputs, gl.num_programs(0)):
         expert, tile_a, tile_b, begin, last = _place(
-            position, offsets_ptr, num_tiles_a, num_blocks_b, BLOCK, BLOCK_E, GROUP
+            position, offsets_ptr, num_tiles_a, num_tiles_b, BLOCK, BLOCK_E, GROUP
         )
         first = tile_a * 2 * BLOCK + half * BLOCK
         rows = first + gl.arange(0, size, gl.SliceLayout(1, layout))
@@ -100,15 +101,16 @@ def _add_products(
 @gluon.jit
 def _load(
     a_desc, b_desc, a_stages, b_stages, loaded, free, offsets_ptr, num_outputs,
-    num_blocks_a, num_blocks_b, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
     """Both factors, by the TMA."""
     size: gl.constexpr = BLOCK // 2
-    num_tiles_a = (num_blocks_a + 1) // 2
+    num_tiles_a: gl.constexpr = (A + 2 * BLOCK - 1) // (2 * BLOCK)
+    num_tiles_b: gl.constexpr = B // BLOCK
     step = 0
     for position in range(gl.program_id(0), num_outputs, gl.num_programs(0)):
-        _, tile_a, tile_b, begin, last = _place(position, offsets_ptr, num_tiles_a, num_blocks_b, BLOCK, BLOCK_E, GROUP)
+        _, tile_a, tile_b, begin, last = _place(position, offsets_ptr, num_tiles_a, num_tiles_b, BLOCK, BLOCK_E, GROUP)
         for tile in range(begin, last):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -121,10 +123,10 @@ def _load(
             tma.async_copy_global_to_shared(b_desc, [tile_b * BLOCK, tile * BLOCK], arrived, b_stages.index(stage))
 
 
-@gluon.jit(do_not_specialize=["num_outputs", "num_blocks_a", "num_blocks_b"])
+@gluon.jit(do_not_specialize=["num_outputs"])
 def _block_weight_grad_kernel(
     a_desc, b_desc, offsets_ptr, a_scales_ptr, b_scales_ptr, out_ptr, num_outputs,
-    num_blocks_a, num_blocks_b, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr,
+    A: gl.constexpr, B: gl.constexpr, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, LAYOUT: gl.constexpr, LOADING_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -141,21 +143,21 @@ def _block_weight_grad_kernel(
                 _add_products,
                 (
                     0, a_stages, b_stages, loaded, free, offsets_ptr, a_scales_ptr, b_scales_ptr, out_ptr,
-                    num_outputs, num_blocks_a, num_blocks_b, BLOCK, BLOCK_E, STAGES, GROUP,
+                    num_outputs, A, B, BLOCK, BLOCK_E, STAGES, GROUP,
                 ),
             ),
             (
                 _add_products,
                 (
                     1, a_stages, b_stages, loaded, free, offsets_ptr, a_scales_ptr, b_scales_ptr, out_ptr,
-                    num_outputs, num_blocks_a, num_blocks_b, BLOCK, BLOCK_E, STAGES, GROUP,
+                    num_outputs, A, B, BLOCK, BLOCK_E, STAGES, GROUP,
                 ),
             ),
             (
                 _load,
                 (
                     a_desc, b_desc, a_stages, b_stages, loaded, free, offsets_ptr,
-                    num_outputs, num_blocks_a, num_blocks_b, BLOCK, BLOCK_E, STAGES, GROUP,
+                    num_outputs, A, B, BLOCK, BLOCK_E, STAGES, GROUP,
                 ),
             ),
         ],
@@ -164,22 +166,15 @@ def _block_weight_grad_kernel(
     )  # fmt: skip
 
 
-def block_weight_grad(
-    a: Tensor, b: Tensor, offsets_e: Tensor, scales_MA: Tensor, scales_MB: Tensor, dtype: torch.dtype = RESULTS
-) -> Tensor:
+def block_weight_grad(a: Tensor, b: Tensor, offsets_e: Tensor, scales_MA: Tensor, scales_MB: Tensor) -> Tensor:
     """`weight_grad` of the factors of requantized.py: codes [A, 128·M] and [B, 128·M] -> [e, A, B]."""
     num_experts, width_a, width_b = offsets_e.numel(), len(a), len(b)
-    out_eAB = a.new_empty(num_experts, width_a, width_b, dtype=dtype)
-    num_outputs = num_experts * tiles_of_outputs(width_a, width_b)
+    out_eAB = a.new_empty(num_experts, width_a, width_b, dtype=RESULTS)
+    num_outputs = num_experts * triton.cdiv(width_a, 2 * BLOCK) * (width_b // BLOCK)
     _block_weight_grad_kernel[(num_multiprocessors(a.device),)](
         descriptor(a, HALF), descriptor(b, BLOCK), offsets_e, scales_MA, scales_MB, out_eAB, num_outputs,
-        width_a // BLOCK, width_b // BLOCK, BLOCK=BLOCK, BLOCK_E=triton.next_power_of_2(num_experts),
-        STAGES=STAGES, GROUP=GROUP, LAYOUT=CODES_LAYOUT, LOADING_WARPS=LOADING_WARPS, REGISTERS=REGISTERS,
-        LOADING_REGISTERS=LOADING_REGISTERS, num_warps=4,
+        A=width_a, B=width_b, BLOCK=BLOCK, BLOCK_E=triton.next_power_of_2(num_experts), STAGES=STAGES, GROUP=GROUP,
+        LAYOUT=CODES_LAYOUT, LOADING_WARPS=LOADING_WARPS, REGISTERS=REGISTERS, LOADING_REGISTERS=LOADING_REGISTERS,
+        num_warps=4,
     )  # fmt: skip
     return out_eAB
-
-
-def tiles_of_outputs(width_a: int, width_b: int) -> int:
-    """Tiles of an expert's gradient: a thread block sums one over all slots."""
-    return triton.cdiv(width_a, 2 * BLOCK) * (width_b // BLOCK)

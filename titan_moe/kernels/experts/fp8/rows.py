@@ -117,7 +117,7 @@ def power_of_two(amax):
 
 
 @triton.jit
-def scale_at(row_ptr, D):
+def scale_at(row_ptr, D: tl.constexpr):
     """The address of a packed row's first scale."""
     return (row_ptr + D).to(tl.pointer_type(tl.float32), bitcast=True)
 

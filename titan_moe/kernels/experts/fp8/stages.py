@@ -17,7 +17,6 @@ blocks run beside them. Results of GEMMs are bf16 (fp32 in the interpreter).
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from titan_moe.kernels.experts import stages
@@ -251,9 +250,9 @@ def _dw_of_blocks(
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF
 
 
-def sum_over_slots(a: Tensors, b: Tensors, offsets_e: Tensor, dtype: torch.dtype = RESULTS) -> Tensor:
-    """The gradient of a weight, [e, A, B] in bf16 by default, from factors of requantized.py, codes and scales each."""
+def sum_over_slots(a: Tensors, b: Tensors, offsets_e: Tensor) -> Tensor:
+    """The gradient of a weight, [e, A, B] in bf16, from factors of requantized.py, codes and scales each."""
     (codes_a, scales_MA), (codes_b, scales_MB) = a, b
     if has_roles(codes_a.device):
-        return block_weight_grad(codes_a, codes_b, offsets_e, scales_MA, scales_MB, dtype)
-    return weight_grad(codes_a, codes_b, offsets_e, scales_MA, BLOCK, b_scales=scales_MB, dtype=dtype)
+        return block_weight_grad(codes_a, codes_b, offsets_e, scales_MA, scales_MB)
+    return weight_grad(codes_a, codes_b, offsets_e, scales_MA, BLOCK, b_scales=scales_MB)

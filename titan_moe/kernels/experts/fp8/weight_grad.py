@@ -11,7 +11,6 @@ added in fp32, times both scales.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -81,7 +80,6 @@ def weight_grad(
     *,
     b_scales: Tensor | None = None,
     cut: WeightGradTiles | None = None,
-    dtype: torch.dtype = RESULTS,
 ) -> Tensor:
     """Sum a's times b's over each expert's slots, times their scales: [A, 128·M], [B, 128·M] -> [e, A, B].
 
@@ -90,7 +88,7 @@ def weight_grad(
     """
     cut = cut or (MEASURED if b_scales is None else BLOCK_CUT)
     num_experts, width_a, width_b = offsets_e.numel(), len(a), len(b)
-    out = a.new_empty(num_experts, width_a, width_b, dtype=dtype)
+    out = a.new_empty(num_experts, width_a, width_b, dtype=RESULTS)
     descriptors = (
         TensorDescriptor.from_tensor(factor, [width, rows]) for factor, width in ((a, cut.width_a), (b, cut.width_b))
     )
