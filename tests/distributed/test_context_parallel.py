@@ -35,10 +35,7 @@ def test_context_parallel_checkpoints_load_bit_for_bit_on_other_layouts(
     config = CheckpointConfig(is_async=False)
     before, after = (one_loss.split_recipe(layout, name, checkpoint=config) for layout in (parallel, later))
     saved = ranks(num_ranks, state.save, before, tmp_path)[0]
-    loaded = ranks(num_later, state.resume, after, tmp_path)[0]
-    assert saved.keys() == loaded.keys() and len(saved) > 60
-    for key, value in saved.items():
-        assert torch.equal(loaded[key], value), key
+    state.assert_same_state(ranks(num_later, state.resume, after, tmp_path), saved)
 
 
 @pytest.mark.parametrize(

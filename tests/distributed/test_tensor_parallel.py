@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import load
 from support.checkpoint_case import Cursor
 from torch import Tensor
@@ -17,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_moe.checkpoint.dcp import Checkpointer
-from titan_moe.config import Recipe
+from titan_moe.config import Recipe, check_rules
+from titan_moe.config.context import sequence_shard
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.train import CheckpointConfig
+from titan_moe.data.loader import build_loader
 from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.plan.format_choice import choose_formats
 from titan_moe.train.build import assemble
@@ -42,40 +45,68 @@ def state_of(built: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def checkpointer_of(recipe: Recipe, folder: Path, built: Any) -> Checkpointer:
-    return Checkpointer(recipe, folder, built.parts, built.optimizers, built.schedule, Cursor(), Cursor())
+class Run:
+    """A rank's model, data and checkpoints."""
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.built = assemble(recipe, CPU)
+        meshes = self.built.meshes
+        shard = sequence_shard(recipe.parallel, meshes.context_rank)
+        self.loader = build_loader(recipe, meshes.data_rank, meshes.sizes.dp, folder, dist.barrier, shard)
+        states = self.built.optimizers, self.built.schedule, self.loader, Cursor()
+        self.checkpointer = Checkpointer(recipe, folder, self.built.parts, *states)
+
+    def train_and_save(self, first: int, last: int) -> dict[str, Tensor]:
+        """Take steps and save; the state."""
+        for _ in range(first, last + 1):
+            self.built.step(self.loader.next_step())
+        self.checkpointer.save(last)
+        self.checkpointer.close()
+        return self.state()
+
+    def load(self) -> dict[str, Tensor]:
+        """Load into a model whose every value is another; the state."""
+        with torch.no_grad():
+            for parameter in self.built.optimizers.parameters:
+                parameter.fill_(7.0)
+        assert self.checkpointer.load()
+        return self.state()
+
+    def state(self) -> dict[str, Tensor]:
+        return state_of(self.built) | {"next_sample": torch.tensor(self.loader.state_dict()["next_sample"])}
 
 
 def save(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
     """Take two steps and save; the state."""
-    built = assemble(recipe, CPU)
-    for step in range(2):
-        size = recipe.train.micro_batch_sequences
-        num_sequences = recipe.train.global_batch_sequences
-        options = {"parallel": recipe.parallel, "num_sequences": num_sequences}
-        built.step(one_loss.batch_of(step, size, built.meshes, **options))
-    checkpointer = checkpointer_of(recipe, folder, built)
-    checkpointer.save(2)
-    checkpointer.close()
-    return state_of(built)
+    return Run(recipe, folder).train_and_save(1, 2)
 
 
 def resume(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
-    """Load into a model whose every value is another; the state."""
-    built = assemble(recipe, CPU)
-    with torch.no_grad():
-        for parameter in built.optimizers.parameters:
-            parameter.fill_(7.0)
-    checkpointer = checkpointer_of(recipe, folder, built)
-    assert checkpointer.load()
-    checkpointer.close()
-    return state_of(built)
+    """The state of the newest checkpoint."""
+    run = Run(recipe, folder)
+    state = run.load()
+    run.checkpointer.close()
+    return state
+
+
+def resume_and_save(recipe: Recipe, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state of the newest checkpoint, and that of the next step, which is saved."""
+    run = Run(recipe, folder)
+    return run.load(), run.train_and_save(3, 3)
+
+
+def assert_same_state(loaded: list[dict[str, Tensor]], saved: dict[str, Tensor]) -> None:
+    """Every rank has loaded the same bits."""
+    assert len(saved) > 60 and saved["next_sample"] > 0
+    for state in loaded:
+        assert saved.keys() == state.keys()
+        for name, value in saved.items():
+            assert torch.equal(state[name], value), name
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "num_later", "later", "is_async"),
     [
-        pytest.param(2, TP2_EP2, 1, ParallelConfig(), False, id="tp2-to-1"),
         pytest.param(1, ParallelConfig(), 2, TP2_EP2, False, id="1-to-tp2"),
         pytest.param(4, replace(TP2_EP2, ep=4), 4, TP4, True, id="tp2-dp2-to-tp4-async"),
     ],
@@ -86,10 +117,28 @@ def test_tensor_parallel_checkpoints_load_bit_for_bit_on_other_layouts(
     config = CheckpointConfig(is_async=is_async)
     before, after = (one_loss.split_recipe(p, "gqa", checkpoint=config) for p in (parallel, later))
     saved = ranks(num_ranks, save, before, tmp_path)[0]
-    loaded = ranks(num_later, resume, after, tmp_path)[0]
-    assert saved.keys() == loaded.keys() and len(saved) > 60
-    for name, value in saved.items():
-        assert torch.equal(loaded[name], value), name
+    assert_same_state(ranks(num_later, resume, after, tmp_path), saved)
+
+
+def of_threes(parallel: ParallelConfig) -> Recipe:
+    """A model that 2, 3 and 4 ranks divide, and sequences of 24 tokens."""
+    attention = replace(one_loss.GQA, num_heads=12, num_kv_heads=6)
+    moe = replace(one_loss.MOE, num_experts=12, shared_ffn_hidden_size=12)
+    sizes = {"vocab_size": 48, "hidden_size": 24, "ffn_hidden_size": 24}
+    model = replace(one_loss.MODEL, attention=attention, moe=moe, **sizes)
+    base = one_loss.split_recipe(parallel, "gqa", checkpoint=CheckpointConfig(is_async=False))
+    return replace(base, model=model, train=replace(base.train, seq_len_tokens=24, micro_batch_sequences=2))
+
+
+def test_checkpoints_load_bit_for_bit_on_8_then_1_then_6_ranks(ranks, tmp_path: Path) -> None:
+    on_8 = of_threes(ParallelConfig(dp_replicate=2, tp=2, ep=4, dispatcher="alltoall"))
+    on_6 = of_threes(ParallelConfig(cp=3, tp=2, ep=3, dispatcher="alltoall"))
+    assert not check_rules(on_8, 8) + check_rules(on_6, 6)
+    saved = ranks(8, save, on_8, tmp_path)
+    loaded, saved_by_one = ranks(1, resume_and_save, of_threes(ParallelConfig()), tmp_path)[0]
+    assert_same_state([*saved, loaded], saved[0])
+    assert saved_by_one["next_sample"] == 24 and loaded["next_sample"] == 16
+    assert_same_state(ranks(6, resume, on_6, tmp_path), saved_by_one)
 
 
 def describe(recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]], float, Tensor]:
