@@ -33,6 +33,7 @@ INTERLEAVED = (
 """Overrides that interleave two microbatches."""
 
 RING = "--parallel.cp=2 --parallel.cp_kind=ring"
+ALLGATHER = "--parallel.cp=2 --parallel.cp_kind=allgather"
 
 PIPELINE = "--parallel.pp=2 --train.micro_batch_sequences=1"
 """Overrides that run 4 microbatches through 2 stages."""
@@ -107,6 +108,10 @@ BROKEN = {
     "interleaved_pipeline_has_pairs": (
         f"{ZERO_BUBBLE} {INTERLEAVED}",
         'pp_schedule = "zbv" has no pairs; take pp_schedule = "1f1b", "interleaved_1f1b" or "dualpipev", or overlap =',
+    ),
+    "cp_kind_needs_cp": (
+        "--parallel.cp_kind=ring --data.document_attention=true",
+        'parallel.cp_kind = "ring" needs context parallelism, but parallel.cp = 1; raise cp, or set it to "ulysses"',
     ),
     "cp_divides_sequences": (
         "--parallel.cp=2 --train.seq_len_tokens=129",
@@ -203,6 +208,11 @@ BROKEN = {
     ),
     "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; change it'),
     "attention_backend_exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
+    "dense_masks_fit": (
+        f"{ALLGATHER} --train.seq_len_tokens=131072",
+        'parallel.cp_kind = "allgather" needs a dense mask of 65536 * 131072 bytes, 8 GiB, which is more than 1 GiB; '
+        'take perf.attention = "flex"',
+    ),
     "attention_is_deterministic": (
         "--run.is_deterministic=true --perf.attention=cudnn",
         'run.is_deterministic = true excludes perf.attention = "cudnn"; take "auto", "flash"',
@@ -510,6 +520,12 @@ def test_rules_each_have_a_broken_recipe() -> None:
         ),
         (f"{RING} --model.attention.kind=mla", 8, 'model.attention.kind = "mla", whose latents are narrower than'),
         (f"{RING} --model.attention.sliding_window=16", 8, "sliding_window = 16; take 0, or parallel.cp_kind = "),
+        (
+            "--data.document_attention=true --train.seq_len_tokens=32768",
+            8,
+            "document_attention = true needs a dense mask of 2 sequences * 32768 * 32768 bytes, 2 GiB",
+        ),
+        ("--model.attention.sliding_window=16 --train.seq_len_tokens=65536", 8, "sliding_window = 16 needs a dense"),
         (f"{RING} --perf.attention=math", 8, 'perf.attention = "math", which returns no log-sum-exp of each query'),
         (
             f"{RING} --perf.attention=efficient --run.device=cuda",
@@ -682,7 +698,11 @@ def test_rules_with_several_cases_refuse_each(
         f"{RING} --run.device=cpu --precision.compute=fp32 --model.attention.head_dim=320",
         f"{RING} --model.attention.head_dim=256",
         f"{RING} --model.attention.sliding_window=4096 --parallel.tp=2",
-        "--parallel.cp_kind=ring --data.document_attention=true",  # without cp
+        f"{ALLGATHER} --train.seq_len_tokens=32768 --run.device=cuda",  # 16,384 * 32,768 booleans
+        f"{ALLGATHER} --train.seq_len_tokens=131072 --run.device=cuda --perf.attention=flex",
+        f"{ALLGATHER} --train.seq_len_tokens=131072 --run.device=cpu --precision.compute=fp32",
+        f"{RING} --train.seq_len_tokens=131072",
+        "--data.document_attention=true --train.seq_len_tokens=32768 --train.micro_batch_sequences=1",
         "--parallel.cp=2 --model.attention.kind=mla --precision.linears=fp8_rowwise",
         "--parallel.cp=2 --parallel.tp=2 --parallel.dispatcher=symm_mem --perf.attention=flex --compile.cudagraph=step",
         "--parallel.cp=2 --parallel.dp_replicate=2 --parallel.ep=2",

@@ -181,6 +181,8 @@ def sample(seed: int) -> tuple[int, Recipe, str, int]:
             reshard_after_forward=draw.choice((True, True, False)),
             reshard_experts_after_forward=draw.choice((True, True, False)),
         )
+        if parallel.cp == 1:
+            parallel = replace(parallel, cp_kind=ParallelConfig.cp_kind)
         if parallel.facts.has_two_levels:
             parallel = replace(parallel, ep_ranks_per_node=draw.choice((2, 4)))
         model, num_starved = draw.choice(MODELS), draw.choice(list(STARVED.values()))

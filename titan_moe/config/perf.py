@@ -21,7 +21,7 @@ class PerfConfig:
     `reference`: The experts are a loop in PyTorch: slow, for comparison, also in fp64."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
     """Backend of scaled dot product attention (SDPA). With document attention or sliding windows, SDPA gets an N x N
-    mask per sequence and computes masked pairs too.
+    mask per sequence and computes masked pairs too; on GPUs a mask of more than 1 GiB is refused.
     `auto`: PyTorch chooses.
     `cudnn`: Prefer cuDNN.
     `flash`: Prefer FlashAttention.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import is_no_divisor, nearest_multiples, rule, rules_in
 
@@ -11,6 +12,16 @@ ALLGATHER = 'parallel.cp_kind = "allgather"'
 NO_RING = 'parallel.cp_kind = "allgather" or "ulysses"'
 HEAD_DIM_MULTIPLE, LARGEST_HEAD_DIM = 8, 256
 """Of the kernels of ring attention for GPUs."""
+
+
+@rule("an option without effect hides a mistake")
+def cp_kind_needs_cp(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.parallel
+    if p.cp == 1 and p.cp_kind != ParallelConfig.cp_kind:
+        yield (
+            f'parallel.cp_kind = "{p.cp_kind}" needs context parallelism, but {NO_CP}; raise cp, or set it to '
+            f'"{ParallelConfig.cp_kind}"'
+        )
 
 
 @rule("each rank has an equal part of every sequence: with ulysses one chunk, else one chunk from each end")

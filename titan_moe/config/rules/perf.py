@@ -12,6 +12,8 @@ from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
 from titan_moe.config.skew import obstacles_to_skew
 
 GROUPED_MM_STRIDE_BYTES = 16
+LARGEST_DENSE_MASK_GIB = 1
+"""Of a mask for SDPA, which has a byte for each pair of a query and a key; 32,768 tokens without cp."""
 
 
 @rule("torch.nn.functional.grouped_mm takes bf16, and fp32 on CPU only")
@@ -111,6 +113,37 @@ def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
     if recipe.run.device == "cpu" and backend in ("cudnn", "efficient", "flex"):
         yield f'perf.attention = "{backend}" does not exist with run.device = "cpu"; take "auto", "flash" or "math"'
+
+
+@rule("a dense mask grows with the square of the sequence length, and its masked pairs are computed; flex has none")
+def dense_masks_fit(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p, num_tokens = recipe.parallel, recipe.train.seq_len_tokens
+    if recipe.run.device == "cpu" or recipe.perf.attention == "flex" or not (causes := _causes_of_masks(recipe)):
+        return
+    num_queries = num_tokens // max(p.cp, 1) if p.cp_kind == "allgather" else num_tokens
+    num_masks = recipe.train.micro_batch_sequences if recipe.data.document_attention else 1
+    gib = num_masks * num_queries * num_tokens / 2**30
+    if gib > LARGEST_DENSE_MASK_GIB:
+        sequences = f"{num_masks} sequences * " if num_masks > 1 else ""
+        yield (
+            f'perf.attention = "{recipe.perf.attention}" with {" and ".join(causes)} needs a dense mask of {sequences}'
+            f"{num_queries} * {num_tokens} bytes, {gib:.3g} GiB, which is more than {LARGEST_DENSE_MASK_GIB} GiB; take "
+            'perf.attention = "flex"'
+        )
+
+
+def _causes_of_masks(recipe: Recipe) -> list[str]:
+    """The settings for which layers need masks; ring attention has none."""
+    p, a, num_tokens = recipe.parallel, recipe.model.attention, recipe.train.seq_len_tokens
+    if p.cp > 1 and p.cp_kind == "ring":
+        return []
+    has_windows = any(a.window(layer, num_tokens) < num_tokens for layer in range(recipe.model.num_layers))
+    causes = {
+        "data.document_attention = true": recipe.data.document_attention,
+        f"model.attention.sliding_window = {a.sliding_window}": has_windows,
+        'parallel.cp_kind = "allgather"': p.cp > 1 and p.cp_kind == "allgather",
+    }
+    return [cause for cause, is_given in causes.items() if is_given]
 
 
 @rule("cuDNN's backward sums in no fixed order, so PyTorch would use another backend")
