@@ -77,20 +77,22 @@ def check_head(ranks: Any, backend: Backend, dtype: torch.dtype, chunk_tokens: i
             torch.testing.assert_close(dweight_VD, weight_WD.grad.chunk(num_ranks)[rank])
 
 
-def lose(label: int) -> Tensor:
-    """The fused loss of a label that is in no part."""
+def refuse_fused(label: int) -> str:
+    """What the fused loss says of a label that is in no part."""
     assert dist.group.WORLD is not None
     x_BND, weight_WD, labels_BN = draw(torch.float32)
     own_VD = weight_WD.chunk(dist.get_world_size())[dist.get_rank()]
     labels_BN[1, 1] = label
     group_name = dist.group.WORLD.group_name
-    return fused_cross_entropy_over_ranks(x_BND.flatten(0, 1), own_VD, labels_BN.flatten(), 5, group_name)
+    with pytest.raises(RuntimeError) as refused:
+        fused_cross_entropy_over_ranks(x_BND.flatten(0, 1), own_VD, labels_BN.flatten(), 5, group_name)
+    return str(refused.value)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("label", [WORDS, -1])
-def test_fused_loss_of_a_label_outside_the_vocabulary_is_nan(ranks: Any, label: int) -> None:
-    assert all(loss.isnan() for loss in ranks(2, lose, label))
+def test_fused_loss_refuses_a_label_outside_the_vocabulary(ranks: Any, label: int) -> None:
+    assert all("a label is outside of the vocabulary" in said for said in ranks(2, refuse_fused, label))
 
 
 def refuse(label: int) -> str:

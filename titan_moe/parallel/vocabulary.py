@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from titan_moe.dispatch.collectives import all_gather, all_gather_rows
-from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL, linear_cross_entropy
+from titan_moe.kernels.loss.cross_entropy import IGNORE_LABEL, linear_cross_entropy, require_words
 from titan_moe.kernels.loss.fused_cross_entropy import fused_cross_entropy, head_ops, loss_alone, loss_and_gradients
 from titan_moe.kernels.loss.softmax_over_parts import VocabParallelSoftmax
 from titan_moe.layers.head import LanguageModelHead
@@ -71,8 +71,7 @@ class VocabParallelHead:
         wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         num_words = wide_CV.shape[1]
         has_label_C = labels_C != IGNORE_LABEL
-        is_word_C = (labels_C >= 0) & (labels_C < self.group.size() * num_words)
-        torch._assert_async((is_word_C | ~has_label_C).all(), "a label is outside of the vocabulary")
+        require_words(labels_C, self.group.size() * num_words)
         words_C = labels_C - self.group.rank() * num_words
         is_own_C = (words_C >= 0) & (words_C < num_words)
         max_C = wide_CV.amax(1)
@@ -87,9 +86,11 @@ class VocabParallelHead:
         return loss, torch.where(has_label_C[:, None], dlogits_CV, 0).to(logits_CV.dtype)
 
 
-def _softmax(group_name: str, num_words: int) -> VocabParallelSoftmax:
-    """The softmax of this rank's words, which exchanges its statistics with the group."""
+def _softmax(group_name: str, num_words: int, labels_T: Tensor) -> VocabParallelSoftmax:
+    """The softmax of this rank's words, which exchanges its statistics with the group. Labels must be words of all
+    ranks."""
     group = _resolve_process_group(group_name)
+    require_words(labels_T, group.size() * num_words)
 
     def exchange(statistics_3C: Tensor) -> Tensor:
         statistics_P3C = statistics_3C.new_empty(group.size(), *statistics_3C.shape)
@@ -102,11 +103,11 @@ def _softmax(group_name: str, num_words: int) -> VocabParallelSoftmax:
 def _of_own_words(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, group: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens, _softmax(group, len(weight_VD)))
+    return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens, _softmax(group, len(weight_VD), labels_T))
 
 
 def _loss_of_own_words(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int, group: str) -> Tensor:
-    return loss_alone(x_TD, weight_VD, labels_T, chunk_tokens, _softmax(group, len(weight_VD)))
+    return loss_alone(x_TD, weight_VD, labels_T, chunk_tokens, _softmax(group, len(weight_VD), labels_T))
 
 
 fused_cross_entropy_over_ranks = head_ops("fused_cross_entropy_over_ranks", _of_own_words, _loss_of_own_words)

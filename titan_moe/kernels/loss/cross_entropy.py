@@ -22,6 +22,16 @@ from titan_moe.kernels.registry import Kernel, register
 IGNORE_LABEL = -100
 
 
+def require_words(labels_T: Tensor, num_words: int) -> None:
+    """Refuse a label that is outside of the vocabulary, and not `IGNORE_LABEL`: on a GPU by an assertion there, as
+    PyTorch's cross entropy does. The host waits for nothing, so CUDA graphs may contain it.
+
+    Raises: RuntimeError, on CPUs.
+    """
+    is_word_T = (labels_T >= 0) & (labels_T < num_words)
+    torch._assert_async((is_word_T | (labels_T == IGNORE_LABEL)).all(), "a label is outside of the vocabulary")
+
+
 def linear_cross_entropy_reference(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0) -> Tensor:
     """Sum the cross entropies of `x @ weight.T`, all logits at once, in at least fp32."""
     logits_TV = F.linear(x_TD, weight_VD)

@@ -28,6 +28,7 @@ from titan_moe.kernels.loss.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
     loss_and_dlogits,
+    require_words,
 )
 from titan_moe.kernels.loss.scaled_cast import scaled_cast
 from titan_moe.kernels.loss.softmax_gradient import softmax_gradient
@@ -160,10 +161,12 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
 def _of_all_words(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
+    require_words(labels_T, len(weight_VD))
     return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens)
 
 
 def _loss_of_all_words(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
+    require_words(labels_T, len(weight_VD))
     return loss_alone(x_TD, weight_VD, labels_T, chunk_tokens)
 
 
@@ -175,10 +178,11 @@ def fused_cross_entropy(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk
 
     Shapes: x [T, D], weight [V, D], labels int64 [T], `IGNORE_LABEL` for none -> fp32 scalar.
 
-    `chunk_tokens` is the number of tokens whose logits exist at a time; 0 computes all logits at once. A label outside
-    the vocabulary makes the loss NaN. Without gradients only the loss is computed, in the memory of one chunk's logits.
+    `chunk_tokens` is the number of tokens whose logits exist at a time; 0 computes all logits at once. Without
+    gradients only the loss is computed, in the memory of one chunk's logits.
 
-    Raises: TypeError for fp64, which the kernels would compute in fp32.
+    Raises: TypeError for fp64, which the kernels would compute in fp32. A label outside of the vocabulary fails an
+    assertion on the GPU.
     """
     return _head(x_TD, weight_VD, labels_T, chunk_tokens)
 
