@@ -465,12 +465,11 @@ def test_one_loss_with_context_parallelism_in_graphs(
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall", "hierarchical"])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_one_loss_with_skewed_routing(ranks, alone: dict[int, Trace], dispatcher: str) -> None:
-    """A rank without tokens, and one of whose two experts one has none."""
+    """A rank without tokens, and one of whose two experts one has none. test_layouts.py has a node without tokens."""
     num_starved = 3
-    of_node = 2 if dispatcher == "hierarchical" else 0
-    parallel = ParallelConfig(ep=4, dispatcher=dispatcher, ep_ranks_per_node=of_node)
+    parallel = ParallelConfig(ep=4, dispatcher=dispatcher)
     for trace in run(ranks, 4, recipe(parallel), num_starved, FEW):
         assert_same(trace, alone[num_starved], 1e-9)
         assert all(counts[-num_starved:] == [0] * num_starved for by in trace.counts for counts in by.values())
