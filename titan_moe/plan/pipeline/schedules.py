@@ -28,7 +28,7 @@ def actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[
 
     Raises: ValueError for stages and microbatches that the schedule does not fit; `config.rules` refuses them first.
     """
-    return [list(flat(entries)) for entries in _entries_of(schedule, pp, vpp, num_microbatches, has_pairs=False)]
+    return [list(actions) for actions in _actions_of(schedule, pp, vpp, num_microbatches)]
 
 
 def paired_actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Entry]]:
@@ -44,7 +44,12 @@ def entries_of(parallel: ParallelConfig, num_microbatches: int) -> list[list[Ent
     p = parallel
     if p.overlap == "microbatch":
         return paired_actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)
-    return [list(actions) for actions in actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)]
+    return [list(actions) for actions in _actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)]
+
+
+@lru_cache(maxsize=16)
+def _actions_of(schedule: str, pp: int, vpp: int, num_microbatches: int) -> list[list[Action]]:
+    return [list(flat(entries)) for entries in _entries_of(schedule, pp, vpp, num_microbatches, has_pairs=False)]
 
 
 @lru_cache(maxsize=16)

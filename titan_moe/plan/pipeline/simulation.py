@@ -79,7 +79,8 @@ def simulate(actions: Sequence[Sequence[Entry]], times: Times) -> Simulation:
     while progressed:
         progressed = False
         for rank, of_rank in enumerate(actions):
-            for action in of_rank[len(runs[rank]) :]:
+            while len(runs[rank]) < len(of_rank):
+                action = of_rank[len(runs[rank])]
                 needed = [need for half in halves(action) for need in _needs(half, listed, last_stage)]
                 if not all(need in ends for need in needed):
                     break
