@@ -39,6 +39,9 @@ class ParallelConfig:
     `dualpipev`: Also a V. In the middle of a step the forward of one microbatch runs together with the backward of
     another (DualPipe, arXiv:2412.19437, cut in half): with overlap = "microbatch" they hide each other's communication
     over ep. Needs at least 2 * pp microbatches.
+
+    The last three delay weight gradients so far as layers can: `titan-moe check` names those that do not, which make
+    the bubble larger. Over `symm_mem` experts usually delay none.
     """
     vpp: int = 1
     """Stages of a pipeline rank (Megatron's virtual pipeline): 1 with `1f1b`, 2 with `zbv` and `dualpipev`, at least 2

@@ -32,7 +32,6 @@ from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange
 from titan_moe.dispatch.symm_mem_mlp import Sizes, forward
 from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
-from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.fp8.mlp import (
     fp8_blockwise_expert_mlp,
     fp8_blockwise_expert_mlp_with_plain_weight_gradients,
@@ -98,8 +97,6 @@ class PeerTokens(NamedTuple):
 
         Raises: ValueError for experts with another MLP than the fused ones.
         """
-        if isinstance(mlp, QueuedMLP):
-            mlp = mlp.mlp  # the backward is one operation: it delays nothing
         if mlp not in OPERANDS:
             raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
         ids_TK, scores_TK, plan, _ = self.sent

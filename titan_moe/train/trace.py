@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
-from titan_moe.config import Recipe, RecipeError
+from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.parallel import ranks_of_a_node, resolve
 from titan_moe.kernels.device import device_name
 from titan_moe.plan.hardware import find_hardware
@@ -53,7 +53,7 @@ def run(recipe: Recipe) -> None:
     if rank > 0 or not path.exists():  # no trace: the run was stopped before the traced steps
         return
     report = folder / "report.html"
-    pipeline = _pipeline(short, folder) if short.parallel.pp > 1 else ""
+    pipeline = _pipeline(load_recipe(folder / "recipe.toml"), folder) if short.parallel.pp > 1 else ""
     html = render(read_trace(path, recipe.profile.num_steps), _traced_run(short), compile_report(), pipeline)
     report.write_text(html, encoding="utf-8")
     logger.info("traces are in %s; the report is %s", path.parent, report)
@@ -101,7 +101,8 @@ def _traced_run(recipe: Recipe) -> TracedRun:
 
 
 def _pipeline(recipe: Recipe, folder: Path) -> str:
-    """The report's section about the pipeline of rank 0, which also becomes a picture in the folder."""
+    """The report's section about the pipeline of rank 0, which also becomes a picture in the folder. `recipe` is that
+    of the run: which weight gradients are delayed depends on its kernels and device."""
     world_size = int(os.environ["WORLD_SIZE"])
     ranks = range(0, world_size, world_size // recipe.parallel.pp)
     try:

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import load
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,15 +21,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
-from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.gemms import gemm_modules
+from titan_moe.config.parallel import ParallelConfig, resolve
 from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.config.train import RunConfig
 from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads, WeightGradQueue
 from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.layers.moe import MoE
 from titan_moe.models.transformer import Transformer
+from titan_moe.parallel import tensor
 from titan_moe.parallel.autograd_segment import AutogradSegment
+from titan_moe.parallel.mesh import build_meshes
 from titan_moe.parallel.pipeline import weight_grads
+from titan_moe.plan.pipeline.weight_grads import obstacle_of
+from titan_moe.precision import policy
 from titan_moe.train import build
 
 one_loss = load("distributed/test_one_loss")
@@ -185,6 +192,82 @@ def test_experts_in_triton_stay_out_of_graphs(kernels: str) -> None:
     model, _ = compiled(recipe)
     for experts in (moe.experts for moe in model.modules() if isinstance(moe, MoE)):
         assert isinstance(experts.mlp, QueuedMLP) == (kernels == "fused") == ("compute" not in vars(experts))
+
+
+def parts_that_delay(model: nn.Module) -> list[Any]:
+    """By module, what `apply` replaces of it."""
+    return [(vars(it).get("forward"), vars(it).get("swiglu_down"), vars(it).get("mlp")) for it in model.modules()]
+
+
+def names_that_delay(recipe: Recipe) -> set[str]:
+    """The modules with GEMMs that delay in a run, which need not be compiled for it."""
+    with torch.device("meta"):
+        model = Transformer(recipe.model, kernels=recipe.perf.chosen_kernels)
+    policy.convert(model, recipe, CPU)
+    if recipe.parallel.tp > 1:
+        meshes = build_meshes(resolve(recipe.parallel, dist.get_world_size()), CPU)
+        tensor.apply(model, recipe.parallel, meshes)
+    before, names = parts_that_delay(model), dict(model.named_modules())
+    weight_grads.apply(model, WeightGradQueue(), recipe, CPU)
+    changed = [old != new for old, new in zip(before, parts_that_delay(model), strict=True)]
+    delaying = {name for name, is_changed in zip(names, changed, strict=True) if is_changed}
+    return {name.removesuffix(".gate") for name in delaying if not name.endswith("shared_experts.gate")}
+
+
+def planned_names(recipe: Recipe) -> set[str]:
+    return {module.name for module in gemm_modules(recipe.model) if obstacle_of(recipe, module) is None}
+
+
+EMULATED = PrecisionConfig("bf16", "fp32", "fp32", format="mxfp8", backend="emulated", modules_in_compute=("*.1.*",))
+SYMM_MEM = replace(ZBV, ep=2, dispatcher="symm_mem")
+FUSED = PerfConfig(kernels="fused")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kinds"),
+    [
+        pytest.param("mla-latent-gate", {}, {"attention", "dense", "experts", "latent", "shared"}, id="all"),
+        pytest.param("mla-latent-gate", {"compile": CompileConfig("on")}, {"latent"}, id="compiled"),
+        pytest.param("gqa", {"compile": CompileConfig("on"), "perf": FUSED}, {"experts"}, id="compiled_beside_triton"),
+        pytest.param("gqa", {"parallel": SYMM_MEM, "perf": FUSED}, {"attention", "dense", "shared"}, id="arena"),
+        pytest.param(
+            "gqa",
+            {"parallel": replace(SYMM_MEM, expert_rank_capacity_factor=0.0), "perf": FUSED},
+            {"attention", "dense", "experts", "shared"},
+            id="no_arena",
+        ),
+        pytest.param(
+            "gqa",
+            {"parallel": replace(SYMM_MEM, expert_rank_capacity_factor=0.0, overlap="tile"), "perf": FUSED},
+            {"attention", "dense", "shared"},
+            id="tile",
+        ),
+        pytest.param("gqa", {"parallel": SYMM_MEM}, {"attention", "dense", "experts", "shared"}, id="grouped"),
+        pytest.param("gqa", {"parallel": replace(ZBV, expert_clones=1)}, {"attention", "dense", "shared"}, id="clones"),
+        pytest.param("gqa", {"precision": EMULATED}, {"attention", "experts", "shared"}, id="emulated"),
+    ],
+)
+def test_the_plan_knows_what_is_delayed(name: str, changes: dict[str, Any], kinds: set[str]) -> None:
+    base = recipe_of(name, perf=PerfConfig(kernels="grouped_mm"), run=RunConfig(device="cpu"))
+    recipe = replace(base, **changes)
+    moe = replace(recipe.model.moe, expert_mlp_bias=False, ffn_hidden_size=32, shared_ffn_hidden_size=32)
+    recipe = replace(recipe, model=replace(recipe.model, hidden_size=32, ffn_hidden_size=32, moe=moe))
+    planned = planned_names(recipe)
+    assert planned == names_that_delay(recipe)
+    found = {"attention": ".attention.", "experts": ".experts", "latent": ".latent_", "shared": ".shared_experts."}
+    words = {kind: [name for name in planned if word in name] for kind, word in found.items()}
+    dense = {f"layers.0.feed_forward.{end}" for end in ("gate_up", "down")} & planned
+    assert {kind for kind, names in (words | {"dense": dense}).items() if names} == kinds
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_the_plan_knows_which_layers_overlap_messages_over_tp(ranks: Any, name: str) -> None:
+    recipe = recipe_of(name, ParallelConfig(tp=2, tp_comm_overlap=True), run=RunConfig(device="cpu"))
+    planned = planned_names(recipe)
+    latents = {"q_down", "kv_down", "kv_up"} if name == "mla" else set()
+    assert {name.rpartition(".")[2] for name in planned} == {"experts", *latents}
+    for found in ranks(2, names_that_delay, recipe):
+        assert found == planned
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,11 @@ projections, dense layers, shared experts, latent projections. Not delayed are
 * what runs in a compiled graph, which has no side effects. Under `compile.extent = "pieces"` these are attention,
   shared experts and dense layers. Experts in Triton run outside of graphs then, so their gradients are delayed;
 * converted linear layers, those of `tp_comm_overlap`, and experts in emulated formats;
-* experts with clones: gradients of clones and of rows are sent home by one operation; and experts whose GEMMs get
-  their rows from peers (dispatch/symm_mem_fused.py), whose backward is one operation.
+* experts with clones: gradients of clones and of rows are sent home by one operation; and fused experts that get their
+  rows over symmetric memory (dispatch/symm_mem_fused.py: with an arena or `overlap = "tile"`), whose backward is one
+  operation.
+
+plan/pipeline/weight_grads.py says the same of a recipe; the bubble of `titan-moe check` follows from it.
 """
 
 from functools import partial
@@ -19,7 +22,6 @@ from torch import Tensor, nn
 
 from titan_moe.compile.regional import modules_in_graphs
 from titan_moe.config import Recipe
-from titan_moe.config.clones import num_clones
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN, choose_queued_expert_mlp
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
@@ -27,6 +29,7 @@ from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.linear.delayed import queued_linear
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.layers.moe import MoE
+from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts
 
 
 def build_queue(recipe: Recipe) -> WeightGradQueue | None:
@@ -48,13 +51,14 @@ def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, devic
     if queue is None:
         return
     compiled = modules_in_graphs(stage, recipe.compile, device)
+    experts_may_delay = obstacle_of_experts(recipe, recipe.perf.chosen_kernels.experts) is None
     for module in stage.modules():
         if isinstance(module, MoE):
-            if not num_clones(recipe):
+            if experts_may_delay:
                 _delay_experts(module, queue, is_compiled=module.experts in compiled)
         elif module in compiled:
             continue
-        elif isinstance(module, SwiGLUDown):
+        elif type(module).forward is SwiGLUDown.forward:
             queued = QUEUED_SWIGLU_DOWN.get(module.swiglu_down)
             module.swiglu_down = module.swiglu_down if queued is None else queued(queue)
         elif _is_plain_linear(module):

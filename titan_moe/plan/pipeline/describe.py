@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from titan_moe.config.pipeline_schedules import SCHEDULES
+from titan_moe.config.clones import resolve_clones
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.memory import state_bytes
 from titan_moe.plan.peak import peak_bytes
@@ -12,13 +12,18 @@ from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import Simulation, Times, simulate
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+from titan_moe.plan.pipeline.weight_grads import describe_weight_grads, split_flops, splits_backward
 
 
-def simulate_step(recipe: Recipe, world_size: int) -> Simulation:
-    """Simulate a step of a recipe; times are FLOPs of a token."""
+def simulate_step(recipe: Recipe, world_size: int, *, delays_all: bool = False) -> Simulation:
+    """Simulate a step of a recipe; times are FLOPs of a token. With `delays_all`, as if every weight gradient could be
+    delayed; else those that the run does not delay are computed where it computes them."""
     p = recipe.parallel
-    entries = entries_of(p, num_microbatches(recipe, world_size))
-    flops = [flops_of_stage(recipe, stage) for stage in stages_of(recipe)]
+    entries, stages = entries_of(p, num_microbatches(recipe, world_size)), stages_of(recipe)
+    if delays_all:
+        flops = [flops_of_stage(recipe, stage) for stage in stages]
+    else:
+        flops = split_flops(resolve_clones(recipe, world_size), stages)
     forward, backward_input, backward_weight = zip(*flops, strict=True)
     return simulate(entries, Times(forward, backward_input, backward_weight))
 
@@ -30,12 +35,16 @@ def describe_pipeline(recipe: Recipe, world_size: int, capacity_factor: float, e
     if p.pp == 1:
         return
     of_a_rank = f", {p.vpp} on a rank" if p.vpp > 1 else ""
-    delayed = ", if all weight gradients are delayed" if SCHEDULES[p.pp_schedule].splits_backward else ""
     number, bubble = num_microbatches(recipe, world_size), simulate_step(recipe, world_size).bubble_share
+    ideal = ""
+    if splits_backward(recipe):
+        smallest = simulate_step(recipe, world_size, delays_all=True).bubble_share
+        ideal = f" ({100 * smallest:.3g} % if all weight gradients were delayed)"
     yield (
         f"{p.pp_schedule}, {len(stages)} stages{of_a_rank}, {number} microbatches a step; bubble {100 * bubble:.3g} % "
-        f"of the step, by FLOPs, without messages and recompute{delayed}"
+        f"of the step, by FLOPs, without messages and recompute{ideal}"
     )
+    yield from describe_weight_grads(recipe)
     entries = entries_of(p, number)
     for rank, part in enumerate(parts_of(recipe, world_size)):
         held = " + ".join(name_modules(stages[stage]) for stage in stages_of_rank(rank, p))

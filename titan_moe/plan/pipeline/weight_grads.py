@@ -1,0 +1,136 @@
+"""Which weight gradients a split backward delays, and why it does not delay the others.
+
+The simulated step takes its times from here, and `titan-moe check` its words. The run asks `obstacle_of_experts` before
+it lets experts delay (parallel/pipeline/weight_grads.py); tests/parallel/pipeline/test_weight_grads.py compares all
+other modules with it.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from titan_moe.config.arena import experts_of, has_arena
+from titan_moe.config.clones import num_clones
+from titan_moe.config.formats import GemmFormats
+from titan_moe.config.gemms import GemmModule, gemm_modules, why_kept
+from titan_moe.config.pipeline_schedules import SCHEDULES, schedules_that
+from titan_moe.config.recipe import Recipe
+from titan_moe.plan.pipeline.flops import Flops, flops_of_module
+
+OVERLAPPED = {"gqa": ("qkv", "out"), "mla": ("q_up", "out")}
+"""The projections of attention that exchange their tokens with `tp_comm_overlap`; of dense layers both do."""
+
+
+OF_HEAD = "its loss computes them in forward"
+"""Why the head does not delay, in any recipe."""
+
+
+class Obstacle(NamedTuple):
+    """Why weight gradients are not delayed."""
+
+    reason: str
+    way_out: str
+
+
+def splits_backward(recipe: Recipe) -> bool:
+    """Whether the schedule of a recipe computes weight gradients apart."""
+    p = recipe.parallel
+    return p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward
+
+
+def obstacle_of_experts(recipe: Recipe, experts: str) -> Obstacle | None:
+    """Why no routed experts of a run delay, with this implementation of theirs; None if those that can do."""
+    p = recipe.parallel
+    if num_clones(recipe):
+        return Obstacle("one operation sends the gradients of clones and of rows", "parallel.expert_clones = 0")
+    gets_rows = p.facts.shares_memory_of_ep and p.overlap == "tile"
+    if gets_rows or has_arena(recipe, experts):
+        settings = ['parallel.dispatcher = "alltoall"']
+        settings += ['parallel.overlap = "none"'] if p.overlap == "tile" else []
+        settings += ['compile.cudagraph = "off"'] if recipe.compile.cudagraph != "off" else []
+        return Obstacle(f'one operation with the exchange of rows over "{p.dispatcher}"', _listed(settings))
+    return None
+
+
+def obstacle_of(recipe: Recipe, module: GemmModule) -> Obstacle | None:
+    """Why a module does not delay; None if it does. `auto` stands for what it may choose, as in `experts_of`."""
+    p, device = recipe.precision, "cpu" if recipe.run.device == "cpu" else "cuda"
+    is_rounded = p.gemm_formats(module.part) != GemmFormats() and not why_kept(recipe, module)
+    is_compiled = recipe.compile.compiles(device)
+    if module.part == "experts":
+        experts = recipe.perf.chosen_kernels.experts if device == "cpu" else experts_of(recipe)
+        if obstacle := obstacle_of_experts(recipe, experts):
+            return obstacle
+        if is_rounded and p.backend == "emulated":
+            return Obstacle("in an emulated format", 'precision.experts = "compute"')
+        is_compiled = is_compiled and experts != "fused"  # which runs outside of graphs
+    elif is_rounded:
+        return Obstacle(f'in "{p.format_of(module.part)}"', 'precision.linears = "compute"')
+    elif _is_overlapped(recipe, module):
+        return Obstacle("one operation with messages over tp", "parallel.tp_comm_overlap = false")
+    elif module.path.endswith(("latent_down", "latent_up")):
+        is_compiled = False
+    return Obstacle("in compiled graphs", 'compile.regional = "off"') if is_compiled else None
+
+
+def _is_overlapped(recipe: Recipe, module: GemmModule) -> bool:
+    p, (parent, _, name) = recipe.parallel, module.path.rpartition(".")
+    if not p.tp_comm_overlap or p.tp == 1:
+        return False
+    return name in (OVERLAPPED[recipe.model.attention.kind] if parent == "attention" else ("gate_up", "down"))
+
+
+def flops_of_weights(recipe: Recipe, module: GemmModule) -> int:
+    """The FLOPs of the weight gradients of a module, of a token."""
+    inputs, outputs = module.widths
+    matrices = 3 * recipe.model.moe.top_k if module.part == "experts" else 1
+    return 2 * matrices * inputs * outputs
+
+
+def split_flops(recipe: Recipe, stages: Iterable[Iterable[str]]) -> list[Flops]:
+    """The FLOPs of the actions of each stage, of a token. Weight gradients that are not delayed are computed in
+    `backward_input`, those of the head in `forward`, with the gradients of its input."""
+    late = {f"layers.{layer}": 0 for layer in range(recipe.model.num_layers)}
+    for module in gemm_modules(recipe.model):
+        if obstacle_of(recipe, module) is None:
+            late[f"layers.{module.layer}"] += flops_of_weights(recipe, module)
+
+    def of(name: str) -> Flops:
+        whole = flops_of_module(recipe, name)
+        if name == "head":
+            return Flops(whole.total)
+        delayed = late.get(name, 0)
+        return Flops(whole.forward, whole.backward_input + whole.backward_weight - delayed, delayed)
+
+    return [Flops(*map(sum, zip(Flops(), *map(of, stage), strict=True))) for stage in stages]
+
+
+def describe_weight_grads(recipe: Recipe) -> Iterator[str]:
+    """Say in one line what share of weight gradients is delayed, and why the others are not, with the ways out; nothing
+    for a schedule of whole backwards."""
+    if not splits_backward(recipe):
+        return
+    names: dict[Obstacle, list[str]] = {}
+    total, late = flops_of_module(recipe, "head").backward_weight, 0.0
+    for module in gemm_modules(recipe.model):
+        flops, obstacle = flops_of_weights(recipe, module), obstacle_of(recipe, module)
+        total += flops
+        if obstacle is None:
+            late += flops
+        elif (name := _part_of_layer(module)) not in names.setdefault(obstacle, []):
+            names[obstacle].append(name)
+    kept = [f"{_listed(parts)} ({why}; delayed with {way_out})" for (why, way_out), parts in names.items()]
+    rest = "; ".join([*kept, f"head ({OF_HEAD})"])
+    whole = schedules_that(lambda facts: not facts.splits_backward)
+    way_out = f"; or take pp_schedule = {whole}, whose backwards are whole" if names else ""
+    yield f"weight gradients: {100 * late / total:.3g} % delayed, by FLOPs; not those of {rest}{way_out}"
+
+
+def _part_of_layer(module: GemmModule) -> str:
+    if module.part == "experts":
+        return "routed experts"
+    named = {"attention": "attention", "latent_": "latent projections", "shared_experts": "shared experts"}
+    return next((name for word, name in named.items() if word in module.path), "dense layers")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + f" and {names[-1]}" if len(names) > 1 else names[0]
