@@ -1,12 +1,14 @@
 """The report of `titan-moe check`: shape, cost, meshes and kernels of a recipe."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain, repeat
 
 from titan_moe.config.arena import experts_of, has_arena, why_no_arena
 from titan_moe.config.clones import PAYS_FROM, num_clones, resolve_clones, why_no_clones
 from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.config.rules import check_rules
 from titan_moe.config.rules.capture import obstacles
 from titan_moe.config.schema import in_toml
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
@@ -18,6 +20,7 @@ from titan_moe.plan.kernel_table import measured_devices
 from titan_moe.plan.links import describe_links
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
+    gathered_bytes,
     gathered_bytes_per_rank,
     replica_bytes_per_rank,
     shared_bytes_per_rank,
@@ -28,6 +31,7 @@ from titan_moe.plan.peak import peak_bytes_per_rank
 from titan_moe.plan.pipeline.describe import describe_pipeline
 from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.plan.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
+from titan_moe.plan.roofline import sharding_bytes
 
 LABEL_WIDTH = 12
 BALANCED_FACTOR = 1.125
@@ -52,6 +56,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         *_pipeline_rows(recipe, world_size),
         ("memory", _memory(recipe, world_size)),
         *_peak_rows(recipe, world_size),
+        *_accumulation_rows(recipe, world_size),
         *_capture_rows(recipe),
         *_format_rows(recipe),
         *_kernel_rows(recipe, world_size),
@@ -224,6 +229,25 @@ def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         ("", f"{peak}; of it {arena:.3g} GiB in the arena of rows{grows}"),
         ("", f"and {temporary:.3g} GiB of one layer's temporaries"),
     ]
+
+
+def _accumulation_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
+    """What a pipeline would save, and what it would take, if it gathered parameters once a step."""
+    p = recipe.parallel
+    once = replace(recipe, parallel=replace(p, accumulate_unsharded=True))
+    if p.pp == 1 or p.accumulate_unsharded or check_rules(once, world_size):
+        return []
+    pairs = list(zip(parts_of(recipe, world_size), parts_of(once, world_size), strict=True))
+    saved = max(sharding_bytes(now) - sharding_bytes(then) for now, then in pairs) / 2**30
+    added = max(gathered_bytes(then) - gathered_bytes(now) for now, then in pairs) / 2**30
+    if saved <= 0:
+        return []
+    text = (
+        f"hint: parameters are gathered and gradients reduced in each of {num_microbatches(recipe, world_size)} "
+        f"microbatches; parallel.accumulate_unsharded = true sends up to {saved:,.3g} GiB less a rank and step, and "
+        f"holds up to {added:.3g} GiB more of unsharded parameters and gradients"
+    )
+    return [("", text)]
 
 
 def _format_rows(recipe: Recipe) -> list[tuple[str, str]]:

@@ -97,6 +97,24 @@ def test_check_says_why_weight_gradients_are_not_delayed() -> None:
     ) in describe(recipe, 32)
 
 
+def test_check_hints_at_gathering_once_a_step() -> None:
+    """A rank with 1 / 8 of 311M embeddings or head and of 12 to 13 layers, whose dense parameters are 19M each; experts
+    are on one rank."""
+    settings = ["--parallel.pp=4", "--train.micro_batch_sequences=1", "--train.global_batch_sequences=64"]
+    text = describe(load_recipe(QWEN3, settings), 32)
+    saved, added = map(
+        float, re.findall(r"hint: .* 8 microbatches; .* up to (\S+) GiB .* up to (\S+) GiB more", text)[0]
+    )
+    embedding, layers = 151_936 * 2048, 13 * 19.2e6
+    assert added * 2**30 == pytest.approx(6 * (embedding + layers), rel=0.03), "bf16, and sums in fp32"
+    received = 7 / 8 * (6 * embedding + 8 * layers)  # parameters of layers are gathered twice in a microbatch
+    assert saved * 2**30 == pytest.approx(8 * received - 7 / 8 * 6 * (embedding + layers), rel=0.03)
+    for others in (["--parallel.accumulate_unsharded=true"], ["--parallel.ep=1", "--parallel.dispatcher=local"]):
+        num_ranks = 4 if "--parallel.ep=1" in others else 32
+        recipe = load_recipe(QWEN3, [*settings, "--parallel.overlap=none", *others])
+        assert check_rules(recipe, num_ranks) == [] and "hint" not in describe(recipe, num_ranks)
+
+
 SHAPES = sorted((QWEN3.parent / "models").glob("*.toml"))
 
 
