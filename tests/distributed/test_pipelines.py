@@ -1,8 +1,8 @@
 """Every schedule of a pipeline trains as one process does, beside every other axis.
 
 Gradients after step 1 and losses as in test_one_loss.py, in fp64: documents of uneven length, a dense first layer,
-balancing losses, expert bias, shared experts, ranks with other numbers of labels. All schedules beside all axes, for 20
-steps:
+balancing losses, expert bias, shared experts, ranks with other numbers of labels, tied embeddings in about half. All
+schedules beside all axes, for 20 steps:
 
     python -m pytest tests/distributed/test_pipelines.py --all-schedules
 """
@@ -81,23 +81,26 @@ def assert_trains_alike(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "axis"),
+    ("schedule", "axis", "model"),
     [
-        ("1f1b", "cp2"),
-        ("interleaved_1f1b", "ep2"),
-        ("interleaved_zero_bubble", "tp2"),
-        ("zbv", "dp2"),
-        ("dualpipev", "ep2"),
+        ("1f1b", "cp2", "gqa-tied"),
+        ("interleaved_1f1b", "ep2", "gqa"),
+        ("interleaved_zero_bubble", "tp2", "gqa-tied"),
+        ("zbv", "dp2", "gqa"),
+        ("dualpipev", "ep2", "gqa-tied"),
     ],
 )
-def test_every_schedule_trains_as_one_process(ranks: Any, alone: Callable[..., Any], schedule: str, axis: str) -> None:
+def test_every_schedule_trains_as_one_process(
+    ranks: Any, alone: Callable[..., Any], schedule: str, axis: str, model: str
+) -> None:
     parallel = replace(SCHEDULES[schedule], pp=2, **AXES[axis])
-    assert_trains_alike(ranks, alone, recipe_of(parallel))
+    assert_trains_alike(ranks, alone, recipe_of(parallel, model), model)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_four_ranks_of_a_pipeline_train_as_one_process(ranks: Any, alone: Callable[..., Any], schedule: str) -> None:
-    assert_trains_alike(ranks, alone, recipe_of(replace(SCHEDULES[schedule], pp=4)))
+    model = "gqa-tied" if schedule.startswith("interleaved") else "gqa"  # first and last stage are on other ranks
+    assert_trains_alike(ranks, alone, recipe_of(replace(SCHEDULES[schedule], pp=4), model), model)
 
 
 @pytest.mark.parametrize(
@@ -214,14 +217,21 @@ def test_a_step_that_overflows_on_one_stage_is_taken_again_by_all(
         assert losses == pytest.approx(alone("gqa", 2 * STEPS).losses, rel=1e-9)
 
 
+def matrix() -> list[tuple[str, int, str, str]]:
+    """All schedules beside all axes, on 2 and 4 ranks; every second one with tied embeddings."""
+    numbered = product(enumerate(SCHEDULES), enumerate((2, 4)), enumerate(AXES))
+    models = "gqa", "gqa-tied"
+    return [(schedule, pp, axis, models[(i + j + k) % 2]) for (i, schedule), (j, pp), (k, axis) in numbered]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pp" in metafunc.fixturenames:
         is_asked = metafunc.config.getoption("--all-schedules")
-        metafunc.parametrize(("schedule", "pp", "axis"), product(SCHEDULES, (2, 4), AXES) if is_asked else [])
+        metafunc.parametrize(("schedule", "pp", "axis", "model"), matrix() if is_asked else [])
 
 
 def test_every_schedule_trains_as_one_process_beside_every_axis(
-    ranks: Any, alone: Callable[..., Any], schedule: str, pp: int, axis: str
+    ranks: Any, alone: Callable[..., Any], schedule: str, pp: int, axis: str, model: str
 ) -> None:
     parallel = replace(SCHEDULES[schedule], pp=pp, **AXES[axis])
-    assert_trains_alike(ranks, alone, recipe_of(parallel), num_steps=ALL_STEPS)
+    assert_trains_alike(ranks, alone, recipe_of(parallel, model), model, num_steps=ALL_STEPS)
