@@ -72,8 +72,18 @@ def same_batches() -> None:
 
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    return count_graphs(monkeypatch, "aot_eager")
+
+
+@pytest.fixture
+def dynamo_counter(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Where only the number of graphs matters, and all sizes are fixed: the graphs run as Dynamo makes them."""
+    return count_graphs(monkeypatch, "eager")
+
+
+def count_graphs(monkeypatch: pytest.MonkeyPatch, backend: str) -> CompileCounterWithBackend:
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(backend)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     return counter
 
@@ -85,26 +95,26 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("extent", "num_graphs"), [("pieces", 6), ("block", 3)])
 def test_compile_num_graphs_is_independent_of_layers_and_batches(
-    counter: CompileCounterWithBackend, extent: str, num_graphs: int
+    dynamo_counter: CompileCounterWithBackend, extent: str, num_graphs: int
 ) -> None:
     """Dense block and softmax, and of a MoE block front, router, experts and shared experts, or one graph for all."""
     build("on", extent, config=SHALLOW)(*batch()).backward()
-    assert counter.frame_count == num_graphs
+    assert dynamo_counter.frame_count == num_graphs
     deep = build("on", extent)  # more layers than the graphs that Dynamo allows a function
     for _ in range(2):  # routing changes from batch to batch
         deep(*batch()).backward()
-    assert counter.frame_count == num_graphs
+    assert dynamo_counter.frame_count == num_graphs
 
 
-def test_compile_windowed_and_full_layers_are_two_graphs(counter: CompileCounterWithBackend) -> None:
+def test_compile_windowed_and_full_layers_are_two_graphs(dynamo_counter: CompileCounterWithBackend) -> None:
     build("on", config=replace(CONFIG, num_layers=3))(*batch()).backward()
-    num_graphs, counter.frame_count = counter.frame_count, 0
+    num_graphs, dynamo_counter.frame_count = dynamo_counter.frame_count, 0
     torch._dynamo.reset()
     windowed = replace(CONFIG.attention, sliding_window=5, full_attention_every=3)
     deep = build("on", config=replace(CONFIG, attention=windowed))
     for _ in range(2):
         deep(*batch()).backward()
-    assert counter.frame_count == num_graphs + 1, (
+    assert dynamo_counter.frame_count == num_graphs + 1, (
         "both dense blocks have a window; the fronts have one graph with a window and one without"
     )
 
@@ -181,14 +191,16 @@ def test_compile_validation_and_generation_need_few_graphs(counter: CompileCount
     assert counter.frame_count == num_graphs
 
 
-def test_compile_block_with_a_host_reading_dispatcher_stays_in_pieces(counter: CompileCounterWithBackend) -> None:
+def test_compile_block_with_a_host_reading_dispatcher_stays_in_pieces(
+    dynamo_counter: CompileCounterWithBackend,
+) -> None:
     model = Transformer(SHALLOW)
     for layer in moe_layers(model):
         layer.dispatcher = HostReading(MOE.num_experts)
     regional.apply(model, CompileConfig("on", "block"), CPU)
     init_weights(model, seed=0, std=0.2, num_layers=SHALLOW.num_layers)
     model(*batch()).backward()
-    assert counter.frame_count == 6
+    assert dynamo_counter.frame_count == 6
 
 
 class HostReading(LocalDispatcher):
@@ -202,7 +214,9 @@ class HostReading(LocalDispatcher):
 
 
 @pytest.mark.parametrize(("extent", "num_graphs"), [("pieces", 4), ("block", 2)])
-def test_compile_experts_in_a_users_block(counter: CompileCounterWithBackend, extent: str, num_graphs: int) -> None:
+def test_compile_experts_in_a_users_block(
+    dynamo_counter: CompileCounterWithBackend, extent: str, num_graphs: int
+) -> None:
     """Router, experts and shared experts, or one graph for them, and the softmax of the loss."""
 
     class OwnBlock(torch.nn.Module):
@@ -217,7 +231,7 @@ def test_compile_experts_in_a_users_block(counter: CompileCounterWithBackend, ex
     regional.apply(model, CompileConfig("on", extent), CPU)
     init_weights(model, seed=0, std=0.2, num_layers=CONFIG.num_layers)
     model(*batch()).backward()
-    assert counter.frame_count == num_graphs
+    assert dynamo_counter.frame_count == num_graphs
 
 
 def make_routed(num_rows: int, num_double: int) -> Routed:

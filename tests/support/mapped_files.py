@@ -13,6 +13,8 @@ from titan_moe.dispatch.symm_memory import SymmMemory
 
 mapped: list[Tensor] = []
 """Keeps the peers' memory mapped: kernels have only its addresses."""
+PAUSES_S = (1e-4, 1e-4, 2e-4, 4e-4)
+"""In a poll."""
 
 
 def map_files(folder: str, num_bytes: int, group: dist.ProcessGroup, device: torch.device | None = None) -> SymmMemory:
@@ -28,14 +30,18 @@ def map_files(folder: str, num_bytes: int, group: dist.ProcessGroup, device: tor
 
 
 def _yield_in_spin_loops() -> None:
-    """Sleep after each failed try of a barrier's spin loop: with fewer cores than ranks the peers need the core."""
+    """After each failed try of a barrier's spin loop try again without the interpreter, and sleep between: with fewer
+    cores than ranks the peers need the core."""
     builder: Any = interpreter.InterpreterBuilder
     try_once = getattr(builder, "try_once", builder.create_atomic_cas)
 
     def try_and_sleep(self: Any, ptr: Any, expected: Any, *args: Any) -> Any:
         found = try_once(self, ptr, expected, *args)
-        if (found.data != expected.data).any():
-            time.sleep(1e-4)
+        for pause_s in PAUSES_S:
+            if (found.data == expected.data).all():
+                break
+            time.sleep(pause_s)
+            found = try_once(self, ptr, expected, *args)
         return found
 
     builder.try_once, builder.create_atomic_cas = try_once, try_and_sleep

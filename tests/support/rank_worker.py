@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+COLLECTION_THRESHOLDS = (20_000, 10, 100)
+"""A compilation makes many objects, few of them garbage: Python's own thresholds take a tenth of its time."""
 
 def main(pipe: Connection, rank: int) -> None:
     faulthandler.enable()  # who dies of a signal says where
@@ -23,6 +25,7 @@ def main(pipe: Connection, rank: int) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         runpy.run_path(str(Path(__file__).with_name("quick_interpreter.py")))
     gc.freeze()  # what was imported is no garbage: nobody looks through it again
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
     tests = Path(__file__).parents[1]
     sys.path[:0] = [str(tests), str(tests.parent)]  # where tests find `support`, and pickles the module of a test
     modules = {}
