@@ -35,7 +35,7 @@ CLONES = ParallelConfig(ep=4, dispatcher="alltoall", expert_clones=1)
 @pytest.fixture(scope="module")
 def alone(ranks: Any) -> dict[int, Any]:
     """One process, plain and skewed."""
-    one = one_loss.recipe(ParallelConfig())
+    one = one_loss.recipe(ParallelConfig(), micro_batch_sequences=4)
     return {starved: one_loss.Trace(**ranks(1, one_loss.train, one, starved, STEPS)[0]) for starved in (-1, 1, 4)}
 
 
@@ -85,8 +85,9 @@ def test_clones_inside_graphs_change_nothing(
     ranks, alone: dict[int, Any], dispatcher: str, extent: str, what: str, num_graphs: int
 ) -> None:
     parallel = replace(CLONES, ep=2, dispatcher=dispatcher)
-    candidate = one_loss.recipe(parallel, compile=CompileConfig("on", extent=extent), memory=MemoryConfig(what))
-    for fields in ranks(2, one_loss.train_compiled, candidate, 4, 2):
+    options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig(what)}
+    candidate = one_loss.recipe(parallel, micro_batch_sequences=2, **options)
+    for fields in ranks(2, one_loss.train_compiled, candidate, 4, 2, one_loss.BACKENDS[extent]):
         trace = one_loss.Trace(**fields)
         one_loss.assert_same(trace, alone[4], 1e-9)
         assert trace.num_graphs == [num_graphs] * 2, "clones come and go without a new graph"
@@ -119,7 +120,7 @@ def train_with_room(run: Recipe, has_room: bool, num_steps: int = STEPS) -> tupl
 def test_clones_behind_own_weights_train_as_apart(ranks, dispatcher: str, keeps: bool, what: str) -> None:
     parallel = replace(CLONES, ep=2, dispatcher=dispatcher, accumulate_unsharded=keeps, expert_clones=2)
     mixed = PrecisionConfig(compute="bf16", master="fp32", reduce="fp32")
-    candidate = one_loss.recipe(parallel, precision=mixed, memory=MemoryConfig(what))
+    candidate = one_loss.recipe(parallel, precision=mixed, memory=MemoryConfig(what), micro_batch_sequences=2)
     apart, behind = (ranks(2, train_with_room, candidate, has_room) for has_room in (False, True))
     num_own = one_loss.MODEL.moe.num_experts // 2
     for (expected, num_clones, lengths), (fields, _, lengths_of_roomy) in zip(apart, behind, strict=True):

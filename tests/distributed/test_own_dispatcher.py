@@ -22,16 +22,16 @@ def train_with_own(run: Recipe) -> tuple[dict[str, Any], int]:
     """The observations of the run, and how many exchanges used this dispatcher."""
     kind = load(OWN).SummingDispatcher
     with mock.patch.object(kind, "prepare", autospec=True, side_effect=kind.prepare) as prepare:
-        return one_loss.train(run), prepare.call_count
+        return one_loss.train(run, num_steps=one_loss.FEW), prepare.call_count
 
 
 def test_own_dispatcher_trains_as_one_process(ranks) -> None:
-    (alone,) = ranks(1, one_loss.train, one_loss.recipe(ParallelConfig()))
+    (alone,) = ranks(1, one_loss.train, one_loss.recipe(ParallelConfig()), -1, one_loss.FEW)
     with mock.patch.dict(DISPATCHERS), mock.patch.dict(BUILDERS):
         load(OWN)
         candidate = one_loss.recipe(ParallelConfig(ep=2, dispatcher="summing"))
         assert check_rules(candidate, 2) == []
-    num_microbatches = one_loss.STEPS * one_loss.SEQUENCES // 2
+    num_microbatches = one_loss.FEW * one_loss.SEQUENCES // 2
     for trace, num_exchanges in ranks(2, train_with_own, candidate):
         one_loss.assert_same(one_loss.Trace(**trace), one_loss.Trace(**alone), 1e-9)
         assert num_exchanges == num_microbatches * one_loss.MODEL.num_moe_layers

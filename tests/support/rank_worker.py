@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 COLLECTION_THRESHOLDS = (20_000, 10, 100)
 """A compilation makes many objects, few of them garbage: Python's own thresholds take a tenth of its time."""
 
+
 def main(pipe: Connection, rank: int) -> None:
     faulthandler.enable()  # who dies of a signal says where
     torch.set_num_threads(1)

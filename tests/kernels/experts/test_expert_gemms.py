@@ -136,7 +136,8 @@ def test_what_the_sweep_times_fits_an_h200(hopper: list[Any], monkeypatch: pytes
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "tools")
     sweep = importlib.import_module("sweep_expert_gemms")
     for problem in sweep.problems("qwen3_ep8", torch.device("meta"), ["up", "down_grad", "weight_grad"]):
-        for cut in problem.candidates:
+        # cuts that differ in the order of their tiles alone are the same code but for a constant
+        for cut in {cut._replace(group=0): cut for cut in problem.candidates}.values():
             hopper.clear()
             problem.run(cut)
             assert hopper[-1].fits and hopper[-1].num_matrix_ops > 0, f"{problem.name} {cut}: {hopper[-1]}"
