@@ -163,9 +163,8 @@ def test_files_of_an_arena_give_the_same_bits(
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("way", ["checkpointed", "compiled, lifted"])
-def test_files_of_an_arena_give_the_same_bits_recomputed_and_compiled(ranks: Any, tmp_path: Path, way: str) -> None:
-    check_ways(ranks(2, run_ways, str(tmp_path), (way,), True))
+def test_files_of_an_arena_give_the_same_bits_recomputed_and_compiled(ranks: Any, tmp_path: Path) -> None:
+    check_ways(ranks(2, run_ways, str(tmp_path), ("checkpointed", "compiled, lifted"), True))
 
 
 @pytest.mark.interpreted

@@ -55,15 +55,21 @@ GROUPED_MM = PerfConfig(kernels="grouped_mm", loss_chunk_tokens=5)
 NUM_MICROBATCHES = 6
 
 
-def recipe_of(parallel: ParallelConfig = PAIRS, *, num_dense_layers: int = 0, **changes: Any) -> Recipe:
+def recipe_of(
+    parallel: ParallelConfig = PAIRS,
+    *,
+    num_dense_layers: int = 0,
+    num_microbatches: int = NUM_MICROBATCHES,
+    **changes: Any,
+) -> Recipe:
     base = one_loss.recipe(parallel, **{"perf": GROUPED_MM, "precision": FP32, **changes})
-    train = replace(base.train, global_batch_sequences=parallel.ep * NUM_MICROBATCHES, micro_batch_sequences=1)
+    train = replace(base.train, global_batch_sequences=parallel.ep * num_microbatches, micro_batch_sequences=1)
     model = replace(base.model, num_layers=2 * parallel.pp, num_dense_layers=num_dense_layers)
     return replace(base, model=model, train=train)
 
 
-def batch_of(step: int, meshes: Any) -> Any:
-    return one_loss.batch_of(step, 1, meshes, has_documents=True, num_sequences=meshes.sizes.dp * NUM_MICROBATCHES)
+def batch_of(step: int, meshes: Any, num_microbatches: int = NUM_MICROBATCHES) -> Any:
+    return one_loss.batch_of(step, 1, meshes, has_documents=True, num_sequences=meshes.sizes.dp * num_microbatches)
 
 
 class PairRecorder(overlap.OverlapRecorder):
@@ -195,11 +201,12 @@ def test_ranks_of_an_ep_group_make_the_same_calls_in_the_same_order(ranks: Any, 
 def learn(recipe: Recipe, num_steps: int) -> tuple[list[float], list[Tensor]]:
     """Training and validation losses of a few steps, and the final weights."""
     built = assemble(recipe, CPU)
-    losses = []
+    losses, number = [], recipe.train.global_batch_sequences // built.meshes.sizes.dp
     for index in range(num_steps):
-        losses.append(built.step(batch_of(index, built.meshes)).loss.item())
+        losses.append(built.step(batch_of(index, built.meshes, number)).loss.item())
         assert all(isinstance(parameter, DTensor) for parameter in built.optimizers.parameters), "all is resharded"
-        losses.append(validation_loss(built.model, built.parts, [batch_of(99, built.meshes)], CPU, built.meshes).item())
+        held_out = [batch_of(99, built.meshes, number)]
+        losses.append(validation_loss(built.model, built.parts, held_out, CPU, built.meshes).item())
     return losses, [parameter.full_tensor() for parameter in built.optimizers.parameters]
 
 
@@ -256,9 +263,12 @@ def test_split_backwards_beside_pairs_delay_all_that_they_can(ranks: Any) -> Non
 @pytest.mark.interpreted
 @pytest.mark.parametrize("schedule", ["dualpipev", "interleaved_1f1b"])
 def test_pairs_delay_weight_gradients_of_experts_in_triton(ranks: Any, schedule: str) -> None:
-    """Those that the schedule splits. In a pair they are computed while gradients of rows are sent."""
+    """Those that the schedule splits. In a pair they are computed while gradients of rows are sent. As few microbatches
+    as fill the pipeline: each rank has three pairs and more."""
     perf = replace(GROUPED_MM, override=KernelOverrides(experts="fused"))
-    for plain, paired in ranks(4, learn_both_ways, recipe_of(SCHEDULES[schedule], perf=perf), 1):
+    recipe = recipe_of(SCHEDULES[schedule], num_microbatches=4, perf=perf)
+    assert all(sum(isinstance(entry, Pair) for entry in entries) >= 3 for entries in entries_of(recipe.parallel, 4))
+    for plain, paired in ranks(4, learn_both_ways, recipe, 1):
         assert paired[0] == plain[0]
         assert all(torch.equal(a, b) for a, b in zip(paired[1], plain[1], strict=True))
 
