@@ -23,7 +23,7 @@ from titan_moe.compile import regional
 from titan_moe.config import Recipe
 from titan_moe.config.gemms import gemm_modules
 from titan_moe.config.parallel import ParallelConfig, resolve
-from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
+from titan_moe.config.perf import CompileConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import RunConfig
 from titan_moe.kernels.delayed_weight_grads import PendingWeightGrads, WeightGradQueue
@@ -274,8 +274,6 @@ def test_the_plan_knows_which_layers_overlap_messages_over_tp(ranks: Any, name: 
     "changes",
     [
         {"parallel": replace(ZBV, pp_schedule="interleaved_1f1b")},
-        {"parallel": replace(ZBV, accumulate_unsharded=False)},
-        {"memory": MemoryConfig("experts")},
         {"parallel": replace(ZBV, pp=1, vpp=1)},
     ],
 )
@@ -293,7 +291,7 @@ def gradients(recipe: Recipe, *, delays: bool) -> tuple[dict[str, Tensor], int]:
         num_delayed += len(pending.uses)
         compute(pending)
 
-    with mock.patch.object(weight_grads, "build_queue", weight_grads.build_queue if delays else lambda recipe: None):
+    with mock.patch.object(weight_grads, "apply", weight_grads.apply if delays else lambda *_: None):
         meshes, _, parts, _, _, runner = build.assemble(recipe, CPU)
     with mock.patch.object(PendingWeightGrads, "compute", counted):
         batch = one_loss.batch_of(0, 1, meshes, has_documents=True, parallel=recipe.parallel)

@@ -40,6 +40,9 @@ from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 from titan_moe.profile.region import action_region
 
+ENDS = "backward", "backward_weight"
+"""The actions after which a stage has all gradients of a microbatch."""
+
 
 class Pipeline:
     """`ForwardBackward` of a rank's stages; all ranks of the pipeline call it with the same batch.
@@ -57,7 +60,7 @@ class Pipeline:
         *,
         capacity: ExpertCapacity,
     ) -> None:
-        """`queue` is that of the layers (weight_grads.py); without one, a `backward_input` is a whole backward.
+        """`queue` is that of the layers (weight_grads.py); None if the schedule does not split backwards.
         `capacity` has the arena of microbatches in flight."""
         p = self.config = recipe.parallel
         self.rank, self.group = meshes.dense.get_local_rank("pp"), meshes.pipeline_group
@@ -109,9 +112,7 @@ class StepRun:
         self.weight_grads: dict[InFlight, PendingWeightGrads] = {}
         actions = list(flat(entries))
         self.split_backwards = {action[1:] for action in actions if action.kind == "backward_input"}
-        self.ends = "backward", "backward_input" if pipeline.queue is None else "backward_weight"
-        """The actions after which a stage has all gradients of a microbatch."""
-        self.num_backwards_left = Counter(action.stage for action in actions if action.kind in self.ends)
+        self.num_backwards_left = Counter(action.stage for action in actions if action.kind in ENDS)
 
     def take(self, *, in_lane: bool = True) -> None:
         """Run this rank's list, and wait for what was sent and reduced. A trace has its actions in the rank's lane, or
@@ -136,7 +137,7 @@ class StepRun:
         for action in halves(entry):
             if action.frees:
                 self.arena_places.free(action.stage, action.microbatch)
-            if action.kind in self.ends:
+            if action.kind in ENDS:
                 self._end_backward(action.stage)
 
     def _run(self, action: Action) -> None:
@@ -149,7 +150,7 @@ class StepRun:
             case "backward" | "backward_input":
                 for _ in self._backward(stage, microbatch):
                     pass
-            case "backward_weight" if self.pipeline.queue is not None:
+            case "backward_weight":
                 self.weight_grads.pop(key).compute()
             case "send_activation":
                 self.messages.send(self.outputs.pop(key), rank_of(stage + 1))
@@ -192,11 +193,11 @@ class StepRun:
     def _recording(self, key: InFlight) -> Iterator[None]:
         """Let the layers leave the weight gradients of a forward, or of a piece of it, to `backward_weight`, if its
         backward is split."""
-        queue = self.pipeline.queue
-        if queue is None or key not in self.split_backwards:
+        if key not in self.split_backwards:
             yield
             return
-        with queue.recording(self.weight_grads.setdefault(key, PendingWeightGrads())):
+        assert self.pipeline.queue is not None, "the schedule splits backwards"
+        with self.pipeline.queue.recording(self.weight_grads.setdefault(key, PendingWeightGrads())):
             yield
 
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:

@@ -22,24 +22,22 @@ from torch import Tensor, nn
 
 from titan_moe.compile.regional import modules_in_graphs
 from titan_moe.config import Recipe
-from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.kernels.choose import QUEUED_SWIGLU_DOWN, choose_queued_expert_mlp
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.linear.delayed import queued_linear
 from titan_moe.layers.mlp import SwiGLUDown
 from titan_moe.layers.moe import MoE
-from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts
+from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts, splits_backward
 
 
 def build_queue(recipe: Recipe) -> WeightGradQueue | None:
     """The queue of a rank, if the schedule splits backwards; None where every backward computes all gradients.
 
     A gradient that comes after its parameter is resharded would be lost, and a recomputed forward is not recorded.
+    Rules refuse both beside such a schedule.
     """
-    p = recipe.parallel
-    splits = p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward
-    return WeightGradQueue() if splits and p.accumulate_unsharded and recipe.memory.recompute == "none" else None
+    return WeightGradQueue() if splits_backward(recipe) else None
 
 
 def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, device: torch.device) -> None:
