@@ -272,7 +272,7 @@ BROKEN = {
         "--precision.linears=fp8_rowwise --precision.modules_in_compute=*.qvk",
         "matches no module; the modules are layers.0 to layers.3, each with some of attention.qkv, attention.out,",
     ),
-    "some_layers_have_formats": (
+    "some_modules_have_formats": (
         "--precision.linears=fp8_rowwise --precision.num_layers_at_start_in_compute=1 "
         "--precision.num_layers_at_end_in_compute=3",
         "= 4 keep all of model.num_layers = 4; take fewer",

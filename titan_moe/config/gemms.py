@@ -27,6 +27,11 @@ class GemmModule(NamedTuple):
         """Name in the model: `layers.3.attention.qkv`."""
         return f"layers.{self.layer}.{self.path}"
 
+    @property
+    def pattern(self) -> str:
+        """The pattern that the gate for speed writes into the recipe of a run: `layers.*.attention.qkv`."""
+        return f"layers.*.{self.path}"
+
 
 SPLIT_OUTPUTS, SPLIT_INPUTS = ("q_up", "kv_up", "gate_up"), ("out", "down")
 """Linear layers of which each tp rank has a part, beside `qkv`."""

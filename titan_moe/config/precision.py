@@ -65,7 +65,8 @@ class PrecisionConfig:
     """The last n layers have no format (Megatron: num_layers_at_end_in_bf16)."""
     modules_in_compute: tuple[str, ...] = ()
     """Modules without a format, as patterns of their names: ["layers.0.*", "*.attention.kv_down"]. `*` stands for any
-    characters, dots included. A pattern that matches no module is refused."""
+    characters, dots included. A pattern that matches no module is refused, and patterns that leave a format without
+    modules are too."""
     only_where_faster: bool = True
     """Keep a module in the dtype of `compute` if the format was measured to be slower there, quantisation included, at
     the nearest shape on this GPU or its architecture. Without a measurement the format is used. The log and `titan-moe

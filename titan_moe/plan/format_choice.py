@@ -97,7 +97,7 @@ def resolve_backend(precision: PrecisionConfig, capability: Capability | None) -
 
 def keep_slower_in_compute(precision: PrecisionConfig, choices: Iterable[FormatChoice]) -> PrecisionConfig:
     """Write what the gate keeps as patterns of the recipe, so that a resumed or repeated run has the same formats."""
-    slower = dict.fromkeys(f"layers.*.{choice.module.path}" for choice in choices if choice.is_slower)
+    slower = dict.fromkeys(choice.module.pattern for choice in choices if choice.is_slower)
     return replace(precision, only_where_faster=False, modules_in_compute=(*precision.modules_in_compute, *slower))
 
 

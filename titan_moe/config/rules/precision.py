@@ -1,10 +1,19 @@
 """Rules of low-precision formats: supported combinations, and options that would have no effect."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from titan_moe.config.arena import experts_of
 from titan_moe.config.formats import FORMAT_FACTS, formats_with
-from titan_moe.config.gemms import expert_formats, gemm_modules, has_native_experts, matches, multiple_of
+from titan_moe.config.gemms import (
+    GemmModule,
+    expert_formats,
+    gemm_modules,
+    has_native_experts,
+    matches,
+    multiple_of,
+    why_kept,
+)
 from titan_moe.config.precision import Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe, microbatch_tokens
 from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
@@ -149,8 +158,8 @@ def patterns_fit_modules(recipe: Recipe, world_size: int) -> Iterator[str]:
             )
 
 
-@rule("at least one layer must have the format")
-def some_layers_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
+@rule("a format that no module gets hides a mistake")
+def some_modules_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_layers = recipe.precision, recipe.model.num_layers
     num_kept = p.num_layers_at_start_in_compute + p.num_layers_at_end_in_compute
     if p.formats and num_kept >= num_layers:
@@ -158,6 +167,28 @@ def some_layers_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
             f"precision.num_layers_at_start_in_compute + num_layers_at_end_in_compute = {num_kept} keep all of "
             f"model.num_layers = {num_layers}; take fewer, or {_without_formats(p)}"
         )
+        return
+    modules = gemm_modules(recipe.model)
+    asked = replace(recipe, precision=_without_patterns_of_the_gate(p, modules))
+    for field, parts in _fields_with_formats(p).items():
+        kept = {module: why_kept(asked, module) for module in modules if module.part in parts}
+        if kept and all(kept.values()):
+            paths_of: dict[str, dict[str, None]] = {}
+            for module, reason in kept.items():
+                paths_of.setdefault(reason, {})[module.path] = None
+            reasons = "; ".join(f"{reason} ({', '.join(paths)})" for reason, paths in paths_of.items())
+            yield (
+                f'precision.{field} = "{getattr(p, field)}" is the format of no module: {reasons}; change what keeps '
+                f'them, or take precision.{field} = "compute"'
+            )
+
+
+def _without_patterns_of_the_gate(p: PrecisionConfig, modules: list[GemmModule]) -> PrecisionConfig:
+    """The formats that were asked for: a run in which all of them are slower can be resumed."""
+    if p.only_where_faster:
+        return p
+    of_gate = {module.pattern for module in modules}
+    return replace(p, modules_in_compute=tuple(it for it in p.modules_in_compute if it not in of_gate))
 
 
 @rule("the scale of a weight must be known before the weight is gathered")
@@ -175,13 +206,17 @@ def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator
         )
 
 
+def _fields_with_formats(p: PrecisionConfig) -> dict[str, list[Part]]:
+    """The fields that give a format, each with the parts that it gives one."""
+    parts: tuple[Part, ...] = ("experts", "linears")
+    fields: dict[str, list[Part]] = {"format": [part for part in parts if getattr(p, part) == "format"]}
+    fields |= {part: [part] for part in parts}
+    return {name: given for name, given in fields.items() if given and getattr(p, name) not in ("format", "compute")}
+
+
 def _without_formats(p: PrecisionConfig) -> str:
     """The fields that give a format, each with the value that gives none."""
-    parts: tuple[Part, ...] = ("experts", "linears")
-    has_own = {part: getattr(p, part) not in ("format", "compute") for part in parts}
-    uses_common = p.format != "compute" and any(getattr(p, part) == "format" for part in parts)
-    names = [*(["format"] if uses_common else []), *(part for part in parts if has_own[part])]
-    return " and ".join(f'precision.{name} = "compute"' for name in names)
+    return " and ".join(f'precision.{name} = "compute"' for name in _fields_with_formats(p))
 
 
 PRECISION_RULES = rules_in(globals())
