@@ -256,6 +256,10 @@ BROKEN = {
         "--precision.linears=mxfp8",
         'or precision.linears = "compute" or "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise"',
     ),
+    "native_linears_are_triton": (
+        "--precision.linears=fp8_rowwise --perf.kernels=reference",
+        'in fp8_rowwise, which are Triton; take precision.backend = "emulated", precision.linears = "compute", or perf',
+    ),
     "native_experts_are_fused": (
         "--precision.experts=fp8_rowwise --perf.kernels=grouped_mm",
         'precision.experts = "fp8_rowwise" has no native kernels with perf.kernels = "grouped_mm"; take "fused", or',

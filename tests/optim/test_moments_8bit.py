@@ -1,6 +1,7 @@
 """Moments in 8 bits: a small model against torch's AdamW, which states are quantised, their bytes, checkpoints that
 load into any dtype and any number of ranks, and exact resumes over FSDP2 and experts outside of it."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from titan_moe.config import RecipeError
 from titan_moe.config.precision import BYTES_OF_MOMENT
 from titan_moe.config.train import OptimConfig
 from titan_moe.optim.build import Optimizers, build_optimizer
@@ -71,6 +73,13 @@ def test_large_shards_are_quantized_and_small_or_odd_ones_are_not(moments: str) 
             if is_quantized:
                 num_bytes = sum(tensor.nbytes for tensor in (moment.codes, moment.scale))
                 assert num_bytes == BYTES_OF_MOMENT[moments] * parameter.numel()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("moments", FORMATS)
+def test_missing_torchao_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch, moments: str) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(RecipeError, match='needs torchao, .* pip install "torchao>=.*", or take precision.moments'):
+        optimizer(nn.Linear(64, 64), moments)
 
 
 class Model(nn.Module):

@@ -175,4 +175,5 @@ def test_backend_is_refused_where_there_are_no_matrix_units() -> None:
     ):
         with pytest.raises(RecipeError) as refused:
             resolve_backend(precision, capability)
+        assert refused.value.problems[0].endswith('or precision.linears = "compute"')
         assert said in refused.value.problems[0] and '"emulated"' in refused.value.problems[0]

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from titan_moe.config import RecipeError
 from titan_moe.config.formats import Format, GemmFormats
+from titan_moe.config.rules.precision import IN_TRITON
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.linear.fp8 import fp8_linear
 from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.mlp import MLP, SwiGLUDown
-from titan_moe.precision.linears import FormattedLinear, convert_linear
+from titan_moe.precision.linears import NATIVE, FormattedLinear, convert_linear
 
 T, I, O = 128, 192, 256
 
@@ -180,6 +181,10 @@ def test_native_layers_of_ours_need_no_torchao(name: Format, product: object, mo
     converted = convert_linear(SwiGLUDown(I, O), three(name), "native")
     assert isinstance(converted, FormattedLinear) and converted.activates and converted.product is product
     assert deepcopy(converted).product is product
+
+
+def test_rules_know_which_native_layers_are_triton() -> None:
+    assert set(IN_TRITON) == set(NATIVE)
 
 
 def test_native_kernels_that_do_not_exist_are_refused() -> None:

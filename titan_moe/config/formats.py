@@ -47,18 +47,19 @@ class FormatFacts:
     """The lowest CUDA compute capability whose tensor cores support the format."""
     has_native_linears: bool = False
     """Whether dense linear layers have native kernels."""
+    has_linears_in_triton: bool = False
+    """Whether these are this package's, where all three GEMMs have the format. Others are torchao's."""
     has_native_experts: bool = False
     """Whether routed experts have native kernels."""
     takes_any_tokens: bool = False
     """Whether native kernels of linear layers take any number of tokens."""
 
 
+OWN_KERNELS = {"has_native_linears": True, "has_linears_in_triton": True, "has_native_experts": True}
 FORMAT_FACTS: dict[Format, FormatFacts] = {
     "fp8_tensorwise": FormatFacts(16, 16, (9, 0), has_native_linears=True),
-    "fp8_rowwise": FormatFacts(16, 16, (9, 0), has_native_linears=True, has_native_experts=True),
-    "fp8_blockwise": FormatFacts(
-        128, 128, (9, 0), has_native_linears=True, has_native_experts=True, takes_any_tokens=True
-    ),
+    "fp8_rowwise": FormatFacts(16, 16, (9, 0), **OWN_KERNELS),
+    "fp8_blockwise": FormatFacts(128, 128, (9, 0), **OWN_KERNELS, takes_any_tokens=True),
     "mxfp8": FormatFacts(32, 32, (10, 0)),
     "nvfp4": FormatFacts(16, 128, (10, 0)),
 }

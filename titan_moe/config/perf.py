@@ -18,7 +18,8 @@ class PerfConfig:
     saved recipe of the run contains the choice.
     `grouped_mm`: PyTorch. Experts are gather, torch.nn.functional.grouped_mm (bf16, on CPUs also fp32), SwiGLU and sum.
     `fused`: Triton (bf16 on GPUs). The GEMMs of the experts gather their rows, and less is kept for backward.
-    `reference`: The experts are a loop in PyTorch: slow, for comparison, also in fp64."""
+    `reference`: The experts are a loop in PyTorch: slow, for comparison, also in fp64. Formats whose
+    native kernels are Triton are refused beside it; precision.backend = "emulated" is their reference."""
     attention: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"] = "auto"
     """Backend of scaled dot product attention (SDPA). With document attention or sliding windows, SDPA gets an N x N
     mask per sequence and computes masked pairs too; on GPUs a mask of more than 1 GiB is refused.

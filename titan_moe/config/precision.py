@@ -13,6 +13,7 @@ BYTES_OF_MOMENT: dict[Moments, float] = {"bf16": 2, "fp32": 4, "fp64": 8, "int8"
 FormatBackend = Literal["auto", "native", "emulated"]
 Part = Literal["experts", "linears"]
 """The kinds of modules that have a format: `PrecisionConfig` has a field of this name for each."""
+PARTS: tuple[Part, ...] = ("experts", "linears")
 
 
 @dataclass(frozen=True)
@@ -107,5 +108,17 @@ class PrecisionConfig:
     @property
     def formats(self) -> list[Format]:
         """The formats of this recipe, without `compute`."""
-        parts: tuple[Part, ...] = ("experts", "linears")
-        return sorted({self.format_of(part) for part in parts} - {"compute"})
+        return sorted({self.format_of(part) for part in PARTS} - {"compute"})
+
+    @property
+    def fields_with_formats(self) -> dict[str, list[Part]]:
+        """The fields that give a format, each with the parts that it gives one."""
+        given: dict[str, list[Part]] = {"format": [part for part in PARTS if getattr(self, part) == "format"]}
+        given |= {part: [part] for part in PARTS}
+        has_format = {name: getattr(self, name) not in ("format", "compute") for name in given}
+        return {name: parts for name, parts in given.items() if parts and has_format[name]}
+
+    @property
+    def without_formats(self) -> str:
+        """The same fields, each with the value that gives no format: a way out in messages."""
+        return " and ".join(f'precision.{name} = "compute"' for name in self.fields_with_formats)

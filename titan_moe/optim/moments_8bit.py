@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_moe.kernels.optim.moments_8bit import BLOCK, NEAREST, Moment, dequantize_reference, quantize_reference
 from titan_moe.parameters import local
+from titan_moe.titan.torchao import require_torchao
 
 MIN_ELEMENTS = 4096
 """Smaller shards keep fp32 moments, as in torchao and bitsandbytes."""
@@ -94,15 +95,11 @@ def _like(parameter: Tensor, moment: Tensor) -> Tensor:
 def _import_torchao() -> dict[str, Any]:
     """The classes of moments and the map of int8, imported only where they are used: it takes seconds.
 
-    Raises: ImportError that names the package and the command that installs it.
+    Raises: RecipeError that names the package and the command that installs it.
     """
-    try:
-        from torchao.optim.quant_utils import create_dynamic_map
-        from torchao.optim.subclass_8bit import OptimState8bit
-        from torchao.optim.subclass_fp8 import OptimStateFp8
-    except ImportError as error:
-        raise ImportError(
-            "precision.moments in 8 bits needs torchao: pip install 'torchao>=0.17,<0.19', "
-            'or take precision.moments = "bf16"'
-        ) from error
+    require_torchao("precision.moments in 8 bits", way_out="bf16", module="torchao.optim")
+    from torchao.optim.quant_utils import create_dynamic_map
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
     return {"int8": OptimState8bit, "fp8": OptimStateFp8, "map": create_dynamic_map}

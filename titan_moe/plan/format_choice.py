@@ -86,7 +86,7 @@ def resolve_backend(precision: PrecisionConfig, capability: Capability | None) -
     problems = [
         f'precision.backend = "{precision.backend}" computes {name} on GPUs of compute capability '
         f"{_dotted(FORMAT_FACTS[name].capability)} and later, and {where}; take precision.backend = "
-        '"emulated" for its numerics without its speed, or precision.format = "compute"'
+        f'"emulated" for its numerics without its speed, or {precision.without_formats}'
         for name in precision.formats
         if capability is None or capability < FORMAT_FACTS[name].capability
     ]

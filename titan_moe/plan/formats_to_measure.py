@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 from titan_moe.config.formats import FORMAT_FACTS, GemmFormats
 from titan_moe.config.gemms import GemmModule
-from titan_moe.config.precision import Part, PrecisionConfig
+from titan_moe.config.precision import PARTS, Part, PrecisionConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules import check_rules
 from titan_moe.plan.format_choice import IN_COMPUTE, choose_formats, operation_of, shape_of
 from titan_moe.plan.hardware import Capability
 from titan_moe.plan.kernel_shapes import Shape
-
-PARTS: tuple[Part, ...] = ("experts", "linears")
 
 
 class ComparedFormats(NamedTuple):

@@ -16,7 +16,7 @@ from titan_moe.kernels.formats.linear import emulated_linear
 from titan_moe.kernels.linear.fp8 import fp8_linear
 from titan_moe.kernels.linear.fp8_blocks import fp8_block_linear
 from titan_moe.layers.mlp import SwiGLUDown
-from titan_moe.precision.requirements import require_torchao
+from titan_moe.titan.torchao import require_torchao
 
 NATIVE = {
     GemmFormats("fp8_rowwise", "fp8_rowwise", "fp8_rowwise"): fp8_linear,

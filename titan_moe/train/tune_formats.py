@@ -25,7 +25,7 @@ from titan_moe.plan.kernel_table import Measured
 from titan_moe.precision.experts import NATIVE
 from titan_moe.precision.linears import NATIVE as NATIVE_LINEARS
 from titan_moe.precision.linears import convert_linear
-from titan_moe.precision.requirements import require_torchao
+from titan_moe.titan.torchao import require_torchao
 from titan_moe.train.tune_times import measured_today, time_backends
 
 logger = logging.getLogger("titan_moe")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from titan_moe.config.arena import experts_of
-from titan_moe.config.formats import FORMAT_FACTS, formats_with
+from titan_moe.config.formats import FORMAT_FACTS, GemmFormats, formats_with
 from titan_moe.config.gemms import (
     GemmModule,
     expert_formats,
@@ -14,12 +14,13 @@ from titan_moe.config.gemms import (
     multiple_of,
     why_kept,
 )
-from titan_moe.config.precision import Part, PrecisionConfig
+from titan_moe.config.precision import PARTS, PrecisionConfig
 from titan_moe.config.recipe import Recipe, microbatch_tokens
 from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
 from titan_moe.config.schema import in_toml
 
 DEFAULTS = PrecisionConfig()
+IN_TRITON = [GemmFormats(*(name,) * 3) for name, facts in FORMAT_FACTS.items() if facts.has_linears_in_triton]
 OPTIONS_OF_FORMATS = (
     "dgrad",
     "wgrad",
@@ -58,7 +59,7 @@ def formats_round_from_bf16(recipe: Recipe, world_size: int) -> Iterator[str]:
         emulated = ', or precision.backend = "emulated"' if p.compute == "fp32" else ""
         yield (
             f'precision.compute = "{p.compute}" cannot be rounded to {" and ".join(p.formats)}; take "bf16"{emulated}, '
-            f"or {_without_formats(p)}"
+            f"or {p.without_formats}"
         )
 
 
@@ -68,7 +69,7 @@ def native_formats_are_on_gpus(recipe: Recipe, world_size: int) -> Iterator[str]
     if p.formats and p.backend != "emulated" and recipe.run.device == "cpu":
         yield (
             f'precision.backend = "{p.backend}" does not compute {" and ".join(p.formats)} with run.device = "cpu"; '
-            f'take "emulated", or {_without_formats(p)}'
+            f'take "emulated", or {p.without_formats}'
         )
 
 
@@ -77,8 +78,7 @@ def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str
     p = recipe.precision
     if p.backend == "emulated" or recipe.run.device == "cpu":
         return
-    parts: tuple[Part, ...] = ("experts", "linears")
-    for part in parts:
+    for part in PARTS:
         name, fact = p.format_of(part), f"has_native_{part}"
         has_part = part == "linears" or recipe.model.num_moe_layers > 0
         if name != "compute" and has_part and not getattr(FORMAT_FACTS[name], fact):
@@ -93,6 +93,18 @@ def native_formats_have_kernels(recipe: Recipe, world_size: int) -> Iterator[str
         yield (
             f'precision.linears = "{name}" has native kernels for all three GEMMs together only, so precision.{key} = '
             f'"compute" is not supported; take "format", or precision.linears = "fp8_rowwise"'
+        )
+
+
+@rule("the reference is plain PyTorch")
+def native_linears_are_triton(recipe: Recipe, world_size: int) -> Iterator[str]:
+    p = recipe.precision
+    formats = p.gemm_formats("linears")
+    is_native = p.backend != "emulated" and recipe.run.device != "cpu"
+    if recipe.perf.kernels == "reference" and is_native and formats in IN_TRITON:
+        yield (
+            f'perf.kernels = "reference" has no native kernels of dense linear layers in {formats}, which are Triton; '
+            'take precision.backend = "emulated", precision.linears = "compute", or perf.kernels = "auto"'
         )
 
 
@@ -165,12 +177,12 @@ def some_modules_have_formats(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.formats and num_kept >= num_layers:
         yield (
             f"precision.num_layers_at_start_in_compute + num_layers_at_end_in_compute = {num_kept} keep all of "
-            f"model.num_layers = {num_layers}; take fewer, or {_without_formats(p)}"
+            f"model.num_layers = {num_layers}; take fewer, or {p.without_formats}"
         )
         return
     modules = gemm_modules(recipe.model)
     asked = replace(recipe, precision=_without_patterns_of_the_gate(p, modules))
-    for field, parts in _fields_with_formats(p).items():
+    for field, parts in p.fields_with_formats.items():
         kept = {module: why_kept(asked, module) for module in modules if module.part in parts}
         if kept and all(kept.values()):
             paths_of: dict[str, dict[str, None]] = {}
@@ -204,19 +216,6 @@ def gathered_formats_are_tensorwise(recipe: Recipe, world_size: int) -> Iterator
             'precision.all_gather = "format" gathers only codes, but precision.dgrad = "compute" needs unrounded '
             'weights; take dgrad = "format", or all_gather = "compute"'
         )
-
-
-def _fields_with_formats(p: PrecisionConfig) -> dict[str, list[Part]]:
-    """The fields that give a format, each with the parts that it gives one."""
-    parts: tuple[Part, ...] = ("experts", "linears")
-    fields: dict[str, list[Part]] = {"format": [part for part in parts if getattr(p, part) == "format"]}
-    fields |= {part: [part] for part in parts}
-    return {name: given for name, given in fields.items() if given and getattr(p, name) not in ("format", "compute")}
-
-
-def _without_formats(p: PrecisionConfig) -> str:
-    """The fields that give a format, each with the value that gives none."""
-    return " and ".join(f'precision.{name} = "compute"' for name in _fields_with_formats(p))
 
 
 PRECISION_RULES = rules_in(globals())
