@@ -59,7 +59,8 @@ class PrecisionConfig:
     wgrad: Literal["format", "compute"] = "format"
     """The GEMM that computes gradients of weights. torchao's recipe "rowwise_with_gw_hp" does not round it.
     `format`: Operands are rounded as in forward.
-    `compute`: Operands are not rounded."""
+    `compute`: Operands have the dtype of `compute`. They are not rounded, except in native experts, which keep nothing
+    else: rows, gradients of results, and e4m3 pre-activations, from which activations are computed anew."""
     num_layers_at_start_in_compute: int = 0
     """The first n layers have no format (Megatron: num_layers_at_start_in_bf16)."""
     num_layers_at_end_in_compute: int = 0
