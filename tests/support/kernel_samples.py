@@ -233,7 +233,7 @@ def rounded(device: torch.device, dtype: torch.dtype) -> list[Sample]:
     several = draw(3, 40, 20)
     return [
         *samples,
-        Sample("transformed", (several, "nvfp4", "gradient", -2, amax_nMN, False, 7, True), 0),
+        Sample("transformed", (several, "nvfp4", "gradient", -2, amax_nMN, False, True), 0),
         Sample("merged", (several, "fp8_tensorwise", "activation", -2, amax_nMN, True), 0),
         Sample("strided", (*strided(draw(40, 20)), "nvfp4", "activation", -2), 0),
         Sample("none", (draw(0, 20), "nvfp4", "gradient", -1), 0),

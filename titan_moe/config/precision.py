@@ -46,7 +46,8 @@ class PrecisionConfig:
     `fp8_blockwise`: e4m3; one scale, a power of two, for 1 x 128 elements of activations and gradients and for 128 x
     128 of weights (DeepSeek-V3, arXiv:2412.19437). Native wgrad rounds its operands a second time, along tokens.
     `mxfp8`: e4m3; one scale, a power of two, for 32 elements (OCP microscaling formats).
-    `nvfp4`: e2m1; one e4m3 scale for 16 elements and one fp32 scale a tensor (arXiv:2509.25149)."""
+    `nvfp4`: e2m1; one e4m3 scale for 16 elements and one fp32 scale a tensor (arXiv:2509.25149). Gradients are rounded
+    stochastically. The 16 elements decide their random bits: equal ones are rounded alike in every layer and step."""
     experts: Literal["format", Format] = "format"
     """The format of routed experts; "format" means that of `precision.format`."""
     linears: Literal["format", Format] = "format"

@@ -203,20 +203,21 @@ def test_stochastic_rounding_is_unbiased() -> None:
     check_unbiased(x, rounded)
 
 
-def test_stochastic_rounding_of_a_block_is_unbiased_over_seeds() -> None:
+def test_stochastic_rounding_of_numbers_is_unbiased_over_blocks_that_differ_in_one() -> None:
     torch.manual_seed(0)
     x_MN = torch.rand(4, 64) * 12 - 6
     x_MN[:, ::16] = 6.0  # each block's scale is exact, so that nothing is clamped
-    seeds = torch.arange(2048).view(-1, 1, 1, 1)
-    rounded = round_to(x_MN.expand(2048, -1, -1), "nvfp4", "gradient", -1, seed=seeds)
-    check_unbiased(x_MN, rounded)
-    over_rows = round_to(x_MN.T.expand(8, -1, -1), "nvfp4", "gradient", -2, seed=seeds[:8])
-    assert torch.equal(over_rows, rounded[:8].mT)
-    assert torch.equal(round_to(x_MN, "nvfp4", "gradient", -1, seed=5), rounded[5])
+    blocks_BMN = x_MN.repeat(2048, 1, 1)
+    blocks_BMN[..., 15::16] = torch.arange(2048).view(-1, 1, 1) / 1024
+    rounded_BMN = round_to(blocks_BMN, "nvfp4", "gradient", -1)
+    is_equal_N = torch.arange(64) % 16 != 15
+    check_unbiased(x_MN[:, is_equal_N], rounded_BMN[..., is_equal_N])
+    assert torch.equal(round_to(blocks_BMN[:8].mT, "nvfp4", "gradient", -2), rounded_BMN[:8].mT)
+    assert torch.equal(round_to(blocks_BMN[5], "nvfp4", "gradient", -1), rounded_BMN[5])
 
 
 def test_stochastic_rounding_is_unbiased_over_blocks() -> None:
-    """With one seed, as GEMMs use it: the content of blocks alone makes their bits random."""
+    """Their content alone makes their bits random."""
     torch.manual_seed(0)
     x_MN = torch.rand(8192, 64) * 12 - 6
     x_MN[:, ::16] = 6.0
@@ -240,7 +241,7 @@ def check_unbiased(x: Tensor, rounded: Tensor) -> None:
 def test_random_numbers_are_uniform_and_independent_of_the_place() -> None:
     torch.manual_seed(0)
     x_MN = torch.randn(512, 64).bfloat16()
-    random_MN = nvfp4.draw(x_MN, -1, 0)
+    random_MN = nvfp4.draw(x_MN, -1)
     assert 0 <= random_MN.min() and random_MN.max() < 1
     for bit in range(1, 9):
         share = ((random_MN * 2**bit).int() % 2).float().mean()
@@ -249,16 +250,19 @@ def test_random_numbers_are_uniform_and_independent_of_the_place() -> None:
     correlations = torch.corrcoef(lanes.T) - torch.eye(16)
     assert correlations.abs().max() < 4.5 / lanes.shape[0] ** 0.5
     order = torch.randperm(512)
-    assert torch.equal(nvfp4.draw(x_MN[order], -1, 0), random_MN[order])
-    assert not torch.equal(nvfp4.draw(x_MN, -1, 1), random_MN)
+    assert torch.equal(nvfp4.draw(x_MN[order], -1), random_MN[order])
+    assert not (nvfp4.draw(2 * x_MN, -1) == random_MN).view(-1, 16).all(-1).any()
 
 
 def test_only_gradients_are_rounded_at_random() -> None:
+    """The sign of one number changes the bits of a gradient's block, and not its scale."""
     torch.manual_seed(0)
     x_MN = torch.randn(32, 64)
+    other_MN = x_MN.clone()
+    other_MN[:, ::16] *= -1
     for role in ROLES:
-        is_same = torch.equal(*(round_to(x_MN, "nvfp4", role, -1, seed=seed) for seed in (0, 1)))
-        assert is_same == (role != "gradient")
+        one, other = (round_to(x_MN, "nvfp4", role, -1) for x_MN in (x_MN, other_MN))
+        assert torch.equal(one.abs(), other.abs()) == (role != "gradient")
 
 
 def test_hadamard_is_orthogonal_and_keeps_products() -> None:

@@ -62,7 +62,7 @@ def test_rounded_numbers_have_the_bits_of_the_reference(
 def test_transformed_numbers_have_the_bits_of_the_reference(role: Role, device: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for shape, dim in product(((70, 150), (2, 33, 20), (2, 16, 16), (1, 1)), DIMS):
-        check(wide(*shape, octaves=3).to(device, dtype), "nvfp4", role, dim, None, False, 5, True)
+        check(wide(*shape, octaves=3).to(device, dtype), "nvfp4", role, dim, None, False, True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -98,13 +98,13 @@ def test_zeros_tiny_and_huge_numbers_and_what_is_not_finite(format: Format, devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_seeds_draw_other_numbers(device: str) -> None:
+def test_equal_gradients_draw_equal_numbers(device: str) -> None:
     torch.manual_seed(0)
     x_MN = torch.randn(16, 64, device=device)
-    for seed in (0, 5, 2**32 - 1):
-        check(x_MN, "nvfp4", "gradient", -1, None, False, seed)
-    drawn = [round_to_format(x_MN, "nvfp4", "gradient", -1, None, False, seed) for seed in (0, 5)]
-    assert not torch.equal(*drawn)
+    once, again, other = (
+        round_to_format(x_MN, "nvfp4", "gradient", -1) for x_MN in (x_MN, x_MN.clone(), x_MN * x_MN.sign())
+    )
+    assert torch.equal(once, again) and not torch.equal(once.abs(), other)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -65,12 +65,11 @@ def quantize(
     *,
     merge: Merge | None = None,
     power_of_two_scales: bool = False,
-    seed: Tensor | int = 0,
 ) -> Quantized:
     """Round to codes and scales.
 
-    `power_of_two_scales` rounds the scales of fp8 formats up to powers of two. `seed` is for stochastic rounding, of
-    gradients in nvfp4: one, or [..., 1, 1, 1], one for each matrix.
+    `power_of_two_scales` rounds the scales of fp8 formats up to powers of two. Gradients in nvfp4 are rounded at random
+    (nvfp4.py).
 
     Raises: ValueError for `compute`, which has no codes.
     """
@@ -83,7 +82,7 @@ def quantize(
     if format == "nvfp4":
         tensor_scale = nvfp4.tensor_scale_of(_merged(amax(x_MN, (None, None)), (None, None), merge))
         scales_mn = nvfp4.block_scales_of(amax_mn, tensor_scale)
-        random_MN = nvfp4.draw(x_MN, dim, seed) if role == "gradient" else None
+        random_MN = nvfp4.draw(x_MN, dim) if role == "gradient" else None
         codes_MN = nvfp4.codes_of(x_MN, scales_mn, tensor_scale, block, random_MN)
         return Quantized(codes_MN, scales_mn, tensor_scale)
     dtype = dtype_of(format, role)
@@ -108,12 +107,11 @@ def round_to(
     *,
     merge: Merge | None = None,
     power_of_two_scales: bool = False,
-    seed: Tensor | int = 0,
 ) -> Tensor:
     """The nearest representable tensor, in x's dtype; without gradients. `compute` returns x."""
     if format == "compute":
         return x_MN
-    quantized = quantize(x_MN, format, role, dim, merge=merge, power_of_two_scales=power_of_two_scales, seed=seed)
+    quantized = quantize(x_MN, format, role, dim, merge=merge, power_of_two_scales=power_of_two_scales)
     return dequantize(quantized, format, role, dim).to(x_MN.dtype)
 
 

@@ -27,7 +27,7 @@ from titan_moe.config.formats import Format
 from titan_moe.kernels.formats import nvfp4
 from titan_moe.kernels.formats.blocks import is_rows, pad_to_multiple
 from titan_moe.kernels.formats.casts import Role, block_of, dtype_of, round_to
-from titan_moe.kernels.optim.stochastic_rounding import NUM_ROUNDS, WORD
+from titan_moe.kernels.optim.stochastic_rounding import NUM_ROUNDS
 from titan_moe.kernels.registry import Kernel, register
 
 BLOCK = tl.constexpr(nvfp4.BLOCK)
@@ -45,7 +45,6 @@ def round_reference(
     dim: int,
     amax: Tensor | None = None,
     power_of_two_scales: bool = False,
-    seed: int = 0,
     is_transformed: bool = False,
 ) -> Tensor:
     """The definition of `round_to_format`."""
@@ -59,7 +58,6 @@ def round_reference(
         dim,
         merge=merge,
         power_of_two_scales=power_of_two_scales,
-        seed=seed,
     )
 
 
@@ -158,7 +156,7 @@ def _at_random(magnitude, random, MANTISSA_BITS: tl.constexpr, MIN_EXPONENT: tl.
 
 
 @triton.jit
-def _draw(x, seed, LINES: tl.constexpr, LENGTH: tl.constexpr):
+def _draw(x, LINES: tl.constexpr, LENGTH: tl.constexpr):
     """`nvfp4.draw` along the last dimension."""
     NUM_BLOCKS: tl.constexpr = LINES * LENGTH // BLOCK
     content = tl.reshape(x.to(tl.int32, bitcast=True), (NUM_BLOCKS, BLOCK)).to(tl.int64)
@@ -168,7 +166,7 @@ def _draw(x, seed, LINES: tl.constexpr, LENGTH: tl.constexpr):
     low = (key & 0xFFFFFFFF).to(tl.uint32) + zeros
     high = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32) + zeros
     quarter = tl.arange(0, BLOCK // 4).to(tl.uint32)[None, :] + zeros
-    w0, w1, w2, w3 = tl.philox(0, low, high, quarter, zeros + seed.to(tl.uint32), PHILOX_ROUNDS)
+    w0, w1, w2, w3 = tl.philox(0, low, high, quarter, zeros, PHILOX_ROUNDS)
     # [blocks, quarter, low bit of the word's number, its high bit]; an element takes word lane / 4 of call lane % 4
     words = tl.permute(tl.join(tl.join(w0, w1), tl.join(w2, w3)), (0, 3, 2, 1))
     return tl.reshape((words >> 8).to(tl.float32) * (2.0**-24), (LINES, LENGTH))
@@ -207,9 +205,9 @@ def _nvfp4_scale(amax, tensor_scale):
     return _to_nearest(tl.where(scale > 448.0, 448.0, scale), 3, -6)
 
 
-@triton.jit(do_not_specialize=["rows", "seed"])
+@triton.jit(do_not_specialize=["rows"])
 def _round_kernel(
-    x_ptr, out_ptr, amax_ptr, rows, columns, seed,
+    x_ptr, out_ptr, amax_ptr, rows, columns,
     stride_matrix, stride_line, stride_place, stride_out_matrix, stride_out_line, stride_out_place,
     stride_amax_matrix, stride_amax_line,
     CODES: tl.constexpr, POWER_OF_TWO: tl.constexpr, IS_RANDOM: tl.constexpr, IS_TRANSFORMED: tl.constexpr,
@@ -240,7 +238,7 @@ def _round_kernel(
         scaled = magnitude * tl.div_rn(tl.div_rn(1.0, tensor_scale), scale)
         scaled = tl.where(scaled > 6.0, 6.0, scaled)
         if IS_RANDOM:
-            random = tl.reshape(_draw(x, seed, LINES, LENGTH), scaled.shape)
+            random = tl.reshape(_draw(x, LINES, LENGTH), scaled.shape)
             rounded = _at_random(scaled, random, 1, 0) * (scale * tensor_scale)
         else:
             rounded = _to_nearest(scaled, 1, 0) * (scale * tensor_scale)
@@ -313,7 +311,6 @@ def launch_rounding(
     dim: int,
     amax: Tensor | None = None,
     power_of_two_scales: bool = False,
-    seed: int = 0,
     is_transformed: bool = False,
 ) -> Tensor:
     """`round_to_format`."""
@@ -337,7 +334,7 @@ def launch_rounding(
     out_MN = torch.empty(tiles.shape(tiles.out_length), dtype=torch.float32, device=x_MN.device)
     if x_MN.numel():
         _round_kernel[tiles.grid](
-            x_MN, out_MN, amax, tiles.rows, tiles.columns, seed & WORD,
+            x_MN, out_MN, amax, tiles.rows, tiles.columns,
             *tiles.strides(x_MN), *tiles.strides(out_MN), *amax_strides,
             CODES=format if format in ("mxfp8", "nvfp4") else codes, POWER_OF_TWO=power_of_two_scales,
             IS_RANDOM=format == "nvfp4" and role == "gradient", IS_TRANSFORMED=is_transformed,
@@ -355,7 +352,6 @@ def round_to_format(
     dim: int,
     amax: Tensor | None = None,
     power_of_two_scales: bool = False,
-    seed: int = 0,
     is_transformed: bool = False,
 ) -> Tensor:
     """The nearest representable numbers in fp32; without gradients.
@@ -366,7 +362,7 @@ def round_to_format(
         is_transformed: rounds `nvfp4.random_hadamard` of x with zeros behind it up to a multiple of 16 along `dim`.
     """
     names = cast(Format, format), cast(Role, role)
-    return launch_rounding(x_MN, *names, dim, amax, power_of_two_scales, seed, is_transformed)
+    return launch_rounding(x_MN, *names, dim, amax, power_of_two_scales, is_transformed)
 
 
 @round_to_format.register_fake
@@ -377,7 +373,6 @@ def _(
     dim: int,
     amax: Tensor | None = None,
     power_of_two_scales: bool = False,
-    seed: int = 0,
     is_transformed: bool = False,
 ) -> Tensor:
     tiles = _Tiles(x_MN, dim, is_transformed)

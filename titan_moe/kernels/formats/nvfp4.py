@@ -6,11 +6,13 @@ A block is 16 elements along the summed dimension, and 16 x 16 of weights, so th
 rounded weight. The bits are those of torchao's `nvfp4_quantize` where it has them: it knows no square blocks and no
 stochastic rounding on other devices than Blackwell.
 
-Stochastic rounding takes its random bits from Philox, whose counter is the content of a block of 16 and a seed. So no
-state is kept: a recomputed or replayed step draws new bits if its numbers are new, and the same ones if they are not.
-Equal blocks draw equal bits, wherever they lie: the gradient of a token is rounded the same on any rank. (Blocks along
-tokens hold 16 of them, so they depend on the order of an expert's tokens.) A block's largest numbers are clamped where
-its e4m3 scale was rounded down, as torchao does; only there the expected result is not the number itself.
+Stochastic rounding takes its random bits from Philox, whose counter is the content of a block of 16. There is no seed
+and no state: a recomputed or replayed step draws new bits if its numbers are new, and the same ones if they are not.
+Equal blocks draw equal bits, in every layer, step and run, and wherever they lie: the gradient of a token is rounded
+the same on any rank. The rounding of blocks that repeat exactly thus does not average out; gradients of training hardly
+repeat, and zeros are exact. (Blocks along tokens hold 16 of them, so they depend on the order of an expert's tokens.)
+A block's largest numbers are clamped where its e4m3 scale was rounded down, as torchao does; only there the expected
+result is not the number itself.
 
 The random Hadamard transform mixes 16 elements along the summed dimension of both operands, x -> H · D · x with random
 signs D. It is orthogonal, so the product is unchanged; outliers are spread over their block.
@@ -75,16 +77,16 @@ def from_e2m1(codes: Tensor) -> Tensor:
     return torch.where(codes < 8, magnitude, -magnitude)
 
 
-def draw(x_MN: Tensor, dim: int, seed: Tensor | int) -> Tensor:
-    """A number in [0, 1) for each element, a function of its block along `dim` and of the seed; multiples of 2^-24."""
+def draw(x_MN: Tensor, dim: int) -> Tensor:
+    """A number in [0, 1) for each element, a function of its block along `dim`; multiples of 2^-24."""
     block = (BLOCK, 1) if is_rows(dim, x_MN.ndim) else (1, BLOCK)
     content = split(x_MN.float(), block).movedim(-3, -2).flatten(-2)  # [..., m, n, 16]
     bits = content.contiguous().view(torch.int32).long()
     lane = torch.arange(BLOCK, device=x_MN.device)
     key = (bits * (LANE_FACTOR * (2 * lane + 1))).sum(-1, keepdim=True)
     quarter = torch.arange(BLOCK // 4, device=x_MN.device).expand(*key.shape[:-1], -1)
-    seeds = seed.long() & WORD if isinstance(seed, Tensor) else torch.full_like(key, seed & WORD)
-    words = torch.cat(philox_reference(0, (key & WORD, key >> 32 & WORD, quarter, seeds.expand_as(quarter))), dim=-1)
+    counter = key & WORD, key >> 32 & WORD, quarter, torch.zeros_like(quarter)
+    words = torch.cat(philox_reference(0, counter), dim=-1)
     random = (words >> 8).float() * 2.0**-24
     return join(random.unflatten(-1, block).movedim(-2, -3), x_MN)
 
