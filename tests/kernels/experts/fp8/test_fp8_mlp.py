@@ -133,7 +133,7 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
 
     x, dy = quantize_rows(x_SD), quantize_rows(dy_SD)
     _, kept = stages.up(x, slots, of, tiles)
-    assert decibels(product(x_SD[rows], gate_up), dequantize_rows(kept)[:n]) > FLOOR_DB - 1  # rounded again, as kept
+    assert decibels(product(x_SD[rows], gate_up), dequantize_rows(kept)[:n]) > FLOOR_DB  # rounded again, as kept
     exact_R2F = product(x_SD[rows], gate_up).to(dtype)
     full_R2F = exact_R2F.new_zeros(slots.rows_R.numel(), 2 * F)
     full_R2F[:n] = exact_R2F
@@ -158,7 +158,7 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
     rounded_R2F = gradients.codes_R2F[:n].float() * gradients.scales[:n, None]
     assert decibels(dhidden_R2F, rounded_R2F) > FLOOR_DB
     dslots_RD = stages.d_up(gradients, of_back, tiles)[:n]
-    assert decibels(product(dhidden_R2F, gate_up.mT), dslots_RD) > FLOOR_DB - 1
+    assert decibels(product(dhidden_R2F, gate_up.mT), dslots_RD) > FLOOR_DB
     dgate_up, ddown = stages.dw(dy, x, slots, gradients, tiles)
     begins = [0, *slots.offsets_e.tolist()]
     for expert, (begin, end) in enumerate(zip(begins, begins[1:], strict=False)):
@@ -168,9 +168,10 @@ def test_each_product_is_near_fp64(name: str, device: str, dtype: torch.dtype) -
         torch.stack([a[b:c].T @ z[b:c] for b, c in zip(begins, begins[1:], strict=False)])
         for a, z in ((dhidden_R2F, x_SD[rows].double()), (dy_SD[rows].double(), kept_active_RF))
     ]
-    assert decibels(both[0], dgate_up.flatten(1, 2)) > FLOOR_DB - 1
-    assert decibels(both[1], ddown) > FLOOR_DB - 1
-    assert dscores_R.shape == scales_R.shape
+    assert decibels(both[0], dgate_up.flatten(1, 2)) > FLOOR_DB
+    assert decibels(both[1], ddown) > FLOOR_DB
+    exact_dscores_R = (plain.dactive_RF[:n].double() * gate * sigmoid * up).sum(1)
+    assert dscores_R.shape == scales_R.shape and decibels(exact_dscores_R, dscores_R[:n]) > 40
 
 
 @pytest.mark.parametrize(("device", "dtype"), DEVICES)
