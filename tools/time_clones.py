@@ -1,6 +1,7 @@
 """Time whole optimizer steps without clones, with them, and with `expert_clones = "auto"`, under loads of hot experts.
 
-    torchrun --nproc-per-node 2 tools/time_clones.py recipes/qwen3_30b_a3b.toml --parallel.ep=2 --out lines.json
+    torchrun --nproc-per-node 2 tools/time_clones.py recipes/qwen3_30b_a3b.toml --parallel.ep=2 --model.num_layers=12 \\
+        --train.global_batch_sequences=8 --out lines.json
 
 A phase has a forced load: every token takes so many hot experts, all on the first rank, and for its other choices those
 of forced balance. With "auto" clones are switched on and off as in a run. The figures of a phase are of the second half
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from cleanup import destroy_subgroups, free_memory
 from measurement import facts_of, max_over_ranks
 from rank_processes import append_result, reporting_errors
-from time_steps import read_batches, synchronised_time
+from time_steps import open_data, read_batches, synchronised_time
 from torch import Tensor
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
@@ -78,7 +79,8 @@ def time_phases(
     force = ForcedTable(hot_table(moe, 0, device))
     for router in runner.step.balancer.routers.values():
         router.force = force
-    batches = iter(read_batches(recipe, assembly.meshes, device, folder))
+    loader = open_data(recipe, assembly.meshes, folder)
+    batches = iter(read_batches(recipe, assembly.meshes, loader, device))
     num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens // dist.get_world_size()
     lines = []
     try:

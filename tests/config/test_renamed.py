@@ -21,7 +21,7 @@ def test_renamed_key_error_names_the_new_key(tmp_path: Path) -> None:
         f"{file}: {OPTIMIZER}",
         f"{file}: parallel.chunks was removed: exchanges in chunks were slower; drop it",
         "command line: parallel.gathers_once_a_step is now parallel.accumulate_unsharded",
-        "command line: train.force_skewed_routing is now train.forced_load (true -> skewed)",
+        "command line: train.force_skewed_routing is now train.forced_load (true -> skewed; false: drop it)",
     ]
 
 

@@ -66,6 +66,12 @@ def test_control_grows_ahead_of_a_load_that_drifts() -> None:
     assert len(set(factors)) == 1 + 6, "0, then a recording an eighth"
 
 
+def test_control_grows_after_an_overflow_alone_where_a_factor_is_compiled() -> None:
+    needs = [1.0] * CALIBRATION_STEPS + [1.12, 1.12, 1.2]
+    factors, num_overflows = run(CapacityControl(grows_ahead=False), needs)
+    assert num_overflows == 1 and factors[CALIBRATION_STEPS:] == [1.125, 1.125, round_up(1.2 * 1.21)]
+
+
 def test_control_asks_once_for_memory_that_is_not_there() -> None:
     asked: list[float] = []
     control = CapacityControl(lambda: asked.append(1.3) or 1.3)
@@ -118,6 +124,9 @@ def test_control_survives_needs_that_are_not_finite() -> None:
     control = CapacityControl(lambda: 4.0)
     factors, _ = run(control, [math.inf] * (CALIBRATION_STEPS + 1))
     assert set(factors) == {0.0}
+    control = CapacityControl(lambda: 4.0)
+    factors, _ = run(control, [1.0] * CALIBRATION_STEPS)
+    assert control.follow(math.inf, has_overflowed=False) == factors[-1] == 1.125
 
 
 @pytest.fixture

@@ -99,3 +99,20 @@ def test_peak_without_an_arena_is_the_allocators(step: Step) -> None:
     assert run.peak_memory_gib() == step.allocator.peak / GIB > 1
     run.reset_peak_memory()
     assert run.peak_memory_gib() < 1
+
+
+def test_peak_of_replayed_steps_is_at_least_that_until_the_recording(step: Step) -> None:
+    run: Any = StepRunner(step, SimpleNamespace(step=lambda: None))  # type: ignore[arg-type]
+    run.captured = SimpleNamespace(num_recordings=0)
+
+    def replay(batch: Batch) -> Any:
+        run.captured.num_recordings = 1
+        return step(batch)
+
+    run.replay = replay
+    step.plan((5 * GIB, 1.0), (0, 1.0))
+    run(BATCH)
+    recorded = run.peak_memory_gib()
+    run.reset_peak_memory()
+    run(BATCH)
+    assert recorded >= 5 and run.peak_memory_gib() == recorded and step.allocator.peak < 5 * GIB

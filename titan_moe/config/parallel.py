@@ -131,8 +131,9 @@ class ParallelConfig:
     are cloned onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO). Results stay
     exact. 0 disables clones. "auto" has up to 2 replica slots, in use only while the ranks of recent steps are
     imbalanced enough for clones to pay. It has them if an ep group shares memory, microbatches are large, and the GEMMs
-    need no copy of a rank's own weights (experts are not sharded, blocks are not graphs, nothing is recomputed);
-    otherwise it means 0, and `titan-moe check` says why. Over symmetric memory a rank receives up to expert_clones
+    need no copy of a rank's own weights (experts are not sharded or in fp8, blocks are not graphs, nothing is
+    recomputed), there are no pipeline stages, and the capacity is bounded; otherwise it means 0, and `titan-moe check`
+    says why. Over symmetric memory a rank receives up to expert_clones
     experts of a layer in forward and sends as many gradients in backward; with collectives (ep - 1) times as many."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs

@@ -3,8 +3,8 @@
 RENAMED = {
     "parallel.gathers_once_a_step": "parallel.accumulate_unsharded",
     "perf.optimizer": "optim.kind (torch -> adamw, fused -> fused_adamw)",
-    "train.force_balanced_routing": "train.forced_load (true -> balanced)",
-    "train.force_skewed_routing": "train.forced_load (true -> skewed)",
+    "train.force_balanced_routing": "train.forced_load (true -> balanced; false: drop it)",
+    "train.force_skewed_routing": "train.forced_load (true -> skewed; false: drop it)",
     "perf.override.slots": "perf.override.permute",
 }
 """Old key -> new key, and its new values if they changed too."""

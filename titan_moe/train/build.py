@@ -120,7 +120,7 @@ def _capacity_control(recipe: Recipe, capacity: ExpertCapacity, device: torch.de
     keeps_nothing = capacity.arena is not None and capacity.arena.is_checkpointed
     if not follows_load or keeps_nothing:
         return None
-    return CapacityControl(largest=partial(largest_factor, capacity, device))
+    return CapacityControl(largest=partial(largest_factor, capacity, device), grows_ahead=capacity.arena is not None)
 
 
 def build_parts(

@@ -35,9 +35,10 @@ class CapacityControl:
     or if memory cannot hold the need.
     """
 
-    def __init__(self, largest: Callable[[], float] = lambda: math.inf) -> None:
-        """`largest` is the largest factor that the memory of every rank holds."""
-        self.factor, self.largest = 0.0, largest
+    def __init__(self, largest: Callable[[], float] = lambda: math.inf, *, grows_ahead: bool = True) -> None:
+        """`largest` is the largest factor that the memory of every rank holds. Without `grows_ahead` the factor grows
+        after an overflow alone: where another factor is another compilation, it costs more than a step."""
+        self.factor, self.largest, self.grows_ahead = 0.0, largest, grows_ahead
         self.step = 0
         self.is_at_limit = False  # memory held no more when the factor was to grow ahead of an overflow
         self.steps_to_wait = CALIBRATION_STEPS
@@ -63,7 +64,7 @@ class CapacityControl:
             self.steps_to_wait -= 1
             if self.steps_to_wait <= 0:
                 self.factor = self._choose(max(list(self.needs)[-WINDOW_STEPS:]))
-        elif self.factor < need * HEADROOM and not self.is_at_limit:
+        elif self.grows_ahead and not self.is_at_limit and self.factor < need * HEADROOM < math.inf:
             self.factor = max(self.factor, min(self._with_margin(need), self._largest()))
             self.is_at_limit = self.factor == before
         elif self.step % QUIET_STEPS == 0 and len(self.needs) == QUIET_STEPS:

@@ -52,6 +52,7 @@ class StepRunner:
         self.num_steps, self.num_reruns = 0, 0  # so far
         self.needed_factor, self.largest_need = 0.0, 0.0  # of the last step, and of all
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
+        self.recorded_peak_gib = 0.0  # of memory, when the step was last recorded
         self.replay: Callable[[Batch], StepResult] = step
         self.release: Callable[[], None] = lambda: None
         self.captured: Captured | None = None
@@ -81,6 +82,11 @@ class StepRunner:
             self.step.replicas.are_used = self.clone_control.are_used
 
     @property
+    def next_step(self) -> int:
+        """The number of the next step, from 1."""
+        return self.num_steps_before + self.num_steps + 1
+
+    @property
     def num_recordings(self) -> int:
         """CUDA graphs recorded so far: the first, and one after each release."""
         return 0 if self.captured is None else self.captured.num_recordings
@@ -92,10 +98,10 @@ class StepRunner:
 
     def peak_memory_gib(self) -> float:
         """The peak of memory since `reset_peak_memory`, of steps that were taken again too: a resized arena starts a
-        new peak of the allocator."""
+        new peak of the allocator. Replays allocate nothing, so after a recording it is at least the peak until then."""
         capacity = self.step.capacity
         of_arena = 0 if capacity.arena is None else capacity.arena.peak()
-        return max(of_arena / GIB, peak_memory_gib(capacity.need.device))
+        return max(of_arena / GIB, self.recorded_peak_gib, peak_memory_gib(capacity.need.device))
 
     def reset_peak_memory(self) -> None:
         """Start a new peak of a GPU's memory."""
@@ -138,7 +144,10 @@ class StepRunner:
             with self.step.capacity.unbounded():
                 return self.step(batch)
         if self.num_warm_ups == 0:
-            return self.replay(batch)
+            num_recordings, result = self.num_recordings, self.replay(batch)
+            if self.num_recordings > num_recordings:
+                self.recorded_peak_gib = self.peak_memory_gib()
+            return result
         self.num_warm_ups -= 1
         return self.warm_up(lambda: self.step(batch))
 
@@ -146,8 +155,7 @@ class StepRunner:
         """Bound the next steps by a factor; 0 lifts the bound."""
         capacity = self.step.capacity
         what = f"capacity factor {factor:g}" if factor else "no capacity bound"
-        # counted since the start of this process
-        logger.info("%s from step %d on; the last step needed %.3g", what, self.num_steps + 1, self.needed_factor)
+        logger.info("%s from step %d on; the last step needed %.3g", what, self.next_step, self.needed_factor)
         if capacity.arena is None and not factor:
             return  # the sizes stay, for the steps after
         self.release()  # a recording has other sizes or addresses
@@ -166,7 +174,7 @@ class StepRunner:
         logger.info(
             "%s from step %d on; the busiest rank had %.3g times the mean load in recent steps",
             what,
-            self.num_steps + 1,
+            self.next_step,
             imbalance,
         )
         self.release()  # a recording has the other exchanges
