@@ -1,8 +1,11 @@
 """A pipeline's run by the command line: killed and resumed bit for bit, and on one rank within rounding."""
 
+import os
 import random
+import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,8 +39,22 @@ def finish(process: subprocess.Popen[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("schedule", [(), PAIRS], ids=["1f1b", "interleaved_pairs"])
-def test_pipeline_resumes_after_a_kill_bit_for_bit(tiny, schedule: tuple[str, ...]) -> None:
+def kill_rank(launcher: subprocess.Popen[str], rank: int) -> str:
+    """Kill one rank of a run; what its launcher says when it has ended the others."""
+    ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    (own,) = [pid for pid in ranks if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
+    os.kill(own, signal.SIGKILL)
+    said = launcher.communicate(timeout=120)[1]
+    assert launcher.returncode == 128 + signal.SIGKILL, said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks), "none goes on without the others"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("schedule", "killed_rank"),
+    [pytest.param((), 1, id="1f1b-rank"), pytest.param(PAIRS, None, id="interleaved_pairs-launcher")],
+)
+def test_pipeline_resumes_after_a_kill_bit_for_bit(tiny, schedule: tuple[str, ...], killed_rank: int | None) -> None:
     straight, killed, whole = tiny(*RUN), tiny(*RUN), tiny(*RUN)
     finish(straight.start(*PP2, *schedule))
     step = random.randrange(5, STEPS - 5)
@@ -45,8 +62,11 @@ def test_pipeline_resumes_after_a_kill_bit_for_bit(tiny, schedule: tuple[str, ..
     process = killed.start(*PP2, *schedule)
     while process.poll() is None and len(killed.column("loss")) < step:
         time.sleep(0.005)
-    process.kill()
-    process.wait()
+    if killed_rank is None:
+        process.kill()
+        process.wait()
+    else:
+        assert f"titan-moe: rank {killed_rank} was ended by SIGKILL" in kill_rank(process, killed_rank)
     assert "continuing after step" in finish(killed.start(*PP2, *schedule))
     assert killed.trace == straight.trace and killed.column("step")[-1] == STEPS
     expected, state = straight.checkpoint(STEPS), killed.checkpoint(STEPS)
