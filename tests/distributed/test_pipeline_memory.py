@@ -79,7 +79,8 @@ def follow_load(folder: str, candidate: Recipe) -> tuple[dict[str, Any], list[fl
     """A trace of two steps, the capacity factor after each, and how often memory was opened."""
     map_files = partial(over_memory.mapped_files.map_files, folder)
     with mock.patch.object(over_memory.symm_memory, "open_symm_memory", side_effect=map_files) as opened:
-        return *over_memory.follow_load(candidate, 2), opened.call_count
+        fields, _, factors, _ = over_memory.follow_load(candidate, 2)
+        return fields, factors, opened.call_count
 
 
 def test_a_stage_without_experts_follows_the_load_of_the_others(ranks: Any, tmp_path: Path) -> None:
