@@ -32,7 +32,10 @@ RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
     "launched": (1, ("--perf.kernels=fused",)),
     "captured": (1, ("--compile.cudagraph=step", "--perf.kernels=fused")),
     "flex": (1, ("--perf.attention=flex", "--data.document_attention=true")),
-    "fp8": (1, ("--perf.kernels=fused", "--precision.experts=fp8_rowwise")),
+    "fp8": (
+        1,
+        ("--perf.kernels=fused", "--precision.experts=fp8_rowwise", "--precision.only_where_faster=false"),
+    ),
     "fp8_blockwise": (
         1,
         ("--perf.kernels=fused", "--precision.format=fp8_blockwise", "--precision.only_where_faster=false"),
