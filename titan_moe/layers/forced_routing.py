@@ -77,7 +77,8 @@ class ForcedSkew(ForcedTable):
 class ForcedDraws(ForcedTable):
     """Take the experts of a drawn load, from the table of the step.
 
-    The step is read on the device, so that a CUDA graph replays other steps. All ranks have the same tables.
+    The step is read on the device, so that a CUDA graph replays other steps. All ranks draw the same tables, on their
+    device.
     """
 
     NUM_TOKENS = 2048
@@ -96,11 +97,11 @@ class ForcedDraws(ForcedTable):
                 num_ranks=num_ranks,
                 layer=layer,
                 step=number,
-                generator=generator_of(0, layer, number),
+                generator=generator_of(0, layer, number, device),
             )
             for number in range(self.num_steps)
         ]
-        super().__init__(torch.cat(tables).int().to(device))  # int32: a period has many steps
+        super().__init__(torch.cat(tables).int())  # int32: a period has many steps
 
     def __call__(self, logits_BNE: Tensor) -> Tensor:
         num_sequences, num_tokens, _ = logits_BNE.shape
