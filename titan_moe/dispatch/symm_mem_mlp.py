@@ -310,17 +310,17 @@ def backward_input(
     run, arena = _Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, of, dy_TD), Arena.of(of.arena)
     if arena is None:
         dactive = new_dactive(dy_TD, of.num_slots, weights[1].shape[2], of.stage_format)
-        delayed = _Delayed(dy_TD.new_empty(of.max_rows, run.rows.x_SW.shape[1]), dactive, None)
+        dy_SW, base = dy_TD.new_empty(of.max_rows, run.rows.x_SW.shape[1]), dy_TD.new_empty(0, dtype=torch.int64)
+        delayed = _Delayed(dy_SW, dactive, None)
     else:
         assert arena.can_delay and run.rows.base is not None, "run_mlp says so"
-        delayed = _Delayed(arena.dy_CW, arena.dactive_GF, arena.delay(run.rows.base))
+        base = arena.delay(run.rows.base)
+        delayed = _Delayed(arena.dy_CW, arena.dactive_GF, base)
     run.put_gradients(dy_TD, delayed)
-    dy_SW, dactive, base = delayed
-    if base is None:
-        base = dy_TD.new_empty(0, dtype=torch.int64)
-    else:
+    dx_TD, dscores_TK = run.sum_gradients()
+    if arena is not None:
         dy_SW, dactive = (tensor.new_empty(0, tensor.shape[1]) for tensor in (arena.dy_CW, arena.dactive_GF))
-    return *run.sum_gradients(), dy_SW, dactive, base
+    return dx_TD, dscores_TK, dy_SW, dactive, base
 
 
 @backward_input.register_fake
@@ -342,22 +342,21 @@ def backward_weight(
     of = Sizes(*sizes)
     x_SW, hidden, base, *of_slots = kept
     slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
-    rows, late = _Kept(x_SW, hidden, None), _Delayed(*delayed[:2], None)
+    dy_SW, dactive, delayed_base = delayed
+    bases = None, None
     if arena is not None:
         arena.verify(base)
-        rows = _Kept(arena.rows_AW, arena.hidden_BH, base)
-        late = _Delayed(arena.dy_CW, arena.dactive_GF, delayed[2])
+        x_SW, hidden, dy_SW, dactive = arena.buffers
+        bases = base, delayed_base
     # fp8 rounds by tile: those of the backward
     tiles = plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS, rank, num_ranks, of.usual_slots)
-    return delayed_dw(
-        late.dy_SW, rows.x_SW, Work(slots, tiles), late.dactive, rows.hidden, rows.base, late.base, of.stage_format
-    )
+    return delayed_dw(dy_SW, x_SW, Work(slots, tiles), dactive, hidden, *bases, of.stage_format)
 
 
 @backward_weight.register_fake
-def _(kept: Tensors, delayed: Tensors, shape: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
-    num_experts, _, hidden, width = shape
-    return delayed[1].new_empty(shape), delayed[1].new_empty(num_experts, width, hidden)
+def _(kept: Tensors, delayed: Tensors, shape: Sequence[int], *rest: Any) -> tuple[Tensor, Tensor]:
+    (num_experts, _, hidden, width), dactive = shape, delayed[1]
+    return dactive.new_empty(shape), dactive.new_empty(num_experts, width, hidden)
 
 
 class _QueuedMLP(torch.autograd.Function):
@@ -371,9 +370,10 @@ class _QueuedMLP(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.delay, ctx.shared, ctx.sizes = delay, shared, sizes
         y_TD, overflowed, *kept = forward(x_TD, scores_TK, plan, weights, *shared, [*sizes])
+        offsets_e = kept[-1]
         ctx.save_for_backward(*plan, *kept, *weights)
-        ctx.mark_non_differentiable(overflowed, kept[-1])
-        return y_TD, overflowed, kept[-1]
+        ctx.mark_non_differentiable(overflowed, offsets_e)
+        return y_TD, overflowed, offsets_e
 
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -383,9 +383,7 @@ class _QueuedMLP(torch.autograd.Function):
         rest = (None,) * (NUM_OF_PLAN + len(weights))
         if dy_TD is None:
             return *(None,) * 5, *rest
-        dx_TD, dscores_TK, *delayed = backward_input(
-            dy_TD.contiguous(), plan, weights, kept, *ctx.shared, [*ctx.sizes]
-        )
+        dx_TD, dscores_TK, *delayed = backward_input(dy_TD.contiguous(), plan, weights, kept, *ctx.shared, [*ctx.sizes])
         of_ranks = rank, peer_ptrs_P.numel(), [*ctx.sizes]
         ctx.delay(partial(backward_weight, kept, delayed, [*weights[0].shape], *of_ranks))
         return None, None, None, dx_TD, dscores_TK, *rest
