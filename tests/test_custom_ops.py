@@ -49,7 +49,9 @@ from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
 from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.choose import PERMUTE
+from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
+from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.fp8.mlp import (
     fp8_blockwise_expert_mlp,
     fp8_expert_mlp,
@@ -168,6 +170,13 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
             layer.dispatcher = CloningDispatcher(layer.dispatcher, NUM_EXPERTS, num_replicas, group, over)
             layer.experts.gather_weights = gather_weights
         run_layer(layer, is_trained)
+    for kind in (partial(SymmMemFusedDispatcher, memory=shared), in_an_arena):
+        layer, queue = MoE(MODEL, PRESETS["fused"]).to(device, dtype), WeightGradQueue()
+        layer.dispatcher = kind(NUM_EXPERTS, permute=PERMUTE["triton"])
+        layer.experts.mlp = QueuedMLP(layer.experts.mlp, queue)
+        with queue.recording() as pending:
+            run_layer(layer, is_trained=True)
+        pending.compute()
     for mlp, quantize, width in (
         (fp8_expert_mlp, quantize_experts, WIDTH),
         (fp8_blockwise_expert_mlp, quantize_experts_in_blocks, 128),
@@ -207,7 +216,7 @@ def run_layer(layer: MoE, is_trained: bool, width: int = WIDTH) -> None:
 def with_arena(device: torch.device, dtype: torch.dtype) -> ExpertCapacity:
     """The capacity of a layer whose rows lie in an arena."""
     capacity = ExpertCapacity(1.0, device)
-    arena = Arena(WIDTH, MODEL.moe.ffn_hidden_size, dtype, device)
+    arena = Arena(WIDTH, MODEL.moe.ffn_hidden_size, dtype, device, num_delayed_places=1)
     capacity.use_arena(arena, LayerLoads(1, 8, 8 * MODEL.moe.top_k, 8, 8 * MODEL.moe.top_k))
     return capacity
 

@@ -79,8 +79,8 @@ def test_files_carry_rows_in_fp8(ranks: Any, tmp_path: Path, routings: tuple[str
 @pytest.mark.parametrize(
     ("ways", "mlp"),
     [
-        (("kept", "too small", "checkpointed", "compiled"), fp8_expert_mlp),
-        (("lifted",), fp8_expert_mlp_with_plain_weight_gradients),
+        (("kept", "too small", "checkpointed", "compiled", "delayed"), fp8_expert_mlp),
+        (("lifted", "delayed"), fp8_expert_mlp_with_plain_weight_gradients),
     ],
 )
 def test_files_of_an_arena_keep_rows_in_fp8(ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: ExpertMLP) -> None:
@@ -103,8 +103,8 @@ def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide
 @pytest.mark.parametrize(
     ("ways", "mlp"),
     [
-        (("kept", "too small", "checkpointed", "compiled"), fp8_blockwise_expert_mlp),
-        (("lifted",), fp8_blockwise_expert_mlp_with_plain_weight_gradients),
+        (("kept", "too small", "checkpointed", "compiled", "delayed"), fp8_blockwise_expert_mlp),
+        (("lifted", "delayed"), fp8_blockwise_expert_mlp_with_plain_weight_gradients),
     ],
 )
 def test_files_of_an_arena_keep_scales_of_blocks(

@@ -1,11 +1,12 @@
 """Layers whose rows lie in an arena give the bits of layers whose rows autograd keeps: kept, lifted, recomputed,
-after an overflow, compiled, with clones.
+after an overflow, compiled, with clones, with delayed weight gradients.
 
 Ranks and kernels are those of test_symm_mem_fused.py.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.symm_mem_fused import SymmMemFusedDispatcher
+from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.fp8.mlp import scale_columns
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp
 from titan_moe.layers.experts import GroupedExperts
@@ -32,13 +35,16 @@ equal_local, symm_mem, fused = (
 ROUTINGS = ("skewed", "all_to_one_rank")
 """Of the layers of a microbatch."""
 WAYS = {
-    # name: factor, whether the bound is lifted, recomputed, compiled
+    # name: factor (0 without an arena), whether the bound is lifted, recomputed, compiled, or delayed
     "kept": (2.0, False, "none"),
     "lifted": (2.0, True, "none"),
     "too small": (1.0, False, "none"),
     "checkpointed": (1.0, False, "checkpoint"),
     "compiled": (2.0, False, "compile"),
     "compiled, lifted": (2.0, True, "compile"),
+    "delayed": (2.0, False, "delay"),
+    "delayed, lifted": (2.0, True, "delay"),
+    "delayed, without an arena": (0.0, False, "delay"),
 }
 T, K, D, F = equal_local.NUM_TOKENS, equal_local.TOP_K, equal_local.WIDTH, equal_local.HIDDEN
 
@@ -51,15 +57,19 @@ def capacity_with_arena(
     is_checkpointed: bool = False,
     num_replicas: int = 0,
     scale_columns: int | None = None,
+    num_places: int = 1,
 ) -> ExpertCapacity:
-    """The arena's memory is NaN: what is not written must not be read."""
+    """The arena's memory is NaN: what is not written must not be read. With several places, one less is delayed."""
     capacity = ExpertCapacity(factor, device)
-    arena = Arena(D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, scale_columns=scale_columns)
+    places = {"num_places": num_places, "num_delayed_places": num_places - 1}
+    arena = Arena(
+        D, F, fused.dtype_of(device), device, is_checkpointed=is_checkpointed, scale_columns=scale_columns, **places
+    )
     worst = num_ranks * T
     num_local = equal_local.NUM_EXPERTS // num_ranks + num_replicas
     capacity.use_arena(arena, LayerLoads(len(ROUTINGS), 0.75 * worst, T * K, worst, worst * min(K, num_local)))
-    arena.rows_AW.fill_(float("nan"))
-    arena.hidden_BH.view(torch.uint8).fill_(0xFF)  # NaN in every format
+    for buffer in arena.buffers:
+        buffer.view(torch.uint8).fill_(0xFF)  # NaN in every format
     return capacity
 
 
@@ -73,8 +83,11 @@ def run_layers(
     module: GroupedExperts,
     drawn: list[list[Tensor]],
     wrap: Callable[..., Any] | None = None,
+    queue: WeightGradQueue | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """Output and gradients of a microbatch of layers with routings of their own."""
+    """Output and gradients of a microbatch of layers with routings of their own. `between` is called before weight
+    gradients that `queue` delays are computed."""
     module.zero_grad()
     x_TD, grad_TD = drawn[0][0].requires_grad_(), drawn[0][3]
     scores = [scores_TK.requires_grad_() for _, _, scores_TK, _ in drawn]
@@ -85,9 +98,13 @@ def run_layers(
 
     dispatcher.capacity.start_forward()
     y_TD = x_TD
-    for (_, ids_TK, _, _), scores_TK in zip(drawn, scores, strict=True):
-        y_TD = (wrap(layer) if wrap else layer)(y_TD, ids_TK, scores_TK)
+    with queue.recording() if queue else nullcontext() as pending:
+        for (_, ids_TK, _, _), scores_TK in zip(drawn, scores, strict=True):
+            y_TD = (wrap(layer) if wrap else layer)(y_TD, ids_TK, scores_TK)
     y_TD.backward(grad_TD)
+    between()
+    if pending is not None:
+        pending.compute()
     tensors = (y_TD, x_TD.grad, *(scores_TK.grad for scores_TK in scores), module.gate_up.grad, module.down.grad)
     return [tensor.detach().cpu() for tensor in tensors]
 
@@ -101,7 +118,35 @@ def compiled(layer: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(layer, fullgraph=True, backend=backend, dynamic=False)
 
 
-WRAPS: dict[str, Any] = {"none": None, "checkpoint": recomputed, "compile": compiled}
+WRAPS: dict[str, Any] = {"none": None, "checkpoint": recomputed, "compile": compiled, "delay": None}
+
+
+def run_delayed(dispatcher: TokenDispatcher, module: GroupedExperts, device: torch.device) -> list[Tensor]:
+    """The same with delayed weight gradients. Between them and the rest of the backward, another microbatch runs in
+    other places."""
+    queue, capacity = WeightGradQueue(), dispatcher.capacity
+    arena, other = capacity.arena, deepcopy(module)
+    module.mlp, other.mlp = QueuedMLP(module.mlp, queue), QueuedMLP(module.mlp, queue)
+
+    def run(
+        number: int, module: GroupedExperts, drawn: list[list[Tensor]], between: Callable[[], None]
+    ) -> list[Tensor]:
+        places = [] if arena is None else [capacity.writing_to(2 * number), capacity.delaying_to(number)]
+        with ExitStack() as stack:
+            for place in places:
+                stack.enter_context(place)
+            return run_layers(dispatcher, module, drawn, None, queue, between)
+
+    def between() -> None:
+        are_late = arena is None or arena.keeps
+        assert (module.gate_up.grad is None) == (module.down.grad is None) == are_late
+        run(0, other, draw_layers(device)[::-1], lambda: None)
+        assert other.gate_up.grad is not None
+
+    try:
+        return run(1, module, draw_layers(device), between)
+    finally:
+        module.mlp = module.mlp.mlp
 
 
 def run_ways(
@@ -131,11 +176,15 @@ def run_ways(
             is_checkpointed=wrap == "checkpoint",
             num_replicas=num_replicas,
             scale_columns=scale_columns(mlp),
+            num_places=3 if wrap == "delay" else 1,
         )
-        dispatcher.capacity = inner.capacity = capacity
+        dispatcher.capacity = inner.capacity = capacity if factor else ExpertCapacity(device=device)
         with capacity.unbounded() if is_lifted else nullcontext():
             symm_mem.poison(memory)
-            results = run_layers(dispatcher, module, draw_layers(device), WRAPS[wrap])
+            if wrap == "delay":
+                results = run_delayed(dispatcher, module, device)
+            else:
+                results = run_layers(dispatcher, module, draw_layers(device), WRAPS[wrap])
         answers[way] = results, bool(capacity.invalidates_step), float(capacity.needed_factor())
     return kept_by_autograd, answers
 
@@ -148,14 +197,18 @@ def check_ways(ranks: list[Any]) -> None:
                 assert all(bool(tensor.isfinite().all()) for tensor in results)
             else:
                 assert all(map(torch.equal, results, kept_by_autograd)) and not is_void, way
-        needs = {need for way, (*_, need) in answers.items() if way != "checkpointed"}
+        of_one = [way for way in answers if WAYS[way][2] not in ("checkpoint", "delay")]
+        needs = {answers[way][2] for way in of_one}
         assert len(needs) <= 1, "the need is exact in any case"
     if "too small" in ranks[0][1]:
         assert any(answers["too small"][1] for _, answers in ranks)
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("ways", "overlaps"), [(("kept", "too small"), True), (("kept", "lifted"), False)])
+@pytest.mark.parametrize(
+    ("ways", "overlaps"),
+    [(("kept", "too small", "delayed"), True), (("lifted", "delayed, lifted", "delayed, without an arena"), False)],
+)
 def test_files_of_an_arena_give_the_same_bits(
     ranks: Any, tmp_path: Path, ways: tuple[str, ...], overlaps: bool
 ) -> None:
@@ -177,4 +230,5 @@ def test_files_of_an_arena_with_clones_give_the_same_bits(ranks: Any, tmp_path: 
 def test_gpus_of_an_arena_give_the_same_bits(
     ranks_of_a_size: Any, num_ranks: int, overlaps: bool, num_replicas: int
 ) -> None:
-    check_ways(ranks_of_a_size(num_ranks, run_ways, None, tuple(WAYS), overlaps, num_replicas))
+    ways = tuple(way for way in WAYS if not num_replicas or WAYS[way][2] != "delay")
+    check_ways(ranks_of_a_size(num_ranks, run_ways, None, ways, overlaps, num_replicas))

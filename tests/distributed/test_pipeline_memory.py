@@ -13,10 +13,13 @@ from unittest import mock
 
 import pytest
 from support import load
+from torch import Tensor
 
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.dispatch import symm_mem_mlp
 from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.kernels.experts.arena import Arena
 from titan_moe.train.step_runner import StepRunner
 
 pytestmark = pytest.mark.interpreted
@@ -58,21 +61,30 @@ def test_pipelines_share_memory_and_train_as_one_process(
         one_loss.assert_same(trace, one_loss.Trace(**alone), 1e-9)
 
 
-def train_in_places(candidate: Recipe) -> tuple[dict[str, Any], int, set[int], int]:
-    """A trace; the places of the arena, those that forwards used, and steps that were taken again."""
-    capacities, used = [], set()
+def train_in_places(candidate: Recipe) -> tuple[dict[str, Any], tuple[int, set[int], int, set[int]], int, int]:
+    """A trace; the number of places and those that forwards used, and the same of delayed ones; the layers whose weight
+    gradients were delayed; and steps that were taken again."""
+    capacities, used, used_delayed, delay = [], set(), set(), Arena.delay
 
     def start(capacity: ExpertCapacity) -> None:
         capacities.append(capacity)
         used.add(capacity.place)
         capacity.arena.start_forward(capacity.place)
 
+    def delay_in(arena: Arena, base: Tensor) -> Tensor:
+        used_delayed.add(arena.delayed_place)
+        return delay(arena, base)
+
     with (
         mock.patch.object(ExpertCapacity, "start_forward", start),
+        mock.patch.object(Arena, "delay", delay_in),
+        mock.patch.object(symm_mem_mlp, "backward_weight", side_effect=symm_mem_mlp.backward_weight) as late,
         mock.patch.object(StepRunner, "_take_again", autospec=True, side_effect=StepRunner._take_again) as again,
     ):
         fields = one_loss.train(candidate, -1, 1)
-    return fields, capacities[0].arena.num_places, used, again.call_count
+    arena = capacities[0].arena
+    places = arena.num_places, used, arena.num_delayed_places, used_delayed
+    return fields, places, late.call_count, again.call_count
 
 
 def follow_load(folder: str, candidate: Recipe) -> tuple[dict[str, Any], list[float], int]:
@@ -109,17 +121,25 @@ def train_on_files(folder: str, candidate: Recipe) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_layers", "num_places"),
-    [({"overlap": "tile"}, 3, (2, 1)), (V, 5, (4, 4))],
+    ("changes", "num_layers", "num_places", "num_delayed"),
+    [({"overlap": "tile"}, 3, (2, 1), (0, 0)), (V, 5, (4, 4), (2, 4))],
     ids=["1f1b-tile", "zbv"],
 )
 def test_pipelines_have_places_in_an_arena_and_train_as_one_process(
-    ranks: Any, tmp_path: Path, changes: dict[str, Any], num_layers: int, num_places: tuple[int, int]
+    ranks: Any,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    num_layers: int,
+    num_places: tuple[int, int],
+    num_delayed: tuple[int, int],
 ) -> None:
+    """Four microbatches of two layers with experts on each rank, whose split backwards delay their weight gradients."""
     alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), num_layers), -1, 1)[0]
     bounded = replace(PP2_EP2, expert_rank_capacity_factor=4.0, **changes)
     answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(bounded), num_layers))
     for trace in joined([fields for fields, *_ in answers]):
         one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
-    for rank, (_, number, used, num_reruns) in enumerate(answers):
-        assert number == num_places[rank // 2] and used == set(range(number)) and num_reruns == 0
+    for rank, (_, places, num_late, num_reruns) in enumerate(answers):
+        number, delayed = num_places[rank // 2], num_delayed[rank // 2]
+        assert places == (number, set(range(number)), delayed, set(range(delayed))) and num_reruns == 0
+        assert num_late == (8 if delayed else 0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,14 +15,20 @@ from support import load
 from support.gpus import NUM_GPUS, RANKS_PER_GPU, needs_gpus, take_gpu
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
-from titan_moe.config import Recipe
+from titan_moe.config import Recipe, check_rules
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import PerfConfig
+from titan_moe.config.precision import PrecisionConfig
+from titan_moe.data.packing import Batch
+from titan_moe.dispatch import symm_mem_mlp
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_memory import close_symm_memory, open_symm_memory
+from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
+from titan_moe.kernels.experts.weights import ExpertWeights
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
 from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.pipeline.messages import Messages
+from titan_moe.train.build import Assembly
 from titan_moe.train.process import process_group
 
 pytestmark = [pytest.mark.gpu, needs_gpus]
@@ -100,24 +107,31 @@ REPLAYED = {
     "1f1b": ParallelConfig(pp=2),
     "zbv": ParallelConfig(pp=2, vpp=2, pp_schedule="zbv", accumulate_unsharded=True),
 }
+TILES: dict[str, Any] = {
+    "ep": 2, "dispatcher": "symm_mem", "overlap": "tile", "expert_rank_capacity_factor": 2.0,
+}  # fmt: skip
+FUSED = PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256)
+
+
+def tokens_of(step: int, recipe: Recipe, run: Assembly, device: torch.device) -> Batch:
+    """This rank's sequences of a step."""
+    generator = torch.Generator(device).manual_seed(step)
+    shape = 8, recipe.train.micro_batch_sequences, 257
+    tokens, num_mine = torch.randint(512, shape, device=device, generator=generator), 8 // run.meshes.sizes.dp
+    tokens = tokens[run.meshes.data_rank * num_mine :][:num_mine]
+    return Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)
 
 
 def launch_and_replay(recipe: Recipe, port: int) -> tuple[list[float], list[float], bool, int]:
     """Losses of a captured recipe that is launched, and of its replays; whether all weights are equal; and by how many
     bytes the memory in use grows from replay to replay."""
     with conftest.as_rank(port), process_group(recipe.run) as device:
-        train = recipe.train
         ways: list[Any] = []
         for assemble in (capture.launched, capture.assemble):
             run = assemble(recipe, device)
             losses = []
             for step in range(capture.STEPS):
-                generator = torch.Generator(device).manual_seed(step)
-                tokens = torch.randint(512, (8, train.micro_batch_sequences, 257), device=device, generator=generator)
-                mine = run.meshes.data_rank * (8 // run.meshes.sizes.dp)
-                tokens = tokens[mine : mine + 8 // run.meshes.sizes.dp]
-                batch = capture.Batch(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous(), None)
-                losses.append(run.step(batch).loss.item())
+                losses.append(run.step(tokens_of(step, recipe, run, device)).loss.item())
                 if step == NUM_WARM_UPS + 1:  # the second replay
                     before = torch.cuda.memory_allocated(device)
             grown = torch.cuda.memory_allocated(device) - before
@@ -127,19 +141,24 @@ def launch_and_replay(recipe: Recipe, port: int) -> tuple[list[float], list[floa
         return losses, replayed, all(map(torch.equal, weights, others)), grown
 
 
-def check_replayed(ranks: Any, num_gpus: int, parallel: ParallelConfig, **changes: Any) -> None:
-    """Bit for bit, so without torch.compile: two launched runs of ranks differ in last digits with it."""
-    skip_without_gpus(num_gpus)
+def recipe_of(parallel: ParallelConfig, **changes: Any) -> Recipe:
+    """Bit for bit reproducible, so without torch.compile: two launched runs of ranks differ in last digits with it."""
     train = replace(capture.RECIPE.train, global_batch_sequences=8, micro_batch_sequences=1)
     recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes), "step")
-    recipe = replace(
+    return replace(
         recipe,
         model=replace(recipe.model, num_layers=6),
         run=replace(recipe.run, ranks_per_gpu=RANKS_PER_GPU),
         compile=replace(recipe.compile, regional="off"),
     )
+
+
+def check_replayed(ranks: Any, num_gpus: int, parallel: ParallelConfig, **changes: Any) -> None:
+    skip_without_gpus(num_gpus)
     store = conftest.open_store()
-    for losses, replayed, are_equal, grown in ranks(num_gpus, launch_and_replay, recipe, store.port):
+    for losses, replayed, are_equal, grown in ranks(
+        num_gpus, launch_and_replay, recipe_of(parallel, **changes), store.port
+    ):
         assert replayed == losses and are_equal and grown == 0
 
 
@@ -150,9 +169,51 @@ def test_replayed_steps_are_the_launched_steps(ranks: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_replayed_steps_over_symmetric_memory_are_the_launched_steps(ranks: Any, name: str) -> None:
-    tiles = {"ep": 2, "dispatcher": "symm_mem", "overlap": "tile", "expert_rank_capacity_factor": 2.0}
-    perf = PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256)
-    check_replayed(ranks, 4, replace(REPLAYED[name], **tiles), perf=perf)
+    check_replayed(ranks, 4, replace(REPLAYED[name], **TILES), perf=FUSED)
+
+
+def train_with_and_without_delay(recipe: Recipe, port: int) -> tuple[list[float], list[float], bool, int]:
+    """Losses of launched runs whose experts delay their weight gradients, and whose do not; whether all weights are
+    equal; and how many weight gradients of layers are delayed."""
+
+    def at_once(mlp: QueuedMLP, weights: ExpertWeights) -> tuple[ExpertWeights, None]:
+        return weights, None
+
+    with conftest.as_rank(port), process_group(recipe.run) as device:
+        ways: list[Any] = []
+        for delay in (QueuedMLP.delay, at_once):
+            with (
+                mock.patch.object(QueuedMLP, "delay", delay),
+                mock.patch.object(symm_mem_mlp, "backward_weight", side_effect=symm_mem_mlp.backward_weight) as late,
+            ):
+                run = capture.launched(recipe, device)
+                losses = [run.step(tokens_of(step, recipe, run, device)).loss.item() for step in range(capture.STEPS)]
+                weights = [parameter.to_local().clone() for parameter in run.optimizers.parameters]
+                ways.append((losses, weights, late.call_count))
+        (losses, weights, num_late), (losses_at_once, others, num_at_once) = ways
+        assert num_at_once == 0
+        return losses, losses_at_once, all(map(torch.equal, weights, others)), num_late
+
+
+DELAYED = {
+    "tile": {},
+    "arena_without_overlap": {"overlap": "none"},
+    "tile_worst_case": {"expert_rank_capacity_factor": 0.0},
+    "tile_interleaved": {"pp_schedule": "interleaved_zero_bubble"},
+    "fp8_rowwise": {},
+    "fp8_blockwise": {"overlap": "none"},
+}
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_delayed_weight_gradients_over_symmetric_memory_are_those_at_once(ranks: Any, name: str) -> None:
+    skip_without_gpus(4)
+    parallel = replace(REPLAYED["zbv"], **{**TILES, **DELAYED[name]})
+    precision = PrecisionConfig(experts=name) if name.startswith("fp8") else capture.RECIPE.precision
+    recipe, store = recipe_of(parallel, perf=FUSED, precision=precision), conftest.open_store()
+    assert check_rules(recipe, 4) == []
+    for losses, at_once, are_equal, num_late in ranks(4, train_with_and_without_delay, recipe, store.port):
+        assert losses == at_once and are_equal and num_late > 0
 
 
 def exchange_beside_messages(num_exchanges: int) -> tuple[int, int]:

@@ -98,10 +98,15 @@ def base() -> Tensor:
     return torch.empty(2, dtype=torch.int64, device="meta")
 
 
+def in_arena(width: int) -> dict[str, Tensor]:
+    """Rows of several layers, and results of so many columns that lie behind those of others."""
+    return {"base": base(), "out": half(R, width), "out_base": base()}
+
+
 def back_in_fp8(where: Tensor | None = None, columns: int = WHOLE_ROW) -> Any:
     kept, x, dy = packed(R, 2 * F, columns), packed(S, D, columns), packed(S, D, columns)
     back = fp8_swiglu_backward.swiglu_backward
-    return back(half(R, F), kept, single(R), index(R), index(E), x, dy, where, columns=columns)
+    return back(half(R, F), kept, single(R), index(R), index(E), x, dy, where, where, columns=columns)
 
 
 def tiles(usual_slots: int | None = None) -> Any:
@@ -130,9 +135,10 @@ def adamw_8bit(param: Tensor, map_: Tensor | None) -> None:
 
 def gather_in_fp8(copies: TileSchedule | None = None, where: Tensor | None = None) -> object:
     x, weight_eIO = packed(S, D), codes(E, 2 * F, D).mT
+    places = {} if where is None else in_arena(2 * F)
     scales_eO = single(E, 2 * F)
     return gather_mm(
-        x, index(R), weight_eIO, tiles(), FP8_CUT, copies, scales=scales_eO, base=where, dtype=torch.bfloat16
+        x, index(R), weight_eIO, tiles(), FP8_CUT, copies, scales=scales_eO, dtype=torch.bfloat16, **places
     )
 
 
@@ -151,7 +157,7 @@ def gather_in_blocks(
     scales = single(E, 2 * F // BLOCK, width // BLOCK)
     return gather_mm(
         packed(S, width, BLOCK), index(R), codes(E, 2 * F, width).mT, tiles(), cut, copies,
-        scales=scales, columns=BLOCK, base=where, dtype=torch.bfloat16,
+        scales=scales, columns=BLOCK, dtype=torch.bfloat16, **({} if where is None else in_arena(2 * F)),
     )  # fmt: skip
 
 
@@ -174,7 +180,7 @@ def weight_grad_in_blocks() -> object:
 def mm_with_roles(width: int = D, *, gathers: bool, where: Tensor | None = None) -> object:
     scales = single(E, 2 * F // BLOCK, width // BLOCK)
     if gathers:
-        of_rows = {"rows_R": index(R), "base": where}
+        of_rows = {"rows_R": index(R), **({} if where is None else in_arena(2 * F))}
         return block_mm(packed(S, width, BLOCK), codes(E, 2 * F, width), scales, tiles(), torch.bfloat16, **of_rows)
     row_scales_Ri = single(R, width // BLOCK)
     of_slots = codes(R, width), codes(E, 2 * F, width), scales, tiles(), torch.bfloat16
@@ -203,6 +209,10 @@ GEMMS: dict[str, Callable[[], object]] = {
         half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), hidden=half(R, 2 * F), base=base()
     ),
     "gather_mm": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles()),
+    "gather_mm_with_base": lambda: gather_mm(half(S, D), index(R), half(E, D, F), tiles(), **in_arena(F)),
+    "gather_mm_with_get_and_base": lambda: gather_mm(
+        half(S, D), index(R), half(E, D, F), tiles(), schedule=schedule(), **in_arena(F)
+    ),
     "gather_mm_narrow": lambda: gather_mm(half(S, D), index(R), half(E, D, 1408), tiles()),
     "expert_up_with_get": lambda: expert_up(
         half(S, D), index(R), single(R), half(E, 2, F, D), tiles(), schedule=schedule()
@@ -254,12 +264,14 @@ GEMMS: dict[str, Callable[[], object]] = {
     "fp8_gather_mm": gather_in_fp8,
     "fp8_gather_mm_with_base": lambda: gather_in_fp8(where=base()),
     "fp8_gather_mm_with_get": lambda: gather_in_fp8(schedule()),
+    "fp8_gather_mm_with_get_and_base": lambda: gather_in_fp8(schedule(), base()),
     "fp8_slot_mm": slots_in_fp8,
     "fp8_slot_mm_with_put": lambda: slots_in_fp8(schedule()),
     "fp8_weight_grad": lambda: fp8_weight_grad(codes(2 * F, R), codes(D, R), index(E), single(E), 128),
     "blockwise_gather_mm": gather_in_blocks,
     "blockwise_gather_mm_with_base": lambda: gather_in_blocks(where=base()),
     "blockwise_gather_mm_with_get": lambda: gather_in_blocks(schedule()),
+    "blockwise_gather_mm_with_get_and_base": lambda: gather_in_blocks(schedule(), base()),
     "blockwise_gather_mm_wide_with_get": lambda: gather_in_blocks(schedule(), width=7168),
     "blockwise_gather_mm_narrow": lambda: gather_in_blocks(cut=NARROW_BLOCK_CUT),
     "blockwise_slot_mm_narrow": lambda: slots_in_blocks(cut=NARROW_BLOCK_CUT),
@@ -413,7 +425,9 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "route_back_mixtral": lambda: route_grad(8, RoutingRule("softmax", 2), single(2, 8), single()),
     "route_back_many": lambda: route_grad(512, RoutingRule("sigmoid", 16), single(2, 512), single()),
     "swiglu_backward": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E)),
-    "swiglu_backward_with_base": lambda: swiglu_backward(half(R, F), half(R, 2 * F), single(R), index(E), base()),
+    "swiglu_backward_with_base": lambda: swiglu_backward(
+        half(R, F), half(R, 2 * F), single(R), index(E), base(), base()
+    ),
     "unrouted_swiglu_backward": lambda: swiglu_backward(half(S, F), half(S, 2 * F)),
     "fp8_rows": lambda: quantize_rows(half(S, D)),
     "fp8_wide_rows": lambda: quantize_rows(half(S, 7168)),

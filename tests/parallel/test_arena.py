@@ -67,7 +67,12 @@ def test_a_pipeline_has_places_of_the_largest_stage_and_a_factor_of_one_place() 
     with capacity.writing_to(3):
         capacity.start_forward()
     assert arena.heads_P3[:, 2].tolist() == [2, 0, 0, 1] and capacity.place == 0
+    assert arena.num_delayed_places == 2 and len(arena.dactive_GF) == 2 * of_one
+    assert arena.dy_CW.shape == (2 * arena.room[0], 64) and arena.dactive_GF.shape[1] == 32
+    row, slot = arena.room_bytes
+    assert arena.num_bytes == arena.room[0] * row + arena.room[1] * slot
     capacity.resize(0.0)
+    assert not len(arena.dy_CW) and not len(arena.dactive_GF) and not arena.can_delay
     assert len(arena.hidden_BH) == arena.room[1], "nothing is kept"
 
 

@@ -1,6 +1,7 @@
 """Estimated peaks of memory are near those that were measured (tools/RESULTS.md)."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,23 @@ def test_microbatches_in_flight_are_in_the_peak_of_a_pipeline_rank() -> None:
     assert more.recipe == fewer.recipe and more.num_in_flight > fewer.num_in_flight + 10
     in_flight = (more.num_in_flight - fewer.num_in_flight) * activation_bytes_per_rank(more.recipe)
     assert peak_bytes(more, 1.125) - peak_bytes(fewer, 1.125) == pytest.approx(in_flight, rel=1e-6)
+
+
+def test_what_waits_for_weight_gradients_is_in_the_peak() -> None:
+    """In an arena, or in tensors with room for the worst case, while what attention kept is freed."""
+    words = ["--parallel.pp=4", "--parallel.vpp=2", "--parallel.pp_schedule=zbv", "--train.micro_batch_sequences=1"]
+    words += ["--parallel.accumulate_unsharded=true", "--train.global_batch_sequences=64"]
+    file = RECIPES / "qwen3_30b_a3b.toml"
+    in_arena, worst = (load_recipe(file, [*words, f"--parallel.expert_rank_capacity_factor={c}"]) for c in (1.5, 0))
+    more = {}
+    for name, recipe in {"arena": in_arena, "worst": worst}.items():
+        part = parts_of(recipe, 32)[3]
+        assert part.num_delayed == pytest.approx(4, abs=0.1), "of both stages"
+        more[name] = peak_bytes(part, 1.5) - peak_bytes(replace(part, num_delayed=0.0), 1.5)
+    layers, tokens, width, hidden = len(range(19, 32)), 4096, 2048, 768
+    added = layers * (8 * tokens * width + 8 * 8 * tokens * hidden) * 2
+    freed = activation_bytes_per_rank(parts_of(in_arena, 32)[3].recipe)
+    assert more["arena"] == 0 and more["worst"] == pytest.approx(4 * (added - freed), rel=0.03)
 
 
 def test_copies_of_a_pipelines_experts_last_for_the_step() -> None:

@@ -152,6 +152,17 @@ class ExpertCapacity:
         finally:
             self.place = 0
 
+    @contextmanager
+    def delaying_to(self, place: int) -> Iterator[None]:
+        """Let the backwards within a `with` block leave what weight gradients need in this delayed place of the
+        arena."""
+        assert self.arena is not None, "there are places in an arena alone"
+        before, self.arena.delayed_place = self.arena.delayed_place, place
+        try:
+            yield
+        finally:
+            self.arena.delayed_place = before
+
     def record_load(self, used: Tensor, balanced: float, overflowed: Tensor) -> None:
         """Record the rows or slots that a layer has used, an int scalar, those of a balanced load, and its overflow
         flag."""

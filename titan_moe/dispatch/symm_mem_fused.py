@@ -29,9 +29,11 @@ from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange
-from titan_moe.dispatch.symm_mem_mlp import Sizes, forward
+from titan_moe.dispatch.symm_mem_mlp import Sizes, run_mlp
 from titan_moe.dispatch.symm_memory import SymmMemory
+from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
+from titan_moe.kernels.experts.delayed_weight_grads import QueuedMLP
 from titan_moe.kernels.experts.fp8.mlp import (
     fp8_blockwise_expert_mlp,
     fp8_blockwise_expert_mlp_with_plain_weight_gradients,
@@ -97,15 +99,19 @@ class PeerTokens(NamedTuple):
 
         Raises: ValueError for experts with another MLP than the fused ones.
         """
+        delay = None
+        if isinstance(mlp, QueuedMLP):
+            arena = Arena.of(self.of.arena)
+            if arena is None or arena.can_delay:  # else backward gets the rows of one layer after the other again
+                weights, delay = mlp.delay(weights)
+            mlp = mlp.mlp
         if mlp not in OPERANDS:
             raise ValueError('experts get their rows only where they are fused; take perf.kernels = "fused"')
         ids_TK, scores_TK, plan, _ = self.sent
         operands_of, stage_format = OPERANDS[mlp]
         of = self.of._replace(stage_format=stage_format)
-        y_TD, overflowed, *_, offsets_e = forward(
-            rows, scores_TK, [ids_TK, *plan[:3]], operands_of(weights), *self.memory, [*of]
-        )
-        return CombinedOutput(y_TD, overflowed, offsets_e)
+        plan_and_weights = [ids_TK, *plan[:3]], operands_of(weights)
+        return CombinedOutput(*run_mlp(rows, scores_TK, *plan_and_weights, *self.memory, of, delay))
 
     def with_exchange(self, exchange: Exchange) -> "PeerTokens":
         return self._replace(exchange=exchange)

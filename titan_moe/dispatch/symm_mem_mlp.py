@@ -5,10 +5,12 @@ e experts on this rank · D width · W elements of a row as it is sent
 
 Forward gets the rows that are routed to this rank, computes their slots and puts each row's sum; backward does so with
 gradients. Each is two whole exchanges, barriers included, on the current stream: nothing is pending when it returns.
-Backward computes weight gradients before its last barrier, while other ranks may be late.
+Backward computes weight gradients before its last barrier, while other ranks may be late. Or a schedule computes them
+later (kernels/delayed_weight_grads.py), in an operation that exchanges nothing.
 
-What backward needs of the rows lies in an arena (kernels/experts/arena.py), where there is one. If the arena does not
-keep it, backward first gets the rows and computes the hidden states again, which every rank does alike.
+What backward needs of the rows lies in an arena (kernels/experts/arena.py), where there is one; and so does what
+delayed weight gradients need of backward. If the arena does not keep it, backward first gets the rows and computes the
+hidden states again, which every rank does alike, and then weight gradients are not delayed.
 
 Operations take named tuples as lists of their tensors.
 """
@@ -22,10 +24,21 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.dispatch.symm_mem import known_plan
+from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stage_sets import PLAIN, Stages, Work, new_hidden, row_width, split_gradients, stages_of
+from titan_moe.kernels.experts.stage_sets import (
+    PLAIN,
+    Stages,
+    Work,
+    delayed_dw,
+    new_dactive,
+    new_hidden,
+    row_width,
+    split_gradients,
+    stages_of,
+)
 from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
@@ -39,6 +52,8 @@ from titan_moe.kernels.symm_mem.rows import get_rows, own_rows, put_rows, sum_pa
 from titan_moe.kernels.symm_mem.tile_schedule import clear_rows_without_slots, schedule_tiles
 from titan_moe.plan.loads import visit_probability
 
+NUM_OF_PLAN, NUM_OF_KEPT = 4, 7
+"""Tensors of a plan, and of what forward keeps for backward: rows, hidden states, base, and slots."""
 MAX_SLOTS_PER_ROW_OVERLAPPED = 3.0
 """Up to so many on average, sums are put beside the last GEMM. With more, few rows are done before its end, and all
 multiprocessors sum faster afterwards."""
@@ -66,6 +81,14 @@ class _Kept(NamedTuple):
     x_SW: Tensor  # in an arena its rows
     hidden: Tensor  # in an arena its hidden states
     base: Tensor | None  # in an arena int64 [4], as `Arena.take` returns it
+
+
+class _Delayed(NamedTuple):
+    """What weight gradients need of a backward."""
+
+    dy_SW: Tensor  # in an arena its gradients of rows
+    dactive: Tensor | None  # in an arena its gradients of activations; None if nothing is delayed
+    base: Tensor | None  # in an arena int64 [2], as `Arena.delay` returns it
 
 
 class _Peers(NamedTuple):
@@ -193,6 +216,57 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
     return x_TD.new_empty(x_TD.shape), index(), x_SW, hidden, base, *slots, index(of.num_local_experts)
 
 
+class _Backward(NamedTuple):
+    """The operands of a backward."""
+
+    stages: Stages
+    peers: _Peers
+    work: Work
+    rows: _Kept
+
+    @staticmethod
+    def of(
+        plan: Tensors, weights: Tensors, kept: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes,
+        like_TD: Tensor,
+    ) -> "_Backward":  # fmt: skip
+        x_SW, hidden, base, *of_slots = kept
+        peers, arena = _peers(plan, memory, peer_ptrs_P, rank, sizes, like_TD), Arena.of(sizes.arena)
+        rows = _Kept(x_SW, hidden, None)
+        if arena is not None:
+            rows = _Kept(arena.rows_AW, arena.hidden_BH, base)
+            arena.verify(base)
+        work = peers.schedule(ExpertSlots(*of_slots))
+        return _Backward(stages_of(weights, sizes.stage_format), peers, work, rows)
+
+    def put_gradients(self, dy_TD: Tensor, delayed: _Delayed | None = None) -> tuple[Tensor, Any]:
+        """Get gradients of results, and put those of rows and scores. Returns what weight gradients need, the first of
+        it in `delayed`, if it is given."""
+        (stages, peers, work, rows), sizes = self, self.peers.sizes
+        dy_TW = stages.pack(dy_TD)
+        peers.barrier()
+        peers.offer(dy_TW)
+        peers.barrier()
+        if delayed is None:
+            delayed = _Delayed(dy_TW.new_empty(sizes.max_rows, dy_TW.shape[1]), None, None)
+        dy_SW, dactive, base = delayed
+        if work.schedule is None:
+            get_rows(peers.plan, peers.sent, peers.rank, sizes.max_rows, out=dy_SW, base=base)
+        gradients, dscores_R = stages.d_down(dy_SW, rows.x_SW, work, rows.hidden, rows.base, dactive, base)
+        peers.barrier()
+        put_scores(scores_of_slots(dscores_R, work.slots.slots_SK), peers.plan, peers.arrays.scores, peers.rank)
+        peers.put_sums(partial(stages.d_up, gradients), work)
+        return dy_SW, gradients
+
+    def sum_gradients(self) -> tuple[Tensor, Tensor]:
+        """Gradients of this rank's rows and scores, from what all ranks have put."""
+        peers = self.peers
+        peers.barrier()
+        sent_mask_TP = peers.plan.sent_mask_TP
+        dx_TD = sum_partial_results(sent_mask_TP, peers.arrays.rows)
+        ids_TK, num_local_experts = peers.ids_TK.contiguous(), peers.sizes.num_local_experts
+        return dx_TD, pick_scores(ids_TK, sent_mask_TP, peers.arrays.scores, num_local_experts)
+
+
 @torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_backward", mutates_args=())
 def backward(
     dy_TD: Tensor, x_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
@@ -200,42 +274,21 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
     of = Sizes(*sizes)
-    stages = stages_of(weights, of.stage_format)
-    x_SW, hidden, base, *of_slots = kept
-    slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
-    peers = _peers(plan, memory, peer_ptrs_P, rank, of, dy_TD)
-    work = peers.schedule(slots)
-    rows = _Kept(x_SW, hidden, None)
-    if arena is not None:
-        rows = _Kept(arena.rows_AW, arena.hidden_BH, base)
-        arena.verify(base)
-        if arena.backward_recomputes:
-            x_TW = stages.pack(x_TD)
-            peers.barrier()
-            peers.offer(x_TW)
-            peers.barrier()
-            peers.up(stages, weights[1].shape[2], work, rows)
-    dy_TW = stages.pack(dy_TD)
-    peers.barrier()
-    peers.offer(dy_TW)
-    peers.barrier()
-    if work.schedule is None:
-        dy_SW = get_rows(peers.plan, peers.sent, rank, of.max_rows)
-    else:
-        dy_SW = dy_TW.new_empty(of.max_rows, dy_TW.shape[1])
-    gradients, dscores_R = stages.d_down(dy_SW, rows.x_SW, work, rows.hidden, rows.base)
-    peers.barrier()
-    put_scores(scores_of_slots(dscores_R, slots.slots_SK), peers.plan, peers.arrays.scores, rank)
-    peers.put_sums(partial(stages.d_up, gradients), work)
+    run = _Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, of, dy_TD)
+    stages, peers, work, rows = run
+    arena = Arena.of(of.arena)
+    if arena is not None and arena.backward_recomputes:
+        x_TW = stages.pack(x_TD)
+        peers.barrier()
+        peers.offer(x_TW)
+        peers.barrier()
+        peers.up(stages, weights[1].shape[2], work, rows)
+    dy_SW, gradients = run.put_gradients(dy_TD)
     if is_trained:
         grads = stages.dw(dy_SW, rows.x_SW, work, gradients, rows.hidden, rows.base)
     else:
         grads = dy_SW.new_empty(0), dy_SW.new_empty(0)
-    peers.barrier()
-    sent_mask_TP = peers.plan.sent_mask_TP
-    dx_TD = sum_partial_results(sent_mask_TP, peers.arrays.rows)
-    dscores_TK = pick_scores(peers.ids_TK.contiguous(), sent_mask_TP, peers.arrays.scores, of.num_local_experts)
-    return dx_TD, dscores_TK, *grads
+    return *run.sum_gradients(), *grads
 
 
 @backward.register_fake
@@ -244,6 +297,112 @@ def _(dy_TD: Tensor, x_TD: Any, plan: Tensors, weights: Tensors, kept: Tensors, 
     num_local_experts = Sizes(*sizes).num_local_experts
     grads = (w.new_empty((num_local_experts, *w.shape[1:]) if is_trained else 0) for w in weights[:2])
     return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(plan[0].shape), *grads
+
+
+@torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_dx", mutates_args=())
+def backward_input(
+    dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of rows and scores, and what `backward_weight` needs beside `kept`: gradients of received results and
+    of activations, and base. With an arena, which must keep rows, the former two are empty, and base is int64 [2]."""
+    of = Sizes(*sizes)
+    run, arena = _Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, of, dy_TD), Arena.of(of.arena)
+    if arena is None:
+        dactive = new_dactive(dy_TD, of.num_slots, weights[1].shape[2], of.stage_format)
+        dy_SW, base = dy_TD.new_empty(of.max_rows, run.rows.x_SW.shape[1]), dy_TD.new_empty(0, dtype=torch.int64)
+        delayed = _Delayed(dy_SW, dactive, None)
+    else:
+        assert arena.can_delay and run.rows.base is not None, "run_mlp says so"
+        base = arena.delay(run.rows.base)
+        delayed = _Delayed(arena.dy_CW, arena.dactive_GF, base)
+    run.put_gradients(dy_TD, delayed)
+    dx_TD, dscores_TK = run.sum_gradients()
+    if arena is not None:
+        dy_SW, dactive = (tensor.new_empty(0, tensor.shape[1]) for tensor in (arena.dy_CW, arena.dactive_GF))
+    return dx_TD, dscores_TK, dy_SW, dactive, base
+
+
+@backward_input.register_fake
+def _(dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors, *rest: Any) -> tuple[Tensor, ...]:
+    (*_, scores_R, _), of = kept, Sizes(*rest[-1])
+    num_rows, num_slots = (0, 0) if of.arena else (of.max_rows, of.num_slots)
+    dy_SW = dy_TD.new_empty(num_rows, row_width(dy_TD.shape[1], dy_TD.element_size(), of.stage_format))
+    dactive = new_dactive(dy_TD, num_slots, weights[1].shape[2], of.stage_format)
+    base = dy_TD.new_empty(2 if of.arena else 0, dtype=torch.int64)
+    return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(plan[0].shape), dy_SW, dactive, base
+
+
+@torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_dw", mutates_args=())
+def backward_weight(
+    kept: Tensors, delayed: Tensors, shape: Sequence[int], rank: int, num_ranks: int, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up, which has this shape, and down, from what `forward` and `backward_input` have kept. Nothing
+    is exchanged."""
+    of = Sizes(*sizes)
+    x_SW, hidden, base, *of_slots = kept
+    slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
+    dy_SW, dactive, delayed_base = delayed
+    bases = None, None
+    if arena is not None:
+        arena.verify(base)
+        x_SW, hidden, dy_SW, dactive = arena.buffers
+        bases = base, delayed_base
+    # fp8 rounds by tile: those of the backward
+    tiles = plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS, rank, num_ranks, of.usual_slots)
+    return delayed_dw(dy_SW, x_SW, Work(slots, tiles), dactive, hidden, *bases, of.stage_format)
+
+
+@backward_weight.register_fake
+def _(kept: Tensors, delayed: Tensors, shape: Sequence[int], *rest: Any) -> tuple[Tensor, Tensor]:
+    (num_experts, _, hidden, width), dactive = shape, delayed[1]
+    return dactive.new_empty(shape), dactive.new_empty(num_experts, width, hidden)
+
+
+class _QueuedMLP(torch.autograd.Function):
+    """`forward`, whose weight gradients are computed when a queue asks for them."""
+
+    @staticmethod
+    def forward(ctx: Any, delay: Delay, shared: tuple[Any, ...], sizes: Sizes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # few parameters and the rest, as in fused_mlp.py
+        x_TD, scores_TK = tensors[:2]
+        plan, weights = tensors[2 : 2 + NUM_OF_PLAN], tensors[2 + NUM_OF_PLAN :]
+        ctx.set_materialize_grads(False)
+        ctx.delay, ctx.shared, ctx.sizes = delay, shared, sizes
+        y_TD, overflowed, *kept = forward(x_TD, scores_TK, plan, weights, *shared, [*sizes])
+        offsets_e = kept[-1]
+        ctx.save_for_backward(*plan, *kept, *weights)
+        ctx.mark_non_differentiable(overflowed, offsets_e)
+        return y_TD, overflowed, offsets_e
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        saved, (_, peer_ptrs_P, rank) = ctx.saved_tensors, ctx.shared
+        end = NUM_OF_PLAN + NUM_OF_KEPT
+        plan, kept, weights = saved[:NUM_OF_PLAN], saved[NUM_OF_PLAN:end], saved[end:]
+        rest = (None,) * (NUM_OF_PLAN + len(weights))
+        if dy_TD is None:
+            return *(None,) * 5, *rest
+        dx_TD, dscores_TK, *delayed = backward_input(dy_TD.contiguous(), plan, weights, kept, *ctx.shared, [*ctx.sizes])
+        of_ranks = rank, peer_ptrs_P.numel(), [*ctx.sizes]
+        ctx.delay(partial(backward_weight, kept, delayed, [*weights[0].shape], *of_ranks))
+        return None, None, None, dx_TD, dscores_TK, *rest
+
+
+def run_mlp(
+    x_TD: Tensor, scores_TK: Tensor, plan: Tensors, weights: Tensors,
+    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes, delay: Delay | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Results, whether slots overflowed, and the running ends of each expert's slots. Arguments are those of `forward`.
+
+    `delay`, if given, takes over the computation of the weight gradients in backward; weights have no clones then, and
+    the arena, if there is one, can delay.
+    """
+    shared = memory, peer_ptrs_P, rank
+    if delay is not None:
+        return _QueuedMLP.apply(delay, shared, sizes, x_TD, scores_TK, *plan, *weights)
+    y_TD, overflowed, *_, offsets_e = forward(x_TD, scores_TK, plan, weights, *shared, [*sizes])
+    return y_TD, overflowed, offsets_e
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -262,7 +421,8 @@ def _autograd_backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Any, ..
     if dy_TD is None:
         return None, None, [None] * 4, [None] * len(are_trained), *(None,) * 4
     x_TD, *saved = ctx.saved_tensors
-    plan, kept, weights = saved[:4], saved[4:11], saved[11:]
+    end = NUM_OF_PLAN + NUM_OF_KEPT
+    plan, kept, weights = saved[:NUM_OF_PLAN], saved[NUM_OF_PLAN:end], saved[end:]
     is_trained = any(are_trained)
     dx_TD, dscores_TK, *grads = backward(
         dy_TD.contiguous(), x_TD, plan, weights, kept, ctx.memory, ctx.peer_ptrs_P, ctx.rank, ctx.sizes, is_trained
@@ -279,6 +439,16 @@ forward.register_autograd(_autograd_backward, setup_context=_save)
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem)
 def _count(x: Any, scores: Any, plan: Any, weights: Any, *rest: Any, **_: Any) -> int:
     return flops_of_a_pass(Sizes(*rest[-1]).num_slots, weights[0])
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_dx)
+def _count_input(dy: Any, plan: Any, weights: Any, *rest: Any, **_: Any) -> int:
+    return flops_of_a_pass(Sizes(*rest[-1]).num_slots, weights[0])
+
+
+@register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_dw)
+def _count_weight(kept: Any, delayed: Any, shape: Any, *rest: Any, **_: Any) -> int:
+    return flops_of_a_pass(Sizes(*rest[-1]).num_slots, shape)
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_backward)

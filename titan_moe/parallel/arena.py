@@ -31,7 +31,8 @@ def give_arena(
     starts at the beginning of a place.
 
     All ranks of a pipeline decide alike, from the whole model; a rank without MoE layers has an empty arena. `parts`
-    are the stages of this rank. The arena has as many places as microbatches are in flight in them.
+    are the stages of this rank. The arena has as many places as microbatches are in flight in them, and as many delayed
+    ones as wait for weight gradients.
 
     If experts or blocks are recomputed, the backward of a layer directly follows its recomputed forward, and the arena
     holds one layer. So there is no arena if a recomputed block has several MoE layers, or a MoE layer is outside of
@@ -61,6 +62,7 @@ def give_arena(
         is_checkpointed=is_checkpointed,
         scale_columns=columns.pop(),
         num_places=1 if is_checkpointed else places.number,
+        num_delayed_places=0 if is_checkpointed else places.num_delayed,
     )
     capacity.use_arena(arena, layer_loads(recipe)._replace(num_layers=places.num_layers))
     for part in parts:

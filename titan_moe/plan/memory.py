@@ -86,16 +86,18 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
 
 def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, places: ArenaPlaces | None = None) -> int:
     """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs; on a pipeline rank
-    those of all its places."""
+    those of all its places, and in its delayed places the gradients of rows and of activations, which delayed weight
+    gradients need too."""
     factor, places = capacity_factor, places or ArenaPlaces(1, recipe.model.num_moe_layers)
     if recipe.memory.recompute != "none":  # nothing is kept: there is room for one layer
-        factor, places = 0.0, places._replace(number=1)
+        factor, places = 0.0, places._replace(number=1, num_delayed=0)
     rows, slots = layer_loads(recipe)._replace(num_layers=places.num_layers).room(factor)
-    rows, slots = places.number * rows, places.number * slots
-    element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], 2 * expert_hidden_size(recipe)
+    element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], expert_hidden_size(recipe)
+    row, slot = expert_width(recipe.model) * element, 2 * hidden * element
     if has_native_experts(recipe):
-        return rows * packed_bytes(recipe, expert_width(recipe.model)) + slots * packed_bytes(recipe, hidden)
-    return (rows * expert_width(recipe.model) + slots * hidden) * element
+        row, slot = packed_bytes(recipe, expert_width(recipe.model)), packed_bytes(recipe, 2 * hidden)
+    kept = places.number * (rows * row + slots * slot)
+    return kept + places.num_delayed * (rows * row + slots * hidden * element)
 
 
 def packed_bytes(recipe: Recipe, width: int) -> int:

@@ -3,7 +3,8 @@
 Four moments of a step may have the peak:
 
 * At the end of a microbatch's forward, all its activations exist, in a pipeline also those of other microbatches in
-  flight, the gradients of the previous microbatches, and what the loss computes with.
+  flight, what delayed weight gradients need, the gradients of the previous microbatches, and what the loss computes
+  with.
 * At the beginning of its backward, the temporaries of the last layer and the gradient of the head have replaced those
   of the loss.
 * At its end all gradients exist, and the temporaries of the first layer. Its activations are freed, but not the arena.
@@ -57,9 +58,10 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     arena = arena_bytes_per_rank(recipe, capacity_factor, part.places) if part.has_arena(experts) else 0
     of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
     temporary = of_head + _temporary_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
+    delayed = 0.0 if part.has_arena(experts) else part.num_delayed * _delayed_bytes(recipe, capacity_factor)
 
     gathered = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
-    begin = gathered + arena + part.num_in_flight * of_one
+    begin = gathered + arena + delayed + part.num_in_flight * of_one
     begin += max(_loss_bytes(recipe) if part.has_head else 0, temporary)
     if not is_first:  # sums of the microbatches before; unsharded ones are gathered
         begin += gradients if not is_once else experts_per_rank(recipe) * master if has_copies else 0
@@ -67,7 +69,7 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     are_kept = is_once or recipe.parallel.pp > 1
     copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.master else 0
     accumulated = reduce if is_once and not is_first else 0
-    end = gradients + arena + temporary + copies + of_root * (compute + accumulated)
+    end = gradients + arena + delayed + temporary + copies + of_root * (compute + accumulated)
     end += max(part.num_in_flight - 1, 0) * of_one  # of the others in flight
     reduced = copies + of_root * (reduce + (accumulated or compute))
     after = gradients + arena + max(reduced, flat_copy_bytes(part))
@@ -140,6 +142,17 @@ def _router_elements(recipe: Recipe) -> int:
     m, tp = recipe.model, recipe.parallel.tp
     gathered = tp * m.hidden_size if tp > 1 and m.moe.shared_ffn_hidden_size else 0
     return 2 * (m.moe.num_experts + m.moe.latent_size + m.moe.shared_ffn_hidden_size) + gathered
+
+
+def _delayed_bytes(recipe: Recipe, capacity_factor: float) -> int:
+    """The bytes by which a microbatch that waits for weight gradients of experts keeps more than one before backward,
+    without an arena: gradients of rows and of activations, less what attention, routers and shared experts kept. Of
+    these only operands are left, if they delay at all."""
+    m, (rows, slots) = recipe.model, _sizes(recipe, capacity_factor)
+    elements = m.num_moe_layers * (rows * expert_width(m) + slots * expert_hidden_size(recipe))
+    freed = m.num_layers * _attention_elements(recipe).kept + m.num_moe_layers * _router_elements(recipe)
+    elements -= freed * microbatch_tokens(recipe)
+    return max(round(elements * BYTES_OF_DTYPE[recipe.precision.compute]), 0)
 
 
 def _code_elements(recipe: Recipe) -> float:

@@ -120,6 +120,6 @@ def largest_factor(capacity: ExpertCapacity, device: torch.device) -> float:
     free, total = torch.cuda.mem_get_info(device)
     of_others = total - free - torch.cuda.memory_reserved(device)
     room = total * (1 - RESERVED_SHARE) - of_others - arena.peak_beside()
-    factor = capacity.need.new_tensor(loads.largest_factor(*arena.row_bytes, room / arena.num_places))
+    factor = capacity.need.new_tensor(loads.largest_factor(*arena.room_bytes, room))
     dist.all_reduce(factor, dist.ReduceOp.MIN)
     return factor.item()

@@ -102,3 +102,19 @@ def test_a_forward_in_a_place_in_use_voids_the_step(device: str) -> None:
     assert not bool(arena.overflowed), "its place was left alone"
     arena.verify(bases[1])
     assert bool(arena.overflowed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_delayed_places_follow_the_layers_of_a_place(device: str) -> None:
+    arena = Arena(2, 2, torch.float32, device, num_places=3, num_delayed_places=2)
+    arena.resize(10, 12)
+    assert (len(arena.dy_CW), len(arena.dactive_GF)) == (20, 24) and arena.dactive_GF.shape[1] == 2
+    for place, delayed_place in ((2, 0), (0, 1), (1, 1)):
+        arena.start_forward(place)
+        last = torch.tensor([3, 5], dtype=torch.int32, device=device)
+        for first in ((0, 0), (3, 5), (6, 0)):  # the third does not fit
+            base = arena.take(last[:1], last[1:])
+            arena.delayed_place = delayed_place
+            row, slot = (0, 0) if first == (6, 0) else first
+            assert base.tolist()[:2] == [10 * place + row, 12 * place + slot]
+            assert arena.delay(base).tolist() == [10 * delayed_place + row, 12 * delayed_place + slot]

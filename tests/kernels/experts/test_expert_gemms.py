@@ -14,11 +14,13 @@ from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts import swiglu_backward as swiglu_backward_file
 from titan_moe.kernels.experts.gather_mm import gather_mm
 from titan_moe.kernels.experts.slot_mm import slot_mm
+from titan_moe.kernels.experts.slots import ExpertSlots
 from titan_moe.kernels.experts.swiglu import weighted_swiglu
 from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
 from titan_moe.kernels.experts.tiles import SLACK, GemmTiles, Tiles, plan_tiles, plan_tiles_reference
 from titan_moe.kernels.experts.up import expert_up
 from titan_moe.kernels.experts.weight_grad import WeightGradTiles, expert_weight_grad
+from titan_moe.kernels.experts.weights import ExpertParameter, ExpertWeights
 from titan_moe.kernels.permute.rows import plan_slots
 from titan_moe.kernels.registry import KERNELS, load_all
 
@@ -186,9 +188,15 @@ def test_rows_and_pre_activations_may_be_those_of_several_layers(
     assert written is arena and arenas.same_bits(arena, arenas.surround(hidden_R2F, arenas.SLOT))
     assert active.shape == active_RF.shape and torch.equal(active[:end], active_RF[:end])
 
-    dactive_RF = torch.randn(num_slots, HIDDEN, device=device, dtype=dtype)
+    down = torch.randn(num_experts, WIDTH, HIDDEN, device=device, dtype=dtype) / 8
+    dactive_RF = gather_mm(x_SD, rows_R, down, tiles)
+    dactive_RF[end:] = float("nan")
+    dactive_arena = arenas.surround(torch.full_like(dactive_RF, float("nan")), arenas.SLOT)
+    written = gather_mm(x_arena, rows_R, down, tiles, base=base, out=dactive_arena, out_base=base)
+    assert written is dactive_arena and arenas.same_bits(written, arenas.surround(dactive_RF, arenas.SLOT))
+
     expected = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e)
-    actual = swiglu_backward(dactive_RF, arena, scores_R, offsets_e, base)
+    actual = swiglu_backward(dactive_arena, arena, scores_R, offsets_e, base, base)
     for one, other in zip(actual, expected, strict=True):
         assert one is not None and other is not None and one.shape == other.shape
         assert torch.equal(one[:end], other[:end])
@@ -215,12 +223,42 @@ def test_weight_gradients_of_rows_of_several_layers(
     torch.library.opcheck(torch.ops.titan_moe.expert_mlp_dw, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), DEVICES)
+@pytest.mark.parametrize("gathers_from", [0, 10_000])
+def test_delayed_weight_gradients_have_the_bits_of_those_at_once(
+    gathers_from: int, device: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they need is in tensors of its own, or in those of several layers."""
+    monkeypatch.setattr(stages, "GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM", gathers_from)
+    rows_R, offsets_e, num_experts = plan("random", device)
+    num_slots, base = rows_R.numel(), arenas.base(device)
+    x_SD, dy_SD = torch.randn(2, 17, WIDTH, device=device, dtype=dtype)
+    hidden_R2F = torch.randn(num_slots, 2 * HIDDEN, device=device, dtype=dtype)
+    down = torch.randn(num_experts, WIDTH, HIDDEN, device=device, dtype=dtype) / 8
+    weights = ExpertWeights(ExpertParameter(down), ExpertParameter(down))
+    slots = ExpertSlots(rows_R, rows_R[:0], torch.rand(num_slots, device=device), offsets_e)
+    tiles = plan_tiles(offsets_e, num_slots, 128)
+    *gradients, _ = stages.d_down(dy_SD, slots, weights, hidden_R2F, tiles)
+    expected = stages.dw(dy_SD, x_SD, rows_R, offsets_e, *gradients)
+    dactive_RF = hidden_R2F.new_full((num_slots, HIDDEN), float("nan"))
+    for bases in ((), (base, base)):
+        x, dy, hidden, dactive = x_SD, dy_SD, hidden_R2F, dactive_RF
+        if bases:
+            x, dy = (arenas.surround(rows, arenas.ROW) for rows in (x, dy))
+            hidden, dactive = (arenas.surround(of_slots, arenas.SLOT) for of_slots in (hidden, dactive))
+        places = dict(zip(("base", "delayed"), bases, strict=False))
+        stages.d_down(dy, slots, weights, hidden, tiles, dactive_RF=dactive, **places)
+        assert all(map(torch.equal, stages.delayed_dw(dy, x, slots, dactive, hidden, *bases), expected)), bases
+
+
 def test_a_base_needs_the_tensor_that_it_is_a_place_in() -> None:
     x_SD, scores_R, weight = torch.zeros(4, 8), torch.zeros(4), torch.zeros(1, 2, 8, 8)
     index = torch.zeros(4, dtype=torch.int32)
     tiles = plan_tiles_reference(index[:1], 4, 128)
     with pytest.raises(ValueError, match="hidden"):
         expert_up(x_SD, index, scores_R, weight, tiles, base=arenas.base("cpu"))
+    with pytest.raises(ValueError, match="a place in out"):
+        gather_mm(x_SD, index, weight[0], tiles, out_base=arenas.base("cpu"))
 
 
 LOADS = {

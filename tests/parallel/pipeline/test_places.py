@@ -8,22 +8,23 @@ from titan_moe.kernels.experts.arena import Arena
 from titan_moe.parallel.pipeline.places import Places
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.plan.pipeline.schedules import actions_of
-from titan_moe.plan.pipeline.simulation import max_held
+from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 
 LAYOUTS = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
 PP, NUM_MICROBATCHES = 4, 12
 
 
-def capacity_of(num_places: int, **options: bool) -> ExpertCapacity:
+def capacity_of(num_places: int, **options: int) -> ExpertCapacity:
     capacity = ExpertCapacity(1.5)
     capacity.use_arena(Arena(2, 2, torch.float32, "cpu", num_places=num_places, **options), LayerLoads(1, 2, 2, 2, 2))
     return capacity
 
 
 def forwards(capacity: ExpertCapacity, places: Places, actions: list) -> list[int]:
-    """The place of each forward of a step."""
+    """The place of each forward of a step, and the delayed place of each split backward."""
     chosen = []
     in_flight: dict[tuple[int, int], int] = {}
+    delayed: dict[tuple[int, int], int] = {}
     for action in actions:
         if action.kind == "forward":
             with places.forward_of(*action[1:]):
@@ -31,10 +32,16 @@ def forwards(capacity: ExpertCapacity, places: Places, actions: list) -> list[in
             assert capacity.place == 0
             assert chosen[-1] not in in_flight.values(), "another one is kept there"
             in_flight[action[1:]] = chosen[-1]
+        if action.delays:
+            with places.backward_of(*action[1:]):
+                chosen.append(capacity.arena.delayed_place)
+            assert chosen[-1] not in delayed.values(), "another one waits there"
+            delayed[action[1:]] = chosen[-1]
         if action.frees:
             places.free(*action[1:])
             del in_flight[action[1:]]
-    assert not places.taken
+            delayed.pop(action[1:], None)
+    assert not places.taken and not places.delayed
     return chosen
 
 
@@ -43,14 +50,19 @@ def forwards(capacity: ExpertCapacity, places: Places, actions: list) -> list[in
 def test_places_are_those_of_microbatches_that_have_ended(schedule: str, rank: int) -> None:
     vpp = LAYOUTS[schedule]
     actions = actions_of(schedule, PP, vpp, NUM_MICROBATCHES)[rank]
-    most = round(max_held(actions, dict.fromkeys(range(PP * vpp), 1.0)))
-    capacity, stages = capacity_of(most), frozenset(range(PP * vpp))
+    ones = dict.fromkeys(range(PP * vpp), 1.0)
+    most, most_delayed = round(max_held(actions, ones)), round(max_delayed(actions, ones))
+    capacity, stages = capacity_of(most, num_delayed_places=most_delayed), frozenset(range(PP * vpp))
     first = forwards(capacity, Places(capacity, stages), actions)
     assert set(first) == set(range(most)), "all are used"
     assert forwards(capacity, Places(capacity, stages), actions) == first
     if most > 1:
-        few = capacity_of(most - 1)
+        few = capacity_of(most - 1, num_delayed_places=most_delayed)
         with pytest.raises(RuntimeError, match=f"the arena has {most - 1} places"):
+            forwards(few, Places(few, stages), actions)
+    if most_delayed > 1:
+        few = capacity_of(most, num_delayed_places=most_delayed - 1)
+        with pytest.raises(RuntimeError, match=f"the arena has {most_delayed - 1} delayed places"):
             forwards(few, Places(few, stages), actions)
 
 
@@ -60,6 +72,10 @@ def test_stages_without_experts_and_recomputed_ones_need_no_place() -> None:
     for microbatch in range(2):
         places.forward_of(0, microbatch)
     assert not places.taken
+    lifted = capacity_of(1, num_delayed_places=1)
+    with lifted.unbounded():
+        for microbatch in range(2):
+            Places(lifted, frozenset({0})).backward_of(0, microbatch)
     recomputed = Places(capacity_of(1, is_checkpointed=True), frozenset({0}))
     for microbatch in range(2):
         recomputed.forward_of(0, microbatch)

@@ -229,7 +229,9 @@ FUSED = PerfConfig(kernels="fused")
         pytest.param("mla-latent-gate", {}, {"attention", "dense", "experts", "latent", "shared"}, id="all"),
         pytest.param("mla-latent-gate", {"compile": CompileConfig("on")}, {"latent"}, id="compiled"),
         pytest.param("gqa", {"compile": CompileConfig("on"), "perf": FUSED}, {"experts"}, id="compiled_beside_triton"),
-        pytest.param("gqa", {"parallel": SYMM_MEM, "perf": FUSED}, {"attention", "dense", "shared"}, id="arena"),
+        pytest.param(
+            "gqa", {"parallel": SYMM_MEM, "perf": FUSED}, {"attention", "dense", "experts", "shared"}, id="arena"
+        ),
         pytest.param(
             "gqa",
             {"parallel": replace(SYMM_MEM, expert_rank_capacity_factor=0.0), "perf": FUSED},
@@ -239,11 +241,17 @@ FUSED = PerfConfig(kernels="fused")
         pytest.param(
             "gqa",
             {"parallel": replace(SYMM_MEM, expert_rank_capacity_factor=0.0, overlap="tile"), "perf": FUSED},
-            {"attention", "dense", "shared"},
+            {"attention", "dense", "experts", "shared"},
             id="tile",
         ),
         pytest.param("gqa", {"parallel": SYMM_MEM}, {"attention", "dense", "experts", "shared"}, id="grouped"),
         pytest.param("gqa", {"parallel": replace(ZBV, expert_clones=1)}, {"attention", "dense", "shared"}, id="clones"),
+        pytest.param(
+            "gqa",
+            {"parallel": replace(SYMM_MEM, overlap="tile"), "perf": FUSED, "compile": CompileConfig("on")},
+            {"experts"},
+            id="tile_compiled",
+        ),
         pytest.param("gqa", {"precision": EMULATED}, {"attention", "experts", "shared"}, id="emulated"),
     ],
 )

@@ -1,5 +1,6 @@
 """The rows of `titan-moe check` about a pipeline."""
 
+import math
 import re
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def test_check_of_a_published_model_in_a_pipeline(schedule: str) -> None:
     start = next(number for number, line in enumerate(lines) if line.startswith("pipeline"))
     assert lines[start].split(maxsplit=1)[1].startswith(f"{schedule}, {4 * SCHEDULES[schedule]} stages")
     assert "16 microbatches a step; bubble " in lines[start]
-    assert lines[start + 1].strip().startswith("weight gradients: 0 % delayed") == SPLITS[schedule]
+    assert lines[start + 1].strip().startswith("weight gradients: 59.8 % delayed") == SPLITS[schedule]
     start += SPLITS[schedule]
     ranks = lines[start + 1 : start + 5]
     assert [line.split(":")[0].strip() for line in ranks] == [f"pp rank {rank}" for rank in range(4)]
@@ -61,10 +62,11 @@ COLLECTIVES = ("--parallel.dispatcher=alltoall", "--parallel.overlap=none")
     [
         pytest.param("1f1b", 1, (), "", ["27.9"], id="1f1b"),
         pytest.param("interleaved_1f1b", 2, (), "", ["15.7"], id="interleaved_1f1b"),
-        pytest.param("interleaved_zero_bubble", 2, (), "0", ["18", "8.82"], id="interleaved_zero_bubble"),
-        pytest.param("zbv", 2, (), "0", ["20.4", "7.58"], id="zbv"),
-        pytest.param("zbv", 2, ("--parallel.overlap=none",), "0", ["20.4", "7.58"], id="zbv_arena"),
-        pytest.param("dualpipev", 2, (), "0", ["23.3", "13.4"], id="dualpipev"),
+        pytest.param("interleaved_zero_bubble", 2, (), "59.8", ["13.7", "8.82"], id="interleaved_zero_bubble"),
+        pytest.param("zbv", 2, (), "59.8", ["12.6", "7.58"], id="zbv"),
+        pytest.param("zbv", 2, ("--parallel.overlap=none",), "59.8", ["12.6", "7.58"], id="zbv_arena"),
+        pytest.param("dualpipev", 2, (), "59.8", ["17.5", "13.4"], id="dualpipev"),
+        pytest.param("zbv", 2, ("--parallel.expert_clones=1",), "0", ["20.4", "7.58"], id="zbv_clones"),
         pytest.param("zbv", 2, COLLECTIVES, "59.8", ["12.6", "7.58"], id="zbv_alltoall"),
         pytest.param("zbv", 2, (*COLLECTIVES, "--compile.regional=off"), "89.7", ["9.66", "7.58"], id="zbv_eager"),
         pytest.param("zbv", 2, (*COLLECTIVES, "--perf.kernels=grouped_mm"), "0", ["20.4", "7.58"], id="zbv_grouped"),
@@ -87,13 +89,13 @@ def test_the_bubble_is_that_of_the_weight_gradients_that_are_delayed(
 def test_check_says_why_weight_gradients_are_not_delayed() -> None:
     settings = ["--parallel.pp=4", "--parallel.pp_schedule=zbv", "--parallel.vpp=2"]
     settings += ["--parallel.accumulate_unsharded=true", "--train.micro_batch_sequences=1"]
+    settings += ["--parallel.expert_clones=1"]
     recipe = load_recipe(QWEN3, [*settings, "--train.global_batch_sequences=64"])
     assert (
         "weight gradients: 0 % delayed, by FLOPs; not those of attention (in compiled graphs; delayed with "
-        'compile.regional = "off"); routed experts (one operation with the exchange of rows over "symm_mem"; delayed '
-        'with parallel.dispatcher = "alltoall", parallel.overlap = "none" and compile.cudagraph = "off"); head (its '
-        'loss computes them in forward); or take pp_schedule = "1f1b" or "interleaved_1f1b", whose backwards are '
-        "whole\n"
+        'compile.regional = "off"); routed experts (one operation sends the gradients of clones and of rows; delayed '
+        "with parallel.expert_clones = 0); head (its loss computes them in forward); or take pp_schedule = "
+        '"1f1b" or "interleaved_1f1b", whose backwards are whole\n'
     ) in describe(recipe, 32)
 
 
@@ -171,6 +173,21 @@ def test_microbatches_in_flight_have_places_in_the_arena() -> None:
     assert f"of it {max(arenas) / 2**30:.3g} GiB in the arena of rows" in describe(
         load_recipe(QWEN3, [*overrides, "--parallel.pp=2", "--parallel.expert_rank_capacity_factor=1.5"]), 16
     )
+
+
+def test_delayed_weight_gradients_have_places_in_the_arena() -> None:
+    """Of gradients of rows, as wide as rows, and of activations, half as wide as hidden states."""
+    settings = ["--parallel.pp=4", "--parallel.vpp=2", "--parallel.accumulate_unsharded=true"]
+    settings += ["--train.micro_batch_sequences=1", "--train.global_batch_sequences=64"]
+    recipe = load_recipe(QWEN3, [*settings, "--parallel.pp_schedule=zbv"])
+    whole = load_recipe(QWEN3, [*settings, "--parallel.pp_schedule=zbv", "--parallel.expert_clones=1"])
+    numbers = [(8, 2), (8, 4), (8, 6), (8, 8)]
+    for part, without, (number, num_delayed) in zip(parts_of(recipe, 32), parts_of(whole, 32), numbers, strict=True):
+        assert part.places == (number, 7, num_delayed) and without.places == (number, 7, 0)
+        kept = arena_bytes_per_rank(part.recipe, 1.5, without.places)
+        width, hidden, rows = 2048, 768, 8 * (1 - math.comb(112, 8) / math.comb(128, 8))  # a token; 8 slots
+        share = (rows * width + 8 * hidden) / (rows * width + 8 * 2 * hidden) * num_delayed / number
+        assert arena_bytes_per_rank(part.recipe, 1.5, part.places) == pytest.approx((1 + share) * kept, rel=1e-3)
 
 
 def test_modules_in_words() -> None:

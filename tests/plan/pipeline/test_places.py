@@ -7,6 +7,7 @@ import pytest
 from titan_moe.config import Recipe
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.train import TrainConfig
 from titan_moe.plan.pipeline.places import arena_places, moe_layers_of
 from titan_moe.plan.pipeline.schedules import actions_of
@@ -26,25 +27,31 @@ def recipe(schedule: str, layout: str = "") -> Recipe:
 def test_places_are_the_most_in_flight(schedule: str, rank: int) -> None:
     run = recipe(schedule)
     layers = moe_layers_of(run, rank)
-    in_flight, most = set(), 0
+    in_flight, most, delayed, most_delayed = set(), 0, set(), 0
     for kind, stage, microbatch in actions_of(schedule, 4, LAYOUTS[schedule], 12)[rank]:
         if kind == "forward" and layers[stage]:
             in_flight.add((stage, microbatch))
         if kind in ("backward", "backward_weight"):
             in_flight.discard((stage, microbatch))
-        most = max(most, len(in_flight))
+            delayed.discard((stage, microbatch))
+        if kind == "backward_input" and layers[stage]:
+            delayed.add((stage, microbatch))
+        most, most_delayed = max(most, len(in_flight)), max(most_delayed, len(delayed))
     places = arena_places(run, rank, world_size=8)
-    assert places.number == max(most, 1) and places.num_layers == max(layers.values())
+    assert places == (max(most, 1), max(layers.values()), most_delayed)
+    assert (most_delayed > 0) == (SCHEDULES[schedule].splits_backward and most > 0)
+    cloned = replace(run, parallel=replace(run.parallel, ep=2, dispatcher="allgather", expert_clones=1))
+    assert arena_places(cloned, rank, world_size=8).num_delayed == 0
 
 
 def test_places_of_1f1b() -> None:
     assert [arena_places(recipe("1f1b", "Ett|ttt|tt|ttL"), rank, 8) for rank in range(4)] == [
-        (1, 0),
-        (3, 3),
-        (2, 2),
-        (1, 2),
+        (1, 0, 0),
+        (3, 3, 0),
+        (2, 2, 0),
+        (1, 2, 0),
     ]
 
 
 def test_without_a_pipeline_there_is_one_place() -> None:
-    assert arena_places(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8) == (1, 7)
+    assert arena_places(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8) == (1, 7, 0)

@@ -1,7 +1,7 @@
 """One persistent buffer for what backward needs of the rows and slots of all layers.
 
-A rows and B slots of the arena · S rows and R slots of a layer · W elements of a row and H of a slot, both as
-they are kept (stage_sets.py)
+A rows and B slots of the arena, C and G of its delayed places · S rows and R slots of a layer · W elements of a row and
+H of a slot, both as they are kept (stage_sets.py) · F hidden width
 
 The routing decides how many rows and slots a layer has, and a static tensor has room for the worst case. In the arena
 each layer takes what it needs, behind the layer before: its first row and slot are known on the device alone. So the
@@ -12,6 +12,11 @@ In a pipeline several microbatches are between forward and backward. Then the ar
 the other, and the forward of a stage starts at the beginning of one. The host chooses the place, by the schedule alone:
 every step chooses the same.
 
+Where weight gradients are delayed, a microbatch stays in its place until they are computed. They need gradients of rows
+and of activations too, which lie in a *delayed place* of as many rows and slots, from the first part of the backward to
+the second. A layer begins in it where it begins in its place. These places have a number of their own, because fewer
+microbatches are between the two parts than in flight.
+
 Where a layer does not fit into its place, a flag is set and the layer is written at the place's beginning. Its own
 forward is right, so the need of all layers is known, but a backward would read other rows: the step is void.
 
@@ -19,7 +24,7 @@ To the compiler an arena is a number, its handle: an operation that takes the ha
 arguments, as with symmetric memory. So an arena may be resized without a new graph of the compiler. (A recorded CUDA
 graph has its addresses, and must be recorded again.)
 
-Physics: `take` and `verify` are a launch each of a few integers a layer.
+Physics: `take`, `verify` and `delay` are a launch each of a few integers a layer.
 """
 
 from itertools import count
@@ -31,6 +36,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_moe.kernels.experts.fp8.packed import CODES, packed_width
+from titan_moe.kernels.experts.fp8.rows import RESULTS
 
 _ARENAS: "WeakValueDictionary[int, Arena]" = WeakValueDictionary()
 _HANDLES = count(1)
@@ -83,6 +89,13 @@ def _verify_kernel(base_ptr, heads_ptr, overflowed_ptr):
         tl.store(overflowed_ptr, 1)
 
 
+@triton.jit(do_not_specialize=["delayed_place", "num_place_rows", "num_place_slots"])
+def _delay_kernel(base_ptr, delayed_ptr, delayed_place, num_place_rows, num_place_slots):
+    distance = delayed_place - tl.load(base_ptr + 3)
+    tl.store(delayed_ptr, tl.load(base_ptr) + distance * num_place_rows)
+    tl.store(delayed_ptr + 1, tl.load(base_ptr + 1) + distance * num_place_slots)
+
+
 class Arena:
     """The buffer, and what the layers of the microbatches in flight have taken of it.
 
@@ -101,15 +114,22 @@ class Arena:
         is_checkpointed: bool = False,
         scale_columns: int | None = None,
         num_places: int = 1,
+        num_delayed_places: int = 0,
     ) -> None:
         """`hidden` is F; rows and slots are packed where `scale_columns`, those of their scales, is not None
-        (fp8/packed.py); `num_places` microbatches are kept at a time. The arena has no room yet."""
-        row, slot, of_slots = width, 2 * hidden, dtype
+        (fp8/packed.py); `num_places` microbatches are kept at a time, and `num_delayed_places` of them wait for their
+        weight gradients. The arena has no room yet."""
+        row, slot, of_slots, of_results = width, 2 * hidden, dtype, dtype
         if scale_columns is not None:
             row = packed_width(width, scale_columns) // dtype.itemsize
-            slot, of_slots = packed_width(2 * hidden, scale_columns), CODES
+            slot, of_slots, of_results = packed_width(2 * hidden, scale_columns), CODES, RESULTS
         self.rows_AW = torch.empty(0, row, dtype=dtype, device=device)
         self.hidden_BH = torch.empty(0, slot, dtype=of_slots, device=device)
+        self.dy_CW = torch.empty(0, row, dtype=dtype, device=device)
+        self.dactive_GF = torch.empty(0, hidden, dtype=of_results, device=device)
+        self.num_delayed_places = num_delayed_places
+        self.delayed_place = 0
+        """That of the backward under way, if its weight gradients are delayed."""
         self.heads_P3 = torch.zeros(num_places, 3, dtype=torch.int64, device=device)
         """By place, rows and slots that the layers of its forward have taken so far, or would have; its number."""
         self.place = 0
@@ -151,33 +171,44 @@ class Arena:
         return not self.keeps and not self.is_checkpointed
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the buffer."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.rows_AW, self.hidden_BH))
+    def can_delay(self) -> bool:
+        """Whether weight gradients of a layer may be computed after the rest of its backward."""
+        return self.keeps and self.num_delayed_places > 0
 
     @property
-    def row_bytes(self) -> tuple[int, int]:
-        """Bytes of a row and of a slot."""
-        both = self.rows_AW, self.hidden_BH
-        row, slot = (tensor.shape[1] * tensor.element_size() for tensor in both)
-        return row, slot
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of rows, pre-activations, gradients of rows and gradients of activations."""
+        return self.rows_AW, self.hidden_BH, self.dy_CW, self.dactive_GF
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.buffers)
+
+    @property
+    def room_bytes(self) -> tuple[int, int]:
+        """Bytes of one row and of one slot of room: in every place."""
+        row, slot, delayed_row, delayed_slot = (tensor.shape[1] * tensor.element_size() for tensor in self.buffers)
+        number, delayed = self.num_places, self.num_delayed_places
+        return number * row + delayed * delayed_row, number * slot + delayed * delayed_slot
 
     def resize(self, num_rows: int, num_slots: int) -> None:
-        """Allocate places for so many rows and slots of all layers together; one place while nothing is kept. The old
-        contents are lost."""
+        """Allocate places for so many rows and slots of all layers together; one place, and no delayed one, while
+        nothing is kept. The old contents are lost."""
         self.room = num_rows, num_slots
-        num_places = self.num_places if self.keeps else 1
-        num_rows, num_slots = num_places * num_rows, num_places * num_slots
-        if (num_rows, num_slots) == (len(self.rows_AW), len(self.hidden_BH)):
+        number, delayed = (self.num_places, self.num_delayed_places) if self.keeps else (1, 0)
+        lengths = number * num_rows, number * num_slots, delayed * num_rows, delayed * num_slots
+        if lengths == tuple(map(len, self.buffers)):
             return
-        rows, hidden = self.rows_AW[:0].clone(), self.hidden_BH[:0].clone()
+        empty = [buffer[:0].clone() for buffer in self.buffers]
         self.peak_bytes_beside, self.peak_bytes_before = self.peak_beside(), self.peak()
-        self.rows_AW, self.hidden_BH = rows, hidden  # the old buffers are freed first
-        if rows.is_cuda:
+        self.rows_AW, self.hidden_BH, self.dy_CW, self.dactive_GF = empty  # the old buffers are freed first
+        if self.rows_AW.is_cuda:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(rows.device)
-        self.rows_AW = rows.new_empty(num_rows, rows.shape[1])
-        self.hidden_BH = hidden.new_empty(num_slots, hidden.shape[1])
+            torch.cuda.reset_peak_memory_stats(self.rows_AW.device)
+        self.rows_AW, self.hidden_BH, self.dy_CW, self.dactive_GF = (
+            buffer.new_empty(length, buffer.shape[1]) for buffer, length in zip(empty, lengths, strict=True)
+        )
 
     def peak(self) -> int:
         """The peak of a GPU's memory since `reset_peak`, in bytes; 0 on a CPU. The allocator's own peak is only that
@@ -231,3 +262,9 @@ class Arena:
         step is void."""
         if self.keeps:
             _verify_kernel[(1,)](base, self.heads_P3, self.overflowed.view(torch.int8))
+
+    def delay(self, base: Tensor) -> Tensor:
+        """Where the layer of a `base` begins in the delayed place: int64 [2], its first row and slot."""
+        delayed = base.new_empty(2)
+        _delay_kernel[(1,)](base, delayed, self.delayed_place, *self.room)
+        return delayed

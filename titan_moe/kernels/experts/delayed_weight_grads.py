@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan_moe.kernels.delayed_weight_grads import DelayedWeightGrads, WeightGradQueue
+from titan_moe.kernels.delayed_weight_grads import Delay, DelayedWeightGrads, WeightGradQueue
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP
 from titan_moe.kernels.experts.fp8.mlp import FP8_MLPS
 from titan_moe.kernels.experts.fused_mlp import fused_expert_mlp, matrices
@@ -79,11 +79,17 @@ class QueuedMLP:
         self.queue = queue
 
     def __call__(self, x_SD: Tensor, slots: ExpertSlots, weights: ExpertWeights) -> Tensor:
+        weights, delay = self.delay(weights)
+        return self.mlp(x_SD, slots, weights, delay)
+
+    def delay(self, weights: ExpertWeights) -> tuple[ExpertWeights, Delay | None]:
+        """For an operation that reads these weights: stand-ins to read, and what takes over their gradients; the
+        weights and None where the operation computes them."""
         pending = self.queue.pending
         if pending is None:
-            return self.mlp(x_SD, slots, weights)
+            return weights, None
         tensors, delay = pending.delay(*weights.tensors())
-        return self.mlp(x_SD, slots, ExpertWeights.of(tensors, weights.names())._replace(codes=weights.codes), delay)
+        return ExpertWeights.of(tensors, weights.names())._replace(codes=weights.codes), delay
 
 
 def can_queue(mlp: ExpertMLP) -> bool:

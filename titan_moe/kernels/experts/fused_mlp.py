@@ -73,7 +73,7 @@ _dw = torch.library.custom_op("titan_moe::expert_mlp_dw", stages.dw, mutates_arg
 
 @_dw.register_fake
 def _(
-    dy_SD: Tensor, x_SD: Tensor, rows_R: Any, offsets_e: Tensor, _: Any, active_RF: Tensor, base: Any = None
+    dy_SD: Tensor, x_SD: Tensor, rows_R: Any, offsets_e: Tensor, _: Any, active_RF: Tensor, *bases: Any
 ) -> tuple[Tensor, ...]:
     num_experts, hidden, width = offsets_e.shape[0], active_RF.shape[1], x_SD.shape[1]
     return x_SD.new_empty(num_experts, 2, hidden, width), x_SD.new_empty(num_experts, width, hidden)

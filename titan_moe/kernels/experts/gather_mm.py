@@ -24,12 +24,15 @@ GET_BLOCKS = CopyBlocks(40, 16_384)
 def _gather_mm_kernel(
     x_ptr, rows_ptr, weight_desc, last_desc, out_ptr, experts_ptr, begins_ptr, ends_ptr,
     get_addresses_ptr, get_rows_ptr, count_ptr, required_rows_ptr, arrived_ptr, num_tiles_ptr, scales_ptr, base_ptr,
+    out_base_ptr,
     I: tl.constexpr, O: tl.constexpr, ROW: tl.constexpr, SCALED: tl.constexpr, IS_INTERPRETED: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_LAST: tl.constexpr, BLOCK_I: tl.constexpr, GROUP: tl.constexpr,
     COPY_BLOCKS: tl.constexpr, COPY_BLOCKS2: tl.constexpr, COPIED_ROWS: tl.constexpr, COPIED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    if base_ptr is not None:  # a product with the width keeps its alignment
+    if base_ptr is not None:  # products with a width keep their alignment
         x_ptr += tl.load(base_ptr) * ROW
+    if out_base_ptr is not None:
+        out_ptr += tl.load(out_base_ptr + 1) * O
     program = tl.program_id(0) - COPY_BLOCKS
     if COPY_BLOCKS:
         if program < 0:
@@ -173,6 +176,8 @@ def gather_mm(
     columns: int = 0,
     base: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    out_base: Tensor | None = None,
 ) -> Tensor:
     """Each slot's row times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
@@ -185,9 +190,14 @@ def gather_mm(
             [e, O / columns, I / columns], and products of a block leave the matrix units and are added in fp32.
         base: int64 [2] on the device. x_SI is that of several layers; this layer's begins at row base[0].
         dtype: of the result, if it is not that of x_SI.
+        out: where the result is written, a new tensor if None.
+        out_base: int64 [2] on the device. `out` is that of several layers; this layer's slots begin at out_base[1].
     """
     _, width, out_width = weight_eIO.shape
-    out_RO = x_SI.new_empty(rows_R.numel(), out_width, dtype=dtype)
+    if out is None:
+        if out_base is not None:
+            raise ValueError("out_base is a place in out, which is not given")
+        out = x_SI.new_empty(rows_R.numel(), out_width, dtype=dtype)
     check_cut(cut, columns)
     # the last columns are cut half as wide where that is enough
     is_half_enough = 0 < out_width % cut.outputs <= cut.outputs // 2
@@ -200,9 +210,9 @@ def gather_mm(
     weights = [TensorDescriptor.from_tensor(stored, block) for block in blocks]
     copies, sizes = get_arguments(schedule, copy_blocks, x_SI.shape[1] // (1 if scales is None else 2))
     _gather_mm_kernel[(sizes["COPY_BLOCKS"] + tiles.usual * triton.cdiv(out_width, cut.outputs),)](
-        x_SI, rows_R, *weights, out_RO, *tiles[:3], *copies, tiles.looped(), scales, base,
+        x_SI, rows_R, *weights, out, *tiles[:3], *copies, tiles.looped(), scales, base, out_base,
         I=width, O=out_width, ROW=x_SI.shape[1], SCALED=columns, IS_INTERPRETED=knobs.runtime.interpret, **sizes,
         BLOCK_R=tiles.rows, BLOCK_O=cut.outputs, BLOCK_LAST=last, BLOCK_I=cut.inner, GROUP=cut.group,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
-    return out_RO
+    return out

@@ -16,7 +16,7 @@ from titan_moe.kernels.experts.copy_blocks import TileSchedule
 from titan_moe.kernels.experts.fp8 import stages as fp8_stages
 from titan_moe.kernels.experts.fp8.mlp import NUM_PARAMETERS, codes_of
 from titan_moe.kernels.experts.fp8.packed import BLOCK, CODES, WHOLE_ROW, packed_width
-from titan_moe.kernels.experts.fp8.rows import quantize_rows
+from titan_moe.kernels.experts.fp8.rows import RESULTS, quantize_rows
 from titan_moe.kernels.experts.fp8.stages import Activations, HiddenGradients, QuantizedExperts
 from titan_moe.kernels.experts.slot_mm import slot_mm
 from titan_moe.kernels.experts.slots import ExpertSlots
@@ -25,6 +25,8 @@ from titan_moe.kernels.experts.weights import ExpertWeights, Tensors
 
 PLAIN, FP8, FP8_WITH_PLAIN_WEIGHT_GRADIENTS, BLOCKWISE, BLOCKWISE_WITH_PLAIN_WEIGHT_GRADIENTS = range(5)
 """The formats of stages, as operations take them."""
+ROUNDS_WEIGHT_GRADIENTS = FP8, BLOCKWISE
+"""Those whose weight gradients are in fp8 too."""
 
 
 def _columns(stage_format: int) -> int:
@@ -54,9 +56,17 @@ class Stages(Protocol):
         """Results of slots, [R, D]; with a schedule or `in_triton` by a GEMM of Triton."""
 
     def d_down(
-        self, dy_SW: Tensor, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        work: Work,
+        hidden: Tensor,
+        base: Tensor | None,
+        dactive: Tensor | None = None,
+        delayed: Tensor | None = None,
     ) -> tuple[Any, Tensor]:
-        """What `d_up` and `dw` need, and gradients of scores."""
+        """What `d_up` and `dw` need, and gradients of scores. Gradients of activations are written into `dactive`, if
+        it is given, for `delayed_dw`; with `delayed`, they and dy_SW are those of several layers."""
 
     def d_up(self, gradients: Any, work: Work, *, in_triton: bool) -> Tensor:
         """Gradients of slots, [R, D]."""
@@ -71,7 +81,26 @@ def stages_of(weights: Tensors, stage_format: int) -> Stages:
     """The stages for weights as operations take them: own ones and clones, or what `operands` of fp8/mlp.py returns."""
     if stage_format == PLAIN:
         return PlainStages(ExpertWeights.of(weights).join())
-    return Fp8Stages(weights, _columns(stage_format), stage_format in (FP8, BLOCKWISE))
+    return Fp8Stages(weights, _columns(stage_format), stage_format in ROUNDS_WEIGHT_GRADIENTS)
+
+
+def delayed_dw(
+    dy_SW: Tensor,
+    x_SW: Tensor,
+    work: Work,
+    dactive: Tensor,
+    hidden: Tensor,
+    base: Tensor | None,
+    delayed: Tensor | None,
+    stage_format: int,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate_up and down, in one piece each, from what `d_down` wrote into `dactive` and what it read."""
+    slots, tiles, _ = work
+    if stage_format == PLAIN:
+        return stages.delayed_dw(dy_SW, x_SW, slots, dactive, hidden, base, delayed)
+    rounds, columns = stage_format in ROUNDS_WEIGHT_GRADIENTS, _columns(stage_format)
+    of_rows = dy_SW.view(CODES), x_SW.view(CODES), slots, dactive, hidden
+    return fp8_stages.delayed_dw(*of_rows, tiles, base, delayed, rounds_weight_gradients=rounds, columns=columns)
 
 
 def split_gradients(weights: Tensors, joined: Tensors, stage_format: int) -> list[Tensor | None]:
@@ -84,6 +113,11 @@ def split_gradients(weights: Tensors, joined: Tensors, stage_format: int) -> lis
 def row_width(width: int, element_bytes: int, stage_format: int) -> int:
     """The elements of a row of `width` as it is sent and kept (W)."""
     return width if stage_format == PLAIN else packed_width(width, _columns(stage_format)) // element_bytes
+
+
+def new_dactive(like: Tensor, num_slots: int, hidden: int, stage_format: int) -> Tensor:
+    """Memory for gradients of so many activations; `hidden` is F."""
+    return like.new_empty(num_slots, hidden, dtype=None if stage_format == PLAIN else RESULTS)
 
 
 def new_hidden(like: Tensor, num_slots: int, hidden: int, stage_format: int) -> Tensor:
@@ -109,10 +143,17 @@ class PlainStages(NamedTuple):
         return stages.down(active, work.slots, self.weights, _gemm(work, in_triton))
 
     def d_down(
-        self, dy_SW: Tensor, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        work: Work,
+        hidden: Tensor,
+        base: Tensor | None,
+        dactive: Tensor | None = None,
+        delayed: Tensor | None = None,
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         dhidden_R2F, active_RF, dscores_R = stages.d_down(
-            dy_SW, work.slots, self.weights, hidden, work.tiles, work.schedule, base
+            dy_SW, work.slots, self.weights, hidden, work.tiles, work.schedule, base, dactive, delayed
         )
         return (dhidden_R2F, active_RF), dscores_R
 
@@ -163,12 +204,19 @@ class Fp8Stages:
         return fp8_stages.down(active, self.forward, work.tiles, work.schedule)
 
     def d_down(
-        self, dy_SW: Tensor, x_SW: Tensor, work: Work, hidden: Tensor, base: Tensor | None
+        self,
+        dy_SW: Tensor,
+        x_SW: Tensor,
+        work: Work,
+        hidden: Tensor,
+        base: Tensor | None,
+        dactive: Tensor | None = None,
+        delayed: Tensor | None = None,
     ) -> tuple[HiddenGradients, Tensor]:
         rows, of_work = (dy_SW.view(CODES), x_SW.view(CODES)), (work.tiles, work.schedule)
-        rounds = self.rounds_weight_gradients
+        places, rounds = (base, dactive, delayed), self.rounds_weight_gradients
         return fp8_stages.d_down(
-            *rows, work.slots, self.backward, hidden, *of_work, base, rounds_weight_gradients=rounds
+            *rows, work.slots, self.backward, hidden, *of_work, *places, rounds_weight_gradients=rounds
         )
 
     def d_up(self, gradients: HiddenGradients, work: Work, *, in_triton: bool) -> Tensor:

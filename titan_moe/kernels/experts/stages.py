@@ -66,13 +66,19 @@ def d_down(
     tiles: Tiles,
     schedule: TileSchedule | None = None,
     base: Tensor | None = None,
+    dactive_RF: Tensor | None = None,
+    delayed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dhidden [R, 2F], weighted activation [R, F], dscores [R]. With `schedule`, the launch gets rows into dy.
 
-    With `base`, the pre-activation is that of several layers.
+    Gradients of activations are written into `dactive_RF`, if it is given, for `delayed_dw`. With `base`, the
+    pre-activation is that of several layers. With `delayed`, dy and dactive_RF are.
     """
-    dactive_RF = gather_mm(dy_SD, slots.rows_R, weights.down.join(), tiles, schedule=schedule)
-    return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, base)
+    down = weights.down.join()
+    dactive_RF = gather_mm(
+        dy_SD, slots.rows_R, down, tiles, schedule=schedule, base=delayed, out=dactive_RF, out_base=delayed
+    )
+    return swiglu_backward(dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, base, delayed)
 
 
 def d_up(dhidden_R2F: Tensor, slots: ExpertSlots, weights: ExpertWeights, gemm: SlotGemm = F.grouped_mm) -> Tensor:
@@ -88,18 +94,40 @@ def dw(
     dhidden_R2F: Tensor,
     active_RF: Tensor,
     base: Tensor | None = None,
+    delayed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up [e, 2, F, D] and down [e, D, F], in one piece.
 
-    With `base`, x_SD, but not dy_SD, is that of several layers.
+    With `base`, x_SD is that of several layers; with `delayed`, dy_SD is.
     """
     if active_RF.shape[1] >= GATHERS_BEFORE_WEIGHT_GRADIENTS_FROM:
         dgate_up = F.grouped_mm(dhidden_R2F.T, slot_rows(x_SD, rows_R, offsets_e, base), offs=offsets_e)
-        ddown_eDF = F.grouped_mm(slot_rows(dy_SD, rows_R, offsets_e).T, active_RF, offs=offsets_e)
+        ddown_eDF = F.grouped_mm(slot_rows(dy_SD, rows_R, offsets_e, delayed).T, active_RF, offs=offsets_e)
     else:
         dgate_up = expert_weight_grad(dhidden_R2F, x_SD, rows_R, offsets_e, cut=UP_CUT, base=base)
-        ddown_eDF = expert_weight_grad(active_RF, dy_SD, rows_R, offsets_e, is_transposed=True, cut=DOWN_CUT)
+        ddown_eDF = expert_weight_grad(
+            active_RF, dy_SD, rows_R, offsets_e, is_transposed=True, cut=DOWN_CUT, base=delayed
+        )
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF
+
+
+def delayed_dw(
+    dy_SD: Tensor,
+    x_SD: Tensor,
+    slots: ExpertSlots,
+    dactive_RF: Tensor,
+    hidden_R2F: Tensor,
+    base: Tensor | None = None,
+    delayed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`dw` a while after `d_down`: gradients of pre-activations and activations are computed again.
+
+    Kept are one F a slot instead of three, for a pass over 6·R·F elements. With `base`, x_SD and hidden_R2F are those
+    of several layers; with `delayed`, dy_SD and dactive_RF are.
+    """
+    rows_R, _, scores_R, offsets_e = slots
+    dhidden_R2F, active_RF, _ = swiglu_backward(dactive_RF, hidden_R2F, scores_R, offsets_e, base, delayed)
+    return dw(dy_SD, x_SD, rows_R, offsets_e, dhidden_R2F, active_RF, base, delayed)
 
 
 def flops_of_a_pass(num_slots: int, gate_up_shape: tuple[int, int, int, int]) -> int:

@@ -18,10 +18,12 @@ from titan_moe.kernels.experts.tiles import MAX_PROGRAMS, SLACK
 @triton.jit(do_not_specialize=["num_slots"])
 def _swiglu_backward_kernel(
     dactive_ptr, hidden_ptr, scores_ptr, offsets_ptr, dhidden_ptr, active_ptr, dscores_ptr, num_slots, num_experts,
-    base_ptr, F: tl.constexpr, BLOCK_F: tl.constexpr, IS_ROUTED: tl.constexpr, SLACK: tl.constexpr,
+    base_ptr, dactive_base_ptr, F: tl.constexpr, BLOCK_F: tl.constexpr, IS_ROUTED: tl.constexpr, SLACK: tl.constexpr,
 ):  # fmt: skip
     if base_ptr is not None:  # products with a width keep their alignment
         hidden_ptr += tl.load(base_ptr + 1) * (2 * F)
+    if dactive_base_ptr is not None:
+        dactive_ptr += tl.load(dactive_base_ptr + 1) * F
     end = num_slots
     if IS_ROUTED:
         end = tl.load(offsets_ptr + num_experts - 1)
@@ -79,6 +81,7 @@ def swiglu_backward(
     scores_R: Tensor | None = None,
     offsets_e: Tensor | None = None,
     base: Tensor | None = None,
+    dactive_base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradient of the pre-activation [R, 2F], weighted activation [R, F], gradient of the scores [R].
 
@@ -86,15 +89,17 @@ def swiglu_backward(
     offsets, rows are not routed: all are slots of score 1.
 
     With `base`, int64 [2] on the device, the pre-activation is that of several layers; this layer's begins at slot
-    base[1].
+    base[1]. `dactive_base` is the same of gradients of activations.
     """
-    num_slots, num_features = dactive_RF.shape
-    dhidden_R2F, active_RF = hidden_R2F.new_empty(num_slots, 2 * num_features), torch.empty_like(dactive_RF)
+    num_features = dactive_RF.shape[1]
+    num_slots = len(dactive_RF) if scores_R is None else scores_R.numel()
+    dhidden_R2F = hidden_R2F.new_empty(num_slots, 2 * num_features)
+    active_RF = dactive_RF.new_empty(num_slots, num_features)
     dscores_R = None if scores_R is None else torch.empty_like(scores_R)
     if num_slots:
         _swiglu_backward_kernel[(min(num_slots, MAX_PROGRAMS),)](
             dactive_RF, hidden_R2F, scores_R, offsets_e, dhidden_R2F, active_RF, dscores_R,
-            num_slots, 0 if offsets_e is None else offsets_e.numel(), base,
+            num_slots, 0 if offsets_e is None else offsets_e.numel(), base, dactive_base,
             F=num_features, BLOCK_F=min(triton.next_power_of_2(num_features), 1024), IS_ROUTED=offsets_e is not None,
             SLACK=SLACK, num_warps=4,
         )  # fmt: skip

@@ -147,9 +147,13 @@ class StepRun:
             case "forward":
                 for _ in self._forward(stage, microbatch):
                     pass
-            case "backward" | "backward_input":
+            case "backward":
                 for _ in self._backward(stage, microbatch):
                     pass
+            case "backward_input":
+                with self.arena_places.backward_of(stage, microbatch):
+                    for _ in self._backward(stage, microbatch):
+                        pass
             case "backward_weight":
                 self.weight_grads.pop(key).compute()
             case "send_activation":

@@ -20,6 +20,7 @@ class Places:
         """`stages` are those with MoE layers."""
         self.capacity, self.stages = capacity, stages
         self.taken: dict[InFlight, int] = {}
+        self.delayed: dict[InFlight, int] = {}
 
     def forward_of(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Within this context, the forward of a stage and microbatch writes to its own place, kept until `free`.
@@ -39,6 +40,25 @@ class Places:
         self.taken[stage, microbatch] = min(free)
         return self.capacity.writing_to(min(free))
 
+    def backward_of(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Within this context, the split backward of a stage and microbatch leaves what its weight gradients need in a
+        delayed place of its own, kept until `free`. Where the arena delays nothing, there is none.
+
+        Raises: RuntimeError if more are delayed than the arena has delayed places.
+        """
+        arena = self.capacity.arena
+        if arena is None or not arena.can_delay or stage not in self.stages:
+            return nullcontext()
+        free = set(range(arena.num_delayed_places)) - set(self.delayed.values())
+        if not free:
+            raise RuntimeError(
+                f"the arena has {arena.num_delayed_places} delayed places, and {sorted(self.delayed)} (stage, "
+                f"microbatch) wait for weight gradients before {(stage, microbatch)}"
+            )
+        self.delayed[stage, microbatch] = min(free)
+        return self.capacity.delaying_to(min(free))
+
     def free(self, stage: int, microbatch: int) -> None:
-        """Free a place, after the last action that needs its contents."""
+        """Free its places, after the last action that needs their contents."""
         self.taken.pop((stage, microbatch), None)
+        self.delayed.pop((stage, microbatch), None)

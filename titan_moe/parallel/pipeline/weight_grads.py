@@ -8,9 +8,9 @@ projections, dense layers, shared experts, latent projections. Not delayed are
 * what runs in a compiled graph, which has no side effects. Under `compile.extent = "pieces"` these are attention,
   shared experts and dense layers. Experts in Triton run outside of graphs then, so their gradients are delayed;
 * converted linear layers, those of `tp_comm_overlap`, and experts in emulated formats;
-* experts with clones: gradients of clones and of rows are sent home by one operation; and fused experts that get their
-  rows over symmetric memory (dispatch/symm_mem_fused.py: with an arena or `overlap = "tile"`), whose backward is one
-  operation.
+* experts with clones: gradients of clones and of rows are sent home by one operation;
+* fused experts that get their rows over symmetric memory, while their arena keeps nothing: in the first steps of a
+  capacity factor of "auto", and in steps that are taken again.
 
 plan/pipeline/weight_grads.py says the same of a recipe; the bubble of `titan-moe check` follows from it.
 """
@@ -49,7 +49,7 @@ def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, devic
     if queue is None:
         return
     compiled = modules_in_graphs(stage, recipe.compile, device)
-    experts_may_delay = obstacle_of_experts(recipe, recipe.perf.chosen_kernels.experts) is None
+    experts_may_delay = obstacle_of_experts(recipe) is None
     for module in stage.modules():
         if isinstance(module, MoE):
             if experts_may_delay:

@@ -28,6 +28,11 @@ class Action(NamedTuple):
         return self.kind.startswith(("send", "receive"))
 
     @property
+    def delays(self) -> bool:
+        """Whether weight gradients of its stage and microbatch are computed later."""
+        return self.kind == "backward_input"
+
+    @property
     def frees(self) -> bool:
         """Whether it is the last that needs the activations of its stage and microbatch."""
         return self.kind in ("backward", "backward_weight")

@@ -1,6 +1,6 @@
 """The part of a run on each pipeline rank: its layers, and the number of microbatches in flight."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from titan_moe.config.arena import has_arena
@@ -8,11 +8,13 @@ from titan_moe.config.gemms import gemm_modules, why_kept
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import ParameterCount, count_parameters
+from titan_moe.plan.pipeline.action import Entry
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places
 from titan_moe.plan.pipeline.schedules import entries_of
-from titan_moe.plan.pipeline.simulation import max_held
+from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+from titan_moe.plan.pipeline.weight_grads import obstacle_of, splits_backward
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Part:
     num_in_flight: float = 1.0
     """The largest number of microbatches whose activations the rank keeps at a time; those of all its layers count as
     one."""
+    num_delayed: float = 0.0
+    """Of these, in the same way, the largest number that waits for weight gradients of routed experts."""
     places: ArenaPlaces | None = None
     """The places of the rank's arena; None without a pipeline."""
     run: Recipe | None = None
@@ -64,9 +68,9 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
         dense = sum(layer < num_dense for layer in layers)
         of_rank = replace(model, num_layers=len(layers), num_dense_layers=dense)
         alone = replace(recipe, model=of_rank, precision=_precision_of(recipe, layers))
-        num_in_flight = in_flight(recipe, world_size, rank)
+        numbers = in_flight(recipe, world_size, rank), delayed(recipe, world_size, rank)
         places = arena_places(recipe, rank, world_size)
-        parts.append(Part(alone, world_size, "embed" in names, "head" in names, num_in_flight, places, recipe))
+        parts.append(Part(alone, world_size, "embed" in names, "head" in names, *numbers, places, recipe))
     return parts
 
 
@@ -95,8 +99,20 @@ def training_flops_of_rank(recipe: Recipe, pp_rank: int) -> float:
 
 def in_flight(recipe: Recipe, world_size: int, rank: int) -> float:
     """The most microbatches whose activations a pipeline rank keeps at once; one of a half of its layers is a half."""
+    return _most(recipe, world_size, rank, max_held)
+
+
+def delayed(recipe: Recipe, world_size: int, rank: int) -> float:
+    """The most microbatches whose weight gradients of routed experts a pipeline rank computes later, in the same
+    way."""
+    experts = (module for module in gemm_modules(recipe.model) if module.part == "experts")
+    delays = splits_backward(recipe) and any(obstacle_of(recipe, module) is None for module in experts)
+    return _most(recipe, world_size, rank, max_delayed) if delays else 0.0
+
+
+def _most(recipe: Recipe, world_size: int, rank: int, most: Callable[[list[Entry], dict[int, float]], float]) -> float:
     p, stages = recipe.parallel, stages_of(recipe)
     sizes = {stage: float(len(_layers(stages[stage]))) for stage in stages_of_rank(rank, p)}
     number = num_microbatches(recipe, world_size)
     few = min(number, 4 * p.pp + number % p.pp)  # more of them do not raise it
-    return max_held(entries_of(p, few)[rank], sizes) / max(sum(sizes.values()), 1.0)
+    return most(entries_of(p, few)[rank], sizes) / max(sum(sizes.values()), 1.0)

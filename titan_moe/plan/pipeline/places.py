@@ -1,12 +1,14 @@
-"""The places of a pipeline rank's arena: one for each microbatch that a stage of it keeps for backward."""
+"""The places of a pipeline rank's arena: one for each microbatch that a stage of it keeps for backward, and a delayed
+one for each whose weight gradients are computed later."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.pipeline.schedules import entries_of
-from titan_moe.plan.pipeline.simulation import max_held
+from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
+from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts, splits_backward
 
 
 class ArenaPlaces(NamedTuple):
@@ -16,6 +18,8 @@ class ArenaPlaces(NamedTuple):
     """The most (stage, microbatch) pairs in flight, at least 1."""
     num_layers: int
     """MoE layers that one has room for: those of the stage that has most of them."""
+    num_delayed: int = 0
+    """The most pairs between `backward_input` and `backward_weight`."""
 
 
 def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int, int] | None = None) -> ArenaPlaces:
@@ -27,8 +31,10 @@ def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int
     if p.pp == 1 or not most:
         return ArenaPlaces(1, most)
     entries = entries_of(p, num_microbatches(recipe, world_size))[rank]
-    number = max_held(entries, {stage: 1.0 for stage, num_layers in layers.items() if num_layers})
-    return ArenaPlaces(round(number), most)
+    with_experts = {stage: 1.0 for stage, num_layers in layers.items() if num_layers}
+    delays = splits_backward(recipe) and obstacle_of_experts(recipe) is None
+    num_delayed = max_delayed(entries, with_experts) if delays else 0
+    return ArenaPlaces(round(max_held(entries, with_experts)), most, round(num_delayed))
 
 
 def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:

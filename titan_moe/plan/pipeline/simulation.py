@@ -1,6 +1,6 @@
 """The time that a pipeline's schedule takes, from its lists of actions and the times of its stages."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,9 +127,17 @@ def max_in_flight(actions: Sequence[Sequence[Entry]]) -> list[int]:
 def max_held(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
     """The most that a rank keeps at once, if a microbatch of a stage has this size; stages without one have none. A
     pair keeps both of its microbatches."""
+    return _max_between(actions, size_of, lambda action: (action.kind == "forward") - action.frees)
+
+
+def max_delayed(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
+    """The same of microbatches between `backward_input` and `backward_weight`."""
+    return _max_between(actions, size_of, lambda action: action.delays - (action.kind == "backward_weight"))
+
+
+def _max_between(actions: Iterable[Entry], size_of: Mapping[int, float], change: Callable[[Action], int]) -> float:
     held = most = 0.0
     for action in flat(actions):
-        size = size_of.get(action.stage, 0.0)
-        held += size * ((action.kind == "forward") - action.frees)
+        held += size_of.get(action.stage, 0.0) * change(action)
         most = max(most, held)
     return most

@@ -8,7 +8,7 @@ other modules with it.
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from titan_moe.config.arena import experts_of, has_arena
+from titan_moe.config.arena import experts_of
 from titan_moe.config.clones import num_clones
 from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import GemmModule, gemm_modules, why_kept
@@ -37,17 +37,10 @@ def splits_backward(recipe: Recipe) -> bool:
     return p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward
 
 
-def obstacle_of_experts(recipe: Recipe, experts: str) -> Obstacle | None:
-    """Why no routed experts of a run delay, with this implementation of theirs; None if those that can do."""
-    p = recipe.parallel
+def obstacle_of_experts(recipe: Recipe) -> Obstacle | None:
+    """Why no routed experts of a run delay; None if those that can do."""
     if num_clones(recipe):
         return Obstacle("one operation sends the gradients of clones and of rows", "parallel.expert_clones = 0")
-    gets_rows = p.facts.shares_memory_of_ep and p.overlap == "tile"
-    if gets_rows or has_arena(recipe, experts):
-        settings = ['parallel.dispatcher = "alltoall"']
-        settings += ['parallel.overlap = "none"'] if p.overlap == "tile" else []
-        settings += ['compile.cudagraph = "off"'] if recipe.compile.cudagraph != "off" else []
-        return Obstacle(f'one operation with the exchange of rows over "{p.dispatcher}"', _listed(settings))
     return None
 
 
@@ -58,7 +51,7 @@ def obstacle_of(recipe: Recipe, module: GemmModule) -> Obstacle | None:
     is_compiled = recipe.compile.compiles(device)
     if module.part == "experts":
         experts = recipe.perf.chosen_kernels.experts if device == "cpu" else experts_of(recipe)
-        if obstacle := obstacle_of_experts(recipe, experts):
+        if obstacle := obstacle_of_experts(recipe):
             return obstacle
         if is_rounded and p.backend == "emulated":
             return Obstacle("in an emulated format", 'precision.experts = "compute"')

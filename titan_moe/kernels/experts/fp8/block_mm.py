@@ -62,7 +62,7 @@ def multiply(a, b, BLOCK: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _add_products(
     half: gl.constexpr, x_stages, weight_stages, loaded, free, x_ptr, rows_ptr, out_ptr, experts_ptr, begins_ptr,
-    ends_ptr, count_ptr, base_ptr, row_scales_ptr, scales_ptr,
+    ends_ptr, count_ptr, base_ptr, out_base_ptr, row_scales_ptr, scales_ptr,
     I: gl.constexpr, O: gl.constexpr, ROW: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
@@ -74,6 +74,8 @@ def _add_products(
     num_blocks: gl.constexpr = I // BLOCK
     if base_ptr is not None:
         x_ptr += gl.load(base_ptr) * ROW
+    if out_base_ptr is not None:
+        out_ptr += gl.load(out_base_ptr + 1) * O
     num_tiles = gl.load(count_ptr)
     step = 0
     for position in range(gl.program_id(0), num_tiles * num_columns, gl.num_programs(0)):
@@ -169,7 +171,7 @@ def _load(
 @gluon.jit
 def _block_mm_kernel(
     x_desc, weight_desc, x_ptr, rows_ptr, out_ptr, experts_ptr, begins_ptr, ends_ptr, count_ptr, base_ptr,
-    row_scales_ptr, scales_ptr,
+    out_base_ptr, row_scales_ptr, scales_ptr,
     I: gl.constexpr, O: gl.constexpr, ROW: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, LAYOUT: gl.constexpr, LOADING_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
@@ -188,14 +190,16 @@ def _block_mm_kernel(
                 _add_products,
                 (
                     0, x_stages, weight_stages, loaded, free, x_ptr, rows_ptr, out_ptr, experts_ptr, begins_ptr,
-                    ends_ptr, count_ptr, base_ptr, row_scales_ptr, scales_ptr, I, O, ROW, BLOCK, STAGES, GROUP,
+                    ends_ptr, count_ptr, base_ptr, out_base_ptr, row_scales_ptr, scales_ptr, I, O, ROW, BLOCK, STAGES,
+                    GROUP,
                 ),
             ),
             (
                 _add_products,
                 (
                     1, x_stages, weight_stages, loaded, free, x_ptr, rows_ptr, out_ptr, experts_ptr, begins_ptr,
-                    ends_ptr, count_ptr, base_ptr, row_scales_ptr, scales_ptr, I, O, ROW, BLOCK, STAGES, GROUP,
+                    ends_ptr, count_ptr, base_ptr, out_base_ptr, row_scales_ptr, scales_ptr, I, O, ROW, BLOCK, STAGES,
+                    GROUP,
                 ),
             ),
             (
@@ -221,6 +225,8 @@ def block_mm(
     rows_R: Tensor | None = None,
     row_scales_Ri: Tensor | None = None,
     base: Tensor | None = None,
+    out: Tensor | None = None,
+    out_base: Tensor | None = None,
 ) -> Tensor:
     """Each slot times its expert's weight: -> [R, O]; slots past the last expert are not written.
 
@@ -230,18 +236,20 @@ def block_mm(
         scales_eoi: of 128 x 128 weights.
         dtype: of the result.
         base: int64 on the device. Packed rows are those of several layers; this layer's begin at row base[0].
+        out, out_base: as in gather_mm.py.
     """
     num_experts, out_width, width = codes_eOI.shape
     num_slots = len(x) if rows_R is None else rows_R.numel()
-    out_RO = x.new_empty(num_slots, out_width, dtype=dtype)
+    if out is None:
+        out = x.new_empty(num_slots, out_width, dtype=dtype)
     if not num_slots:
-        return out_RO
+        return out
     weight = codes_eOI.view(num_experts * out_width, width)
     registers, loading_registers = REGISTERS["slots" if rows_R is None else "rows"]
     _block_mm_kernel[(num_multiprocessors(x.device),)](
-        descriptor(x, HALF) if rows_R is None else None, descriptor(weight, BLOCK), x, rows_R, out_RO,
-        *tiles[:3], tiles.count, base, row_scales_Ri, scales_eoi,
+        descriptor(x, HALF) if rows_R is None else None, descriptor(weight, BLOCK), x, rows_R, out,
+        *tiles[:3], tiles.count, base, out_base, row_scales_Ri, scales_eoi,
         I=width, O=out_width, ROW=x.shape[1], BLOCK=BLOCK, STAGES=STAGES, GROUP=GROUP, LAYOUT=CODES_LAYOUT,
         LOADING_WARPS=LOADING_WARPS, REGISTERS=registers, LOADING_REGISTERS=loading_registers, num_warps=4,
     )  # fmt: skip
-    return out_RO
+    return out

@@ -128,6 +128,8 @@ def d_down(
     tiles: Tiles,
     schedule: TileSchedule | None = None,
     base: Tensor | None = None,
+    dactive_RF: Tensor | None = None,
+    delayed: Tensor | None = None,
     *,
     rounds_weight_gradients: bool = True,
 ) -> tuple[HiddenGradients, Tensor]:
@@ -135,12 +137,27 @@ def d_down(
 
     With `schedule`, the launch gets rows into dy.
 
-    With `base`, x and `kept`, but not dy, are those of several layers.
+    Gradients of activations are written into `dactive_RF`, if it is given, for `delayed_dw`. With `base`, x and `kept`
+    are those of several layers. With `delayed`, dy and dactive_RF are.
     """
-    dactive_RF = _gather_mm(dy, slots, weights.down, tiles, schedule)
+    dactive_RF = _gather_mm(dy, slots, weights.down, tiles, schedule, delayed, dactive_RF, delayed)
+    return _d_hidden(dy, x, slots, dactive_RF, kept, base, delayed, rounds_weight_gradients, weights.columns)
+
+
+def _d_hidden(
+    dy: Tensor,
+    x: Tensor,
+    slots: ExpertSlots,
+    dactive_RF: Tensor,
+    kept: Tensor,
+    base: Tensor | None,
+    delayed: Tensor | None,
+    rounds_weight_gradients: bool,
+    columns: int,
+) -> tuple[HiddenGradients, Tensor]:
     codes_R2F, scales, active_RF, factors, dscores_R = swiglu_backward(
-        dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base,
-        has_active=rounds_weight_gradients, columns=weights.columns,
+        dactive_RF, kept, slots.scores_R, slots.rows_R, slots.offsets_e, x, dy, base, delayed,
+        has_active=rounds_weight_gradients, columns=columns,
     )  # fmt: skip
     if rounds_weight_gradients:
         dactive_RF = dactive_RF.new_empty(0, dactive_RF.shape[1])
@@ -161,15 +178,19 @@ def _gather_mm(
     tiles: Tiles,
     schedule: TileSchedule | None,
     base: Tensor | None = None,
+    out: Tensor | None = None,
+    out_base: Tensor | None = None,
 ) -> Tensor:
     """Packed rows times a weight, codes and scales."""
     codes, scales = weight
     cut, columns = _cut_of(scales)
     if columns and schedule is None and has_roles(rows.device):
-        return block_mm(rows, codes, scales, tiles, RESULTS, rows_R=slots.rows_R, base=base)
+        places = {"base": base, "out": out, "out_base": out_base}
+        return block_mm(rows, codes, scales, tiles, RESULTS, rows_R=slots.rows_R, **places)
     return gather_mm(
-        rows, slots.rows_R, codes.mT, tiles, cut, schedule, scales=scales, columns=columns, base=base, dtype=RESULTS
-    )
+        rows, slots.rows_R, codes.mT, tiles, cut, schedule,
+        scales=scales, columns=columns, base=base, dtype=RESULTS, out=out, out_base=out_base,
+    )  # fmt: skip
 
 
 def times_weight(of_slots: Tensors, weight: Tensors, tiles: Tiles, schedule: TileSchedule | None = None) -> Tensor:
@@ -197,15 +218,28 @@ def plain_dw(
     base: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`dw` with GEMMs in bf16: of rows and pre-activations as they were rounded, without a second rounding."""
-    num_slots = slots.rows_R.numel()
+    return _plain_dw(dy, x, slots, gradients.dactive_RF, kept, base, None, gradients.columns)
+
+
+def _plain_dw(
+    dy: Tensor,
+    x: Tensor,
+    slots: ExpertSlots,
+    dactive_RF: Tensor,
+    kept: Tensor,
+    base: Tensor | None,
+    delayed: Tensor | None,
+    columns: int,
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_slots = len(slots.slots_SK), slots.rows_R.numel()
     bases = (None, None) if base is None else (base[:1], base[1:2])
-    columns = gradients.columns
     hidden_R2F = unpack_rows(kept, RESULTS, slots.offsets_e[-1:], columns=columns, base=bases[1], num_rows=num_slots)
     dhidden_R2F, active_RF, _ = stages.swiglu_backward(
-        gradients.dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e
+        dactive_RF, hidden_R2F, slots.scores_R, slots.offsets_e, dactive_base=delayed
     )
-    x_SD = unpack_rows(x, RESULTS, columns=columns, base=bases[0], num_rows=len(dy))
-    dy_SD = unpack_rows(dy, RESULTS, columns=columns)
+    x_SD = unpack_rows(x, RESULTS, columns=columns, base=bases[0], num_rows=num_rows)
+    of_dy = None if delayed is None else delayed[:1]
+    dy_SD = unpack_rows(dy, RESULTS, columns=columns, base=of_dy, num_rows=num_rows)
     return stages.dw(dy_SD, x_SD, slots.rows_R, slots.offsets_e, dhidden_R2F, active_RF)
 
 
@@ -216,28 +250,35 @@ def dw(
     gradients: HiddenGradients,
     tiles: Tiles,
     base: Tensor | None = None,
+    delayed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of gate_up [e, 2, F, D] and down [e, D, F], in bf16.
 
-    With `base`, x, but not dy, is that of several layers.
+    With `base`, x is that of several layers; with `delayed`, dy is.
     """
     rows_R, _, _, offsets_e = slots
     codes_R2F, _, _, active_RF, factors = gradients
     if gradients.columns:
-        return _dw_of_blocks(dy, x, slots, gradients, tiles, base)
+        return _dw_of_blocks(dy, x, slots, gradients, tiles, base, delayed)
     scales_e2 = expert_scales(factors, offsets_e)
     dhidden = transposed_slots(codes_R2F, factors, scales_e2, 0, tiles)
     x_columns = transposed_rows(x, rows_R, tiles, base)
     dgate_up = weight_grad(dhidden, x_columns, offsets_e, scales_e2[:, 0], tiles.rows)
     del dhidden, x_columns
-    dy_columns = transposed_rows(dy, rows_R, tiles)
+    dy_columns = transposed_rows(dy, rows_R, tiles, delayed)
     active = transposed_slots(active_RF, factors, scales_e2, 1, tiles)
     ddown_eDF = weight_grad(dy_columns, active, offsets_e, scales_e2[:, 1], tiles.rows)
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF
 
 
 def _dw_of_blocks(
-    dy: Tensor, x: Tensor, slots: ExpertSlots, gradients: HiddenGradients, tiles: Tiles, base: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    slots: ExpertSlots,
+    gradients: HiddenGradients,
+    tiles: Tiles,
+    base: Tensor | None,
+    delayed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     codes_R2F, scales, _, active_RF, active_scales = gradients
     # factors are freed after each product
@@ -245,9 +286,35 @@ def _dw_of_blocks(
         requantized_slots(codes_R2F, scales, tiles), requantized_rows(x, slots.rows_R, tiles, base), slots.offsets_e
     )
     ddown_eDF = sum_over_slots(
-        requantized_rows(dy, slots.rows_R, tiles), requantized_slots(active_RF, active_scales, tiles), slots.offsets_e
+        requantized_rows(dy, slots.rows_R, tiles, delayed),
+        requantized_slots(active_RF, active_scales, tiles),
+        slots.offsets_e,
     )
     return dgate_up.unflatten(1, (2, -1)), ddown_eDF
+
+
+def delayed_dw(
+    dy: Tensor,
+    x: Tensor,
+    slots: ExpertSlots,
+    dactive_RF: Tensor,
+    kept: Tensor,
+    tiles: Tiles,
+    base: Tensor | None = None,
+    delayed: Tensor | None = None,
+    *,
+    rounds_weight_gradients: bool,
+    columns: int,
+) -> tuple[Tensor, Tensor]:
+    """`dw` or `plain_dw` a while after `d_down`: gradients of pre-activations and activations are computed again.
+
+    With `base`, x and `kept` are those of several layers; with `delayed`, dy and dactive_RF are.
+    """
+    places = base, delayed
+    if not rounds_weight_gradients:
+        return _plain_dw(dy, x, slots, dactive_RF, kept, *places, columns)
+    gradients, _ = _d_hidden(dy, x, slots, dactive_RF, kept, *places, rounds_weight_gradients, columns)
+    return dw(dy, x, slots, gradients, tiles, *places)
 
 
 def sum_over_slots(a: Tensors, b: Tensors, offsets_e: Tensor) -> Tensor:

@@ -23,14 +23,17 @@ from titan_moe.kernels.experts.tiles import MAX_PROGRAMS
 
 @triton.jit
 def _fp8_swiglu_backward_kernel(
-    dactive_ptr, kept_ptr, scores_ptr, rows_ptr, offsets_ptr, base_ptr, x_ptr, dy_ptr,
+    dactive_ptr, kept_ptr, scores_ptr, rows_ptr, offsets_ptr, base_ptr, delayed_ptr, x_ptr, dy_ptr,
     dhidden_ptr, scales_ptr, active_ptr, factors_ptr, dscores_ptr, num_slots, num_experts,
     F: tl.constexpr, ROW: tl.constexpr, D: tl.constexpr, X_ROW: tl.constexpr, BLOCK_F: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    if base_ptr is not None:  # a product with the width keeps its alignment
+    if base_ptr is not None:  # products with a width keep their alignment
         x_ptr += tl.load(base_ptr) * X_ROW
         kept_ptr += tl.load(base_ptr + 1) * ROW
+    if delayed_ptr is not None:
+        dy_ptr += tl.load(delayed_ptr) * X_ROW
+        dactive_ptr += tl.load(delayed_ptr + 1) * F
     end = tl.minimum(num_slots, tl.load(offsets_ptr + num_experts - 1))
     features = tl.arange(0, BLOCK_F)
     for index in range(tl.program_id(0), end, tl.num_programs(0)):
@@ -116,6 +119,7 @@ def swiglu_backward(
     x: Tensor,
     dy: Tensor,
     base: Tensor | None = None,
+    delayed: Tensor | None = None,
     *,
     has_active: bool = True,
     columns: int = WHOLE_ROW,
@@ -128,9 +132,10 @@ def swiglu_backward(
     are the scales of the activation, [R, F / 128].
 
     Without `has_active` the activation is empty. Slots past the last expert are not written. `kept` is the packed
-    pre-activation, x and dy are packed rows. With `base`, x and `kept` are those of several layers.
+    pre-activation, x and dy are packed rows. With `base`, x and `kept` are those of several layers, and with `delayed`
+    dy and dactive_RF are.
     """
-    num_slots, num_features = dactive_RF.shape
+    num_slots, num_features = scores_R.numel(), dactive_RF.shape[1]
     dhidden_R2F = dactive_RF.new_empty(num_slots, 2 * num_features, dtype=CODES)
     active_RF = dactive_RF.new_empty(num_slots if has_active else 0, num_features, dtype=CODES)
     scales, dscores_R = new_scales(scores_R, 2 * num_features, columns), torch.empty_like(scores_R)
@@ -138,7 +143,7 @@ def swiglu_backward(
     block_f = min(triton.next_power_of_2(num_features), 2048)
     if num_slots:
         _fp8_swiglu_backward_kernel[(min(num_slots, MAX_PROGRAMS),)](
-            dactive_RF, kept, scores_R, rows_R, offsets_e, base, x, dy,
+            dactive_RF, kept, scores_R, rows_R, offsets_e, base, delayed, x, dy,
             dhidden_R2F, scales, active_RF if has_active else None, factors, dscores_R,
             num_slots, offsets_e.numel(),
             F=num_features, ROW=kept.shape[1], D=codes_width(dy.shape[1], columns), X_ROW=dy.shape[1],
