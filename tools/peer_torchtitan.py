@@ -7,7 +7,8 @@ memory segments, compiled model and loss, fused AdamW, FSDP2 over all ranks, fp3
 differs: random tokens, so that nothing is downloaded and no data loader is measured.
 
 With `--pp` torchtitan back-propagates a loss that is not divided by the number of tokens. Clipping hides it, and the
-speed does not depend on it.
+speed does not depend on it. Without sharded parameters (FSDP2 or cp) it has no mixed precision beside pp or tp: it
+would compute in fp32. Then weights, gradients and moments are in bf16 too, which is less work than ours.
 """
 
 import argparse
@@ -148,6 +149,12 @@ class Float8Experts:
         """It has none."""
 
 
+def has_mixed_precision(args: argparse.Namespace) -> bool:
+    """Whether torchtitan computes in bf16 with fp32 weights."""
+    is_sharded = int(os.environ["WORLD_SIZE"]) > args.pp * args.tp  # over dp or cp
+    return is_sharded or args.pp == args.tp == 1
+
+
 def peer_config(args: argparse.Namespace) -> titan.JobConfig:
     """torchtitan's configuration of the run. Other settings keep their defaults."""
     num_steps = args.warmup + args.steps
@@ -159,7 +166,7 @@ def peer_config(args: argparse.Namespace) -> titan.JobConfig:
             local_batch_size=args.batch,
             seq_len=args.seq,
             steps=num_steps,
-            dtype="float32",
+            dtype="float32" if has_mixed_precision(args) else "bfloat16",
             mixed_precision_param="bfloat16",
         ),
         parallelism=titan.Parallelism(
@@ -235,7 +242,8 @@ def circumstances(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "num_gpus": int(os.environ["WORLD_SIZE"]),
-        "optimizer": "AdamW, fused, fp32 masters, gradients and moments; bf16 compute",
+        "optimizer": f"AdamW, fused, {'fp32 masters' if has_mixed_precision(args) else 'bf16 weights'}, gradients and "
+        "moments; bf16 compute",
         "alloc_conf": os.environ["PYTORCH_ALLOC_CONF"],
         "device": torch.cuda.get_device_name(),
         "versions": {

@@ -26,9 +26,9 @@ LOSS_TOLERANCE = 5e-3
 little as the order of a sum in bf16 does (1e-4 on CPUs, emulated)."""
 NORM_TOLERANCE, FP8_NORM_TOLERANCE = 3e-2, 6e-2
 """Relative. A constant scale of the gradients is a factor of two or more."""
-NORM_STEPS = 8
-"""The first steps, whose norms are compared. Later norms follow the weights, which have drifted apart: by 2 % with tied
-embeddings (on CPUs, in bf16)."""
+NORM_STEPS = 5
+"""The first steps, whose norms are compared: with tied embeddings all layouts differ by less than 1 % there. Later
+norms follow the weights, which have drifted apart: by 5 % at step 8, and one GPU that compiles nothing by 3 %."""
 SMALLEST_EFFECT_OF_FP8 = 1e-4
 """By how much fp8 raises the mean loss of the last ten steps, relatively. On CPUs, emulated, it is 3e-4 for each format
 and layout, also where only experts have it; layouts in bf16 differ by 1e-5."""
