@@ -45,12 +45,15 @@ IMPORTED_BEFORE_FORKS = (
     "torch._export.passes.add_runtime_assertions_for_constraints_pass",
     "torch._functorch._aot_autograd.subclass_codegen",
     "torch._inductor.compile_fx",
+    "torch.distributed.tensor.debug",  # a quarter of a second for each rank
     "torch.distributed.tensor.experimental._attention",
     "torch.profiler",
     "sympy.combinatorics",
     "sympy.tensor",
 )
 """Modules that are imported once for all ranks; one that this PyTorch lacks is left out."""
+COLLECTION_THRESHOLDS = (20_000, 10, 100)
+"""Of Python's garbage, as in support/rank_worker.py."""
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if IS_INTERPRETED:
     runpy.run_path(str(Path(__file__).parent / "support" / "quick_interpreter.py"))
@@ -234,6 +237,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what was imported is no garbage: nobody looks through it again
+    gc.set_threshold(*COLLECTION_THRESHOLDS)
     waited_for = {name for item in session.items for name in _waits_for(item)}
     if session.config.option.collectonly:
         return

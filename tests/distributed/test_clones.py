@@ -130,7 +130,8 @@ def test_clones_behind_own_weights_train_as_apart(ranks, dispatcher: str, keeps:
 
 # Clones that are switched on and off
 
-PHASES = "even even even hot hot hot hot even even even even hot hot hot hot".split()
+PHASES = "even even hot hot hot even even even hot hot".split()
+"""Clones are switched on, off and on again, each time after a window."""
 WINDOW = 2
 
 
@@ -178,10 +179,10 @@ def train_in_phases(run: Recipe, phases: list[str]) -> SimpleNamespace:
     return trace
 
 
-def train_compiled_in_phases(run: Recipe, phases: list[str]) -> SimpleNamespace:
+def train_compiled_in_phases(run: Recipe, phases: list[str], backend: str) -> SimpleNamespace:
     torch._dynamo.reset()
     counters.clear()
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
         return train_in_phases(run, phases)
 
 
@@ -231,11 +232,18 @@ def test_replica_slots_that_are_not_used_change_no_bit(ranks: Any, precision: Pr
         torch.testing.assert_close(trace.parameters, expected.parameters, rtol=0, atol=0)
 
 
+@pytest.fixture(scope="module")
+def eager_phases(ranks: Any) -> list[SimpleNamespace]:
+    return ranks(2, train_in_phases, one_loss.recipe(AUTO), PHASES)
+
+
 @pytest.mark.parametrize("extent", ["pieces", "block"])
-def test_layers_are_compiled_once_with_clones_and_once_without(ranks: Any, extent: str) -> None:
+def test_layers_are_compiled_once_with_clones_and_once_without(
+    ranks: Any, eager_phases: list[SimpleNamespace], extent: str
+) -> None:
     candidate = one_loss.recipe(AUTO, compile=CompileConfig("on", extent=extent))
-    eager = ranks(2, train_in_phases, one_loss.recipe(AUTO), PHASES)
-    for expected, trace in zip(eager, ranks(2, train_compiled_in_phases, candidate, PHASES), strict=True):
+    compiled = ranks(2, train_compiled_in_phases, candidate, PHASES, one_loss.BACKENDS[extent])
+    for expected, trace in zip(eager_phases, compiled, strict=True):
         assert trace.in_use == expected.in_use
         torch.testing.assert_close(trace.losses, expected.losses, rtol=1e-9, atol=1e-9)
         first, second = trace.in_use.index(0), trace.in_use.index(2)

@@ -5,7 +5,7 @@ random samples of the space.
 
 Layouts are drawn here and accepted by the rules, so an axis or a dispatcher that begins to work is tested without
 another line. Expert counts, gradients, their norms and losses are compared as in test_one_loss.py, in fp64: over 20
-steps where `--layouts` is given, else over few, but for every seventh pair.
+steps where `--layouts` is given, else over few, and for every seventh pair beyond the warm-up.
 
 What a pipeline runs (schedule, stages a rank, layers a stage) is drawn after all else, from a generator of its own. So
 a seed means what it meant before that was drawn, and where pp > 1 it then was "1f1b" with layers by FLOPs.
@@ -34,7 +34,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "edp", "ep", "etp")
 WORLDS = (2, 4, 8)
 MODELS = list(one_loss.SPLIT_MODELS)
 KINDS: tuple[Literal["ulysses", "allgather", "ring"], ...] = ("ulysses", "allgather", "ring")
-STEPS, FEW = one_loss.STEPS, one_loss.FEW
+STEPS, SOME, FEW = one_loss.STEPS, one_loss.SOME, one_loss.FEW
 SAMPLES = 2
 """Without `--layouts`."""
 TRIES = 20
@@ -132,7 +132,7 @@ def test_two_axes_train_as_one_process(
     kinds = [KINDS[(number + shift) % len(KINDS)] for shift in range(len(KINDS))]
     recipes = [in_two(replace(parallel, cp_kind=kind), model, num_ranks) for kind in kinds]
     recipe = next(recipe for recipe in recipes if not check_rules(recipe, num_ranks))
-    num_steps = STEPS if takes_all_steps or number % 7 == 0 else FEW
+    num_steps = STEPS if takes_all_steps else SOME if number % 7 == 0 else FEW
     for trace in one_loss.run(ranks, num_ranks, recipe, num_starved, num_steps):
         assert len(trace.losses) == num_steps
         one_loss.assert_same(trace, alone(model, num_starved, has_documents(recipe.parallel), num_steps), 1e-9)

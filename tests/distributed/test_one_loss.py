@@ -34,8 +34,8 @@ from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.train.build import assemble
 
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
-FEW = 3
-"""Steps of what differs from a layout that runs them all."""
+SOME, FEW = 8, 3
+"""Steps of what differs from a layout that runs them all: beyond the warm-up, and of most."""
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
 MOE = MoEConfig(
     num_experts=8,
@@ -266,19 +266,15 @@ def test_one_loss_falls_in_one_process(alone: dict[int, Trace]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "parallel", "num_steps"),
+    ("parallel", "num_steps"),
     [
-        pytest.param(2, ParallelConfig(), FEW, id="dp2-local"),
-        pytest.param(2, ParallelConfig(ep=2, dispatcher="alltoall"), STEPS, id="dp2-ep2-alltoall"),
-        pytest.param(8, ParallelConfig(ep=2, etp=2, dispatcher="alltoall"), FEW, id="dp8-ep2-etp2-edp2-alltoall"),
+        pytest.param(ParallelConfig(), FEW, id="dp2-local"),
+        pytest.param(ParallelConfig(ep=2, dispatcher="alltoall"), STEPS, id="dp2-ep2-alltoall"),
     ],
 )
-def test_one_loss_on_layouts(
-    ranks, alone: dict[int, Trace], num_ranks: int, parallel: ParallelConfig, num_steps: int
-) -> None:
-    """Two microbatches on two ranks, one on eight."""
-    candidate = recipe(parallel, micro_batch_sequences=2 if num_ranks == 2 else 1)
-    for trace in run(ranks, num_ranks, candidate, -1, num_steps):
+def test_one_loss_on_layouts(ranks, alone: dict[int, Trace], parallel: ParallelConfig, num_steps: int) -> None:
+    candidate = recipe(parallel, micro_batch_sequences=2)
+    for trace in run(ranks, 2, candidate, -1, num_steps):
         assert len(trace.losses) == num_steps
         assert_same(trace, alone[-1], 1e-9)
 
@@ -334,12 +330,10 @@ OVERLAPPED = replace(TP2, tp_comm_overlap=True)
             id="tp2-ep2-interleaved-clones",
         ),
         # on CPUs the layers have the collectives and GEMMs that overlap on GPUs, one after the other
-        pytest.param(2, OVERLAPPED, "gqa", {}, id="overlapped-tp2-gqa"),
         pytest.param(2, OVERLAPPED, "mla", {"memory": MemoryConfig("block")}, id="overlapped-tp2-mla-recompute_block"),
         pytest.param(2, OVERLAPPED, "mla-latent-gate", {}, id="overlapped-tp2-mla-latent-gate"),
         pytest.param(4, replace(OVERLAPPED, tp=4), "gqa-shared", {}, id="overlapped-tp4-gqa-shared"),
         pytest.param(4, replace(OVERLAPPED, cp=2), "gqa-tied", {}, id="overlapped-cp2-tp2-gqa-tied"),
-        pytest.param(4, replace(OVERLAPPED, cp=2), "mla", {}, id="overlapped-cp2-tp2-mla"),
         pytest.param(4, replace(OVERLAPPED, pp=2), "gqa", {}, id="overlapped-tp2-pp2-gqa"),
         pytest.param(
             2,
@@ -431,7 +425,6 @@ def causal_alone(ranks) -> Callable[[str], Trace]:
             {},
             id="cp2-ep2-interleaved-clones",
         ),
-        pytest.param(4, replace(RING, cp=4), "gqa-shared", {}, id="cp4-gqa-shared"),
         pytest.param(4, replace(RING_EP2, cp=4, ep=4), "gqa", {}, id="cp4-ep4-gqa"),
         pytest.param(4, replace(RING, tp=2), "gqa-shared", {}, id="cp2-tp2-gqa-shared"),
         pytest.param(4, replace(RING_EP2, ep=4), "gqa", {}, id="cp2-dp2-ep4-gqa"),
@@ -526,7 +519,6 @@ GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
     ("num_ranks", "parallel", "dispatcher", "what", "num_starved"),
     [
         pytest.param(2, GATHERED_EP2, "alltoall", "none", -1, id="dp2-ep2-alltoall"),
-        pytest.param(4, GATHERED_EP2, "alltoall", "none", 4, id="dp4-ep2-edp2-ranks_without_tokens"),
         pytest.param(4, GATHERED_HSDP, "allgather", "experts", -1, id="hsdp2x2-ep2-recompute_experts"),
         pytest.param(4, replace(GATHERED_HSDP, expert_clones=1), "alltoall", "experts", 4, id="clones"),
         pytest.param(

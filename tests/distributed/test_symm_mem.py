@@ -268,14 +268,9 @@ def test_symm_mem_interleaved_microbatches_train_as_one_process(
         one_loss.assert_same(one_loss.Trace(**fields), alone, 1e-9)
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [replace(EP2, expert_clones=1), NODES_OF_ONE],
-    ids=["dp2-ep2", "dp2-ep2-2x1"],
-)
-def test_symm_mem_block_graphs_train_as_one_process(
-    ranks: Any, alone: Any, tmp_path: Path, parallel: ParallelConfig
-) -> None:
+def test_symm_mem_block_graphs_train_as_one_process(ranks: Any, alone: Any, tmp_path: Path) -> None:
+    """test_hierarchical_symm_mem.py has graphs of two levels."""
+    parallel = replace(EP2, expert_clones=1)
     whole = one_loss.recipe(parallel, compile=CompileConfig("on", extent="block"))
     candidate, of_folder = in_one_microbatch(whole, parallel.ep), (str(tmp_path), "one_loss", "train_compiled")
     for fields in ranks(parallel.ep, on_files, *of_folder, candidate, -1, STEPS):

@@ -38,9 +38,9 @@ def test_fault_drill_finds_other_losses(drill: ModuleType, tmp_path: Path, monke
     monkeypatch.setitem(drill.STEPS, 1, 8)
     alone = drill.Drill(tmp_path, 1, 0.5, random.Random(0))
     assert list(alone.expected) == list(range(1, 9))
-    row, run = drill.Row("kill", 1), alone.new_run()
+    row = drill.Row("kill", 1)
     alone.expected = alone.expected | {5: 0.0}
-    alone.finish(row, run)
+    alone.compare(row, alone.straight)
     assert row.problems == ["1 losses differ from the undisturbed run, the first at step [5]"]
     assert row.cells().endswith("| 1 problems |")
 

@@ -66,7 +66,6 @@ def test_failure_disk_full_is_one_sentence() -> None:
     ("num_ranks", "saves"),
     [
         (1, ()),
-        (1, ("--checkpoint.every_steps=3",)),
         (1, ("--checkpoint.every_steps=3", "--checkpoint.is_async=true")),
         (2, ("--checkpoint.every_steps=3",)),
     ],

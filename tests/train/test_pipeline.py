@@ -22,7 +22,7 @@ RUN = (
     "--validation.every_steps=12",
     "--validation.num_sequences=4",
 )
-PP2 = ("--nproc", "2", "--parallel.pp=2")
+PP2 = "--parallel.pp=2"
 PAIRS = (
     "--parallel.pp_schedule=interleaved_1f1b",
     "--parallel.vpp=2",
@@ -30,13 +30,6 @@ PAIRS = (
     "--parallel.dispatcher=alltoall",
     "--parallel.overlap=microbatch",
 )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    """Wait for the end; returns the output."""
-    said = process.communicate(timeout=120)[1]
-    assert process.returncode == 0, said
-    return said
 
 
 def kill_rank(launcher: subprocess.Popen[str], rank: int) -> str:
@@ -54,12 +47,15 @@ def kill_rank(launcher: subprocess.Popen[str], rank: int) -> str:
     ("schedule", "killed_rank"),
     [pytest.param((), 1, id="1f1b-rank"), pytest.param(PAIRS, None, id="interleaved_pairs-launcher")],
 )
-def test_pipeline_resumes_after_a_kill_bit_for_bit(tiny, schedule: tuple[str, ...], killed_rank: int | None) -> None:
+def test_pipeline_resumes_after_a_kill_bit_for_bit(
+    ranks, tiny, schedule: tuple[str, ...], killed_rank: int | None
+) -> None:
+    """Only the run that is killed is launched: ranks of the pool have done their imports."""
     straight, killed, whole = tiny(*RUN), tiny(*RUN), tiny(*RUN)
-    finish(straight.start(*PP2, *schedule))
+    straight.on(ranks, 2, PP2, *schedule)
     step = random.randrange(5, STEPS - 5)
     print(f"killed after step {step}")
-    process = killed.start(*PP2, *schedule)
+    process = killed.start("--nproc", "2", PP2, *schedule)
     while process.poll() is None and len(killed.column("loss")) < step:
         time.sleep(0.005)
     if killed_rank is None:
@@ -67,7 +63,7 @@ def test_pipeline_resumes_after_a_kill_bit_for_bit(tiny, schedule: tuple[str, ..
         process.wait()
     else:
         assert f"titan-moe: rank {killed_rank} was ended by SIGKILL" in kill_rank(process, killed_rank)
-    assert "continuing after step" in finish(killed.start(*PP2, *schedule))
+    assert "continuing after step" in killed.on(ranks, 2, PP2, *schedule)
     assert killed.trace == straight.trace and killed.column("step")[-1] == STEPS
     expected, state = straight.checkpoint(STEPS), killed.checkpoint(STEPS)
     assert state.keys() == expected.keys()

@@ -123,12 +123,9 @@ def test_trace_attributes_kernels(tiny) -> None:
     assert len(launched) > 0.99 * len(timeline.spans), "almost every kernel has its launch in the trace"
 
 
-@pytest.mark.launches
-def test_trace_of_a_pipeline_has_a_lane_for_each_rank(tiny) -> None:
+def test_trace_of_a_pipeline_has_a_lane_for_each_rank(ranks, tiny) -> None:
     run = tiny("--parallel.pp=2", "--train.micro_batch_sequences=1", "--profile.num_steps=2")
-    process = run.start("--nproc", "2", verb="trace")
-    stderr = process.communicate(timeout=240)[1]
-    assert process.returncode == 0, stderr
+    run.on(ranks, 2, verb="trace")
     folder = run.folder / "trace"
     timelines = [read_trace(path) for path in sorted((folder / "traces").iterdir())]
     lanes = read_lanes(timelines, clocks_agree=True)
