@@ -85,7 +85,7 @@ EP2 = {"ep": 2, "dispatcher": "alltoall"}
 LOOP, LOOPS, _, ZBV, _ = (replace(schedule, pp=2) for schedule in SCHEDULES.values())
 GATHERED = replace(LOOP, ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0)
 CASES: dict[str, tuple[Any, ...]] = {
-    "1f1b_blocks_recompute": ("mla", "block", -1, "block", LOOP),
+    "1f1b_blocks_recompute": ("mla", "block", -1, "block", GATHERED),
     "interleaved_tp": ("mla-latent-gate", "none", -1, "pieces", replace(LOOPS, tp=2)),
     "zbv_tied_skew_recompute": ("gqa-tied", "experts", 4, "pieces", replace(ZBV, **EP2)),
     "pairs": ("gqa", "none", -1, "pieces", pipelines.PAIRS),
