@@ -207,7 +207,10 @@ def check_ways(ranks: list[Any]) -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("ways", "overlaps"),
-    [(("kept", "too small", "delayed"), True), (("lifted", "delayed, lifted", "delayed, without an arena"), False)],
+    [
+        (("kept", "too small", "delayed"), True),
+        (("kept", "lifted", "delayed", "delayed, lifted", "delayed, without an arena"), False),
+    ],
 )
 def test_files_of_an_arena_give_the_same_bits(
     ranks: Any, tmp_path: Path, ways: tuple[str, ...], overlaps: bool

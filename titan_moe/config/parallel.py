@@ -41,7 +41,7 @@ class ParallelConfig:
     over ep. Needs at least 2 * pp microbatches.
 
     The last three delay weight gradients so far as layers can: `titan-moe check` names those that do not, which make
-    the bubble larger. Over `symm_mem` experts usually delay none.
+    the bubble larger. Experts with clones delay none.
     """
     vpp: int = 1
     """Stages of a pipeline rank (Megatron's virtual pipeline): 1 with `1f1b`, 2 with `zbv` and `dualpipev`, at least 2
