@@ -29,7 +29,8 @@ from torch import Tensor
 
 from titan_moe.dispatch.base import Exchange, ExpertInputs, Pending
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher, SymmMemExchange
-from titan_moe.dispatch.symm_mem_mlp import Sizes, run_mlp
+from titan_moe.dispatch.symm_mem_delayed_mlp import run_mlp
+from titan_moe.dispatch.symm_mem_mlp import Sizes
 from titan_moe.dispatch.symm_memory import SymmMemory
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.composite_mlp import ExpertMLP

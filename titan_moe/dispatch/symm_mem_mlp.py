@@ -5,12 +5,11 @@ e experts on this rank · D width · W elements of a row as it is sent
 
 Forward gets the rows that are routed to this rank, computes their slots and puts each row's sum; backward does so with
 gradients. Each is two whole exchanges, barriers included, on the current stream: nothing is pending when it returns.
-Backward computes weight gradients before its last barrier, while other ranks may be late. Or a schedule computes them
-later (kernels/delayed_weight_grads.py), in an operation that exchanges nothing.
+Backward computes weight gradients before its last barrier, while other ranks may be late; symm_mem_delayed_mlp.py
+delays them.
 
-What backward needs of the rows lies in an arena (kernels/experts/arena.py), where there is one; and so does what
-delayed weight gradients need of backward. If the arena does not keep it, backward first gets the rows and computes the
-hidden states again, which every rank does alike, and then weight gradients are not delayed.
+What backward needs of the rows lies in an arena (kernels/experts/arena.py), where there is one. If the arena does not
+keep it, backward first gets the rows and computes the hidden states again, which every rank does alike.
 
 Operations take named tuples as lists of their tensors.
 """
@@ -24,7 +23,6 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.dispatch.symm_mem import known_plan
-from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
@@ -32,8 +30,6 @@ from titan_moe.kernels.experts.stage_sets import (
     PLAIN,
     Stages,
     Work,
-    delayed_dw,
-    new_dactive,
     new_hidden,
     row_width,
     split_gradients,
@@ -75,7 +71,7 @@ class Sizes(NamedTuple):
     """One of kernels/experts/stage_sets.py."""
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What backward needs of the rows."""
 
     x_SW: Tensor  # in an arena its rows
@@ -83,7 +79,7 @@ class _Kept(NamedTuple):
     base: Tensor | None  # in an arena int64 [4], as `Arena.take` returns it
 
 
-class _Delayed(NamedTuple):
+class Delayed(NamedTuple):
     """What weight gradients need of a backward."""
 
     dy_SW: Tensor  # in an arena its gradients of rows
@@ -119,13 +115,13 @@ class _Peers(NamedTuple):
         schedule = schedule_tiles(rows_R, slots_SK, tiles, self.plan, self.sent, self.arrays.rows, self.rank)
         return Work(slots, tiles, schedule)
 
-    def up(self, stages: Stages, num_features: int, work: Work, place: _Kept | None) -> tuple[_Kept, Any]:
+    def up(self, stages: Stages, num_features: int, work: Work, place: Kept | None) -> tuple[Kept, Any]:
         """Get the rows, and compute hidden states and weighted activations of their slots, the former two in `place`;
         without it in new tensors."""
         like, max_rows, num_slots = self.sent.local, self.sizes.max_rows, self.sizes.num_slots
         if place is None:
             hidden = new_hidden(like, num_slots, num_features, self.sizes.stage_format)
-            place = _Kept(like.new_empty(max_rows, like.shape[2]), hidden, None)
+            place = Kept(like.new_empty(max_rows, like.shape[2]), hidden, None)
         x_SW, hidden, base = place
         if work.schedule is None:
             get_rows(self.plan, self.sent, self.rank, max_rows, out=x_SW, base=base)
@@ -189,7 +185,7 @@ def forward(
     arena, place = Arena.of(of.arena), None
     if arena is not None:
         base = arena.take(peers.plan.recv_offsets_Q[-1:], slots.offsets_e[-1:])
-        place = _Kept(arena.rows_AW, arena.hidden_BH, base)
+        place = Kept(arena.rows_AW, arena.hidden_BH, base)
     (x_SW, hidden, _), active = peers.up(stages, weights[1].shape[2], work, place)
     peers.barrier()
     peers.put_sums(partial(stages.down, active), work)
@@ -216,29 +212,29 @@ def _(x_TD: Tensor, scores_TK: Tensor, plan: Any, weights: Tensors, *rest: Any) 
     return x_TD.new_empty(x_TD.shape), index(), x_SW, hidden, base, *slots, index(of.num_local_experts)
 
 
-class _Backward(NamedTuple):
+class Backward(NamedTuple):
     """The operands of a backward."""
 
     stages: Stages
     peers: _Peers
     work: Work
-    rows: _Kept
+    rows: Kept
 
     @staticmethod
     def of(
         plan: Tensors, weights: Tensors, kept: Tensors, memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes,
         like_TD: Tensor,
-    ) -> "_Backward":  # fmt: skip
+    ) -> "Backward":  # fmt: skip
         x_SW, hidden, base, *of_slots = kept
         peers, arena = _peers(plan, memory, peer_ptrs_P, rank, sizes, like_TD), Arena.of(sizes.arena)
-        rows = _Kept(x_SW, hidden, None)
+        rows = Kept(x_SW, hidden, None)
         if arena is not None:
-            rows = _Kept(arena.rows_AW, arena.hidden_BH, base)
+            rows = Kept(arena.rows_AW, arena.hidden_BH, base)
             arena.verify(base)
         work = peers.schedule(ExpertSlots(*of_slots))
-        return _Backward(stages_of(weights, sizes.stage_format), peers, work, rows)
+        return Backward(stages_of(weights, sizes.stage_format), peers, work, rows)
 
-    def put_gradients(self, dy_TD: Tensor, delayed: _Delayed | None = None) -> tuple[Tensor, Any]:
+    def put_gradients(self, dy_TD: Tensor, delayed: Delayed | None = None) -> tuple[Tensor, Any]:
         """Get gradients of results, and put those of rows and scores. Returns what weight gradients need, the first of
         it in `delayed`, if it is given."""
         (stages, peers, work, rows), sizes = self, self.peers.sizes
@@ -247,7 +243,7 @@ class _Backward(NamedTuple):
         peers.offer(dy_TW)
         peers.barrier()
         if delayed is None:
-            delayed = _Delayed(dy_TW.new_empty(sizes.max_rows, dy_TW.shape[1]), None, None)
+            delayed = Delayed(dy_TW.new_empty(sizes.max_rows, dy_TW.shape[1]), None, None)
         dy_SW, dactive, base = delayed
         if work.schedule is None:
             get_rows(peers.plan, peers.sent, peers.rank, sizes.max_rows, out=dy_SW, base=base)
@@ -274,7 +270,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of rows, scores, and joined weights (empty unless `is_trained`)."""
     of = Sizes(*sizes)
-    run = _Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, of, dy_TD)
+    run = Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, of, dy_TD)
     stages, peers, work, rows = run
     arena = Arena.of(of.arena)
     if arena is not None and arena.backward_recomputes:
@@ -297,112 +293,6 @@ def _(dy_TD: Tensor, x_TD: Any, plan: Tensors, weights: Tensors, kept: Tensors, 
     num_local_experts = Sizes(*sizes).num_local_experts
     grads = (w.new_empty((num_local_experts, *w.shape[1:]) if is_trained else 0) for w in weights[:2])
     return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(plan[0].shape), *grads
-
-
-@torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_dx", mutates_args=())
-def backward_input(
-    dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of rows and scores, and what `backward_weight` needs beside `kept`: gradients of received results and
-    of activations, and base. With an arena, which must keep rows, the former two are empty, and base is int64 [2]."""
-    of = Sizes(*sizes)
-    run, arena = _Backward.of(plan, weights, kept, memory, peer_ptrs_P, rank, of, dy_TD), Arena.of(of.arena)
-    if arena is None:
-        dactive = new_dactive(dy_TD, of.num_slots, weights[1].shape[2], of.stage_format)
-        dy_SW, base = dy_TD.new_empty(of.max_rows, run.rows.x_SW.shape[1]), dy_TD.new_empty(0, dtype=torch.int64)
-        delayed = _Delayed(dy_SW, dactive, None)
-    else:
-        assert arena.can_delay and run.rows.base is not None, "run_mlp says so"
-        base = arena.delay(run.rows.base)
-        delayed = _Delayed(arena.dy_CW, arena.dactive_GF, base)
-    run.put_gradients(dy_TD, delayed)
-    dx_TD, dscores_TK = run.sum_gradients()
-    if arena is not None:
-        dy_SW, dactive = (tensor.new_empty(0, tensor.shape[1]) for tensor in (arena.dy_CW, arena.dactive_GF))
-    return dx_TD, dscores_TK, dy_SW, dactive, base
-
-
-@backward_input.register_fake
-def _(dy_TD: Tensor, plan: Tensors, weights: Tensors, kept: Tensors, *rest: Any) -> tuple[Tensor, ...]:
-    (*_, scores_R, _), of = kept, Sizes(*rest[-1])
-    num_rows, num_slots = (0, 0) if of.arena else (of.max_rows, of.num_slots)
-    dy_SW = dy_TD.new_empty(num_rows, row_width(dy_TD.shape[1], dy_TD.element_size(), of.stage_format))
-    dactive = new_dactive(dy_TD, num_slots, weights[1].shape[2], of.stage_format)
-    base = dy_TD.new_empty(2 if of.arena else 0, dtype=torch.int64)
-    return dy_TD.new_empty(dy_TD.shape), scores_R.new_empty(plan[0].shape), dy_SW, dactive, base
-
-
-@torch.library.custom_op("titan_moe::expert_mlp_over_symm_mem_dw", mutates_args=())
-def backward_weight(
-    kept: Tensors, delayed: Tensors, shape: Sequence[int], rank: int, num_ranks: int, sizes: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Gradients of gate_up, which has this shape, and down, from what `forward` and `backward_input` have kept. Nothing
-    is exchanged."""
-    of = Sizes(*sizes)
-    x_SW, hidden, base, *of_slots = kept
-    slots, arena = ExpertSlots(*of_slots), Arena.of(of.arena)
-    dy_SW, dactive, delayed_base = delayed
-    bases = None, None
-    if arena is not None:
-        arena.verify(base)
-        x_SW, hidden, dy_SW, dactive = arena.buffers
-        bases = base, delayed_base
-    # fp8 rounds by tile: those of the backward
-    tiles = plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS, rank, num_ranks, of.usual_slots)
-    return delayed_dw(dy_SW, x_SW, Work(slots, tiles), dactive, hidden, *bases, of.stage_format)
-
-
-@backward_weight.register_fake
-def _(kept: Tensors, delayed: Tensors, shape: Sequence[int], *rest: Any) -> tuple[Tensor, Tensor]:
-    (num_experts, _, hidden, width), dactive = shape, delayed[1]
-    return dactive.new_empty(shape), dactive.new_empty(num_experts, width, hidden)
-
-
-class _QueuedMLP(torch.autograd.Function):
-    """`forward`, whose weight gradients are computed when a queue asks for them."""
-
-    @staticmethod
-    def forward(ctx: Any, delay: Delay, shared: tuple[Any, ...], sizes: Sizes, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # few parameters and the rest, as in fused_mlp.py
-        x_TD, scores_TK = tensors[:2]
-        plan, weights = tensors[2 : 2 + NUM_OF_PLAN], tensors[2 + NUM_OF_PLAN :]
-        ctx.set_materialize_grads(False)
-        ctx.delay, ctx.shared, ctx.sizes = delay, shared, sizes
-        y_TD, overflowed, *kept = forward(x_TD, scores_TK, plan, weights, *shared, [*sizes])
-        offsets_e = kept[-1]
-        ctx.save_for_backward(*plan, *kept, *weights)
-        ctx.mark_non_differentiable(overflowed, offsets_e)
-        return y_TD, overflowed, offsets_e
-
-    @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        saved, (_, peer_ptrs_P, rank) = ctx.saved_tensors, ctx.shared
-        end = NUM_OF_PLAN + NUM_OF_KEPT
-        plan, kept, weights = saved[:NUM_OF_PLAN], saved[NUM_OF_PLAN:end], saved[end:]
-        rest = (None,) * (NUM_OF_PLAN + len(weights))
-        if dy_TD is None:
-            return *(None,) * 5, *rest
-        dx_TD, dscores_TK, *delayed = backward_input(dy_TD.contiguous(), plan, weights, kept, *ctx.shared, [*ctx.sizes])
-        of_ranks = rank, peer_ptrs_P.numel(), [*ctx.sizes]
-        ctx.delay(partial(backward_weight, kept, delayed, [*weights[0].shape], *of_ranks))
-        return None, None, None, dx_TD, dscores_TK, *rest
-
-
-def run_mlp(
-    x_TD: Tensor, scores_TK: Tensor, plan: Tensors, weights: Tensors,
-    memory: Tensor, peer_ptrs_P: Tensor, rank: int, sizes: Sizes, delay: Delay | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Results, whether slots overflowed, and the running ends of each expert's slots. Arguments are those of `forward`.
-
-    `delay`, if given, takes over the computation of the weight gradients in backward; weights have no clones then, and
-    the arena, if there is one, can delay.
-    """
-    shared = memory, peer_ptrs_P, rank
-    if delay is not None:
-        return _QueuedMLP.apply(delay, shared, sizes, x_TD, scores_TK, *plan, *weights)
-    y_TD, overflowed, *_, offsets_e = forward(x_TD, scores_TK, plan, weights, *shared, [*sizes])
-    return y_TD, overflowed, offsets_e
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -439,16 +329,6 @@ forward.register_autograd(_autograd_backward, setup_context=_save)
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem)
 def _count(x: Any, scores: Any, plan: Any, weights: Any, *rest: Any, **_: Any) -> int:
     return flops_of_a_pass(Sizes(*rest[-1]).num_slots, weights[0])
-
-
-@register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_dx)
-def _count_input(dy: Any, plan: Any, weights: Any, *rest: Any, **_: Any) -> int:
-    return flops_of_a_pass(Sizes(*rest[-1]).num_slots, weights[0])
-
-
-@register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_dw)
-def _count_weight(kept: Any, delayed: Any, shape: Any, *rest: Any, **_: Any) -> int:
-    return flops_of_a_pass(Sizes(*rest[-1]).num_slots, shape)
 
 
 @register_flop_formula(torch.ops.titan_moe.expert_mlp_over_symm_mem_backward)
