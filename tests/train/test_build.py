@@ -137,7 +137,7 @@ def test_build_refuses_a_model_without_layers(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_build_delays_weight_grads_where_autograd_fixes_the_order(words: tuple[str, ...], waits: bool) -> None:
-    interleaved = ("--parallel.overlap=microbatch", "--parallel.dispatcher=alltoall")
+    interleaved = ("--parallel.overlap=microbatch", "--parallel.dispatcher=alltoall", "--parallel.expert_clones=0")
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*interleaved, "--perf.kernels=fused", *words])
     assert delays_weight_grads(recipe, torch.device("cuda")) == waits
 
