@@ -150,7 +150,7 @@ def test_train_benchmark_appends_rows_to_a_file(bench: Any, tools: Any, tmp_path
     assert first["kernels"] == "auto, some overridden"
     assert first["optimizer"] == "fused_adamw; master fp32, reduce fp32, moments bf16"
     assert first["load of expert / rank"] == "1.80 / 1.20, worst 2.25 / 1.50"
-    assert first["clones"] == "0" and first["dispatcher"] == "symm_mem, ep 8"
+    assert first["clones"] == "2" and first["dispatcher"] == "symm_mem, ep 8"
     assert first["notes"] == "2 of the timed steps rerun, 3 of the warm-up"
     assert second["routing"] == "natural (synthetic)" and second["tokens/s/GPU"] == "–"
     assert second["notes"] == "failed: OutOfMemoryError: no room / at all"
