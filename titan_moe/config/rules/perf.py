@@ -157,16 +157,18 @@ def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]
 
 @rule("a CUDA graph replays its capture without the host")
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.accumulate_unsharded:
+    p = recipe.parallel
+    if recipe.compile.cudagraph == "microbatch" and p.accumulate_unsharded and p.pp == 1:
         yield (
             'compile.cudagraph = "microbatch" replays the same graph for every microbatch, but '
             "parallel.accumulate_unsharded = true makes the first and the last one of a step differ; take "
             '"step", or accumulate_unsharded = false'
         )
-    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.pp > 1:
+    if recipe.compile.cudagraph == "microbatch" and p.overlap == "microbatch" and p.pp > 1:
         yield (
-            f'compile.cudagraph = "microbatch" runs one microbatch after the other, but parallel.pp = '
-            f'{recipe.parallel.pp} has several in flight; take "step", which captures all actions of a rank'
+            'compile.cudagraph = "microbatch" records the forward and the backward of a pipeline stage as one graph '
+            'each, but parallel.overlap = "microbatch" runs two of them piece by piece, in turns; take "step", or '
+            'overlap = "none"'
         )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):
