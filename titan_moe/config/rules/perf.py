@@ -176,8 +176,8 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     if recipe.compile.cudagraph == "microbatch" and splits_backward and has_arena(recipe, experts_of(recipe)):
         yield (
             'compile.cudagraph = "microbatch" records each stage with its places in the arena, but with '
-            f'parallel.pp_schedule = "{p.pp_schedule}" the places of delayed weight gradients differ by microbatch; take '
-            f'"step", or pp_schedule = {schedules_that(lambda facts: not facts.splits_backward)}'
+            f'parallel.pp_schedule = "{p.pp_schedule}" the places of delayed weight gradients differ by microbatch; '
+            f'take "step", or pp_schedule = {schedules_that(lambda facts: not facts.splits_backward)}'
         )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):
