@@ -16,7 +16,7 @@ from support.gpus import NUM_GPUS, RANKS_PER_GPU, needs_gpus, take_gpu
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import PerfConfig
+from titan_moe.config.perf import MemoryConfig, PerfConfig
 from titan_moe.dispatch.symm_mem import SymmMemDispatcher
 from titan_moe.dispatch.symm_memory import close_symm_memory, open_symm_memory
 from titan_moe.kernels.symm_mem.arrays import symm_bytes
@@ -37,6 +37,7 @@ TILE = (*EP2, "--parallel.overlap=tile")
 PAIRS = (*V, "--parallel.pp_schedule=dualpipev", "--parallel.ep=2", "--parallel.overlap=microbatch")
 INTERLEAVED_PAIRS = (*PAIRS, "--parallel.pp_schedule=interleaved_1f1b")
 CAPTURED, PLAIN = "--compile.cudagraph=step", "--compile.regional=off"
+ACTIONS_CAPTURED = "--compile.cudagraph=microbatch"
 VALIDATED = ("--validation.every_steps=4", "--validation.num_sequences=8")
 LAYOUTS = {
     # name: GPUs, overrides
@@ -46,6 +47,9 @@ LAYOUTS = {
     "interleaved": (2, (*ONE_F_ONE_B, "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_1f1b", PLAIN)),
     "tied": (2, (*ONE_F_ONE_B, "--model.embeddings_are_tied=true", PLAIN)),
     "zbv": (2, (*V, PLAIN)),
+    "1f1b_actions_captured": (2, (*ONE_F_ONE_B, ACTIONS_CAPTURED, *VALIDATED)),
+    "zbv_actions_captured": (2, (*V, ACTIONS_CAPTURED, *VALIDATED)),
+    "tiles_auto_actions_captured": (4, (*ONE_F_ONE_B, *TILE, ACTIONS_CAPTURED, *VALIDATED)),
     "zbv_captured": (2, (*V, CAPTURED, *VALIDATED)),
     "pairs": (4, (*PAIRS, "--parallel.dispatcher=alltoall", PLAIN)),
     "pairs_captured": (4, (*PAIRS, "--parallel.dispatcher=allgather", CAPTURED, *VALIDATED)),
@@ -127,11 +131,11 @@ def launch_and_replay(recipe: Recipe, port: int) -> tuple[list[float], list[floa
         return losses, replayed, all(map(torch.equal, weights, others)), grown
 
 
-def check_replayed(ranks: Any, num_gpus: int, parallel: ParallelConfig, **changes: Any) -> None:
+def check_replayed(ranks: Any, num_gpus: int, parallel: ParallelConfig, extent: str = "step", **changes: Any) -> None:
     """Bit for bit, so without torch.compile: two launched runs of ranks differ in last digits with it."""
     skip_without_gpus(num_gpus)
     train = replace(capture.RECIPE.train, global_batch_sequences=8, micro_batch_sequences=1)
-    recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes), "step")
+    recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes), extent)
     recipe = replace(
         recipe,
         model=replace(recipe.model, num_layers=6),
@@ -153,6 +157,36 @@ def test_replayed_steps_over_symmetric_memory_are_the_launched_steps(ranks: Any,
     tiles = {"ep": 2, "dispatcher": "symm_mem", "overlap": "tile", "expert_rank_capacity_factor": 2.0}
     perf = PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256)
     check_replayed(ranks, 4, replace(REPLAYED[name], **tiles), perf=perf)
+
+
+LOOP = ParallelConfig(pp=2, vpp=2, pp_schedule="interleaved_1f1b")
+ACTIONS = {
+    # name: GPUs, layout, recompute
+    "1f1b": (2, REPLAYED["1f1b"], "none"),
+    "1f1b_unsharded": (2, replace(REPLAYED["1f1b"], accumulate_unsharded=True), "none"),
+    "1f1b_recompute": (2, REPLAYED["1f1b"], "block"),
+    "interleaved_1f1b": (2, LOOP, "none"),
+    "zbv": (2, REPLAYED["zbv"], "none"),
+    "1f1b_sharded": (4, replace(REPLAYED["1f1b"], dp_shard=2), "none"),
+    "interleaved_1f1b_replicated": (4, replace(LOOP, dp_replicate=2, dp_shard=1), "none"),
+    "zbv_sharded": (4, replace(REPLAYED["zbv"], dp_shard=2), "none"),
+    "1f1b_ep": (4, replace(REPLAYED["1f1b"], ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0), "none"),
+}
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_replayed_actions_are_the_launched_ones(ranks: Any, name: str) -> None:
+    """Each with graphs of its own: the forwards of several microbatches run before the backward of the first."""
+    num_gpus, parallel, recompute = ACTIONS[name]
+    check_replayed(ranks, num_gpus, parallel, "microbatch", memory=MemoryConfig(recompute))
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_replayed_actions_over_symmetric_memory_are_the_launched_ones(ranks: Any, name: str) -> None:
+    """The host chooses the places of the arena; a replay writes to the place of its capture."""
+    tiles = {"ep": 2, "dispatcher": "symm_mem", "overlap": "tile", "expert_rank_capacity_factor": 2.0}
+    perf = PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256)
+    check_replayed(ranks, 4, replace(REPLAYED[name], **tiles), "microbatch", perf=perf)
 
 
 def exchange_beside_messages(num_exchanges: int) -> tuple[int, int]:
