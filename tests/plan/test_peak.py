@@ -1,6 +1,7 @@
 """Estimated peaks of memory are near those that were measured (tools/RESULTS.md)."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,15 @@ def test_microbatches_in_flight_are_in_the_peak_of_a_pipeline_rank() -> None:
     assert more.recipe == fewer.recipe and more.num_in_flight > fewer.num_in_flight + 10
     in_flight = (more.num_in_flight - fewer.num_in_flight) * activation_bytes_per_rank(more.recipe)
     assert peak_bytes(more, 1.125) - peak_bytes(fewer, 1.125) == pytest.approx(in_flight, rel=1e-6)
+
+
+def test_replayed_actions_of_a_pipeline_have_temporaries_for_each_place() -> None:
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.pp=4", "--train.micro_batch_sequences=1"])
+    replayed = replace(recipe, compile=replace(recipe.compile, cudagraph="microbatch"))
+    for rank, (launched, part) in enumerate(zip(parts_of(recipe, 32), parts_of(replayed, 32), strict=True)):
+        assert (launched.num_graph_pools, part.num_graph_pools) == (1, 4 - rank)
+        more = peak_bytes(part, 1.125) - peak_bytes(launched, 1.125)
+        assert more >= (3 - rank) * temporary_bytes_per_rank(recipe) and (more > 0) == (rank < 3)
 
 
 def test_copies_of_a_pipelines_experts_last_for_the_step() -> None:

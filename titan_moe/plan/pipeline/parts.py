@@ -9,7 +9,7 @@ from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import ParameterCount, count_parameters
 from titan_moe.plan.pipeline.flops import flops_of_stage
-from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places
+from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places, graph_places
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
@@ -29,6 +29,8 @@ class Part:
     one."""
     places: ArenaPlaces | None = None
     """The places of the rank's arena; None without a pipeline."""
+    num_graph_pools: int = 1
+    """The memory pools of CUDA graphs, each with temporaries of its own; 1 unless a pipeline's actions are replayed."""
     run: Recipe | None = None
     """The recipe with all layers; None without a pipeline."""
 
@@ -66,7 +68,8 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
         alone = replace(recipe, model=of_rank, precision=_precision_of(recipe, layers))
         num_in_flight = in_flight(recipe, world_size, rank)
         places = arena_places(recipe, rank, world_size)
-        parts.append(Part(alone, world_size, "embed" in names, "head" in names, num_in_flight, places, recipe))
+        pools = graph_places(recipe, rank, few_microbatches(recipe, world_size)) if replays_actions(recipe) else 1
+        parts.append(Part(alone, world_size, "embed" in names, "head" in names, num_in_flight, places, pools, recipe))
     return parts
 
 
@@ -97,6 +100,16 @@ def in_flight(recipe: Recipe, world_size: int, rank: int) -> float:
     """The most microbatches whose activations a pipeline rank keeps at once; one of a half of its layers is a half."""
     p, stages = recipe.parallel, stages_of(recipe)
     sizes = {stage: float(len(_layers(stages[stage]))) for stage in stages_of_rank(rank, p)}
-    number = num_microbatches(recipe, world_size)
-    few = min(number, 4 * p.pp + number % p.pp)  # more of them do not raise it
-    return max_held(entries_of(p, few)[rank], sizes) / max(sum(sizes.values()), 1.0)
+    entries = entries_of(p, few_microbatches(recipe, world_size))[rank]
+    return max_held(entries, sizes) / max(sum(sizes.values()), 1.0)
+
+
+def few_microbatches(recipe: Recipe, world_size: int) -> int:
+    """The microbatches of a step, or fewer with as many in flight."""
+    number, pp = num_microbatches(recipe, world_size), recipe.parallel.pp
+    return min(number, 4 * pp + number % pp)
+
+
+def replays_actions(recipe: Recipe) -> bool:
+    """Whether each action of a pipeline rank that computes has a CUDA graph of its own."""
+    return recipe.compile.cudagraph == "microbatch" and recipe.parallel.pp > 1

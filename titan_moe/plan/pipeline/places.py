@@ -1,4 +1,5 @@
-"""The places of a pipeline rank's arena: one for each microbatch that a stage of it keeps for backward."""
+"""The places of a pipeline rank: one for each microbatch that a stage of it keeps for backward, in the arena and as
+memory pools of CUDA graphs."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -29,6 +30,15 @@ def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int
     entries = entries_of(p, num_microbatches(recipe, world_size))[rank]
     number = max_held(entries, {stage: 1.0 for stage, num_layers in layers.items() if num_layers})
     return ArenaPlaces(round(number), most)
+
+
+def graph_places(recipe: Recipe, rank: int, num_microbatches: int) -> int:
+    """The memory pools of a pipeline rank whose actions are replayed, at least 1: one for each place of stages with MoE
+    layers, and of the others with modules (parallel/pipeline/places.py)."""
+    entries, stages = entries_of(recipe.parallel, num_microbatches)[rank], stages_of(recipe)
+    layers = {stage: number for stage, number in moe_layers_of(recipe, rank).items() if stages[stage]}
+    kinds = [{stage: 1.0 for stage, number in layers.items() if (number > 0) == has_experts} for has_experts in (0, 1)]
+    return max(round(sum(max_held(entries, stages) for stages in kinds)), 1)
 
 
 def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:
