@@ -121,6 +121,14 @@ def start_accumulating(model: nn.Module) -> None:
                 parameter.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype, requires_grad=False)
 
 
+def gather_after_this(model: nn.Module) -> None:
+    """Let the streams of all-gathers wait for the current one, as the root's forward does. Otherwise the gathers of a
+    backward that is captured apart from its forward would not belong to the capture."""
+    context = _fsdp(fully_shard.state(model))._comm_ctx
+    for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+        stream.wait_stream(context.device_handle.current_stream())
+
+
 @torch.no_grad()
 def accumulate_late_grads(model: nn.Module) -> None:
     """Add gradients that arrive after a backward, and so after the hooks of FSDP, to the sums that the hooks keep, in

@@ -18,6 +18,7 @@ from titan_moe.config import Recipe
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.dispatch import capacity
 from titan_moe.parallel import fsdp
 from titan_moe.parallel.pipeline.graphs import OF_STEP, PipelineGraphs
 from titan_moe.train import step_runner
@@ -110,7 +111,16 @@ def train(recipe: Recipe, extent: str) -> dict[str, Any]:
         run = assemble(recipe, torch.device("cpu"))
         recorder: Any = StandIn(run.parts)
         take = step_runner.StepRunner(run.step.step, run.schedule, extent, lambda: recorder, run.step.control)
-    seen: dict[str, Any] = {"losses": [], "aux": [], "norms": [], "counts": [], "recordings": [], "replays": []}
+    seen: dict[str, Any] = {
+        "losses": [],
+        "aux": [],
+        "norms": [],
+        "counts": [],
+        "reruns": [],
+        "recordings": [],
+        "held": [],
+        "replays": [],
+    }
     for step in range(STEPS):
         if step == RELEASED_BEFORE:
             if isinstance(take.captured, PipelineGraphs):
@@ -123,7 +133,9 @@ def train(recipe: Recipe, extent: str) -> dict[str, Any]:
         seen["aux"].append(result.aux_loss.item())
         seen["norms"].append(result.grad_norm.item())
         seen["counts"].append({name: counts.tolist() for name, counts in result.tokens_per_expert.items()})
+        seen["reruns"].append(take.num_reruns)
         seen["recordings"].append(take.num_recordings)
+        seen["held"].append(len(take.captured.graphs) if isinstance(take.captured, PipelineGraphs) else 0)
         seen["replays"].append(len(recorder.replays) - num_replays)
     seen["weights"] = [whole(weight).detach().clone() for part in run.parts for weight in part.parameters()]
     return seen
@@ -164,10 +176,29 @@ def test_replayed_actions_are_the_launched_ones(ranks: Any, name: str) -> None:
     )
     launched, replayed = (ranks(num_ranks, train, recipe, extent) for extent in ("off", "microbatch"))
     for one, other in zip(launched, replayed, strict=True):
-        recordings, replays = other.pop("recordings"), other.pop("replays")
-        assert set(one.pop("recordings")) == set(one.pop("replays")) == {0}
+        recordings, replays, _ = (other.pop(name) for name in ("recordings", "replays", "held"))
+        assert {number for name in ("recordings", "replays", "held") for number in one.pop(name)} == {0}
         assert recordings[0] == 0 < recordings[1] == recordings[2]
         assert recordings[3] == 2 * recordings[1], "all are recorded again"
         assert replays[0] == 0 and recordings[1] < replays[1] == replays[2] == replays[3]
         weights, others = one.pop("weights"), other.pop("weights")
         assert one == other and all(map(torch.equal, weights, others))
+
+
+def train_bounded(recipe: Recipe, extent: str) -> dict[str, Any]:
+    """The same with slots that are bounded to the slot."""
+    with mock.patch.object(capacity, "SLOTS_ALIGNMENT", 1):
+        return train(recipe, extent)
+
+
+def test_steps_that_are_taken_again_are_launched_and_then_recorded_anew(ranks: Any) -> None:
+    parallel = ParallelConfig(**{**ONE, **EP2, "expert_rank_capacity_factor": 1.4})
+    recipe = one_loss.recipe(parallel)
+    launched, replayed = (ranks(4, train_bounded, recipe, extent) for extent in ("off", "microbatch"))
+    for one, other in zip(launched, replayed, strict=True):
+        for name in ("losses", "aux", "norms", "counts", "reruns"):
+            assert one[name] == other[name]
+        assert all(map(torch.equal, one["weights"], other["weights"]))
+        number = other["recordings"][1]
+        assert other["reruns"] == [0, 0, 1, 1], "a replayed step"
+        assert other["recordings"] == [0, number, number, 2 * number] and other["held"] == [0, number, 0, number]

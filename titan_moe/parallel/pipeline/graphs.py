@@ -9,7 +9,8 @@ replay may overwrite all that other graphs of the pool do not hold for good. Tha
 the place at a time: from the replay of its forward, which leaves activations in the pool, to that of its backward no
 other graph of the pool runs. Results are copied out of the pool at once. One pool for all places would be wrong: the
 backward of one place, recorded after that of another, would reuse the activations of the other, which may be in flight
-when it is replayed. A pool for each place costs the temporaries of a stage once a place.
+when it is replayed. A pool has room for the largest stage: what its microbatch keeps, and temporaries, which launched
+actions would share.
 
 What lasts for a step lies in a pool of its own: parameters that are unsharded for the step and the sums
 of their gradients, copies of unsharded experts in compute's dtype. Its graphs are replayed in the order of their

@@ -131,6 +131,8 @@ class RecordedRun:
     def _backward(self, grad: Tensor) -> Tensor | None:
         if self.keeps_unsharded:
             fsdp.set_unsharded_accumulation(self.part, True)
+        else:
+            fsdp.gather_after_this(self.part)
         input_grad = self.run.run_backward(grad)
         if self.keeps_unsharded and not self.is_split:
             fsdp.accumulate_late_grads(self.part)
