@@ -1,4 +1,7 @@
-"""Replayed actions of a pipeline are the launched ones, with a recorder that stands for CUDA graphs and their pools."""
+"""Replayed actions of a pipeline are the launched ones, with a recorder that stands for CUDA graphs and their pools.
+
+All cases: python -m pytest tests/parallel/pipeline/test_graphs.py --all-schedules
+"""
 
 import math
 from collections.abc import Callable
@@ -111,16 +114,8 @@ def train(recipe: Recipe, extent: str) -> dict[str, Any]:
         run = assemble(recipe, torch.device("cpu"))
         recorder: Any = StandIn(run.parts)
         take = step_runner.StepRunner(run.step.step, run.schedule, extent, lambda: recorder, run.step.control)
-    seen: dict[str, Any] = {
-        "losses": [],
-        "aux": [],
-        "norms": [],
-        "counts": [],
-        "reruns": [],
-        "recordings": [],
-        "held": [],
-        "replays": [],
-    }
+    names = "losses", "aux", "norms", "counts", "reruns", "recordings", "held", "replays"
+    seen: dict[str, Any] = {name: [] for name in names}
     for step in range(STEPS):
         if step == RELEASED_BEFORE:
             if isinstance(take.captured, PipelineGraphs):
@@ -135,7 +130,8 @@ def train(recipe: Recipe, extent: str) -> dict[str, Any]:
         seen["counts"].append({name: counts.tolist() for name, counts in result.tokens_per_expert.items()})
         seen["reruns"].append(take.num_reruns)
         seen["recordings"].append(take.num_recordings)
-        seen["held"].append(len(take.captured.graphs) if isinstance(take.captured, PipelineGraphs) else 0)
+        graphs = take.captured.graphs if isinstance(take.captured, PipelineGraphs) else []
+        seen["held"].append(sum(graph.recording is not None for graph in graphs))
         seen["replays"].append(len(recorder.replays) - num_replays)
     seen["weights"] = [whole(weight).detach().clone() for part in run.parts for weight in part.parameters()]
     return seen
@@ -160,12 +156,20 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "interleaved_1f1b": (2, "gqa-window", {**LOOP, "pp_schedule": "interleaved_1f1b", "pp_layout": "E|tttt||L"}, {}),
     "interleaved_zero_bubble": (2, "gqa", {**V, "pp_schedule": "interleaved_zero_bubble"}, {}),
-    "zbv": (4, "mla-latent-gate", {**V, "pp_schedule": "zbv", "tp": 2}, {}),
+    "zbv": (2, "mla-latent-gate", {**V, "pp_schedule": "zbv"}, {}),
+    "zbv_tp": (4, "gqa", {**V, "pp_schedule": "zbv", "tp": 2}, {}),
     "dualpipev": (2, "gqa", {**V, "pp_schedule": "dualpipev"}, {}),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FEW_CASES = "interleaved_1f1b", "zbv"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", CASES if metafunc.config.getoption("--all-schedules") else FEW_CASES)
+
+
 def test_replayed_actions_are_the_launched_ones(ranks: Any, name: str) -> None:
     num_ranks, model, parallel, changes = CASES[name]
     recipe = one_loss.split_recipe(ParallelConfig(**parallel), model, **changes)
