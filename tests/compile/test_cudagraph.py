@@ -18,7 +18,7 @@ class Repeater:
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def record(self, function: Callable[[], Tensor]) -> Recording:
+    def record(self, function: Callable[[], Tensor], pool: Any = None) -> Recording:
         self.log.append("record")
         output = torch.full_like(function(), float("nan"))
 
@@ -73,7 +73,7 @@ def test_captured_other_shapes_are_refused(other: tuple[Tensor, Tensor | None]) 
 
 def test_captured_failure_names_the_reason_and_the_recipe_field() -> None:
     class Refuses(Repeater):
-        def record(self, function: Callable[[], Tensor]) -> Recording:
+        def record(self, function: Callable[[], Tensor], pool: Any = None) -> Recording:
             try:
                 raise RuntimeError("operation not permitted when stream is capturing")
             finally:

@@ -454,9 +454,15 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'needs whole ones; take compile.extent = "pieces"',
         ),
         (
-            "--parallel.pp=2 --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
+            f"{PIPELINE} {INTERLEAVED} --compile.cudagraph=microbatch --run.device=cuda",
             8,
-            'parallel.pp = 2 has several in flight; take "step"',
+            'runs two of them piece by piece, in turns; take "step", or overlap = "none"',
+        ),
+        (
+            f"{ZERO_BUBBLE} --compile.cudagraph=microbatch --run.device=cuda --parallel.dispatcher=symm_mem "
+            "--perf.kernels=fused --parallel.ep=2",
+            8,
+            'the places of delayed weight gradients differ by microbatch; take "step", or pp_schedule = "1f1b" or',
         ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
         (
@@ -748,6 +754,8 @@ def test_rules_with_several_cases_refuse_each(
         f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev",
         f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --parallel.dispatcher=alltoall",
         f"{ZERO_BUBBLE} --parallel.pp_schedule=interleaved_zero_bubble",
+        f"{PIPELINE} --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
+        f"{ZERO_BUBBLE} --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
     ],
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:

@@ -137,6 +137,15 @@ def test_what_waits_for_weight_gradients_is_in_the_peak() -> None:
     assert more["arena"] == 0 and more["worst"] == pytest.approx(4 * (added - freed), rel=0.03)
 
 
+def test_replayed_actions_of_a_pipeline_have_temporaries_for_each_place() -> None:
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.pp=4", "--train.micro_batch_sequences=1"])
+    replayed = replace(recipe, compile=replace(recipe.compile, cudagraph="microbatch"))
+    for rank, (launched, part) in enumerate(zip(parts_of(recipe, 32), parts_of(replayed, 32), strict=True)):
+        assert (launched.num_graph_pools, part.num_graph_pools) == (1, 4 - rank)
+        more = peak_bytes(part, 1.125) - peak_bytes(launched, 1.125)
+        assert more >= (3 - rank) * temporary_bytes_per_rank(recipe) and (more > 0) == (rank < 3)
+
+
 def test_copies_of_a_pipelines_experts_last_for_the_step() -> None:
     """Also where experts are recomputed: microbatches in flight share them."""
     words = ["--parallel.accumulate_unsharded=false", "--parallel.reshard_after_forward=true"]

@@ -17,6 +17,10 @@ NUM_WARM_UPS = 3
 """Steps before the capture. They compile, autotune and allocate, and create the workspaces of libraries."""
 
 
+Pool = Any
+"""The handle of a memory pool of CUDA graphs."""
+
+
 class Recording(NamedTuple):
     """A captured function."""
 
@@ -42,12 +46,20 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(self.stream)
         return outputs
 
-    def record(self, function: Callable[[], Any]) -> Recording:
-        """Capture a function. Nothing is computed yet."""
+    def new_pool(self) -> Pool:
+        """A memory pool that several recordings share."""
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, function: Callable[[], Any], pool: Pool | None = None) -> Recording:
+        """Capture a function. Nothing is computed yet. Its tensors lie in a pool of its own, or in `pool`.
+
+        A recording writes where the recordings of its pool have tensors that were free when it was captured. So what
+        one leaves for another must still be held at the end of every capture in between, and of every replay.
+        """
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog threads make calls that a capture forbids, so the capture checks only this thread
         try:
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
                 outputs = function()
         except RuntimeError:
             forget_recording(self.stream.device)
@@ -60,14 +72,14 @@ class Captured:
 
     Arguments are tensors, tuples of them, or None, of equal shapes at every call. They are copied into the input
     buffers of the graph. The outputs are valid until the next call. Warm the function up with `Recorder.run` before the
-    first call.
+    first call. With `pool` the graph shares the memory of other recordings (`Recorder.record`).
 
     Raises: ValueError for arguments of other shapes; RuntimeError if the function cannot be captured, with the reason.
     """
 
-    def __init__(self, function: Callable[..., Any], recorder: Recorder) -> None:
+    def __init__(self, function: Callable[..., Any], recorder: Recorder, pool: Pool | None = None) -> None:
         self.function = function
-        self.recorder = recorder
+        self.recorder, self.pool = recorder, pool
         self.recording: Recording | None = None
         self.num_recordings = 0  # so far
         self.inputs: list[Any] = []
@@ -83,7 +95,8 @@ class Captured:
             raise ValueError(f"captured for {shapes}, called with {given_shapes}: shapes must not change")
         for leaf, source in zip(self.inputs, given, strict=True):
             if isinstance(leaf, Tensor):
-                leaf.copy_(source, non_blocking=True)
+                # of `.data`: a backward that is not recorded yet may have saved the buffer, and checks its version
+                leaf.data.copy_(source.detach(), non_blocking=True)
         self.recording.replay()
         return self.recording.outputs
 
@@ -94,11 +107,11 @@ class Captured:
         self.recording = None
 
     def _record(self, given: list[Any], layout: Any) -> Recording:
-        self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+        self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
         self.layout = layout
         args = pytree.tree_unflatten(self.inputs, layout)
         try:
-            return self.recorder.record(lambda: self.function(*args))
+            return self.recorder.record(lambda: self.function(*args), self.pool)
         except RuntimeError as error:
             reason = error.__context__ or error  # ending an invalid capture raises a second error
             message = f'the step cannot be captured as a CUDA graph: {reason}\nset compile.cudagraph = "off" to run it'

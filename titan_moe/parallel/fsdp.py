@@ -107,6 +107,29 @@ def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:
 
 
 @torch.no_grad()
+def start_accumulating(model: nn.Module) -> None:
+    """Gather all parameters, and begin the sums of their gradients with zeros, so that no backward of the step is the
+    first. `start_reducing` ends it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            unsharded = parameter.unsharded_param
+            if unsharded.requires_grad:
+                dtype = parameter.reduce_dtype or unsharded.dtype
+                parameter.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype, requires_grad=False)
+
+
+def gather_after_this(model: nn.Module) -> None:
+    """Let the streams of all-gathers wait for the current one, as the root's forward does. Otherwise the gathers of a
+    backward that is captured apart from its forward would not belong to the capture."""
+    context = _fsdp(fully_shard.state(model))._comm_ctx
+    for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+        stream.wait_stream(context.device_handle.current_stream())
+
+
+@torch.no_grad()
 def accumulate_late_grads(model: nn.Module) -> None:
     """Add gradients that arrive after a backward, and so after the hooks of FSDP, to the sums that the hooks keep, in
     the dtype of the reduction. The next gradient would be added in compute's dtype."""

@@ -29,7 +29,7 @@ from titan_moe.plan.memory import (
 )
 from titan_moe.plan.peak import peak_bytes_per_rank
 from titan_moe.plan.pipeline.describe import describe_pipeline
-from titan_moe.plan.pipeline.parts import parts_of
+from titan_moe.plan.pipeline.parts import parts_of, replays_actions
 from titan_moe.plan.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
 from titan_moe.plan.roofline import sharding_bytes
 
@@ -57,7 +57,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         ("memory", _memory(recipe, world_size)),
         *_peak_rows(recipe, world_size),
         *_accumulation_rows(recipe, world_size),
-        *_capture_rows(recipe),
+        *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
         *_kernel_rows(recipe, world_size),
     ]
@@ -172,10 +172,17 @@ def _pipeline_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     return _labelled("pipeline", describe_pipeline(recipe, world_size, factor, experts_of(recipe)))
 
 
-def _capture_rows(recipe: Recipe) -> list[tuple[str, str]]:
+def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     if recipe.run.device == "cpu":
         return []
     problems = list(obstacles(recipe))
+    if not problems and replays_actions(recipe):
+        number = max(part.num_graph_pools for part in parts_of(recipe, world_size))
+        lines = [
+            f"microbatch; forward and backward of each stage apart, for each of up to {number} places in flight on a",
+            "rank, with temporaries of its own; messages and the optimizer are launched",
+        ]
+        return _labelled("CUDA graph", lines)
     if not problems:
         return [("CUDA graph", f"{recipe.compile.cudagraph}; forward, backward and the whole step can be captured")]
     return _labelled("CUDA graph", ["forward and backward cannot be captured:", *problems])

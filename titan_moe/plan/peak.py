@@ -73,7 +73,8 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     end += max(part.num_in_flight - 1, 0) * of_one  # of the others in flight
     reduced = copies + of_root * (reduce + (accumulated or compute))
     after = gradients + arena + max(reduced, flat_copy_bytes(part))
-    return round(state + max(begin, end, after))
+    of_other_pools = (part.num_graph_pools - 1) * temporary
+    return round(state + max(begin, end, after) + of_other_pools)
 
 
 def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused", capacity_factor: float = 1.0) -> int:

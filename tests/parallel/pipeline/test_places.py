@@ -27,8 +27,10 @@ def forwards(capacity: ExpertCapacity, places: Places, actions: list) -> list[in
     delayed: dict[tuple[int, int], int] = {}
     for action in actions:
         if action.kind == "forward":
-            with places.forward_of(*action[1:]):
+            place = places.take(*action[1:])
+            with places.writing_to(*action[1:]):
                 chosen.append(capacity.place)
+            assert chosen[-1] == place
             assert capacity.place == 0
             assert chosen[-1] not in in_flight.values(), "another one is kept there"
             in_flight[action[1:]] = chosen[-1]
@@ -66,17 +68,21 @@ def test_places_are_those_of_microbatches_that_have_ended(schedule: str, rank: i
             forwards(few, Places(few, stages), actions)
 
 
-def test_stages_without_experts_and_recomputed_ones_need_no_place() -> None:
+def test_stages_without_experts_and_recomputed_ones_write_to_no_place_of_the_arena() -> None:
     capacity = capacity_of(1)
     places = Places(capacity, frozenset({1}))
+    assert places.take(1, 0) == 0, "stages without experts do not take it"
     for microbatch in range(2):
-        places.forward_of(0, microbatch)
-    assert not places.taken
+        assert places.take(0, microbatch) == microbatch
+        with places.writing_to(0, microbatch):
+            assert capacity.place == 0
     lifted = capacity_of(1, num_delayed_places=1)
     with lifted.unbounded():
         for microbatch in range(2):
             Places(lifted, frozenset({0})).backward_of(0, microbatch)
-    recomputed = Places(capacity_of(1, is_checkpointed=True), frozenset({0}))
+    capacity = capacity_of(1, is_checkpointed=True)
+    recomputed = Places(capacity, frozenset({0}))
     for microbatch in range(2):
-        recomputed.forward_of(0, microbatch)
-    assert not recomputed.taken
+        assert recomputed.take(0, microbatch) == microbatch
+        with recomputed.writing_to(0, microbatch):
+            assert capacity.place == 0

@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.forced_loads import FORCED_LOADS
 from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
+from titan_moe.config.pipeline_schedules import SCHEDULES, schedules_that
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import obstacles, without_host_reads
@@ -157,16 +159,25 @@ def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]
 
 @rule("a CUDA graph replays its capture without the host")
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
-    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.accumulate_unsharded:
+    p = recipe.parallel
+    if recipe.compile.cudagraph == "microbatch" and p.accumulate_unsharded and p.pp == 1:
         yield (
             'compile.cudagraph = "microbatch" replays the same graph for every microbatch, but '
             "parallel.accumulate_unsharded = true makes the first and the last one of a step differ; take "
             '"step", or accumulate_unsharded = false'
         )
-    if recipe.compile.cudagraph == "microbatch" and recipe.parallel.pp > 1:
+    if recipe.compile.cudagraph == "microbatch" and p.overlap == "microbatch" and p.pp > 1:
         yield (
-            f'compile.cudagraph = "microbatch" runs one microbatch after the other, but parallel.pp = '
-            f'{recipe.parallel.pp} has several in flight; take "step", which captures all actions of a rank'
+            'compile.cudagraph = "microbatch" records the forward and the backward of a pipeline stage as one graph '
+            'each, but parallel.overlap = "microbatch" runs two of them piece by piece, in turns; take "step", or '
+            'overlap = "none"'
+        )
+    splits_backward = p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward
+    if recipe.compile.cudagraph == "microbatch" and splits_backward and has_arena(recipe, experts_of(recipe)):
+        yield (
+            'compile.cudagraph = "microbatch" records each stage with its places in the arena, but with '
+            f'parallel.pp_schedule = "{p.pp_schedule}" the places of delayed weight gradients differ by microbatch; '
+            f'take "step", or pp_schedule = {schedules_that(lambda facts: not facts.splits_backward)}'
         )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):

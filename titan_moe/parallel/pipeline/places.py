@@ -1,6 +1,7 @@
-"""Assign the places of the arena to microbatches in flight, from the schedule alone."""
+"""Assign places to microbatches in flight, from the schedule alone: of the arena, and of recorded CUDA graphs."""
 
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 
 from titan_moe.dispatch.capacity import ExpertCapacity
 
@@ -9,11 +10,11 @@ InFlight = tuple[int, int]
 
 
 class Places:
-    """Assigns the lowest free place of the arena to each (stage, microbatch) in flight. So every step uses the same
-    places, which a replayed CUDA graph requires.
+    """Assigns the lowest free place to each (stage, microbatch) in flight. So every step uses the same places, which a
+    replayed CUDA graph requires.
 
-    Without an arena, and for stages without MoE layers, there is nothing to assign. If backward recomputes the forward,
-    nothing is kept, and all microbatches share one place.
+    Stages with MoE layers have places of their own, which are those of the arena, and stages without them have others.
+    If backward recomputes the forward, the arena keeps nothing, and all microbatches share its one place.
     """
 
     def __init__(self, capacity: ExpertCapacity, stages: frozenset[int]) -> None:
@@ -22,23 +23,28 @@ class Places:
         self.taken: dict[InFlight, int] = {}
         self.delayed: dict[InFlight, int] = {}
 
-    def forward_of(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Within this context, the forward of a stage and microbatch writes to its own place, kept until `free`.
+    def take(self, stage: int, microbatch: int) -> int:
+        """The place of a stage and microbatch, kept until `free`.
 
         Raises: RuntimeError if more are in flight than the arena has places.
         """
+        alike = {key: place for key, place in self.taken.items() if (key[0] in self.stages) == (stage in self.stages)}
+        place = next(place for place in count() if place not in alike.values())
         arena = self.capacity.arena
-        if arena is None or arena.is_checkpointed or stage not in self.stages:
-            return nullcontext()
-        free = set(range(arena.num_places)) - set(self.taken.values())
-        if not free:
+        if arena is not None and self._lies_in_arena(stage) and place >= arena.num_places:
             raise RuntimeError(
                 f"the arena has {arena.num_places} places, for the microbatches that train.global_batch_sequences "
-                f"makes, and {sorted(self.taken)} (stage, microbatch) are in flight before {(stage, microbatch)}; "
+                f"makes, and {sorted(alike)} (stage, microbatch) are in flight before {(stage, microbatch)}; "
                 "give batches of that many microbatches"
             )
-        self.taken[stage, microbatch] = min(free)
-        return self.capacity.writing_to(min(free))
+        self.taken[stage, microbatch] = place
+        return place
+
+    def writing_to(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Within this context, the forward of a stage and microbatch writes to its place of the arena."""
+        if not self._lies_in_arena(stage):
+            return nullcontext()
+        return self.capacity.writing_to(self.taken[stage, microbatch])
 
     def backward_of(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Within this context, the split backward of a stage and microbatch leaves what its weight gradients need in a
@@ -60,5 +66,9 @@ class Places:
 
     def free(self, stage: int, microbatch: int) -> None:
         """Free its places, after the last action that needs their contents."""
-        self.taken.pop((stage, microbatch), None)
+        del self.taken[stage, microbatch]
         self.delayed.pop((stage, microbatch), None)
+
+    def _lies_in_arena(self, stage: int) -> bool:
+        arena = self.capacity.arena
+        return arena is not None and not arena.is_checkpointed and stage in self.stages

@@ -10,7 +10,7 @@ from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import ParameterCount, count_parameters
 from titan_moe.plan.pipeline.action import Entry
 from titan_moe.plan.pipeline.flops import flops_of_stage
-from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places
+from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places, graph_places
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
@@ -33,6 +33,8 @@ class Part:
     """Of these, in the same way, the largest number that waits for weight gradients of routed experts."""
     places: ArenaPlaces | None = None
     """The places of the rank's arena; None without a pipeline."""
+    num_graph_pools: int = 1
+    """The memory pools of CUDA graphs, each with temporaries of its own; 1 unless a pipeline's actions are replayed."""
     run: Recipe | None = None
     """The recipe with all layers; None without a pipeline."""
 
@@ -70,7 +72,8 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
         alone = replace(recipe, model=of_rank, precision=_precision_of(recipe, layers))
         numbers = in_flight(recipe, world_size, rank), delayed(recipe, world_size, rank)
         places = arena_places(recipe, rank, world_size)
-        parts.append(Part(alone, world_size, "embed" in names, "head" in names, *numbers, places, recipe))
+        pools = graph_places(recipe, rank, few_microbatches(recipe, world_size)) if replays_actions(recipe) else 1
+        parts.append(Part(alone, world_size, "embed" in names, "head" in names, *numbers, places, pools, recipe))
     return parts
 
 
@@ -113,6 +116,16 @@ def delayed(recipe: Recipe, world_size: int, rank: int) -> float:
 def _most(recipe: Recipe, world_size: int, rank: int, most: Callable[[list[Entry], dict[int, float]], float]) -> float:
     p, stages = recipe.parallel, stages_of(recipe)
     sizes = {stage: float(len(_layers(stages[stage]))) for stage in stages_of_rank(rank, p)}
-    number = num_microbatches(recipe, world_size)
-    few = min(number, 4 * p.pp + number % p.pp)  # more of them do not raise it
-    return most(entries_of(p, few)[rank], sizes) / max(sum(sizes.values()), 1.0)
+    entries = entries_of(p, few_microbatches(recipe, world_size))[rank]
+    return most(entries, sizes) / max(sum(sizes.values()), 1.0)
+
+
+def few_microbatches(recipe: Recipe, world_size: int) -> int:
+    """The microbatches of a step, or fewer with as many in flight."""
+    number, pp = num_microbatches(recipe, world_size), recipe.parallel.pp
+    return min(number, 4 * pp + number % pp)
+
+
+def replays_actions(recipe: Recipe) -> bool:
+    """Whether each action of a pipeline rank that computes has a CUDA graph of its own."""
+    return recipe.compile.cudagraph == "microbatch" and recipe.parallel.pp > 1

@@ -1,5 +1,5 @@
-"""The places of a pipeline rank's arena: one for each microbatch that a stage of it keeps for backward, and a delayed
-one for each whose weight gradients are computed later."""
+"""The places of a pipeline rank: one for each microbatch that a stage of it keeps for backward, in the arena and as
+memory pools of CUDA graphs, and in the arena a delayed one for each whose weight gradients are computed later."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -35,6 +35,15 @@ def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int
     delays = splits_backward(recipe) and obstacle_of_experts(recipe) is None
     num_delayed = max_delayed(entries, with_experts) if delays else 0
     return ArenaPlaces(round(max_held(entries, with_experts)), most, round(num_delayed))
+
+
+def graph_places(recipe: Recipe, rank: int, num_microbatches: int) -> int:
+    """The memory pools of a pipeline rank whose actions are replayed, at least 1: one for each place of stages with MoE
+    layers, and of the others with modules (parallel/pipeline/places.py)."""
+    entries, stages = entries_of(recipe.parallel, num_microbatches)[rank], stages_of(recipe)
+    layers = {stage: number for stage, number in moe_layers_of(recipe, rank).items() if stages[stage]}
+    kinds = [{stage: 1.0 for stage, number in layers.items() if (number > 0) == has_experts} for has_experts in (0, 1)]
+    return max(round(sum(max_held(entries, stages) for stages in kinds)), 1)
 
 
 def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:
