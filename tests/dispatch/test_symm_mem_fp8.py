@@ -3,9 +3,12 @@
 Ranks and kernels are those of test_symm_mem_fused.py; every expert multiplies in fp8.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,28 +31,32 @@ TOLERANCE = 0.12
 """Of a whole MLP, three products one after the other: about 19 dB."""
 
 
-def widen(module: ModuleType) -> None:
-    """Let a module of tests, and those that it has loaded, have widths of one block, with room for its scale."""
-    for value in list(vars(module).values()):
-        if isinstance(value, ModuleType) and value.__name__.startswith("dispatch_"):
-            widen(value)
-    for name in {"WIDTH", "HIDDEN", "D", "F"} & vars(module).keys():
-        setattr(module, name, BLOCK)
-    if "SIZES" in vars(module):
-        num_tokens, _, *rest = module.SIZES
-        module.SIZES = (num_tokens, BLOCK, *rest)
+@contextmanager
+def widened(module: ModuleType) -> Iterator[None]:
+    """Within the `with` block a module of tests, and those that it has loaded, have widths of one block, with room for
+    its scale."""
+    with ExitStack() as stack:
+        for value in list(vars(module).values()):
+            if isinstance(value, ModuleType) and value.__name__.startswith("dispatch_"):
+                stack.enter_context(widened(value))
+        widths = {name: BLOCK for name in {"WIDTH", "HIDDEN", "D", "F"} & vars(module).keys()}
+        if "SIZES" in vars(module):
+            num_tokens, _, *rest = module.SIZES
+            widths["SIZES"] = (num_tokens, BLOCK, *rest)
+        stack.enter_context(mock.patch.multiple(module, **widths) if widths else nullcontext())
+        yield
 
 
 def both_in_blocks(folder: str | None, *args: Any) -> Any:
-    """`run_both` with widths of one block, in a process of its own."""
-    widen(fused)
-    return fused.run_both(folder, *args)
+    """`run_both` with widths of one block."""
+    with widened(fused):
+        return fused.run_both(folder, *args)
 
 
 def ways_in_blocks(folder: str | None, *args: Any) -> Any:
     """`run_ways` in the same way."""
-    widen(in_arena)
-    return in_arena.run_ways(folder, *args)
+    with widened(in_arena):
+        return in_arena.run_ways(folder, *args)
 
 
 def check_both(answers: list[Any], routings: tuple[str, ...] = ROUTINGS) -> None:
