@@ -53,8 +53,9 @@ class Recorder:
     def record(self, function: Callable[[], Any], pool: Pool | None = None) -> Recording:
         """Capture a function. Nothing is computed yet. Its tensors lie in a pool of its own, or in `pool`.
 
-        A recording writes where the recordings of its pool have tensors that were free when it was captured. So what
-        one leaves for another must still be held at the end of every capture in between, and of every replay.
+        A replay may overwrite all memory of the pool that was free when it was captured. So between two replays of
+        which the second reads what the first leaves, no third one of the pool may run, unless it was captured between
+        them, or later while that memory was held.
         """
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog threads make calls that a capture forbids, so the capture checks only this thread
@@ -72,7 +73,8 @@ class Captured:
 
     Arguments are tensors, tuples of them, or None, of equal shapes at every call. They are copied into the input
     buffers of the graph. The outputs are valid until the next call. Warm the function up with `Recorder.run` before the
-    first call. With `pool` the graph shares the memory of other recordings (`Recorder.record`).
+    first call. With `pool` the graph shares the memory of other recordings (`Recorder.record`), and the outputs are
+    valid until the next call of any of them.
 
     Raises: ValueError for arguments of other shapes; RuntimeError if the function cannot be captured, with the reason.
     """

@@ -7,7 +7,7 @@ gradients come from fewer ranks, need no scale of their own. Unsharded experts b
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -118,7 +118,18 @@ def start_accumulating(model: nn.Module) -> None:
             unsharded = parameter.unsharded_param
             if unsharded.requires_grad:
                 dtype = parameter.reduce_dtype or unsharded.dtype
-                parameter.unsharded_accumulated_grad = torch.zeros_like(unsharded, dtype=dtype, requires_grad=False)
+                parameter.unsharded_accumulated_grad = _zeros_like(unsharded, dtype)
+
+
+def _zeros_like(unsharded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Plain zeros for a parameter that may have been gathered as codes."""
+    if not isinstance(unsharded, DTensor):
+        return torch.zeros(unsharded.shape, dtype=dtype, device=unsharded.device)
+    zeros = torch.zeros(unsharded.to_local().shape, dtype=dtype, device=unsharded.device)
+    mesh, placements = unsharded.device_mesh, unsharded.placements
+    return DTensor.from_local(
+        zeros, mesh, placements, run_check=False, shape=unsharded.shape, stride=unsharded.stride()
+    )
 
 
 def gather_after_this(model: nn.Module) -> None:

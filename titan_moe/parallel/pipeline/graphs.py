@@ -4,17 +4,18 @@ A microbatch in flight needs activations of its own. So a stage has graphs for e
 schedule gives the same microbatches the same places in every step. Messages, the optimizer and all that is between
 actions are launched.
 
-All graphs of a place, of whatever stage, share one memory pool. A capture may reuse what is free in its pool, so a
-replay may overwrite all that other graphs of the pool do not hold for good. That is safe, because one microbatch has
-the place at a time: from the replay of its forward, which leaves activations in the pool, to that of its backward no
-other graph of the pool runs. Results are copied out of the pool at once. One pool for all places would be wrong: the
-backward of one place, recorded after that of another, would reuse the activations of the other, which may be in flight
-when it is replayed. A pool has room for the largest stage: what its microbatch keeps, and temporaries, which launched
-actions would share.
+All graphs of a place, of whatever stage, share one memory pool. A capture reuses what is free in its pool, so a replay
+may overwrite what others of the pool leave there. That is safe, because one microbatch has the place at a time: from
+the replay of its forward, which leaves activations in the pool, to that of its backward no other graph of the pool
+runs. Results are copied out of the pool at once. One pool for all places would be wrong: the backward of one place,
+captured after that of another, would reuse the memory of the other's activations, and a later microbatch may be in
+flight there when it is replayed. A pool has room for the largest stage: what its microbatch keeps, and temporaries,
+which launched actions would share.
 
-What lasts for a step lies in a pool of its own: parameters that are unsharded for the step and the sums
-of their gradients, copies of unsharded experts in compute's dtype. Its graphs are replayed in the order of their
-capture, and no other graph uses the pool. So a graph that is replayed later finds these tensors where they were.
+What lasts for a step lies in a pool of its own: parameters that are unsharded for the step, the sums of their
+gradients, copies of unsharded experts in compute's dtype. All of it is held while the other graphs of the pool are
+captured, and they are replayed in the order of their capture. So each graph of a place finds these tensors where they
+were when it was captured.
 """
 
 from collections.abc import Callable, Hashable, Mapping

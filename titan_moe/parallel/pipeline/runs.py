@@ -125,7 +125,7 @@ class RecordedRun:
         self.run = WholeRun(self.part, labels_BN, document_ids_BN, scale, recording_to(self.pending, self.queue))
         out = self.run.run_forward(x.requires_grad_() if x.is_floating_point() else x)
         if not self.keeps_unsharded:
-            fsdp.reshard_all(self.part)  # the root stays unsharded else
+            fsdp.reshard_all(self.part)  # FSDP leaves the root unsharded
         return out
 
     def _backward(self, grad: Tensor) -> Tensor | None:
