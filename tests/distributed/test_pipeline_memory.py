@@ -87,12 +87,16 @@ def train_in_places(candidate: Recipe) -> tuple[dict[str, Any], tuple[int, set[i
     return fields, places, late.call_count, again.call_count
 
 
-def follow_load(folder: str, candidate: Recipe) -> tuple[dict[str, Any], list[float], int]:
-    """A trace of two steps, the capacity factor after each, and how often memory was opened."""
+def follow_load(folder: str, candidate: Recipe) -> tuple[dict[str, Any], list[float], int, int]:
+    """A trace of two steps, the capacity factor after each, how often memory was opened, and the layers whose weight
+    gradients were delayed."""
     map_files = partial(over_memory.mapped_files.map_files, folder)
-    with mock.patch.object(over_memory.symm_memory, "open_symm_memory", side_effect=map_files) as opened:
+    with (
+        mock.patch.object(over_memory.symm_memory, "open_symm_memory", side_effect=map_files) as opened,
+        mock.patch.object(delayed_mlp, "backward_weight", side_effect=delayed_mlp.backward_weight) as late,
+    ):
         fields, _, factors, _ = over_memory.follow_load(candidate, 2)
-        return fields, factors, opened.call_count
+        return fields, factors, opened.call_count, late.call_count
 
 
 def test_a_stage_without_experts_follows_the_load_of_the_others(ranks: Any, tmp_path: Path) -> None:
@@ -108,8 +112,8 @@ def test_a_stage_without_experts_follows_the_load_of_the_others(ranks: Any, tmp_
     answers = ranks(4, follow_load, str(tmp_path), dense_first(auto))
     for trace in joined([fields for fields, *_ in answers]):
         one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
-    assert [num_opened for *_, num_opened in answers] == [0, 0, 1, 1]
-    (factors,) = {tuple(factors) for _, factors, _ in answers}
+    assert [num_opened for *_, num_opened, _ in answers] == [0, 0, 1, 1]
+    (factors,) = {tuple(factors) for _, factors, *_ in answers}
     assert min(factors) >= 1.0
 
 
@@ -143,3 +147,22 @@ def test_pipelines_have_places_in_an_arena_and_train_as_one_process(
         number, delayed = num_places[rank // 2], num_delayed[rank // 2]
         assert places == (number, set(range(number)), delayed, set(range(delayed))) and num_reruns == 0
         assert num_late == (8 if delayed else 0)
+
+
+def test_weight_gradients_are_delayed_from_the_first_bounded_step_on(ranks: Any, tmp_path: Path) -> None:
+    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 5), -1, 2)[0]
+    auto = replace(PP2_EP2, expert_rank_capacity_factor="auto", **V)
+    answers = ranks(4, follow_load, str(tmp_path), deep(over_memory.with_fused_experts(auto), 5))
+    for trace in joined([fields for fields, *_ in answers]):
+        one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
+    assert [num_late for *_, num_late in answers] == [8] * 4, "none in the step without a bound"
+
+
+def test_a_step_that_overflows_delayed_places_is_taken_again(ranks: Any, tmp_path: Path) -> None:
+    """The layers that do not fit lie at the beginning of their places."""
+    alone = ranks(1, one_loss.train, deep(over_memory.with_fused_experts(ParallelConfig()), 8), -1, 1)[0]
+    small = replace(PP2_EP2, expert_rank_capacity_factor=0.5, **{**V, "pp_layout": "Ett|tt|tt|ttL"})
+    answers = ranks(4, train_on_files, str(tmp_path), deep(over_memory.with_fused_experts(small), 8))
+    for trace in joined([fields for fields, *_ in answers]):
+        one_loss.assert_same(trace, one_loss.Trace(**alone), 2e-5)
+    assert all(num_late > 0 and num_reruns == 1 for *_, num_late, num_reruns in answers)

@@ -66,6 +66,7 @@ LAYOUTS = {
     "tiles": (4, (*ONE_F_ONE_B, *TILE, "--parallel.expert_rank_capacity_factor=1.5", PLAIN)),
     "tiles_auto_captured": (4, (*ONE_F_ONE_B, *TILE, CAPTURED, *VALIDATED)),
     "tiles_worst_case": (4, (*V, *TILE, "--parallel.expert_rank_capacity_factor=0", PLAIN)),
+    "tiles_zbv_auto_captured": (4, (*V, *TILE, CAPTURED, *VALIDATED)),
     "tiles_zbv_captured": (4, (*V, *TILE, "--parallel.expert_rank_capacity_factor=1.5", CAPTURED, *VALIDATED)),
     "arena_without_overlap": (4, (*V, *EP2, "--parallel.expert_rank_capacity_factor=1.5", PLAIN)),
     "clones_captured": (4, (*V, *TILE, "--parallel.expert_clones=1", CAPTURED)),

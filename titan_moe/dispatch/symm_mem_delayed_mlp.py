@@ -21,7 +21,7 @@ from titan_moe.dispatch.symm_mem_mlp import NUM_OF_KEPT, NUM_OF_PLAN, Backward, 
 from titan_moe.kernels.delayed_weight_grads import Delay
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stage_sets import Work, delayed_dw, new_dactive, row_width
+from titan_moe.kernels.experts.stage_sets import ROUNDS_WEIGHT_GRADIENTS, delayed_dw, new_dactive, row_width
 from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
@@ -77,9 +77,10 @@ def backward_weight(
         arena.verify(base)
         x_SW, hidden, dy_SW, dactive = arena.buffers
         bases = base, delayed_base
-    # fp8 rounds by tile: those of the backward
-    tiles = plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS, rank, num_ranks, of.usual_slots)
-    return delayed_dw(dy_SW, x_SW, Work(slots, tiles), dactive, hidden, *bases, of.stage_format)
+    tiles = None
+    if of.stage_format in ROUNDS_WEIGHT_GRADIENTS:  # by tile: those of the backward
+        tiles = plan_tiles(slots.offsets_e, slots.rows_R.numel(), TILE_ROWS, rank, num_ranks, of.usual_slots)
+    return delayed_dw(dy_SW, x_SW, slots, tiles, dactive, hidden, *bases, of.stage_format)
 
 
 @backward_weight.register_fake

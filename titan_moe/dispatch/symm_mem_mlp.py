@@ -26,15 +26,7 @@ from titan_moe.dispatch.symm_mem import known_plan
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.kernels.experts.slot_sum import slot_sum
 from titan_moe.kernels.experts.slots import ExpertSlots
-from titan_moe.kernels.experts.stage_sets import (
-    PLAIN,
-    Stages,
-    Work,
-    new_hidden,
-    row_width,
-    split_gradients,
-    stages_of,
-)
+from titan_moe.kernels.experts.stage_sets import PLAIN, Stages, Work, new_hidden, row_width, split_gradients, stages_of
 from titan_moe.kernels.experts.stages import flops_of_a_pass
 from titan_moe.kernels.experts.tiles import plan_tiles
 from titan_moe.kernels.experts.up import TILE_ROWS
@@ -82,7 +74,7 @@ class Kept(NamedTuple):
 class Delayed(NamedTuple):
     """What weight gradients need of a backward."""
 
-    dy_SW: Tensor  # in an arena its gradients of rows
+    dy_SW: Tensor  # in an arena its gradients of results
     dactive: Tensor | None  # in an arena its gradients of activations; None if nothing is delayed
     base: Tensor | None  # in an arena int64 [2], as `Arena.delay` returns it
 

@@ -86,7 +86,7 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
 
 def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, places: ArenaPlaces | None = None) -> int:
     """Count the bytes of the arena: rows and hidden states of all MoE layers, which backward needs; on a pipeline rank
-    those of all its places, and in its delayed places the gradients of rows and of activations, which delayed weight
+    those of all its places, and in its delayed places the gradients of results and of activations, which delayed weight
     gradients need too."""
     factor, places = capacity_factor, places or ArenaPlaces(1, recipe.model.num_moe_layers)
     if recipe.memory.recompute != "none":  # nothing is kept: there is room for one layer

@@ -34,6 +34,7 @@ from titan_moe.plan.memory import (
     temporary_bytes_per_rank,
 )
 from titan_moe.plan.pipeline.parts import Part, parts_of
+from titan_moe.plan.pipeline.weight_grads import obstacle_of
 from titan_moe.plan.replicated_grads import flat_copy_bytes
 
 
@@ -147,11 +148,14 @@ def _router_elements(recipe: Recipe) -> int:
 
 def _delayed_bytes(recipe: Recipe, capacity_factor: float) -> int:
     """The bytes by which a microbatch that waits for weight gradients of experts keeps more than one before backward,
-    without an arena: gradients of rows and of activations, less what attention, routers and shared experts kept. Of
-    these only operands are left, if they delay at all."""
+    without an arena: gradients of results and of activations, less what attention, routers and shared experts kept, if
+    they delay nothing themselves."""
     m, (rows, slots) = recipe.model, _sizes(recipe, capacity_factor)
     elements = m.num_moe_layers * (rows * expert_width(m) + slots * expert_hidden_size(recipe))
-    freed = m.num_layers * _attention_elements(recipe).kept + m.num_moe_layers * _router_elements(recipe)
+    linears = (module for module in gemm_modules(m) if module.part == "linears")
+    freed = 0
+    if all(obstacle_of(recipe, module) for module in linears):
+        freed = m.num_layers * _attention_elements(recipe).kept + m.num_moe_layers * _router_elements(recipe)
     elements -= freed * microbatch_tokens(recipe)
     return max(round(elements * BYTES_OF_DTYPE[recipe.precision.compute]), 0)
 

@@ -172,8 +172,8 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             'each, but parallel.overlap = "microbatch" runs two of them piece by piece, in turns; take "step", or '
             'overlap = "none"'
         )
-    splits_backward = p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward
-    if recipe.compile.cudagraph == "microbatch" and splits_backward and has_arena(recipe, experts_of(recipe)):
+    delays = p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward and not p.fixed_expert_clones
+    if recipe.compile.cudagraph == "microbatch" and delays and has_arena(recipe, experts_of(recipe)):
         yield (
             'compile.cudagraph = "microbatch" records each stage with its places in the arena, but with '
             f'parallel.pp_schedule = "{p.pp_schedule}" the places of delayed weight gradients differ by microbatch; '

@@ -12,10 +12,10 @@ In a pipeline several microbatches are between forward and backward. Then the ar
 the other, and the forward of a stage starts at the beginning of one. The host chooses the place, by the schedule alone:
 every step chooses the same.
 
-Where weight gradients are delayed, a microbatch stays in its place until they are computed. They need gradients of rows
-and of activations too, which lie in a *delayed place* of as many rows and slots, from the first part of the backward to
-the second. A layer begins in it where it begins in its place. These places have a number of their own, because fewer
-microbatches are between the two parts than in flight.
+Where weight gradients are delayed, a microbatch stays in its place until they are computed. They need gradients of
+results and of activations too, which lie in a *delayed place* of as many rows and slots, from the first part of the
+backward to the second. A layer begins in it where it begins in its place. These places have a number of their own,
+because fewer microbatches are between the two parts than in flight.
 
 Where a layer does not fit into its place, a flag is set and the layer is written at the place's beginning. Its own
 forward is right, so the need of all layers is known, but a backward would read other rows: the step is void.
@@ -177,7 +177,7 @@ class Arena:
 
     @property
     def buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of rows, pre-activations, gradients of rows and gradients of activations."""
+        """Of rows, pre-activations, gradients of results and gradients of activations."""
         return self.rows_AW, self.hidden_BH, self.dy_CW, self.dactive_GF
 
     @property

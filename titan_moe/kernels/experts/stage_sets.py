@@ -87,15 +87,18 @@ def stages_of(weights: Tensors, stage_format: int) -> Stages:
 def delayed_dw(
     dy_SW: Tensor,
     x_SW: Tensor,
-    work: Work,
+    slots: ExpertSlots,
+    tiles: Tiles | None,
     dactive: Tensor,
     hidden: Tensor,
     base: Tensor | None,
     delayed: Tensor | None,
     stage_format: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate_up and down, in one piece each, from what `d_down` wrote into `dactive` and what it read."""
-    slots, tiles, _ = work
+    """Gradients of gate_up and down, in one piece each, from what `d_down` wrote into `dactive` and what it read.
+
+    `tiles` are those of `d_down`, for a format of `ROUNDS_WEIGHT_GRADIENTS`.
+    """
     if stage_format == PLAIN:
         return stages.delayed_dw(dy_SW, x_SW, slots, dactive, hidden, base, delayed)
     rounds, columns = stage_format in ROUNDS_WEIGHT_GRADIENTS, _columns(stage_format)

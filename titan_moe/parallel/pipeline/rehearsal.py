@@ -51,15 +51,17 @@ class Rehearsals:
 
     def __init__(self, recipe: Recipe, capacity: ExpertCapacity) -> None:
         self.config, self.kernels, self.capacity = recipe.compile, recipe.perf.chosen_kernels, capacity
-        self.done: set[tuple[int, bool]] = set()
-        """`ExpertCapacity.sizes` of the graphs that there are."""
+        self.done: set[tuple[int, bool, bool]] = set()
+        """`ExpertCapacity.sizes` of the graphs that there are, and whether the arena had delayed places, which other
+        kernels write."""
 
     def is_due(self, device: torch.device) -> bool:
         """Whether the next step on a device needs a rehearsal. After this call the step counts as rehearsed. All ranks
         get the same answer."""
         if not self.config.compiles(device.type) and not (device.type == "cuda" and self.kernels.are_compiled):
             return False
-        sizes = self.capacity.sizes
+        arena = self.capacity.arena
+        sizes = *self.capacity.sizes, arena is not None and arena.can_delay
         self.done = {rehearsed for rehearsed in self.done if rehearsed[0] == sizes[0]}  # to set the factor drops graphs
         is_new = sizes not in self.done
         self.done.add(sizes)

@@ -9,8 +9,8 @@ projections, dense layers, shared experts, latent projections. Not delayed are
   shared experts and dense layers. Experts in Triton run outside of graphs then, so their gradients are delayed;
 * converted linear layers, those of `tp_comm_overlap`, and experts in emulated formats;
 * experts with clones: gradients of clones and of rows are sent home by one operation;
-* fused experts that get their rows over symmetric memory, while their arena keeps nothing: in the first steps of a
-  capacity factor of "auto", and in steps that are taken again.
+* fused experts that get their rows over symmetric memory, while their arena keeps nothing: while a capacity factor
+  of "auto" has no bound, and in steps that are taken again.
 
 plan/pipeline/weight_grads.py says the same of a recipe; the bubble of `titan-moe check` follows from it.
 """

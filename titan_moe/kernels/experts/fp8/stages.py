@@ -299,20 +299,22 @@ def delayed_dw(
     slots: ExpertSlots,
     dactive_RF: Tensor,
     kept: Tensor,
-    tiles: Tiles,
+    tiles: Tiles | None,
     base: Tensor | None = None,
     delayed: Tensor | None = None,
     *,
     rounds_weight_gradients: bool,
     columns: int,
 ) -> tuple[Tensor, Tensor]:
-    """`dw` or `plain_dw` a while after `d_down`: gradients of pre-activations and activations are computed again.
+    """`dw`, which needs the tiles of `d_down`, or `plain_dw` a while after it: gradients of pre-activations and
+    activations are computed again.
 
     With `base`, x and `kept` are those of several layers; with `delayed`, dy and dactive_RF are.
     """
     places = base, delayed
     if not rounds_weight_gradients:
         return _plain_dw(dy, x, slots, dactive_RF, kept, *places, columns)
+    assert tiles is not None, "gradients are rounded by tile"
     gradients, _ = _d_hidden(dy, x, slots, dactive_RF, kept, *places, rounds_weight_gradients, columns)
     return dw(dy, x, slots, gradients, tiles, *places)
 
