@@ -215,11 +215,13 @@ PROCESSES = {*RANKS, *BESIDE}
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_ = "random layouts of tests/distributed/test_layouts.py, and 20 steps of all layouts"
     parser.addoption("--layouts", type=int, help=help_)
-    help_ = "all schedules and axes in tests/distributed/test_pipelines.py"
-    parser.addoption("--all-schedules", action="store_true", help=help_)
+    help_ = "also the cases that the mark `few` leaves out, and all schedules beside all axes in tests/distributed"
+    parser.addoption("--all-cases", action="store_true", help=help_)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.all_cases:
+        _keep_few(config, items)
     for item in items:
         if RANKS.intersection(getattr(item, "fixturenames", ())) and not _is_elsewhere(item):
             item.add_marker("ranks")
@@ -254,7 +256,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.hook.pytest_deselected(items=list(moved))
     num_layouts = session.config.option.layouts
     options = [] if num_layouts is None else [f"--layouts={num_layouts}"]
-    options += ["--all-schedules"] * session.config.option.all_schedules
+    options += ["--all-cases"] * session.config.option.all_cases
     started = {}
     for name in waited_for:
         mark, variables = BESIDE[name]
@@ -282,6 +284,27 @@ def launches(request: pytest.FixtureRequest) -> Beside:
 @pytest.fixture(scope="session")
 def pools(request: pytest.FixtureRequest) -> Beside:
     return request.config.stash[STARTED]["pools"]
+
+
+def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that the mark `few` does not name, unless their node ids were asked for."""
+    cases: defaultdict[tuple[Path, str], set[str]] = defaultdict(set)
+    named: dict[tuple[Path, str], set[str]] = {}
+    left_out = []
+    for item in items:
+        if not (mark := item.get_closest_marker("few")):
+            continue
+        test = item.path, item.originalname
+        cases[test].add(item.callspec.id)
+        named[test] = set(mark.args)
+        if item.callspec.id not in mark.args and not any(item.nodeid.endswith(arg) for arg in config.args):
+            left_out.append(item)
+    if not any("::" in arg for arg in config.args):  # all cases were collected
+        for test, ids in named.items():
+            if unknown := ids - cases[test]:
+                raise pytest.UsageError(f"{test[0]}: {test[1]} has no cases {sorted(unknown)} that few cases may be")
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def _is_elsewhere(item: pytest.Item) -> bool:

@@ -82,6 +82,7 @@ def test_files_carry_rows_in_fp8(ranks: Any, tmp_path: Path, routings: tuple[str
     check_both(ranks(2, fused.run_both, str(tmp_path), routings, 0, most_slots, fp8_expert_mlp), routings)
 
 
+@pytest.mark.few("rounded_weight_gradients")
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("ways", "mlp"),
@@ -89,6 +90,7 @@ def test_files_carry_rows_in_fp8(ranks: Any, tmp_path: Path, routings: tuple[str
         (("kept", "too small", "checkpointed", "compiled", "delayed"), fp8_expert_mlp),
         (("lifted", "delayed"), fp8_expert_mlp_with_plain_weight_gradients),
     ],
+    ids=["rounded_weight_gradients", "plain_weight_gradients"],
 )
 def test_files_of_an_arena_keep_rows_in_fp8(ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: ExpertMLP) -> None:
     in_arena.check_ways(ranks(2, in_arena.run_ways, str(tmp_path), ways, True, 0, mlp))
@@ -106,6 +108,7 @@ def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide
     check_both(ranks(2, both_in_blocks, str(tmp_path), ROUTINGS, 0, 8.0, fp8_blockwise_expert_mlp))
 
 
+@pytest.mark.few("rounded_weight_gradients")
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("ways", "mlp"),
@@ -113,6 +116,7 @@ def test_files_carry_rows_with_scales_of_blocks(ranks: Any, tmp_path: Path, wide
         (("kept", "too small", "checkpointed", "compiled", "delayed"), fp8_blockwise_expert_mlp),
         (("lifted", "delayed"), fp8_blockwise_expert_mlp_with_plain_weight_gradients),
     ],
+    ids=["rounded_weight_gradients", "plain_weight_gradients"],
 )
 def test_files_of_an_arena_keep_scales_of_blocks(
     ranks: Any, tmp_path: Path, ways: tuple[str, ...], mlp: ExpertMLP

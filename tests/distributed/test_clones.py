@@ -74,6 +74,7 @@ def test_clones_change_nothing(
         assert num_clones > 0
 
 
+@pytest.mark.few("allgather-blocks-recompute_experts")
 @pytest.mark.parametrize(
     ("dispatcher", "extent", "what", "num_graphs"),
     [
@@ -108,6 +109,7 @@ def train_with_room(run: Recipe, has_room: bool, num_steps: int = STEPS) -> tupl
         return *train_with_clones(run, 4, num_steps), lengths
 
 
+@pytest.mark.few("alltoall-False-block", "allgather-True-none")
 @pytest.mark.parametrize(
     ("dispatcher", "keeps", "what"),
     [
@@ -199,6 +201,7 @@ AUTO = ParallelConfig(ep=2, expert_clones="auto", expert_rank_capacity_factor=0.
 MIXED = PrecisionConfig(compute="fp32", master="fp64", reduce="fp64")
 
 
+@pytest.mark.few("alltoall", "allgather-follows_need")
 @pytest.mark.parametrize(
     ("parallel", "changes"),
     [
@@ -237,6 +240,7 @@ def eager_phases(ranks: Any) -> list[SimpleNamespace]:
     return ranks(2, train_in_phases, one_loss.recipe(AUTO), PHASES)
 
 
+@pytest.mark.few("block")
 @pytest.mark.parametrize("extent", ["pieces", "block"])
 def test_layers_are_compiled_once_with_clones_and_once_without(
     ranks: Any, eager_phases: list[SimpleNamespace], extent: str

@@ -351,6 +351,7 @@ def test_one_loss_with_tensor_parallelism(
         assert_same(trace, split_alone(name), 1e-9)
 
 
+@pytest.mark.few("block-gqa-shared-block-True")
 @pytest.mark.parametrize(
     ("extent", "name", "what", "overlaps"),
     [
@@ -438,6 +439,7 @@ def test_one_loss_with_ring_attention(
         assert_same(trace, causal_alone(name), 1e-9)
 
 
+@pytest.mark.few("block")
 @pytest.mark.parametrize("extent", ["block", "pieces"])
 def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[str], Trace], extent: Any) -> None:
     options = {"compile": CompileConfig("on", extent=extent), "memory": MemoryConfig("experts")}
@@ -448,6 +450,7 @@ def test_one_loss_with_ring_attention_in_graphs(ranks, causal_alone: Callable[[s
         assert len(set(trace.num_graphs)) == 1, "all were made by the first step"
 
 
+@pytest.mark.few("block-gqa-window-experts-parallel1")
 @pytest.mark.parametrize(
     ("extent", "name", "what", "parallel"),
     [
@@ -485,6 +488,7 @@ def test_one_loss_with_recompute(ranks, alone: dict[int, Trace], what: str) -> N
 EP2 = ParallelConfig(ep=2, dispatcher="allgather")
 
 
+@pytest.mark.few("dp2-ep2-recompute_experts-starved")
 @pytest.mark.parametrize(
     ("parallel", "what", "num_starved"),
     [
@@ -515,6 +519,7 @@ GATHERED_EP2 = ParallelConfig(ep=2, accumulate_unsharded=True)
 GATHERED_HSDP = replace(GATHERED_EP2, dp_replicate=2)
 
 
+@pytest.mark.few("dp2-ep2-alltoall", "dp4-ep4-2x2-clones")
 @pytest.mark.parametrize(
     ("num_ranks", "parallel", "dispatcher", "what", "num_starved"),
     [
@@ -540,6 +545,7 @@ def test_one_loss_with_interleaved_microbatches_bit_for_bit(
         assert num_open == 0
 
 
+@pytest.mark.few("alltoall")
 @pytest.mark.parametrize("dispatcher", ["alltoall", "hierarchical"])
 def test_one_loss_with_interleaved_compiled_pieces(ranks, alone: dict[int, Trace], dispatcher: str) -> None:
     of_node = int(dispatcher == "hierarchical")

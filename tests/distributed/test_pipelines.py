@@ -4,7 +4,7 @@ Gradients after step 1 and losses as in test_one_loss.py, in fp64: documents of 
 balancing losses, expert bias, shared experts, ranks with other numbers of labels, tied embeddings in about half. All
 schedules beside all axes, for 20 steps:
 
-    python -m pytest tests/distributed/test_pipelines.py --all-schedules
+    python -m pytest tests/distributed/test_pipelines.py --all-cases
 """
 
 from collections.abc import Callable
@@ -127,6 +127,7 @@ def test_models_train_on_two_stages_as_in_one_process(
     assert_trains_alike(ranks, alone, recipe_of(replace(ParallelConfig(pp=2), **changes), model, memory), model)
 
 
+@pytest.mark.few("pieces", "pairs")
 @pytest.mark.parametrize(
     ("extent", "model", "schedule", "ep", "num_graphs"),
     [
@@ -159,6 +160,15 @@ LOOP = {"pp_schedule": "1f1b", "vpp": 1}
 LOOPS = {"pp_schedule": "interleaved_1f1b", "vpp": 2}
 
 
+@pytest.mark.few(
+    "1f1b_tp_clones",
+    "interleaved_sharded_tied",
+    "interleaved_empty_stage",
+    "alltoall",
+    "allgather_clones",
+    "cp_etp",
+    "hierarchical",
+)
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
@@ -204,6 +214,7 @@ def count_reruns(recipe: Recipe) -> tuple[list[float], int]:
     return losses, taken_again.call_count
 
 
+@pytest.mark.few("1f1b", "interleaved_pairs")
 @pytest.mark.parametrize(
     "parallel",
     [ParallelConfig(pp=2, ep=2), PAIRS, replace(PAIRS, **LOOPS)],
@@ -228,7 +239,7 @@ def matrix() -> list[tuple[str, int, str, str]]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pp" in metafunc.fixturenames:
-        is_asked = metafunc.config.getoption("--all-schedules")
+        is_asked = metafunc.config.getoption("--all-cases")
         metafunc.parametrize(("schedule", "pp", "axis", "model"), matrix() if is_asked else [])
 
 

@@ -173,6 +173,7 @@ def test_symm_mem_clones_behind_own_weights_train_as_apart(ranks: Any, tmp_path:
         one_loss.assert_same(one_loss.Trace(**fields), one_loss.Trace(**expected), 0.0)
 
 
+@pytest.mark.few("tile")
 @pytest.mark.parametrize("overlap", ["none", "tile"])
 def test_symm_mem_clones_are_used_while_ranks_are_imbalanced(ranks: Any, tmp_path: Path, overlap: str) -> None:
     phases = ["even", "hot", "hot", "even", "even", "even"]
@@ -279,6 +280,7 @@ def test_symm_mem_block_graphs_train_as_one_process(ranks: Any, alone: Any, tmp_
         assert trace.num_graphs == [4] * STEPS
 
 
+@pytest.mark.few("dp2-ep2")
 @pytest.mark.parametrize("parallel", [EP2, NODES_OF_ONE], ids=["dp2-ep2", "dp2-ep2-2x1"])
 def test_symm_mem_overflow_takes_the_step_again(ranks: Any, tmp_path: Path, parallel: ParallelConfig) -> None:
     """Rows and slots are bounded, and the steps repeated as a graph would repeat them."""

@@ -168,7 +168,7 @@ def test_lost_terminal_saves(tiny, tmp_path: Path) -> None:
 
 
 def test_nohup_goes_on(tiny) -> None:
-    run = tiny("--train.steps=40")
+    run = tiny("--train.steps=20")
     ignore = ctypes.CDLL(None)
     process = subprocess.Popen(
         [sys.executable, "-m", "titan_moe", *run.words, "--nproc", "2"],
@@ -180,4 +180,4 @@ def test_nohup_goes_on(tiny) -> None:
     process.send_signal(signal.SIGHUP)
     stderr = process.communicate(timeout=CEILING_S)[1]
     assert process.returncode == 0, stderr
-    assert run.column("step")[-1] == 40
+    assert run.column("step")[-1] == 20

@@ -1,6 +1,6 @@
 """Replayed actions of a pipeline are the launched ones, with a recorder that stands for CUDA graphs and their pools.
 
-All cases: python -m pytest tests/parallel/pipeline/test_graphs.py --all-schedules
+All cases: python -m pytest tests/parallel/pipeline/test_graphs.py --all-cases
 """
 
 import math
@@ -167,7 +167,7 @@ FEW_CASES = "interleaved_1f1b", "zbv"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", CASES if metafunc.config.getoption("--all-schedules") else FEW_CASES)
+        metafunc.parametrize("name", CASES if metafunc.config.getoption("--all-cases") else FEW_CASES)
 
 
 def test_replayed_actions_are_the_launched_ones(ranks: Any, name: str) -> None:

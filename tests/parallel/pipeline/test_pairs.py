@@ -217,6 +217,7 @@ def learn_both_ways(recipe: Recipe, num_steps: int = 3) -> list[tuple[list[float
 THREE = {"pp": 3, "ep": 1, "pp_layout": "Et|t|t|t|t|tL"}
 
 
+@pytest.mark.few("interleaved", "dualpipev_three_ranks")
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -260,6 +261,7 @@ def test_split_backwards_beside_pairs_delay_all_that_they_can(ranks: Any) -> Non
         assert paired == plain and min(plain) > 2
 
 
+@pytest.mark.few("dualpipev")
 @pytest.mark.interpreted
 @pytest.mark.parametrize("schedule", ["dualpipev", "interleaved_1f1b"])
 def test_pairs_delay_weight_gradients_of_experts_in_triton(ranks: Any, schedule: str) -> None:
@@ -287,6 +289,7 @@ def peaks(recipe: Recipe) -> dict[str, int]:
     return held
 
 
+@pytest.mark.few("dualpipev")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pairs_keep_no_more_than_the_schedule(ranks: Any, schedule: str) -> None:
     """Of `dualpipev` no more than without pairs; of others as many microbatches more as `check` says."""
