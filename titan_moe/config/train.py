@@ -196,9 +196,13 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """A Chrome trace of a few steps."""
+    """A Chrome trace of a few steps of a run: `RUN/traces/step-N-rank-R.json`, for https://ui.perfetto.dev or
+    chrome://tracing. `titan-moe trace` starts a short run of its own instead, in RUN/trace, and also writes a report of
+    the time of each part."""
 
     start_step: int = 0
-    """First step to trace; 0 disables tracing."""
+    """First step to trace; 0 disables tracing. The first steps of a run compile, tune and allocate. A run that resumes
+    after this step traces nothing. For `titan-moe trace` 0 means step 5; with CUDA graphs it always starts at step 3,
+    before they are recorded."""
     num_steps: int = 3
     """Number of steps to trace."""
