@@ -165,7 +165,7 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every_steps: int = 0
-    """Steps between saves; 0 saves only at SIGTERM, Ctrl-C and, with `save_last_step`, the end of the run."""
+    """Steps between saves; 0 saves only at SIGTERM, SIGHUP, Ctrl-C and, with `save_last_step`, the end of the run."""
     save_last_step: bool = True
     """Save after the last step. Benchmarks set it to false."""
     keep_latest: int = 2
