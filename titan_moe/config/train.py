@@ -144,8 +144,9 @@ class DataConfig:
     is_shuffled: bool = True
     """Read the sequences of an epoch in a seeded random order. Streams keep their own order."""
     holdout_fraction: float = 0.0
-    """Fraction of the documents held out for validation, the last ones (sources `text`, `datasets`, `tokens`). Must be
-    0 for a stream, whose length is unknown: its first documents are held out, as many as validation needs."""
+    """Fraction of the documents held out for validation, the last ones. Must be 0 for a stream, whose length is
+    unknown: its first documents are held out, as many as validation needs. Must be 0 for synthetic data, of which
+    validation draws other sequences."""
     cache_folder: str = ""
     """Folder for tokenised data, shared by runs; empty means inside the run folder."""
 
