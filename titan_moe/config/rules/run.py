@@ -63,7 +63,8 @@ def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
 def synthetic_data_holds_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
     if d.source == "synthetic" and d.holdout_fraction > 0:
-        yield f'data.holdout_fraction = {d.holdout_fraction:g} has no effect with data.source = "synthetic"; set it to 0'
+        share = f"data.holdout_fraction = {d.holdout_fraction:g}"
+        yield f'{share} has no effect with data.source = "synthetic"; set it to 0'
 
 
 @rule("validation needs text that training does not see")
