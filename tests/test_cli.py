@@ -135,11 +135,13 @@ def test_train_nproc_must_equal_world_size() -> None:
 
 
 def test_cli_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["train"], ["check"], ["train", QUICKSTART, "--nproc", "0"], ["train", QUICKSTART, "--nprocs=2"], []):
+    wrong = ["train", "--nproc", "0"], ["train", "--nprocs=2"], ["check", "--gpu", "H77"]
+    for words in (["train"], ["check"], [], *([*words, QUICKSTART] for words in wrong)):
         with pytest.raises(SystemExit) as exited:
             cli.main(words)
         assert exited.value.code == 2
-    assert "0 is not a number of ranks" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "0 is not a number of ranks" in errors and "H77 is not a known GPU; known are H200-NVL, H200" in errors
 
 
 def test_train_of_one_process_runs_in_this_process(

@@ -16,6 +16,7 @@ from titan_moe.config.explain import explain
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.parse import nearest_key, split_overrides
 from titan_moe.plan.check_report import describe
+from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
 from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words
 from titan_moe.train.parent_death import die_with_parent
 
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.verb == "check":
             with _closed_pipe_ignored():
-                _check(args.recipe, overrides, args.nproc, args.explain)
+                _check(args.recipe, overrides, args.nproc, args.gpu, args.explain)
             return 0
         if args.verb == "tune":
             recipe = _load(args.recipe, overrides, args.nproc)
@@ -63,13 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-def _check(path: str | None, overrides: list[str], nproc: int | None, key: str | None) -> None:
+def _check(path: str | None, overrides: list[str], nproc: int | None, gpu: str | None, key: str | None) -> None:
     if key is not None:
         print(explain(key))
     if path is None:
         return
     recipe = _load(path, overrides, nproc)
-    print(describe(recipe, nproc or smallest_world(recipe.parallel)))
+    print(describe(recipe, nproc or smallest_world(recipe.parallel), gpu))
     if nproc is None:
         print("\nThis is the smallest number of ranks that the layout allows; --nproc N checks another.")
 
@@ -176,7 +177,12 @@ def _parser() -> argparse.ArgumentParser:
     tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--out FILE] ")
     tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: your own table for this GPU")
     purpose = "check a recipe and show its shape and cost, without importing torch"
-    check = _add_verb(verbs, "check", purpose, "the recipe", planned, "[--explain KEY] ", nargs="?")
+    check = _add_verb(verbs, "check", purpose, "the recipe", planned, "[--gpu NAME] [--explain KEY] ", nargs="?")
+    gpus = "of this machine; without one, those with measured kernels"
+    compared = (
+        f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"
+    )
+    check.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. No other figure depends on it")
     check.add_argument("--explain", metavar="KEY", help="explain a field or a section of recipes")
     return parser
 
@@ -198,6 +204,13 @@ def _add_verb(
     verb.add_argument("recipe", nargs=nargs, metavar="RECIPE.toml", help=recipe)
     verb.add_argument("--nproc", type=_ranks, metavar="N", help=nproc)
     return verb
+
+
+def _gpu(text: str) -> str:
+    if find_hardware(text) is None:
+        known = ", ".join("-".join(gpu.words).upper() for gpu in KNOWN_DEVICES)
+        raise argparse.ArgumentTypeError(f"{text} is not a known GPU; known are {known}")
+    return text
 
 
 def _ranks(text: str) -> int:

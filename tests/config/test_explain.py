@@ -50,6 +50,16 @@ def test_explain_section_lists_fields_and_inner_sections() -> None:
     assert "hidden_size = 128" in text and "[model.moe]" in text and "decoder-only" in text
 
 
+def test_explain_section_lists_the_values_that_have_no_explanation() -> None:
+    lines = explain("perf.override").splitlines()
+    assert lines[lines.index('router = "no"') + 2] == '    Values: "no", "torch", "triton".'
+    assert explain("parallel").count("Values: ") == 0, "every value has an explanation"
+
+
+def test_explain_base() -> None:
+    assert "relative to this file" in explain("base")
+
+
 def test_explain_unknown_key_suggests_the_nearest() -> None:
     with pytest.raises(RecipeError, match="did you mean model.moe.top_k?"):
         explain("moe.top_k")

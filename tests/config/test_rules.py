@@ -294,9 +294,10 @@ BROKEN = {
         "--data.source=datasets --data.is_streamed=true",
         "data.holdout_fraction = 0.1 cannot be taken",
     ),
+    "synthetic_data_holds_out_no_share": ("--data.source=synthetic", "data.holdout_fraction = 0.1 has no effect"),
     "validation_has_data": ("--data.holdout_fraction=0", "set it to 0.01, or every_steps = 0"),
     "sample_has_a_tokenizer": ("--data.source=tokens --data.tokenizer=", "name the tokenizer"),
-    "sample_has_a_prompt": ("--data.source=synthetic", "needs held-out text"),
+    "sample_has_a_prompt": ("--data.source=synthetic", "needs text"),
     "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "take 2 or more, or 0 to keep all"),
     "trace_ends_in_the_run": ("--profile.start_step=99", "ends at step 101, after train.steps = 100"),
 }

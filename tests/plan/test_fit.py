@@ -33,6 +33,13 @@ def test_peak_is_compared_with_measured_gpus_elsewhere(monkeypatch: pytest.Monke
     assert "precision.moments" not in warning, "moments in int8 alone do not fit"
 
 
+def test_peak_is_compared_with_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_moe.plan.check_report.gpus_here", lambda: ["NVIDIA H200"])
+    recipe = load_recipe(QWEN3)
+    assert "GiB exceed the 79 GiB of H100; with " in describe(recipe, 8, "H100")
+    assert "GiB fit the 139 GiB of h200" in describe(recipe, 8, "h200")
+
+
 def test_ranks_of_a_gpu_need_memory_together(monkeypatch: pytest.MonkeyPatch) -> None:
     alltoall = ("--parallel.dispatcher=alltoall", "--parallel.overlap=none", "--compile.cudagraph=off")
     shared = ("--run.ranks_per_gpu=2", *alltoall)

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from titan_moe import cli
+from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.plan.pipeline.action import Action
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.profile.attribution import OTHER
 from titan_moe.profile.breakdown import break_down
 from titan_moe.profile.lanes import read_lanes
 from titan_moe.profile.trace_parsing import Timeline, read_trace
+from titan_moe.train import trainer
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +48,24 @@ def test_trace_breaks_a_step_down_into_named_parts(tiny, recompute: str) -> None
     report = (run.folder / "trace" / "report.html").read_text()
     assert all(title in report for title in ("attention and norms", "dispatch", "head and loss", "idle", "<svg"))
     assert not re.search(r"src=|href=|<script", report)
+
+
+def test_trace_names_the_option_for_the_weights_of_the_run(
+    tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trainer, "run", lambda recipe: None)
+    run = tiny()
+    for step in (3, 12):
+        checkpoint = run.folder / "checkpoints" / f"step-{step}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / METADATA_FILE).touch()
+    option = f"--checkpoint.load_from={checkpoint}"
+    with caplog.at_level("INFO", "titan_moe"):
+        assert trace(run) == 0
+        assert option in caplog.text
+        caplog.clear()
+        assert trace(run, option) == 0
+        assert caplog.text == ""
 
 
 def test_trace_leaves_the_run_folder_unchanged(tiny) -> None:

@@ -225,12 +225,16 @@ def test_trainer_forced_skew_is_constant_and_logged(tiny, caplog: pytest.LogCapt
     assert loads == [loads[0]] * 3 and loads[0] == pytest.approx(1.8, rel=0.1), "a step is not whole windows"
 
 
-def test_trainer_writes_a_trace(tiny) -> None:
-    run = tiny("--train.steps=5", "--profile.start_step=3", "--profile.num_steps=2")
-    assert run.train() == 0
+@pytest.mark.filterwarnings("error:Profiler")
+@pytest.mark.parametrize("start", [1, 3])
+def test_trainer_writes_a_trace(tiny, caplog: pytest.LogCaptureFixture, start: int) -> None:
+    run = tiny("--train.steps=5", f"--profile.start_step={start}", "--profile.num_steps=2")
+    with caplog.at_level("INFO", "titan_moe"):
+        assert run.train() == 0
     (file,) = (run.folder / "traces").iterdir()
-    events = json.loads(file.read_text())["traceEvents"]
-    assert {event["name"] for event in events} >= {"ProfilerStep#3", "ProfilerStep#2"}, "the third and the fourth step"
+    assert f"the trace is {file}" in caplog.text
+    names = {event["name"] for event in json.loads(file.read_text())["traceEvents"]}
+    assert {name for name in names if "ProfilerStep" in name} == {f"ProfilerStep#{start}", f"ProfilerStep#{start + 1}"}
 
 
 def test_trainer_tensorboard_has_the_same_numbers(tiny) -> None:

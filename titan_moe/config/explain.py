@@ -12,6 +12,12 @@ from titan_moe.config.schema import Key, all_keys, docstring_of, in_toml, keys_o
 LINE_WIDTH = 100
 VALUE = re.compile(r"^`([^`]+)`: ", re.MULTILINE)
 """The start of a value's explanation in a docstring: a line "`value`: ..."."""
+BASE = "base"
+BASE_TITLE = "base: a string, the path of another recipe, relative to this file"
+BASE_PURPOSE = (
+    "At the top of a recipe that starts from the values of another one. Its own values replace those of the base key "
+    "by key, and the command line replaces both. A base may have a base. recipes/models/ has shapes of models."
+)
 
 
 def explain(dotted_key: str) -> str:
@@ -20,6 +26,8 @@ def explain(dotted_key: str) -> str:
 
     Raises: RecipeError for an unknown key, with the nearest known one.
     """
+    if dotted_key == BASE:  # no field of the data that results
+        return f"{BASE_TITLE}\n{_wrap(BASE_PURPOSE)}"
     key = all_keys(Recipe).get(dotted_key)
     if key is None:
         raise RecipeError([unknown_key(dotted_key)])
@@ -30,15 +38,23 @@ def explain(dotted_key: str) -> str:
     for inner in keys_of(key.type, f"{key.dotted}."):
         title = f"[{inner.dotted}]" if inner.is_section else f"{inner.name} = {in_toml(inner.default)}"
         lines.append(f"{title}\n{_purpose(inner)}")
+        if inner.choices and not _explained_values(inner):
+            lines.append(_wrap(f"Values: {', '.join(map(in_toml, inner.choices))}."))
     return "\n".join(lines)
 
 
 def _purpose(key: Key) -> str:
     """The purpose of a field, and one line for each value that its docstring or its table explains."""
-    purpose, values = split_values(docstring_of(key))
-    values = {in_toml(value): text for value, text in (key.choices | values).items() if text}
+    purpose, _ = split_values(docstring_of(key))
+    values = {in_toml(value): text for value, text in _explained_values(key).items()}
     width = max(map(len, values), default=0) + 1
     return "\n".join([_wrap(purpose), *(_wrap(f"{v:<{width}}{text}", hanging=width) for v, text in values.items())])
+
+
+def _explained_values(key: Key) -> dict[str, str]:
+    """The values that the docstring of a field or its table explains."""
+    _, values = split_values(docstring_of(key))
+    return {value: text for value, text in (key.choices | values).items() if text}
 
 
 def split_values(docstring: str) -> tuple[str, dict[str, str]]:

@@ -25,7 +25,9 @@ class ParallelConfig:
     wait for each other at the start and the end of a step (the bubble, which `titan-moe check` prints). So a step needs
     at least pp microbatches, and several times as many for a small bubble."""
     pp_schedule: Literal["1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"] = "1f1b"
-    """The order of forwards and backwards on each pipeline rank. Results do not depend on it.
+    """The order of forwards and backwards on each pipeline rank. Results do not depend on it. The last three delay
+    weight gradients as far as layers can: `titan-moe check` names those that do not, which make the bubble larger.
+    Experts with clones delay none.
 
     `1f1b`: One forward, one backward, with one stage a rank (arXiv:2104.04473). At most pp microbatches are in flight.
     `interleaved_1f1b`: The same with vpp stages a rank, and the bubble divided by vpp (Megatron's virtual pipeline,
@@ -39,9 +41,6 @@ class ParallelConfig:
     `dualpipev`: Also a V. In the middle of a step the forward of one microbatch runs together with the backward of
     another (DualPipe, arXiv:2412.19437, cut in half): with overlap = "microbatch" they hide each other's communication
     over ep. Needs at least 2 * pp microbatches.
-
-    The last three delay weight gradients so far as layers can: `titan-moe check` names those that do not, which make
-    the bubble larger. Experts with clones delay none.
     """
     vpp: int = 1
     """Stages of a pipeline rank (Megatron's virtual pipeline): 1 with `1f1b`, 2 with `zbv` and `dualpipev`, at least 2
@@ -130,11 +129,11 @@ class ParallelConfig:
     """Replica slots of a rank. For every exchange in which a rank has more than 1.05 times the mean load, hot experts
     are cloned onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO). Results stay
     exact. 0 disables clones. "auto" has up to 2 replica slots, in use only while the ranks of recent steps are
-    imbalanced enough for clones to pay. It has them if an ep group shares memory, microbatches are large, and the GEMMs
-    need no copy of a rank's own weights (experts are not sharded or in fp8, blocks are not graphs, nothing is
-    recomputed), there are no pipeline stages, and the capacity is bounded; otherwise it means 0, and `titan-moe check`
-    says why. Over symmetric memory a rank receives up to expert_clones
-    experts of a layer in forward and sends as many gradients in backward; with collectives (ep - 1) times as many."""
+    imbalanced enough for clones to pay. It means 0, and `titan-moe check` says so, without shared memory in an ep
+    group; with microbatches that are small or in flight together; with experts that are sharded, in fp8, recomputed or
+    in precision.master; with blocks as graphs; and without a capacity bound. Over symmetric memory a rank receives up
+    to expert_clones experts of a layer in forward and sends as many gradients in backward; with collectives (ep - 1)
+    times as many."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs
     more memory and saves one all-gather a block."""

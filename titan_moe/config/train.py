@@ -144,8 +144,9 @@ class DataConfig:
     is_shuffled: bool = True
     """Read the sequences of an epoch in a seeded random order. Streams keep their own order."""
     holdout_fraction: float = 0.0
-    """Fraction of the documents held out for validation, the last ones (sources `text`, `datasets`, `tokens`). Must be
-    0 for a stream, whose length is unknown: its first documents are held out, as many as validation needs."""
+    """Fraction of the documents held out for validation, the last ones. Must be 0 for a stream, whose length is
+    unknown: its first documents are held out, as many as validation needs. Must be 0 for synthetic data, of which
+    validation draws other sequences."""
     cache_folder: str = ""
     """Folder for tokenised data, shared by runs; empty means inside the run folder."""
 
@@ -165,7 +166,7 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every_steps: int = 0
-    """Steps between saves; 0 saves only at SIGTERM, Ctrl-C and, with `save_last_step`, the end of the run."""
+    """Steps between saves; 0 saves only at SIGTERM, SIGHUP, Ctrl-C and, with `save_last_step`, the end of the run."""
     save_last_step: bool = True
     """Save after the last step. Benchmarks set it to false."""
     keep_latest: int = 2
@@ -196,9 +197,13 @@ class MetricsConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """A Chrome trace of a few steps."""
+    """A Chrome trace of a few steps of a run: `RUN/traces/step-N-rank-R.json`, for https://ui.perfetto.dev or
+    chrome://tracing. `titan-moe trace` starts a short run of its own instead, in RUN/trace, and also writes a report of
+    the time of each part."""
 
     start_step: int = 0
-    """First step to trace; 0 disables tracing."""
+    """First step to trace; 0 disables tracing. The first steps of a run compile, tune and allocate. A run that resumes
+    after this step traces nothing. For `titan-moe trace` 0 means step 5; with CUDA graphs it always starts at step 3,
+    before they are recorded."""
     num_steps: int = 3
     """Number of steps to trace."""

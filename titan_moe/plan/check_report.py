@@ -14,7 +14,7 @@ from titan_moe.config.schema import in_toml
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
 from titan_moe.plan.fit import warn_of_excess
 from titan_moe.plan.format_choice import choose_formats, describe_formats
-from titan_moe.plan.hardware import gpus_here
+from titan_moe.plan.hardware import find_hardware, gpus_here
 from titan_moe.plan.kernel_choice import choose_for, describe_choices
 from titan_moe.plan.kernel_table import measured_devices
 from titan_moe.plan.links import describe_links
@@ -38,8 +38,9 @@ BALANCED_FACTOR = 1.125
 """The capacity factor that "auto" takes for a balanced load."""
 
 
-def describe(recipe: Recipe, world_size: int) -> str:
-    """Describe a recipe that passed its rules."""
+def describe(recipe: Recipe, world_size: int, gpu: str | None = None) -> str:
+    """Describe a recipe that passed its rules. Its peak of memory is compared with that of `gpu`, a known one; by
+    default with the GPUs of this machine, or else with the measured ones."""
     clones = _clones(recipe, world_size)
     recipe = resolve_clones(recipe, world_size)
     seq_len_tokens = recipe.train.seq_len_tokens
@@ -55,7 +56,7 @@ def describe(recipe: Recipe, world_size: int) -> str:
         ("step", _step(recipe, world_size)),
         *_pipeline_rows(recipe, world_size),
         ("memory", _memory(recipe, world_size)),
-        *_peak_rows(recipe, world_size),
+        *_peak_rows(recipe, world_size, gpu),
         *_accumulation_rows(recipe, world_size),
         *_capture_rows(recipe, world_size),
         *_format_rows(recipe),
@@ -204,9 +205,8 @@ def _memory(recipe: Recipe, world_size: int) -> str:
     return f"{gib:.3g} GiB {rank}: {kept};{during_a_step}{among_ranks} activations come on top"
 
 
-def _peak_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
-    """The peak of a step, what of it lies in the arena of fused experts, and whether it exceeds the memory of the GPUs
-    here, or of those that were measured."""
+def _peak_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[str, str]]:
+    """The peak of a step, what of it lies in the arena of fused experts, and whether it exceeds the memory of a GPU."""
     if recipe.run.device == "cpu":
         return []
 
@@ -216,8 +216,10 @@ def _peak_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         peak = peak_bytes_per_rank(changed, world_size, chosen, experts_of(changed))
         return changed.run.ranks_per_gpu * (peak + shared_bytes_per_rank(changed)) / 2**30
 
-    warnings = warn_of_excess(recipe, world_size, need, gpus_here() or measured_devices())
-    return [*_peak_itself(recipe, world_size), *(("", line) for line in warnings)]
+    lines = list(warn_of_excess(recipe, world_size, need, [gpu] if gpu else gpus_here() or measured_devices()))
+    if not lines and gpu and (hardware := find_hardware(gpu)):
+        lines = [f"{need(recipe):.3g} GiB fit the {hardware.memory_gib:g} GiB of {gpu}"]
+    return [*_peak_itself(recipe, world_size), *(("", line) for line in lines)]
 
 
 def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:

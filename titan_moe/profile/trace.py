@@ -1,11 +1,14 @@
 """Write a Chrome trace of a few optimizer steps, for chrome://tracing or Perfetto."""
 
+import logging
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from titan_moe.config.train import ProfileConfig
+
+logger = logging.getLogger(__name__)
 
 
 def trace_path(config: ProfileConfig, run_folder: Path, rank: int) -> Path:
@@ -26,14 +29,14 @@ class StepTracer:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        warmup = min(wait, 1)
         self._profile = profile(
             activities=activities,
             profile_memory=True,
-            schedule=schedule(wait=wait - warmup, warmup=warmup, active=config.num_steps, repeat=1),
+            schedule=schedule(wait=wait, warmup=1, active=config.num_steps, repeat=1),
             on_trace_ready=self._write,
         )
         self._profile.start()
+        self._profile.step()  # its step 0 is before the first step: a trace from that one on has an empty warm-up
 
     def step(self) -> None:
         """Call after each optimizer step."""
@@ -49,3 +52,4 @@ class StepTracer:
     def _write(self, finished: profile) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(self._path))
+        logger.info("the trace is %s, one file a rank; view it at https://ui.perfetto.dev", self._path)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from titan_moe.checkpoint.folders import CheckpointFolders
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.parallel import ranks_of_a_node, resolve
@@ -48,6 +49,7 @@ def run(recipe: Recipe) -> None:
     path.unlink(missing_ok=True)
     if rank == 0:  # a trace takes the place of the one before
         (folder / "metrics.jsonl").unlink(missing_ok=True)
+    _log_weights(recipe)
     start_records()
     trainer.run(short)
     if rank > 0 or not path.exists():  # no trace: the run was stopped before the traced steps
@@ -56,7 +58,7 @@ def run(recipe: Recipe) -> None:
     pipeline = _pipeline(load_recipe(folder / "recipe.toml"), folder) if short.parallel.pp > 1 else ""
     html = render(read_trace(path, recipe.profile.num_steps), _traced_run(short), compile_report(), pipeline)
     report.write_text(html, encoding="utf-8")
-    logger.info("traces are in %s; the report is %s", path.parent, report)
+    logger.info("the report is %s", report)
     if short.compile.compiles_blocks(_device(short).type):
         way_out = 'compile.extent = "pieces" breaks them down'
         logger.info('compile.extent = "block": the report has blocks as one part; %s', way_out)
@@ -83,6 +85,14 @@ def shortened(recipe: Recipe) -> Recipe:
         metrics=replace(recipe.metrics, every_steps=steps, tensorboard=False, progress_bar=False, sample_tokens=0),
         profile=replace(recipe.profile, start_step=first_step, num_steps=num_traced),
     )
+
+
+def _log_weights(recipe: Recipe) -> None:
+    """Name the option for the run's own weights: the routing, and with it the time of experts, depends on them."""
+    saved = CheckpointFolders(Path(recipe.run.folder) / "checkpoints")
+    if not recipe.checkpoint.load_from and (steps := saved.complete_steps()):
+        option = f"--checkpoint.load_from={saved.path(steps[-1])}"
+        logger.info("this trace has initial weights and their routing; %s takes those of the run", option)
 
 
 def _traced_run(recipe: Recipe) -> TracedRun:

@@ -59,6 +59,14 @@ def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+@rule("synthetic data draws validation sequences of its own")
+def synthetic_data_holds_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
+    d = recipe.data
+    if d.source == "synthetic" and d.holdout_fraction > 0:
+        share = f"data.holdout_fraction = {d.holdout_fraction:g}"
+        yield f'{share} has no effect with data.source = "synthetic"; set it to 0'
+
+
 @rule("validation needs text that training does not see")
 def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
@@ -82,7 +90,9 @@ def sample_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
 @rule("the model continues a held-out prompt")
 def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, num_tokens = recipe.data, recipe.metrics.sample_tokens
-    if num_tokens > 0 and (d.source == "synthetic" or (d.holdout_fraction == 0 and not d.is_streamed)):
+    if num_tokens > 0 and d.source == "synthetic":
+        yield f'metrics.sample_tokens = {num_tokens} needs text, but data.source = "synthetic"; set sample_tokens = 0'
+    elif num_tokens > 0 and d.holdout_fraction == 0 and not d.is_streamed:
         yield (
             f'metrics.sample_tokens = {num_tokens} needs held-out text, but data.source = "{d.source}" with '
             f"data.holdout_fraction = {d.holdout_fraction:g} has none; hold some out, or set sample_tokens = 0"
