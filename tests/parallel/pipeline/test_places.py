@@ -5,7 +5,7 @@ import torch
 
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.parallel.pipeline.places import Places
+from titan_moe.parallel.pipeline.places import NONE, Places
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
@@ -68,6 +68,14 @@ def test_places_are_those_of_microbatches_that_have_ended(schedule: str, rank: i
             forwards(few, Places(few, stages), actions)
 
 
+def test_stages_without_modules_have_no_place() -> None:
+    places = Places(capacity_of(1), frozenset({1}), empty_stages=frozenset({2}))
+    assert [places.take(stage, 0) for stage in (2, 0, 1)] == [NONE, 0, 0]
+    for stage in range(3):
+        places.free(stage, 0)
+    assert not places.taken
+
+
 def test_stages_without_experts_and_recomputed_ones_write_to_no_place_of_the_arena() -> None:
     capacity = capacity_of(1)
     places = Places(capacity, frozenset({1}))
@@ -77,9 +85,11 @@ def test_stages_without_experts_and_recomputed_ones_write_to_no_place_of_the_are
         with places.writing_to(0, microbatch):
             assert capacity.place == 0
     lifted = capacity_of(1, num_delayed_places=1)
+    delaying = Places(lifted, frozenset({0}))
     with lifted.unbounded():
         for microbatch in range(2):
-            Places(lifted, frozenset({0})).backward_of(0, microbatch)
+            with delaying.backward_of(0, microbatch):
+                assert not delaying.delayed, "nothing is kept to delay"
     capacity = capacity_of(1, is_checkpointed=True)
     recomputed = Places(capacity, frozenset({0}))
     for microbatch in range(2):

@@ -128,7 +128,7 @@ class StepRun:
         self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
         self.microbatches, self.entries, self.messages = list(batch.microbatches()), entries, messages
         self.graphs = graphs
-        self.places = Places(pipeline.capacity, pipeline.stages_with_experts)
+        self.places = Places(pipeline.capacity, pipeline.stages_with_experts, pipeline.empty_stages)
         self.inputs: dict[InFlight, Received] = {}
         self.outputs: dict[InFlight, Tensor] = {}
         stages_in_pieces = self.stages if pipeline.runs_in_pieces else ()
