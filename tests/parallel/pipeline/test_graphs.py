@@ -199,6 +199,12 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
         {**ONE, **EP2, "accumulate_unsharded": True},
         {"precision": BF16, "kernels": "grouped_mm"},
     ),
+    "1f1b_gathers_codes": (
+        2,
+        "gqa",
+        {**ONE, "accumulate_unsharded": True},
+        {"precision": PrecisionConfig("fp32", backend="emulated", linears="fp8_tensorwise", all_gather="format")},
+    ),
     "interleaved_1f1b": (
         2,
         "gqa-window",
