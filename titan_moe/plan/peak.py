@@ -61,7 +61,8 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     of_root = _root_parameters(part)  # what FSDP gathers for all of forward and backward, and reduces after it
     of_one, loss, temporary = _bytes_of_one(part, capacity_factor, experts)
     delayed = part.num_delayed * _delayed_bytes(part, capacity_factor, experts)
-    kept, kept_by_others = _num_kept(part, experts) * of_one, max(_num_kept(part, experts) - 1, 0) * of_one
+    num_kept = _num_kept(part, experts)
+    kept, kept_by_others = num_kept * of_one, max(num_kept - 1, 0) * of_one
     of_graphs = _graph_bytes(part, capacity_factor, experts)
     if part.graph_pools:  # these have it all
         kept = kept_by_others = delayed = loss = temporary = 0
