@@ -174,7 +174,7 @@ def run_layers(device: torch.device, dtype: torch.dtype) -> list[ExpertCapacity]
         layer, queue = MoE(MODEL, PRESETS["fused"]).to(device, dtype), WeightGradQueue()
         layer.dispatcher = kind(NUM_EXPERTS, permute=PERMUTE["triton"])
         layer.experts.mlp = QueuedMLP(layer.experts.mlp, queue)
-        with queue.recording() as pending:
+        with queue.delaying() as pending:
             run_layer(layer, is_trained=True)
         pending.compute()
     for mlp, quantize, width in (

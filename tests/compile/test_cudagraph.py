@@ -1,5 +1,6 @@
 """Captured functions, on the CPU with a recorder that calls the function instead of replaying kernels."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +51,15 @@ def test_captured_outputs_are_overwritten_by_each_replay() -> None:
     assert first is second and first.item() == 0
 
 
-def test_captured_release_leads_to_a_new_recording() -> None:
+def test_captured_release_frees_inputs_and_leads_to_a_new_recording() -> None:
     repeater: Any = Repeater()
     captured = Captured(scaled_sum, repeater)
     captured.release()  # before any capture
     captured((torch.ones(3), None), torch.tensor(1.0))
     assert captured.num_recordings == 1
+    buffer = weakref.ref(captured.inputs[0])
     captured.release()
+    assert buffer() is None
     assert captured((torch.ones(3), None), torch.tensor(2.0)).item() == 6
     assert captured.num_recordings == 2
     assert repeater.log == ["record", "replay", "release", "record", "replay"]
@@ -80,8 +83,8 @@ def test_captured_failure_names_the_reason_and_the_recipe_field() -> None:
             finally:
                 raise RuntimeError("operation failed due to a previous error during capture")
 
-    captured = Captured(scaled_sum, Refuses())
-    with pytest.raises(RuntimeError, match=r'not permitted.*\n.*compile.cudagraph = "off"'):
+    captured = Captured(scaled_sum, Refuses(), name="forward of stage 3")
+    with pytest.raises(RuntimeError, match=r'forward of stage 3 cannot.*not permitted.*\n.*compile.cudagraph = "off"'):
         captured((torch.ones(3), None), torch.tensor(1.0))
 
 

@@ -463,7 +463,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
             f"{ZERO_BUBBLE} --compile.cudagraph=microbatch --run.device=cuda --parallel.dispatcher=symm_mem "
             "--perf.kernels=fused --parallel.ep=2",
             8,
-            'the places of delayed weight gradients differ by microbatch; take "step", or pp_schedule = "1f1b" or',
+            'take "step", or pp_schedule = "1f1b" or "interleaved_1f1b", or parallel.expert_rank_capacity_factor = 0',
         ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
         (
@@ -757,6 +757,8 @@ def test_rules_with_several_cases_refuse_each(
         f"{ZERO_BUBBLE} --parallel.pp_schedule=interleaved_zero_bubble",
         f"{PIPELINE} --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
         f"{ZERO_BUBBLE} --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
+        f"{ZERO_BUBBLE} --parallel.dispatcher=symm_mem --perf.kernels=fused --parallel.ep=2 "
+        "--parallel.expert_rank_capacity_factor=0 --compile.cudagraph=microbatch --run.device=cuda",
     ],
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:

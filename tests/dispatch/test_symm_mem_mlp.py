@@ -98,7 +98,7 @@ def run_layers(
 
     dispatcher.capacity.start_forward()
     y_TD = x_TD
-    with queue.recording() if queue else nullcontext() as pending:
+    with queue.delaying() if queue else nullcontext() as pending:
         for (_, ids_TK, _, _), scores_TK in zip(drawn, scores, strict=True):
             y_TD = (wrap(layer) if wrap else layer)(y_TD, ids_TK, scores_TK)
     y_TD.backward(grad_TD)

@@ -221,25 +221,28 @@ def test_delayed_weight_gradients_over_symmetric_memory_are_those_at_once(ranks:
 
 
 LOOP = ParallelConfig(pp=2, vpp=2, pp_schedule="interleaved_1f1b")
-ACTIONS = {
-    # name: GPUs, layout, recompute
-    "1f1b": (2, REPLAYED["1f1b"], "none"),
-    "1f1b_unsharded": (2, replace(REPLAYED["1f1b"], accumulate_unsharded=True), "none"),
-    "1f1b_recompute": (2, REPLAYED["1f1b"], "block"),
-    "interleaved_1f1b": (2, LOOP, "none"),
-    "zbv": (2, REPLAYED["zbv"], "none"),
-    "1f1b_sharded": (4, replace(REPLAYED["1f1b"], dp_shard=2), "none"),
-    "interleaved_1f1b_replicated": (4, replace(LOOP, dp_replicate=2, dp_shard=1), "none"),
-    "zbv_sharded": (4, replace(REPLAYED["zbv"], dp_shard=2), "none"),
-    "1f1b_ep": (4, replace(REPLAYED["1f1b"], ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0), "none"),
+UNSHARDED = replace(REPLAYED["1f1b"], accumulate_unsharded=True)
+CODES = replace(capture.RECIPE.precision, linears="fp8_tensorwise", all_gather="format")
+ACTIONS: dict[str, tuple[int, ParallelConfig, dict[str, Any]]] = {
+    # name: GPUs, layout, changes to the recipe
+    "1f1b": (2, REPLAYED["1f1b"], {}),
+    "1f1b_unsharded": (2, UNSHARDED, {}),
+    "1f1b_gathers_codes": (2, UNSHARDED, {"precision": CODES}),
+    "1f1b_recompute": (2, REPLAYED["1f1b"], {"memory": MemoryConfig("block")}),
+    "interleaved_1f1b": (2, LOOP, {}),
+    "zbv": (2, REPLAYED["zbv"], {}),
+    "1f1b_sharded": (4, replace(REPLAYED["1f1b"], dp_shard=2), {}),
+    "interleaved_1f1b_replicated": (4, replace(LOOP, dp_replicate=2, dp_shard=1), {}),
+    "zbv_sharded": (4, replace(REPLAYED["zbv"], dp_shard=2), {}),
+    "1f1b_ep": (4, replace(REPLAYED["1f1b"], ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0), {}),
 }
 
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_replayed_actions_are_the_launched_ones(ranks: Any, name: str) -> None:
     """Each with graphs of its own: the forwards of several microbatches run before the backward of the first."""
-    num_gpus, parallel, recompute = ACTIONS[name]
-    check_replayed(ranks, num_gpus, parallel, "microbatch", memory=MemoryConfig(recompute))
+    num_gpus, parallel, changes = ACTIONS[name]
+    check_replayed(ranks, num_gpus, parallel, "microbatch", **changes)
 
 
 def test_replayed_actions_over_symmetric_memory_are_the_launched_ones(ranks: Any) -> None:

@@ -82,7 +82,7 @@ def run(case: Case, frozen: tuple[int, ...] = (), *, delays: bool) -> list[Tenso
     for index, leaf in enumerate(leaves):
         leaf.requires_grad_(index not in frozen)
     op = case.queued(queue) if delays else case.whole
-    with queue.recording() as pending:
+    with queue.delaying() as pending:
         read = [leaf.to(torch.float32).to(case.dtype) for leaf in leaves]
         y = op(*read) + op(*(2 * x for x in read))
     y.sin().sum().backward()
@@ -113,7 +113,7 @@ def test_frozen_tensors_have_no_gradients_and_stop_none(name: str) -> None:
 def test_an_output_without_gradient_leaves_none_to_its_weights() -> None:
     queue = WeightGradQueue()
     x, used, unused = (torch.randn(2, 2, requires_grad=True) for _ in range(3))
-    with queue.recording() as pending:
+    with queue.delaying() as pending:
         y, _ = (queued_linear(x, weight, None, queue) for weight in (used, unused))
     y.sum().backward()
     pending.compute()
@@ -139,7 +139,7 @@ def test_only_operands_outlive_a_backward(name: str) -> None:
     marks = [set[int](), set[int]()]
     graph = [weakref.ref(mark) for mark in marks]
     x, *others = (torch.randn(shape, dtype=case.dtype).requires_grad_() for shape in case.shapes)
-    with queue.recording() as pending:
+    with queue.delaying() as pending:
         y = Marked.apply(case.queued(queue)(Marked.apply(x.exp(), marks.pop()), *others), marks.pop())
     y.sum().backward()
     del y
@@ -164,7 +164,7 @@ def test_operands_and_gradients_are_freed_one_by_one() -> None:
             most_alive.append(sum(ref() is not None for ref in grads))
             num_left.append(sum(use.pending is not None for _, use in uses))
 
-    with queue.recording() as pending:
+    with queue.delaying() as pending:
         x = torch.randn(2, 3, requires_grad=True)
         for _ in range(4):
             x = queued_linear(x, Look.apply(torch.randn(3, 3, requires_grad=True)), None, queue)
@@ -178,7 +178,7 @@ def test_a_graph_delays_nothing() -> None:
     torch._dynamo.reset()  # all compiled partials share the limit of one function
     queue, weight = WeightGradQueue(), torch.randn(3, 3, requires_grad=True)
     compiled = torch.compile(partial(queued_linear, queue=queue), fullgraph=True, backend="aot_eager")
-    with queue.recording() as pending:
+    with queue.delaying() as pending:
         compiled(torch.randn(2, 3), weight, None).sum().backward()
     assert pending.uses == [] and weight.grad is not None
 
@@ -193,6 +193,6 @@ def test_experts_in_emulated_formats_are_not_queued() -> None:
 def test_clones_are_not_delayed(choice: str) -> None:
     queue = WeightGradQueue()
     x_RI, own_eOI, clones_cOI = (torch.randn(shape, requires_grad=True) for shape in ((ROWS, 4), (2, 4, 4), (1, 4, 4)))
-    with queue.recording() as pending:
+    with queue.delaying() as pending:
         QUEUED_GROUPED_GEMM[choice](queue)(x_RI, own_eOI, clones_cOI, OFFSETS_E).sum().backward()
     assert pending.uses == [] and own_eOI.grad is not None and clones_cOI.grad is not None

@@ -64,8 +64,10 @@ def test_a_pipeline_has_places_of_the_largest_stage_and_a_factor_of_one_place() 
     assert arena.heads_P3[:, 2].tolist() == [2, 0, 0, 0], "a forward of each stage, without a schedule"
     arena.need.copy_(torch.tensor([0, of_one]))
     assert float(capacity.needed_factor()) == pytest.approx(1.5)
-    with capacity.writing_to(3):
-        capacity.start_forward()
+    with capacity.writing_to(2):
+        with capacity.writing_to(3):
+            capacity.start_forward()
+        assert capacity.place == 2
     assert arena.heads_P3[:, 2].tolist() == [2, 0, 0, 1] and capacity.place == 0
     assert arena.num_delayed_places == 2 and len(arena.dactive_GF) == 2 * of_one
     assert arena.dy_CW.shape == (2 * arena.room[0], 64) and arena.dactive_GF.shape[1] == 32

@@ -79,8 +79,11 @@ class Captured:
     Raises: ValueError for arguments of other shapes; RuntimeError if the function cannot be captured, with the reason.
     """
 
-    def __init__(self, function: Callable[..., Any], recorder: Recorder, pool: Pool | None = None) -> None:
-        self.function = function
+    def __init__(
+        self, function: Callable[..., Any], recorder: Recorder, pool: Pool | None = None, *, name: str = "the step"
+    ) -> None:
+        """`name` is that of the function in errors."""
+        self.function, self.name = function, name
         self.recorder, self.pool = recorder, pool
         self.recording: Recording | None = None
         self.num_recordings = 0  # so far
@@ -103,10 +106,10 @@ class Captured:
         return self.recording.outputs
 
     def release(self) -> None:
-        """Free the graph's memory. The next call captures again."""
+        """Free the graph's memory and its input buffers. The next call captures again."""
         if self.recording is not None:
             self.recording.release()
-        self.recording = None
+        self.recording, self.inputs, self.layout = None, [], None
 
     def _record(self, given: list[Any], layout: Any) -> Recording:
         self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
@@ -116,8 +119,8 @@ class Captured:
             return self.recorder.record(lambda: self.function(*args), self.pool)
         except RuntimeError as error:
             reason = error.__context__ or error  # ending an invalid capture raises a second error
-            message = f'the step cannot be captured as a CUDA graph: {reason}\nset compile.cudagraph = "off" to run it'
-            raise RuntimeError(message) from error
+            message = f"{self.name} cannot be captured as a CUDA graph: {reason}"
+            raise RuntimeError(f'{message}\nset compile.cudagraph = "off" to run it') from error
 
 
 def _shapes(leaves: list[Any]) -> list[Any]:

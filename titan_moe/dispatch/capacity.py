@@ -42,7 +42,7 @@ class ExpertCapacity:
         self.arena: Arena | None = None
         self.loads: LayerLoads | None = None
         self.place = 0
-        """Of the arena, where the next forward is written: 0 but inside `writing_to`."""
+        """Of the arena, where the next forward is written; set by `writing_to`."""
         self.balanced = torch.ones(2, dtype=torch.float64, device=device)
         """Rows and slots of a balanced load of all layers of a place, where there is an arena."""
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
@@ -146,11 +146,11 @@ class ExpertCapacity:
     @contextmanager
     def writing_to(self, place: int) -> Iterator[None]:
         """Let the forwards within a `with` block start in this place of the arena."""
-        self.place = place
+        before, self.place = self.place, place
         try:
             yield
         finally:
-            self.place = 0
+            self.place = before
 
     @contextmanager
     def delaying_to(self, place: int) -> Iterator[None]:

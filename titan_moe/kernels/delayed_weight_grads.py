@@ -1,7 +1,7 @@
 """Weight gradients that are computed after a backward, when a schedule asks for them.
 
 Nothing in a backward waits for weight gradients, so zero-bubble schedules (arXiv:2401.10241) compute them where a rank
-would wait. While a forward is recorded, an operation reads stand-ins of its weights, leaves that end its graph. Its
+would wait. In a forward that delays them, an operation reads stand-ins of its weights, leaves that end its graph. Its
 backward computes the gradients of its inputs and keeps the operands of the rest. When these are computed, autograd goes
 on from the weights as the layer read them, through casts and local tensors to the parameters. It does so in the order
 of a whole backward, and gradients of several uses are added in that order: sums have the same bits.
@@ -54,7 +54,7 @@ class _Root(torch.autograd.Function):
 
 
 class PendingWeightGrads:
-    """The weight gradients that the backward of a recorded forward leaves."""
+    """The weight gradients that a backward leaves."""
 
     def __init__(self) -> None:
         self.uses: list[tuple[Tensor, DelayedWeightGrads]] = []
@@ -99,7 +99,7 @@ class WeightGradQueue:
         return None if torch.compiler.is_compiling() else self._pending
 
     @contextmanager
-    def recording(self, pending: PendingWeightGrads | None = None) -> Iterator[PendingWeightGrads]:
+    def delaying(self, pending: PendingWeightGrads | None = None) -> Iterator[PendingWeightGrads]:
         """Delay the weight gradients of a forward; with `pending`, those of another piece of it."""
         assert self._pending is None, "one forward at a time"
         self._pending = PendingWeightGrads() if pending is None else pending

@@ -132,7 +132,7 @@ def _zeros_like(unsharded: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def gather_after_this(model: nn.Module) -> None:
+def order_gathers_after_current_stream(model: nn.Module) -> None:
     """Let the streams of all-gathers wait for the current one, as the root's forward does. Otherwise the gathers of a
     backward that is captured apart from its forward would not belong to the capture."""
     context = _fsdp(fully_shard.state(model))._comm_ctx

@@ -217,7 +217,7 @@ class CapturedMicrobatches:
             self.captured = graphs = forward_backward.build_graphs(recorder)
             self.replay = partial(forward_backward, graphs=graphs)
         else:
-            self.captured = captured = Captured(forward_backward, recorder)
+            self.captured = captured = Captured(forward_backward, recorder, name="a microbatch")
             self.replay = partial(_replay_microbatches, captured)
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:

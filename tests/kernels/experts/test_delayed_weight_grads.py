@@ -105,7 +105,7 @@ def test_queued_gradients_are_those_of_the_mlp(mlp: Any, has_codes: bool, device
             if queue is None:
                 mlp(x_SD, slots, weights).sin().sum().backward()
             else:
-                with queue.recording() as pending:
+                with queue.delaying() as pending:
                     y_SD = QueuedMLP(mlp, queue)(x_SD, slots, weights)
                 y_SD.sin().sum().backward()
                 assert gate_up.grad is down.grad is None and x_SD.grad is not None
@@ -134,7 +134,7 @@ def test_queued_gradients_are_those_of_swiglu_down(device: str, dtype: torch.dty
         if queue is None:
             fused_swiglu_down(hidden, weight).sin().sum().backward()
         else:
-            with queue.recording() as pending:
+            with queue.delaying() as pending:
                 y = QUEUED_SWIGLU_DOWN[fused_swiglu_down](queue)(hidden, weight)
             y.sin().sum().backward()
             assert weight.grad is None

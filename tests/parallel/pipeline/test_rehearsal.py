@@ -145,8 +145,12 @@ def test_rehearsal_is_due_where_something_compiles_and_for_each_new_size() -> No
     assert [graphs.is_due(CPU) for _ in range(2)] == [True, False]
     in_arena.resize(3.0)
     assert not graphs.is_due(CPU), "no graph has the size of an arena, and a captured step follows"
-    in_arena.arena = Arena(8, 8, torch.float32, "cpu", num_places=2, num_delayed_places=1)
-    assert [graphs.is_due(CPU) for _ in range(2)] == [True, False], "other kernels write delayed places"
+    zbv = pipelines.recipe_of(ZBV)
+    splits = Rehearsals(replace(zbv, compile=CompileConfig("on")), in_arena)
+    with in_arena.unbounded():
+        assert [splits.is_due(CPU) for _ in range(2)] == [True, False]
+    assert not in_arena.arena.can_delay, "a rank without experts"
+    assert [splits.is_due(CPU) for _ in range(2)] == [True, False], "other ranks write delayed places"
     for kernels in PRESETS:
         perf, eager = PerfConfig(kernels=kernels), CompileConfig("off")
         launched = Rehearsals(replace(base, compile=eager, perf=perf), ExpertCapacity())

@@ -126,7 +126,7 @@ def test_backward_weight_computes_each_delayed_gradient_once(name: str) -> None:
     assert 0 < num_of_experts < len(late) < len(whole)
 
     segment = AutogradSegment(lambda tokens_BN: (model(tokens_BN, TOKENS),))
-    with queue.recording() as pending:
+    with queue.delaying() as pending:
         segment(TOKENS)
     with Watch() as first:
         segment.backward([torch.ones((), dtype=torch.float64)])
@@ -143,7 +143,7 @@ def test_backward_weight_computes_each_delayed_gradient_once(name: str) -> None:
 def test_only_operands_are_kept_between_the_two(name: str) -> None:
     model, queue = built(recipe_of(name))
     segment = AutogradSegment(lambda tokens_BN: (model(tokens_BN, TOKENS),))
-    with Watch() as watch, queue.recording() as pending:
+    with Watch() as watch, queue.delaying() as pending:
         segment(TOKENS)
         kept = watch.alive()
         segment.backward([torch.ones((), dtype=torch.float64)])
@@ -174,7 +174,7 @@ def test_what_is_in_a_graph_computes_its_own_gradients() -> None:
     torch._dynamo.reset()
     recipe = recipe_of("mla-latent-gate")
     (model, queue), (eager, _) = compiled(recipe), built(recipe)
-    with queue.recording() as pending:
+    with queue.delaying() as pending:
         loss = model(TOKENS, TOKENS)
     loss.backward()
     missing = {name for name, parameter in model.named_parameters() if parameter.grad is None}

@@ -15,7 +15,7 @@ from titan_moe.models.transformer import Transformer
 from titan_moe.plan.count import training_flops_per_token
 from titan_moe.plan.memory import gathered_bytes_per_rank, state_bytes, state_bytes_per_rank
 from titan_moe.plan.peak import activation_bytes_per_rank, peak_bytes, peak_bytes_per_rank
-from titan_moe.plan.pipeline.parts import in_flight, parts_of, training_flops_of_rank
+from titan_moe.plan.pipeline.parts import parts_of, training_flops_of_rank
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.roofline import step_work
@@ -25,6 +25,7 @@ LAYOUTS = {
     "1f1b": ParallelConfig(pp=4),
     "interleaved": ParallelConfig(pp=2, vpp=3, pp_schedule="interleaved_1f1b"),
     "zbv": ParallelConfig(pp=2, vpp=2, pp_schedule="zbv", accumulate_unsharded=True),
+    "zero_bubble": ParallelConfig(pp=2, vpp=3, pp_schedule="interleaved_zero_bubble", accumulate_unsharded=True),
     "uneven": ParallelConfig(pp=3, pp_layout="E|t*6|tL"),
 }
 
@@ -72,18 +73,20 @@ def test_parts_of_a_run_without_a_pipeline_are_the_run() -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [4, 8, 24, 200])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv", "zero_bubble"])
 def test_microbatches_in_flight_are_those_of_the_list(name: str, num_microbatches: int) -> None:
     recipe = recipe_with(LAYOUTS[name], num_microbatches)
-    p, stages = recipe.parallel, stages_of(recipe)
+    p, stages, parts = recipe.parallel, stages_of(recipe), parts_of(recipe, recipe.parallel.pp)
     for rank, actions in enumerate(actions_of(p.pp_schedule, p.pp, p.vpp, num_microbatches)):
-        held = most = 0
+        held = most = before = most_before = 0
         for action in actions:
             size = sum(module.startswith("layers.") for module in stages[action.stage])
             held += size * {"forward": 1, "backward": -1, "backward_weight": -1}.get(action.kind, 0)
-            most = max(most, held)
+            before += size * {"forward": 1, "backward": -1, "backward_input": -1}.get(action.kind, 0)
+            most, most_before = max(most, held), max(most_before, before)
         layers = sum(name.startswith("layers.") for stage in stages_of_rank(rank, p) for name in stages[stage])
-        assert in_flight(recipe, p.pp, rank) == pytest.approx(most / layers)
+        assert parts[rank].num_in_flight == pytest.approx(most / layers)
+        assert parts[rank].num_before_backward == pytest.approx(most_before / layers)
 
 
 def test_a_rank_without_layers_keeps_nothing_for_them() -> None:
@@ -100,7 +103,7 @@ def test_peak_has_the_activations_of_all_microbatches_in_flight() -> None:
     parts = parts_of(recipe, 4)
     assert [part.num_in_flight for part in parts] == [4, 3, 2, 1]
     kept = activation_bytes_per_rank(parts[0].recipe)
-    once = replace(parts[0], num_in_flight=1)
+    once = replace(parts[0], num_in_flight=1, num_before_backward=1)
     assert peak_bytes(parts[0], 1.0) - peak_bytes(once, 1.0) == pytest.approx(3 * kept) and kept > 0
     assert peak_bytes_per_rank(recipe, 4, 1.0) == max(peak_bytes(part, 1.0) for part in parts)
 

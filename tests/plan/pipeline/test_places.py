@@ -9,7 +9,7 @@ from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.train import TrainConfig
-from titan_moe.plan.pipeline.places import arena_places, graph_places, moe_layers_of
+from titan_moe.plan.pipeline.places import arena_places, moe_layers_of
 from titan_moe.plan.pipeline.schedules import actions_of
 
 MODEL = ModelConfig(num_layers=9, num_dense_layers=2, moe=MoEConfig(num_experts=8))
@@ -55,27 +55,3 @@ def test_places_of_1f1b() -> None:
 
 def test_without_a_pipeline_there_is_one_place() -> None:
     assert arena_places(replace(recipe("1f1b"), parallel=ParallelConfig()), 0, 8) == (1, 7, 0)
-
-
-@pytest.mark.parametrize("rank", range(4))
-@pytest.mark.parametrize("schedule", LAYOUTS)
-def test_pools_of_graphs_are_the_places_that_a_run_takes(schedule: str, rank: int) -> None:
-    """Of stages with experts and without them apart; the first rank has both in a V."""
-    run = recipe(schedule)
-    layers = moe_layers_of(run, rank)
-    taken: dict[tuple[int, int], tuple[bool, int]] = {}
-    seen = set()
-    for action in actions_of(schedule, 4, LAYOUTS[schedule], 12)[rank]:
-        if action.kind == "forward":
-            has_experts = layers[action.stage] > 0
-            lowest = next(place for place in range(99) if (has_experts, place) not in taken.values())
-            taken[action[1:]] = has_experts, lowest
-            seen.add((has_experts, lowest))
-        if action.frees:
-            del taken[action[1:]]
-    assert graph_places(run, rank, 12) == len(seen)
-
-
-def test_stages_without_modules_have_no_pools() -> None:
-    run = recipe("interleaved_1f1b", "E|tt|tt|tt||t|t|tL")
-    assert graph_places(run, 0, 12) < graph_places(recipe("interleaved_1f1b"), 0, 12)

@@ -172,12 +172,14 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             'each, but parallel.overlap = "microbatch" runs two of them piece by piece, in turns; take "step", or '
             'overlap = "none"'
         )
+    # experts with clones do not delay; "auto" means none in a pipeline
     delays = p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward and not p.fixed_expert_clones
     if recipe.compile.cudagraph == "microbatch" and delays and has_arena(recipe, experts_of(recipe)):
         yield (
             'compile.cudagraph = "microbatch" records each stage with its places in the arena, but with '
             f'parallel.pp_schedule = "{p.pp_schedule}" the places of delayed weight gradients differ by microbatch; '
-            f'take "step", or pp_schedule = {schedules_that(lambda facts: not facts.splits_backward)}'
+            f'take "step", or pp_schedule = {schedules_that(lambda facts: not facts.splits_backward)}, or '
+            "parallel.expert_rank_capacity_factor = 0, which has no arena but room for the worst case"
         )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):

@@ -69,7 +69,8 @@ def delay_weight_grads(weights: ExpertWeights) -> DelayedWeights:
 
 
 class QueuedMLP:
-    """An MLP in Triton, in compute's dtype or in fp8, whose weight gradients are delayed while a queue records."""
+    """An MLP in Triton, in compute's dtype or in fp8, whose weight gradients are delayed inside
+    `WeightGradQueue.delaying`."""
 
     def __init__(self, mlp: ExpertMLP, queue: WeightGradQueue) -> None:
         """Raises: ValueError for another MLP."""

@@ -1,4 +1,4 @@
-"""A linear layer whose weight gradient is delayed while a queue records.
+"""A linear layer whose weight gradient is delayed inside `WeightGradQueue.delaying`.
 
 T tokens · I input width · O output width
 

@@ -37,7 +37,7 @@ from titan_moe.parallel.pipeline.graphs import PipelineGraphs
 from titan_moe.parallel.pipeline.messages import Messages, Received, activations_like
 from titan_moe.parallel.pipeline.places import InFlight, Places
 from titan_moe.parallel.pipeline.rehearsal import Rehearsals, StandIns, first_microbatches, unchanged
-from titan_moe.parallel.pipeline.runs import ReplayedRun, RunInPieces, StageInPieces, StageRun, WholeRun, recording_to
+from titan_moe.parallel.pipeline.runs import ReplayedRun, RunInPieces, StageInPieces, StageRun, WholeRun, delaying_to
 from titan_moe.parallel.pipeline.stages import TiedEmbedding, parts_by_stage
 from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
@@ -76,15 +76,15 @@ class Pipeline:
         self.reduces_at_the_end = queue is not None or self.runs_in_pieces
         """Gradients of a stage, after its last action; else the hooks of FSDP reduce them in its last backward."""
         self.stages_with_experts = frozenset(stage for stage, part in self.stages.items() if count_moe_layers(part))
+        self.empty_stages = frozenset(stage for stage, part in self.stages.items() if not list(part.parameters()))
         self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
         self.rehearsals = Rehearsals(recipe, capacity)
 
     def build_graphs(self, recorder: Recorder) -> PipelineGraphs:
         """Graphs for `__call__`, which records them at their first use."""
+        stages = {stage: part for stage, part in self.stages.items() if stage not in self.empty_stages}
         keeps_unsharded = self.config.accumulate_unsharded
-        return PipelineGraphs(
-            self.stages, self.stages_with_experts, recorder, self.queue, keeps_unsharded=keeps_unsharded
-        )
+        return PipelineGraphs(stages, self.stages_with_experts, recorder, self.queue, keeps_unsharded=keeps_unsharded)
 
     def __call__(self, batch: Batch, scale: Tensor, graphs: PipelineGraphs | None = None) -> Tensor:
         """With `graphs`, gradients must exist (`CapturedMicrobatches`), and runs are whole."""
@@ -128,7 +128,7 @@ class StepRun:
         self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
         self.microbatches, self.entries, self.messages = list(batch.microbatches()), entries, messages
         self.graphs = graphs
-        self.places = Places(pipeline.capacity, pipeline.stages_with_experts)
+        self.places = Places(pipeline.capacity, pipeline.stages_with_experts, pipeline.empty_stages)
         self.inputs: dict[InFlight, Received] = {}
         self.outputs: dict[InFlight, Tensor] = {}
         stages_in_pieces = self.stages if pipeline.runs_in_pieces else ()
@@ -228,17 +228,17 @@ class StepRun:
         stage, is_split = key[0], key in self.split_backwards
         inputs = labels_BN, document_ids_BN, scale
         if self.graphs is not None and stage in self.graphs.stages:
-            recorded = self.graphs.run_of(stage, place, is_split=is_split)
+            captured = self.graphs.run_of(stage, place, is_split=is_split)
             if is_split:
-                self.weight_grads[key] = recorded
-            return ReplayedRun(recorded, *inputs)
+                self.weight_grads[key] = captured
+            return ReplayedRun(captured, *inputs)
         pending = PendingWeightGrads() if is_split else None
         if pending is not None:
             self.weight_grads[key] = pending
-        recording = recording_to(pending, self.pipeline.queue)
+        delaying = delaying_to(pending, self.pipeline.queue)
         if stage in self.in_pieces:
-            return RunInPieces(self.in_pieces[stage], *inputs, recording)
-        return WholeRun(self.stages[stage], *inputs, recording)
+            return RunInPieces(self.in_pieces[stage], *inputs, delaying)
+        return WholeRun(self.stages[stage], *inputs, delaying)
 
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
         key = stage, microbatch

@@ -27,7 +27,7 @@ from torch import nn
 from titan_moe.compile.cudagraph import Captured, Pool, Recorder
 from titan_moe.kernels.delayed_weight_grads import WeightGradQueue
 from titan_moe.parallel import fsdp, unsharded_experts
-from titan_moe.parallel.pipeline.runs import RecordedRun
+from titan_moe.parallel.pipeline.runs import CapturedRun, StageActions
 
 OF_STEP = "step"
 """The pool of what lasts for a step."""
@@ -45,17 +45,15 @@ class PipelineGraphs:
         *,
         keeps_unsharded: bool,
     ) -> None:
-        """With `keeps_unsharded`, parameters are gathered when a step begins, and gradients are reduced after the last
-        action of their stage."""
-        # a stage without modules returns its input
-        self.stages = {stage: part for stage, part in stages.items() if list(part.parameters())}
-        self.stages_with_experts = stages_with_experts
+        """`stages` are those with modules. With `keeps_unsharded`, parameters are gathered when a step begins, and
+        gradients are reduced after the last action of their stage."""
+        self.stages, self.stages_with_experts = stages, stages_with_experts
         self.recorder, self.queue, self.keeps_unsharded = recorder, queue, keeps_unsharded
         self.num_released = 0
         self.graphs: list[Captured] = []
         self.pools: dict[Hashable, Pool] = {}
         self.of_step: dict[tuple[str, int], Captured] = {}
-        self.runs: dict[tuple[int, int, bool], RecordedRun] = {}
+        self.runs: dict[tuple[int, int, bool], CapturedRun] = {}
 
     @property
     def num_recordings(self) -> int:
@@ -66,15 +64,16 @@ class PipelineGraphs:
         """Before the first action of a step: make what lasts for it."""
         for stage, part in self.stages.items():
             if self.keeps_unsharded or unsharded_experts.have_kept_casts(part):
-                self._of_step("begin", stage, partial(self._begin, part))
+                self._of_step("beginning", stage, partial(self._begin, part))
 
-    def run_of(self, stage: int, place: int, *, is_split: bool) -> RecordedRun:
+    def run_of(self, stage: int, place: int, *, is_split: bool) -> CapturedRun:
         """The graphs of a stage in a place, for microbatches whose backward is split or not."""
         key = stage, place, is_split
         if key not in self.runs:
-            capture = partial(self._capture, pool=(stage in self.stages_with_experts, place))
             options = {"is_split": is_split, "keeps_unsharded": self.keeps_unsharded}
-            self.runs[key] = RecordedRun(self.stages[stage], capture, self.queue, **options)
+            actions = StageActions(self.stages[stage], self.queue, **options)
+            capture = partial(self._capture, stage=stage, pool=(stage in self.stages_with_experts, place))
+            self.runs[key] = CapturedRun(actions, capture)
         return self.runs[key]
 
     def end(self, stage: int) -> None:
@@ -97,13 +96,13 @@ class PipelineGraphs:
 
     def _of_step(self, name: str, stage: int, function: Callable[[], None]) -> None:
         if (name, stage) not in self.of_step:
-            self.of_step[name, stage] = self._capture(function, OF_STEP)
+            self.of_step[name, stage] = self._capture(function, name, stage=stage, pool=OF_STEP)
         self.of_step[name, stage]()
 
-    def _capture(self, function: Callable[..., Any], pool: Hashable) -> Captured:
+    def _capture(self, function: Callable[..., Any], name: str, *, stage: int, pool: Hashable) -> Captured:
         if pool not in self.pools:
             self.pools[pool] = self.recorder.new_pool()
-        self.graphs.append(Captured(function, self.recorder, self.pools[pool]))
+        self.graphs.append(Captured(function, self.recorder, self.pools[pool], name=f"{name} of stage {stage}"))
         return self.graphs[-1]
 
 

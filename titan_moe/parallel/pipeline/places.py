@@ -1,4 +1,4 @@
-"""Assign places to microbatches in flight, from the schedule alone: of the arena, and of recorded CUDA graphs."""
+"""Assign places to microbatches in flight, from the schedule alone: of the arena, and of captured CUDA graphs."""
 
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
@@ -7,6 +7,8 @@ from titan_moe.dispatch.capacity import ExpertCapacity
 
 InFlight = tuple[int, int]
 """A stage and a microbatch."""
+NONE = -1
+"""In place of a place."""
 
 
 class Places:
@@ -14,20 +16,25 @@ class Places:
     replayed CUDA graph requires.
 
     Stages with MoE layers have places of their own, which are those of the arena, and stages without them have others.
-    If backward recomputes the forward, the arena keeps nothing, and all microbatches share its one place.
+    A stage without modules returns its input: it keeps nothing and has no place. If backward recomputes the forward,
+    the arena keeps nothing, and all microbatches share its one place.
     """
 
-    def __init__(self, capacity: ExpertCapacity, stages: frozenset[int]) -> None:
-        """`stages` are those with MoE layers."""
-        self.capacity, self.stages = capacity, stages
+    def __init__(
+        self, capacity: ExpertCapacity, stages: frozenset[int], empty_stages: frozenset[int] = frozenset()
+    ) -> None:
+        """`stages` are those with MoE layers, `empty_stages` those without modules."""
+        self.capacity, self.stages, self.empty_stages = capacity, stages, empty_stages
         self.taken: dict[InFlight, int] = {}
         self.delayed: dict[InFlight, int] = {}
 
     def take(self, stage: int, microbatch: int) -> int:
-        """The place of a stage and microbatch, kept until `free`.
+        """The place of a stage and microbatch, kept until `free`; NONE for an empty stage.
 
         Raises: RuntimeError if more are in flight than the arena has places.
         """
+        if stage in self.empty_stages:
+            return NONE
         alike = {key: place for key, place in self.taken.items() if (key[0] in self.stages) == (stage in self.stages)}
         place = next(place for place in count() if place not in alike.values())
         arena = self.capacity.arena
@@ -66,7 +73,8 @@ class Places:
 
     def free(self, stage: int, microbatch: int) -> None:
         """Free its places, after the last action that needs their contents."""
-        del self.taken[stage, microbatch]
+        if stage not in self.empty_stages:
+            del self.taken[stage, microbatch]
         self.delayed.pop((stage, microbatch), None)
 
     def _lies_in_arena(self, stage: int) -> bool:

@@ -19,6 +19,7 @@ from titan_moe.config import Recipe
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.parallel.pipeline.messages import Received, check_activation
 from titan_moe.plan.pipeline.action import Entry, flat
+from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts, splits_backward
 
 NUM_MICROBATCHES = 2
 
@@ -51,9 +52,10 @@ class Rehearsals:
 
     def __init__(self, recipe: Recipe, capacity: ExpertCapacity) -> None:
         self.config, self.kernels, self.capacity = recipe.compile, recipe.perf.chosen_kernels, capacity
+        self.experts_delay = splits_backward(recipe) and obstacle_of_experts(recipe) is None
         self.done: set[tuple[int, bool, bool]] = set()
-        """`ExpertCapacity.sizes` of the graphs that there are, and whether the arena had delayed places, which other
-        kernels write."""
+        """`ExpertCapacity.sizes` of the graphs that there are, and whether experts delayed weight gradients in the
+        arena, where other kernels write."""
 
     def is_due(self, device: torch.device) -> bool:
         """Whether the next step on a device needs a rehearsal. After this call the step counts as rehearsed. All ranks
@@ -61,7 +63,8 @@ class Rehearsals:
         if not self.config.compiles(device.type) and not (device.type == "cuda" and self.kernels.are_compiled):
             return False
         arena = self.capacity.arena
-        sizes = *self.capacity.sizes, arena is not None and arena.can_delay
+        # of the schedule: a rank without experts has no delayed places
+        sizes = *self.capacity.sizes, self.experts_delay and arena is not None and arena.keeps
         self.done = {rehearsed for rehearsed in self.done if rehearsed[0] == sizes[0]}  # to set the factor drops graphs
         is_new = sizes not in self.done
         self.done.add(sizes)

@@ -25,16 +25,16 @@ from titan_moe.parallel.fsdp import ManualFSDP
 from titan_moe.parallel.microbatch_run import MicrobatchRun, are_dense
 from titan_moe.plan.schedule import START_LAYER, stretches
 
-Recording = Callable[[], AbstractContextManager[Any]]
+Delaying = Callable[[], AbstractContextManager[Any]]
 """A context manager around the forward, or around each piece of it."""
 
 
-def recording_to(pending: PendingWeightGrads | None, queue: WeightGradQueue | None) -> Recording:
+def delaying_to(pending: PendingWeightGrads | None, queue: WeightGradQueue | None) -> Delaying:
     """Let the layers leave the weight gradients of a forward, or of a piece of it, to `pending`, if there is one."""
     if pending is None:
         return nullcontext
     assert queue is not None, "the schedule splits backwards"
-    return partial(queue.recording, pending)
+    return partial(queue.delaying, pending)
 
 
 class StageRun(Protocol):
@@ -58,10 +58,10 @@ class WholeRun:
         labels_BN: Tensor,
         document_ids_BN: Tensor | None,
         scale: Tensor | None,
-        recording: Recording,
+        delaying: Delaying,
     ) -> None:
         """`scale` is that of the loss; None without the head."""
-        self.recording = recording
+        self.delaying = delaying
 
         def run(x: Tensor) -> tuple[Tensor]:
             out = part(x, labels_BN, document_ids_BN)
@@ -81,7 +81,7 @@ class WholeRun:
 
     def run_forward(self, x: Tensor) -> Tensor:
         """`forward` at once."""
-        with self.recording():
+        with self.delaying():
             (out,) = self.segment(x)
         return out.detach()
 
@@ -91,76 +91,82 @@ class WholeRun:
         return input_grad
 
 
-class RecordedRun:
-    """What a stage computes for the microbatches of one place, recorded at the first of them.
+class StageActions:
+    """What a stage computes for the microbatches of one place, one after the other, as functions that are captured.
 
-    Every graph begins and ends with the same state of FSDP, so all microbatches are alike. Either parameters are
-    unsharded during a step, outside of these graphs (`keeps_unsharded`): then no graph gathers or reduces. Or each
-    graph gathers what it needs, and a backward reduces its gradients.
+    Every one begins and ends with the same state of FSDP, so all microbatches are alike. Either parameters are
+    unsharded during a step, outside of these functions (`keeps_unsharded`): then none gathers or reduces. Or each
+    gathers what it needs, and a backward reduces its gradients.
     """
 
     def __init__(
-        self,
-        part: nn.Module,
-        capture: Callable[[Callable[..., Any]], Captured],
-        queue: WeightGradQueue | None,
-        *,
-        is_split: bool,
-        keeps_unsharded: bool,
+        self, part: nn.Module, queue: WeightGradQueue | None, *, is_split: bool, keeps_unsharded: bool
     ) -> None:
         """`queue` is that of a backward that is split."""
         self.part, self.queue = part, queue
         self.is_split, self.keeps_unsharded = is_split, keeps_unsharded
         self.run: WholeRun
         self.pending: PendingWeightGrads | None = None
-        self.forward, self.backward = capture(self._forward), capture(self._backward)
-        self.weight_grads = capture(self._compute_weight_grads)
 
-    def compute(self) -> None:
-        """Compute the delayed weight gradients."""
-        self.weight_grads()
-
-    def _forward(self, x: Tensor, labels_BN: Tensor, document_ids_BN: Tensor | None, scale: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, labels_BN: Tensor, document_ids_BN: Tensor | None, scale: Tensor | None) -> Tensor:
         self.pending = PendingWeightGrads() if self.is_split else None
-        self.run = WholeRun(self.part, labels_BN, document_ids_BN, scale, recording_to(self.pending, self.queue))
+        self.run = WholeRun(self.part, labels_BN, document_ids_BN, scale, delaying_to(self.pending, self.queue))
         out = self.run.run_forward(x.requires_grad_() if x.is_floating_point() else x)
         if not self.keeps_unsharded:
             fsdp.reshard_all(self.part)  # FSDP leaves the root unsharded
         return out
 
-    def _backward(self, grad: Tensor) -> Tensor | None:
+    def backward(self, grad: Tensor) -> Tensor | None:
         if self.keeps_unsharded:
             fsdp.set_unsharded_accumulation(self.part, True)
         else:
-            fsdp.gather_after_this(self.part)
+            fsdp.order_gathers_after_current_stream(self.part)
         input_grad = self.run.run_backward(grad)
         if self.keeps_unsharded and not self.is_split:
             fsdp.accumulate_late_grads(self.part)
         return input_grad
 
-    def _compute_weight_grads(self) -> None:
+    def compute_weight_grads(self) -> None:
         assert self.pending is not None, "the backward is split"
         self.pending.compute()
         fsdp.accumulate_late_grads(self.part)
+
+
+class CapturedRun:
+    """The CUDA graphs of a stage in one place, captured for the first of its microbatches.
+
+    Graphs refer to actions, and actions to no graph: without such a cycle all memory is freed with the last reference.
+    Python's collector of cycles runs rarely in training.
+    """
+
+    def __init__(self, actions: StageActions, capture: Callable[[Callable[..., Any], str], Captured]) -> None:
+        """`capture` takes a function and its name."""
+        self.forward, self.backward = capture(actions.forward, "forward"), capture(actions.backward, "backward")
+        self.weight_grads = capture(actions.compute_weight_grads, "weight gradients") if actions.is_split else None
+
+    def compute(self) -> None:
+        """Compute the delayed weight gradients."""
+        assert self.weight_grads is not None, "the backward is split"
+        self.weight_grads()
 
 
 class ReplayedRun:
     """A microbatch in its place. What graphs return is copied: other graphs of the place overwrite it."""
 
     def __init__(
-        self, recorded: RecordedRun, labels_BN: Tensor, document_ids_BN: Tensor | None, scale: Tensor | None
+        self, captured: CapturedRun, labels_BN: Tensor, document_ids_BN: Tensor | None, scale: Tensor | None
     ) -> None:
         """`scale` is that of the loss; None without the head."""
-        self.recorded = recorded
+        self.captured = captured
         self.inputs = labels_BN, document_ids_BN, scale
 
     def forward(self, x: Tensor) -> Generator[None, None, Tensor]:
-        out = self.recorded.forward(x, *self.inputs).clone()
+        out = self.captured.forward(x, *self.inputs).clone()
         yield
         return out
 
     def backward(self, grad: Tensor) -> Generator[None, None, Tensor | None]:
-        input_grad = self.recorded.backward(grad)
+        input_grad = self.captured.backward(grad)
         yield
         return None if input_grad is None else input_grad.clone()
 
@@ -198,10 +204,10 @@ class RunInPieces:
         labels_BN: Tensor,
         document_ids_BN: Tensor | None,
         scale: Tensor | None,
-        recording: Recording,
+        delaying: Delaying,
     ) -> None:
         """`scale` is that of the loss; None without the head."""
-        self.stage, self.recording = stage, recording
+        self.stage, self.delaying = stage, delaying
         self.inputs = labels_BN, document_ids_BN, scale
         self.run: MicrobatchRun
 
@@ -210,7 +216,7 @@ class RunInPieces:
         for stretch in self.stage.stretches:
             for layer, name in stretch:
                 self.stage.prepare(layer)
-                with self.recording():
+                with self.delaying():
                     run.forward(layer, name)
             yield
         return run.take_output()

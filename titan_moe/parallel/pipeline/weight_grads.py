@@ -34,14 +34,14 @@ from titan_moe.plan.pipeline.weight_grads import obstacle_of_experts, splits_bac
 def build_queue(recipe: Recipe) -> WeightGradQueue | None:
     """The queue of a rank, if the schedule splits backwards; None where every backward computes all gradients.
 
-    A gradient that comes after its parameter is resharded would be lost, and a recomputed forward is not recorded.
+    A gradient that comes after its parameter is resharded would be lost, and a recomputed forward delays none.
     Rules refuse both beside such a schedule.
     """
     return WeightGradQueue() if splits_backward(recipe) else None
 
 
 def apply(stage: nn.Module, queue: WeightGradQueue | None, recipe: Recipe, device: torch.device) -> None:
-    """Let the layers of a stage delay their weight gradients while `queue` records, in place.
+    """Let the layers of a stage delay their weight gradients to `queue`, in place.
 
     Call it after dispatchers are set, and before compile, which does not compile layers that delay. Names and classes
     of modules do not change.

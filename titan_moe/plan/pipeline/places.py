@@ -1,10 +1,13 @@
 """The places of a pipeline rank: one for each microbatch that a stage of it keeps for backward, in the arena and as
 memory pools of CUDA graphs, and in the arena a delayed one for each whose weight gradients are computed later."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from itertools import count
 from typing import NamedTuple
 
 from titan_moe.config.recipe import Recipe, num_microbatches
+from titan_moe.plan.pipeline.action import flat
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
@@ -37,13 +40,22 @@ def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int
     return ArenaPlaces(round(max_held(entries, with_experts)), most, round(num_delayed))
 
 
-def graph_places(recipe: Recipe, rank: int, num_microbatches: int) -> int:
-    """The memory pools of a pipeline rank whose actions are replayed, at least 1: one for each place of stages with MoE
-    layers, and of the others with modules (parallel/pipeline/places.py)."""
-    entries, stages = entries_of(recipe.parallel, num_microbatches)[rank], stages_of(recipe)
-    layers = {stage: number for stage, number in moe_layers_of(recipe, rank).items() if stages[stage]}
-    kinds = [{stage: 1.0 for stage, number in layers.items() if (number > 0) == has_experts} for has_experts in (0, 1)]
-    return max(round(sum(max_held(entries, stages) for stages in kinds)), 1)
+def graph_pools(recipe: Recipe, rank: int, world_size: int) -> Counter[frozenset[int]]:
+    """Count the memory pools of a pipeline rank whose actions are replayed, by the stages that use them. There is one
+    for each place of stages with MoE layers, and of the others with modules (parallel/pipeline/places.py)."""
+    stages, layers = stages_of(recipe), moe_layers_of(recipe, rank)
+    taken: dict[tuple[int, int], tuple[bool, int]] = {}
+    users: dict[tuple[bool, int], set[int]] = defaultdict(set)
+    for action in flat(entries_of(recipe.parallel, num_microbatches(recipe, world_size))[rank]):
+        _, stage, microbatch = action
+        if action.kind == "forward" and stages[stage]:
+            has_experts, in_use = layers[stage] > 0, set(taken.values())
+            pool = next(pool for place in count() if (pool := (has_experts, place)) not in in_use)
+            taken[stage, microbatch] = pool
+            users[pool].add(stage)
+        if action.frees:
+            taken.pop((stage, microbatch), None)
+    return Counter(frozenset(of_pool) for of_pool in users.values())
 
 
 def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:

@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
 
+BACKWARDS = "backward", "backward_input"
+"""The actions that compute gradients of activations."""
+
 
 class Times(NamedTuple):
     """The times of each stage, in any unit; a whole backward takes both parts."""
@@ -103,7 +106,7 @@ def _needs(action: Action, listed: Collection[Action], last_stage: int) -> list[
     if kind == "forward":
         before = [Action("send_activation", stage - 1, microbatch), Action("forward", stage - 1, microbatch)]
         return _first(before, listed) if stage > 0 else []
-    if kind not in ("backward", "backward_input"):
+    if kind not in BACKWARDS:
         return []
     after = [Action(kind, stage + 1, microbatch) for kind in ("send_gradient", "backward", "backward_input")]
     return [Action("forward", stage, microbatch), *(_first(after, listed) if stage < last_stage else [])]
@@ -128,6 +131,11 @@ def max_held(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
     """The most that a rank keeps at once, if a microbatch of a stage has this size; stages without one have none. A
     pair keeps both of its microbatches."""
     return _max_between(actions, size_of, lambda action: (action.kind == "forward") - action.frees)
+
+
+def max_before_backward(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
+    """The same of microbatches whose gradients of activations are not computed yet."""
+    return _max_between(actions, size_of, lambda action: (action.kind == "forward") - (action.kind in BACKWARDS))
 
 
 def max_delayed(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
