@@ -218,14 +218,8 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-FEW_CASES = "interleaved_1f1b", "zbv"
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", CASES if metafunc.config.getoption("--all-cases") else FEW_CASES)
-
-
+@pytest.mark.few("interleaved_1f1b", "zbv")
+@pytest.mark.parametrize("name", CASES)
 def test_replayed_actions_are_the_launched_ones(ranks: Any, name: str) -> None:
     num_ranks, model, parallel, changes = CASES[name]
     recipe = one_loss.split_recipe(ParallelConfig(**parallel), model, **changes)
