@@ -1,5 +1,6 @@
 """The command line: answers without torch, refusal of invalid recipes, and torchrun only for valid ones."""
 
+import errno
 import gc
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from titan_moe import cli
 from titan_moe.config import Recipe
+from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, recorded_failures
 
 pytestmark = pytest.mark.slow
 
@@ -123,9 +125,25 @@ def test_train_under_torchrun_reports_problems_on_the_first_local_rank() -> None
     assert time.perf_counter() - start > cli.OTHER_RANKS_DELAY_S, "torchrun ends it before this"
 
 
+@pytest.mark.parametrize(("steps", "exit_code"), [(0, EXIT_BAD_RECIPE), (5, EXIT_FAILED)])
+def test_train_rank_records_an_error_before_the_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[Recipe], steps: int, exit_code: int
+) -> None:
+    """Without a record the launcher takes the signal by which torchrun ends the other ranks for the cause."""
+
+    def fail(recipe: Recipe) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys.modules["titan_moe.train.trainer"], "run", fail)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert cli.main(["train", QUICKSTART, f"--train.steps={steps}"]) == exit_code
+    (failure,) = recorded_failures(tmp_path)
+    assert failure.exit_code == exit_code and ("train.steps = 0" if steps == 0 else "disk is full") in failure.words
+
+
 def test_train_layout_for_more_ranks_suggests_nproc() -> None:
     refused = run_cli("train", QWEN3)
-    assert refused.returncode == 2 and "the run has 1 rank; start it with --nproc 8" in refused.stderr
+    assert refused.returncode == 2 and "1 rank; start it with --nproc 8, or a multiple" in refused.stderr
     assert "take a divisor" not in refused.stderr
 
 

@@ -16,7 +16,7 @@ from titan_moe.config.explain import explain
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.parse import nearest_key, split_overrides
 from titan_moe.plan.check_report import describe
-from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words
+from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
 from titan_moe.train.parent_death import die_with_parent
 
 EXIT_INTERRUPTED = 130
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
+        record_failure(error)  # for the launcher, if this is one of its ranks
         _print_problems(error.problems)
         return EXIT_BAD_RECIPE
     except KeyboardInterrupt:
@@ -111,6 +112,7 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     except (RecipeError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # not every error of torch.distributed.checkpoint is an Exception
+        record_failure(error, recipe.run.folder)
         if words := plain_words(error, recipe.run.folder):
             print(f"titan-moe: {words}", file=sys.stderr)
             return EXIT_FAILED
