@@ -62,7 +62,7 @@ def streams_hold_out_no_share(recipe: Recipe, world_size: int) -> Iterator[str]:
 @rule("validation needs text that training does not see")
 def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
-    holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction > 0
+    holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction != 0
     if recipe.validation.every_steps > 0 and not holds_out:
         yield (
             f"validation.every_steps = {recipe.validation.every_steps} needs documents that training does not see, but "
@@ -82,10 +82,15 @@ def sample_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
 @rule("the model continues a held-out prompt")
 def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, num_tokens = recipe.data, recipe.metrics.sample_tokens
-    if num_tokens > 0 and (d.source == "synthetic" or (d.holdout_fraction == 0 and not d.is_streamed)):
+    if num_tokens > 0 and d.source == "synthetic":
         yield (
-            f'metrics.sample_tokens = {num_tokens} needs held-out text, but data.source = "{d.source}" with '
-            f"data.holdout_fraction = {d.holdout_fraction:g} has none; hold some out, or set sample_tokens = 0"
+            f'metrics.sample_tokens = {num_tokens} needs held-out text, but data.source = "synthetic" has none; set '
+            "sample_tokens = 0"
+        )
+    elif num_tokens > 0 and d.holdout_fraction == 0 and not d.is_streamed:
+        yield (
+            f"metrics.sample_tokens = {num_tokens} needs held-out text, but data.holdout_fraction = 0; set it to 0.01, "
+            "or sample_tokens = 0"
         )
 
 
