@@ -88,6 +88,19 @@ def test_check_shows_shape_cost_and_ranks_without_torch() -> None:
         assert expected in done.stdout
 
 
+def test_check_says_on_which_nodes_it_takes_the_ranks_to_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")  # restored after `check` has set it
+    two_nodes = ["check", QWEN3, "--nproc", "16", "--parallel.ep=16", "--train.global_batch_sequences=64"]
+    assert cli.main(two_nodes) == 0
+    assert "ranks       16 on one node; dispatcher symm_mem" in capsys.readouterr().out
+    assert cli.main([*two_nodes, "--nproc-per-node", "8"]) == 2
+    assert "parallel.ep = 16 does not divide the 8 ranks of a node" in capsys.readouterr().err
+    assert cli.main([*two_nodes, "--nproc-per-node", "8", "--parallel.ep=8"]) == 0
+    assert "ranks       16 on 2 nodes of 8; dispatcher symm_mem" in capsys.readouterr().out
+
+
 def test_check_explains_a_key() -> None:
     done = run_cli("check", "--explain", "model.moe.top_k")
     assert done.returncode == 0 and "Number of experts per token" in done.stdout
@@ -153,7 +166,14 @@ def test_train_nproc_must_equal_world_size() -> None:
 
 
 def test_cli_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["train"], ["check"], ["train", QUICKSTART, "--nproc", "0"], ["train", QUICKSTART, "--nprocs=2"], []):
+    for words in (
+        ["train"],
+        ["check"],
+        ["check", QUICKSTART, "--nproc-per-node=8"],
+        ["train", QUICKSTART, "--nproc", "0"],
+        ["train", QUICKSTART, "--nprocs=2"],
+        [],
+    ):
         with pytest.raises(SystemExit) as exited:
             cli.main(words)
         assert exited.value.code == 2
@@ -163,10 +183,12 @@ def test_cli_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str])
 def test_train_of_one_process_runs_in_this_process(
     trained: list[Recipe], launched: list[tuple[int, list[str]]]
 ) -> None:
-    assert cli.main(["train", "--train.steps", "500", QUICKSTART, "--metrics.tensorboard=false"]) == 0
+    switches = ["--metrics.tensorboard", "False", "--data.document_attention"]  # the second one without a value
+    assert cli.main(["train", "--train.steps", "500", *switches, QUICKSTART]) == 0
     assert launched == []
     (recipe,) = trained
     assert recipe.model.name == "quickstart" and recipe.train.steps == 500 and not recipe.metrics.tensorboard
+    assert recipe.data.document_attention
 
 
 def test_train_nproc_launches_ranks_and_returns_their_exit_code(

@@ -42,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
+    if args.verb == "check" and args.nproc_per_node:
+        if args.nproc is None or args.nproc % args.nproc_per_node:
+            parser.error(
+                f"--nproc-per-node {args.nproc_per_node} needs --nproc, the ranks of all nodes, a multiple of it"
+            )
+        os.environ["LOCAL_WORLD_SIZE"] = str(args.nproc_per_node)  # as torchrun does
     try:
         if args.verb == "check":
             with _closed_pipe_ignored():
@@ -178,7 +184,10 @@ def _parser() -> argparse.ArgumentParser:
     tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--out FILE] ")
     tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: your own table for this GPU")
     purpose = "check a recipe and show its shape and cost, without importing torch"
-    check = _add_verb(verbs, "check", purpose, "the recipe", planned, "[--explain KEY] ", nargs="?")
+    check = _add_verb(
+        verbs, "check", purpose, "the recipe", planned, "[--nproc-per-node N] [--explain KEY] ", nargs="?"
+    )
+    check.add_argument("--nproc-per-node", type=_ranks, metavar="N", help="number of ranks on a node; default: all")
     check.add_argument("--explain", metavar="KEY", help="explain a field or a section of recipes")
     return parser
 

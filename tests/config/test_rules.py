@@ -65,8 +65,8 @@ BROKEN = {
         "yarn_beta_fast",
     ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
-    "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layers dense"),
-    "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "3 layers have 16 experts"),
+    "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layer dense"),
+    "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "the model has 3 layers of 16 experts"),
     "top_k_fits_experts": ("--model.moe.top_k=17", "take at most 16"),
     "one_weight_is_not_normalised": (
         "--model.moe.top_k=1",
@@ -74,7 +74,10 @@ BROKEN = {
     ),
     "groups_divide_experts": ("--model.moe.num_groups=3", "the divisors are 1, 2, 4, 8, 16"),
     "top_k_groups_fit_groups": ("--model.moe.num_groups=4 --model.moe.top_k_groups=5", "take at most 4"),
-    "top_k_fits_chosen_groups": ("--model.moe.num_groups=8 --model.moe.top_k_groups=1", "exceeds the 2 experts"),
+    "top_k_fits_chosen_groups": (
+        "--model.moe.num_groups=8 --model.moe.top_k_groups=1",
+        "exceeds the 2 experts in the groups of a token",
+    ),
     "top2_groups_hold_two": (
         "--model.moe.num_groups=16 --model.moe.top_k_groups=4",
         "two experts a group",

@@ -189,8 +189,8 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     if of_node >= p.ep:
         yield (
             f"{setting}, but {of_node} ranks on a node hold all of parallel.ep = {p.ep}; take "
-            f"{dispatchers_for(recipe, lambda facts: facts.sends == 'once_a_rank')} within a node, or set "
-            "parallel.ep_ranks_per_node if a node has fewer ranks: `check` cannot know it"
+            f"{dispatchers_for(recipe, lambda facts: facts.sends == 'once_a_rank')} within a node, or "
+            "name the ranks of a node if there are fewer: --nproc-per-node of `check`, or parallel.ep_ranks_per_node"
         )
     elif of_node == 1:
         yield f"{setting}, but each node has 1 rank; take {_any_network(recipe)}, which sends the same rows"
