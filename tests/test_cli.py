@@ -1,5 +1,6 @@
 """The command line: answers without torch, refusal of invalid recipes, and torchrun only for valid ones."""
 
+import errno
 import gc
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from titan_moe import cli
 from titan_moe.config import Recipe
+from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, recorded_failures
 
 pytestmark = pytest.mark.slow
 
@@ -86,6 +88,19 @@ def test_check_shows_shape_cost_and_ranks_without_torch() -> None:
         assert expected in done.stdout
 
 
+def test_check_says_on_which_nodes_it_takes_the_ranks_to_be(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")  # restored after `check` has set it
+    two_nodes = ["check", QWEN3, "--nproc", "16", "--parallel.ep=16", "--train.global_batch_sequences=64"]
+    assert cli.main(two_nodes) == 0
+    assert "ranks       16 on one node; dispatcher symm_mem" in capsys.readouterr().out
+    assert cli.main([*two_nodes, "--nproc-per-node", "8"]) == 2
+    assert "parallel.ep = 16 does not divide the 8 ranks of a node" in capsys.readouterr().err
+    assert cli.main([*two_nodes, "--nproc-per-node", "8", "--parallel.ep=8"]) == 0
+    assert "ranks       16 on 2 nodes of 8; dispatcher symm_mem" in capsys.readouterr().out
+
+
 def test_check_explains_a_key() -> None:
     done = run_cli("check", "--explain", "model.moe.top_k")
     assert done.returncode == 0 and "Number of experts per token" in done.stdout
@@ -123,9 +138,25 @@ def test_train_under_torchrun_reports_problems_on_the_first_local_rank() -> None
     assert time.perf_counter() - start > cli.OTHER_RANKS_DELAY_S, "torchrun ends it before this"
 
 
+@pytest.mark.parametrize(("steps", "exit_code"), [(0, EXIT_BAD_RECIPE), (5, EXIT_FAILED)])
+def test_train_rank_records_an_error_before_the_process_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list[Recipe], steps: int, exit_code: int
+) -> None:
+    """Without a record the launcher takes the signal by which torchrun ends the other ranks for the cause."""
+
+    def fail(recipe: Recipe) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys.modules["titan_moe.train.trainer"], "run", fail)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    assert cli.main(["train", QUICKSTART, f"--train.steps={steps}"]) == exit_code
+    (failure,) = recorded_failures(tmp_path)
+    assert failure.exit_code == exit_code and ("train.steps = 0" if steps == 0 else "disk is full") in failure.words
+
+
 def test_train_layout_for_more_ranks_suggests_nproc() -> None:
     refused = run_cli("train", QWEN3)
-    assert refused.returncode == 2 and "the run has 1 rank; start it with --nproc 8" in refused.stderr
+    assert refused.returncode == 2 and "1 rank; start it with --nproc 8, or a multiple" in refused.stderr
     assert "take a divisor" not in refused.stderr
 
 
@@ -135,7 +166,12 @@ def test_train_nproc_must_equal_world_size() -> None:
 
 
 def test_cli_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = ["train", "--nproc", "0"], ["train", "--nprocs=2"], ["check", "--gpu", "H77"]
+    wrong = (
+        ["check", "--gpu", "H77"],
+        ["check", "--nproc-per-node=8"],
+        ["train", "--nproc", "0"],
+        ["train", "--nprocs=2"],
+    )
     for words in (["train"], ["check"], [], *([*words, QUICKSTART] for words in wrong)):
         with pytest.raises(SystemExit) as exited:
             cli.main(words)
@@ -147,10 +183,12 @@ def test_cli_wrong_command_line_exits_with_2(capsys: pytest.CaptureFixture[str])
 def test_train_of_one_process_runs_in_this_process(
     trained: list[Recipe], launched: list[tuple[int, list[str]]]
 ) -> None:
-    assert cli.main(["train", "--train.steps", "500", QUICKSTART, "--metrics.tensorboard=false"]) == 0
+    switches = ["--metrics.tensorboard", "False", "--data.document_attention"]  # the second one without a value
+    assert cli.main(["train", "--train.steps", "500", *switches, QUICKSTART]) == 0
     assert launched == []
     (recipe,) = trained
     assert recipe.model.name == "quickstart" and recipe.train.steps == 500 and not recipe.metrics.tensorboard
+    assert recipe.data.document_attention
 
 
 def test_train_nproc_launches_ranks_and_returns_their_exit_code(

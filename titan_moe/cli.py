@@ -17,7 +17,7 @@ from titan_moe.config.parallel import smallest_world
 from titan_moe.config.parse import nearest_key, split_overrides
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
-from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words
+from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
 from titan_moe.train.parent_death import die_with_parent
 
 EXIT_INTERRUPTED = 130
@@ -43,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
+    if args.verb == "check" and args.nproc_per_node:
+        if args.nproc is None or args.nproc % args.nproc_per_node:
+            parser.error(
+                f"--nproc-per-node {args.nproc_per_node} needs --nproc, the ranks of all nodes, a multiple of it"
+            )
+        os.environ["LOCAL_WORLD_SIZE"] = str(args.nproc_per_node)  # as torchrun does
     try:
         if args.verb == "check":
             with _closed_pipe_ignored():
@@ -57,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _run(args.verb, args.recipe, overrides, args.nproc)
     except RecipeError as error:
+        record_failure(error)  # for the launcher, if this is one of its ranks
         _print_problems(error.problems)
         return EXIT_BAD_RECIPE
     except KeyboardInterrupt:
@@ -112,6 +119,7 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
     except (RecipeError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # not every error of torch.distributed.checkpoint is an Exception
+        record_failure(error, recipe.run.folder)
         if words := plain_words(error, recipe.run.folder):
             print(f"titan-moe: {words}", file=sys.stderr)
             return EXIT_FAILED
@@ -177,7 +185,9 @@ def _parser() -> argparse.ArgumentParser:
     tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--out FILE] ")
     tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: your own table for this GPU")
     purpose = "check a recipe and show its shape and cost, without importing torch"
-    check = _add_verb(verbs, "check", purpose, "the recipe", planned, "[--gpu NAME] [--explain KEY] ", nargs="?")
+    options = "[--nproc-per-node N] [--gpu NAME] [--explain KEY] "
+    check = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
+    check.add_argument("--nproc-per-node", type=_ranks, metavar="N", help="number of ranks on a node; default: all")
     gpus = "of this machine; without one, those with measured kernels"
     compared = (
         f"GPU whose memory the peak of a step is compared with, such as H100 or A100-80GB; default: the GPUs {gpus}"

@@ -61,7 +61,8 @@ def test_dispatcher_outside_the_table_is_refused(empty_file: Path, value: str) -
     empty_file.write_text(f"[parallel]\ndispatcher = {value}\n")
     with pytest.raises(
         RecipeError,
-        match='must be one of "local", "allgather", "alltoall", "symm_mem", "hierarchical", "hierarchical_symm_mem"$',
+        match='must be one of "local", "allgather", "alltoall", "symm_mem", "hierarchical", "hierarchical_symm_mem"; '
+        "for one of your own, start a script that imports its module",
     ):
         load_recipe(empty_file)
 

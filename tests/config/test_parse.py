@@ -112,6 +112,8 @@ def test_parse_reports_all_problems_with_file_and_key(tmp_path: Path) -> None:
         kernels = "fast"
         [model]
         top_k = 3
+        [model.moe.router]
+        bias = 3
         [trian]
         steps = 3
         """,
@@ -126,11 +128,12 @@ def test_parse_reports_all_problems_with_file_and_key(tmp_path: Path) -> None:
         f"{file}: metrics.tensorboard = 1 must be true or false",
         f'{file}: perf.kernels = "fast" must be one of "auto", "grouped_mm", "fused", "reference"',
         f"{file}: model.top_k is not a known key; did you mean model.moe.top_k?",
-        f"{file}: trian is not a known key; did you mean train?",
+        f"{file}: model.moe.router is not a known section; did you mean model.moe?",
+        f"{file}: trian is not a known section; did you mean train?",
         "command line: train.stepps is not a known key; did you mean train.steps?",
     ):
         assert expected in problems
-    assert problems.count("\n") == 9
+    assert problems.count("\n") == 10
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,7 @@ def test_parse_reports_all_problems_with_file_and_key(tmp_path: Path) -> None:
         (["--optim.lr", "1"], "optim.lr", 1.0),
         (["--metrics.tensorboard=false"], "metrics.tensorboard", False),
         (["--data.document_attention"], "data.document_attention", True),
+        (["--data.document_attention", "false"], "data.document_attention", False),
         (["--data.document_attention", "--train.steps=1"], "data.document_attention", True),
         (["--data.path=a=b c"], "data.path", "a=b c"),
         (["--data.path=3"], "data.path", "3"),
@@ -169,6 +173,7 @@ def test_parse_converts_overrides_to_the_fields_type(
         ("--run.folder", "--run.folder needs a value, a string"),
         ("--optim.lr", "--optim.lr needs a value, a number"),
         ("--parallel.dispatcher=deepep", 'must be one of "local", "allgather", "alltoall"'),
+        ("--optim.learning_rate=1", "optim.learning_rate is not a known key; did you mean optim.lr?"),
         ("--model.moe=3", "model.moe is a section"),
         ("steps=3", "is not of the form --section.key=value"),
     ],

@@ -65,8 +65,8 @@ BROKEN = {
         "yarn_beta_fast",
     ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
-    "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layers dense"),
-    "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "3 layers have 16 experts"),
+    "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layer dense"),
+    "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "the model has 3 layers of 16 experts"),
     "top_k_fits_experts": ("--model.moe.top_k=17", "take at most 16"),
     "one_weight_is_not_normalised": (
         "--model.moe.top_k=1",
@@ -74,7 +74,10 @@ BROKEN = {
     ),
     "groups_divide_experts": ("--model.moe.num_groups=3", "the divisors are 1, 2, 4, 8, 16"),
     "top_k_groups_fit_groups": ("--model.moe.num_groups=4 --model.moe.top_k_groups=5", "take at most 4"),
-    "top_k_fits_chosen_groups": ("--model.moe.num_groups=8 --model.moe.top_k_groups=1", "exceeds the 2 experts"),
+    "top_k_fits_chosen_groups": (
+        "--model.moe.num_groups=8 --model.moe.top_k_groups=1",
+        "exceeds the 2 experts in the groups of a token",
+    ),
     "top2_groups_hold_two": (
         "--model.moe.num_groups=16 --model.moe.top_k_groups=4",
         "two experts a group",
@@ -134,7 +137,7 @@ BROKEN = {
         "--parallel.tp=4 --model.attention.num_heads=12 --model.attention.num_kv_heads=6",
         "num_heads = 12 over 6 key/value heads; take 1, 2, 3, 6, 12",
     ),
-    "tp_divides_widths": ("--parallel.tp=2 --model.vocab_size=257", "take 256 or 258, or a tp that divides it"),
+    "tp_divides_widths": ("--parallel.tp=2 --model.vocab_size=257", "= 257; take 258, or a tp that divides it"),
     "tp_divides_sequences": ("--parallel.tp=2 --train.seq_len_tokens=129", "take 128 or 130"),
     "dp_shard_divides_columns": ("--parallel.tp=2 --model.hidden_size=130", "dp_shard = 4 does not divide"),
     "tp_overlap_is_possible": (
@@ -157,7 +160,7 @@ BROKEN = {
     "ep_needs_a_dispatcher_that_moves_rows": ("--parallel.dispatcher=local", "parallel.ep = 4 spreads the experts"),
     "overlap_has_communication": (
         "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=tile",
-        'parallel.dispatcher = "local" has none; set it to "none", or spread the experts with "allgather"',
+        'parallel.dispatcher = "local" has none; set it to "none", or spread the experts with "symm_mem"',
     ),
     "dispatcher_supports_overlap": (
         "--parallel.overlap=tile --parallel.dispatcher=alltoall",
@@ -176,8 +179,8 @@ BROKEN = {
         'parallel.ep = 1 leaves one rank in each; take "local", "allgather", "alltoall" or "hierarchical", or',
     ),
     "ep_group_stays_on_a_node": (
-        "--parallel.dispatcher=symm_mem --parallel.ep=16",
-        "parallel.ep = 16 does not divide the 8 ranks of a node",
+        "--parallel.dispatcher=symm_mem --parallel.ep=3",
+        "parallel.ep = 3 does not divide the 8 ranks of a node",
     ),
     "ep_group_has_nodes": (
         "--parallel.ep_ranks_per_node=2",
@@ -192,7 +195,11 @@ BROKEN = {
         'parallel.dispatcher = "alltoall", whose sizes are exact; set it to 0, or take "allgather", "symm_mem" or',
     ),
     "clones_need_other_ranks": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank owns"),
-    "graphs_can_be_captured": ("--compile.cudagraph=step", "reads the counts of every layer"),
+    "graphs_can_be_captured": (
+        "--compile.cudagraph=step",
+        'reads the counts of every layer on the host; take "allgather", "symm_mem" or "hierarchical_symm_mem", or '
+        '"local" with parallel.ep = 1, or compile.cudagraph = "off"',
+    ),
     "edp_divides_expert_width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
     "batch_divides": ("--train.global_batch_sequences=40", "take 32 or 48"),
     "validation_divides": ("--validation.num_sequences=8", "take 16"),
@@ -262,7 +269,7 @@ BROKEN = {
     ),
     "native_experts_are_fused": (
         "--precision.experts=fp8_rowwise --perf.kernels=grouped_mm",
-        'precision.experts = "fp8_rowwise" has no native kernels with perf.kernels = "grouped_mm"; take "fused", or',
+        'precision.experts = "fp8_rowwise" has no native kernels with "grouped_mm" experts; take perf.kernels',
     ),
     "emulated_experts_are_composite": (
         "--precision.experts=fp8_rowwise --precision.backend=emulated --perf.kernels=fused",
@@ -297,7 +304,7 @@ BROKEN = {
     "synthetic_data_holds_out_no_share": ("--data.source=synthetic", "data.holdout_fraction = 0.1 has no effect"),
     "validation_has_data": ("--data.holdout_fraction=0", "set it to 0.01, or every_steps = 0"),
     "sample_has_a_tokenizer": ("--data.source=tokens --data.tokenizer=", "name the tokenizer"),
-    "sample_has_a_prompt": ("--data.source=synthetic", "needs text"),
+    "sample_has_a_prompt": ("--data.source=synthetic", "set sample_tokens = 0"),
     "two_checkpoints_are_kept": ("--checkpoint.keep_latest=1", "take 2 or more, or 0 to keep all"),
     "trace_ends_in_the_run": ("--profile.start_step=99", "ends at step 101, after train.steps = 100"),
 }
@@ -372,12 +379,13 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (f"--run.seed={2**63}", 8, "must be at least 0 and at most 9,223,372,036,854,775,807"),
         ("--model.attention.rope_theta=1", 8, "model.attention.rope_theta = 1.0 must be above 1"),
         ("--optim.lr=nan", 8, "optim.lr = nan must be finite and above 0"),
-        ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "hold some out, or set sample_tokens = 0"),
+        ("--data.holdout_fraction=0 --validation.every_steps=0", 8, "set it to 0.01, or sample_tokens = 0"),
         ("--precision.compute=fp64 --perf.override.rotary=triton", None, "has no Triton kernels (rotary)"),
         (
             "--precision.compute=fp32 --perf.override.gradients=triton",
             None,
-            'adds bf16 to fp32, not precision.compute = "fp32" to precision.master = "fp32"; take "bf16" and',
+            'perf.override.gradients = "triton" adds gradients in bf16 to fp32, not precision.compute = "fp32" to '
+            'precision.master = "fp32"; take "bf16" and',
         ),
         (
             "--parallel.ep=1 --parallel.dispatcher=local --parallel.expert_clones=1",
@@ -464,6 +472,59 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "--perf.kernels=fused --parallel.ep=2",
             8,
             'take "step", or pp_schedule = "1f1b" or "interleaved_1f1b", or parallel.expert_rank_capacity_factor = 0',
+        ),
+        (  # 5 has no divisor between 1 and itself
+            "--parallel.dispatcher=hierarchical --parallel.ep=5 --parallel.ep_ranks_per_node=3",
+            10,
+            'do not divide parallel.ep = 5; take "alltoall", which',
+        ),
+        ("--parallel.ep=8", 4, "does not divide the 4 ranks; start it with --nproc 8, or a multiple"),
+        ("--parallel.tp=4 --parallel.dp_replicate=2", 4, "the 4 ranks; start it with --nproc 8, or a multiple"),
+        (
+            "--parallel.dispatcher=local --run.device=cpu --precision.compute=fp32",
+            8,
+            'over ranks; take "allgather", "alltoall" or "hierarchical", or ep = 1',
+        ),
+        (
+            "--parallel.overlap=tile --run.device=cpu --precision.compute=fp32",
+            8,
+            'take overlap = "microbatch" or "none" (tile',
+        ),
+        (
+            "--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=tile --run.device=cpu",
+            8,
+            'set it to "none" (an option',
+        ),
+        (
+            "--precision.all_gather=format",
+            8,
+            'the recipe has none; drop it, or take precision.linears = "fp8_tensorwise"',
+        ),
+        (
+            "--parallel.etp=3",
+            12,
+            "parallel.etp = 3 does not divide model.moe.ffn_hidden_size = 64; take 48 or 72, or an etp that",
+        ),
+        (
+            "--perf.override.experts=fused --precision.compute=fp32 --run.device=cpu",
+            8,
+            'has no "fused" experts (perf.override.experts) with run.device = "cpu"; take bf16, or '
+            'perf.override.experts = "reference"',
+        ),
+        (
+            "--precision.compute=fp32 --run.device=cuda",
+            8,
+            'has no "grouped_mm" experts (perf.kernels = "auto") with run.device = "cuda"; take bf16, or perf.kernels',
+        ),
+        (
+            "--perf.kernels=fused --precision.compute=fp32",
+            8,
+            'perf.kernels = "fused" adds gradients in bf16 to fp32, not precision.compute = "fp32"',
+        ),
+        (
+            "--perf.override.experts=fused --model.moe.score_on=input",
+            8,
+            'perf.override.experts = "fused" needs model.moe.score_on = "activation"; change it, or take perf.override',
         ),
         ("--parallel.dp_shard=6 --parallel.ep=3", None, "the divisors that fit 6 ranks are 1, 2"),
         (
@@ -584,13 +645,13 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--parallel.dispatcher=hierarchical",
             8,
-            '4 ranks on a node hold all of parallel.ep = 4; take "symm_mem" or "alltoall" within a node',
+            '4 ranks on a node hold all of parallel.ep = 4; take "alltoall" or "symm_mem" within a node',
         ),
         ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=1", 8, 'each node has 1 rank; take "all'),
         (
             "--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=3",
             8,
-            "ep = 4; take a divisor between 1 and 4",
+            'ep = 4; take 2, or "alltoall", which does not need equal nodes',
         ),
         ("--parallel.dispatcher=hierarchical --parallel.ep_ranks_per_node=-1", 8, "must be at least 0"),
         (
@@ -624,9 +685,9 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "48 is not a multiple of 8 for each of 4 etp ranks, which grouped_mm needs in bf16; take 32 or 64",
         ),
         (
-            "--parallel.etp=4 --parallel.dispatcher=symm_mem",
+            "--parallel.etp=3 --parallel.ep=2 --parallel.dispatcher=symm_mem",
             8,
-            "parallel.ep * etp = 4 * 4 = 16 does not divide the 8 ranks of a node",
+            "parallel.ep * etp = 2 * 3 = 6 does not divide the 8 ranks of a node",
         ),
         (
             "--parallel.etp=2 --parallel.ep=1 --model.moe.ffn_hidden_size=60 --model.moe.expert_mlp_bias=true "
@@ -782,7 +843,9 @@ def test_rule_of_two_levels_reads_the_ranks_of_torchrun(empty_file: Path, monkey
 
     assert problems(4) == problems(2) == problems(4, "--parallel.ep_ranks_per_node=2") == []
     assert "each node has 1 rank" in problems(1)[0] and "8 ranks on a node hold all" in problems(8)[0]
-    assert "3 ranks on a node" in problems(3)[0] and 'or "alltoall", which does not need equal nodes' in problems(3)[0]
+    assert (
+        "3 ranks on a node" in problems(3)[0] and 'take "alltoall", which does not need equal nodes' in problems(3)[0]
+    )
     (spans,) = problems(2, "--parallel.ep_ranks_per_node=4")
     assert "ep_ranks_per_node = 4 does not divide the 2 ranks that torchrun starts" in spans and "(a row" in spans
     etp = ("--parallel.ep=4", "--parallel.etp=2")

@@ -148,7 +148,7 @@ def test_datasets_column_must_exist_and_contain_text(
 def test_datasets_load_error_names_the_recipe_field(
     json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
 ) -> None:
-    with pytest.raises(ValueError, match="data.split = 'nothing'.*cannot load"):
+    with pytest.raises(ValueError, match="data.split = 'nothing'.*cannot load.*; give a name on the Hugging Face hub"):
         open_loader(json_recipe(split="nothing"))
     with pytest.raises(FileNotFoundError, match="data.files = 'nowhere/"):
         open_loader(json_recipe(files="nowhere/*.json"))

@@ -22,9 +22,11 @@ def test_text_invalid_utf8_is_replaced(tmp_path: Path) -> None:
     assert list(read_documents([tmp_path / "a.txt"])) == ["a\ufffdb"]
 
 
-def test_text_glob_without_files_is_refused() -> None:
+def test_text_glob_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"data.path = 'nowhere/\*.txt' matches no file"):
         find_text_files("nowhere/*.txt")
+    with pytest.raises(FileNotFoundError, match=rf"is a folder .*; give a glob such as '{tmp_path}/\*\*/\*.bin'"):
+        find_files(f"{tmp_path}/", "data.path", "*.bin")
     with pytest.raises(FileNotFoundError, match="data.files = ''"):
         find_files("", "data.files")
 

@@ -41,7 +41,7 @@ def test_console_line_omits_missing_values():
 
 def test_console_line_counts_skipped_and_repeated_steps() -> None:
     line = format_line(RECORD | {"skipped_steps": 2, "rerun_steps": 1, "rerun_share": 0.05}, 20, "GPU")
-    assert line.endswith("SKIPPED 2 steps, their gradients were not finite  1 steps rerun (5.0%)")
+    assert line.endswith("SKIPPED 2 steps, where gradients were not finite  1 step rerun (5.0%)")
 
 
 def test_console_line_has_idle_experts_and_overload() -> None:

@@ -1,5 +1,6 @@
 """A recipe whose estimated peak exceeds the memory of a known GPU is warned of, with what fits."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def test_peak_is_compared_with_the_gpus_here(monkeypatch: pytest.MonkeyPatch) ->
     assert "GiB exceed the 79 GiB of NVIDIA H100 80GB HBM3; with " in warning
     assert 'memory.recompute = "experts" 77' in warning and 'memory.recompute = "block" ' in warning
     assert "micro_batch_sequences" not in warning, "half of 4 sequences is still too much"
+
+
+def test_the_peak_that_exceeds_is_the_one_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_moe.plan.check_report.gpus_here", lambda: ["NVIDIA H200"])
+    overrides = ["--parallel.pp=4", "--train.micro_batch_sequences=16", "--train.global_batch_sequences=512"]
+    text = describe(load_recipe(QWEN3, [*overrides, "--parallel.pp_schedule=1f1b"]), 32)
+    (exceeds,) = re.findall(r"WARNING: (\S+) GiB exceed", text)
+    of_ranks = re.findall(r"about (\S+) GiB at the peak\n", text)
+    assert re.findall(r"about (\S+) GiB at the peak of a step", text) == [exceeds] and exceeds in of_ranks
 
 
 def test_peak_is_compared_with_measured_gpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

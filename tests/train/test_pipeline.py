@@ -32,9 +32,24 @@ PAIRS = (
 )
 
 
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+
+
+def kill_launcher(launcher: subprocess.Popen[str]) -> None:
+    """Kill it, and wait for the end of its ranks: until then they hold the run folder."""
+    ranks = ranks_of(launcher)
+    launcher.kill()
+    launcher.wait()
+    end = time.monotonic() + 120
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < end, "ranks end with their launcher"
+        time.sleep(0.01)
+
+
 def kill_rank(launcher: subprocess.Popen[str], rank: int) -> str:
     """Kill one rank of a run; what its launcher says when it has ended the others."""
-    ranks = [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    ranks = ranks_of(launcher)
     (own,) = [pid for pid in ranks if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
     os.kill(own, signal.SIGKILL)
     said = launcher.communicate(timeout=120)[1]
@@ -59,8 +74,7 @@ def test_pipeline_resumes_after_a_kill_bit_for_bit(
     while process.poll() is None and len(killed.column("loss")) < step:
         time.sleep(0.005)
     if killed_rank is None:
-        process.kill()
-        process.wait()
+        kill_launcher(process)
     else:
         assert f"titan-moe: rank {killed_rank} was ended by SIGKILL" in kill_rank(process, killed_rank)
     assert "continuing after step" in killed.on(ranks, 2, PP2, *schedule)

@@ -74,6 +74,7 @@ def test_resume_of_a_changed_recipe(
         assert code == 2
         problem = capsys.readouterr().err
         assert f"{key} = " in problem and "may not change in a run; set it back, or" in problem
+        assert ("if they fit this model" in problem) == key.startswith("model.")
         assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
     else:
         assert code == 0 and run.column("step")[-1] == 3

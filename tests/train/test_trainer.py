@@ -109,7 +109,7 @@ def test_trainer_without_a_last_save(tiny, caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.INFO, logger="titan_moe")
     run = tiny("--checkpoint.save_last_step=false", "--checkpoint.keep_latest=0")
     assert run.train("--train.steps=2") == 0 and run.saved_steps == []
-    assert caplog.messages[-1] == "the model is not saved: checkpoint.save_last_step = false"
+    assert caplog.messages[-1] == "the model is not saved"
     assert run.train("--train.steps=5", "--checkpoint.every_steps=2") == 0 and run.saved_steps == [2, 4]
 
 
@@ -320,3 +320,14 @@ def test_trainer_logs_what_runs_first(tiny, caplog: pytest.LogCaptureFixture) ->
     run = tiny("--train.steps=1", "--model.name=small")
     assert run.train() == 0
     assert caplog.messages[0] == f"small: 28.96k parameters, 22.82k active a token; 1 x cpu; writing to {run.folder}"
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_of_a_node", "option"), [(1, 1, ""), (4, 4, " --nproc 4"), (4, 2, "")])
+def test_the_command_that_goes_on_names_the_ranks_of_one_node(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, ranks_of_a_node: int, option: str
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: num_ranks)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_a_node))
+    run = trainer.Trainer.__new__(trainer.Trainer)
+    run.run_folder = Path("runs/one")
+    assert run._command == f"titan-moe train runs/one/recipe.toml{option}"

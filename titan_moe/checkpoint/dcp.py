@@ -198,15 +198,17 @@ class Checkpointer:
             logger.warning("%s has no manifest: its files, its recipe and its data cannot be compared", folder)
             return
         changes = compare(manifest.recipe, self.recipe)
+        way_out = "or start another run.folder from its weights with checkpoint.load_from"
         refused = [
-            f"{change} differs from {folder} and may not change in a run; set it back" for change in changes.refused
+            f"{change} differs from {folder} and may not change in a run; set it back, {way_out}"
+            + (", if they fit this model" if change.startswith("model.") else "")
+            for change in changes.refused
         ]
         if manifest.data != self._data and not refused:
             difference = f"it was {manifest.data}, it is {self._data}"
-            refused = [f"the data differs from that of {folder}: {difference}; restore it"]
+            refused = [f"the data differs from that of {folder}: {difference}; restore it, {way_out}"]
         if refused:
-            way_out = "or start another run.folder from its weights with checkpoint.load_from"
-            raise RecipeError([f"{problem}, {way_out}" for problem in refused])
+            raise RecipeError(refused)
         if changes.logged:
             logger.warning("the recipe has changed since %s: %s", folder, "; ".join(changes.logged))
 

@@ -100,6 +100,11 @@ DISPATCHERS = {
     facts.name: facts for facts in (LOCAL, ALLGATHER, ALLTOALL, SYMM_MEM, HIERARCHICAL, HIERARCHICAL_SYMM_MEM)
 }
 """By name, in the order of lists."""
+WAY_TO_ADD = (
+    "for one of your own, start a script that imports its module, with titan_moe.register_dispatcher, and then calls "
+    "titan_moe.cli.main"
+)
+"""Said of a name that is not in the table."""
 
 
 def facts_of(name: str) -> DispatcherFacts:

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from titan_moe.config.dispatchers import DISPATCHERS, DispatcherFacts, facts_of
+from titan_moe.config.dispatchers import DISPATCHERS, WAY_TO_ADD, DispatcherFacts, facts_of
 from titan_moe.config.precision import BYTES_OF_DTYPE, PrecisionConfig
 from titan_moe.config.schema import OneOf
 
@@ -99,11 +99,12 @@ class ParallelConfig:
     them it reduce-scatters the results. So the ranks of a group should be on one node. Use it if an expert is too large
     for a rank, or if ep would exceed the number of experts. Otherwise `ep` is cheaper: it sends a row only once to each
     rank that needs it."""
-    dispatcher: Annotated[str, OneOf(DISPATCHERS)] = "local"
+    dispatcher: Annotated[str, OneOf(DISPATCHERS, WAY_TO_ADD)] = "local"
     """How rows are sent to their experts. titan_moe.register_dispatcher adds a dispatcher of your own."""
     ep_ranks_per_node: int = 0
     """Consecutive ranks of an ep group on one node, for a dispatcher that sends rows once a node. 0: as many as
-    torchrun starts on a node (LOCAL_WORLD_SIZE). A smaller number is useful if the links within a node differ."""
+    torchrun starts on a node (LOCAL_WORLD_SIZE; `titan-moe check` takes it as --nproc-per-node). A smaller number is
+    useful if the links within a node differ."""
     overlap: Literal["none", "tile", "microbatch"] = "none"
     """How communication over ep overlaps with compute. Results do not depend on it.
 
@@ -234,7 +235,7 @@ def resolve(parallel: ParallelConfig, world_size: int) -> ParallelSizes:
 
 
 def ranks_of_a_node(world_size: int) -> int:
-    """The number of ranks of a node, from torchrun's environment; all ranks without it, as in `check`.
+    """The number of ranks of a node, from torchrun's environment or `check --nproc-per-node`; all ranks without it.
 
     Ranks of an ep group are among ep * etp consecutive ones, so a group is on one node if that divides this number.
     """

@@ -16,6 +16,7 @@ from titan_moe.config.renamed import REMOVED, RENAMED
 from titan_moe.config.schema import Key, all_keys, in_toml, keys_of, type_in_words
 
 COMMAND_LINE = "command line"
+BOOLEANS = {"true": True, "false": False}
 BESIDE_A_RUNS_RECIPE = "environment.json"
 """A `recipe.toml` beside a file of this name is the resolved recipe of a run."""
 
@@ -65,7 +66,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         argument = remaining.pop(0)
         if not _is_override(argument):
             others.append(argument)
-        elif "=" in argument or not remaining or remaining[0].startswith("--"):
+        elif "=" in argument or not remaining or remaining[0].startswith("--") or _is_switch(argument, remaining[0]):
             overrides.append(argument)
         else:
             overrides += [argument, remaining.pop(0)]
@@ -77,21 +78,23 @@ def dump_recipe(recipe: Recipe) -> str:
     return "\n\n".join(_dump_section(recipe, "")) + "\n"
 
 
-def unknown_key(dotted: str) -> str:
+def unknown_key(dotted: str, *, is_section: bool = False) -> str:
     """The error message for an unknown key, with the new name of an old one or the nearest known one."""
     if dotted in RENAMED:
         return f"{dotted} is now {RENAMED[dotted]}"
     if dotted in REMOVED:
         return f"{dotted} was removed: {REMOVED[dotted]}; drop it"
-    return f"{dotted} is not a known key; {nearest_key(dotted)}"
+    return f"{dotted} is not a known {'section' if is_section else 'key'}; {nearest_key(dotted, is_section=is_section)}"
 
 
-def nearest_key(dotted: str) -> str:
-    """Suggest the most similar known key."""
-    known = all_keys(Recipe)
-    name = dotted.rpartition(".")[2]
-    same_name = [key for key in known if key.rpartition(".")[2] == name]
-    guesses = difflib.get_close_matches(dotted, same_name or known, n=1, cutoff=0.0 if same_name else 0.6)
+def nearest_key(dotted: str, *, is_section: bool = False) -> str:
+    """Suggest the most similar known key: one of this name in another section, or with its initials in this one
+    (`optim.learning_rate`), or one that is spelt alike."""
+    known = [key.dotted for key in all_keys(Recipe).values() if key.is_section or not is_section]
+    section, _, name = dotted.rpartition(".")
+    initials = f"{section}.{''.join(word[:1] for word in name.split('_'))}"
+    surest = [key for key in known if key.rpartition(".")[2] == name] or [key for key in known if key == initials]
+    guesses = difflib.get_close_matches(dotted, surest or known, n=1, cutoff=0.0 if surest else 0.6)
     return f"did you mean {guesses[0]}?" if guesses else f"the sections are {', '.join(f.name for f in fields(Recipe))}"
 
 
@@ -159,6 +162,12 @@ def _is_override(argument: str) -> bool:
     return argument.startswith("--") and "." in argument.partition("=")[0]
 
 
+def _is_switch(argument: str, following: str) -> bool:
+    """Whether an argument sets a boolean without a value, as the word after it is none."""
+    key = all_keys(Recipe).get(argument.removeprefix("--"))
+    return key is not None and key.type is bool and following.lower() not in BOOLEANS
+
+
 def _read_overrides(argv: Sequence[str], problems: list[str]) -> dict[str, Setting]:
     overrides, others = split_overrides(argv)
     problems += [f"{COMMAND_LINE}: {argument} is not of the form --section.key=value" for argument in others]
@@ -191,7 +200,9 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
             values[key.attribute] = _convert(key, settings[key.dotted], problems)
     if not prefix:
         unknown = [dotted for dotted in settings if dotted not in all_keys(section)]
-        problems += [f"{settings[dotted].source}: {unknown_key(dotted)}" for dotted in unknown]
+        for dotted in unknown:
+            value, source, _ = settings[dotted]
+            problems.append(f"{source}: {unknown_key(dotted, is_section=isinstance(value, dict))}")
     return section(**values)
 
 
@@ -208,14 +219,15 @@ def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
     shown = setting.value if setting.is_text else in_toml(setting.value)
     removed = REMOVED.get(f"{key.dotted} = {in_toml(value)}")
     reason = f" ({removed})" if removed else ""
-    problems.append(f"{setting.source}: {key.dotted} = {shown} must be {type_in_words(key)}{reason}")
+    way_out = f"; {key.way_to_add}" if key.way_to_add else ""
+    problems.append(f"{setting.source}: {key.dotted} = {shown} must be {type_in_words(key)}{reason}{way_out}")
     return key.default
 
 
 def _from_text(annotation: Any, text: str) -> Any:
     """Convert a command-line argument to a field's type, or return it unchanged if it does not fit."""
     if annotation is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
+        return BOOLEANS.get(text.lower(), text)
     if annotation in (int, float):
         try:
             return annotation(text)

@@ -18,6 +18,8 @@ class OneOf(NamedTuple):
     `purpose`, the explanation of the value."""
 
     table: Mapping[str, Any]
+    way_to_add: str = ""
+    """How a user adds a row, for errors."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class Key:
         if get_origin(self.type) is Annotated:
             return {name: row.purpose for name, row in get_args(self.type)[1].table.items()}
         return {}
+
+    @property
+    def way_to_add(self) -> str:
+        """How a user adds a choice; empty if that is not possible."""
+        return get_args(self.type)[1].way_to_add if get_origin(self.type) is Annotated else ""
 
     @property
     def word(self) -> str:
@@ -130,6 +137,11 @@ def either(values: Iterable[str]) -> str:
     """List values for a way out: `"allgather", "alltoall" or "symm_mem"`; empty for none."""
     *others, last = [in_toml(value) for value in values] or [""]
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 layer`, `2 layers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _escape(character: str) -> str:

@@ -99,7 +99,8 @@ def _load(data: DataConfig) -> Any:
     except Exception as error:  # of many types; for some, only the cause contains the reason
         reason = error.__cause__ or error
         problem = f"`datasets` cannot load this: {type(reason).__name__}: {reason}"
-        raise ValueError(f"{_describe_origin(data)}: {problem}") from error
+        way_out = "give a name on the Hugging Face hub that can be reached, a folder, or a file type beside data.files"
+        raise ValueError(f"{_describe_origin(data)}: {problem}; {way_out}") from error
 
 
 def _local_files(data: DataConfig) -> list[Path]:

@@ -30,17 +30,19 @@ def find_text_files(path: str) -> list[Path]:
     return [root / path for path in kept]
 
 
-def find_files(pattern: str, key: str) -> list[Path]:
-    """List the files of a glob, sorted. Errors name the recipe field `key`.
+def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
+    """List the files of a glob, sorted. Errors name the recipe field `key`, and a glob that ends in `names`.
 
     Raises: FileNotFoundError if no file matches.
     """
     matches = glob.glob(str(Path(pattern).expanduser()), recursive=True) if pattern else []
     files = sorted(path for path in map(Path, matches) if path.is_file())
     if not files:
+        is_folder = [Path(path).is_dir() for path in matches] == [True]
+        found, folder = ("is a folder", pattern.rstrip("/")) if is_folder else ("matches no file", "corpus")
         raise FileNotFoundError(
-            f"{key} = {pattern!r} matches no file (working directory {Path.cwd()}); "
-            "give a glob such as 'corpus/**/*.txt', where ** matches folders of any depth"
+            f"{key} = {pattern!r} {found} (working directory {Path.cwd()}); "
+            f"give a glob such as '{folder}/**/{names}', where ** matches folders of any depth"
         )
     return files
 

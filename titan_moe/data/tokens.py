@@ -25,7 +25,7 @@ def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Co
 
     Raises: FileNotFoundError if no file matches; ValueError for files of another dtype or vocabulary.
     """
-    files = find_files(data.path, "data.path")
+    files = find_files(data.path, "data.path", "*.bin")
     parts = [_open_file(file, data, tokenizer) for file in files]
     if not (data.document_attention or data.holdout_fraction > 0):
         return Corpus(parts, np.cumsum([len(part) for part in parts]), tokenizer.vocab_size)
@@ -40,7 +40,9 @@ def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Co
 def _open_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> TokenFile:
     dtype = np.dtype(data.token_dtype).newbyteorder("<")
     size_bytes = file.stat().st_size
-    if size_bytes == 0 or size_bytes % dtype.itemsize != 0:
+    if size_bytes == 0:
+        raise ValueError(f"data.path: {file} is empty; remove it, or leave it out of the glob")
+    if size_bytes % dtype.itemsize != 0:
         raise ValueError(
             f"data.path: {file} has {size_bytes} bytes, not a multiple of the {dtype.itemsize} bytes of an id of "
             f"data.token_dtype = {data.token_dtype!r}; remove the file or correct data.token_dtype"

@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from titan_moe.config.schema import counted
+
 logger = logging.getLogger("titan_moe")
 
 
@@ -69,15 +71,15 @@ def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
     if record["expert_load"]:
         words.append(f"expert load {max(record['expert_load'].values()):.2f}")
         if num_idle := record["idle_experts"]["sum"]:
-            words.append(f"{num_idle} idle experts")
+            words.append(counted(num_idle, "idle expert"))
     if "overload" in record:
         words.append(f"overload {record['overload']['max']:.2f}")
     if record["skipped_steps"]:
-        words.append(f"SKIPPED {record['skipped_steps']} steps, their gradients were not finite")
+        words.append(f"SKIPPED {counted(record['skipped_steps'], 'step')}, where gradients were not finite")
     if record.get("spikes"):
-        words.append(f"SKIPPED {record['spikes']} spikes")
+        words.append(f"SKIPPED {counted(record['spikes'], 'spike')}")
     if record["rerun_steps"]:
-        words.append(f"{record['rerun_steps']} steps rerun ({record['rerun_share']:.1%})")
+        words.append(f"{counted(record['rerun_steps'], 'step')} rerun ({record['rerun_share']:.1%})")
     if "forced_load" in record:
         words.append(f"FORCED LOAD: {record['forced_load'].upper()}")
     return "  ".join(words)

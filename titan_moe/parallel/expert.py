@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titan_moe.config.dispatchers import LOCAL, dispatchers_that, facts_of
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
+from titan_moe.config.rules.rule import inner_divisors
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.dispatch.clone_weights import CollectiveCloneWeights, SymmMemCloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
@@ -136,10 +137,15 @@ class _DivideGradient(torch.autograd.Function):
 def _mesh_of(ranks: DeviceMesh | dist.ProcessGroup, layers: list[MoE]) -> DeviceMesh:
     """The mesh of a group, on the device of the experts.
 
-    Raises: ValueError if they are on the meta device, or on several.
+    Raises: ValueError if they are on the meta device, or on several, or if there is no group yet.
     """
     if isinstance(ranks, DeviceMesh):
         return ranks
+    if not isinstance(ranks, dist.ProcessGroup):  # dist.group.WORLD is None before
+        raise ValueError(
+            f"ranks = {ranks!r} is neither a DeviceMesh nor a process group; call "
+            "torch.distributed.init_process_group first, and give torch.distributed.group.WORLD"
+        )
     devices = {weight.device.type for moe in layers for weight in moe.experts.parameters()} or {"cpu"}
     if len(devices) > 1 or "meta" in devices:
         found = ", ".join(sorted(devices))
@@ -163,16 +169,20 @@ def _problems(
     if num_ranks > 1 and not facts.moves_rows:
         movers = dispatchers_that(lambda facts: facts.moves_rows)
         yield f'dispatcher = "{name}" sends no rows, and there are {num_ranks} ranks; take {movers}'
+    of_node = ep_ranks_of_a_node(config, num_ranks)
+    has_nodes = 1 < of_node < num_ranks and num_ranks % of_node == 0
     if facts.needs_cuda and mesh.device_type != "cuda":
-        others = dispatchers_that(lambda facts: not facts.needs_cuda)
+        others = dispatchers_that(
+            lambda facts: facts.moves_rows and not facts.needs_cuda and (has_nodes or not facts.has_two_levels)
+        )
         yield f'dispatcher = "{name}" needs CUDA, and the experts are on {mesh.device_type}; take {others}'
     if facts.shares_memory and memory is None:
         yield f'dispatcher = "{name}" shares memory; give it memory = open_symm_memory(symm_bytes(...), group, device)'
-    of_node = ep_ranks_of_a_node(config, num_ranks)
-    if facts.has_two_levels and (of_node in (1, num_ranks) or num_ranks % of_node):
+    if facts.has_two_levels and not has_nodes:
+        sizes = inner_divisors(num_ranks)
         yield (
             f'dispatcher = "{name}" needs several nodes of as many ranks, and ranks_per_node = {of_node} of '
-            f'{num_ranks} ranks; take a divisor between 1 and {num_ranks}, or "alltoall"'
+            f'{num_ranks} ranks; take {f"{sizes}, or " if sizes else ""}dispatcher = "alltoall"'
         )
     if capacity is not None and not facts.can_be_bounded:
         bounded = dispatchers_that(lambda facts: facts.can_be_bounded)

@@ -6,7 +6,7 @@ from itertools import chain, repeat
 
 from titan_moe.config.arena import experts_of, has_arena, why_no_arena
 from titan_moe.config.clones import PAYS_FROM, num_clones, resolve_clones, why_no_clones
-from titan_moe.config.parallel import resolve
+from titan_moe.config.parallel import ranks_of_a_node, resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules import check_rules
 from titan_moe.config.rules.capture import obstacles
@@ -125,13 +125,21 @@ def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     width = recipe.model.moe.ffn_hidden_size
     parts = f"; {width // s.etp} of the width {width} of an expert, for rows of {s.etp} ranks" if s.etp > 1 else ""
     lines = [
-        f"{s.world}; dispatcher {recipe.parallel.dispatcher}{clones}{parts}",
+        f"{s.world}{_nodes(world_size)}; dispatcher {recipe.parallel.dispatcher}{clones}{parts}",
         f"dense   pp {s.pp} · dp_replicate {s.dp_replicate} · dp_shard {s.dp_shard} · cp {cp} · tp {s.tp}",
         f"expert  pp {s.pp} · edp_replicate {s.dp_replicate} · edp {s.edp} · ep {s.ep} · etp {s.etp}",
         describe_links(recipe, world_size),
         _replicated(recipe, world_size),
     ]
     return _labelled("ranks", filter(None, lines))
+
+
+def _nodes(world_size: int) -> str:
+    """Where the ranks are: on one node unless the environment says otherwise."""
+    of_node = ranks_of_a_node(world_size)
+    if world_size == 1:
+        return ""
+    return " on one node" if of_node >= world_size else f" on {-(-world_size // of_node)} nodes of {of_node}"
 
 
 def _clones(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
@@ -213,10 +221,8 @@ def _peak_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[s
         return []
 
     def need(changed: Recipe) -> float:
-        """GiB of the peak, and of memory that ranks share, of all ranks on a GPU."""
-        chosen = changed.parallel.fixed_capacity_factor or BALANCED_FACTOR
-        peak = peak_bytes_per_rank(changed, world_size, chosen, experts_of(changed))
-        return changed.run.ranks_per_gpu * (peak + shared_bytes_per_rank(changed)) / 2**30
+        """GiB of the peak, of all ranks on a GPU."""
+        return changed.run.ranks_per_gpu * _peak_gib(changed, world_size)
 
     lines = list(warn_of_excess(recipe, world_size, need, [gpu] if gpu else gpus_here() or measured_devices()))
     if not lines and gpu and (hardware := find_hardware(gpu)):
@@ -224,9 +230,16 @@ def _peak_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[s
     return [*_peak_itself(recipe, world_size), *(("", line) for line in lines)]
 
 
+def _peak_gib(recipe: Recipe, world_size: int) -> float:
+    """The peak of a step, with the memory that ranks share."""
+    factor = recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
+    peak = peak_bytes_per_rank(recipe, world_size, factor, experts_of(recipe))
+    return (peak + shared_bytes_per_rank(recipe)) / 2**30
+
+
 def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     experts, factor = experts_of(recipe), recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
-    peak = f"about {peak_bytes_per_rank(recipe, world_size, factor, experts) / 2**30:.3g} GiB at the peak of a step"
+    peak = f"about {_peak_gib(recipe, world_size):.3g} GiB at the peak of a step"
     if not has_arena(recipe, experts):
         return [("", peak), *(("", line) for line in why_no_arena(recipe, experts))]
     places = [part.places for part in parts_of(recipe, world_size)]

@@ -20,6 +20,7 @@ from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.config import Recipe, RecipeError, check_rules
 from titan_moe.config.context import sequence_shard
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.parallel import ranks_of_a_node
 from titan_moe.config.parse import dump_recipe
 from titan_moe.config.train import SAMPLE_PROMPT_TOKENS
 from titan_moe.data.loader import build_loader
@@ -138,6 +139,13 @@ class Trainer:
         """Whether so many steps were skipped in a row that the run stops."""
         return 0 < self.recipe.train.max_skipped_in_row <= self.num_skipped_in_row
 
+    @property
+    def _command(self) -> str:
+        """The command that goes on with this run; on several nodes what torchrun is to run."""
+        num_ranks = dist.get_world_size()
+        is_launched = 1 < num_ranks == ranks_of_a_node(num_ranks)
+        return f"titan-moe train {self.run_folder / 'recipe.toml'}{f' --nproc {num_ranks}' if is_launched else ''}"
+
     def train(self) -> int:
         """Run the remaining steps, save, print a sample, and say how the run ended. Returns the exit code."""
         with _as_recipe_errors(ValueError, CheckpointMismatch):
@@ -185,10 +193,8 @@ class Trainer:
         if self.has_diverged:
             return 0
         if not self.is_finished:
-            name, recipe_file = Signals(stop.number).name, self.run_folder / "recipe.toml"
-            logger.info(
-                "stopped by %s after step %d; to go on: titan-moe train %s", name, self.progress.step, recipe_file
-            )
+            name = Signals(stop.number).name
+            logger.info("stopped by %s after step %d; to go on: %s", name, self.progress.step, self._command)
             return stop.number
         if self.recipe.metrics.sample_tokens and self.num_skipped_in_row == 0:
             self._write_sample()
@@ -296,7 +302,7 @@ class Trainer:
         if self.progress.step in self.checkpointer.folders.complete_steps():
             logger.info("the model is in %s", self.checkpointer.folders.path(self.progress.step))
         else:
-            logger.info("the model is not saved: checkpoint.save_last_step = false")
+            logger.info("the model is not saved")
 
     def _describe_skipped(self) -> str:
         """Why the run ended in skipped steps, and the ways out."""
@@ -306,7 +312,7 @@ class Trainer:
         return (
             f"{self.run_folder} ended at step {self.progress.step}: the gradients of {last} were not finite, so "
             "nothing was updated or saved; lower optim.lr, raise optim.warmup_steps, or take other weights with "
-            f"checkpoint.load_from in another run.folder (titan-moe train {self.run_folder / 'recipe.toml'} {found})"
+            f"checkpoint.load_from in another run.folder ({self._command} {found})"
         )
 
     def _log_start(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,9 @@ def test_check_of_a_published_model_in_a_pipeline(schedule: str) -> None:
     assert lines[start].split(maxsplit=1)[1].startswith(f"{schedule}, {4 * SCHEDULES[schedule]} stages")
     assert "16 microbatches a step; bubble " in lines[start]
     assert lines[start + 1].strip().startswith("weight gradients: 59.8 % delayed") == SPLITS[schedule]
-    start += SPLITS[schedule]
+    hints = [line for line in lines[start + 2 :] if "has whole backwards" in line]
+    assert len(hints) == (schedule == "dualpipev"), "interleaved_1f1b has a smaller bubble"
+    start += SPLITS[schedule] + len(hints)
     ranks = lines[start + 1 : start + 5]
     assert [line.split(":")[0].strip() for line in ranks] == [f"pp rank {rank}" for rank in range(4)]
     assert "embedding, layers 0 to" in ranks[0] and sum("head" in line for line in ranks) == 1
@@ -112,12 +115,16 @@ def test_check_says_why_weight_gradients_are_not_delayed() -> None:
     settings += ["--parallel.accumulate_unsharded=true", "--train.micro_batch_sequences=1"]
     settings += ["--parallel.expert_clones=1"]
     recipe = load_recipe(QWEN3, [*settings, "--train.global_batch_sequences=64"])
-    assert (
+    lines = [line.strip() for line in describe(recipe, 32).splitlines()]
+    start = lines.index(
         "weight gradients: 0 % delayed, by FLOPs; not those of attention (in compiled graphs; delayed with "
         'compile.regional = "off"); routed experts (one operation sends the gradients of clones and of rows; delayed '
-        "with parallel.expert_clones = 0); head (its loss computes them in forward); or take pp_schedule = "
-        '"1f1b" or "interleaved_1f1b", whose backwards are whole\n'
-    ) in describe(recipe, 32)
+        "with parallel.expert_clones = 0); head (its loss computes them in forward)"
+    )
+    hint = 'hint: pp_schedule = "interleaved_1f1b" has whole backwards, and a bubble of 15.7 %'
+    assert lines[start + 1] == hint, "1f1b has a larger one than zbv"
+    delayed = replace(recipe, parallel=replace(recipe.parallel, expert_clones=0))
+    assert "has whole backwards" not in describe(delayed, 32), "12.6 % with zbv"
 
 
 def test_check_hints_at_gathering_once_a_step() -> None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.rule import dispatchers_for, key_of_kernel
 
 
 def obstacles(recipe: Recipe) -> Iterator[str]:
@@ -17,10 +17,11 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
     if recipe.model.num_moe_layers > 0 and recipe.parallel.facts.reads_host:
         yield (
             f'parallel.dispatcher = "{recipe.parallel.dispatcher}" reads the counts of every layer on the host; take '
-            f"{without_host_reads()}"
+            f"{without_host_reads(recipe)}"
         )
     if recipe.model.num_moe_layers > 0 and recipe.perf.chosen_kernels.experts == "reference":
-        yield 'the "reference" experts read their offsets on the host; take perf.kernels = "grouped_mm" or "fused"'
+        key = key_of_kernel(recipe, "experts")
+        yield f'the "reference" experts read their offsets on the host; take {key} = "grouped_mm" or "fused"'
     if recipe.parallel.cp > 1 and recipe.parallel.cp_kind == "ring":
         yield (
             'parallel.cp_kind = "ring" overlaps point-to-point messages with its kernels, which has not been tested in '
@@ -33,8 +34,8 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def without_host_reads() -> str:
+def without_host_reads(recipe: Recipe) -> str:
     """List the dispatchers that a graph can contain, for a way out."""
-    movers = dispatchers_that(lambda facts: facts.moves_rows and not facts.reads_host)
-    others = dispatchers_that(lambda facts: not facts.moves_rows and not facts.reads_host)
+    movers = dispatchers_for(recipe, lambda facts: facts.moves_rows and not facts.reads_host)
+    others = dispatchers_for(recipe, lambda facts: not facts.moves_rows and not facts.reads_host)
     return f"{movers}, or {others} with parallel.ep = 1"

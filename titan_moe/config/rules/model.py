@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from titan_moe.config.model import ModelConfig
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import divisors, is_no_divisor, rule, rules_in
+from titan_moe.config.schema import counted
 
 
 @rule("the class is imported by this name")
@@ -102,7 +103,7 @@ def dense_layers_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     if num_dense_layers > 0 and m.ffn_hidden_size == 0:
         cause = f"num_dense_layers = {m.num_dense_layers}" if m.moe.num_experts else "moe.num_experts = 0"
         yield (
-            f"model.ffn_hidden_size = 0, but model.{cause} makes {num_dense_layers} layers dense; "
+            f"model.ffn_hidden_size = 0, but model.{cause} makes {counted(num_dense_layers, 'layer')} dense; "
             "set the width of dense layers, or give every layer experts"
         )
 
@@ -112,8 +113,8 @@ def experts_have_a_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     m = recipe.model
     if m.num_moe_layers > 0 and m.moe.ffn_hidden_size == 0:
         yield (
-            f"model.moe.ffn_hidden_size = 0, but {m.num_moe_layers} layers have {m.moe.num_experts} experts; "
-            "set the width of one expert"
+            f"model.moe.ffn_hidden_size = 0, but the model has {counted(m.num_moe_layers, 'layer')} of "
+            f"{counted(m.moe.num_experts, 'expert')}; set the width of one expert"
         )
 
 
@@ -163,8 +164,8 @@ def top_k_fits_chosen_groups(recipe: Recipe, world_size: int) -> Iterator[str]:
     num_candidates = moe.top_k_groups * (moe.num_experts // max(moe.num_groups, 1))
     if moe.num_groups > 1 and 0 < num_candidates < moe.top_k <= moe.num_experts:
         yield (
-            f"model.moe.top_k = {moe.top_k} exceeds the {num_candidates} experts of "
-            f"model.moe.top_k_groups = {moe.top_k_groups} groups; lower top_k or raise top_k_groups"
+            f"model.moe.top_k = {moe.top_k} exceeds the {counted(num_candidates, 'expert')} in the groups of a "
+            f"token, model.moe.top_k_groups = {moe.top_k_groups}; lower top_k or raise top_k_groups"
         )
 
 

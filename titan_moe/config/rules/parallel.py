@@ -3,11 +3,20 @@
 from collections.abc import Iterator
 from operator import attrgetter
 
-from titan_moe.config.dispatchers import dispatchers_that
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import ep_ranks_of_a_node, ranks_of_a_node, smallest_world
+from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node, ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe, expert_hidden_size
-from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
+from titan_moe.config.rules.perf import multiple_of_expert_rows
+from titan_moe.config.rules.rule import (
+    dispatchers_for,
+    divisors,
+    inner_divisors,
+    is_no_divisor,
+    key_of_kernel,
+    nearest_multiples,
+    rule,
+    rules_in,
+)
 from titan_moe.config.schema import either
 
 
@@ -22,10 +31,9 @@ def dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]
     p = recipe.parallel
     others = p.pp * p.dp_replicate * p.cp * p.tp
     if p.dp_shard == -1 and is_no_divisor(others, world_size):
-        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         yield (
-            f"parallel.pp * dp_replicate * cp * tp = {p.pp} * {p.dp_replicate} * {p.cp} * {p.tp} = {others} does not "
-            f"divide the {ranks}; the divisors are {divisors(world_size)}"
+            f"parallel.pp * dp_replicate * cp * tp = {p.pp} * {p.dp_replicate} * {p.cp} * {p.tp} = {others} "
+            f"{_does_not_divide(p, world_size)}"
         )
     if p.dp_shard > 0 and others * p.dp_shard != world_size:
         yield (
@@ -38,16 +46,19 @@ def dense_view_fills_the_world(recipe: Recipe, world_size: int) -> Iterator[str]
 def expert_view_divides_the_world(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     expert_ranks = p.pp * p.dp_replicate * p.ep * p.etp
-    if is_no_divisor(expert_ranks, world_size) and world_size == 1:
-        yield (
-            f"parallel.pp * dp_replicate * ep * etp = {expert_ranks}, but the run has 1 rank; start it with "
-            f"--nproc {smallest_world(p)}, or a multiple"
-        )
-    elif is_no_divisor(expert_ranks, world_size):
+    if is_no_divisor(expert_ranks, world_size):
         yield (
             f"parallel.pp * dp_replicate * ep * etp = {p.pp} * {p.dp_replicate} * {p.ep} * {p.etp} = {expert_ranks} "
-            f"does not divide the {world_size} ranks; the divisors are {divisors(world_size)}"
+            f"{_does_not_divide(p, world_size)}"
         )
+
+
+def _does_not_divide(p: ParallelConfig, world_size: int) -> str:
+    """The rule that the axes of a view break, with the ways out: more ranks, where there are too few for the layout."""
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if world_size < smallest_world(p):
+        return f"does not divide the {ranks}; start it with --nproc {smallest_world(p)}, or a multiple"
+    return f"does not divide the {ranks}; the divisors are {divisors(world_size)}"
 
 
 @rule("each rank of an ep group holds the same number of experts")
@@ -67,7 +78,7 @@ def etp_divides_expert_hidden_width(recipe: Recipe, world_size: int) -> Iterator
     if hidden > 0 and is_no_divisor(etp, hidden):
         yield (
             f"parallel.etp = {etp} does not divide model.moe.ffn_hidden_size = {hidden}; take "
-            f"{nearest_multiples(hidden, etp)}, or an etp that divides it"
+            f"{nearest_multiples(hidden, multiple_of_expert_rows(recipe) * etp)}, or an etp that divides it"
         )
 
 
@@ -85,7 +96,7 @@ def ep_needs_a_dispatcher_that_moves_rows(recipe: Recipe, world_size: int) -> It
     if p.ep > 1 and not p.facts.moves_rows:
         yield (
             f'parallel.dispatcher = "{p.dispatcher}" moves no rows, but parallel.ep = {p.ep} spreads the experts over '
-            f"ranks; take {dispatchers_that(lambda facts: facts.moves_rows)}, or ep = 1"
+            f"ranks; take {dispatchers_for(recipe, lambda facts: facts.moves_rows)}, or ep = 1"
         )
 
 
@@ -93,9 +104,10 @@ def ep_needs_a_dispatcher_that_moves_rows(recipe: Recipe, world_size: int) -> It
 def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and not p.facts.moves_rows:
+        others = dispatchers_for(recipe, lambda facts: p.overlap in facts.overlaps)
         yield (
             f'parallel.overlap = "{p.overlap}" hides communication over ep, and parallel.dispatcher = "{p.dispatcher}" '
-            f'has none; set it to "none", or spread the experts with {dispatchers_that(lambda facts: facts.moves_rows)}'
+            f'has none; set it to "none"{f", or spread the experts with {others}" if others else ""}'
         )
 
 
@@ -104,9 +116,10 @@ def dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str
     p = recipe.parallel
     if p.overlap != "none" and p.facts.moves_rows and p.overlap not in p.facts.overlaps:
         supported = either((*p.facts.overlaps, "none"))
+        others = dispatchers_for(recipe, lambda facts: p.overlap in facts.overlaps)
         yield (
             f'parallel.overlap = "{p.overlap}" is not supported by parallel.dispatcher = "{p.dispatcher}"; take '
-            f"overlap = {supported}, or {dispatchers_that(lambda facts: p.overlap in facts.overlaps)}"
+            f"overlap = {supported}{f', or {others}' if others else ''}"
         )
 
 
@@ -119,7 +132,7 @@ def tile_overlap_needs_fused_experts(recipe: Recipe, world_size: int) -> Iterato
     is_left_to_auto = recipe.perf.kernels == "auto" and recipe.perf.override.experts == "no"
     if recipe.perf.chosen_kernels.experts != "fused" and not is_left_to_auto:
         yield (
-            f"{setting} moves rows in the GEMMs of fused experts, but perf.kernels chooses "
+            f"{setting} moves rows in the GEMMs of fused experts, but {key_of_kernel(recipe, 'experts')} chooses "
             f'"{recipe.perf.chosen_kernels.experts}" for experts; take "fused", or overlap = "none"'
         )
     for need in recipe.model.moe.unmet_needs_of_fused:
@@ -132,7 +145,7 @@ def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.facts.needs_cuda and recipe.run.device == "cpu":
         yield (
             f'parallel.dispatcher = "{p.dispatcher}" does not exist with run.device = "cpu"; take '
-            f'{dispatchers_that(lambda facts: facts.moves_rows and not facts.needs_cuda)}, or run.device = "cuda"'
+            f'{dispatchers_for(recipe, lambda facts: facts.moves_rows)}, or run.device = "cuda"'
         )
 
 
@@ -142,20 +155,20 @@ def shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.facts.shares_memory and p.ep <= 1:
         yield (
             f'parallel.dispatcher = "{p.dispatcher}" shares memory between the ranks of an ep group, but parallel.ep = '
-            f"{p.ep} leaves one rank in each; take {dispatchers_that(lambda facts: not facts.shares_memory)}, or a "
-            "larger ep"
+            f"{p.ep} leaves one rank in each; take {dispatchers_for(recipe, lambda facts: not facts.shares_memory)}, "
+            "or a larger ep"
         )
 
 
 @rule("GPUs share memory inside a node only")
 def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, num_local = recipe.parallel, ranks_of_a_node(world_size)
-    if p.facts.is_one_node and world_size > 1 and is_no_divisor(p.ep * p.etp, num_local):
+    if p.facts.is_one_node and world_size >= smallest_world(p) and is_no_divisor(p.ep * p.etp, num_local):
         size = f"parallel.ep = {p.ep}" if p.etp == 1 else f"parallel.ep * etp = {p.ep} * {p.etp} = {p.ep * p.etp}"
         yield (
             f"{size} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
             f'"{p.dispatcher}" needs; take a divisor of it ({divisors(num_local)}), or '
-            f"{dispatchers_that(lambda facts: facts.moves_rows and not facts.is_one_node)}"
+            f"{dispatchers_for(recipe, lambda facts: facts.moves_rows and not facts.is_one_node)}"
         )
 
 
@@ -165,36 +178,38 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.ep_ranks_per_node and not p.facts.has_two_levels:
         yield (
             f"parallel.ep_ranks_per_node = {p.ep_ranks_per_node} has no effect with parallel.dispatcher = "
-            f'"{p.dispatcher}"; set it to 0, or take {dispatchers_that(lambda facts: facts.has_two_levels)}'
+            f'"{p.dispatcher}"; set it to 0, or take {dispatchers_for(recipe, lambda facts: facts.has_two_levels)}'
         )
     if not p.facts.has_two_levels or p.ep_ranks_per_node < 0:
         return
     of_node, on_host = ep_ranks_of_a_node(p, world_size), ranks_of_a_node(world_size)
+    sizes = inner_divisors(p.ep, max(on_host // max(p.etp, 1), 1))
+    take = f"take {sizes}, or" if sizes else "take"
     setting = f'parallel.dispatcher = "{p.dispatcher}" needs an ep group of several nodes with several ranks each'
     if of_node >= p.ep:
         yield (
             f"{setting}, but {of_node} ranks on a node hold all of parallel.ep = {p.ep}; take "
-            f"{dispatchers_that(lambda facts: facts.is_one_node)} or {_any_network()} within a node, or set "
-            "parallel.ep_ranks_per_node if a node has fewer ranks: `check` cannot know it"
+            f"{dispatchers_for(recipe, lambda facts: facts.sends == 'once_a_rank')} within a node, or "
+            "name the ranks of a node if there are fewer: --nproc-per-node of `check`, or parallel.ep_ranks_per_node"
         )
     elif of_node == 1:
-        yield f"{setting}, but each node has 1 rank; take {_any_network()}, which sends the same rows"
+        yield f"{setting}, but each node has 1 rank; take {_any_network(recipe)}, which sends the same rows"
     elif is_no_divisor(of_node, p.ep):
         yield (
             f"{of_node} ranks on a node (parallel.ep_ranks_per_node, or torchrun's) do not divide parallel.ep = "
-            f"{p.ep}; take a divisor between 1 and {p.ep}, or {_any_network()}, which does not need equal nodes"
+            f"{p.ep}; {take} {_any_network(recipe)}, which does not need equal nodes"
         )
     elif is_no_divisor(of_node * p.etp, on_host):
         times_etp = f" * etp = {of_node} * {p.etp}" if p.etp > 1 else f" = {of_node}"
         yield (
             f"parallel.ep_ranks_per_node{times_etp} does not divide the {on_host} ranks that torchrun starts on a "
-            f"node, so some of these groups would span two nodes; take one of {divisors(on_host)}"
+            f"node, so some of these groups would span two nodes; {take} {_any_network(recipe)}"
         )
 
 
-def _any_network() -> str:
+def _any_network(recipe: Recipe) -> str:
     """The dispatchers that send a row once to each rank, over any network."""
-    return dispatchers_that(lambda facts: facts.sends == "once_a_rank" and not facts.is_one_node)
+    return dispatchers_for(recipe, lambda facts: facts.sends == "once_a_rank" and not facts.is_one_node)
 
 
 @rule("the forward of one microbatch runs between the pieces of another's backward, without the hooks of FSDP")
@@ -234,7 +249,7 @@ def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iter
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} has no effect with parallel.dispatcher = "
             f'"{p.dispatcher}", whose sizes are exact; set it to 0, or take '
-            f"{dispatchers_that(lambda facts: facts.can_be_bounded)}"
+            f"{dispatchers_for(recipe, lambda facts: facts.can_be_bounded)}"
         )
     if 0 < factor < 1:
         yield (
@@ -250,7 +265,7 @@ def clones_need_other_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             f"parallel.expert_clones = {p.expert_clones} clones experts onto other ranks, but parallel.ep = {p.ep} and "
             f'parallel.dispatcher = "{p.dispatcher}" leave them all on one; set it to 0, or spread the experts with '
-            f"{dispatchers_that(lambda facts: facts.moves_rows)}"
+            f"{dispatchers_for(recipe, lambda facts: facts.moves_rows)}"
         )
     elif p.fixed_expert_clones > 0 and p.fixed_expert_clones > num_experts // p.ep:
         yield (

@@ -10,7 +10,7 @@ from titan_moe.config.pipeline_schedules import SCHEDULES, schedules_that
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import obstacles, without_host_reads
-from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
+from titan_moe.config.rules.rule import key_of_kernel, nearest_multiples, rule, rules_in
 from titan_moe.config.skew import obstacles_to_skew
 
 GROUPED_MM_STRIDE_BYTES = 16
@@ -23,10 +23,11 @@ def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     experts, compute, device = recipe.perf.chosen_kernels.experts, recipe.precision.compute, recipe.run.device
     allowed = ["bf16"] if device == "cuda" or experts == "fused" else ["bf16", "fp32"]
     if experts != "reference" and compute not in allowed:
-        where = f'run.device = "{device}"'
+        key = key_of_kernel(recipe, "experts")
+        chosen = f'perf.kernels = "{recipe.perf.kernels}"' if key == "perf.kernels" else key
         yield (
-            f'precision.compute = "{compute}" has no perf.kernels = "{experts}" with {where}; '
-            f'take {" or ".join(allowed)}, or perf.kernels = "reference"'
+            f'precision.compute = "{compute}" has no "{experts}" experts ({chosen}) with run.device = "{device}"; '
+            f'take {" or ".join(allowed)}, or {key} = "reference"'
         )
 
 
@@ -53,22 +54,31 @@ def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
                 'with run.device = "cpu"; take "grouped_mm" or "reference"'
             )
     if kernels.experts == "fused" and recipe.model.num_moe_layers > 0:
+        key = key_of_kernel(recipe, "experts")
         for need in recipe.model.moe.unmet_needs_of_fused:
-            yield f'perf.kernels = "fused" needs {need}; change it, or take perf.kernels = "grouped_mm"'
+            yield f'{key} = "fused" needs {need}; change it, or take {key} = "grouped_mm"'
     p = recipe.precision
     if kernels.gradients == "triton" and (p.compute, p.master) != ("bf16", "fp32"):
+        key = key_of_kernel(recipe, "gradients")
         yield (
-            f'perf.override.gradients = "triton" adds bf16 to fp32, not precision.compute = "{p.compute}" to '
-            f'precision.master = "{p.master}"; take "bf16" and "fp32", or perf.override.gradients = "torch"'
+            f'{key} = "{"fused" if key == "perf.kernels" else "triton"}" adds gradients in bf16 to fp32, not '
+            f'precision.compute = "{p.compute}" to precision.master = "{p.master}"; take "bf16" and "fp32", or '
+            'perf.override.gradients = "torch"'
         )
+
+
+def multiple_of_expert_rows(recipe: Recipe) -> int:
+    """The number that must divide the widths of the experts' operands on a rank."""
+    if recipe.perf.chosen_kernels.experts == "reference":
+        return 1
+    return GROUPED_MM_STRIDE_BYTES // BYTES_OF_DTYPE[recipe.precision.compute]
 
 
 @rule("grouped_mm needs row strides that are multiples of 16 bytes")
 def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
-    model = recipe.model
-    if recipe.perf.chosen_kernels.experts == "reference" or model.num_moe_layers <= 0:
+    model, step = recipe.model, multiple_of_expert_rows(recipe)
+    if model.num_moe_layers <= 0:
         return
-    step = GROUPED_MM_STRIDE_BYTES // BYTES_OF_DTYPE[recipe.precision.compute]
     width_key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
     widths = {width_key: (model.moe.latent_size or model.hidden_size, 1)}
     widths["moe.ffn_hidden_size"] = (model.moe.ffn_hidden_size, max(recipe.parallel.etp, 1))
@@ -78,7 +88,7 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             multiples = nearest_multiples(width, step * parts)
             yield (
                 f"model.{key} = {width} is not a multiple of {step}{split}, which grouped_mm needs in "
-                f'{recipe.precision.compute}; take {multiples}, or perf.kernels = "reference"'
+                f'{recipe.precision.compute}; take {multiples}, or {key_of_kernel(recipe, "experts")} = "reference"'
             )
 
 
@@ -183,7 +193,7 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):
-            yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}'
+            yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}, or compile.cudagraph = "off"'
 
 
 @rule("the kernels of FlexAttention sum in fp32")
@@ -198,7 +208,7 @@ def block_graphs_have_no_host_reads(recipe: Recipe, world_size: int) -> Iterator
     if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
             f'compile.extent = "block" excludes parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
-            f"on the host; take {without_host_reads()}, or "
+            f"on the host; take {without_host_reads(recipe)}, or "
             'compile.extent = "pieces"'
         )
 

@@ -16,7 +16,7 @@ from titan_moe.config.gemms import (
 )
 from titan_moe.config.precision import PARTS, PrecisionConfig
 from titan_moe.config.recipe import Recipe, microbatch_tokens
-from titan_moe.config.rules.rule import nearest_multiples, rule, rules_in
+from titan_moe.config.rules.rule import key_of_kernel, nearest_multiples, rule, rules_in
 from titan_moe.config.schema import in_toml
 
 DEFAULTS = PrecisionConfig()
@@ -38,7 +38,8 @@ def options_of_formats_need_a_format(recipe: Recipe, world_size: int) -> Iterato
     changed = [name for name in OPTIONS_OF_FORMATS if getattr(p, name) != getattr(DEFAULTS, name)]
     if changed and not p.formats:
         settings = ", ".join(f"precision.{name} = {in_toml(getattr(p, name))}" for name in changed)
-        yield f'{settings} needs a format, but the recipe has none; drop it, or take precision.format = "fp8_rowwise"'
+        needed = 'linears = "fp8_tensorwise"' if "all_gather" in changed else 'format = "fp8_rowwise"'
+        yield f"{settings} needs a format, but the recipe has none; drop it, or take precision.{needed}"
 
 
 @rule("a model without such layers has nothing to round")
@@ -117,7 +118,8 @@ def native_experts_are_fused(recipe: Recipe, world_size: int) -> Iterator[str]:
     if (experts := experts_of(recipe)) != "fused":
         needs = recipe.model.moe.unmet_needs_of_fused
         also = f" and {' and '.join(needs)}" if needs else ""
-        yield f'{setting} has no native kernels with perf.kernels = "{experts}"; take "fused"{also}, {way_out}'
+        key = key_of_kernel(recipe, "experts")
+        yield f'{setting} has no native kernels with "{experts}" experts; take {key} = "fused"{also}, {way_out}'
     if p.dgrad == "compute":
         yield f'{setting} does not support precision.dgrad = "compute"; take "format", {way_out}'
     if recipe.parallel.fixed_expert_clones:
@@ -132,7 +134,8 @@ def emulated_experts_are_composite(recipe: Recipe, world_size: int) -> Iterator[
         return
     setting = f'precision.experts = "{p.format_of("experts")}" with precision.backend = "emulated"'
     if experts == "fused":
-        yield f'{setting} replaces fused experts; take perf.kernels = "grouped_mm", or precision.experts = "compute"'
+        key = key_of_kernel(recipe, "experts")
+        yield f'{setting} replaces fused experts; take {key} = "grouped_mm", or precision.experts = "compute"'
     elif recipe.parallel.overlap == "tile":
         yield (
             f'{setting} has no parallel.overlap = "tile", which moves rows in the GEMMs of fused experts; take "none", '

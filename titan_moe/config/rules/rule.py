@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from titan_moe.config.dispatchers import DispatcherFacts, dispatchers_that
 from titan_moe.config.recipe import Recipe
 
 Check = Callable[[Recipe, int], Iterator[str]]
@@ -35,10 +36,30 @@ def is_no_divisor(divisor: int, number: int) -> bool:
 
 def divisors(*numbers: int) -> str:
     """List the common divisors, for a way out: `1, 2, 4, 8`."""
-    return ", ".join(str(n) for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers))
+    return ", ".join(map(str, _common_divisors(*numbers)))
+
+
+def inner_divisors(number: int, *others: int) -> str:
+    """List the common divisors above 1 and below `number`, for a way out; empty for none."""
+    return ", ".join(str(n) for n in _common_divisors(number, *others) if 1 < n < number)
+
+
+def _common_divisors(*numbers: int) -> list[int]:
+    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
 
 
 def nearest_multiples(number: int, step: int) -> str:
     """The multiples of `step` around `number`, for a way out: `24 or 32`."""
     below = number // step * step
     return f"{below} or {below + step}" if below > 0 else str(step)
+
+
+def dispatchers_for(recipe: Recipe, have: Callable[[DispatcherFacts], bool]) -> str:
+    """List the dispatchers with a fact that exist on the recipe's device, for a way out; empty for none."""
+    is_on_cpu = recipe.run.device == "cpu"
+    return dispatchers_that(lambda facts: have(facts) and not (is_on_cpu and facts.needs_cuda))
+
+
+def key_of_kernel(recipe: Recipe, operation: str) -> str:
+    """The field that chooses the implementation of an operation: its override, if it has one."""
+    return "perf.kernels" if getattr(recipe.perf.override, operation) == "no" else f"perf.override.{operation}"

@@ -70,7 +70,7 @@ def synthetic_data_holds_out_no_share(recipe: Recipe, world_size: int) -> Iterat
 @rule("validation needs text that training does not see")
 def validation_has_data(recipe: Recipe, world_size: int) -> Iterator[str]:
     d = recipe.data
-    holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction > 0
+    holds_out = d.source == "synthetic" or d.is_streamed or d.holdout_fraction != 0
     if recipe.validation.every_steps > 0 and not holds_out:
         yield (
             f"validation.every_steps = {recipe.validation.every_steps} needs documents that training does not see, but "
@@ -91,11 +91,14 @@ def sample_has_a_tokenizer(recipe: Recipe, world_size: int) -> Iterator[str]:
 def sample_has_a_prompt(recipe: Recipe, world_size: int) -> Iterator[str]:
     d, num_tokens = recipe.data, recipe.metrics.sample_tokens
     if num_tokens > 0 and d.source == "synthetic":
-        yield f'metrics.sample_tokens = {num_tokens} needs text, but data.source = "synthetic"; set sample_tokens = 0'
+        yield (
+            f'metrics.sample_tokens = {num_tokens} needs held-out text, but data.source = "synthetic" has none; set '
+            "sample_tokens = 0"
+        )
     elif num_tokens > 0 and d.holdout_fraction == 0 and not d.is_streamed:
         yield (
-            f'metrics.sample_tokens = {num_tokens} needs held-out text, but data.source = "{d.source}" with '
-            f"data.holdout_fraction = {d.holdout_fraction:g} has none; hold some out, or set sample_tokens = 0"
+            f"metrics.sample_tokens = {num_tokens} needs held-out text, but data.holdout_fraction = 0; set it to 0.01, "
+            "or sample_tokens = 0"
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from titan_moe.config.model import ModelConfig
-from titan_moe.config.parallel import ranks_of_a_node
+from titan_moe.config.parallel import ranks_of_a_node, smallest_world
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import divisors, is_no_divisor, nearest_multiples, rule, rules_in
 
@@ -38,10 +38,9 @@ def tp_divides_widths(recipe: Recipe, world_size: int) -> Iterator[str]:
         widths["moe.shared_ffn_hidden_size"] = m.moe.shared_ffn_hidden_size
     for key, width in widths.items():
         if width > 0 and is_no_divisor(tp, width):
-            yield (
-                f"parallel.tp = {tp} does not divide model.{key} = {width}; take {nearest_multiples(width, tp)}, or a "
-                "tp that divides it"
-            )
+            # a smaller vocabulary has no row for the last ids
+            sizes = -(-width // tp) * tp if key == "vocab_size" else nearest_multiples(width, tp)
+            yield f"parallel.tp = {tp} does not divide model.{key} = {width}; take {sizes}, or a tp that divides it"
 
 
 @rule("between layers each tp rank has an equal part of every sequence")
@@ -95,7 +94,7 @@ def tp_overlap_is_possible(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield "parallel.tp_comm_overlap = true has no messages to hide with parallel.tp = 1; take false, or tp = 2"
     if recipe.run.device == "cpu":
         yield 'parallel.tp_comm_overlap = true needs run.device = "cuda", not "cpu"; take false'
-    if p.tp > 1 and world_size > 1 and is_no_divisor(p.tp, num_local):
+    if p.tp > 1 and world_size >= smallest_world(p) and is_no_divisor(p.tp, num_local):
         yield (
             f"parallel.tp = {p.tp} does not divide the {num_local} ranks of a node, which parallel.tp_comm_overlap = "
             f"true needs; take a divisor of it ({divisors(num_local)}), or tp_comm_overlap = false"

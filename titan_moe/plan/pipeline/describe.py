@@ -1,10 +1,14 @@
 """The rows of `titan-moe check` about a pipeline."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from titan_moe.config.clones import resolve_clones
+from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe, num_microbatches
-from titan_moe.plan.memory import state_bytes
+from titan_moe.config.rules import check_rules
+from titan_moe.plan.memory import shared_bytes_per_rank, state_bytes
 from titan_moe.plan.peak import peak_bytes
 from titan_moe.plan.pipeline.action import Entry, Pair, flat
 from titan_moe.plan.pipeline.flops import flops_of_stage
@@ -45,14 +49,33 @@ def describe_pipeline(recipe: Recipe, world_size: int, capacity_factor: float, e
         f"of the step, by FLOPs, without messages and recompute{ideal}"
     )
     yield from describe_weight_grads(recipe)
+    yield from _better_schedules(recipe, world_size, bubble)
     entries = entries_of(p, number)
     for rank, part in enumerate(parts_of(recipe, world_size)):
         held = " + ".join(name_modules(stages[stage]) for stage in stages_of_rank(rank, p))
         memory = f"{state_bytes(part) / 2**30:.3g} GiB"
         if recipe.run.device != "cpu":
-            memory += f", about {peak_bytes(part, capacity_factor, experts) / 2**30:.3g} GiB at the peak"
+            peak = peak_bytes(part, capacity_factor, experts) + shared_bytes_per_rank(recipe)
+            memory += f", about {peak / 2**30:.3g} GiB at the peak"
         pairs = f"; {name_pairs(entries[rank])}" if p.overlap == "microbatch" else ""
         yield f"pp rank {rank}: {held}; microbatches in flight {part.num_in_flight:.3g}{pairs}; {memory}"
+
+
+def _better_schedules(recipe: Recipe, world_size: int, bubble: float) -> Iterator[str]:
+    """Say which schedules of whole backwards have a smaller bubble than one of split backwards, whose weight gradients
+    are not all delayed."""
+    p = recipe.parallel
+    if not splits_backward(recipe):
+        return
+    for name, facts in SCHEDULES.items():
+        vpp = min(max(p.vpp, facts.min_vpp), facts.max_vpp)
+        changes: dict[str, Any] = {"pp_schedule": name, "vpp": vpp}
+        other = replace(recipe, parallel=replace(p, **changes))
+        if facts.splits_backward or check_rules(other, world_size):
+            continue
+        if (whole := simulate_step(other, world_size).bubble_share) < bubble:
+            of_a_rank = f" with vpp = {vpp}" if vpp != p.vpp else ""
+            yield f'hint: pp_schedule = "{name}"{of_a_rank} has whole backwards, and a bubble of {100 * whole:.3g} %'
 
 
 def name_pairs(entries: Sequence[Entry]) -> str:

@@ -12,7 +12,7 @@ from titan_moe.config.arena import experts_of
 from titan_moe.config.clones import num_clones
 from titan_moe.config.formats import GemmFormats
 from titan_moe.config.gemms import GemmModule, gemm_modules, why_kept
-from titan_moe.config.pipeline_schedules import SCHEDULES, schedules_that
+from titan_moe.config.pipeline_schedules import SCHEDULES
 from titan_moe.config.recipe import Recipe
 from titan_moe.plan.pipeline.flops import Flops, flops_of_module
 
@@ -113,9 +113,7 @@ def describe_weight_grads(recipe: Recipe) -> Iterator[str]:
             names[obstacle].append(name)
     kept = [f"{_listed(parts)} ({why}; delayed with {way_out})" for (why, way_out), parts in names.items()]
     rest = "; ".join([*kept, f"head ({OF_HEAD})"])
-    whole = schedules_that(lambda facts: not facts.splits_backward)
-    way_out = f"; or take pp_schedule = {whole}, whose backwards are whole" if names else ""
-    yield f"weight gradients: {100 * late / total:.3g} % delayed, by FLOPs; not those of {rest}{way_out}"
+    yield f"weight gradients: {100 * late / total:.3g} % delayed, by FLOPs; not those of {rest}"
 
 
 def _part_of_layer(module: GemmModule) -> str:
