@@ -65,6 +65,11 @@ def triton_kernels_can_run(recipe: Recipe, world_size: int) -> Iterator[str]:
 
 @rule("grouped_mm needs row strides that are multiples of 16 bytes")
 def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
+    yield from unaligned_expert_rows(recipe, "perf.kernels")
+
+
+def unaligned_expert_rows(recipe: Recipe, field_of_kernels: str) -> Iterator[str]:
+    """The widths of experts that their kernels do not take in the dtype of compute."""
     model = recipe.model
     if recipe.perf.chosen_kernels.experts == "reference" or model.num_moe_layers <= 0:
         return
@@ -78,7 +83,7 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             multiples = nearest_multiples(width, step * parts)
             yield (
                 f"model.{key} = {width} is not a multiple of {step}{split}, which grouped_mm needs in "
-                f'{recipe.precision.compute}; take {multiples}, or perf.kernels = "reference"'
+                f'{recipe.precision.compute}; take {multiples}, or {field_of_kernels} = "reference"'
             )
 
 
