@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import titan_moe
 from titan_moe import cli
 from titan_moe.config import Recipe
 from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, recorded_failures
@@ -158,6 +160,13 @@ def test_train_layout_for_more_ranks_suggests_nproc() -> None:
     refused = run_cli("train", QWEN3)
     assert refused.returncode == 2 and "1 rank; start it with --nproc 8, or a multiple" in refused.stderr
     assert "take a divisor" not in refused.stderr
+
+
+def test_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    done = run_cli("--version")
+    assert done.returncode == 0 and done.stdout == f"titan-moe {project['version']}\n", done.stderr
+    assert titan_moe.__version__ == project["version"]
 
 
 def test_train_nproc_must_equal_world_size() -> None:

@@ -41,6 +41,8 @@ __all__ = [*_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # of the installed package: pyproject.toml has the number
+        return import_module("importlib.metadata").version("titan_moe")
     if name not in _MODULES:
         raise AttributeError(f"titan_moe has no {name!r}; it has {', '.join(_MODULES)}")
     return getattr(import_module(_MODULES[name]), name)

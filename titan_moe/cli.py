@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
     launched = "number of ranks to start on this host, through torchrun; default 1"
     planned = "number of ranks of the run; default: the smallest number that the layout allows"
@@ -195,6 +196,16 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--gpu", type=_gpu, metavar="NAME", help=f"{compared}. No other figure depends on it")
     check.add_argument("--explain", metavar="KEY", help="explain a field or a section of recipes")
     return parser
+
+
+class _ShowVersion(argparse.Action):
+    """Print the version of the installed package."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version  # slow to import
+
+        print(f"titan-moe {version('titan_moe')}")
+        parser.exit()
 
 
 def _add_verb(

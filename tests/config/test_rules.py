@@ -66,7 +66,7 @@ BROKEN = {
     ),
     "dense_layers_fit": ("--model.num_dense_layers=5", "exceeds model.num_layers = 4"),
     "dense_layers_have_a_width": ("--model.ffn_hidden_size=0", "num_dense_layers = 1 makes 1 layer dense"),
-    "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "the model has 3 layers of 16 experts"),
+    "experts_have_a_width": ("--model.moe.ffn_hidden_size=0", "MoE layers have 16 experts"),
     "top_k_fits_experts": ("--model.moe.top_k=17", "take at most 16"),
     "one_weight_is_not_normalised": (
         "--model.moe.top_k=1",

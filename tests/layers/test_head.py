@@ -15,7 +15,11 @@ from titan_moe.layers.head import LanguageModelHead
 from titan_moe.models.transformer import Transformer
 
 CONFIG = ModelConfig(
-    vocab_size=24, num_layers=1, hidden_size=16, attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8)
+    vocab_size=24,
+    num_layers=1,
+    hidden_size=16,
+    ffn_hidden_size=16,
+    attention=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8),
 )
 
 

@@ -4,6 +4,7 @@ import copy
 import doctest
 import io
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -204,3 +205,29 @@ def test_moe_names_the_shape_that_it_takes() -> None:
 
 def test_moe_docstring_example_runs() -> None:
     assert doctest.testmod(module).failed == 0
+
+
+UNFIT = {
+    "experts": (Kernels(experts="fused"), torch.float32, 'or take kernels.experts = "grouped_mm"'),
+    "router": (
+        Kernels(router="triton"),
+        torch.float32,
+        'kernels.router = "triton" is in Triton, which does not run on',
+    ),
+    "permute": (Kernels(permute="triton"), torch.float32, 'or take kernels.permute = "torch"'),
+    "fp64": (Kernels(), torch.float64, 'got torch.float64 in widths 24 and 16; take kernels.experts = "reference"'),
+    "bf16": (Kernels(), torch.bfloat16, "got torch.bfloat16 in widths 16 and 12; take kernels"),  # 24 bytes
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_moe_names_the_field_of_kernels_that_do_not_fit(case: str) -> None:
+    kernels, dtype, expected = UNFIT[case]
+    layer = MoE(ModelConfig(hidden_size=WIDTH, moe=PLAIN), kernels).to(dtype)
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        layer(torch.randn(1, 4, WIDTH, dtype=dtype))
+
+
+def test_moe_refuses_a_bad_config() -> None:
+    with pytest.raises(ValueError, match='model.moe.score_fn = "tanh" must be one of "softmax", "sigmoid"'):
+        MoE(ModelConfig(hidden_size=WIDTH, moe=replace(PLAIN, score_fn="tanh")))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
+from titan_moe.layers.block import Block
 from titan_moe.layers.init import init_weights
 from titan_moe.models.transformer import Transformer
 
@@ -22,6 +23,13 @@ def model() -> Transformer:
     model = Transformer(CONFIG)
     init_weights(model, seed=0, std=0.3, num_layers=CONFIG.num_layers)
     return model
+
+
+def test_a_model_refuses_a_bad_config() -> None:
+    with pytest.raises(ValueError, match='model.attention.kind = "mha" must be one of "gqa", "mla"'):
+        Transformer(replace(CONFIG, attention=replace(CONFIG.attention, kind="mha")))
+    with pytest.raises(ValueError, match="num_kv_heads = 3 does not divide"):
+        Block(replace(CONFIG, attention=replace(CONFIG.attention, num_kv_heads=3)), is_dense=False)
 
 
 @pytest.fixture

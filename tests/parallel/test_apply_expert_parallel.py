@@ -20,7 +20,9 @@ from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.parameters import local
 
 README = Path(__file__).parents[2] / "README.md"
-(SNIPPET,) = (code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "WORLD" in code)
+SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+(SNIPPET,) = (code for code in SNIPPETS if "WORLD" in code)
+(STEP_WITH_FSDP,) = (code for code in SNIPPETS if "fully_shard" in code)
 SEQUENCES, TOKENS, WIDTH = 4, 6, 16
 
 
@@ -97,6 +99,35 @@ def test_apply_expert_parallel_on_two_ranks_equals_one(ranks, way: str) -> None:
     for result, shapes in spread:
         assert shapes == [(2, 2, 8, WIDTH), (2, WIDTH, 8)], "half of the experts"
         del result["y"]
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def step(*, is_sharded: bool) -> dict[str, Tensor]:
+    """Weights and clipped gradients after a step of README's, with FSDP2 over all ranks or on one."""
+    block, (_, alone) = built(), STEP_WITH_FSDP.split("ignored_params=set(block.moe.experts.parameters()))\n")
+    x_BND = 30 * torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x_BND = x_BND.chunk(dist.get_world_size())[dist.get_rank()]
+    names = {"block": block, "x_BND": x_BND, "torch": torch, "dist": dist}
+    names |= {"apply_expert_parallel": apply_expert_parallel}
+    exec(STEP_WITH_FSDP.replace('"cuda"', '"cpu"') if is_sharded else alone, names)
+    tensors = {name: weight.detach() for name, weight in block.named_parameters()}
+    tensors |= {f"{name}.grad": weight.grad for name, weight in block.named_parameters()}
+    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+
+
+def step_with_fsdp() -> dict[str, Tensor]:
+    return step(is_sharded=True)
+
+
+def step_alone() -> dict[str, Tensor]:
+    return step(is_sharded=False)
+
+
+def test_a_step_with_fsdp_equals_that_of_one_process(ranks) -> None:
+    (expected,) = ranks(1, step_alone)
+    norm = sum(grad.square().sum() for name, grad in expected.items() if name.endswith(".grad")).sqrt()
+    torch.testing.assert_close(norm, torch.ones_like(norm), rtol=1e-5, atol=0, msg="gradients are clipped")
+    for result in ranks(2, step_with_fsdp):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 

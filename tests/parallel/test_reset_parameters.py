@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from titan_moe import ModelConfig, MoE, MoEConfig, apply_expert_parallel
+from titan_moe import Kernels, ModelConfig, MoE, MoEConfig, apply_expert_parallel
 
 CONFIG = ModelConfig(
     hidden_size=15, moe=MoEConfig(num_experts=6, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=7, latent_size=9)
@@ -38,7 +38,7 @@ def weights_of(layer: nn.Module) -> dict[str, Tensor]:
 
 def reset_sharded(sharding: str) -> dict[str, Tensor]:
     with torch.device("meta"):
-        layer = MoE(CONFIG)
+        layer = MoE(CONFIG, Kernels(experts="reference"))
     SHARDINGS[sharding](layer)
     layer.to_empty(device="cpu")
     torch.manual_seed(3)
@@ -50,7 +50,7 @@ def reset_sharded(sharding: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_reset_parameters_does_not_depend_on_the_layout(ranks, sharding: str) -> None:
-    layer = MoE(CONFIG)
+    layer = MoE(CONFIG, Kernels(experts="reference"))
     torch.manual_seed(3)
     layer.reset_parameters()
     expected = weights_of(layer)

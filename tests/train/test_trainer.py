@@ -7,6 +7,7 @@ import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,10 @@ FIELDS = {
     "memory_gib", "step_ms", "expert_load", "idle_experts", "skipped_steps", "rerun_steps",
     "rerun_share",
 }  # fmt: skip
+README = Path(__file__).parents[2] / "README.md"
+(LOAD,) = (
+    code for code in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if "checkpoint.load" in code
+)
 ROUTER = "layers.1.feed_forward.router"
 TEXT = ("--data.source=text", "--model.vocab_size=256", "--data.holdout_fraction=0.2", "--validation.num_sequences=4")
 
@@ -140,11 +145,10 @@ def test_trainer_validation_loss_equals_brute_force(tiny, text: str, document_at
     assert run.train(*words, "--validation.num_sequences=6") == 0
     assert [record["step"] for record in run.records if "validation_loss" in record] == [4, 6]
 
-    recipe = load_recipe(run.folder / "recipe.toml", [])
-    model = Transformer(recipe.model)
-    state = run.checkpoint(6)
-    model.load_state_dict({name: state[f"/{name}"] for name in model.state_dict()})
-    expected = brute_force_loss(model, text.partition("=")[2], 6, document_attention == "true")
+    names: dict[str, Any] = {}
+    exec(LOAD.replace("runs/quickstart", str(run.folder)).replace("step-300", "step-6"), names)
+    assert names["tokens_BN"].shape == (1, 24)
+    expected = brute_force_loss(names["model"], text.partition("=")[2], 6, document_attention == "true")
     assert run.column("validation_loss")[-1] == pytest.approx(expected, rel=1e-5)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.rules.layers import check_attention
 from titan_moe.layers.attention import Context, GroupedQueryAttention
 from titan_moe.layers.mla import MultiHeadLatentAttention
 from titan_moe.layers.mlp import MLP
@@ -23,6 +24,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, *, is_dense: bool, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
+        check_attention(config, kernels)
         self.attention_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = ATTENTIONS[config.attention.kind](config, kernels)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.rules.layers import check_moe
 from titan_moe.dispatch.base import TokenDispatcher
 from titan_moe.dispatch.local import LocalDispatcher
 from titan_moe.kernels.choose import PERMUTE, choose_expert_mlp
@@ -39,6 +40,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, kernels: Kernels = DEFAULT_KERNELS) -> None:
         super().__init__()
+        check_moe(config, kernels)
         self.config = config
         moe, width = config.moe, config.moe.latent_size or config.hidden_size
         self.router = TopKRouter(config, kernels)

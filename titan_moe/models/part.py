@@ -44,7 +44,7 @@ def part_of(model: nn.Module, kept: Collection[str]) -> nn.Module:
         >>> from titan_moe.config.model import ModelConfig
         >>> from titan_moe.models.transformer import Transformer
         >>> with torch.device("meta"):
-        ...     model = Transformer(ModelConfig(num_layers=4))
+        ...     model = Transformer(ModelConfig(num_layers=4, ffn_hidden_size=256))
         >>> last = part_of(model, ["layers.3", "norm", "head"])
         >>> [name for name, _ in last.layers.named_children()], type(last.embed).__name__
         (['3'], 'PassThrough')

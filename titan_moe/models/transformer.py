@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titan_moe.config.context import WHOLE_SEQUENCES, SequenceShard
 from titan_moe.config.kernels import DEFAULT_KERNELS, Kernels
 from titan_moe.config.model import ModelConfig
+from titan_moe.config.rules.layers import check_model
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.layers.head import LanguageModelHead
@@ -40,6 +41,7 @@ class Transformer(nn.Module):
         self, config: ModelConfig, *, kernels: Kernels = DEFAULT_KERNELS, loss_chunk_tokens: int = 4096
     ) -> None:
         super().__init__()
+        check_model(config, kernels)
         self.config = config
         self.make_mask: Callable[[MaskSpec], Mask] = MASKS[kernels.attention]
         self.embed = _embedding(config)

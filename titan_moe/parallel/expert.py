@@ -76,12 +76,14 @@ def apply_expert_parallel(
     """Shard the experts of every MoE layer in a model of your own over ranks, as `Shard(0)` DTensors.
 
     Expert gradients need no reduction: they come from the tokens of all ranks. Reduce the gradients of all other
-    parameters as before, and leave experts out of it (`ignored_params` of FSDP2).
+    parameters as before, and leave experts out of it: with `ignored_params` of FSDP2, over the same mesh, or gradients
+    cannot be clipped together; with `_set_params_and_buffers_to_ignore_for_model` of DDP.
 
     Args:
         model: a `MoE` layer, or a module that contains some. All ranks have the same weights; each keeps its part.
         ranks: a mesh of one axis, or a process group. Each rank holds an equal share of the experts, in rank order.
-        dispatcher: a value of `parallel.dispatcher`, registered ones too.
+        dispatcher: a value of `parallel.dispatcher`, registered ones too. "alltoall" and "hierarchical" take any number
+            of tokens on a rank; the others need the same number on all ranks, in every forward.
         capacity: a bound on slots, for a dispatcher that can be bounded; the worst case without it.
         memory: from `open_symm_memory`, for a dispatcher that shares memory; with two levels of links it is that of
             this node's ranks, for the tokens of all nodes.

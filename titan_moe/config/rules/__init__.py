@@ -5,8 +5,10 @@ A rule refuses in a millisecond, without torch, what would crash or mislead late
 
 from titan_moe.config.parallel import smallest_world
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.rules.attention import ATTENTION_RULES
 from titan_moe.config.rules.context import CONTEXT_RULES
 from titan_moe.config.rules.model import MODEL_RULES
+from titan_moe.config.rules.moe import MOE_RULES
 from titan_moe.config.rules.parallel import PARALLEL_RULES
 from titan_moe.config.rules.perf import PERF_RULES
 from titan_moe.config.rules.pipeline import PIPELINE_RULES
@@ -21,6 +23,8 @@ __all__ = ["RULES", "Rule", "check_rules"]
 RULES: list[Rule] = [
     *RANGE_RULES,
     *MODEL_RULES,
+    *ATTENTION_RULES,
+    *MOE_RULES,
     *PARALLEL_RULES,
     *PIPELINE_RULES,
     *TENSOR_RULES,

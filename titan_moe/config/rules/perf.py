@@ -76,6 +76,11 @@ def multiple_of_expert_rows(recipe: Recipe) -> int:
 
 @rule("grouped_mm needs row strides that are multiples of 16 bytes")
 def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
+    yield from unaligned_expert_rows(recipe, key_of_kernel(recipe, "experts"))
+
+
+def unaligned_expert_rows(recipe: Recipe, field_of_kernels: str) -> Iterator[str]:
+    """The widths of experts that their kernels do not take in the dtype of compute."""
     model, step = recipe.model, multiple_of_expert_rows(recipe)
     if model.num_moe_layers <= 0:
         return
@@ -88,7 +93,7 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
             multiples = nearest_multiples(width, step * parts)
             yield (
                 f"model.{key} = {width} is not a multiple of {step}{split}, which grouped_mm needs in "
-                f'{recipe.precision.compute}; take {multiples}, or {key_of_kernel(recipe, "experts")} = "reference"'
+                f'{recipe.precision.compute}; take {multiples}, or {field_of_kernels} = "reference"'
             )
 
 

@@ -1,7 +1,7 @@
 """The range of each number of a recipe."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -92,7 +92,14 @@ RANGES = {
 
 @rule("the value is out of range")
 def numbers_are_in_range(recipe: Recipe, world_size: int) -> Iterator[str]:
+    yield from numbers_out_of_range(recipe, SECTIONS)
+
+
+def numbers_out_of_range(recipe: Recipe, sections: Collection[str]) -> Iterator[str]:
+    """The numbers of some sections that are out of their range."""
     for dotted, allowed in RANGES.items():
+        if dotted.rpartition(".")[0] not in sections:
+            continue
         value = attrgetter(dotted)(recipe)
         if not isinstance(value, str) and value not in allowed:  # a word, such as "auto"
             yield f"{dotted} = {value} must be {'' if math.isfinite(value) else 'finite and '}{allowed}"

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titan_moe.kernels.delayed_weight_grads import Delay
+from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.experts import stages
 from titan_moe.kernels.experts.composite_mlp import CompositeMLP, ExpertMLP
 from titan_moe.kernels.experts.grouped_mm import grouped_mm, grouped_mm_reference
@@ -37,6 +38,7 @@ from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 @torch.library.custom_op("titan_moe::expert_mlp", mutates_args=())
 def _forward(x_SD: Tensor, slots: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
     """y_SD, and the pre-activation that backward needs."""
+    refuse_cpu(x_SD, "experts", "fused", "grouped_mm")
     at, of = ExpertSlots(*slots), ExpertWeights.of(weights)
     tiles = plan_tiles(at.offsets_e, at.rows_R.numel(), TILE_ROWS)
     hidden_R2F, active_RF = stages.up(x_SD, at, of, tiles)

@@ -30,6 +30,10 @@ from titan_moe.kernels.registry import Kernel, register
 GroupedGemm = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 """x_RI, own weights [e, O, I], clones [c, O, I] or None, offsets_e (of all experts) -> [R, O]."""
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STRIDE_BYTES = 16
+"""Rows of operands start at multiples of it."""
+
 
 def _borders(offsets_e: Tensor) -> list[tuple[int, int]]:
     ends = offsets_e.tolist()
@@ -56,7 +60,17 @@ def grouped_mm(
     """
     if loop:
         return grouped_mm_reference(x_RI, own_eOI, clones_cOI, offsets_e)
+    _require_operand(own_eOI)
     return F.grouped_mm(x_RI, ExpertParameter(own_eOI, clones_cOI).join().transpose(-2, -1), offs=offsets_e)
+
+
+def _require_operand(weight_eOI: Tensor) -> None:
+    widths, dtype = weight_eOI.shape[1:], weight_eOI.dtype
+    if dtype not in DTYPES or any(width * dtype.itemsize % STRIDE_BYTES for width in widths):
+        raise ValueError(
+            f'kernels.experts = "grouped_mm" takes bf16, and on a CPU fp32, in widths of a multiple of {STRIDE_BYTES} '
+            f'bytes, and got {dtype} in widths {" and ".join(map(str, widths))}; take kernels.experts = "reference"'
+        )
 
 
 grouped_mm.register_fake(lambda x_RI, own_eOI, *_: x_RI.new_empty(x_RI.shape[0], own_eOI.shape[1]))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_moe.kernels.delayed_weight_grads import Delay, WeightGradQueue
+from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.experts.swiglu import swiglu
 from titan_moe.kernels.experts.swiglu_backward import swiglu_backward
 from titan_moe.kernels.linear.delayed import queued_linear
@@ -31,6 +32,7 @@ def swiglu_down_reference(hidden_T2F: Tensor, weight_DF: Tensor) -> Tensor:
 
 @torch.library.custom_op("titan_moe::unrouted_swiglu_backward", mutates_args=())
 def _backward(dactive_RF: Tensor, hidden_R2F: Tensor) -> tuple[Tensor, Tensor]:
+    refuse_cpu(hidden_R2F, "experts", "fused", "grouped_mm")
     return swiglu_backward(dactive_RF, hidden_R2F)[:2]
 
 

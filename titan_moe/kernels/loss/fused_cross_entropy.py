@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.loss.cross_entropy import (
     IGNORE_LABEL,
     linear_cross_entropy,
@@ -162,11 +163,13 @@ def _of_all_words(
     x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     require_words(labels_T, len(weight_VD))
+    refuse_cpu(x_TD, "head", "triton")
     return loss_and_gradients(x_TD, weight_VD, labels_T, chunk_tokens)
 
 
 def _loss_of_all_words(x_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int) -> Tensor:
     require_words(labels_T, len(weight_VD))
+    refuse_cpu(x_TD, "head", "triton")
     return loss_alone(x_TD, weight_VD, labels_T, chunk_tokens)
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.permute.permutation import Permutation, Permute, sort_by_expert
 from titan_moe.kernels.permute.rows import full_size_assignments
 from titan_moe.kernels.registry import Kernel, Sample, Tunable, as_one_graph, register
@@ -152,6 +153,7 @@ def scores_of_slots(scores_R: Tensor, slots_SK: Tensor) -> Tensor:
 def _counting_sort(
     ids_SK: Tensor, scores_SK: Tensor, num_experts: int, num_slots: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    refuse_cpu(ids_SK, "permute", "triton")
     return tuple(sort_assignments(ids_SK, scores_SK, num_experts, num_slots))
 
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.rope.pairs import load_angles, load_pairs, store_pairs, tile_shape
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -78,6 +79,7 @@ def rotary_forward(
     num_kv_heads: int, eps: float, is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values: [B, N, heads, D] each, contiguous."""
+    refuse_cpu(qkv_BNX, "rotary", "triton")
     q, k, v = empty_heads(qkv_BNX, cos_NR, num_kv_heads)
     qkv_TX = qkv_BNX.flatten(0, 1)
     qkv_TX = qkv_TX if qkv_TX.stride(1) == 1 else qkv_TX.contiguous()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.registry import Kernel, Sample, Tunable, register
 from titan_moe.kernels.router.backward import route_backward
 from titan_moe.kernels.router.forward import empty_routing, route_forward
@@ -25,6 +26,7 @@ def _route_tokens(
     num_groups: int, top_k_groups: int, group_score: str, normalize_topk: bool, route_scale: float,
     counts_by_score: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    refuse_cpu(logits_BNE, "router", "triton")
     rule = RoutingRule(
         score_fn, top_k, num_groups, top_k_groups, group_score, normalize_topk, route_scale, counts_by_score
     )
