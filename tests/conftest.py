@@ -288,22 +288,24 @@ def pools(request: pytest.FixtureRequest) -> Beside:
 
 def _keep_few(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that the mark `few` does not name, unless their node ids were asked for."""
+    asked = {(Path(file).resolve(), test) for file, _, test in (arg.partition("::") for arg in config.args)}
     cases: defaultdict[tuple[Path, str], set[str]] = defaultdict(set)
     named: dict[tuple[Path, str], set[str]] = {}
-    left_out = []
+    kept, left_out = [], []
     for item in items:
+        kept.append(item)
         if not (mark := item.get_closest_marker("few")):
             continue
         test = item.path, item.originalname
         cases[test].add(item.callspec.id)
         named[test] = set(mark.args)
-        if item.callspec.id not in mark.args and not any(item.nodeid.endswith(arg) for arg in config.args):
-            left_out.append(item)
-    if not any("::" in arg for arg in config.args):  # all cases were collected
+        if item.callspec.id not in mark.args and (item.path, item.name) not in asked:
+            left_out.append(kept.pop())
+    if not any(test for _, test in asked):  # all cases were collected
         for test, ids in named.items():
             if unknown := ids - cases[test]:
                 raise pytest.UsageError(f"{test[0]}: {test[1]} has no cases {sorted(unknown)} that few cases may be")
-    items[:] = [item for item in items if item not in set(left_out)]
+    items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 
 

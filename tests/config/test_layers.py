@@ -1,7 +1,7 @@
 """Layers that are built without a recipe refuse what a recipe would."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -60,6 +60,15 @@ def test_a_good_config_passes(check: Callable[[ModelConfig, Kernels], None]) -> 
     check(replace(CONFIG, moe=replace(CONFIG.moe, aux_loss_coef=0)), Kernels())  # a number
 
 
+def test_a_derived_config_has_fields_of_its_own() -> None:
+    @dataclass(frozen=True)
+    class Mine(ModelConfig):
+        widths: tuple[int, ...] = (1,)
+
+    for check in CHECKS.values():
+        check(Mine(hidden_size=64, moe=CONFIG.moe), Kernels())
+
+
 def test_all_problems_are_told() -> None:
     moe = replace(CONFIG.moe, top_k=9, num_groups=3, score_on="input")
     told = refusal(check_moe, replace(CONFIG, moe=moe), Kernels(experts="fused")).splitlines()
@@ -69,6 +78,8 @@ def test_all_problems_are_told() -> None:
 def test_each_layer_reads_its_own_part() -> None:
     dense = ModelConfig(hidden_size=63, ffn_hidden_size=32)
     check_model(dense, Kernels())
+    all_dense = replace(CONFIG, num_dense_layers=CONFIG.num_layers, moe=replace(CONFIG.moe, score_on="input"))
+    check_model(replace(all_dense, ffn_hidden_size=32), Kernels(experts="fused"))
     assert "model.moe.num_experts = 0, and a MoE layer has experts" in refusal(check_moe, dense, Kernels())
     check_attention(replace(CONFIG, moe=MoEConfig(top_k=0)), Kernels())
     check_moe(replace(CONFIG, hidden_size=63, attention=AttentionConfig(num_kv_heads=3)), Kernels(experts="reference"))

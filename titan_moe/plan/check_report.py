@@ -218,7 +218,7 @@ def _memory(recipe: Recipe, world_size: int) -> str:
 def _peak_rows(recipe: Recipe, world_size: int, gpu: str | None) -> list[tuple[str, str]]:
     """The peak of a step, what of it lies in the arena of fused experts, and whether it exceeds the memory of a GPU."""
     if recipe.run.device == "cpu":
-        return []
+        return [("peak", f'not compared with {gpu}: run.device = "cpu"')] if gpu else []
 
     def need(changed: Recipe) -> float:
         """GiB of the peak, of all ranks on a GPU."""

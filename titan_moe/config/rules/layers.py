@@ -5,7 +5,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from titan_moe.config.kernels import Kernels
-from titan_moe.config.model import ModelConfig
+from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.perf import PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe
@@ -17,6 +17,8 @@ from titan_moe.config.rules.ranges import numbers_out_of_range
 from titan_moe.config.rules.rule import Rule
 from titan_moe.config.schema import Key, in_toml, keys_of, type_in_words
 
+SECTIONS = {"model": ModelConfig, "model.attention": AttentionConfig, "model.moe": MoEConfig, "kernels": Kernels}
+"""Fields that a derived class adds are its own."""
 NUMBERS = {int: Integral, float: Real}
 
 
@@ -45,14 +47,14 @@ def check_model(config: ModelConfig, kernels: Kernels) -> None:
     """
     sections = {"model": config, "model.attention": config.attention, "model.moe": config.moe}
     _refuse(_wrong_values({**sections, "kernels": kernels}))
-    of_experts = _obstacles_to_experts(config, kernels) if config.moe.num_experts else ()
+    of_experts = _obstacles_to_experts(config, kernels) if config.num_moe_layers > 0 else ()
     _refuse([*_breaches(config, [*sections], [*MODEL_RULES, *ATTENTION_RULES, *MOE_RULES]), *of_experts])
 
 
 def _wrong_values(sections: Mapping[str, Any]) -> Iterator[str]:
     """Values of another type, or that are none of the choices."""
     for name, section in sections.items():
-        for key in keys_of(type(section), f"{name}."):
+        for key in keys_of(SECTIONS[name], f"{name}."):
             value = getattr(section, key.attribute)
             if not key.is_section and not _fits(key, value):
                 yield f"{key.dotted} = {in_toml(value)} must be {type_in_words(key)}"

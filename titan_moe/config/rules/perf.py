@@ -82,7 +82,7 @@ def expert_rows_are_aligned(recipe: Recipe, world_size: int) -> Iterator[str]:
 def unaligned_expert_rows(recipe: Recipe, field_of_kernels: str) -> Iterator[str]:
     """The widths of experts that their kernels do not take in the dtype of compute."""
     model, step = recipe.model, multiple_of_expert_rows(recipe)
-    if model.num_moe_layers <= 0:
+    if model.num_moe_layers <= 0 or step == 1:
         return
     width_key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
     widths = {width_key: (model.moe.latent_size or model.hidden_size, 1)}
