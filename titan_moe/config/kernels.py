@@ -6,6 +6,8 @@ from typing import Literal
 Experts = Literal["grouped_mm", "fused", "reference"]
 Backend = Literal["torch", "triton"]
 Attention = Literal["sdpa", "flex"]
+GROUPED_MM_STRIDE_BYTES = 16
+"""Rows of operands of `torch.nn.functional.grouped_mm` start at multiples of it."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.forced_loads import FORCED_LOADS
+from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
 from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
 from titan_moe.config.pipeline_schedules import SCHEDULES, schedules_that
 from titan_moe.config.precision import BYTES_OF_DTYPE
@@ -13,7 +14,6 @@ from titan_moe.config.rules.capture import obstacles, without_host_reads
 from titan_moe.config.rules.rule import key_of_kernel, nearest_multiples, rule, rules_in
 from titan_moe.config.skew import obstacles_to_skew
 
-GROUPED_MM_STRIDE_BYTES = 16
 LARGEST_DENSE_MASK_GIB = 1
 """Of a mask for SDPA, which has a byte for each pair of a query and a key; 32,768 tokens without cp."""
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
 from titan_moe.kernels.delayed_weight_grads import Delay, WeightGradQueue
 from titan_moe.kernels.experts.weights import ExpertParameter
 from titan_moe.kernels.registry import Kernel, register
@@ -31,8 +32,6 @@ GroupedGemm = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 """x_RI, own weights [e, O, I], clones [c, O, I] or None, offsets_e (of all experts) -> [R, O]."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STRIDE_BYTES = 16
-"""Rows of operands start at multiples of it."""
 
 
 def _borders(offsets_e: Tensor) -> list[tuple[int, int]]:
@@ -66,10 +65,11 @@ def grouped_mm(
 
 def _require_operand(weight_eOI: Tensor) -> None:
     widths, dtype = weight_eOI.shape[1:], weight_eOI.dtype
-    if dtype not in DTYPES or any(width * dtype.itemsize % STRIDE_BYTES for width in widths):
+    if dtype not in DTYPES or any(width * dtype.itemsize % GROUPED_MM_STRIDE_BYTES for width in widths):
         raise ValueError(
-            f'kernels.experts = "grouped_mm" takes bf16, and on a CPU fp32, in widths of a multiple of {STRIDE_BYTES} '
-            f'bytes, and got {dtype} in widths {" and ".join(map(str, widths))}; take kernels.experts = "reference"'
+            'kernels.experts = "grouped_mm" takes bf16, and on a CPU fp32, in widths of a multiple of '
+            f"{GROUPED_MM_STRIDE_BYTES} bytes, and got {dtype} in widths {' and '.join(map(str, widths))}; take "
+            'kernels.experts = "reference"'
         )
 
 
