@@ -8,7 +8,9 @@ differs: random tokens, so that nothing is downloaded and no data loader is meas
 
 With `--pp` torchtitan back-propagates a loss that is not divided by the number of tokens. Clipping hides it, and the
 speed does not depend on it. Without sharded parameters (FSDP2 or cp) it has no mixed precision beside pp or tp: it
-would compute in fp32. Then weights, gradients and moments are in bf16 too, which is less work than ours.
+would compute in fp32. Then weights, gradients and moments are in bf16 too, which is less work than ours. Attention is
+cuDNN's or flash, in torchtitan's order: an input that neither takes is an error, where torchtitan would go on with
+PyTorch's plain attention.
 """
 
 import argparse
@@ -32,9 +34,11 @@ import torch
 import torch.distributed as dist
 from measurement import max_over_ranks
 from rank_processes import write_once
+from torch.nn.attention import SDPBackend
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import job_config as titan
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from torchtitan.models.moe.utils import set_token_group_alignment_size_m
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_train_spec
@@ -217,6 +221,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Build the peer, warm it up and time it. Returns the figures, reduced over ranks."""
     register_train_spec(PEER, peer_spec(args))
     register_model_converter(Float8Experts, FLOAT8[1])
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     trainer = Trainer(peer_config(args))
     batches = trainer.batch_generator(trainer.dataloader)
     step_times_ms(trainer, batches, args.warmup)
