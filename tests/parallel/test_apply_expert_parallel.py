@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -21,8 +23,10 @@ from titan_moe.parameters import local
 
 README = Path(__file__).parents[2] / "README.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-(SNIPPET,) = (code for code in SNIPPETS if "WORLD" in code)
-(STEP_WITH_FSDP,) = (code for code in SNIPPETS if "fully_shard" in code)
+SNIPPET = next(code for code in SNIPPETS if "WORLD" in code)
+STEPS = {
+    name: next(code for code in SNIPPETS if word in code) for name, word in (("FSDP2", "fully_shard"), ("DDP", "DDP("))
+}
 SEQUENCES, TOKENS, WIDTH = 4, 6, 16
 
 
@@ -102,33 +106,60 @@ def test_apply_expert_parallel_on_two_ranks_equals_one(ranks, way: str) -> None:
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
 
 
-def step(*, is_sharded: bool) -> dict[str, Tensor]:
-    """Weights and clipped gradients after a step of README's, with FSDP2 over all ranks or on one."""
-    block, (_, alone) = built(), STEP_WITH_FSDP.split("ignored_params=set(block.moe.experts.parameters()))\n")
+def step(way: str, folder: str = "") -> dict[str, Tensor]:
+    """Weights and clipped gradients after a step of README's: with FSDP2 or DDP over all ranks, or on one.
+
+    The model and the optimizer's state are saved in the folder.
+    """
+    block, (_, alone) = built(), STEPS["FSDP2"].split("ignored_params=set(block.moe.experts.parameters()))\n")
     x_BND = 30 * torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     x_BND = x_BND.chunk(dist.get_world_size())[dist.get_rank()]
     names = {"block": block, "x_BND": x_BND, "torch": torch, "dist": dist}
     names |= {"apply_expert_parallel": apply_expert_parallel}
-    exec(STEP_WITH_FSDP.replace('"cuda"', '"cpu"') if is_sharded else alone, names)
+    exec((alone if way == "alone" else STEPS[way]).replace('"cuda"', '"cpu"'), names)
     tensors = {name: weight.detach() for name, weight in block.named_parameters()}
     tensors |= {f"{name}.grad": weight.grad for name, weight in block.named_parameters()}
+    if folder:
+        dcp.save(states_of(block, names["optimizer"]), checkpoint_id=folder)
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
 
 
-def step_with_fsdp() -> dict[str, Tensor]:
-    return step(is_sharded=True)
+def states_of(block: Block, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model, moments = get_state_dict(block, optimizer)
+    return {"model": model, "optimizer": moments}
 
 
-def step_alone() -> dict[str, Tensor]:
-    return step(is_sharded=False)
-
-
-def test_a_step_with_fsdp_equals_that_of_one_process(ranks) -> None:
-    (expected,) = ranks(1, step_alone)
+@pytest.mark.parametrize("way", STEPS)
+def test_a_step_over_ranks_equals_that_of_one_process(ranks, way: str) -> None:
+    (expected,) = ranks(1, step, "alone")
     norm = sum(grad.square().sum() for name, grad in expected.items() if name.endswith(".grad")).sqrt()
     torch.testing.assert_close(norm, torch.ones_like(norm), rtol=1e-5, atol=0, msg="gradients are clipped")
-    for result in ranks(2, step_with_fsdp):
+    for result in ranks(2, step, way):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def loaded(folder: str) -> dict[str, Any]:
+    """The states of a block on one process after a step of its own with other weights, loaded from the folder."""
+    block = built()
+    optimizer = torch.optim.AdamW(block.parameters())
+    block(torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    states = states_of(block, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    return states
+
+
+def test_checkpoint_of_a_sharded_step_loads_on_one_process(ranks, tmp_path: Path) -> None:
+    (expected,) = ranks(1, step, "alone", str(tmp_path / "alone"))
+    ranks(2, step, "FSDP2", str(tmp_path / "sharded"))
+    (of_one,), (states,) = (ranks(1, loaded, str(tmp_path / name)) for name in ("alone", "sharded"))
+    moments = states["optimizer"]["state"]
+    assert states["optimizer"]["param_groups"] == of_one["optimizer"]["param_groups"]
+    torch.testing.assert_close(moments, of_one["optimizer"]["state"], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(states["model"], of_one["model"], rtol=1e-12, atol=1e-12)
+    weights = {name: states["model"][name] for name in moments}
+    torch.testing.assert_close(weights, {name: expected[name] for name in moments}, rtol=1e-12, atol=1e-12)
+    assert len(moments) == sum(name.endswith(".grad") for name in expected)
 
 
 def run_copied() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
