@@ -116,11 +116,15 @@ def test_check_ignores_a_closed_pipe() -> None:
     assert done.stdout == "[model]\n" and done.stderr == ""
 
 
-def test_cli_key_without_its_section_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argument", "key"),
+    [("--steps=5", "train.steps"), ("--learning_rate=1", "optim.lr"), ("--top-k=2", "model.moe.top_k")],
+)
+def test_cli_key_without_its_section_is_suggested(capsys: pytest.CaptureFixture[str], argument: str, key: str) -> None:
     with pytest.raises(SystemExit) as exited:
-        cli.main(["train", QUICKSTART, "--steps=5"])
-    assert exited.value.code == 2 and "unknown argument --steps=5; recipe" in (stderr := capsys.readouterr().err)
-    assert "did you mean train.steps?" in stderr
+        cli.main(["train", QUICKSTART, argument])
+    assert exited.value.code == 2 and f"unknown argument {argument}; recipe" in (stderr := capsys.readouterr().err)
+    assert f"did you mean {key}?" in stderr
 
 
 def test_train_refuses_a_broken_recipe_at_once_and_without_torch() -> None:

@@ -89,11 +89,14 @@ def unknown_key(dotted: str, *, is_section: bool = False) -> str:
 
 def nearest_key(dotted: str, *, is_section: bool = False) -> str:
     """Suggest the most similar known key: one of this name in another section, or with its initials in this one
-    (`optim.learning_rate`), or one that is spelt alike."""
+    (`optim.learning_rate`), or one that is spelt alike. Without a section (`learning_rate`), one of any section."""
     known = [key.dotted for key in all_keys(Recipe).values() if key.is_section or not is_section]
-    section, _, name = dotted.rpartition(".")
-    initials = f"{section}.{''.join(word[:1] for word in name.split('_'))}"
-    surest = [key for key in known if key.rpartition(".")[2] == name] or [key for key in known if key == initials]
+    section, _, name = dotted.replace("-", "_").rpartition(".")
+    initials = "".join(word[:1] for word in name.split("_")) if "_" in name else ""
+    parts_of = {key: key.rpartition(".")[::2] for key in known}
+    surest = [key for key, (_, last) in parts_of.items() if last == name] or [
+        key for key, (its_section, last) in parts_of.items() if last == initials and section in ("", its_section)
+    ]
     guesses = difflib.get_close_matches(dotted, surest or known, n=1, cutoff=0.0 if surest else 0.6)
     return f"did you mean {guesses[0]}?" if guesses else f"the sections are {', '.join(f.name for f in fields(Recipe))}"
 
