@@ -1,0 +1,81 @@
+"""The table of runs, on records written here."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, imported from its folder."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
+    return importlib.import_module("table_of_runs")
+
+
+def record(step: int, **others: Any) -> dict[str, Any]:
+    speed = 100.0 if step == 30 else 1000.0 + step
+    return {
+        "step": step,
+        "loss": 10.0 - step / 10,
+        "tokens_per_second_per_gpu": speed,
+        "tflops_per_gpu": speed / 10,
+        "memory_gib": 10.0 + step,
+        **others,
+    }
+
+
+def with_experts(step: int) -> dict[str, Any]:
+    return record(
+        step,
+        expert_load={"layers.0": 2.0, "layers.1": 9.0 if step == 5 else 1.5},
+        overload={"avg": 1.0, "max": 1.25, "cum": 3.0},
+        capacity={"factor": 1.125 if step < 30 else 1.25, "needed": step / 40},
+        rerun_steps=(step > 3) + 2 * (step > 35),
+        graph_recordings=1 + (step > 30),
+    )
+
+
+def write(folder: Path, records: list[dict[str, Any]]) -> str:
+    folder.mkdir()
+    lines = [*records, {"step": records[-1]["step"], "validation_loss": 1.0}] if records else []
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return str(folder)
+
+
+def test_table_of_runs(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = write(tmp_path / "dense", [record(step) for step in range(1, 41)])
+    moe = write(tmp_path / "moe", [with_experts(step) for step in range(1, 41)])
+    lines = tool.main([dense, f"{moe}/metrics.jsonl", "--after=20"])
+    assert capsys.readouterr().out.splitlines() == lines
+    names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    of_dense, of_moe = (dict(zip(names, row, strict=True)) for row in rows)
+    for row, name in ((of_dense, "dense"), (of_moe, "moe")):
+        assert row["run"] == name and row["steps"] == "40" and row["of the first"] == "1.000"
+        assert row["tokens/s/GPU"] == "1,030", "of steps 21 to 40 but for 30, which is slow: 1021 to 1040"
+        assert row["steps below 90 %"] == "30" and row["slowest 5 % below"] == "1,021"
+        assert row["peak GiB"] == "50.0" and row["loss at step"] == "20: 8.000, 40: 6.000"
+    assert of_moe["capacity factor"] == "1.125 (step 1), 1.25 (step 30)" and of_moe["largest need"] == "1.00"
+    assert of_moe["taken again; late"] == "3; 2" and of_moe["recordings; late"] == "2; 1"
+    assert of_moe["busiest expert; rank"] == "2.00; 1.25", "step 5 is early"
+    assert of_dense["capacity factor"] == of_dense["taken again; late"] == tool.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "reason"), [(0, "no training step has been logged"), (20, "its last is that of step 20")]
+)
+def test_runs_without_steps_are_refused(
+    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_steps: int, reason: str
+) -> None:
+    run = write(tmp_path / "run", [record(step) for step in range(1, num_steps + 1)])
+    with pytest.raises(SystemExit):
+        tool.main([run])
+    assert f"{run}: " in (stderr := capsys.readouterr().err) and reason in stderr
+
+
+def test_a_folder_that_is_no_run_is_refused(tool: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        tool.main([str(tmp_path)])
