@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_moe.compile.cudagraph import Captured, Recorder, Recording
+from titan_moe.compile.cudagraph import Captured, Recorder, Recording, idle_pool_bytes
 from titan_moe.parallel.autograd_segment import AutogradSegment
 
 DEVICE = torch.device("cuda")
@@ -86,6 +86,27 @@ def test_captured_failure_names_the_reason_and_the_recipe_field() -> None:
     captured = Captured(scaled_sum, Refuses(), name="forward of stage 3")
     with pytest.raises(RuntimeError, match=r'forward of stage 3 cannot.*not permitted.*\n.*compile.cudagraph = "off"'):
         captured((torch.ones(3), None), torch.tensor(1.0))
+
+
+def test_idle_bytes_are_those_of_the_pools_of_graphs_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = [
+        {"device": device, "segment_pool_id": pool, "total_size": 10, "allocated_size": allocated}
+        for device, pool, allocated in ((0, (0, 0), 1), (0, (0, 2), 3), (0, [1, 0], 6), (1, (0, 3), 0))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
+    assert idle_pool_bytes(torch.device("cuda", 0)) == (10 - 3) + (10 - 6)
+    assert idle_pool_bytes(torch.device("cpu")) == 0
+
+
+@pytest.mark.gpu
+def test_temporaries_of_a_captured_function_are_idle_until_it_is_released() -> None:
+    captured, device = Captured(lambda x: (x.repeat(64) + 1).sum(), Recorder()), torch.device("cuda", 0)
+    x, before = torch.ones(2**20, device=device), idle_pool_bytes(device)
+    captured(x)
+    assert 2 * 64 * 2**22 <= idle_pool_bytes(device) - before < 2 * 64 * 2**22 + 2**26
+    captured.release()
+    torch.cuda.empty_cache()
+    assert idle_pool_bytes(device) == before
 
 
 @pytest.mark.gpu

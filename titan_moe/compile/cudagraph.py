@@ -68,6 +68,18 @@ class Recorder:
         return Recording(graph.replay, graph.reset, outputs)
 
 
+def idle_pool_bytes(device: torch.device) -> int:
+    """The bytes that the memory pools of CUDA graphs on a GPU hold without a tensor in them; 0 on a CPU.
+
+    Replays use this memory, and nothing else can. PyTorch does not count it as allocated.
+    """
+    if device.type != "cuda":
+        return 0
+    segments = torch.cuda.memory_snapshot(include_traces=False)
+    of_pools = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(pool["total_size"] - pool["allocated_size"] for pool in of_pools if pool["device"] == device.index)
+
+
 class Captured:
     """A function of tensors that is captured at its first call and replayed at every call.
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder
+from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder, idle_pool_bytes
 from titan_moe.data.packing import Batch
 from titan_moe.metrics.throughput import GIB, peak_memory_gib
 from titan_moe.optim.schedule import Schedules
@@ -55,9 +55,10 @@ class StepRunner:
         self.num_steps, self.num_reruns = 0, 0  # so far
         self.needed_factor, self.largest_need = 0.0, 0.0  # of the last step, and of all
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
-        self.recorded_peak_gib = 0.0  # of memory, when the step was last recorded
+        self.recorded_peak_gib = 0.0  # of memory, when the step was last recorded, or a recording released
+        self.idle_pool_bytes = 0  # of the recordings that exist
         self.replay: Callable[[Batch], StepResult] = step
-        self.release: Callable[[], None] = lambda: None
+        self.release_recordings: Callable[[], None] = lambda: None
         self.captured: Captured | PipelineGraphs | None = None
         if extent != "off":
             self._capture(extent, make_recorder())
@@ -69,11 +70,11 @@ class StepRunner:
         self.warm_up = recorder.run
         if extent == "step":
             self.replay = self.captured = Captured(self.step, recorder)
-            self.release = self.captured.release
+            self.release_recordings = self.captured.release
         else:
             microbatches = CapturedMicrobatches(self.step.forward_backward, self.step.optimizers.parameters, recorder)
             self.replay = replace(self.step, forward_backward=microbatches)
-            self.captured, self.release = microbatches.captured, microbatches.release
+            self.captured, self.release_recordings = microbatches.captured, microbatches.release
 
     def resume(self, capacity_factor: float, clones: str = "", num_steps: int = 0) -> None:
         """Go on after the steps of an earlier run, with the bound and the state of `clone_control` that it had."""
@@ -101,10 +102,12 @@ class StepRunner:
 
     def peak_memory_gib(self) -> float:
         """The peak of memory since `reset_peak_memory`, of steps that were taken again too: a resized arena starts a
-        new peak of the allocator. Replays allocate nothing, so after a recording it is at least the peak until then."""
+        new peak of the allocator. Replays allocate nothing, so after a recording it is at least the peak until then,
+        and the pools of recordings count whole."""
         capacity = self.step.capacity
         of_arena = 0 if capacity.arena is None else capacity.arena.peak()
-        return max(of_arena / GIB, self.recorded_peak_gib, peak_memory_gib(capacity.need.device))
+        allocated_gib = peak_memory_gib(capacity.need.device) + self.idle_pool_bytes / GIB
+        return max(of_arena / GIB, self.recorded_peak_gib, allocated_gib)
 
     def reset_peak_memory(self) -> None:
         """Start a new peak of a GPU's memory."""
@@ -113,6 +116,20 @@ class StepRunner:
             capacity.arena.reset_peak()
         elif capacity.need.is_cuda:
             torch.cuda.reset_peak_memory_stats(capacity.need.device)
+
+    def release(self) -> None:
+        """Free the memory of recordings. The next step is captured again."""
+        self.release_recordings()
+        if self.idle_pool_bytes:
+            self._hold_in_pools(0)
+
+    def _hold_in_pools(self, num_bytes: int) -> None:
+        """Count so many idle bytes of pools from now on, beside what is allocated from now on."""
+        self.recorded_peak_gib = self.peak_memory_gib()
+        self.reset_peak_memory()
+        self.idle_pool_bytes = num_bytes
+        if self.step.capacity.arena is not None:
+            self.step.capacity.arena.idle_pool_bytes = num_bytes
 
     def __call__(self, batch: Batch) -> StepResult:
         """Take a step; its result is valid until the next one."""
@@ -149,7 +166,7 @@ class StepRunner:
         if self.num_warm_ups == 0:
             num_recordings, result = self.num_recordings, self.replay(batch)
             if self.num_recordings > num_recordings:
-                self.recorded_peak_gib = self.peak_memory_gib()
+                self._hold_in_pools(idle_pool_bytes(self.step.capacity.need.device))
             return result
         self.num_warm_ups -= 1
         return self.warm_up(lambda: self.step(batch))

@@ -145,6 +145,8 @@ class Arena:
         """The peak of a GPU's memory without the arena, under the sizes that it had before."""
         self.peak_bytes_before = 0
         """The peak with the arena, under the sizes that it had before, since `reset_peak`."""
+        self.idle_pool_bytes = 0
+        """What pools of CUDA graphs hold without a tensor in it, which the allocator does not count."""
         self.handle = next(_HANDLES)
         _ARENAS[self.handle] = self
 
@@ -215,7 +217,7 @@ class Arena:
         since `resize`."""
         if not self.rows_AW.is_cuda:
             return 0
-        return max(self.peak_bytes_before, torch.cuda.max_memory_allocated(self.rows_AW.device))
+        return max(self.peak_bytes_before, self._allocated_peak())
 
     def reset_peak(self) -> None:
         """Start a new peak. The one without the arena is kept."""
@@ -227,7 +229,10 @@ class Arena:
         """The peak of a GPU's memory so far, in bytes, without the arena; 0 on a CPU."""
         if not self.rows_AW.is_cuda:
             return 0
-        return max(self.peak_bytes_beside, torch.cuda.max_memory_allocated(self.rows_AW.device) - self.num_bytes)
+        return max(self.peak_bytes_beside, self._allocated_peak() - self.num_bytes)
+
+    def _allocated_peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.rows_AW.device) + self.idle_pool_bytes
 
     def start_forward(self, place: int = 0) -> None:
         """Take from the beginning of a place: before the forward of a microbatch. Its last forward is overwritten.
