@@ -118,7 +118,16 @@ def test_check_ignores_a_closed_pipe() -> None:
 
 @pytest.mark.parametrize(
     ("argument", "key"),
-    [("--steps=5", "train.steps"), ("--learning_rate=1", "optim.lr"), ("--top-k=2", "model.moe.top_k")],
+    [
+        ("--steps=5", "train.steps"),
+        ("--stepz=5", "train.steps"),
+        ("--learning_rate=1", "optim.lr"),
+        ("--top-k=2", "model.moe.top_k"),
+        ("--tensor-parallel-size=2", "parallel.tp"),
+        ("--batch_size=8", "train.global_batch_sequences"),
+        ("--tokenizer_path=x", "data.tokenizer"),
+        ("--checkpoint_path=x", "checkpoint"),
+    ],
 )
 def test_cli_key_without_its_section_is_suggested(capsys: pytest.CaptureFixture[str], argument: str, key: str) -> None:
     with pytest.raises(SystemExit) as exited:

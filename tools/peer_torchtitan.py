@@ -8,9 +8,10 @@ differs: random tokens, so that nothing is downloaded and no data loader is meas
 
 With `--pp` torchtitan back-propagates a loss that is not divided by the number of tokens. Clipping hides it, and the
 speed does not depend on it. Without sharded parameters (FSDP2 or cp) it has no mixed precision beside pp or tp: it
-would compute in fp32. Then weights, gradients and moments are in bf16 too, which is less work than ours. Attention is
-cuDNN's or flash, in torchtitan's order: an input that neither takes is an error, where torchtitan would go on with
-PyTorch's plain attention.
+would compute in fp32. Then weights, gradients and moments are in bf16 too, which is less work than ours.
+
+torchtitan's attention is cuDNN's, or flash, or PyTorch's plain one, the first that takes the input. With `--attention
+fused` it is not the last: an input that neither of the others takes is an error, with the reason.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--recompute", choices=("selective", "none", "full"), default="selective")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--attention", choices=("sdpa", "flex"), default="sdpa", help="sdpa is plain causal attention")
+    parser.add_argument("--attention", choices=("sdpa", "fused", "flex"), default="sdpa", help="causal; see above")
     routing = parser.add_mutually_exclusive_group()
     routing.add_argument("--forced-balance", dest="balance_is_forced", action="store_true", default=True)
     routing.add_argument("--natural", dest="balance_is_forced", action="store_false")
@@ -123,7 +124,7 @@ def peer_spec(args: argparse.Namespace) -> TrainSpec:
     model_args = replace(
         model_args,
         n_layers=args.num_layers or model_args.n_layers,
-        attn_type=args.attention,
+        attn_type="flex" if args.attention == "flex" else "sdpa",
         attn_mask_type="causal",
     )
     return replace(
@@ -221,7 +222,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Build the peer, warm it up and time it. Returns the figures, reduced over ranks."""
     register_train_spec(PEER, peer_spec(args))
     register_model_converter(Float8Experts, FLOAT8[1])
-    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    if args.attention == "fused":
+        ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     trainer = Trainer(peer_config(args))
     batches = trainer.batch_generator(trainer.dataloader)
     step_times_ms(trainer, batches, args.warmup)

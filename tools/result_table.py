@@ -181,6 +181,8 @@ def _notes(row: Row) -> str:
     num_reruns, num_before = result.get("num_reruns", 0), result.get("num_warmup_reruns", 0)
     if num_reruns or num_before:
         notes.append(f"{num_reruns} of the timed steps rerun, {num_before} of the warm-up")
+    if result.get("num_recordings"):
+        notes.append(f"graphs recorded in the timed steps: {result['num_recordings']}; steps before them are launched")
     if result.get("num_skipped"):
         notes.append(f"{result['num_skipped']} steps skipped")
     if not result.get("is_finite", True):

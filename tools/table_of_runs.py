@@ -7,9 +7,9 @@
     python tools/table_of_runs.py runs/forced runs/natural --after 20
 
 Speeds are of the steps after `--after`, whose median is compared with that of the first run. "Slowest 5 %" is the speed
-below which a twentieth of them are. Reruns and recordings of CUDA graphs are counted over the whole run, after
-`--after` too. With `metrics.every_steps` above 1 a record's speed is a mean over these steps. A record that a resumed
-run wrote counts from its own start.
+below which a twentieth of them are. With `metrics.every_steps` above 1 a record's speed is a mean over these steps.
+Steps that were taken again, and recordings of CUDA graphs: the number in the whole run; after the semicolon, the number
+after `--after`.
 """
 
 import argparse
@@ -50,7 +50,8 @@ def main(argv: Sequence[str]) -> list[str]:
     rows = []
     for run in args.runs:
         try:
-            rows.append(row_of(run.name if run.is_dir() else run.parent.name, read(run), args.after))
+            folder = run.resolve() if run.is_dir() else run.resolve().parent
+            rows.append(row_of(folder.name, read(run), args.after))
         except (OSError, ValueError) as error:
             parser.error(f"{run}: {error}")
     first = rows[0]["tokens/s/GPU"]
@@ -88,7 +89,7 @@ def row_of(name: str, records: list[Record], after: int) -> dict[str, Any]:
     median = statistics.median(speeds)
     slow = [record["step"] for record in late if record["tokens_per_second_per_gpu"] < 0.9 * median]
     last = records[-1]["step"]
-    losses = {record["step"]: record["loss"] for record in records if record["step"] in (*SHOWN_LOSSES, last)}
+    losses = [record for record in records if record["step"] in (*SHOWN_LOSSES, last)]
     return {
         "run": name,
         "steps": str(last),
@@ -102,7 +103,7 @@ def row_of(name: str, records: list[Record], after: int) -> dict[str, Any]:
         "taken again; late": _counts(records, after, "rerun_steps"),
         "recordings; late": _counts(records, after, "graph_recordings"),
         "busiest expert; rank": f"{_largest(late, 'expert_load')}; {_largest(late, 'overload', 'max')}",
-        "loss at step": ", ".join(f"{step}: {loss:.3f}" for step, loss in losses.items()),
+        "loss at step": ", ".join(f"{record['step']}: {_number(record['loss'], '.3f')}" for record in losses),
     }
 
 
@@ -111,28 +112,36 @@ def _listed(steps: list[int], most: int = 8) -> str:
     return shown if len(steps) <= most else f"{shown} and {len(steps) - most} more"
 
 
+def _number(value: float | None, form: str) -> str:
+    """A number that a record has; it has null for infinite ones and for those that are none."""
+    return NOTHING if value is None else format(value, form)
+
+
 def _largest(records: list[Record], field: str, key: str = "") -> str:
     """The largest value of a field, of all its keys or of one."""
     found = [record[field] for record in records if field in record]
     values = [value for table in found for name, value in table.items() if not key or name == key]
-    return f"{max(values):.2f}" if values else NOTHING
+    return _number(max((value for value in values if value is not None), default=None), ".2f")
 
 
 def _changes(records: list[Record], field: str, key: str) -> str:
-    """The values of a field, each with the first step that has it."""
-    values = [(record["step"], record[field][key]) for record in records if field in record]
+    """The values of a field of the next step, each with the first step that has it."""
+    values = [(record["step"] + 1, record[field][key]) for record in records if field in record]
     new = [(step, value) for number, (step, value) in enumerate(values) if not number or value != values[number - 1][1]]
-    return ", ".join(f"{value:g} (step {step})" for step, value in new) or NOTHING
+    return ", ".join(f"{_number(value, 'g')} (step {step})" for step, value in new) or NOTHING
 
 
 def _counts(records: list[Record], after: int, field: str) -> str:
-    """A count since the start: over the whole run, and of the steps after `after`."""
-    counts = {record["step"]: record[field] for record in records if field in record}
-    if not counts:
-        return NOTHING
-    early = max((count for step, count in counts.items() if step <= after), default=0)
-    total = max(counts.values())
-    return f"{total}; {total - early}"
+    """A count: over the whole run, and of the steps after `after`. It begins anew in each process of a resumed run."""
+    early = total = before = 0
+    counted = [record for record in records if field in record]
+    for record in counted:
+        count = record[field]
+        total += count - before if count >= before else count
+        before = count
+        if record["step"] <= after:
+            early = total
+    return f"{total}; {total - early}" if counted else NOTHING
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from cleanup import GIB, check_memory, destroy_subgroups, free_memory
+from cleanup import check_memory, destroy_subgroups, free_memory
 from kernel_times import profile_step
 from measurement import facts_of, max_over_ranks
 from rank_processes import append_result, reporting_errors
@@ -160,7 +160,6 @@ def time_steps(
         "losses": losses,
         "is_finite": all(map(math.isfinite, losses)),
         "peak_memory_gib": max_over_ranks([assembly.step.peak_memory_gib()], device)[0],
-        "peak_reserved_gib": max_over_ranks([reserved_gib(device)], device)[0],
         "num_reruns": assembly.step.num_reruns - num_warmup_reruns,
         "num_warmup_reruns": num_warmup_reruns,
         "num_recordings": assembly.step.num_recordings - num_warmup_recordings,
@@ -209,12 +208,6 @@ def loads_of(tokens_per_expert: dict[str, Tensor], num_ranks: int) -> tuple[list
     experts = expert_loads(tokens_per_expert).values()
     ranks = rank_loads(tokens_per_expert, num_ranks).values()
     return read_scalars(list(experts)), read_scalars(list(ranks))
-
-
-def reserved_gib(device: torch.device) -> float:
-    """The most that PyTorch's allocator has held of a GPU's memory, pools of CUDA graphs and its cache included; 0 on a
-    CPU."""
-    return torch.cuda.max_memory_reserved(device) / GIB if device.type == "cuda" else 0.0
 
 
 def _summary(loads: list[list[float]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Captured functions, on the CPU with a recorder that calls the function instead of replaying kernels."""
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -94,13 +95,18 @@ def test_idle_bytes_are_those_of_the_pools_of_graphs_on_a_gpu(monkeypatch: pytes
         for device, pool, allocated in ((0, (0, 0), 1), (0, (0, 2), 3), (0, [1, 0], 6), (1, (0, 3), 0))
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert idle_pool_bytes(torch.device("cuda", 0)) == (10 - 3) + (10 - 6)
     assert idle_pool_bytes(torch.device("cpu")) == 0
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert idle_pool_bytes(torch.device("cuda", 0)) == 0
 
 
 @pytest.mark.gpu
 def test_temporaries_of_a_captured_function_are_idle_until_it_is_released() -> None:
     captured, device = Captured(lambda x: (x.repeat(64) + 1).sum(), Recorder()), torch.device("cuda", 0)
+    gc.collect()
+    torch.cuda.empty_cache()  # of pools that earlier tests have left
     x, before = torch.ones(2**20, device=device), idle_pool_bytes(device)
     captured(x)
     assert 2 * 64 * 2**22 <= idle_pool_bytes(device) - before < 2 * 64 * 2**22 + 2**26

@@ -36,6 +36,7 @@ RESULT = {
     "peak_memory_gib": 100.04,
     "num_reruns": 2,
     "num_warmup_reruns": 3,
+    "num_recordings": 1,
     "num_skipped": 0,
     "expert_load": {"mean": 1.8, "worst": 2.25},
     "rank_load": {"mean": 1.2, "worst": 1.5},
@@ -151,7 +152,10 @@ def test_train_benchmark_appends_rows_to_a_file(bench: Any, tools: Any, tmp_path
     assert first["optimizer"] == "fused_adamw; master fp32, reduce fp32, moments bf16"
     assert first["load of expert / rank"] == "1.80 / 1.20, worst 2.25 / 1.50"
     assert first["clones"] == "2" and first["dispatcher"] == "symm_mem, ep 8"
-    assert first["notes"] == "2 of the timed steps rerun, 3 of the warm-up"
+    assert first["notes"] == (
+        "2 of the timed steps rerun, 3 of the warm-up; "
+        "graphs recorded in the timed steps: 1; steps before them are launched"
+    )
     assert second["routing"] == "natural (synthetic)" and second["tokens/s/GPU"] == "–"
     assert second["notes"] == "failed: OutOfMemoryError: no room / at all"
 

@@ -58,10 +58,22 @@ def test_table_of_runs(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureF
         assert row["tokens/s/GPU"] == "1,030", "of steps 21 to 40 but for 30, which is slow: 1021 to 1040"
         assert row["steps below 90 %"] == "30" and row["slowest 5 % below"] == "1,021"
         assert row["peak GiB"] == "50.0" and row["loss at step"] == "20: 8.000, 40: 6.000"
-    assert of_moe["capacity factor"] == "1.125 (step 1), 1.25 (step 30)" and of_moe["largest need"] == "1.00"
+    assert of_moe["capacity factor"] == "1.125 (step 2), 1.25 (step 31)", "records have the factor of the next step"
+    assert of_moe["largest need"] == "1.00"
     assert of_moe["taken again; late"] == "3; 2" and of_moe["recordings; late"] == "2; 1"
     assert of_moe["busiest expert; rank"] == "2.00; 1.25", "step 5 is early"
     assert of_dense["capacity factor"] == of_dense["taken again; late"] == tool.NOTHING
+
+
+def test_table_of_a_resumed_run_that_diverged(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts begin anew at step 25, and what is not finite is null."""
+    steps = [record(step, rerun_steps=2 if step < 25 else step // 30) for step in range(1, 41)]
+    steps[-1] |= {"loss": None, "capacity": {"factor": 1.5, "needed": None}}
+    monkeypatch.chdir(write(tmp_path / "run", steps))
+    row = [cell.strip() for cell in tool.main(["."])[-1].strip("|").split("|")]
+    assert row[0] == "run" and row[8:11] == ["1.5 (step 41)", "–", "3; 1"] and row[-1] == "20: 8.000, 40: –"
 
 
 @pytest.mark.parametrize(

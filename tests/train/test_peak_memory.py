@@ -101,38 +101,26 @@ def test_peak_without_an_arena_is_the_allocators(step: Step) -> None:
     assert run.peak_memory_gib() < 1
 
 
-def replayed(step: Step) -> Any:
-    """A run whose next step is recorded."""
+def test_pools_of_recordings_count_whole_until_they_are_released(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_moe.train.step_runner.idle_pool_bytes", lambda _: 4 * GIB)
     run: Any = StepRunner(step, SimpleNamespace(step=lambda: None))  # type: ignore[arg-type]
-    run.captured = SimpleNamespace(num_recordings=0)
+    run.captured, arena = SimpleNamespace(num_recordings=0), step.capacity.arena
 
     def replay(batch: Batch) -> Any:
         run.captured.num_recordings = 1
         return step(batch)
 
     run.replay = replay
-    return run
-
-
-def test_peak_of_replayed_steps_is_at_least_that_until_the_recording(step: Step) -> None:
-    run = replayed(step)
-    step.plan((5 * GIB, 1.0), (0, 1.0))
-    run(BATCH)
-    recorded = run.peak_memory_gib()
-    run.reset_peak_memory()
-    run(BATCH)
-    assert recorded >= 5 and run.peak_memory_gib() == recorded and step.allocator.peak < 5 * GIB
-
-
-def test_pools_of_recordings_count_whole_until_they_are_released(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan_moe.train.step_runner.idle_pool_bytes", lambda _: 4 * GIB)
-    run, arena = replayed(step), step.capacity.arena
-    step.plan((5 * GIB, 1.0), (3 * GIB, 1.0), (2 * GIB, 1.0))
+    step.plan((5 * GIB, 1.0), (3 * GIB, 1.0))
     run(BATCH)  # the capture holds 5
     assert run.peak_memory_gib() == (5 * GIB + arena.num_bytes) / GIB, "what is captured is allocated while it is"
     run(BATCH)
     with_pools = (3 + 4) * GIB
     assert run.peak_memory_gib() == (with_pools + arena.num_bytes) / GIB and arena.peak_beside() == with_pools
+    run.reset_peak_memory()
+    assert run.peak_memory_gib() == (4 * GIB + arena.num_bytes) / GIB, "replays use the pools"
+    step.plan((3 * GIB, 1.0), (2 * GIB, 1.0))
+    run(BATCH)
     run.release()
     run(BATCH)
     assert run.peak_memory_gib() == (with_pools + arena.num_bytes) / GIB, "the peak of all steps"

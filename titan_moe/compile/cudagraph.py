@@ -69,11 +69,12 @@ class Recorder:
 
 
 def idle_pool_bytes(device: torch.device) -> int:
-    """The bytes that the memory pools of CUDA graphs on a GPU hold without a tensor in them; 0 on a CPU.
+    """The bytes that private memory pools on a GPU hold without a tensor in them: those of CUDA graphs, and others that
+    a user has made. 0 on a CPU, and where CUDA's own allocator is used, which shows no pools.
 
     Replays use this memory, and nothing else can. PyTorch does not count it as allocated.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return 0
     segments = torch.cuda.memory_snapshot(include_traces=False)
     of_pools = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]

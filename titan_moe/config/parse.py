@@ -40,6 +40,23 @@ class Setting(NamedTuple):
     is_text: bool = False
 
 
+NAMES_ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "batch_size": "train.global_batch_sequences",
+    "global_batch_size": "train.global_batch_sequences",
+    "micro_batch_size": "train.micro_batch_sequences",
+    "local_batch_size": "train.micro_batch_sequences",
+    "seq_len": "train.seq_len_tokens",
+    "seq_length": "train.seq_len_tokens",
+    "num_experts_per_tok": "model.moe.top_k",
+} | {
+    f"{axis}_parallel{word}": f"parallel.{key}"
+    for axis, key in {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep", "expert_tensor": "etp"}.items()
+    for word in ("", "_size", "_degree")
+}
+"""What other frameworks call a field -> its key."""
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file with its bases, and apply overrides.
 
@@ -88,16 +105,20 @@ def unknown_key(dotted: str, *, is_section: bool = False) -> str:
 
 
 def nearest_key(dotted: str, *, is_section: bool = False) -> str:
-    """Suggest the most similar known key: one of this name in another section, or with its initials in this one
-    (`optim.learning_rate`), or one that is spelt alike. Without a section (`learning_rate`), one of any section."""
+    """Suggest the most similar known key: one of this name in another section, one that others call so
+    (`learning_rate`), or one that is spelt alike; without a section, one whose name alone is."""
     known = [key.dotted for key in all_keys(Recipe).values() if key.is_section or not is_section]
-    section, _, name = dotted.replace("-", "_").rpartition(".")
-    initials = "".join(word[:1] for word in name.split("_")) if "_" in name else ""
-    parts_of = {key: key.rpartition(".")[::2] for key in known}
-    surest = [key for key, (_, last) in parts_of.items() if last == name] or [
-        key for key, (its_section, last) in parts_of.items() if last == initials and section in ("", its_section)
-    ]
-    guesses = difflib.get_close_matches(dotted, surest or known, n=1, cutoff=0.0 if surest else 0.6)
+    spelt = dotted.replace("-", "_")
+    section, _, name = spelt.rpartition(".")
+    named = [key for key in known if key.rpartition(".")[2] == name]
+    if guesses := difflib.get_close_matches(spelt, named, n=1, cutoff=0.0):
+        return f"did you mean {guesses[0]}?"
+    if name in NAMES_ELSEWHERE:
+        return f"did you mean {NAMES_ELSEWHERE[name]}?"
+    guesses = difflib.get_close_matches(spelt, known, n=1)
+    if not guesses and not section:
+        last = {key.rpartition(".")[2]: key for key in reversed(known)}
+        guesses = [last[guess] for guess in difflib.get_close_matches(name, last, n=1, cutoff=0.65)]
     return f"did you mean {guesses[0]}?" if guesses else f"the sections are {', '.join(f.name for f in fields(Recipe))}"
 
 

@@ -102,8 +102,7 @@ class StepRunner:
 
     def peak_memory_gib(self) -> float:
         """The peak of memory since `reset_peak_memory`, of steps that were taken again too: a resized arena starts a
-        new peak of the allocator. Replays allocate nothing, so after a recording it is at least the peak until then,
-        and the pools of recordings count whole."""
+        new peak of the allocator. The pools of recordings count whole: replays use them, and allocate nothing."""
         capacity = self.step.capacity
         of_arena = 0 if capacity.arena is None else capacity.arena.peak()
         allocated_gib = peak_memory_gib(capacity.need.device) + self.idle_pool_bytes / GIB
@@ -111,6 +110,7 @@ class StepRunner:
 
     def reset_peak_memory(self) -> None:
         """Start a new peak of a GPU's memory."""
+        self.recorded_peak_gib = 0.0
         capacity = self.step.capacity
         if capacity.arena is not None:
             capacity.arena.reset_peak()
@@ -124,10 +124,11 @@ class StepRunner:
             self._hold_in_pools(0)
 
     def _hold_in_pools(self, num_bytes: int) -> None:
-        """Count so many idle bytes of pools from now on, beside what is allocated from now on."""
-        self.recorded_peak_gib = self.peak_memory_gib()
+        """Count so many idle bytes of pools from now on, beside what is allocated from now on. All graphs of a run are
+        recorded in the same step, so no capture takes them again."""
+        peak_gib = self.peak_memory_gib()
         self.reset_peak_memory()
-        self.idle_pool_bytes = num_bytes
+        self.recorded_peak_gib, self.idle_pool_bytes = peak_gib, num_bytes
         if self.step.capacity.arena is not None:
             self.step.capacity.arena.idle_pool_bytes = num_bytes
 
