@@ -17,6 +17,8 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +129,7 @@ def _largest(records: list[Record], field: str, key: str = "") -> str:
 def _changes(records: list[Record], field: str, key: str) -> str:
     """The values of a field of the next step, each with the first step that has it."""
     values = [(record["step"] + 1, record[field][key]) for record in records if field in record]
-    new = [(step, value) for number, (step, value) in enumerate(values) if not number or value != values[number - 1][1]]
+    new = [next(group) for _, group in groupby(values, key=itemgetter(1))]
     return ", ".join(f"{_number(value, 'g')} (step {step})" for step, value in new) or NOTHING
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.explain import explain
-from titan_moe.config.renamed import REMOVED, RENAMED
+from titan_moe.config.renamed import NAMES_ELSEWHERE, REMOVED, RENAMED
 from titan_moe.config.schema import all_keys
 
 OPTIMIZER = "perf.optimizer is now optim.kind (torch -> adamw, fused -> fused_adamw)"
@@ -44,3 +44,5 @@ def test_renamed_keys_are_no_keys_and_new_ones_are() -> None:
     known = all_keys(Recipe)
     assert not (RENAMED.keys() | REMOVED.keys()) & known.keys()
     assert {new.partition(" ")[0] for new in RENAMED.values()} <= known.keys()
+    assert {*NAMES_ELSEWHERE.values()} <= known.keys()
+    assert not NAMES_ELSEWHERE.keys() & {key.rpartition(".")[2] for key in known}, "these are found by their name"

@@ -16,8 +16,8 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("table_of_runs")
 
 
-def record(step: int, **others: Any) -> dict[str, Any]:
-    speed = 100.0 if step == 30 else 1000.0 + step
+def record(step: int, scale: float = 1.0, **others: Any) -> dict[str, Any]:
+    speed = scale * (100 if step == 30 else 1000 + step)
     return {
         "step": step,
         "loss": 10.0 - step / 10,
@@ -31,6 +31,7 @@ def record(step: int, **others: Any) -> dict[str, Any]:
 def with_experts(step: int) -> dict[str, Any]:
     return record(
         step,
+        scale=2.0,
         expert_load={"layers.0": 2.0, "layers.1": 9.0 if step == 5 else 1.5},
         overload={"avg": 1.0, "max": 1.25, "cum": 3.0},
         capacity={"factor": 1.125 if step < 30 else 1.25, "needed": step / 40},
@@ -54,10 +55,11 @@ def test_table_of_runs(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureF
     names, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     of_dense, of_moe = (dict(zip(names, row, strict=True)) for row in rows)
     for row, name in ((of_dense, "dense"), (of_moe, "moe")):
-        assert row["run"] == name and row["steps"] == "40" and row["of the first"] == "1.000"
-        assert row["tokens/s/GPU"] == "1,030", "of steps 21 to 40 but for 30, which is slow: 1021 to 1040"
-        assert row["steps below 90 %"] == "30" and row["slowest 5 % below"] == "1,021"
+        assert row["run"] == name and row["steps"] == "40" and row["steps below 90 %"] == "30"
         assert row["peak GiB"] == "50.0" and row["loss at step"] == "20: 8.000, 40: 6.000"
+    columns = ("tokens/s/GPU", "of the first", "TF", "slowest 5 % below")
+    assert [of_dense[name] for name in columns] == ["1,030", "1.000", "103", "1,021"], "of steps 21 to 40; 30 is slow"
+    assert [of_moe[name] for name in columns] == ["2,060", "2.000", "206", "2,042"]
     assert of_moe["capacity factor"] == "1.125 (step 2), 1.25 (step 31)", "records have the factor of the next step"
     assert of_moe["largest need"] == "1.00"
     assert of_moe["taken again; late"] == "3; 2" and of_moe["recordings; late"] == "2; 1"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.renamed import REMOVED, RENAMED
+from titan_moe.config.renamed import NAMES_ELSEWHERE, REMOVED, RENAMED
 from titan_moe.config.schema import Key, all_keys, in_toml, keys_of, type_in_words
 
 COMMAND_LINE = "command line"
@@ -38,23 +38,6 @@ class Setting(NamedTuple):
     value: Any
     source: str
     is_text: bool = False
-
-
-NAMES_ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "batch_size": "train.global_batch_sequences",
-    "global_batch_size": "train.global_batch_sequences",
-    "micro_batch_size": "train.micro_batch_sequences",
-    "local_batch_size": "train.micro_batch_sequences",
-    "seq_len": "train.seq_len_tokens",
-    "seq_length": "train.seq_len_tokens",
-    "num_experts_per_tok": "model.moe.top_k",
-} | {
-    f"{axis}_parallel{word}": f"parallel.{key}"
-    for axis, key in {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep", "expert_tensor": "etp"}.items()
-    for word in ("", "_size", "_degree")
-}
-"""What other frameworks call a field -> its key."""
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -1,4 +1,5 @@
-"""Renamed and removed keys of recipes: the error for such a key names its replacement or the reason."""
+"""Renamed and removed keys of recipes, and what others call ours: the error for such a key names its replacement or the
+reason."""
 
 RENAMED = {
     "parallel.gathers_once_a_step": "parallel.accumulate_unsharded",
@@ -15,3 +16,19 @@ REMOVED = {
     "perf.override.norm": "PyTorch's norm was as fast; it is used everywhere",
 }
 """Removed key, or value of a key -> the reason."""
+
+NAMES_ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "batch_size": "train.global_batch_sequences",
+    "global_batch_size": "train.global_batch_sequences",
+    "micro_batch_size": "train.micro_batch_sequences",
+    "local_batch_size": "train.micro_batch_sequences",
+    "seq_len": "train.seq_len_tokens",
+    "seq_length": "train.seq_len_tokens",
+    "num_experts_per_tok": "model.moe.top_k",
+} | {
+    f"{axis}_parallel{word}": f"parallel.{key}"
+    for axis, key in {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep", "expert_tensor": "etp"}.items()
+    for word in ("", "_size", "_degree")
+}
+"""What other frameworks call a field -> its key."""
