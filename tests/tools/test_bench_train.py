@@ -381,7 +381,9 @@ def test_time_steps_of_a_tiny_run(tools: Any, tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / "quickstart.toml", TINY)
     with process_group(recipe.run) as device:
         result = worker.measure(recipe, device, 2, tmp_path)
-        text = replace(recipe.data, source="text", path=str(RECIPES / "*.toml"))
+        file = tmp_path / "text.txt"
+        file.write_text("the same line again and again, from the first to the last.\n" * 600)
+        text = replace(recipe.data, source="text", path=str(file))
         recipe = replace(recipe, data=text, train=replace(recipe.train, forced_load="none"))
         natural_result = worker.measure(recipe, device, 2, tmp_path)
     assert len(result["step_ms"]) == len(result["losses"]) == 4 and result["is_finite"]
