@@ -11,7 +11,9 @@ speed does not depend on it. Without sharded parameters (FSDP2 or cp) it has no 
 would compute in fp32. Then weights, gradients and moments are in bf16 too, which is less work than ours.
 
 torchtitan's attention is cuDNN's, or flash, or PyTorch's plain one, the first that takes the input. With `--attention
-fused` it is not the last: an input that neither of the others takes is an error, with the reason.
+cudnn` or `flash` it is that one alone: an input that it does not take is an error, with the reason. The backward of
+PyTorch's ring attention passes cuDNN strides that it refuses (https://github.com/pytorch/pytorch/issues/176915). With
+`--cp` and `cudnn` they are made equal, as proposed there.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import platform
 import statistics
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
@@ -35,6 +37,8 @@ import torch
 import torch.distributed as dist
 from measurement import max_over_ranks
 from rank_processes import write_once
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring_attention
 from torch.nn.attention import SDPBackend
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import job_config as titan
@@ -53,6 +57,7 @@ PEER = "peer"
 """The name under which the changed train spec is registered, for torchtitan's Trainer."""
 SCHEDULES = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """Those of torch.distributed.pipelining that ours are compared with."""
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 FLOAT8 = ["quantize.linear.float8", "float8_experts"]
 """Converters of torchtitan's registry; the second is registered here."""
 
@@ -98,7 +103,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--recompute", choices=("selective", "none", "full"), default="selective")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--attention", choices=("sdpa", "fused", "flex"), default="sdpa", help="causal; see above")
+    parser.add_argument("--attention", choices=("sdpa", *BACKENDS, "flex"), default="sdpa", help="causal; see above")
     routing = parser.add_mutually_exclusive_group()
     routing.add_argument("--forced-balance", dest="balance_is_forced", action="store_true", default=True)
     routing.add_argument("--natural", dest="balance_is_forced", action="store_false")
@@ -152,6 +157,21 @@ class Float8Experts:
 
     def post_optimizer_hook(self, model: object) -> None:
         """It has none."""
+
+
+def with_equal_strides(
+    backward: Callable[..., tuple[torch.Tensor, ...]],
+    mesh: DeviceMesh,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, ...]:
+    """PyTorch's backward of ring attention by cuDNN, which requires equal strides of the result and its gradient."""
+    return backward(mesh, grad_out.contiguous(), query, key, value, out.contiguous(), *args, **kwargs)
 
 
 def has_mixed_precision(args: argparse.Namespace) -> bool:
@@ -222,8 +242,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Build the peer, warm it up and time it. Returns the figures, reduced over ranks."""
     register_train_spec(PEER, peer_spec(args))
     register_model_converter(Float8Experts, FLOAT8[1])
-    if args.attention == "fused":
-        ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    if args.attention in BACKENDS:
+        ScaledDotProductAttentionWrapper.sdpa_backends = [BACKENDS[args.attention]]
+    if args.attention == "cudnn" and args.cp > 1:
+        ring_attention._scaled_dot_product_ring_cudnn_attention_backward = partial(
+            with_equal_strides, ring_attention._scaled_dot_product_ring_cudnn_attention_backward
+        )
     trainer = Trainer(peer_config(args))
     batches = trainer.batch_generator(trainer.dataloader)
     step_times_ms(trainer, batches, args.warmup)
