@@ -38,6 +38,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.layers.forced_loads import draw_ids, generator_of
 from titan_moe.plan.loads import LayerLoads, visit_probability
 from titan_moe.train.capacity_control import CALIBRATION_STEPS, CapacityControl, largest_factor
+from titan_moe.train.peak_memory import PeakMemory
 from titan_moe.train.process import process_group
 from titan_moe.train.step_runner import StepRunner
 
@@ -121,7 +122,7 @@ def time_load(
         if step >= num_warm_ups:
             times_ms.append(milliseconds)
             needs.append(runner.needed_factor)
-    *times_ms, peak_gib = max_over_ranks([*times_ms, runner.peak_memory_gib()], device)
+    *times_ms, peak_gib = max_over_ranks([*times_ms, runner.memory.gib], device)
     arena = runner.step.capacity.arena
     return {
         "mean_ms": statistics.mean(times_ms),
@@ -151,10 +152,11 @@ def build_runner(candidate: str, case: Case, num_layers: int, device: torch.devi
         for parameter in layer.parameters():
             drawn = torch.randn(parameter.shape, device=device, generator=generator)
             parameter.data = (drawn / parameter.shape[-1] ** 0.5).to(dtype)
-    control = None if candidate == EXACT else CapacityControl(partial(largest_factor, capacity, device))
+    memory = PeakMemory(capacity)
+    control = None if candidate == EXACT else CapacityControl(partial(largest_factor, memory))
     schedule: Any = SimpleNamespace(step=lambda: None)
     step: Any = LayersStep(dispatcher, layers)
-    return StepRunner(step, schedule, control=control)
+    return StepRunner(step, schedule, control=control, memory=memory)
 
 
 def layer_loads(case: Case, num_layers: int, num_ranks: int) -> LayerLoads:

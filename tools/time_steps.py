@@ -145,7 +145,7 @@ def time_steps(
     for number, batch in enumerate(batches):
         if number == warmup:
             num_warmup_reruns, num_warmup_recordings = assembly.step.num_reruns, assembly.step.num_recordings
-            assembly.step.reset_peak_memory()
+            assembly.step.memory.reset()
         start = synchronised_time(device)
         result = assembly.step(batch)
         step_ms += max_over_ranks([1e3 * (synchronised_time(device) - start)], device)
@@ -159,7 +159,7 @@ def time_steps(
         "step_ms": step_ms,
         "losses": losses,
         "is_finite": all(map(math.isfinite, losses)),
-        "peak_memory_gib": max_over_ranks([assembly.step.peak_memory_gib()], device)[0],
+        "peak_memory_gib": max_over_ranks([assembly.step.memory.gib], device)[0],
         "num_reruns": assembly.step.num_reruns - num_warmup_reruns,
         "num_warmup_reruns": num_warmup_reruns,
         "num_recordings": assembly.step.num_recordings - num_warmup_recordings,

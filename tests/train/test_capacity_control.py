@@ -21,6 +21,7 @@ from titan_moe.train.capacity_control import (
     largest_factor,
     round_up,
 )
+from titan_moe.train.peak_memory import PeakMemory
 
 GPU = torch.device("cuda")
 MIB = 2**20
@@ -130,7 +131,7 @@ def test_control_survives_needs_that_are_not_finite() -> None:
 
 
 @pytest.fixture
-def capacity(monkeypatch: pytest.MonkeyPatch) -> ExpertCapacity:
+def memory(monkeypatch: pytest.MonkeyPatch) -> PeakMemory:
     """Of 10 layers with 8 to 64 rows of 1 MiB, an eighth of a factor is 10 MiB. The arena seems to be on a GPU of 1000
     MiB, of which others have 100, and this process has reserved 650."""
     arena = Arena(MIB // 4, 1, torch.float32, "cpu")
@@ -139,59 +140,62 @@ def capacity(monkeypatch: pytest.MonkeyPatch) -> ExpertCapacity:
     monkeypatch.setattr(dist, "all_reduce", lambda factor, op: None)
     capacity = ExpertCapacity()
     capacity.use_arena(arena, LayerLoads(10, rows=8, slots=8, worst_rows=64, worst_slots=64))
-    return capacity
+    memory = PeakMemory(capacity)
+    memory.device = GPU
+    return memory
 
 
-def leave(capacity: ExpertCapacity, room_mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def leave(room_mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let so much be left to the arena: of what others leave, less the reserve and the peak beside the arena."""
     beside_mib = 1000 * (1 - RESERVED_SHARE) - 100 - room_mib
-    monkeypatch.setattr(capacity.arena, "peak_beside", lambda: beside_mib * MIB)
+    monkeypatch.setattr(PeakMemory, "bytes_beside_arena", beside_mib * MIB)
 
 
 @pytest.mark.parametrize(
     ("room_mib", "factor"), [(641, math.inf), (639, 7.875), (355, 4.375), (71, 0.875), (65, 0.75), (63, 0.0), (-9, 0.0)]
 )
 def test_largest_factor_is_what_memory_leaves_to_the_arena(
-    capacity: ExpertCapacity, monkeypatch: pytest.MonkeyPatch, room_mib: float, factor: float
+    memory: PeakMemory, monkeypatch: pytest.MonkeyPatch, room_mib: float, factor: float
 ) -> None:
     """Infinite where the worst case fits, 0 where not even that of one layer does."""
-    leave(capacity, room_mib, monkeypatch)
-    assert largest_factor(capacity, GPU) == factor
-    assert largest_factor(capacity, torch.device("cpu")) == math.inf
+    leave(room_mib, monkeypatch)
+    assert largest_factor(memory) == factor
+    memory.device = torch.device("cpu")
+    assert largest_factor(memory) == math.inf
 
 
 def test_largest_factor_is_that_of_the_rank_with_least_memory(
-    capacity: ExpertCapacity, monkeypatch: pytest.MonkeyPatch
+    memory: PeakMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reduce(factor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         assert op == dist.ReduceOp.MIN
         factor.clamp_(max=2.0)
 
     monkeypatch.setattr(dist, "all_reduce", reduce)
-    leave(capacity, 355, monkeypatch)
-    assert largest_factor(capacity, GPU) == 2.0
-    capacity.arena = None
-    assert largest_factor(capacity, GPU) == math.inf
+    leave(355, monkeypatch)
+    assert largest_factor(memory) == 2.0
+    memory.capacity.arena = None
+    assert largest_factor(memory) == math.inf
 
 
-def test_largest_factor_is_that_of_every_place(monkeypatch: pytest.MonkeyPatch, capacity: ExpertCapacity) -> None:
-    leave(capacity, 355, monkeypatch)
+def test_largest_factor_is_that_of_every_place(monkeypatch: pytest.MonkeyPatch, memory: PeakMemory) -> None:
+    leave(355, monkeypatch)
     monkeypatch.setattr(Arena, "num_places", 2)
-    assert largest_factor(capacity, GPU) == 2.125, "half of the room"
+    assert largest_factor(memory) == 2.125, "half of the room"
 
 
-def test_growth_is_limited_by_memory(capacity: ExpertCapacity, monkeypatch: pytest.MonkeyPatch) -> None:
-    control = CapacityControl(partial(largest_factor, capacity, GPU))
-    leave(capacity, 355, monkeypatch)
+def test_growth_is_limited_by_memory(memory: PeakMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = CapacityControl(partial(largest_factor, memory))
+    leave(355, monkeypatch)
     factors, _ = run(control, [1.0] * CALIBRATION_STEPS + [4.2, 4.2, 4.5, 1.0])
     assert factors[CALIBRATION_STEPS - 1 :] == [1.125, 4.375, 4.375, 0.0, 0.0], "with its margin 4.2 would be 5.125"
 
 
-def test_sizes_stay_exact_where_nothing_fits(capacity: ExpertCapacity, monkeypatch: pytest.MonkeyPatch) -> None:
-    control = CapacityControl(partial(largest_factor, capacity, GPU))
-    leave(capacity, 63, monkeypatch)
+def test_sizes_stay_exact_where_nothing_fits(memory: PeakMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = CapacityControl(partial(largest_factor, memory))
+    leave(63, monkeypatch)
     factors, num_overflows = run(control, [1.0] * (CALIBRATION_STEPS + WINDOW_STEPS))
     assert set(factors) == {0.0} and num_overflows == 0
-    leave(capacity, 95, monkeypatch)
+    leave(95, monkeypatch)
     factors, _ = run(control, [1.0] * (2 * WINDOW_STEPS))
     assert factors[-1] == 1.125, "it comes back once memory is free"

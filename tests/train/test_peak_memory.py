@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.train.capacity_control import CALIBRATION_STEPS, CapacityControl
+from titan_moe.train.peak_memory import PeakMemory
 from titan_moe.train.step_runner import StepRunner
 
 GIB = 2**30
@@ -55,55 +55,57 @@ class Step:
 
 @pytest.fixture
 def step(monkeypatch: pytest.MonkeyPatch) -> Step:
-    """A step with an arena of 64 layers of a row of 1 MiB, whose tensors seem to be on a GPU."""
+    """A step with an arena of 64 layers of a row of 1 MiB, whose memory seems to be a GPU's."""
     arena = Arena(2**18, 1, torch.float32, "cpu")
     allocator = Allocator(arena)
-    monkeypatch.setattr(Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", allocator.max_memory_allocated)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", allocator.reset_peak_memory_stats)
-    monkeypatch.setattr("titan_moe.train.step_runner.peak_memory_gib", lambda _: allocator.peak / GIB)
     capacity = ExpertCapacity()
     capacity.use_arena(arena, LayerLoads(64, rows=1, slots=1, worst_rows=4, worst_slots=4))
     return Step(capacity, allocator)
 
 
+def runner_of(step: Step, **options: Any) -> Any:
+    memory = PeakMemory(step.capacity)
+    memory.device = torch.device("cuda")
+    return StepRunner(step, SimpleNamespace(step=lambda: None), memory=memory, **options)  # type: ignore[arg-type]
+
+
 def test_peak_of_steps_before_a_resized_arena_is_reported(step: Step) -> None:
-    schedule: Any = SimpleNamespace(step=lambda: None)
-    run: Any = StepRunner(step, schedule, control=CapacityControl())  # type: ignore[arg-type]
+    run = runner_of(step, control=CapacityControl())
     step.plan(*[(3 * GIB, 1.0)] * (CALIBRATION_STEPS - 1), (7 * GIB, 1.0))  # the last calibration step holds most
     small = step.capacity.arena.num_bytes
     for _ in range(CALIBRATION_STEPS):
         run(BATCH)
     assert step.capacity.arena.num_bytes > small, "the bound is chosen"
-    assert run.peak_memory_gib() == (7 * GIB + small) / GIB
+    assert run.memory.gib == (7 * GIB + small) / GIB
     assert step.allocator.peak < 7 * GIB, "the allocator has forgotten it"
 
-    run.reset_peak_memory()  # as benchmarks do after their warm-up
+    run.memory.reset()  # as benchmarks do after their warm-up
     chosen = step.capacity.arena.num_bytes
     step.plan((2 * GIB, 1.0))
     run(BATCH)
-    assert run.peak_memory_gib() == (2 * GIB + chosen) / GIB
+    assert run.memory.gib == (2 * GIB + chosen) / GIB
     step.plan((2 * GIB, 2.0), (5 * GIB, 2.0))  # overflows, and is taken again
     run(BATCH)
     assert run.num_reruns == 1 and step.capacity.arena.num_bytes > chosen
-    assert run.peak_memory_gib() == (5 * GIB + chosen) / GIB
-    assert step.capacity.arena.peak_beside() == 7 * GIB, "what the next bound must leave room for"
+    assert run.memory.gib == (5 * GIB + chosen) / GIB
+    assert run.memory.bytes_beside_arena == 7 * GIB, "what the next bound must leave room for"
 
 
 def test_peak_without_an_arena_is_the_allocators(step: Step) -> None:
     step.capacity.arena = None
-    run: Any = StepRunner(step, SimpleNamespace(step=lambda: None))  # type: ignore[arg-type]
+    run = runner_of(step)
     step.plan((GIB, 1.0))
     run(BATCH)
-    assert run.peak_memory_gib() == step.allocator.peak / GIB > 1
-    run.reset_peak_memory()
-    assert run.peak_memory_gib() < 1
+    assert run.memory.gib == step.allocator.peak / GIB > 1
+    run.memory.reset()
+    assert run.memory.gib < 1
 
 
 def test_pools_of_recordings_count_whole_until_they_are_released(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_moe.train.step_runner.idle_pool_bytes", lambda _: 4 * GIB)
-    run: Any = StepRunner(step, SimpleNamespace(step=lambda: None))  # type: ignore[arg-type]
+    run = runner_of(step)
     run.captured, arena = SimpleNamespace(num_recordings=0), step.capacity.arena
 
     def replay(batch: Batch) -> Any:
@@ -113,15 +115,15 @@ def test_pools_of_recordings_count_whole_until_they_are_released(step: Step, mon
     run.replay = replay
     step.plan((5 * GIB, 1.0), (3 * GIB, 1.0))
     run(BATCH)  # the capture holds 5
-    assert run.peak_memory_gib() == (5 * GIB + arena.num_bytes) / GIB, "what is captured is allocated while it is"
+    assert run.memory.gib == (5 * GIB + arena.num_bytes) / GIB, "what is captured is allocated while it is"
     run(BATCH)
     with_pools = (3 + 4) * GIB
-    assert run.peak_memory_gib() == (with_pools + arena.num_bytes) / GIB and arena.peak_beside() == with_pools
-    run.reset_peak_memory()
-    assert run.peak_memory_gib() == (4 * GIB + arena.num_bytes) / GIB, "replays use the pools"
+    assert run.memory.gib == (with_pools + arena.num_bytes) / GIB and run.memory.bytes_beside_arena == with_pools
+    run.memory.reset()
+    assert run.memory.gib == (4 * GIB + arena.num_bytes) / GIB, "replays use the pools"
     step.plan((3 * GIB, 1.0), (2 * GIB, 1.0))
     run(BATCH)
     run.release()
     run(BATCH)
-    assert run.peak_memory_gib() == (with_pools + arena.num_bytes) / GIB, "the peak of all steps"
-    assert arena.peak_beside() == with_pools and arena.idle_pool_bytes == run.idle_pool_bytes == 0
+    assert run.memory.gib == (with_pools + arena.num_bytes) / GIB, "the peak of all steps"
+    assert run.memory.bytes_beside_arena == with_pools and run.memory.idle_pool_bytes == 0

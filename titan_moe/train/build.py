@@ -38,6 +38,7 @@ from titan_moe.train.capacity_control import CapacityControl, largest_factor
 from titan_moe.train.clone_control import CloneControl
 from titan_moe.train.forward_backward import build_forward_backward
 from titan_moe.train.model_class import check_interface, import_model_class
+from titan_moe.train.peak_memory import PeakMemory
 from titan_moe.train.spikes import Spikes
 from titan_moe.train.step import TrainStep
 from titan_moe.train.step_runner import StepRunner
@@ -85,13 +86,15 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         tied=() if tied is None else tuple(tied.weights),
         replicated=_replicated_grads(recipe, meshes, optimizers),
     )
+    memory = PeakMemory(capacity)
     runner = StepRunner(
         step,
         schedule,
         recipe.compile.cudagraph,
-        control=_capacity_control(recipe, capacity, device),
+        control=_capacity_control(recipe, memory),
         clone_control=CloneControl() if recipe.parallel.has_auto_clones else None,
         forced_step=_force_load(parts, recipe, device),
+        memory=memory,
     )
     return Assembly(meshes, whole_model(parts, recipe, meshes), parts, optimizers, schedule, runner)
 
@@ -114,13 +117,13 @@ def _replicated_grads(recipe: Recipe, meshes: Meshes, optimizers: Optimizers) ->
     return ReplicatedGrads(optimizers.parameters, group, fsdp.DTYPES[recipe.precision.reduce])
 
 
-def _capacity_control(recipe: Recipe, capacity: ExpertCapacity, device: torch.device) -> CapacityControl | None:
+def _capacity_control(recipe: Recipe, memory: PeakMemory) -> CapacityControl | None:
     """What chooses the capacity factor of each step; None where the recipe does, or nothing is kept for backward."""
-    follows_load = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0
-    keeps_nothing = capacity.arena is not None and capacity.arena.is_checkpointed
+    follows_load, arena = recipe.parallel.has_auto_capacity and recipe.model.num_moe_layers > 0, memory.capacity.arena
+    keeps_nothing = arena is not None and arena.is_checkpointed
     if not follows_load or keeps_nothing:
         return None
-    return CapacityControl(largest=partial(largest_factor, capacity, device), grows_ahead=capacity.arena is not None)
+    return CapacityControl(largest=partial(largest_factor, memory), grows_ahead=arena is not None)
 
 
 def build_parts(

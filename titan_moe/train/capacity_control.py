@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from titan_moe.dispatch.capacity import ExpertCapacity
+from titan_moe.train.peak_memory import PeakMemory
 
 CALIBRATION_STEPS = 4
 """Steps without a bound before the first factor is chosen."""
@@ -111,15 +111,16 @@ def round_up(factor: float) -> float:
     return max(math.ceil(factor * STEPS_OF_FACTOR - 1e-6) / STEPS_OF_FACTOR, 1.0)
 
 
-def largest_factor(capacity: ExpertCapacity, device: torch.device) -> float:
+def largest_factor(memory: PeakMemory) -> float:
     """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far; infinite
     without an arena or a GPU. A collective call."""
+    capacity, device = memory.capacity, memory.device
     arena, loads = capacity.arena, capacity.loads
     if arena is None or loads is None or device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
     of_others = total - free - torch.cuda.memory_reserved(device)
-    room = total * (1 - RESERVED_SHARE) - of_others - arena.peak_beside()
+    room = total * (1 - RESERVED_SHARE) - of_others - memory.bytes_beside_arena
     factor = capacity.need.new_tensor(loads.largest_factor(*arena.room_bytes, room))
     dist.all_reduce(factor, dist.ReduceOp.MIN)
     return factor.item()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder, idle_pool_bytes
 from titan_moe.data.packing import Batch
-from titan_moe.metrics.throughput import GIB, peak_memory_gib
 from titan_moe.optim.schedule import Schedules
 from titan_moe.parallel.pipeline.forward_backward import Pipeline
 from titan_moe.parallel.pipeline.graphs import PipelineGraphs
@@ -18,6 +17,7 @@ from titan_moe.parameters import local
 from titan_moe.train.capacity_control import CapacityControl
 from titan_moe.train.clone_control import CloneControl
 from titan_moe.train.forward_backward import ForwardBackward
+from titan_moe.train.peak_memory import PeakMemory
 from titan_moe.train.step import StepResult, TrainStep
 
 logger = logging.getLogger("titan_moe")
@@ -45,18 +45,18 @@ class StepRunner:
         control: CapacityControl | None = None,
         clone_control: CloneControl | None = None,
         forced_step: Tensor | None = None,
+        memory: PeakMemory | None = None,
     ) -> None:
         """`extent` is the recipe's `compile.cudagraph`. Without `control` the capacity factor is the recipe's, and
         without `clone_control` replica slots are always used. A forced load reads its step, from 0, from
-        `forced_step`."""
+        `forced_step`. `memory` is what `control` asks, if it does."""
         self.step, self.schedule = step, schedule
+        self.memory = memory or PeakMemory(step.capacity)
         self.control, self.clone_control = control, clone_control
         self.forced_step, self.num_steps_before = forced_step, 0  # of an earlier process
         self.num_steps, self.num_reruns = 0, 0  # so far
         self.needed_factor, self.largest_need = 0.0, 0.0  # of the last step, and of all
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
-        self.recorded_peak_gib = 0.0  # of memory, when the step was last recorded, or a recording released
-        self.idle_pool_bytes = 0  # of the recordings that exist
         self.replay: Callable[[Batch], StepResult] = step
         self.release_recordings: Callable[[], None] = lambda: None
         self.captured: Captured | PipelineGraphs | None = None
@@ -100,37 +100,11 @@ class StepRunner:
         """The bound of the next step; 0 without one."""
         return self.step.capacity.capacity_factor if self.control is None else self.control.factor
 
-    def peak_memory_gib(self) -> float:
-        """The peak of memory since `reset_peak_memory`, of steps that were taken again too: a resized arena starts a
-        new peak of the allocator. The pools of recordings count whole: replays use them, and allocate nothing."""
-        capacity = self.step.capacity
-        of_arena = 0 if capacity.arena is None else capacity.arena.peak()
-        allocated_gib = peak_memory_gib(capacity.need.device) + self.idle_pool_bytes / GIB
-        return max(of_arena / GIB, self.recorded_peak_gib, allocated_gib)
-
-    def reset_peak_memory(self) -> None:
-        """Start a new peak of a GPU's memory."""
-        self.recorded_peak_gib = 0.0
-        capacity = self.step.capacity
-        if capacity.arena is not None:
-            capacity.arena.reset_peak()
-        elif capacity.need.is_cuda:
-            torch.cuda.reset_peak_memory_stats(capacity.need.device)
-
     def release(self) -> None:
         """Free the memory of recordings. The next step is captured again."""
         self.release_recordings()
-        if self.idle_pool_bytes:
-            self._hold_in_pools(0)
-
-    def _hold_in_pools(self, num_bytes: int) -> None:
-        """Count so many idle bytes of pools from now on, beside what is allocated from now on. All graphs of a run are
-        recorded in the same step, so no capture takes them again."""
-        peak_gib = self.peak_memory_gib()
-        self.reset_peak_memory()
-        self.recorded_peak_gib, self.idle_pool_bytes = peak_gib, num_bytes
-        if self.step.capacity.arena is not None:
-            self.step.capacity.arena.idle_pool_bytes = num_bytes
+        if self.memory.idle_pool_bytes:
+            self.memory.hold_in_pools(0)
 
     def __call__(self, batch: Batch) -> StepResult:
         """Take a step; its result is valid until the next one."""
@@ -167,7 +141,7 @@ class StepRunner:
         if self.num_warm_ups == 0:
             num_recordings, result = self.num_recordings, self.replay(batch)
             if self.num_recordings > num_recordings:
-                self._hold_in_pools(idle_pool_bytes(self.step.capacity.need.device))
+                self.memory.hold_in_pools(idle_pool_bytes(self.memory.device))
             return result
         self.num_warm_ups -= 1
         return self.warm_up(lambda: self.step(batch))
@@ -180,7 +154,8 @@ class StepRunner:
         if capacity.arena is None and not factor:
             return  # the sizes stay, for the steps after
         self.release()  # a recording has other sizes or addresses
-        capacity.resize(factor)
+        with self.memory.changing():
+            capacity.resize(factor)
         if capacity.arena is None:  # compiled graphs have the sizes of layers
             torch._dynamo.reset()
             self.num_warm_ups = self.num_warm_ups_before

@@ -126,7 +126,7 @@ class Trainer:
             device=device,
             num_ranks=dist.get_world_size(),
             is_main=self.is_main,
-            peak_memory_gib=self.runner.peak_memory_gib,
+            peak_memory_gib=lambda: self.runner.memory.gib,
         )
 
     @property

@@ -141,12 +141,6 @@ class Arena:
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """Whether a layer did not fit, or was overwritten, since `reset`."""
         self.keeps, self.is_checkpointed = not is_checkpointed, is_checkpointed
-        self.peak_bytes_beside = 0
-        """The peak of a GPU's memory without the arena, under the sizes that it had before."""
-        self.peak_bytes_before = 0
-        """The peak with the arena, under the sizes that it had before, since `reset_peak`."""
-        self.idle_pool_bytes = 0
-        """What pools of CUDA graphs hold without a tensor in it, which the allocator does not count."""
         self.handle = next(_HANDLES)
         _ARENAS[self.handle] = self
 
@@ -203,36 +197,12 @@ class Arena:
         if lengths == tuple(map(len, self.buffers)):
             return
         empty = [buffer[:0].clone() for buffer in self.buffers]
-        self.peak_bytes_beside, self.peak_bytes_before = self.peak_beside(), self.peak()
         self.rows_AW, self.hidden_BH, self.dy_CW, self.dactive_GF = empty  # the old buffers are freed first
         if self.rows_AW.is_cuda:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.rows_AW.device)
         self.rows_AW, self.hidden_BH, self.dy_CW, self.dactive_GF = (
             buffer.new_empty(length, buffer.shape[1]) for buffer, length in zip(empty, lengths, strict=True)
         )
-
-    def peak(self) -> int:
-        """The peak of a GPU's memory since `reset_peak`, in bytes; 0 on a CPU. The allocator's own peak is only that
-        since `resize`."""
-        if not self.rows_AW.is_cuda:
-            return 0
-        return max(self.peak_bytes_before, self._allocated_peak())
-
-    def reset_peak(self) -> None:
-        """Start a new peak. The one without the arena is kept."""
-        self.peak_bytes_beside, self.peak_bytes_before = self.peak_beside(), 0
-        if self.rows_AW.is_cuda:
-            torch.cuda.reset_peak_memory_stats(self.rows_AW.device)
-
-    def peak_beside(self) -> int:
-        """The peak of a GPU's memory so far, in bytes, without the arena; 0 on a CPU."""
-        if not self.rows_AW.is_cuda:
-            return 0
-        return max(self.peak_bytes_beside, self._allocated_peak() - self.num_bytes)
-
-    def _allocated_peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.rows_AW.device) + self.idle_pool_bytes
 
     def start_forward(self, place: int = 0) -> None:
         """Take from the beginning of a place: before the forward of a microbatch. Its last forward is overwritten.
