@@ -463,15 +463,10 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'needs whole ones; take compile.extent = "pieces"',
         ),
         (
-            f"{PIPELINE} {INTERLEAVED} --compile.cudagraph=microbatch --run.device=cuda",
+            f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --compile.cudagraph=microbatch "
+            "--run.device=cuda",
             8,
-            'runs two of them piece by piece, in turns; take "step", or overlap = "none"',
-        ),
-        (
-            f"{ZERO_BUBBLE} --compile.cudagraph=microbatch --run.device=cuda --parallel.dispatcher=symm_mem "
-            "--perf.kernels=fused --parallel.ep=2",
-            8,
-            'take "step", or pp_schedule = "1f1b" or "interleaved_1f1b", or parallel.expert_rank_capacity_factor = 0',
+            'parallel.pp = 2 has several in flight; take "step", which captures all actions of a rank, or "off"',
         ),
         (  # 5 has no divisor between 1 and itself
             "--parallel.dispatcher=hierarchical --parallel.ep=5 --parallel.ep_ranks_per_node=3",
@@ -816,10 +811,10 @@ def test_rules_with_several_cases_refuse_each(
         f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev",
         f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --parallel.dispatcher=alltoall",
         f"{ZERO_BUBBLE} --parallel.pp_schedule=interleaved_zero_bubble",
-        f"{PIPELINE} --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
-        f"{ZERO_BUBBLE} --parallel.dispatcher=allgather --compile.cudagraph=microbatch --run.device=cuda",
+        f"{PIPELINE} --parallel.dispatcher=allgather --compile.cudagraph=step --run.device=cuda",
+        f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --compile.cudagraph=step --run.device=cuda",
         f"{ZERO_BUBBLE} --parallel.dispatcher=symm_mem --perf.kernels=fused --parallel.ep=2 "
-        "--parallel.expert_rank_capacity_factor=0 --compile.cudagraph=microbatch --run.device=cuda",
+        "--compile.cudagraph=step --run.device=cuda",
     ],
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:

@@ -17,7 +17,7 @@ from support.gpus import NUM_GPUS, RANKS_PER_GPU, needs_gpus, take_gpu
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, check_rules
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import MemoryConfig, PerfConfig
+from titan_moe.config.perf import PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch import symm_mem_delayed_mlp as delayed_mlp
@@ -44,7 +44,6 @@ TILE = (*EP2, "--parallel.overlap=tile")
 PAIRS = (*V, "--parallel.pp_schedule=dualpipev", "--parallel.ep=2", "--parallel.overlap=microbatch")
 INTERLEAVED_PAIRS = (*PAIRS, "--parallel.pp_schedule=interleaved_1f1b")
 CAPTURED, PLAIN = "--compile.cudagraph=step", "--compile.regional=off"
-ACTIONS_CAPTURED = "--compile.cudagraph=microbatch"
 VALIDATED = ("--validation.every_steps=4", "--validation.num_sequences=8")
 LAYOUTS = {
     # name: GPUs, overrides
@@ -54,9 +53,6 @@ LAYOUTS = {
     "interleaved": (2, (*ONE_F_ONE_B, "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_1f1b", PLAIN)),
     "tied": (2, (*ONE_F_ONE_B, "--model.embeddings_are_tied=true", PLAIN)),
     "zbv": (2, (*V, PLAIN)),
-    "1f1b_actions_captured": (2, (*ONE_F_ONE_B, ACTIONS_CAPTURED, *VALIDATED)),
-    "zbv_actions_captured": (2, (*V, ACTIONS_CAPTURED, *VALIDATED)),
-    "tiles_auto_actions_captured": (4, (*ONE_F_ONE_B, *TILE, ACTIONS_CAPTURED, *VALIDATED)),
     "zbv_captured": (2, (*V, CAPTURED, *VALIDATED)),
     "pairs": (4, (*PAIRS, "--parallel.dispatcher=alltoall", PLAIN)),
     "pairs_captured": (4, (*PAIRS, "--parallel.dispatcher=allgather", CAPTURED, *VALIDATED)),
@@ -146,10 +142,10 @@ def launch_and_replay(recipe: Recipe, port: int) -> tuple[list[float], list[floa
         return losses, replayed, all(map(torch.equal, weights, others)), grown
 
 
-def recipe_of(parallel: ParallelConfig, extent: str = "step", **changes: Any) -> Recipe:
+def recipe_of(parallel: ParallelConfig, **changes: Any) -> Recipe:
     """Bit for bit reproducible, so without torch.compile: two launched runs of ranks differ in last digits with it."""
     train = replace(capture.RECIPE.train, global_batch_sequences=8, micro_batch_sequences=1)
-    recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes), extent)
+    recipe = capture.captured(replace(capture.RECIPE, parallel=parallel, train=train, **changes), "step")
     return replace(
         recipe,
         model=replace(recipe.model, num_layers=6),
@@ -158,9 +154,9 @@ def recipe_of(parallel: ParallelConfig, extent: str = "step", **changes: Any) ->
     )
 
 
-def check_replayed(ranks: Any, num_gpus: int, parallel: ParallelConfig, extent: str = "step", **changes: Any) -> None:
+def check_replayed(ranks: Any, num_gpus: int, parallel: ParallelConfig, **changes: Any) -> None:
     skip_without_gpus(num_gpus)
-    recipe, store = recipe_of(parallel, extent, **changes), conftest.open_store()
+    recipe, store = recipe_of(parallel, **changes), conftest.open_store()
     assert check_rules(recipe, num_gpus) == []
     for losses, replayed, are_equal, grown in ranks(num_gpus, launch_and_replay, recipe, store.port):
         assert replayed == losses and are_equal and grown == 0
@@ -218,36 +214,6 @@ def test_delayed_weight_gradients_over_symmetric_memory_are_those_at_once(ranks:
     assert check_rules(recipe, 4) == []
     for losses, at_once, are_equal, num_late in ranks(4, train_with_and_without_delay, recipe, store.port):
         assert losses == at_once and are_equal and num_late > 0
-
-
-LOOP = ParallelConfig(pp=2, vpp=2, pp_schedule="interleaved_1f1b")
-UNSHARDED = replace(REPLAYED["1f1b"], accumulate_unsharded=True)
-CODES = replace(capture.RECIPE.precision, linears="fp8_tensorwise", all_gather="format")
-ACTIONS: dict[str, tuple[int, ParallelConfig, dict[str, Any]]] = {
-    # name: GPUs, layout, changes to the recipe
-    "1f1b": (2, REPLAYED["1f1b"], {}),
-    "1f1b_unsharded": (2, UNSHARDED, {}),
-    "1f1b_gathers_codes": (2, UNSHARDED, {"precision": CODES}),
-    "1f1b_recompute": (2, REPLAYED["1f1b"], {"memory": MemoryConfig("block")}),
-    "interleaved_1f1b": (2, LOOP, {}),
-    "zbv": (2, REPLAYED["zbv"], {}),
-    "1f1b_sharded": (4, replace(REPLAYED["1f1b"], dp_shard=2), {}),
-    "interleaved_1f1b_replicated": (4, replace(LOOP, dp_replicate=2, dp_shard=1), {}),
-    "zbv_sharded": (4, replace(REPLAYED["zbv"], dp_shard=2), {}),
-    "1f1b_ep": (4, replace(REPLAYED["1f1b"], ep=2, dispatcher="allgather", expert_rank_capacity_factor=0.0), {}),
-}
-
-
-@pytest.mark.parametrize("name", ACTIONS)
-def test_replayed_actions_are_the_launched_ones(ranks: Any, name: str) -> None:
-    """Each with graphs of its own: the forwards of several microbatches run before the backward of the first."""
-    num_gpus, parallel, changes = ACTIONS[name]
-    check_replayed(ranks, num_gpus, parallel, "microbatch", **changes)
-
-
-def test_replayed_actions_over_symmetric_memory_are_the_launched_ones(ranks: Any) -> None:
-    """The host chooses the places of the arena; a replay writes to the place of its capture."""
-    check_replayed(ranks, 4, replace(REPLAYED["1f1b"], **TILES), "microbatch", perf=FUSED)
 
 
 def exchange_beside_messages(num_exchanges: int) -> tuple[int, int]:

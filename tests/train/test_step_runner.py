@@ -63,7 +63,7 @@ class Repeater:
     def run(self, function: Callable[[], Any]) -> Any:
         return function()
 
-    def record(self, function: Callable[[], Any], pool: Any = None) -> Any:
+    def record(self, function: Callable[[], Any]) -> Any:
         recording = SimpleNamespace(outputs=None, release=lambda: None)
 
         def replay() -> None:
@@ -295,7 +295,7 @@ class CountingRecorder(Repeater):
         self.events.append("warm-up")
         return function()
 
-    def record(self, function: Callable[[], Any], pool: Any = None) -> Any:
+    def record(self, function: Callable[[], Any]) -> Any:
         recording = super().record(function)
         recording.release = lambda: self.events.append("release")
         self.events.append("record")

@@ -17,10 +17,6 @@ NUM_WARM_UPS = 3
 """Steps before the capture. They compile, autotune and allocate, and create the workspaces of libraries."""
 
 
-Pool = Any
-"""The handle of a memory pool of CUDA graphs."""
-
-
 class Recording(NamedTuple):
     """A captured function."""
 
@@ -46,21 +42,12 @@ class Recorder:
         torch.cuda.current_stream().wait_stream(self.stream)
         return outputs
 
-    def new_pool(self) -> Pool:
-        """A memory pool that several recordings share."""
-        return torch.cuda.graph_pool_handle()
-
-    def record(self, function: Callable[[], Any], pool: Pool | None = None) -> Recording:
-        """Capture a function. Nothing is computed yet. Its tensors lie in a pool of its own, or in `pool`.
-
-        A replay may overwrite all memory of the pool that was free when it was captured. So between two replays of
-        which the second reads what the first leaves, no third one of the pool may run, unless it was captured between
-        them, or later while that memory was held.
-        """
+    def record(self, function: Callable[[], Any]) -> Recording:
+        """Capture a function. Nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
         # NCCL's watchdog threads make calls that a capture forbids, so the capture checks only this thread
         try:
-            with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 outputs = function()
         except RuntimeError:
             forget_recording(self.stream.device)
@@ -86,18 +73,14 @@ class Captured:
 
     Arguments are tensors, tuples of them, or None, of equal shapes at every call. They are copied into the input
     buffers of the graph. The outputs are valid until the next call. Warm the function up with `Recorder.run` before the
-    first call. With `pool` the graph shares the memory of other recordings (`Recorder.record`), and the outputs are
-    valid until the next call of any of them.
+    first call.
 
     Raises: ValueError for arguments of other shapes; RuntimeError if the function cannot be captured, with the reason.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], recorder: Recorder, pool: Pool | None = None, *, name: str = "the step"
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], recorder: Recorder, *, name: str = "the step") -> None:
         """`name` is that of the function in errors."""
-        self.function, self.name = function, name
-        self.recorder, self.pool = recorder, pool
+        self.function, self.recorder, self.name = function, recorder, name
         self.recording: Recording | None = None
         self.num_recordings = 0  # so far
         self.inputs: list[Any] = []
@@ -113,8 +96,7 @@ class Captured:
             raise ValueError(f"captured for {shapes}, called with {given_shapes}: shapes must not change")
         for leaf, source in zip(self.inputs, given, strict=True):
             if isinstance(leaf, Tensor):
-                # of `.data`: a backward that is not recorded yet may have saved the buffer, and checks its version
-                leaf.data.copy_(source.detach(), non_blocking=True)
+                leaf.copy_(source, non_blocking=True)
         self.recording.replay()
         return self.recording.outputs
 
@@ -125,11 +107,11 @@ class Captured:
         self.recording, self.inputs, self.layout = None, [], None
 
     def _record(self, given: list[Any], layout: Any) -> Recording:
-        self.inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+        self.inputs = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
         self.layout = layout
         args = pytree.tree_unflatten(self.inputs, layout)
         try:
-            return self.recorder.record(lambda: self.function(*args), self.pool)
+            return self.recorder.record(lambda: self.function(*args))
         except RuntimeError as error:
             reason = error.__context__ or error  # ending an invalid capture raises a second error
             message = f"{self.name} cannot be captured as a CUDA graph: {reason}"

@@ -63,8 +63,7 @@ class CompileConfig:
     """Capture GPU work as a CUDA graph and replay it, so that the host launches one graph instead of every kernel.
     `titan-moe check` names the settings of a recipe that prevent it.
     `off`: No graph.
-    `microbatch`: Forward and backward of a microbatch. In a pipeline, each is a graph of its own for every stage and
-    place in flight, with temporaries of its own; messages between stages and the optimizer are launched.
+    `microbatch`: Forward and backward of a microbatch. Not in a pipeline, where several microbatches are in flight.
     `step`: The whole optimizer step, with all actions and messages of a pipeline rank."""
 
     def compiles(self, device: str = "cuda") -> bool:

@@ -7,7 +7,7 @@ gradients come from fewer ranks, need no scale of their own. Unsharded experts b
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -104,40 +104,6 @@ def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:
     """Set whether the next backwards keep parameters unsharded and gradients unreduced, or reshard and reduce them."""
     _fsdp(model).set_requires_gradient_sync(not keeps)
     _fsdp(model).set_reshard_after_backward(not keeps)
-
-
-@torch.no_grad()
-def start_accumulating(model: nn.Module) -> None:
-    """Gather all parameters, and begin the sums of their gradients with zeros, so that no backward of the step is the
-    first. `start_reducing` ends it."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
-    for group in _groups(model):
-        for parameter in group.fsdp_params:
-            unsharded = parameter.unsharded_param
-            if unsharded.requires_grad:
-                dtype = parameter.reduce_dtype or unsharded.dtype
-                parameter.unsharded_accumulated_grad = _zeros_like(unsharded, dtype)
-
-
-def _zeros_like(unsharded: Tensor, dtype: torch.dtype) -> Tensor:
-    """Plain zeros for a parameter that may have been gathered as codes."""
-    if not isinstance(unsharded, DTensor):
-        return torch.zeros(unsharded.shape, dtype=dtype, device=unsharded.device)
-    zeros = torch.zeros(unsharded.to_local().shape, dtype=dtype, device=unsharded.device)
-    mesh, placements = unsharded.device_mesh, unsharded.placements
-    return DTensor.from_local(
-        zeros, mesh, placements, run_check=False, shape=unsharded.shape, stride=unsharded.stride()
-    )
-
-
-def order_gathers_after_current_stream(model: nn.Module) -> None:
-    """Let the streams of all-gathers wait for the current one, as the root's forward does. Otherwise the gathers of a
-    backward that is captured apart from its forward would not belong to the capture."""
-    context = _fsdp(fully_shard.state(model))._comm_ctx
-    for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
-        stream.wait_stream(context.device_handle.current_stream())
 
 
 @torch.no_grad()

@@ -43,8 +43,6 @@ class CastCache:
         self.are_read = are_read
         self.is_keeping = False
         self.copies: dict[int, Tensor] = {}
-        self.kept: dict[int, Tensor] = {}
-        """Parameters whose copies have been kept so far."""
 
     def __call__(self, weight: Tensor) -> Tensor:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -62,13 +60,8 @@ class CastCache:
                 copy[: len(master)] = master
                 copy = copy[: len(master) + self.room.number_in_use]
             if self.keeps and self.is_keeping:
-                self.copies[id(weight)], self.kept[id(weight)] = copy, weight
+                self.copies[id(weight)] = copy
         return _Cast.apply(weight, copy, self.accumulate)
-
-    def keep(self) -> None:
-        """Make the copies that are kept, before their first use."""
-        for weight in self.kept.values():
-            self(weight)
 
     def clear(self) -> None:
         """Drop what is kept."""
@@ -82,7 +75,7 @@ class CodesCache:
         """`keeps` is that of `CastCache`, `dtype` compute's."""
         self.experts = experts
         self.quantize, self.is_bf16, self.keeps = quantize, dtype == torch.bfloat16, keeps
-        self.is_keeping = self.kept = False
+        self.is_keeping = False
         self.codes: tuple[Tensor, ...] = ()
 
     def __call__(self) -> tuple[Tensor, ...]:
@@ -93,13 +86,8 @@ class CodesCache:
         gate_up, down = (local(getattr(self.experts, name)).detach() for name in MATRICES)
         codes = tuple(self.quantize(gate_up, down, self.is_bf16))
         if self.keeps and self.is_keeping:
-            self.codes, self.kept = codes, True
+            self.codes = codes
         return codes
-
-    def keep(self) -> None:
-        """Make the codes, if they are kept, before their first use."""
-        if self.kept:
-            self()
 
     def clear(self) -> None:
         """Drop what is kept."""
@@ -159,7 +147,10 @@ def use_unsharded_experts(
 @contextmanager
 def caching_casts(model: nn.Module) -> Iterator[None]:
     """Keep casts for a microbatch or a step, and drop them at its end, also after an error."""
-    keepers = [cache for cache in _caches(model) if not cache.is_keeping]  # an outer call's stay
+    layers = [experts for experts in model.modules() if isinstance(experts, GroupedExperts)]
+    every = [cache for experts in layers for cache in (experts.local, experts.codes)]
+    caches = [cache for cache in every if isinstance(cache, CastCache | CodesCache)]
+    keepers = [cache for cache in caches if not cache.is_keeping]  # an outer call's stay
     for keeper in keepers:
         keeper.is_keeping = True
     try:
@@ -168,23 +159,6 @@ def caching_casts(model: nn.Module) -> Iterator[None]:
         for keeper in keepers:
             keeper.is_keeping = False
             keeper.clear()
-
-
-def have_kept_casts(model: nn.Module) -> bool:
-    """Whether any layer has kept casts under `caching_casts` so far. Compiled layers keep none."""
-    return any(cache.kept for cache in _caches(model))
-
-
-def keep_casts(model: nn.Module) -> None:
-    """Make the casts now that the first forward under `caching_casts` would make and keep."""
-    for cache in _caches(model):
-        cache.keep()
-
-
-def _caches(model: nn.Module) -> list[CastCache | CodesCache]:
-    layers = [experts for experts in model.modules() if isinstance(experts, GroupedExperts)]
-    every = [cache for experts in layers for cache in (experts.local, experts.codes)]
-    return [cache for cache in every if isinstance(cache, CastCache | CodesCache)]
 
 
 def _spread(part: Tensor, mesh: DeviceMesh, placements: Any) -> DTensor:

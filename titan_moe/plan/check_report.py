@@ -29,8 +29,7 @@ from titan_moe.plan.memory import (
 )
 from titan_moe.plan.peak import peak_bytes_per_rank
 from titan_moe.plan.pipeline.describe import describe_pipeline
-from titan_moe.plan.pipeline.parts import parts_of, replays_actions
-from titan_moe.plan.pipeline.weight_grads import splits_backward
+from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.plan.replicated_grads import flat_copy_bytes, received_bytes, replicated_elements
 from titan_moe.plan.roofline import sharding_bytes
 
@@ -186,14 +185,6 @@ def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     if recipe.run.device == "cpu":
         return []
     problems = list(obstacles(recipe))
-    if not problems and replays_actions(recipe):
-        number = max(sum(pools.number for pools in part.graph_pools) for part in parts_of(recipe, world_size))
-        apart = "forward, backward and weight gradients" if splits_backward(recipe) else "forward and backward"
-        lines = [
-            f"microbatch; {apart} of each stage apart, for each of up to {number} places",
-            "in flight on a rank, with temporaries of its own; messages and the optimizer are launched",
-        ]
-        return _labelled("CUDA graph", lines)
     if not problems:
         return [("CUDA graph", f"{recipe.compile.cudagraph}; forward, backward and the whole step can be captured")]
     return _labelled("CUDA graph", ["forward and backward cannot be captured:", *problems])

@@ -11,13 +11,9 @@ Four moments of a step may have the peak:
 * After the last backward, gathered parameters are freed. The gradients of embedding and head are reduced, which FSDP
   does last, and tp ranks sum gradients.
 
-Where the actions of a pipeline are replayed, activations and temporaries lie in the pools of their CUDA graphs
-(parallel/pipeline/graphs.py). A pool has room for the stage that needs most of it, all the time. Each graph has buffers
-for what the rank before and the rank after send. Gradients exist from the beginning.
-
 The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, fragmentation,
-symmetric memory, the parameters of blocks that are gathered at a time, and messages between stages that are launched.
-With `perf.kernels = "auto"` the loss is PyTorch's, which needs more than Triton's.
+symmetric memory, the parameters of blocks that are gathered at a time, and messages between stages. With
+`perf.kernels = "auto"` the loss is PyTorch's, which needs more than Triton's.
 """
 
 from typing import NamedTuple
@@ -50,7 +46,7 @@ def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float,
 
 def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> int:
     """The same on a pipeline rank."""
-    recipe, p = part.recipe, part.recipe.precision
+    recipe, p, count = part.recipe, part.recipe.precision, part.count
     compute, reduce, master = (BYTES_OF_DTYPE[dtype] for dtype in (p.compute, p.reduce, p.master))
     is_once = recipe.parallel.accumulate_unsharded
     has_copies = resolve(recipe.parallel, part.world_size).experts_are_unsharded(p)
@@ -58,18 +54,17 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     parameters = parameters_of(part)
     state, gradients = parameters * (master + p.bytes_of_moments), parameters * master
     arena = arena_bytes_per_rank(recipe, capacity_factor, part.places) if part.has_arena(experts) else 0
-    of_root = _root_parameters(part)  # what FSDP gathers for all of forward and backward, and reduces after it
-    of_one, loss, temporary = _bytes_of_one(part, capacity_factor, experts)
+    # what FSDP gathers for all of forward and backward, and reduces after it
+    of_root = (count.embedding + count.head) / recipe.parallel.tp
+    of_one = _activation_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
+    loss = _loss_bytes(recipe) if part.has_head else 0
+    of_head = (count.head or count.embedding) / recipe.parallel.tp * compute if part.has_head else 0
+    temporary = of_head + _temporary_bytes(recipe, capacity_factor, has_arena=part.has_arena(experts))
     delayed = part.num_delayed * _delayed_bytes(part, capacity_factor, experts)
     num_kept = _num_kept(part, experts)
-    kept, kept_by_others = num_kept * of_one, max(num_kept - 1, 0) * of_one
-    of_graphs = _graph_bytes(part, capacity_factor, experts)
-    if part.graph_pools:  # these have it all
-        kept = kept_by_others = delayed = loss = temporary = 0
-        of_root = of_root if is_once else 0
 
     begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
-    begin += arena + delayed + kept + max(loss, temporary)
+    begin += arena + delayed + num_kept * of_one + max(loss, temporary)
     if recipe.compile.cudagraph == "microbatch":  # which keeps gradients
         begin += gradients
     elif not is_first:  # sums of the microbatches before; unsharded ones are gathered
@@ -78,34 +73,11 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     are_kept = is_once or recipe.parallel.pp > 1
     copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.master else 0
     accumulated = reduce if is_once and not is_first else 0
-    end = gradients + arena + delayed + temporary + copies + of_root * (compute + accumulated) + kept_by_others
+    end = gradients + arena + delayed + temporary + copies + of_root * (compute + accumulated)
+    end += max(num_kept - 1, 0) * of_one  # of the others in flight
     reduced = copies + of_root * (reduce + (accumulated or compute))
     after = gradients + arena + max(reduced, flat_copy_bytes(part))
-    return round(state + max(begin, end, after) + of_graphs)
-
-
-class _BytesOfOne(NamedTuple):
-    """What a microbatch needs in a part of a run, beside the arena."""
-
-    kept: float
-    """For backward."""
-    loss: float
-    temporary: float
-    """In backward."""
-
-
-def _bytes_of_one(part: Part, capacity_factor: float, experts: str) -> _BytesOfOne:
-    recipe, has_arena = part.recipe, part.has_arena(experts)
-    kept = _activation_bytes(recipe, capacity_factor, has_arena=has_arena)
-    temporary = _temporary_bytes(recipe, capacity_factor, has_arena=has_arena)
-    if not part.has_head:
-        return _BytesOfOne(kept, 0, temporary)
-    of_head = (part.count.head or part.count.embedding) / recipe.parallel.tp
-    return _BytesOfOne(kept, _loss_bytes(recipe), temporary + of_head * BYTES_OF_DTYPE[recipe.precision.compute])
-
-
-def _root_parameters(part: Part) -> float:
-    return (part.count.embedding + part.count.head) / part.recipe.parallel.tp
+    return round(state + max(begin, end, after))
 
 
 def _num_kept(part: Part, experts: str) -> float:
@@ -113,24 +85,6 @@ def _num_kept(part: Part, experts: str) -> float:
     ones need them."""
     experts_free = part.has_arena(experts) or not part.num_delayed
     return part.num_before_backward if experts_free and not _linears_delay(part.recipe) else part.num_in_flight
-
-
-def _graph_bytes(part: Part, capacity_factor: float, experts: str) -> float:
-    """Bytes of the graphs of replayed actions: pools, and beside them the buffers of activations and gradients."""
-    element = BYTES_OF_DTYPE[part.recipe.precision.compute]
-    total = 0.0
-    for number, stages in part.graph_pools:
-        of_stages = []
-        for stage in stages:
-            kept, loss, temporary = _bytes_of_one(stage, capacity_factor, experts)
-            delayed = _delayed_bytes(stage, capacity_factor, experts) if part.num_delayed else 0
-            gathered = 0 if stage.recipe.parallel.accumulate_unsharded else _root_parameters(stage) * element
-            of_stages.append(kept + delayed + gathered + max(loss, temporary))
-            # tokens have no gradient, and a loss is a number
-            num_buffers = 2 * (not stage.has_embedding) + 2 * (not stage.has_head)
-            total += number * num_buffers * microbatch_tokens(stage.recipe) * stage.recipe.model.hidden_size * element
-        total += number * max(of_stages)
-    return total
 
 
 def activation_bytes_per_rank(recipe: Recipe, experts: str = "fused", capacity_factor: float = 1.0) -> int:

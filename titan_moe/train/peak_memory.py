@@ -62,8 +62,8 @@ class PeakMemory:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def hold_in_pools(self, num_bytes: int) -> None:
-        """Count so many idle bytes of pools from now on, beside what is allocated from now on. All graphs of a run are
-        recorded in the same step, so no capture takes them again."""
+        """Count so many idle bytes of pools from now on, beside what is allocated from now on. A run has one graph at a
+        time, so no capture takes them again."""
         with self.changing():
             self.idle_pool_bytes = num_bytes
 

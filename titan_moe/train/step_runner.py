@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +10,6 @@ from torch import Tensor, nn
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder, idle_pool_bytes
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
-from titan_moe.parallel.pipeline.forward_backward import Pipeline
-from titan_moe.parallel.pipeline.graphs import PipelineGraphs
 from titan_moe.parameters import local
 from titan_moe.train.capacity_control import CapacityControl
 from titan_moe.train.clone_control import CloneControl
@@ -59,7 +56,7 @@ class StepRunner:
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
         self.replay: Callable[[Batch], StepResult] = step
         self.release_recordings: Callable[[], None] = lambda: None
-        self.captured: Captured | PipelineGraphs | None = None
+        self.captured: Captured | None = None
         if extent != "off":
             self._capture(extent, make_recorder())
         if control is not None and step.capacity.arena is None:
@@ -92,7 +89,7 @@ class StepRunner:
 
     @property
     def num_recordings(self) -> int:
-        """CUDA graphs recorded so far: at first, and after each release. A pipeline's microbatches have several."""
+        """CUDA graphs recorded so far: the first, and one after each release."""
         return 0 if self.captured is None else self.captured.num_recordings
 
     @property
@@ -194,8 +191,7 @@ class StepRunner:
 
 
 class CapturedMicrobatches:
-    """Forward and backward of a step, each microbatch replayed from one CUDA graph; in a pipeline, each action that
-    computes from a graph of its own (parallel/pipeline/graphs.py).
+    """Forward and backward of a step, each microbatch replayed from one CUDA graph.
 
     A graph adds gradients at the addresses of its capture. So gradients keep their memory and are zeroed before each
     step; a parameter that the loss does not reach has a gradient of zero, not None.
@@ -204,31 +200,20 @@ class CapturedMicrobatches:
     def __init__(self, forward_backward: ForwardBackward, parameters: list[nn.Parameter], recorder: Recorder) -> None:
         self.parameters = parameters
         self.gradients: list[Tensor] = []
-        self.captured: Captured | PipelineGraphs
-        self.replay: ForwardBackward
-        if isinstance(forward_backward, Pipeline):
-            self.captured = graphs = forward_backward.build_graphs(recorder)
-            self.replay = partial(forward_backward, graphs=graphs)
-        else:
-            self.captured = captured = Captured(forward_backward, recorder, name="a microbatch")
-            self.replay = partial(_replay_microbatches, captured)
+        self.captured = Captured(forward_backward, recorder, name="a microbatch")
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         self.gradients = self.gradients or [torch.zeros_like(parameter) for parameter in self.parameters]
         torch._foreach_zero_([local(gradient) for gradient in self.gradients])
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
-        return self.replay(batch, scale)
+        losses = [self.captured(microbatch, scale).clone() for microbatch in batch.split()]
+        return torch.stack(losses).sum()
 
     def release(self) -> None:
-        """Free the memory of the graphs and the gradients."""
+        """Free the memory of the graph and the gradients."""
         self.gradients = []
         self.captured.release()
-
-
-def _replay_microbatches(captured: Captured, batch: Batch, scale: Tensor) -> Tensor:
-    """Replay one microbatch after the other."""
-    return torch.stack([captured(microbatch, scale).clone() for microbatch in batch.split()]).sum()
 
 
 def _read_loads(result: StepResult) -> tuple[bool, float, float]:

@@ -1,22 +1,14 @@
 """Each microbatch in flight has a place of the arena of its own, the same in every step."""
 
-from collections import Counter, defaultdict
-
 import pytest
 import torch
 
-from titan_moe.config import Recipe
-from titan_moe.config.model import ModelConfig, MoEConfig
-from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.train import TrainConfig
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
-from titan_moe.parallel.pipeline.places import NONE, Places
+from titan_moe.parallel.pipeline.places import Places
 from titan_moe.plan.loads import LayerLoads
-from titan_moe.plan.pipeline.places import graph_pools, moe_layers_of
 from titan_moe.plan.pipeline.schedules import actions_of
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
-from titan_moe.plan.pipeline.stages import stages_of
 
 LAYOUTS = {"1f1b": 1, "interleaved_1f1b": 2, "interleaved_zero_bubble": 2, "zbv": 2, "dualpipev": 2}
 PP, NUM_MICROBATCHES = 4, 12
@@ -35,10 +27,8 @@ def forwards(capacity: ExpertCapacity, places: Places, actions: list) -> list[in
     delayed: dict[tuple[int, int], int] = {}
     for action in actions:
         if action.kind == "forward":
-            place = places.take(*action[1:])
-            with places.writing_to(*action[1:]):
+            with places.forward_of(*action[1:]):
                 chosen.append(capacity.place)
-            assert chosen[-1] == place
             assert capacity.place == 0
             assert chosen[-1] not in in_flight.values(), "another one is kept there"
             in_flight[action[1:]] = chosen[-1]
@@ -76,47 +66,18 @@ def test_places_are_those_of_microbatches_that_have_ended(schedule: str, rank: i
             forwards(few, Places(few, stages), actions)
 
 
-@pytest.mark.parametrize("layout", ["", "E|tt|tt|tt||t|t|tL", "Et|t|t|tt|tt|t||tL"])
-@pytest.mark.parametrize("schedule", LAYOUTS)
-def test_pools_of_graphs_in_the_plan_are_the_places_of_the_run(schedule: str, layout: str) -> None:
-    """Also where a rank has a stage without modules beside one without experts."""
-    vpp = LAYOUTS[schedule]
-    recipe = Recipe(
-        model=ModelConfig(num_layers=9, num_dense_layers=2, moe=MoEConfig(num_experts=8)),
-        parallel=ParallelConfig(pp=PP, vpp=vpp, pp_schedule=schedule, pp_layout=layout if vpp > 1 else ""),
-        train=TrainConfig(global_batch_sequences=NUM_MICROBATCHES, micro_batch_sequences=1),
-    )
-    empty = frozenset(stage for stage, names in enumerate(stages_of(recipe)) if not names)
-    assert bool(empty) == bool(recipe.parallel.pp_layout)
-    for rank, actions in enumerate(actions_of(schedule, PP, vpp, NUM_MICROBATCHES)):
-        with_experts = frozenset(stage for stage, number in moe_layers_of(recipe, rank).items() if number)
-        places = Places(ExpertCapacity(), with_experts, empty)
-        users = defaultdict(set)
-        for action in actions:
-            _, stage, microbatch = action
-            if action.kind == "forward" and (place := places.take(stage, microbatch)) != NONE:
-                users[stage in with_experts, place].add(stage)
-            if action.frees:
-                places.free(stage, microbatch)
-        assert graph_pools(recipe, rank, PP) == Counter(map(frozenset, users.values()))
-
-
-def test_stages_without_modules_have_no_place() -> None:
-    places = Places(capacity_of(1), frozenset({1}), empty_stages=frozenset({2}))
-    assert [places.take(stage, 0) for stage in (2, 0, 1)] == [NONE, 0, 0]
-    for stage in range(3):
-        places.free(stage, 0)
-    assert not places.taken
-
-
-def test_stages_without_experts_and_recomputed_ones_write_to_no_place_of_the_arena() -> None:
+def test_stages_without_experts_and_recomputed_ones_need_no_place_of_the_arena() -> None:
     capacity = capacity_of(1)
     places = Places(capacity, frozenset({1}))
-    assert places.take(1, 0) == 0, "stages without experts do not take it"
+    with places.forward_of(1, 0):
+        pass
     for microbatch in range(2):
-        assert places.take(0, microbatch) == microbatch
-        with places.writing_to(0, microbatch):
+        with places.forward_of(0, microbatch):
             assert capacity.place == 0
+    assert list(places.taken) == [(1, 0)]
+    places.free(0, 0)
+    places.free(1, 0)
+    assert not places.taken
     lifted = capacity_of(1, num_delayed_places=1)
     delaying = Places(lifted, frozenset({0}))
     with lifted.unbounded():
@@ -126,6 +87,5 @@ def test_stages_without_experts_and_recomputed_ones_write_to_no_place_of_the_are
     capacity = capacity_of(1, is_checkpointed=True)
     recomputed = Places(capacity, frozenset({0}))
     for microbatch in range(2):
-        assert recomputed.take(0, microbatch) == microbatch
-        with recomputed.writing_to(0, microbatch):
-            assert capacity.place == 0
+        with recomputed.forward_of(0, microbatch):
+            assert capacity.place == 0 and not recomputed.taken, "all share the one place"

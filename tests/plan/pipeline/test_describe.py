@@ -57,27 +57,6 @@ def test_check_of_a_published_model_in_a_pipeline(schedule: str) -> None:
     assert lines[start + 5].startswith("memory") and "GiB on the ranks that have most" in lines[start + 5]
 
 
-ALLGATHER = ("--parallel.dispatcher=allgather", "--parallel.overlap=none")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((), "forward and backward of each stage apart, for each of up to 4 places"),
-        (
-            ("--parallel.vpp=2", "--parallel.pp_schedule=zbv", "--parallel.accumulate_unsharded=true", *ALLGATHER),
-            "forward, backward and weight gradients of each stage apart, for each of up to 8 places",
-        ),
-    ],
-)
-def test_check_of_replayed_actions_says_what_is_captured(overrides: tuple[str, ...], expected: str) -> None:
-    words = ["--parallel.pp=4", "--train.micro_batch_sequences=1", "--compile.cudagraph=microbatch"]
-    recipe = load_recipe(QWEN3, [*words, *overrides])
-    assert check_rules(recipe, 32) == []
-    (line,) = [line for line in describe(recipe, 32).splitlines() if line.startswith("CUDA graph")]
-    assert line.endswith(f"microbatch; {expected}")
-
-
 COLLECTIVES = ("--parallel.dispatcher=alltoall", "--parallel.overlap=none")
 
 

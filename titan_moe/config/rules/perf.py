@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from titan_moe.config.arena import experts_of, has_arena
 from titan_moe.config.forced_loads import FORCED_LOADS
 from titan_moe.config.kernels import GROUPED_MM_STRIDE_BYTES
 from titan_moe.config.optimizers import OPTIMIZERS, kinds_with
-from titan_moe.config.pipeline_schedules import SCHEDULES, schedules_that
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.capture import obstacles, without_host_reads
@@ -175,26 +173,16 @@ def attention_is_deterministic(recipe: Recipe, world_size: int) -> Iterator[str]
 @rule("a CUDA graph replays its capture without the host")
 def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
-    if recipe.compile.cudagraph == "microbatch" and p.accumulate_unsharded and p.pp == 1:
+    if recipe.compile.cudagraph == "microbatch" and p.pp > 1:
+        yield (
+            'compile.cudagraph = "microbatch" replays the same graph for one microbatch after the other, but '
+            f'parallel.pp = {p.pp} has several in flight; take "step", which captures all actions of a rank, or "off"'
+        )
+    elif recipe.compile.cudagraph == "microbatch" and p.accumulate_unsharded:
         yield (
             'compile.cudagraph = "microbatch" replays the same graph for every microbatch, but '
             "parallel.accumulate_unsharded = true makes the first and the last one of a step differ; take "
             '"step", or accumulate_unsharded = false'
-        )
-    if recipe.compile.cudagraph == "microbatch" and p.overlap == "microbatch" and p.pp > 1:
-        yield (
-            'compile.cudagraph = "microbatch" records the forward and the backward of a pipeline stage as one graph '
-            'each, but parallel.overlap = "microbatch" runs two of them piece by piece, in turns; take "step", or '
-            'overlap = "none"'
-        )
-    # experts with clones do not delay; "auto" means none in a pipeline
-    delays = p.pp > 1 and SCHEDULES[p.pp_schedule].splits_backward and not p.fixed_expert_clones
-    if recipe.compile.cudagraph == "microbatch" and delays and has_arena(recipe, experts_of(recipe)):
-        yield (
-            'compile.cudagraph = "microbatch" records each stage with its places in the arena, but with '
-            f'parallel.pp_schedule = "{p.pp_schedule}" the places of delayed weight gradients differ by microbatch; '
-            f'take "step", or pp_schedule = {schedules_that(lambda facts: not facts.splits_backward)}, or '
-            "parallel.expert_rank_capacity_factor = 0, which has no arena but room for the worst case"
         )
     if recipe.compile.cudagraph != "off":
         for obstacle in obstacles(recipe):

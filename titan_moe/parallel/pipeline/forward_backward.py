@@ -10,21 +10,17 @@ then, but keep the operands; everything else that the microbatch kept is freed. 
 gradients and accumulates them. A whole `backward` computes all gradients. FSDP's hooks run in the backward of a whole
 graph, before delayed weight gradients, and they do not run for pieces. So with split backwards and with pieces the
 hooks never reduce gradients: these are accumulated, and reduced after the last action of the stage.
-
-With `compile.cudagraph = "microbatch"` the host goes through the list as without graphs, but the actions that compute
-are replays (graphs.py).
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from titan_moe.compile.cudagraph import Recorder
 from titan_moe.config import Recipe
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -33,11 +29,10 @@ from titan_moe.parallel import fsdp
 from titan_moe.parallel.arena import count_moe_layers
 from titan_moe.parallel.fsdp import DTYPES
 from titan_moe.parallel.mesh import Meshes
-from titan_moe.parallel.pipeline.graphs import PipelineGraphs
 from titan_moe.parallel.pipeline.messages import Messages, Received, activations_like
 from titan_moe.parallel.pipeline.places import InFlight, Places
 from titan_moe.parallel.pipeline.rehearsal import Rehearsals, StandIns, first_microbatches, unchanged
-from titan_moe.parallel.pipeline.runs import ReplayedRun, RunInPieces, StageInPieces, StageRun, WholeRun, delaying_to
+from titan_moe.parallel.pipeline.runs import Delaying, RunInPieces, StageInPieces, StageRun, WholeRun
 from titan_moe.parallel.pipeline.stages import TiedEmbedding, parts_by_stage
 from titan_moe.parallel.unsharded_experts import caching_casts
 from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
@@ -76,24 +71,16 @@ class Pipeline:
         self.reduces_at_the_end = queue is not None or self.runs_in_pieces
         """Gradients of a stage, after its last action; else the hooks of FSDP reduce them in its last backward."""
         self.stages_with_experts = frozenset(stage for stage, part in self.stages.items() if count_moe_layers(part))
-        self.empty_stages = frozenset(stage for stage, part in self.stages.items() if not list(part.parameters()))
         self.hidden_size, self.dtype = recipe.model.hidden_size, DTYPES[recipe.precision.compute]
         self.rehearsals = Rehearsals(recipe, capacity)
 
-    def build_graphs(self, recorder: Recorder) -> PipelineGraphs:
-        """Graphs for `__call__`, which records them at their first use."""
-        stages = {stage: part for stage, part in self.stages.items() if stage not in self.empty_stages}
-        keeps_unsharded = self.config.accumulate_unsharded
-        return PipelineGraphs(stages, self.stages_with_experts, recorder, self.queue, keeps_unsharded=keeps_unsharded)
-
-    def __call__(self, batch: Batch, scale: Tensor, graphs: PipelineGraphs | None = None) -> Tensor:
-        """With `graphs`, gradients must exist (`CapturedMicrobatches`), and runs are whole."""
+    def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         entries = entries_of(self.config, len(batch.tokens_MBN))[self.rank]
         like = activations_like(batch.tokens_MBN[0], self.config.tp, self.hidden_size, self.dtype)
         if self.rehearsals.is_due(like.device):
             with unchanged(self.stages.values(), self.capacity, like.device):
                 StepRun(self, batch, scale, first_microbatches(entries), StandIns(like)).take(in_lane=False)
-        run = StepRun(self, batch, scale, entries, Messages(self.group, like), graphs)
+        run = StepRun(self, batch, scale, entries, Messages(self.group, like))
         run.take()
         if self.tied is not None:
             self.tied.sum_gradients()
@@ -104,31 +91,16 @@ class Pipeline:
         return rank_of_stage(stage, self.config.pp, self.config.pp_schedule)
 
 
-class _WeightGrads(Protocol):
-    """What a `backward_input` leaves."""
-
-    def compute(self) -> None:
-        """Compute and accumulate them."""
-        ...
-
-
 class StepRun:
     """The microbatches of a step under way, or of its rehearsal."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        batch: Batch,
-        scale: Tensor,
-        entries: list[Entry],
-        messages: Messages | StandIns,
-        graphs: PipelineGraphs | None = None,
+        self, pipeline: Pipeline, batch: Batch, scale: Tensor, entries: list[Entry], messages: Messages | StandIns
     ) -> None:
-        """`entries` are this rank's. With `graphs` they are replayed."""
+        """`entries` are this rank's."""
         self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
         self.microbatches, self.entries, self.messages = list(batch.microbatches()), entries, messages
-        self.graphs = graphs
-        self.places = Places(pipeline.capacity, pipeline.stages_with_experts, pipeline.empty_stages)
+        self.places = Places(pipeline.capacity, pipeline.stages_with_experts)
         self.inputs: dict[InFlight, Received] = {}
         self.outputs: dict[InFlight, Tensor] = {}
         stages_in_pieces = self.stages if pipeline.runs_in_pieces else ()
@@ -137,7 +109,7 @@ class StepRun:
         self.output_grads: dict[InFlight, Received] = {}
         self.input_grads: dict[InFlight, Tensor] = {}
         self.losses: list[Tensor] = []
-        self.weight_grads: dict[InFlight, _WeightGrads] = {}
+        self.weight_grads: dict[InFlight, PendingWeightGrads] = {}
         actions = list(flat(entries))
         self.split_backwards = {action[1:] for action in actions if action.kind == "backward_input"}
         self.num_backwards_left = Counter(action.stage for action in actions if action.kind in ENDS)
@@ -148,13 +120,11 @@ class StepRun:
         with ExitStack() as casts:
             for part in self.stages.values():
                 casts.enter_context(caching_casts(part))
-            if self.graphs is not None:
-                self.graphs.begin()
             for entry in self.entries:
                 with action_region(entry) if in_lane else nullcontext():
                     self._do(entry)
         self.messages.finish()
-        if self.pipeline.reduces_at_the_end and self.graphs is None:
+        if self.pipeline.reduces_at_the_end:
             for part in self.stages.values():
                 fsdp.finish_reducing(part)
 
@@ -209,10 +179,11 @@ class StepRun:
         tokens_BN, *labels_and_ids = self.microbatches[microbatch]
         x = tokens_BN if stage == 0 else self.inputs.pop(key).wait().requires_grad_()
         is_last = stage == self.pipeline.last_stage
-        place = self.places.take(stage, microbatch)
-        inputs = *labels_and_ids, self.scale if is_last else None
-        run = self.runs[key] = self._build_run(key, place, *inputs)
-        with self.places.writing_to(stage, microbatch):
+        inputs = *labels_and_ids, self.scale if is_last else None, self._delaying(key)
+        in_pieces = self.in_pieces.get(stage)
+        run = WholeRun(self.stages[stage], *inputs) if in_pieces is None else RunInPieces(in_pieces, *inputs)
+        self.runs[key] = run
+        with self.places.forward_of(stage, microbatch):
             out = yield from run.forward(x)
         if is_last:
             self.losses.append(out)
@@ -222,27 +193,18 @@ class StepRun:
         else:
             self.outputs[key] = out
 
-    def _build_run(
-        self, key: InFlight, place: int, labels_BN: Tensor, document_ids_BN: Tensor | None, scale: Tensor | None
-    ) -> StageRun:
-        stage, is_split = key[0], key in self.split_backwards
-        inputs = labels_BN, document_ids_BN, scale
-        if self.graphs is not None and stage in self.graphs.stages:
-            captured = self.graphs.run_of(stage, place, is_split=is_split)
-            if is_split:
-                self.weight_grads[key] = captured
-            return ReplayedRun(captured, *inputs)
-        pending = PendingWeightGrads() if is_split else None
-        if pending is not None:
-            self.weight_grads[key] = pending
-        delaying = delaying_to(pending, self.pipeline.queue)
-        if stage in self.in_pieces:
-            return RunInPieces(self.in_pieces[stage], *inputs, delaying)
-        return WholeRun(self.stages[stage], *inputs, delaying)
+    def _delaying(self, key: InFlight) -> Delaying:
+        """Let the layers leave the weight gradients of a forward, or of a piece of it, to `backward_weight`, if its
+        backward is split."""
+        if key not in self.split_backwards:
+            return nullcontext
+        assert self.pipeline.queue is not None, "the schedule splits backwards"
+        pending = self.weight_grads[key] = PendingWeightGrads()
+        return partial(self.pipeline.queue.delaying, pending)
 
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
         key = stage, microbatch
-        if self.pipeline.config.accumulate_unsharded and self.graphs is None:
+        if self.pipeline.config.accumulate_unsharded:
             reduces = not self.pipeline.reduces_at_the_end and self.num_backwards_left[stage] == 1
             fsdp.set_unsharded_accumulation(self.stages[stage], not reduces)
         grad = yield from self.runs.pop(key).backward(self.output_grads.pop(key).wait())
@@ -256,10 +218,6 @@ class StepRun:
 
     def _end_backward(self, stage: int) -> None:
         self.num_backwards_left[stage] -= 1
-        if self.graphs is not None:
-            if self.num_backwards_left[stage] == 0:
-                self.graphs.end(stage)
-            return
         if not self.pipeline.reduces_at_the_end:
             return
         fsdp.accumulate_late_grads(self.stages[stage])

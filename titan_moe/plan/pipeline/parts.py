@@ -1,8 +1,7 @@
 """The part of a run on each pipeline rank: its layers, and the number of microbatches in flight."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules, why_kept
@@ -11,23 +10,16 @@ from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import ParameterCount, count_parameters
 from titan_moe.plan.pipeline.action import Entry
 from titan_moe.plan.pipeline.flops import flops_of_stage
-from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places, graph_pools
+from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import max_before_backward, max_delayed, max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.pipeline.weight_grads import obstacle_of, splits_backward
 
 
-class GraphPools(NamedTuple):
-    """Memory pools of CUDA graphs that the same stages use."""
-
-    number: int
-    stages: tuple["Part", ...]
-
-
 @dataclass(frozen=True)
 class Part:
-    """The part of a run on one pipeline rank, or of one of its stages; without a pipeline the whole run."""
+    """The part of a run on one pipeline rank; without a pipeline the whole run."""
 
     recipe: Recipe
     """The recipe of the run, in which the model has only the layers of this rank."""
@@ -43,8 +35,6 @@ class Part:
     """Of these, in the same way, the largest number that waits for weight gradients of routed experts."""
     places: ArenaPlaces | None = None
     """The places of the rank's arena; None without a pipeline."""
-    graph_pools: tuple[GraphPools, ...] = ()
-    """Where a pipeline's actions are replayed, all memory pools of their CUDA graphs."""
     run: Recipe | None = None
     """The recipe with all layers; None without a pipeline."""
 
@@ -68,41 +58,30 @@ class Part:
 
 def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
     """The parts of all pipeline ranks."""
-    p = recipe.parallel
+    p, model = recipe.parallel, recipe.model
     if p.pp == 1:
         return [Part(recipe, world_size)]
     stages = stages_of(recipe)
+    num_dense = model.num_layers - model.num_moe_layers
     parts = []
     for rank in range(p.pp):
         names = [name for stage in stages_of_rank(rank, p) for name in stages[stage]]
-        part = replace(
-            _part_of(recipe, world_size, names),
+        layers = _layers(names)
+        dense = sum(layer < num_dense for layer in layers)
+        of_rank = replace(model, num_layers=len(layers), num_dense_layers=dense)
+        part = Part(
+            replace(recipe, model=of_rank, precision=_precision_of(recipe, layers)),
+            world_size,
+            "embed" in names,
+            "head" in names,
             num_in_flight=in_flight(recipe, world_size, rank),
             num_before_backward=_most(recipe, world_size, rank, max_before_backward),
             num_delayed=delayed(recipe, world_size, rank),
             places=arena_places(recipe, rank, world_size),
-            graph_pools=tuple(_graph_pools(recipe, world_size, rank)) if replays_actions(recipe) else (),
+            run=recipe,
         )
         parts.append(part)
     return parts
-
-
-def _graph_pools(recipe: Recipe, world_size: int, rank: int) -> Iterator[GraphPools]:
-    of_stage = [_part_of(recipe, world_size, names) for names in stages_of(recipe)]
-    for users, number in graph_pools(recipe, rank, world_size).items():
-        yield GraphPools(number, tuple(of_stage[stage] for stage in users))
-
-
-def _part_of(recipe: Recipe, world_size: int, names: Sequence[str]) -> Part:
-    """Modules of a run, as if one microbatch were in flight."""
-    model, layers = recipe.model, _layers(names)
-    num_dense = sum(layer < model.num_layers - model.num_moe_layers for layer in layers)
-    alone = replace(
-        recipe,
-        model=replace(model, num_layers=len(layers), num_dense_layers=num_dense),
-        precision=_precision_of(recipe, layers),
-    )
-    return Part(alone, world_size, "embed" in names, "head" in names, run=recipe)
 
 
 def _precision_of(recipe: Recipe, layers: list[int]) -> PrecisionConfig:
@@ -152,8 +131,3 @@ def few_microbatches(recipe: Recipe, world_size: int) -> int:
     """The microbatches of a step, or fewer with as many in flight."""
     number, pp = num_microbatches(recipe, world_size), recipe.parallel.pp
     return min(number, 4 * pp + number % pp)
-
-
-def replays_actions(recipe: Recipe) -> bool:
-    """Whether each action of a pipeline rank that computes has a CUDA graph of its own."""
-    return recipe.compile.cudagraph == "microbatch" and recipe.parallel.pp > 1

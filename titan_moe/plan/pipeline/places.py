@@ -1,13 +1,10 @@
-"""The places of a pipeline rank: one for each microbatch that a stage of it keeps for backward, in the arena and as
-memory pools of CUDA graphs, and in the arena a delayed one for each whose weight gradients are computed later."""
+"""The places of a pipeline rank's arena: one for each microbatch that a stage of it keeps for backward, and a delayed
+one for each whose weight gradients are computed later."""
 
-from collections import Counter, defaultdict
 from collections.abc import Mapping
-from itertools import count
 from typing import NamedTuple
 
 from titan_moe.config.recipe import Recipe, num_microbatches
-from titan_moe.plan.pipeline.action import flat
 from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.simulation import max_delayed, max_held
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
@@ -38,24 +35,6 @@ def arena_places(recipe: Recipe, rank: int, world_size: int, layers: Mapping[int
     delays = splits_backward(recipe) and obstacle_of_experts(recipe) is None
     num_delayed = max_delayed(entries, with_experts) if delays else 0
     return ArenaPlaces(round(max_held(entries, with_experts)), most, round(num_delayed))
-
-
-def graph_pools(recipe: Recipe, rank: int, world_size: int) -> Counter[frozenset[int]]:
-    """Count the memory pools of a pipeline rank whose actions are replayed, by the stages that use them. There is one
-    for each place of stages with MoE layers, and of the others with modules (parallel/pipeline/places.py)."""
-    stages, layers = stages_of(recipe), moe_layers_of(recipe, rank)
-    taken: dict[tuple[int, int], tuple[bool, int]] = {}
-    users: dict[tuple[bool, int], set[int]] = defaultdict(set)
-    for action in flat(entries_of(recipe.parallel, num_microbatches(recipe, world_size))[rank]):
-        _, stage, microbatch = action
-        if action.kind == "forward" and stages[stage]:
-            has_experts, in_use = layers[stage] > 0, set(taken.values())
-            pool = next(pool for place in count() if (pool := (has_experts, place)) not in in_use)
-            taken[stage, microbatch] = pool
-            users[pool].add(stage)
-        if action.frees:
-            taken.pop((stage, microbatch), None)
-    return Counter(frozenset(of_pool) for of_pool in users.values())
 
 
 def moe_layers_of(recipe: Recipe, rank: int) -> dict[int, int]:
