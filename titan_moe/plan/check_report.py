@@ -230,7 +230,11 @@ def _peak_gib(recipe: Recipe, world_size: int) -> float:
 
 def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     experts, factor = experts_of(recipe), recipe.parallel.fixed_capacity_factor or BALANCED_FACTOR
-    peak = f"about {_peak_gib(recipe, world_size):.3g} GiB at the peak of a step"
+    gib = _peak_gib(recipe, world_size)
+    peak = f"about {gib:.3g} GiB at the peak of a step"
+    if recipe.compile.cudagraph != "off":
+        launched = replace(recipe, compile=replace(recipe.compile, cudagraph="off"))
+        peak += f", {gib - _peak_gib(launched, world_size):.3g} GiB more than without a CUDA graph"
     if not has_arena(recipe, experts):
         return [("", peak), *(("", line) for line in why_no_arena(recipe, experts))]
     places = [part.places for part in parts_of(recipe, world_size)]

@@ -35,6 +35,7 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
     """Recipes that need less, by the one field that differs; the cheaper changes first."""
     t, moments = recipe.train, recipe.precision.moments_dtype
     values: dict[tuple[str, str], list[Any]] = {
+        ("compile", "cudagraph"): ["off"] if recipe.compile.cudagraph != "off" else [],
         ("precision", "moments"): ["bf16", "int8"] if moments == "fp32" else ["int8"] if moments == "bf16" else [],
         ("memory", "recompute"): {"none": ["experts", "block"], "experts": ["block"]}.get(recipe.memory.recompute, []),
         ("train", "micro_batch_sequences"): [t.micro_batch_sequences // 2] if t.micro_batch_sequences > 1 else [],

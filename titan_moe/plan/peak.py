@@ -11,9 +11,10 @@ Four moments of a step may have the peak:
 * After the last backward, gathered parameters are freed. The gradients of embedding and head are reduced, which FSDP
   does last, and tp ranks sum gradients.
 
-The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, fragmentation,
-symmetric memory, the parameters of blocks that are gathered at a time, and messages between stages. With
-`perf.kernels = "auto"` the loss is PyTorch's, which needs more than Triton's.
+The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, symmetric memory, the
+parameters of blocks that are gathered at a time, and messages between stages. With `perf.kernels = "auto"` the loss is
+PyTorch's, which needs more than Triton's. Free memory between the tensors of launched steps is not counted, as other
+tensors can use it. In the pool of a CUDA graph none can, so it is.
 """
 
 from typing import NamedTuple
@@ -36,6 +37,9 @@ from titan_moe.plan.memory import (
 from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 from titan_moe.plan.replicated_grads import flat_copy_bytes
+
+POOL_EXCESS = 0.1
+"""Of the bytes of a graph's tensors at their peak, what its pool holds more (tools/RESULTS.md, section 15)."""
 
 
 def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
@@ -64,8 +68,9 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     num_kept = _num_kept(part, experts)
 
     begin = gathered_bytes(part, has_gradients=not is_first) + (0 if is_once else of_root * compute)
-    begin += arena + delayed + num_kept * of_one + max(loss, temporary)
-    if recipe.compile.cudagraph == "microbatch":  # which keeps gradients
+    begin += delayed + num_kept * of_one + max(loss, temporary)
+    gradients_stay = recipe.compile.cudagraph == "microbatch"
+    if gradients_stay:
         begin += gradients
     elif not is_first:  # sums of the microbatches before; unsharded ones are gathered
         begin += gradients if not is_once else experts_per_rank(recipe) * master if has_copies else 0
@@ -73,11 +78,13 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     are_kept = is_once or recipe.parallel.pp > 1
     copies = experts_per_rank(recipe) * compute if has_copies and are_kept and p.compute != p.master else 0
     accumulated = reduce if is_once and not is_first else 0
-    end = gradients + arena + delayed + temporary + copies + of_root * (compute + accumulated)
+    end = gradients + delayed + temporary + copies + of_root * (compute + accumulated)
     end += max(num_kept - 1, 0) * of_one  # of the others in flight
     reduced = copies + of_root * (reduce + (accumulated or compute))
-    after = gradients + arena + max(reduced, flat_copy_bytes(part))
-    return round(state + max(begin, end, after))
+    after = gradients + max(reduced, flat_copy_bytes(part))
+    most = max(begin, end, after)
+    in_pool = 0 if recipe.compile.cudagraph == "off" else most - gradients_stay * gradients
+    return round(state + arena + most + POOL_EXCESS * in_pool)
 
 
 def _num_kept(part: Part, experts: str) -> float:
