@@ -88,6 +88,8 @@ class Run:
         """Start or resume it."""
         variables = {name: os.environ[name] for name in os.environ if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         variables |= {MARK: self.mark, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S)}
+        if before is limit_files:  # it would cut off compiled modules too, which other processes read
+            variables["PYTHONDONTWRITEBYTECODE"] = "1"
         command = [sys.executable, "-m", "titan_moe", "train", str(RECIPE), "--nproc", str(self.num_ranks)]
         self.size_before = self._size()
         with self.errors.open("w") as errors:

@@ -70,8 +70,12 @@ def test_failure_disk_full_is_one_sentence() -> None:
         (2, ("--checkpoint.every_steps=3",)),
     ],
 )
-def test_failure_of_a_full_disk_is_the_last_line(tiny, num_ranks: int, saves: tuple[str, ...]) -> None:
-    """The kernel's limit of a file's size fails like a full disk, in metrics or in a save."""
+def test_failure_of_a_full_disk_is_the_last_line(
+    tiny, monkeypatch: pytest.MonkeyPatch, num_ranks: int, saves: tuple[str, ...]
+) -> None:
+    """The kernel's limit of a file's size fails like a full disk, in metrics or in a save. Python would cut off compiled
+    modules too, and read them again in other tests."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     run = tiny("--train.steps=200", *saves)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
