@@ -38,7 +38,6 @@ import torch.distributed as dist
 from measurement import max_over_ranks
 from rank_processes import write_once
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring_attention
 from torch.nn.attention import SDPBackend
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import job_config as titan
@@ -245,6 +244,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.attention in BACKENDS:
         ScaledDotProductAttentionWrapper.sdpa_backends = [BACKENDS[args.attention]]
     if args.attention == "cudnn" and args.cp > 1:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring_attention
+
         ring_attention._scaled_dot_product_ring_cudnn_attention_backward = partial(
             with_equal_strides, ring_attention._scaled_dot_product_ring_cudnn_attention_backward
         )

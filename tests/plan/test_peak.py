@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import check_rules, load_recipe
+from titan_moe.config.clones import resolve_clones
 from titan_moe.config.gemms import count_native_experts
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.plan.memory import (
@@ -114,7 +115,7 @@ def test_peak_is_near_what_was_measured(name: str) -> None:
 def test_peak_with_the_pool_of_a_graph_is_near_what_was_measured(name: str) -> None:
     name_of_recipe, overrides, factor, measured_gib = RECORDED[name]
     words = ["--parallel.ep=4", *overrides, "--compile.cudagraph=step"]
-    recipe = load_recipe(RECIPES / f"{name_of_recipe}.toml", words)
+    recipe = resolve_clones(load_recipe(RECIPES / f"{name_of_recipe}.toml", words), 4)
     assert check_rules(recipe, 4) == []
     estimated = peak_bytes_per_rank(recipe, 4, factor) / 2**30
     assert estimated == pytest.approx(measured_gib, rel=0.035), estimated / measured_gib

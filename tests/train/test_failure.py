@@ -73,8 +73,8 @@ def test_failure_disk_full_is_one_sentence() -> None:
 def test_failure_of_a_full_disk_is_the_last_line(
     tiny, monkeypatch: pytest.MonkeyPatch, num_ranks: int, saves: tuple[str, ...]
 ) -> None:
-    """The kernel's limit of a file's size fails like a full disk, in metrics or in a save. Python would cut off compiled
-    modules too, and read them again in other tests."""
+    """The kernel's limit of a file's size fails like a full disk, in metrics or in a save. Python would cut off
+    compiled modules too, and read them again in other tests."""
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     run = tiny("--train.steps=200", *saves)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

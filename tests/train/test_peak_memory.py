@@ -93,6 +93,17 @@ def test_peak_of_steps_before_a_resized_arena_is_reported(step: Step) -> None:
     assert run.memory.bytes_beside_arena == 7 * GIB, "what the next bound must leave room for"
 
 
+def test_an_arena_that_shrinks_is_no_part_of_the_peak_beside_it(step: Step) -> None:
+    run = runner_of(step, control=CapacityControl())
+    step.plan(*[(2**20, 1.0)] * CALIBRATION_STEPS)
+    for _ in range(CALIBRATION_STEPS):
+        run(BATCH)
+    assert step.capacity.arena.num_bytes > 64 * 2**20
+    run._bound(0.0)
+    assert step.capacity.arena.num_bytes < 8 * 2**20
+    assert run.memory.bytes_beside_arena == 2**20
+
+
 def test_peak_without_an_arena_is_the_allocators(step: Step) -> None:
     step.capacity.arena = None
     run = runner_of(step)

@@ -97,7 +97,9 @@ def train(recipe: Recipe, extent: str = "off", poisoned_step: int = -1, poison: 
         return loss
 
     step = run.step.step if poisoned_step < 0 else replace(run.step.step, forward_backward=run_batch)
-    take = step_runner.StepRunner(step, run.schedule, extent, Repeater, run.step.control)
+    control, memory = run.step.control, run.step.memory
+    assert control is None or control.largest.args == (memory,), "what the runner notes is what the control reads"
+    take = step_runner.StepRunner(step, run.schedule, extent, Repeater, control, memory=memory)
     losses, norms, reruns, factors, in_row = [], [], [], [], []
     for index in range(STEPS):
         is_poisoned = index == poisoned_step

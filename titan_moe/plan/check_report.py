@@ -186,7 +186,8 @@ def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         return []
     problems = list(obstacles(recipe))
     if not problems:
-        return [("CUDA graph", f"{recipe.compile.cudagraph}; forward, backward and the whole step can be captured")]
+        parts = "the whole step" if recipe.parallel.pp > 1 else "forward, backward and the whole step"
+        return [("CUDA graph", f"{recipe.compile.cudagraph}; {parts} can be captured")]
     return _labelled("CUDA graph", ["forward and backward cannot be captured:", *problems])
 
 

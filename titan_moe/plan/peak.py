@@ -13,8 +13,8 @@ Four moments of a step may have the peak:
 
 The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, symmetric memory, the
 parameters of blocks that are gathered at a time, and messages between stages. With `perf.kernels = "auto"` the loss is
-PyTorch's, which needs more than Triton's. Free memory between the tensors of launched steps is not counted, as other
-tensors can use it. In the pool of a CUDA graph none can, so it is.
+PyTorch's, which needs more than Triton's. Free memory between tensors is counted in the pool of a CUDA graph alone,
+where no other tensor can use it.
 """
 
 from typing import NamedTuple

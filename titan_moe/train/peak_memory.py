@@ -16,7 +16,7 @@ class PeakMemory:
     graphs hold without a tensor in it, though replays use it and nothing else can. So each change of these sizes ends
     a peak of the allocator and begins another.
 
-    On a CPU the peak is that of the process, and 0 without the arena.
+    On a CPU `gib` is the peak of the process, and `bytes_beside_arena` is 0.
     """
 
     def __init__(self, capacity: ExpertCapacity) -> None:
@@ -26,7 +26,7 @@ class PeakMemory:
         self.bytes_before = 0
         """The peak between `reset` and the last change of sizes."""
         self.bytes_before_beside_arena = 0
-        """The same without the arena, since the start."""
+        """The peak without the arena, from the start to the last change of sizes."""
 
     @property
     def gib(self) -> float:

@@ -123,11 +123,11 @@ def delayed(recipe: Recipe, world_size: int, rank: int) -> float:
 def _most(recipe: Recipe, world_size: int, rank: int, most: Callable[[list[Entry], dict[int, float]], float]) -> float:
     p, stages = recipe.parallel, stages_of(recipe)
     sizes = {stage: float(len(_layers(stages[stage]))) for stage in stages_of_rank(rank, p)}
-    entries = entries_of(p, few_microbatches(recipe, world_size))[rank]
+    entries = entries_of(p, _few_microbatches(recipe, world_size))[rank]
     return most(entries, sizes) / max(sum(sizes.values()), 1.0)
 
 
-def few_microbatches(recipe: Recipe, world_size: int) -> int:
+def _few_microbatches(recipe: Recipe, world_size: int) -> int:
     """The microbatches of a step, or fewer with as many in flight."""
     number, pp = num_microbatches(recipe, world_size), recipe.parallel.pp
     return min(number, 4 * pp + number % pp)
