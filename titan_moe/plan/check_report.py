@@ -246,7 +246,8 @@ def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     is_fixed = bool(recipe.parallel.fixed_capacity_factor) or recipe.memory.recompute != "none"
     grows = "" if is_fixed else f" at a capacity factor of {factor:g}, {eighth - arena:.3g} GiB more for each eighth,"
     return [
-        ("", f"{peak}; of it {arena:.3g} GiB in the arena of rows{grows}"),
+        ("", f"{peak};"),
+        ("", f"of it {arena:.3g} GiB in the arena of rows{grows}"),
         ("", f"and {temporary:.3g} GiB of one layer's temporaries"),
     ]
 
