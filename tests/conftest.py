@@ -233,8 +233,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("interpreted") and not IS_INTERPRETED:
             item.add_marker(pytest.mark.skip(reason="runs in Triton's interpreter: tests/test_interpreter.py"))
     files_of_ranks = {item.path for item in items if RANKS.intersection(getattr(item, "fixturenames", ()))}
-    # files of one process first: ranks take the cores that the processes beside leave when they have ended
-    items.sort(key=lambda item: (len(_waits_for(item)), item.path in files_of_ranks))
+    # files with tests of ranks first: their other tests launch runs and wait, while the processes beside use the cores
+    items.sort(key=lambda item: (len(_waits_for(item)), item.path not in files_of_ranks))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
