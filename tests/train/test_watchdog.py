@@ -1,5 +1,8 @@
 """Limits of a step's time; tests/train/test_hangs.py lets runs reach them."""
 
+import signal
+from typing import Any
+
 import pytest
 
 from titan_moe.config.train import RunConfig
@@ -18,3 +21,22 @@ def test_first_step_which_compiles_and_saves_have_six_limits(monkeypatch: pytest
         watchdog.begin("a save")
         allowed_s.append(watchdog._allowed_s)
     assert allowed_s == [30 * limits for limits in (6, 1, 1, 6)]
+
+
+def test_a_run_does_not_end_with_a_tick_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise TimeoutError("the watching thread slept on")
+
+    monkeypatch.delenv("RANK", raising=False)
+    config = RunConfig(device="cpu")
+    before = signal.signal(signal.SIGALRM, fail)
+    try:
+        with process_group(config):
+            watchdog = Watchdog(config)
+            watchdog.tick_s = 600.0
+            with watchdog:
+                signal.alarm(60)
+            signal.alarm(0)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

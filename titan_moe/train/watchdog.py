@@ -34,6 +34,8 @@ REPEATED_SIGNAL_S = 3.0
 first."""
 INTERRUPT_S = 2.0
 """Time for the main thread to raise KeyboardInterrupt at a second Ctrl-C."""
+NO_SIGNAL = b"\0"
+"""What wakes the watching thread, in place of the number of a signal."""
 REPORT_S = 10.0
 """Time to find out which rank is late, and to write it."""
 
@@ -76,6 +78,8 @@ class Watchdog:
     def __exit__(self, *_: Any) -> None:
         signal.set_wakeup_fd(self._previous_fd)
         self._ended.set()
+        with suppress(BlockingIOError):  # a full pipe wakes the thread too
+            os.write(self._pipe[1], NO_SIGNAL)  # a run does not end with a tick of waiting
         self._thread.join()
         for end in self._pipe:
             os.close(end)
