@@ -11,9 +11,9 @@ speed does not depend on it. Without sharded parameters (FSDP2 or cp) it has no 
 would compute in fp32. Then weights, gradients and moments are in bf16 too, which is less work than ours.
 
 torchtitan's attention is cuDNN's, or flash, or PyTorch's plain one, the first that takes the input. With `--attention
-cudnn` or `flash` it is that one alone: an input that it does not take is an error, with the reason. The backward of
-PyTorch's ring attention passes cuDNN strides that it refuses (https://github.com/pytorch/pytorch/issues/176915). With
-`--cp` and `cudnn` they are made equal, as proposed there.
+cudnn` or `flash` it is that one alone: an input that it does not take is an error, with the reason. With `--cp` and
+`cudnn` the strides in backward are made equal, which https://github.com/pytorch/pytorch/issues/176915 proposes. On
+torch 2.11 `--cp` fails with compiled blocks all the same; it has run with `--no-compile --recompute none`.
 """
 
 import argparse

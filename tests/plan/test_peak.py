@@ -84,8 +84,8 @@ MEASURED = {
 with split backwards had `accumulate_unsharded` (tools/pipelines.txt)."""
 LONG4 = ("--model.num_layers=12", "--train.micro_batch_sequences=1", "--train.seq_len_tokens=32768")
 MIXTRAL4 = ("--model.num_layers=16", "--train.global_batch_sequences=16")
-V4 = (*SPLIT, "--model.num_layers=24", "--train.global_batch_sequences=64", "--parallel.pp=4")
-V4 = (*V4, "--parallel.pp_schedule=zbv")
+ZBV4 = (*SPLIT, "--model.num_layers=24", "--train.global_batch_sequences=64", "--parallel.pp=4")
+ZBV4 = (*ZBV4, "--parallel.pp_schedule=zbv")
 RECORDED = {
     # recipe, overrides, capacity factor, GiB on 4 x H200
     "section 2, V2-Lite": ("deepseek_v2_lite", ("--train.global_batch_sequences=24",), 1.125, 119.0),
@@ -98,7 +98,7 @@ RECORDED = {
     "section 14, cp 2": (
         "qwen3_30b_a3b", (*LONG4, "--train.global_batch_sequences=2", "--parallel.cp=2"), 1.125, 46.5,
     ),
-    "section 15, pp 4, zbv": ("qwen3_30b_a3b", V4, 1.0, 94.6),
+    "section 15, pp 4, zbv": ("qwen3_30b_a3b", ZBV4, 1.0, 94.6),
 }  # fmt: skip
 """Peaks of recorded steps, with all that the pool of their graph holds."""
 
