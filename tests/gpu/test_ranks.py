@@ -276,9 +276,9 @@ def layouts(num_ranks: int) -> dict[str, tuple[str, ...]]:
 
 
 def words_of_reference(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """What of a layout's words changes the results: model and data, and formats with their kernels. Attention to
-    documents is SDPA's with a dense mask there."""
-    changes = ["--model.", "--data."]
+    """What of a layout's words changes the results: model, optimizer and data, and formats with their kernels.
+    Attention to documents is SDPA's with a dense mask there."""
+    changes = ["--model.", "--optim.", "--data."]
     if any(word.startswith("--precision.format") for word in overrides):
         changes += ["--precision.", "--perf.kernels"]
     return tuple(sorted({word for word in overrides if word.startswith(tuple(changes))}))
