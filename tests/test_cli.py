@@ -73,6 +73,27 @@ def run_cli(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize(
+    ("device", "variable", "expected"),
+    [
+        ("auto", "", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("auto", "PYTORCH_ALLOC_CONF", {"PYTORCH_ALLOC_CONF": "a:1"}),
+        ("auto", "PYTORCH_CUDA_ALLOC_CONF", {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}),
+        ("cpu", "", {}),
+    ],
+)
+def test_gpu_memory_is_allocated_in_expandable_segments_unless_the_user_says_otherwise(
+    trained: list[Recipe], monkeypatch: pytest.MonkeyPatch, device: str, variable: str, expected: dict[str, str]
+) -> None:
+    for name in cli.ALLOCATOR_VARIABLES:
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    if variable:
+        monkeypatch.setenv(variable, "a:1")
+    assert cli.main(["train", QUICKSTART, f"--run.device={device}"]) == 0 and len(trained) == 1
+    assert {name: os.environ[name] for name in cli.ALLOCATOR_VARIABLES if name in os.environ} == expected
+
+
 def test_check_shows_shape_cost_and_ranks_without_torch() -> None:
     done = run_cli("check", QWEN3, "--nproc", "16", "--train.global_batch_sequences=64")
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,8 @@ from titan_moe.train.parent_death import die_with_parent
 EXIT_INTERRUPTED = 130
 OTHER_RANKS_DELAY_S = 3.0
 """Delay of error messages on all ranks but the first of a node. Torchrun ends them earlier if the first one fails."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of PyTorch's allocator of GPU memory. It reads the second one if both are set."""
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -105,8 +107,7 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
         with _imports_frozen():
             from titan_moe.train.launch import launch
         return launch(world_size, [verb, path, *overrides], 60 * recipe.run.step_timeout_minutes)
-    # before torch is imported: OpenMP threads that spin while waiting slow down other processes on the same cores
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _set_variables_of_torch(recipe.run.device)
     _set_up_logging()
     sys.path.append(os.getcwd())  # for model.class: `python -m titan_moe` finds modules there too
     with _imports_frozen():
@@ -125,6 +126,15 @@ def _run(verb: str, path: str, overrides: list[str], nproc: int | None) -> int:
             return EXIT_FAILED
         raise
     return 0
+
+
+def _set_variables_of_torch(device: str) -> None:
+    """Set what torch and OpenMP read once, before torch is imported, where the user has not."""
+    # threads that spin while waiting slow down other processes on the same cores
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if device != "cpu" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+        # freed blocks that lie beside each other become one: less free memory between tensors
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 @contextmanager

@@ -12,12 +12,13 @@ from titan_moe.metrics.environment import git_state, write_environment
 
 def test_environment_file(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     environment = write_environment(tmp_path / "run")
     text = (tmp_path / "run" / "environment.json").read_text()
     assert json.loads(text) == environment
     assert environment["torch"] == torch.__version__ and environment["python"] == platform.python_version()
     assert environment["torchtitan"].startswith("0.2") and environment["world_size"] == 8
-    assert isinstance(environment["devices"], dict)
+    assert isinstance(environment["devices"], dict) and environment["allocator"] == "expandable_segments:True"
     assert f'"{socket.gethostname()}"' not in text
 
 

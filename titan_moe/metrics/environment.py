@@ -27,7 +27,8 @@ def write_environment(run_folder: Path) -> dict[str, Any]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, devices of this host, the package's commit and the command; null for what is missing."""
+    """Versions, devices of this host, settings of PyTorch's allocator of GPU memory, the package's commit and the
+    command; null for what is missing."""
     has_cuda = torch.cuda.is_available()
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if has_cuda else []
     return {
@@ -38,6 +39,7 @@ def describe_environment() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "num_cpus": os.cpu_count(),
         "devices": dict(Counter(names)),
+        "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF"),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "git": git_state(Path(__file__).parents[1]),
         "argv": sys.argv,
