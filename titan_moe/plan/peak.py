@@ -38,7 +38,7 @@ from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 from titan_moe.plan.replicated_grads import flat_copy_bytes
 
-POOL_EXCESS = 0.1
+POOL_EXCESS = 0.15
 """Of the bytes of a graph's tensors at their peak, what its pool holds more (tools/RESULTS.md, section 15)."""
 
 
