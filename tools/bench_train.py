@@ -52,6 +52,8 @@ PEER_SCHEDULES = {
     "dualpipev": "DualPipeV",
 }
 """`parallel.pp_schedule` -> its name in torch, which torchtitan takes."""
+PEER_CP_OPTIONS = ("--recompute=none", "--attention=cudnn")
+"""With CP, torchtitan's blocks fail if they are compiled and recomputed selectively; without recompute they run."""
 PEER_MODELS = {"qwen3_30b_a3b": "qwen3_30b_a3b", "deepseek_v2_lite": "deepseek_v2_lite"}
 ROUTINGS = {"natural": (), "forced": ("--train.forced_load=balanced",)}
 """Routing -> its overrides."""
@@ -198,6 +200,7 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
         f"--ep={p.ep}",
         *_peer_pipeline(recipe, args.nproc),
         *(f"--{axis}={size}" for axis, size in (("tp", p.tp), ("cp", p.cp)) if size > 1),
+        *(PEER_CP_OPTIONS if p.cp > 1 else ()),
         "--forced-balance" if train.forces_load else "--natural",
     ]
     result = run_ranks([str(PEER), *options, *shlex.split(args.peer_args)], args.nproc, args.timeout)

@@ -13,7 +13,8 @@ would compute in fp32. Then weights, gradients and moments are in bf16 too, whic
 torchtitan's attention is cuDNN's, or flash, or PyTorch's plain one, the first that takes the input. With `--attention
 cudnn` or `flash` it is that one alone: an input that it does not take is an error, with the reason. With `--cp` and
 `cudnn` the strides in backward are made equal, which https://github.com/pytorch/pytorch/issues/176915 proposes. On
-torch 2.11 `--cp` fails with compiled blocks all the same; it has run with `--no-compile --recompute none`.
+torch 2.11 `--cp` fails with compiled blocks under selective recompute all the same. It is fastest with `--recompute
+none`; it also runs with `--no-compile`.
 """
 
 import argparse

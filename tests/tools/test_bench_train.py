@@ -184,6 +184,18 @@ def test_train_benchmark_gives_the_peer_the_same_pipeline(bench: Any) -> None:
     assert 0 < rows[0].bubble_share < rows[1].bubble_share and rows[2].bubble_share is None
 
 
+def test_train_benchmark_gives_the_peer_the_same_axes(bench: Any) -> None:
+    """With tp or cp its ranks share sequences. With cp it gets options with which it runs, which others replace."""
+    module, runs = bench
+    options = ["--nproc=8", "--peer", "--routings=natural", "--train.global_batch_sequences=32"]
+    module.main([QWEN3, *options, "--parallel.tp=2"])
+    assert {"--batch=8", "--tp=2"} <= set(runs[-1]) and not {"--cp=2", "--recompute=none"} & set(runs[-1])
+    module.main([QWEN3, *options, "--parallel.cp=2", "--peer-args", "--recompute=selective"])
+    assert {"--batch=8", "--cp=2", "--attention=cudnn"} <= set(runs[-1])
+    recompute = [word for word in runs[-1] if word.startswith("--recompute")]
+    assert recompute == ["--recompute=none", "--recompute=selective"]
+
+
 def test_train_benchmark_compares_pipelines_after_their_bubble(bench: Any, tools: Any) -> None:
     """The fake runs are all equally fast, so the ratio is 1 / (1 - bubble). Peers are no reference."""
     module, _ = bench
