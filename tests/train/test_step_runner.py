@@ -287,6 +287,23 @@ def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture)
     assert "10 of 10 steps were repeated" in record.message and "a number above 1.25" in record.message
 
 
+def test_step_runner_raises_for_a_rank_that_misses_a_step_taken_again() -> None:
+    """That step is void too, and would count as taken."""
+    limits = capacity.ExpertCapacity(1.25)
+
+    class Void(SimpleNamespace):
+        def __call__(self, batch: Batch) -> Any:
+            if limits.is_unbounded:
+                limits.check = mock.Mock(side_effect=RuntimeError("rank 1 did not come"))
+            values = {"has_overflowed": True, "needed_factor": 1.5, "imbalance": 1.0}
+            return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
+
+    take = step_runner.StepRunner(Void(capacity=limits), Void(step=lambda: None))  # type: ignore[arg-type]
+    batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        take(batch)
+
+
 class CountingRecorder(Repeater):
     """Notes in which order it records, warms up and releases."""
 

@@ -123,6 +123,7 @@ class StepRunner:
             if has_overflowed:
                 result = self._take_again(batch, random_states)
                 _, self.needed_factor, imbalance = _read_loads(result)
+                capacity.check()
             self.largest_need = max(self.largest_need, self.needed_factor)
             if self.control is not None:
                 before = self.control.factor
