@@ -52,7 +52,7 @@ class CapacityControl:
         self.steps_to_wait = 1
 
     def follow(self, need: float, has_overflowed: bool) -> float:
-        """Take note of a step, and choose the factor of the next: `factor`."""
+        """Take note of a step with finite gradients, and choose the factor of the next: `factor`."""
         before = self.factor
         self.step += 1
         self.needs.append(need)

@@ -125,15 +125,20 @@ class StepRunner:
                 _, self.needed_factor, imbalance = _read_loads(result)
                 capacity.check()
             self.largest_need = max(self.largest_need, self.needed_factor)
-            if self.control is not None:
-                before = self.control.factor
-                after = self.control.follow(self.needed_factor, has_overflowed)
-                if after != before:
-                    self._bound(after)
-            if self.clone_control is not None:
-                self._use_clones(self.clone_control.follow(imbalance), self.clone_control.mean)
+            if self.needed_factor:
+                self._follow(has_overflowed, imbalance)
         self.schedule.step()
         return result
+
+    def _follow(self, has_overflowed: bool, imbalance: float) -> None:
+        """Set the bound of the next step, and whether it uses clones, after one whose gradients were finite."""
+        if self.control is not None:
+            before = self.control.factor
+            after = self.control.follow(self.needed_factor, has_overflowed)
+            if after != before:
+                self._bound(after)
+        if self.clone_control is not None:
+            self._use_clones(self.clone_control.follow(imbalance), self.clone_control.mean)
 
     def _take(self, batch: Batch) -> StepResult:
         if self.control is not None and not self.control.factor:
