@@ -28,9 +28,10 @@ from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.layers.attention import Context
 from titan_moe.layers.block import Block
 from titan_moe.models.transformer import Transformer
+from titan_moe.parameters import local
 from titan_moe.train import clone_control, spikes, step_runner
 from titan_moe.train.build import assemble
-from titan_moe.train.capacity_control import CapacityControl
+from titan_moe.train.capacity_control import CALIBRATION_STEPS, CapacityControl
 from titan_moe.train.clone_control import CloneControl
 from titan_moe.train.trainer import Progress
 
@@ -240,6 +241,35 @@ def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, extent: s
     assert sick["losses"][:4] == well["losses"][:4] and sick["losses"][4] != well["losses"][4]
 
 
+def factors_with_nan(recipe: Recipe, void_step: int) -> tuple[list[float], int]:
+    """The factors and the skipped steps, where the embeddings of one step are NaN."""
+    capacity.SLOTS_ALIGNMENT = 1
+    run = assemble(recipe, torch.device("cpu"))
+    take, step, embeddings = run.step, run.step.step, local(run.optimizers.parameters[0])
+
+    def run_batch(*args: Any) -> Tensor:
+        kept = embeddings.detach().clone()
+        embeddings.data.mul_(math.nan if take.num_steps == void_step else 1.0)
+        loss = forward_backward(*args)
+        embeddings.data.copy_(kept)
+        return loss
+
+    forward_backward, step.forward_backward = step.forward_backward, run_batch
+    factors = []
+    for _ in range(STEPS):
+        result = take(batch_of(0))
+        factors.append(take.capacity_factor)
+    return factors, int(result.num_skipped)
+
+
+def test_a_step_without_finite_activations_is_no_load_to_prepare_for(ranks: Any) -> None:
+    """Its routers choose the same expert for all tokens."""
+    model = replace(RECIPE.model, moe=replace(RECIPE.model.moe, top_k=1, normalize_topk=False))
+    recipe = replace(RECIPE, model=model, parallel=replace(SPREAD, expert_rank_capacity_factor="auto"))
+    for factors, num_skipped in ranks(4, factors_with_nan, recipe, CALIBRATION_STEPS + 2):
+        assert num_skipped == 1 and len(set(factors[CALIBRATION_STEPS - 1 :])) == 1
+
+
 @pytest.mark.parametrize("extent", ["off", "step", "microbatch"])
 def test_step_runner_skips_a_spike_like_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
     recipe = replace(RECIPE, train=replace(RECIPE.train, spike_sigmas=50.0))
@@ -285,6 +315,23 @@ def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture)
             take(batch)
     (record,) = caplog.records
     assert "10 of 10 steps were repeated" in record.message and "a number above 1.25" in record.message
+
+
+def test_step_runner_raises_for_a_rank_that_misses_a_step_taken_again() -> None:
+    """That step is void too, and would count as taken."""
+    limits = capacity.ExpertCapacity(1.25)
+
+    class Void(SimpleNamespace):
+        def __call__(self, batch: Batch) -> Any:
+            if limits.is_unbounded:
+                limits.check = mock.Mock(side_effect=RuntimeError("rank 1 did not come"))
+            values = {"has_overflowed": True, "needed_factor": 1.5, "imbalance": 1.0}
+            return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
+
+    take = step_runner.StepRunner(Void(capacity=limits), Void(step=lambda: None))  # type: ignore[arg-type]
+    batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        take(batch)
 
 
 class CountingRecorder(Repeater):

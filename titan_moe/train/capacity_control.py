@@ -52,7 +52,7 @@ class CapacityControl:
         self.steps_to_wait = 1
 
     def follow(self, need: float, has_overflowed: bool) -> float:
-        """Take note of a step, and choose the factor of the next: `factor`."""
+        """Take note of a step with finite gradients, and choose the factor of the next: `factor`."""
         before = self.factor
         self.step += 1
         self.needs.append(need)
@@ -112,15 +112,16 @@ def round_up(factor: float) -> float:
 
 
 def largest_factor(memory: PeakMemory) -> float:
-    """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far; infinite
-    without an arena or a GPU. A collective call."""
+    """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far and what the
+    first recording will hold beside it; infinite without an arena or a GPU. A collective call."""
     capacity, device = memory.capacity, memory.device
     arena, loads = capacity.arena, capacity.loads
     if arena is None or loads is None or device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
     of_others = total - free - torch.cuda.memory_reserved(device)
-    room = total * (1 - RESERVED_SHARE) - of_others - memory.bytes_beside_arena
+    beside_arena = memory.bytes_beside_arena + memory.expected_idle_pool_bytes
+    room = total * (1 - RESERVED_SHARE) - of_others - beside_arena
     factor = capacity.need.new_tensor(loads.largest_factor(*arena.room_bytes, room))
     dist.all_reduce(factor, dist.ReduceOp.MIN)
     return factor.item()

@@ -7,6 +7,7 @@ import torch
 
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.metrics.throughput import GIB, peak_memory_gib
+from titan_moe.plan.peak import POOL_EXCESS
 
 
 class PeakMemory:
@@ -27,6 +28,9 @@ class PeakMemory:
         """The peak between `reset` and the last change of sizes."""
         self.bytes_before_beside_arena = 0
         """The peak without the arena, from the start to the last change of sizes."""
+        self.bytes_outside_pool: int | None = None
+        """Until the first recording, the bytes of a step that its pool will not have, beside what is allocated between
+        steps; None where nothing will be recorded."""
 
     @property
     def gib(self) -> float:
@@ -43,6 +47,17 @@ class PeakMemory:
         arena = self.capacity.arena
         of_arena = 0 if arena is None else arena.num_bytes
         return max(self.bytes_before_beside_arena, self._bytes_now() - of_arena)
+
+    @property
+    def expected_idle_pool_bytes(self) -> int:
+        """What the pool of the first recording will hold without a tensor in it, estimated from the peak; 0 once there
+        has been one, which the peak counts. For a call between steps."""
+        if self.bytes_outside_pool is None or self.device.type != "cuda":
+            return 0
+        arena = self.capacity.arena
+        between_steps = torch.cuda.memory_allocated(self.device) - (0 if arena is None else arena.num_bytes)
+        of_tensors = self.bytes_beside_arena - between_steps - self.bytes_outside_pool
+        return round(POOL_EXCESS * max(of_tensors, 0))
 
     def reset(self) -> None:
         """Start a new peak. The one without the arena is kept."""
@@ -66,6 +81,8 @@ class PeakMemory:
         time, so no capture takes them again."""
         with self.changing():
             self.idle_pool_bytes = num_bytes
+        if num_bytes:
+            self.bytes_outside_pool = None
 
     def _bytes_now(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) + self.idle_pool_bytes

@@ -66,10 +66,13 @@ class StepRunner:
         self.num_warm_ups = self.num_warm_ups_before = NUM_WARM_UPS
         self.warm_up = recorder.run
         if extent == "step":
+            self.memory.bytes_outside_pool = 0
             self.replay = self.captured = Captured(self.step, recorder)
             self.release_recordings = self.captured.release
         else:
-            microbatches = CapturedMicrobatches(self.step.forward_backward, self.step.optimizers.parameters, recorder)
+            parameters = self.step.optimizers.parameters
+            self.memory.bytes_outside_pool = sum(local(parameter).nbytes for parameter in parameters)  # gradients
+            microbatches = CapturedMicrobatches(self.step.forward_backward, parameters, recorder)
             self.replay = replace(self.step, forward_backward=microbatches)
             self.captured, self.release_recordings = microbatches.captured, microbatches.release
 
@@ -120,16 +123,22 @@ class StepRunner:
             if has_overflowed:
                 result = self._take_again(batch, random_states)
                 _, self.needed_factor, imbalance = _read_loads(result)
+                capacity.check()
             self.largest_need = max(self.largest_need, self.needed_factor)
-            if self.control is not None:
-                before = self.control.factor
-                after = self.control.follow(self.needed_factor, has_overflowed)
-                if after != before:
-                    self._bound(after)
-            if self.clone_control is not None:
-                self._use_clones(self.clone_control.follow(imbalance), self.clone_control.mean)
+            if self.needed_factor:
+                self._follow(has_overflowed, imbalance)
         self.schedule.step()
         return result
+
+    def _follow(self, has_overflowed: bool, imbalance: float) -> None:
+        """Set the bound of the next step, and whether it uses clones, after one whose gradients were finite."""
+        if self.control is not None:
+            before = self.control.factor
+            after = self.control.follow(self.needed_factor, has_overflowed)
+            if after != before:
+                self._bound(after)
+        if self.clone_control is not None:
+            self._use_clones(self.clone_control.follow(imbalance), self.clone_control.mean)
 
     def _take(self, batch: Batch) -> StepResult:
         if self.control is not None and not self.control.factor:
