@@ -815,6 +815,9 @@ def test_rules_with_several_cases_refuse_each(
         f"{ZERO_BUBBLE} {INTERLEAVED} --parallel.pp_schedule=dualpipev --compile.cudagraph=step --run.device=cuda",
         f"{ZERO_BUBBLE} --parallel.dispatcher=symm_mem --perf.kernels=fused --parallel.ep=2 "
         "--compile.cudagraph=step --run.device=cuda",
+        "--model.moe.num_experts=0 --parallel.ep=1 --precision.compute=fp32 --run.device=cuda",  # no experts
+        "--model.moe.num_experts=0 --parallel.ep=1 --precision.compute=fp64 --precision.master=fp64 "
+        "--precision.reduce=fp64 --run.device=cpu",
     ],
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from titan_moe.config import check_rules, load_recipe
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.gemms import count_native_experts
+from titan_moe.plan.check_report import describe
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
@@ -297,3 +298,16 @@ def test_recomputed_layers_keep_their_inputs() -> None:
     assert activation_bytes_per_rank(none) - activation_bytes_per_rank(experts) == pytest.approx(2 * hidden, abs=1e3)
     assert activation_bytes_per_rank(block) == 2 * 48 * 16_384 * 2048
     assert activation_bytes_per_rank(experts) > 2 * rows, "their rows are kept"
+
+
+@pytest.mark.parametrize("dispatcher", ["local", "allgather", "alltoall"])
+def test_a_model_without_experts_has_a_peak_alone_and_in_a_pipeline(dispatcher: str) -> None:
+    words = ["--model.moe.num_experts=0", "--model.ffn_hidden_size=512"]
+    words += ["--run.device=cuda", "--precision.compute=bf16", "--train.micro_batch_sequences=1"]
+    words += [f"--parallel.dispatcher={dispatcher}"]
+    alone, pipeline = (load_recipe(RECIPES / "quickstart.toml", [*words, f"--parallel.pp={pp}"]) for pp in (1, 2))
+    assert check_rules(alone, 1) == check_rules(pipeline, 2) == []
+    assert "at the peak of a step" in describe(alone, 1) and "at the peak of a step" in describe(pipeline, 2)
+    fewer = replace(alone, model=replace(alone.model, num_layers=3))
+    layer = activation_bytes_per_rank(alone) - activation_bytes_per_rank(fewer)
+    assert layer == activation_bytes_per_rank(alone) / 4 > 256 * 2 * 512 * 2, "hidden states and more"

@@ -64,5 +64,7 @@ def layer_loads(recipe: Recipe) -> LayerLoads:
 
 
 def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:
-    """The probability that random routing gives a token one of a rank's experts."""
+    """The probability that random routing gives a token one of a rank's experts; 0 without experts."""
+    if num_experts == 0:
+        return 0.0
     return 1 - math.comb(num_experts - num_local_experts, top_k) / math.comb(num_experts, top_k)

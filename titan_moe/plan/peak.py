@@ -228,6 +228,8 @@ class _Sizes(NamedTuple):
 def _sizes(recipe: Recipe, capacity_factor: float) -> _Sizes:
     """Without an arena: what a balanced load needs where sizes are exact, that times the factor where a bound is set,
     and the worst case where sizes are neither read nor bounded."""
+    if not recipe.model.num_moe_layers:
+        return _Sizes(0, 0)
     loads, p = layer_loads(recipe), recipe.parallel
     rows, slots = loads.rows, float(loads.slots)
     if p.facts.sends == "every_row":

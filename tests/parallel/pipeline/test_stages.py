@@ -8,11 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support import load
 from torch import nn
 
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import ParallelConfig
+from titan_moe.config.train import DataConfig
 from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.parallel.pipeline.stages import split
@@ -32,6 +34,50 @@ class Normed(Transformer):
         self.embed_norm = nn.RMSNorm(config.hidden_size)
 
 
+class Listed(Transformer):
+    """Has its blocks in a list."""
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.layers = nn.ModuleList(self.layers.values())  # type: ignore[assignment]
+
+
+class Gained(Transformer):
+    """Has a parameter that every stage would have."""
+
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
+        self.gain = nn.Parameter(torch.empty(config.hidden_size))
+
+
+class Own(Transformer):
+    """Has a forward of its own, of the same modules."""
+
+    factor = 1.0
+
+    def forward(self, tokens_BN: Any, labels_BN: Any = None, document_ids_BN: Any = None) -> Any:
+        contexts = self.contexts(tokens_BN, document_ids_BN)
+        x_BND = self.embed(tokens_BN)
+        x_BND = x_BND if self.factor == 1 else x_BND * self.factor
+        for name, block in self.layers.items():
+            x_BND = block(x_BND, contexts[name])
+        return self.head(self.norm(x_BND), labels_BN)
+
+
+class Scaled(Own):
+    """Multiplies its embeddings, which every stage would repeat."""
+
+    factor = 4.0
+
+
+class Summing(Own):
+    """Computes its loss from the logits, which only the last stage has."""
+
+    def forward(self, tokens_BN: Any, labels_BN: Any = None, document_ids_BN: Any = None) -> Any:
+        logits_BNV = super().forward(tokens_BN, None, document_ids_BN)
+        return F.cross_entropy(logits_BNV.view(-1, self.config.vocab_size), labels_BN.flatten(), reduction="sum")
+
+
 class Tying(Transformer):
     """Ties its embeddings itself; the recipe does not say so."""
 
@@ -40,10 +86,31 @@ class Tying(Transformer):
         self.head.weight = self.embed.weight
 
 
-def test_a_module_without_a_stage_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("model_class", "message"),
+    [
+        (Normed, "no stage has its embed_norm; .*: move them into one"),
+        (Gained, "no stage has its gain; .*: move them into one"),
+        (Listed, "its layers are a ModuleList; keep them in an nn.ModuleDict, each with its number as key"),
+        (Scaled, "its forward changes hidden states outside of embed, .* which each stage would repeat; move that"),
+        (Summing, "its forward fails in a stage without embed and head: "),
+    ],
+)
+def test_a_model_that_stages_would_compute_otherwise_is_refused(model_class: type[Transformer], message: str) -> None:
     recipe = one_loss.recipe(PP2)
-    with torch.device("meta"), pytest.raises(RecipeError, match="no stage has its embed_norm; .*: move them into one"):
-        split(Normed(recipe.model), recipe, FIRST_RANK)
+    with torch.device("meta"):
+        model = model_class(recipe.model)
+    with pytest.raises(RecipeError, match=message):
+        split(model, recipe, FIRST_RANK)
+
+
+def test_a_forward_of_ones_own_is_split_if_stages_compute_the_same() -> None:
+    recipe = one_loss.recipe(PP2)
+    recipe = replace(recipe, data=DataConfig(document_attention=True))
+    with torch.device("meta"):
+        model = Own(recipe.model)
+    (stage,) = split(model, recipe, FIRST_RANK)
+    assert all(parameter.is_meta for parameter in [*stage.parameters(), *model.parameters()])
 
 
 def train_tying(recipe: Recipe) -> list[Any]:

@@ -20,7 +20,7 @@ LARGEST_DENSE_MASK_GIB = 1
 def grouped_mm_has_the_dtype(recipe: Recipe, world_size: int) -> Iterator[str]:
     experts, compute, device = recipe.perf.chosen_kernels.experts, recipe.precision.compute, recipe.run.device
     allowed = ["bf16"] if device == "cuda" or experts == "fused" else ["bf16", "fp32"]
-    if experts != "reference" and compute not in allowed:
+    if recipe.model.num_moe_layers > 0 and experts != "reference" and compute not in allowed:
         key = key_of_kernel(recipe, "experts")
         chosen = f'perf.kernels = "{recipe.perf.kernels}"' if key == "perf.kernels" else key
         yield (

@@ -1,5 +1,7 @@
 """Split a model into the stages of a pipeline, and keep a tied weight that is on two stages equal."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,9 +9,13 @@ from torch import nn
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.models.part import module_names, part_of, tied_weight
+from titan_moe.models.transformer import Transformer
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parameters import local
 from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of, stages_of_rank
+
+PROBE_TOKENS = 16
+"""Of the hidden states that show what a model's own forward does in a stage."""
 
 
 def split(model: nn.Module, recipe: Recipe, meshes: Meshes) -> list[nn.Module]:
@@ -22,16 +28,53 @@ def split(model: nn.Module, recipe: Recipe, meshes: Meshes) -> list[nn.Module]:
     stages = stages_of(recipe)
     numbers = stages_of_rank(meshes.dense.get_local_rank("pp"), recipe.parallel)
     try:
-        others = set(module_names(model)).difference(*stages)
-        if others:
-            known = "of a model's own modules stages have embed, layers, norm and head"
-            raise ValueError(f"no stage has its {', '.join(sorted(others))}; {known}: move them into one of these")
+        _check_interface(model, recipe, stages)
         return [part_of(model, stages[number]) for number in numbers]
     except (ValueError, AttributeError) as error:
         problem = (
             f'model.class = "{recipe.model.class_}" cannot be split into parallel.pp = {recipe.parallel.pp} stages'
         )
         raise RecipeError([f"{problem}: {error}"]) from error
+
+
+def _check_interface(model: nn.Module, recipe: Recipe, stages: Iterable[Iterable[str]]) -> None:
+    """Refuse a model that stages would compute otherwise than one rank does.
+
+    Raises: ValueError if its blocks have no names, if it has modules or parameters that are in no stage, or if its
+    forward is more than that of its modules.
+    """
+    if not isinstance(layers := model.get_submodule("layers"), nn.ModuleDict):
+        kind = type(layers).__name__
+        raise ValueError(f"its layers are a {kind}; keep them in an nn.ModuleDict, each with its number as key")
+    own = [name for name, _ in model.named_parameters(recurse=False)]
+    if others := set(module_names(model)).union(own).difference(*stages):
+        known = "of a model's own modules stages have embed, layers, norm and head"
+        raise ValueError(f"no stage has its {', '.join(sorted(others))}; {known}: move them into one of these")
+    if type(model).forward is not Transformer.forward and not _passes_through(part_of(model, []), recipe):
+        raise ValueError(
+            "its forward changes hidden states outside of embed, layers, norm and head, which each stage would repeat; "
+            "move that into one of these"
+        )
+
+
+@torch.no_grad()
+def _passes_through(empty: nn.Module, recipe: Recipe) -> bool:
+    """Whether a stage without modules returns the hidden states that it gets.
+
+    Raises: ValueError if it fails.
+    """
+    empty.to_empty(device="cpu").eval()
+    for module in empty.modules():
+        if hasattr(module, "reset_buffers"):
+            module.reset_buffers()
+    num_tokens = min(recipe.train.seq_len_tokens, PROBE_TOKENS)
+    x_BND = torch.linspace(-1.0, 2.0, num_tokens * recipe.model.hidden_size).view(1, num_tokens, -1)
+    ids_BN = torch.zeros(1, num_tokens, dtype=torch.int64)
+    try:
+        out = empty(x_BND, ids_BN, ids_BN.int() if recipe.data.document_attention else None)
+    except Exception as error:
+        raise ValueError(f"its forward fails in a stage without embed and head: {error}") from error
+    return isinstance(out, torch.Tensor) and torch.equal(out, x_BND)
 
 
 def parts_by_stage(parts: list[nn.Module], p: ParallelConfig, meshes: Meshes) -> dict[int, nn.Module]:
