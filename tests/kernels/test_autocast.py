@@ -4,10 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
+from titan_moe.kernels.loss import cross_entropy
+from titan_moe.kernels.rope.norm_and_rotate import norm_and_rotate_reference
+from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.moe import MoE
 
 WIDTH = 32
@@ -65,3 +69,33 @@ def test_autocast_leaves_fp64_alone() -> None:
     expected = model(x_BND)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(model(x_BND), expected)
+
+
+def test_head_multiplies_in_one_dtype_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast does not cast for the GPU's GEMM that adds to fp32, and norms give the head rows in fp32."""
+    torch.manual_seed(0)
+    head, x_TD, labels_T = LanguageModelHead(WIDTH, 24, loss_chunk_tokens=4), torch.randn(10, WIDTH), torch.arange(10)
+    expected = torch.autograd.grad(head(x_TD, labels_T), head.weight)[0]
+    dtypes, add_product = [], cross_entropy._add_product
+
+    def record(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        dtypes.append((a.dtype, b.dtype))
+        return add_product(total, a, b)
+
+    monkeypatch.setattr(cross_entropy, "_add_product", record)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = head(x_TD, labels_T)
+    loss.backward()
+    assert set(dtypes) == {(torch.bfloat16, torch.bfloat16)}
+    assert loss.dtype == head.weight.grad.dtype == torch.float32
+    assert (head.weight.grad - expected).norm() < 0.02 * expected.norm()
+
+
+def test_queries_and_keys_keep_the_dtype_of_values_where_autocast_norms_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rms_norm = F.rms_norm
+    monkeypatch.setattr(F, "rms_norm", lambda x, *rest: rms_norm(x.float(), *rest))  # as autocast does on GPUs
+    qkv_BNX, ones_D, tables_NR = torch.randn(1, 3, 4 * 8).bfloat16(), torch.ones(8), torch.ones(3, 4)
+    heads = norm_and_rotate_reference(qkv_BNX, ones_D, ones_D, tables_NR, tables_NR, 1, 1e-6, False)
+    assert [x.dtype for x in heads] == [torch.bfloat16] * 3

@@ -170,6 +170,18 @@ def test_moe_on_meta_is_initialised_after_to_empty() -> None:
     assert layer.router.balance.scale == 1
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("assign", [False, True])
+def test_moe_on_meta_has_the_start_values_of_buffers_that_a_state_dict_lacks(assign: bool) -> None:
+    expected = MoE(INIT_CONFIG)
+    with torch.device("meta"):
+        layer = MoE(INIT_CONFIG)
+    if not assign:
+        layer.to_empty(device="cpu")
+    layer.load_state_dict(expected.state_dict(), assign=assign)
+    torch.testing.assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("experts", ["grouped_mm", "reference"])
 def test_moe_is_saved_whole_and_copied(variant: str, experts: str) -> None:

@@ -53,6 +53,14 @@ def test_generate_is_repeatable_with_a_seed(model: Transformer, prompt_BN: torch
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
+def test_transformer_on_meta_keeps_its_ties(is_tied: bool) -> None:
+    with torch.device("meta"):
+        model = Transformer(replace(CONFIG, embeddings_are_tied=is_tied))
+    model.to_empty(device="cpu")
+    assert (model.head.weight is model.embed.weight) == is_tied
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
 def test_transformer_multiplies_embeddings(prompt_BN: torch.Tensor, is_tied: bool) -> None:
     configs = [replace(CONFIG, embeddings_are_tied=is_tied, embedding_multiplier=factor) for factor in (1.0, 4.0)]
     plain, scaled = map(Transformer, configs)

@@ -3,7 +3,8 @@
 B batch · N sequence · D width · E experts · K choices a token
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,11 @@ class TopKRouter(WideBuffers):
     def reset_buffers(self) -> None:
         """Zero the expert bias."""
         self.expert_bias_E.zero_()
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if self.balance.scale.is_meta and not self.weight.is_meta:  # with assign = True, and it is not in a state dict
+            self.balance.to_empty(device=self.weight.device)
 
     def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
         """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K].

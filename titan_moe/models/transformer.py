@@ -4,7 +4,7 @@ B batch · N sequence · D model width · V vocabulary
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from titan_moe.layers.head import LanguageModelHead
 from titan_moe.layers.mask import MASKS, Mask, MaskSpec
 from titan_moe.layers.rope import rope_tables
 from titan_moe.models.generate import generate, next_logits
+from titan_moe.models.part import tied_weight
 
 
 class Transformer(nn.Module):
@@ -65,6 +66,14 @@ class Transformer(nn.Module):
         for name, block in self.layers.items():
             x_BND = block(x_BND, contexts[name])
         return self.head(self.norm(x_BND), labels_BN)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Tied embeddings stay one parameter where parameters are replaced, as by `to_empty`."""
+        is_tied = tied_weight(self) is not None
+        super()._apply(fn, recurse)
+        if is_tied:
+            self.head.weight = self.embed.weight
+        return self
 
     def contexts(self, x: Tensor, document_ids_BN: Tensor | None) -> dict[str, Context]:
         """By layer, from tokens [B, N] or hidden states [B, N, D]; layers with equal windows share one."""

@@ -47,6 +47,9 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         group: the ranks whose tokens are counted, all of which call this; their biases stay equal. Without it all ranks
             of the default process group, if there is one. A pipeline needs the group of the stage.
 
+    Tokens are counted in backward. A router that no gradient passes has counts of zero, and its bias stays: one that is
+    frozen together with all that is before it.
+
     DDP needs `broadcast_buffers=False`, or its forwards replace the counts of all ranks by those of rank 0.
 
     Returns: name of each router -> tokens of each expert in the step, int64 [E], over all ranks of the group.

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.autocast import as_operand
 from titan_moe.kernels.registry import Kernel, register
 
 IGNORE_LABEL = -100
@@ -114,7 +115,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         chunks = zip(x_TD.split(chunk_tokens), labels_T.split(chunk_tokens), strict=True)
         return torch.stack([linear_cross_entropy_reference(x, weight_VD, labels) for x, labels in chunks]).sum()
-    return _LinearCrossEntropy.apply(x_TD, weight_VD, labels_T, chunk_tokens, softmax)
+    return _LinearCrossEntropy.apply(as_operand(x_TD), as_operand(weight_VD), labels_T, chunk_tokens, softmax)
 
 
 register(Kernel("linear_cross_entropy", linear_cross_entropy, linear_cross_entropy_reference))

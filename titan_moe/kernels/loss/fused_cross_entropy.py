@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titan_moe.kernels.autocast import as_operand
 from titan_moe.kernels.device import refuse_cpu
 from titan_moe.kernels.loss.cross_entropy import (
     IGNORE_LABEL,
@@ -114,6 +115,7 @@ class HeadOps(NamedTuple):
             raise TypeError('the fused cross entropy computes in fp32: for fp64 take perf.override.head = "torch"')
         chunk_tokens = chunk_tokens or max(x_TD.shape[0], 1)
         labels_T = labels_T.contiguous()
+        x_TD, weight_VD = as_operand(x_TD), as_operand(weight_VD)
         if torch.is_grad_enabled() and (x_TD.requires_grad or weight_VD.requires_grad):
             return self.with_gradients(x_TD, weight_VD, labels_T, chunk_tokens, *rest)[0]
         return self.alone(x_TD, weight_VD, labels_T, chunk_tokens, *rest)

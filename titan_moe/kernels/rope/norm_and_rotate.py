@@ -33,8 +33,9 @@ def norm_and_rotate_reference(
     heads = qkv_BNX.unflatten(-1, (-1, 2 * cos_NR.shape[1]))
     q_BNHD, k_BNHD, v_BNHD = heads.split([heads.shape[2] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=2)
     if q_weight_D is not None and k_weight_D is not None:
-        q_BNHD = F.rms_norm(q_BNHD, q_weight_D.shape, q_weight_D, eps)
-        k_BNHD = F.rms_norm(k_BNHD, k_weight_D.shape, k_weight_D, eps)
+        # autocast on GPUs norms in fp32, and FlexAttention takes queries, keys and values of one dtype
+        q_BNHD = F.rms_norm(q_BNHD, q_weight_D.shape, q_weight_D, eps).to(qkv_BNX.dtype)
+        k_BNHD = F.rms_norm(k_BNHD, k_weight_D.shape, k_weight_D, eps).to(qkv_BNX.dtype)
     rotate = rotate_pairs if is_interleaved else rotate_halves
     return rotate(q_BNHD, cos_NR, sin_NR), rotate(k_BNHD, cos_NR, sin_NR), v_BNHD
 
