@@ -694,7 +694,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "--parallel.etp=2 --parallel.ep=1 --model.moe.ffn_hidden_size=60 --model.moe.expert_mlp_bias=true "
             "--perf.kernels=reference --run.device=cpu",
             8,
-            "does not divide model.moe.ffn_hidden_size / etp = 30; raise parallel.ep",
+            "does not divide model.moe.ffn_hidden_size / etp = 30; take parallel.",
         ),
         (
             "--parallel.etp=2 --parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=microbatch",
@@ -858,6 +858,29 @@ def test_dispatchers_of_a_way_out_pass(
         for name in DISPATCHERS:
             if f'"{name}"' in ways_out and f'"{name}" with parallel.ep = 1' not in ways_out:
                 assert check_rules(load_recipe(empty_file, [*run, f"--parallel.dispatcher={name}"]), 8) == [], problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ways_out"),
+    [
+        ("", ["parallel.dp_replicate=3"]),
+        ("--parallel.cp=3 --parallel.cp_kind=allgather --train.seq_len_tokens=252", ["model.hidden_size=240"]),
+        ("--parallel.dispatcher=alltoall --model.moe.num_experts=12", ["parallel.ep=3", "parallel.ep=12"]),
+        (
+            "--parallel.etp=2 --model.hidden_size=192 --model.moe.expert_mlp_bias=true",
+            ["parallel.dp_replicate=3", "model.moe.ffn_hidden_size=96"],
+        ),
+    ],
+)
+def test_ways_out_of_edp_pass(empty_file: Path, overrides: str, ways_out: list[str]) -> None:
+    layout = (
+        "--parallel.ep=1 --parallel.dispatcher=local --train.global_batch_sequences=24 --validation.num_sequences=24"
+    )
+    run = [*GOOD, *layout.split(), *overrides.split()]
+    (problem,) = check_rules(load_recipe(empty_file, run), 12)
+    assert "edp = " in problem and all(way.partition("=")[0] in problem.partition("; ")[2] for way in ways_out), problem
+    for way_out in ways_out:
+        assert check_rules(load_recipe(empty_file, [*run, f"--{way_out}"]), 12) == []
 
 
 def test_rule_of_nodes_reads_the_ranks_of_torchrun(empty_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

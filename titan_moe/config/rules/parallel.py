@@ -1,5 +1,6 @@
 """Rules of the two meshes, the dispatcher and the overlap."""
 
+import math
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -18,6 +19,11 @@ from titan_moe.config.rules.rule import (
     rules_in,
 )
 from titan_moe.config.schema import counted, either
+
+ALIGNED_WIDTH = 16
+"""Elements of which a width is a multiple in a way out; grouped_mm needs it in fp8, and less in wider dtypes."""
+MOST_SIZES = 100_000
+"""Sizes of an axis that are tried for a way out."""
 
 
 @rule("dense parameters are sharded over at least one rank")
@@ -291,10 +297,31 @@ def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key, width in widths.items():
         if model.num_moe_layers > 0 and is_no_divisor(edp, width):
             part = f" / etp = {width}" if p.etp > 1 and key == "moe.ffn_hidden_size" else f" = {width}"
+            etp = p.etp if key == "moe.ffn_hidden_size" else 1
+            step = math.lcm(edp, ALIGNED_WIDTH) * etp
             yield (
                 f"edp = {edp} ({world_size} ranks / (parallel.pp * dp_replicate * ep * etp)) does not divide "
-                f"model.{key}{part}; raise parallel.ep or parallel.dp_replicate until it does"
+                f"model.{key}{part}; take {_axes_for_width(recipe, world_size, width)}model.{key} = "
+                f"{nearest_multiples(width * etp, step)}"
             )
+
+
+def _axes_for_width(recipe: Recipe, world_size: int, width: int) -> str:
+    """The larger ep and dp_replicate with which edp divides a width, for a way out: `parallel.ep = 3, 6, or `."""
+    p, num_experts = recipe.parallel, recipe.model.moe.num_experts
+    if min(p.pp, p.dp_replicate, p.cp, p.tp, p.ep, p.etp) < 1:
+        return ""
+
+    def divides(num_expert_ranks: int) -> bool:
+        return world_size % num_expert_ranks == 0 and width % (world_size // num_expert_ranks) == 0
+
+    most = min(world_size, MOST_SIZES)
+    replicas, dense = p.pp * p.dp_replicate * p.etp, p.pp * p.cp * p.tp
+    eps = [n for n in range(p.ep + 1, most + 1) if num_experts % n == 0 and divides(replicas * n)]
+    dps = [n for n in range(p.dp_replicate + 1, most + 1) if world_size % (dense * n) == 0]
+    dps = [n for n in dps if p.dp_shard == -1 and divides(p.pp * n * p.ep * p.etp)]
+    axes = {"ep": eps, "dp_replicate": dps}
+    return "".join(f"parallel.{axis} = {', '.join(map(str, sizes[:4]))}, or " for axis, sizes in axes.items() if sizes)
 
 
 @rule("every rank runs the same number of equal microbatches")
