@@ -883,6 +883,13 @@ def test_ways_out_of_edp_pass(empty_file: Path, overrides: str, ways_out: list[s
         assert check_rules(load_recipe(empty_file, [*run, f"--{way_out}"]), 12) == []
 
 
+def test_rules_answer_at_once_for_any_number_of_ranks(empty_file: Path) -> None:
+    problems = check_rules(load_recipe(empty_file, [*GOOD, "--parallel.tp=3"]), 1_000_000_007)  # a prime
+    assert any(
+        "does not divide the 1000000007 ranks; the divisors are 1, 1000000007" in problem for problem in problems
+    )
+
+
 def test_rule_of_nodes_reads_the_ranks_of_torchrun(empty_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = load_recipe(empty_file, [*GOOD, "--parallel.dispatcher=symm_mem"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

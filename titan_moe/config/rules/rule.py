@@ -1,5 +1,6 @@
 """What a rule is, and the arithmetic that rules share."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -46,7 +47,11 @@ def inner_divisors(number: int, *others: int) -> str:
 
 
 def _common_divisors(*numbers: int) -> list[int]:
-    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+    if min(numbers) < 1:
+        return []
+    common = math.gcd(*numbers)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    return sorted({*small, *(common // n for n in small)})
 
 
 def nearest_multiples(number: int, step: int) -> str:
