@@ -145,6 +145,14 @@ def test_check_ignores_a_closed_pipe() -> None:
         ("--learning_rate=1", "optim.lr"),
         ("--top-k=2", "model.moe.top_k"),
         ("--tensor-parallel-size=2", "parallel.tp"),
+        ("--tensor-model-parallel-size=2", "parallel.tp"),
+        ("--expert-model-parallel-size=2", "parallel.ep"),
+        ("--num-query-groups=2", "model.attention.num_kv_heads"),
+        ("--rotary-base=10000", "model.attention.rope_theta"),
+        ("--moe-router-topk=2", "model.moe.top_k"),
+        ("--moe-ffn-hidden-size=2", "model.moe.ffn_hidden_size"),
+        ("--clip-grad=1", "optim.max_grad_norm"),
+        ("--num_hidden_layers=2", "model.num_layers"),
         ("--batch_size=8", "train.global_batch_sequences"),
         ("--tokenizer_path=x", "data.tokenizer"),
         ("--checkpoint_path=x", "checkpoint"),
@@ -155,6 +163,22 @@ def test_cli_key_without_its_section_is_suggested(capsys: pytest.CaptureFixture[
         cli.main(["train", QUICKSTART, argument])
     assert exited.value.code == 2 and f"unknown argument {argument}; recipe" in (stderr := capsys.readouterr().err)
     assert f"did you mean {key}?" in stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "way_out"),
+    [
+        ("--nproc-per-node=8", "--nproc N starts N ranks on this host"),
+        ("--gpu=H100", "--gpu belongs to titan-moe check"),
+        ("--optim=adam", "optim is a section; set its keys, such as optim.kind"),
+    ],
+)
+def test_cli_option_that_is_none_of_the_command_has_a_way_out(
+    capsys: pytest.CaptureFixture[str], argument: str, way_out: str
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        cli.main(["train", QUICKSTART, argument])
+    assert exited.value.code == 2 and capsys.readouterr().err.endswith(f"; {way_out}\n")
 
 
 def test_train_refuses_a_broken_recipe_at_once_and_without_torch() -> None:

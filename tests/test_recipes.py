@@ -1,6 +1,7 @@
 """Every recipe of the repository parses, keeps the rules on its ranks, and fits the hardware that it names."""
 
 import dataclasses
+import re
 import tomllib
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def test_the_bubble_that_the_recipe_of_a_pipeline_names() -> None:
     assert round(100 * simulate_step(recipe, 128).bubble_share, 1) == 5.8
     divided = dataclasses.replace(recipe, parallel=dataclasses.replace(recipe.parallel, pp_layout=""))
     assert round(100 * simulate_step(divided, 128).bubble_share) == 12
+
+
+@pytest.mark.parametrize("file", [file for file in RUNS if ranks_of(file) == 8], ids=by_name)
+def test_the_memory_of_a_cuda_graph_is_that_of_check(file: Path) -> None:
+    (named,) = re.findall(r"some (\d+) GiB more in the graph's pool", file.read_text(encoding="utf-8"))
+    (checked,) = re.findall(r", (\S+) GiB more than without a CUDA graph", describe(load_recipe(file), 8))
+    assert round(float(checked)) == int(named)
 
 
 @pytest.mark.parametrize("file", RUNS, ids=by_name)

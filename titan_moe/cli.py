@@ -25,6 +25,13 @@ OTHER_RANKS_DELAY_S = 3.0
 """Delay of error messages on all ranks but the first of a node. Torchrun ends them earlier if the first one fails."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Settings of PyTorch's allocator of GPU memory. It reads the second one if both are set."""
+OPTIONS_ELSEWHERE = {
+    "nproc-per-node": "--nproc N starts N ranks on this host",
+    "gpu": "--gpu belongs to titan-moe check",
+    "explain": "--explain belongs to titan-moe check",
+    "out": "--out belongs to titan-moe tune",
+}
+"""Options of other commands, and torchrun's -> what to do."""
 EPILOG = """\
 any field of the recipe can be overridden:  --train.steps=50  --model.moe.top_k 4  --metrics.tensorboard=false
 what a field means:                         titan-moe check --explain model.moe.top_k
@@ -41,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(others)
     if unknown:  # suggest the full key for one without its section: --train.steps for --steps
         names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
-        hint = f"; {nearest_key(names[0])}" if names else ""
+        hint = f"; {OPTIONS_ELSEWHERE.get(names[0]) or nearest_key(names[0])}" if names else ""
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")

@@ -13,7 +13,7 @@ MOE = ["--model.moe.num_experts=4", "--model.moe.ffn_hidden_size=64", "--run.dev
 def found(tmp_path: Path, *overrides: str) -> list[str]:
     file = tmp_path / "recipe.toml"
     file.write_text("")
-    return list(obstacles(load_recipe(file, [*MOE, *overrides])))
+    return list(obstacles(load_recipe(file, [*MOE, *overrides]), 4))
 
 
 @pytest.mark.parametrize("dispatcher", ["local", "allgather"])

@@ -87,6 +87,13 @@ def test_parse_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     assert problems_of(tmp_path) == [f"{tmp_path} is a folder; {tmp_path}/ contains one.toml"]
 
 
+def test_parse_missing_file_at_the_root_of_a_repository_names_its_recipes(tmp_path: Path) -> None:
+    write(tmp_path, "pyproject.toml", "")
+    assert problems_of(tmp_path / "one.toml")[0].endswith(f"; {tmp_path}/ contains no recipe")
+    write(tmp_path, "recipes/one.toml", "")
+    assert problems_of(tmp_path / "one.toml")[0].endswith(f"; {tmp_path}/recipes/ contains one.toml")
+
+
 def test_parse_syntax_error_names_file_and_line(tmp_path: Path) -> None:
     file = write(tmp_path, "r.toml", "[run]\nseed = = 3")
     (problem,) = problems_of(file)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from titan_moe.config import RULES, check_rules, load_recipe
+from titan_moe.config.dispatchers import DISPATCHERS
 
 GOOD = [
     "--model.num_layers=4",
@@ -172,11 +173,11 @@ BROKEN = {
     ),
     "dispatcher_has_its_device": (
         "--parallel.dispatcher=symm_mem --run.device=cpu",
-        'with run.device = "cpu"; take "allgather", "alltoall" or "hierarchical", or run.device = "cuda"',
+        'with run.device = "cpu"; take "allgather" or "alltoall", or run.device = "cuda"',
     ),
     "shared_memory_has_peers": (
         "--parallel.dispatcher=symm_mem --parallel.ep=1",
-        'parallel.ep = 1 leaves one rank in each; take "local", "allgather", "alltoall" or "hierarchical", or',
+        'parallel.ep = 1 leaves one rank in each; take "local", "allgather" or "alltoall", or a larger ep',
     ),
     "ep_group_stays_on_a_node": (
         "--parallel.dispatcher=symm_mem --parallel.ep=3",
@@ -192,13 +193,12 @@ BROKEN = {
     ),
     "capacity_factor_fits_the_dispatcher": (
         "--parallel.expert_rank_capacity_factor=1.5",
-        'parallel.dispatcher = "alltoall", whose sizes are exact; set it to 0, or take "allgather", "symm_mem" or',
+        'parallel.dispatcher = "alltoall", whose sizes are exact; set it to 0, or take "allgather" or "symm_mem"',
     ),
     "clones_need_other_ranks": ("--parallel.expert_clones=5", "exceeds the 4 experts that a rank owns"),
     "graphs_can_be_captured": (
         "--compile.cudagraph=step",
-        'reads the counts of every layer on the host; take "allgather", "symm_mem" or "hierarchical_symm_mem", or '
-        '"local" with parallel.ep = 1, or compile.cudagraph = "off"',
+        'of every layer on the host; take "allgather" or "symm_mem", or "local" with parallel.ep = 1, or compile.cuda',
     ),
     "edp_divides_expert_width": ("--model.moe.latent_size=31 --perf.kernels=reference", "edp = 2"),
     "batch_divides": ("--train.global_batch_sequences=40", "take 32 or 48"),
@@ -227,7 +227,7 @@ BROKEN = {
     "flex_has_the_dtype": ("--precision.compute=fp64 --perf.attention=flex", 'perf.attention = "math"'),
     "block_graphs_have_no_host_reads": (
         "--compile.extent=block",
-        '"hierarchical_symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
+        'take "allgather" or "symm_mem", or "local" with parallel.ep = 1, or compile.extent = "pieces"',
     ),
     "recomputed_experts_exist": ("--model.num_dense_layers=4 --memory.recompute=experts", 'take "block" or "none"'),
     "forced_load_needs_a_router": (
@@ -387,6 +387,12 @@ def test_rules_each_have_a_broken_recipe() -> None:
             'perf.override.gradients = "triton" adds gradients in bf16 to fp32, not precision.compute = "fp32" to '
             'precision.master = "fp32"; take "bf16" and',
         ),
+        ("--parallel.ep=16 --parallel.expert_clones=2", 16, "exceeds the 1 expert that a rank owns"),
+        (
+            "--parallel.ep=16 --parallel.expert_clones=2",
+            16,
+            "(model.moe.num_experts / parallel.ep = 16 / 16); take 1 (a",
+        ),
         (
             "--parallel.ep=1 --parallel.dispatcher=local --parallel.expert_clones=1",
             8,
@@ -397,7 +403,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
             8,
-            'take overlap = "tile" or "none", or "allgather", "alltoall", "hierarchical" or',
+            'take overlap = "tile" or "none", or "allgather" or "alltoall" (tile',
         ),
         *(
             (
@@ -478,7 +484,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
         (
             "--parallel.dispatcher=local --run.device=cpu --precision.compute=fp32",
             8,
-            'over ranks; take "allgather", "alltoall" or "hierarchical", or ep = 1',
+            'over ranks; take "allgather" or "alltoall", or ep = 1',
         ),
         (
             "--parallel.overlap=tile --run.device=cpu --precision.compute=fp32",
@@ -688,7 +694,7 @@ def test_rules_each_have_a_broken_recipe() -> None:
             "--parallel.etp=2 --parallel.ep=1 --model.moe.ffn_hidden_size=60 --model.moe.expert_mlp_bias=true "
             "--perf.kernels=reference --run.device=cpu",
             8,
-            "does not divide model.moe.ffn_hidden_size / etp = 30; raise parallel.ep",
+            "does not divide model.moe.ffn_hidden_size / etp = 30; take parallel.",
         ),
         (
             "--parallel.etp=2 --parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=microbatch",
@@ -822,6 +828,69 @@ def test_rules_with_several_cases_refuse_each(
 )
 def test_rules_pass_what_may_run(empty_file: Path, overrides: str) -> None:
     assert check_rules(load_recipe(empty_file, [*GOOD, *overrides.split()]), 8) == []
+
+
+@pytest.mark.parametrize("ranks_of_a_node", [8, 4, 2])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "--parallel.dispatcher=local",
+        "--parallel.dispatcher=local --run.device=cpu --precision.compute=fp32",
+        "--parallel.dispatcher=symm_mem --run.device=cpu --precision.compute=fp32",
+        "--parallel.dispatcher=symm_mem --parallel.ep=1",
+        "--parallel.dispatcher=symm_mem --parallel.ep=8",
+        "--parallel.dispatcher=hierarchical --parallel.ep=1",
+        "--parallel.dispatcher=hierarchical --parallel.ep=2",
+        "--parallel.expert_rank_capacity_factor=1.5",
+        "--parallel.expert_rank_capacity_factor=1.5 --parallel.ep=1",
+        "--parallel.ep_ranks_per_node=2",
+        f"{INTERLEAVED} --parallel.dispatcher=symm_mem",
+        "--parallel.dispatcher=alltoall --parallel.overlap=tile --perf.kernels=fused",
+        "--compile.cudagraph=step",
+        "--compile.extent=block",
+    ],
+)
+def test_dispatchers_of_a_way_out_pass(
+    empty_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: str, ranks_of_a_node: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_a_node))
+    run = [*GOOD, *overrides.split()]
+    for problem in check_rules(load_recipe(empty_file, run), 8):
+        _, _, ways_out = problem.partition("; ")
+        assert 'or take ""' not in ways_out and "take ," not in ways_out, problem
+        for name in DISPATCHERS:
+            if f'"{name}"' in ways_out and f'"{name}" with parallel.ep = 1' not in ways_out:
+                assert check_rules(load_recipe(empty_file, [*run, f"--parallel.dispatcher={name}"]), 8) == [], problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ways_out"),
+    [
+        ("", ["parallel.dp_replicate=3"]),
+        ("--parallel.cp=3 --parallel.cp_kind=allgather --train.seq_len_tokens=252", ["model.hidden_size=240"]),
+        ("--parallel.dispatcher=alltoall --model.moe.num_experts=12", ["parallel.ep=3", "parallel.ep=12"]),
+        (
+            "--parallel.etp=2 --model.hidden_size=192 --model.moe.expert_mlp_bias=true",
+            ["parallel.dp_replicate=3", "model.moe.ffn_hidden_size=96"],
+        ),
+    ],
+)
+def test_ways_out_of_edp_pass(empty_file: Path, overrides: str, ways_out: list[str]) -> None:
+    layout = (
+        "--parallel.ep=1 --parallel.dispatcher=local --train.global_batch_sequences=24 --validation.num_sequences=24"
+    )
+    run = [*GOOD, *layout.split(), *overrides.split()]
+    (problem,) = check_rules(load_recipe(empty_file, run), 12)
+    assert "edp = " in problem and all(way.partition("=")[0] in problem.partition("; ")[2] for way in ways_out), problem
+    for way_out in ways_out:
+        assert check_rules(load_recipe(empty_file, [*run, f"--{way_out}"]), 12) == []
+
+
+def test_rules_answer_at_once_for_any_number_of_ranks(empty_file: Path) -> None:
+    problems = check_rules(load_recipe(empty_file, [*GOOD, "--parallel.tp=3"]), 1_000_000_007)  # a prime
+    assert any(
+        "does not divide the 1000000007 ranks; the divisors are 1, 1000000007" in problem for problem in problems
+    )
 
 
 def test_rule_of_nodes_reads_the_ranks_of_torchrun(empty_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

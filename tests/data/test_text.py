@@ -1,5 +1,6 @@
 """Text files as documents: selection and order."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ def test_text_glob_finds_files_at_any_depth_in_order(tmp_path: Path) -> None:
     files = find_text_files(str(tmp_path / "**" / "*.txt"))
     assert [file.relative_to(tmp_path).as_posix() for file in files] == ["a.txt", "b/a.txt", "b/c/d.txt", "b/z.txt"]
     assert list(read_documents(files)) == ["a.txt", "b/a.txt", "b/c/d.txt", "b/z.txt"]
+
+
+def test_text_file_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.bin").write_bytes(b"a")
+    monkeypatch.setattr(os, "access", lambda file, mode: False)  # root may read everything
+    with pytest.raises(ValueError, match=rf"data.path: {tmp_path}/a.bin cannot be read: permission denied; allow it"):
+        find_files(str(tmp_path / "*.bin"), "data.path", "*.bin")
 
 
 def test_text_invalid_utf8_is_replaced(tmp_path: Path) -> None:

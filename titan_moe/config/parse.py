@@ -92,6 +92,8 @@ def nearest_key(dotted: str, *, is_section: bool = False) -> str:
     (`learning_rate`), or one that is spelt alike; without a section, one whose name alone is."""
     known = [key.dotted for key in all_keys(Recipe).values() if key.is_section or not is_section]
     spelt = dotted.replace("-", "_")
+    if (key := all_keys(Recipe).get(spelt.rstrip("."))) and key.is_section:
+        return f"{key.dotted} is a section; set its keys, such as {keys_of(key.type, f'{key.dotted}.')[0].dotted}"
     section, _, name = spelt.rpartition(".")
     named = [key for key in known if key.rpartition(".")[2] == name]
     if guesses := difflib.get_close_matches(spelt, named, n=1, cutoff=0.0):
@@ -148,8 +150,12 @@ def _read_toml(path: Path, children: tuple[Path, ...], problems: list[str]) -> d
 
 
 def _recipes_in(folder: Path) -> str:
-    names = sorted(file.name for file in folder.glob("*.toml")) if folder.is_dir() else []
-    return f"{folder}/ contains {', '.join(names)}" if names else f"{folder}/ contains no recipe"
+    """The recipes of a folder or, if it has none, of its folder `recipes`, for a way out."""
+    for place in (folder, folder / "recipes"):
+        names = {file.name for file in place.glob("*.toml")} if place.is_dir() else set()
+        if recipes := sorted(names - {"pyproject.toml"}):
+            return f"{place}/ contains {', '.join(recipes)}"
+    return f"{folder}/ contains no recipe"
 
 
 def _flatten(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Setting]:

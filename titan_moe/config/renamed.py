@@ -25,10 +25,40 @@ NAMES_ELSEWHERE = {
     "local_batch_size": "train.micro_batch_sequences",
     "seq_len": "train.seq_len_tokens",
     "seq_length": "train.seq_len_tokens",
+    "train_iters": "train.steps",
+    "num_hidden_layers": "model.num_layers",
+    "intermediate_size": "model.ffn_hidden_size",
+    "first_k_dense_replace": "model.num_dense_layers",
+    "tie_word_embeddings": "model.embeddings_are_tied",
+    "num_attention_heads": "model.attention.num_heads",
+    "num_query_groups": "model.attention.num_kv_heads",
+    "num_key_value_heads": "model.attention.num_kv_heads",
+    "kv_channels": "model.attention.head_dim",
+    "rotary_base": "model.attention.rope_theta",
+    "window_size": "model.attention.sliding_window",
     "num_experts_per_tok": "model.moe.top_k",
+    "moe_router_topk": "model.moe.top_k",
+    "moe_router_group_topk": "model.moe.top_k_groups",
+    "moe_router_score_function": "model.moe.score_fn",
+    "moe_router_topk_scaling_factor": "model.moe.route_scale",
+    "routed_scaling_factor": "model.moe.route_scale",
+    "moe_router_bias_update_rate": "model.moe.bias_update_speed",
+    "moe_ffn_hidden_size": "model.moe.ffn_hidden_size",
+    "moe_intermediate_size": "model.moe.ffn_hidden_size",
+    "moe_shared_expert_intermediate_size": "model.moe.shared_ffn_hidden_size",
+    "moe_token_dispatcher_type": "parallel.dispatcher",
+    "num_layers_per_virtual_pipeline_stage": "parallel.vpp",
+    "recompute_granularity": "memory.recompute",
+    "clip_grad": "optim.max_grad_norm",
+    "adam_eps": "optim.eps",
+    "save_interval": "checkpoint.every_steps",
+    "eval_interval": "validation.every_steps",
+    "eval_iters": "validation.num_sequences",
+    "log_interval": "metrics.every_steps",
 } | {
-    f"{axis}_parallel{word}": f"parallel.{key}"
+    f"{axis}{model}_parallel{word}": f"parallel.{key}"
     for axis, key in {"tensor": "tp", "context": "cp", "pipeline": "pp", "expert": "ep", "expert_tensor": "etp"}.items()
+    for model in ("", "_model")
     for word in ("", "_size", "_degree")
 }
 """What other frameworks call a field -> its key."""

@@ -1,6 +1,7 @@
 """Documents from local text files, one document per file."""
 
 import glob
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ def find_text_files(path: str) -> list[Path]:
 def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
     """List the files of a glob, sorted. Errors name the recipe field `key`, and a glob that ends in `names`.
 
-    Raises: FileNotFoundError if no file matches.
+    Raises: FileNotFoundError if no file matches, ValueError if one may not be read.
     """
     matches = glob.glob(str(Path(pattern).expanduser()), recursive=True) if pattern else []
     files = sorted(path for path in map(Path, matches) if path.is_file())
@@ -44,6 +45,9 @@ def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
             f"{key} = {pattern!r} {found} (working directory {Path.cwd()}); "
             f"give a glob such as '{folder}/**/{names}', where ** matches folders of any depth"
         )
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{key}: {file} cannot be read: permission denied; allow it, or leave it out of the glob")
     return files
 
 

@@ -184,7 +184,7 @@ def _pipeline_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
 def _capture_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     if recipe.run.device == "cpu":
         return []
-    problems = list(obstacles(recipe))
+    problems = list(obstacles(recipe, world_size))
     if not problems:
         parts = "the whole step" if recipe.parallel.pp > 1 else "forward, backward and the whole step"
         return [("CUDA graph", f"{recipe.compile.cudagraph}; {parts} can be captured")]

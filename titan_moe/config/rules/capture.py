@@ -7,7 +7,7 @@ from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import dispatchers_for, key_of_kernel
 
 
-def obstacles(recipe: Recipe) -> Iterator[str]:
+def obstacles(recipe: Recipe, world_size: int) -> Iterator[str]:
     """Each field that prevents capture, with the reason and a way out.
 
     All concern forward and backward, so they are the same for a microbatch and for a whole step.
@@ -17,7 +17,7 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
     if recipe.model.num_moe_layers > 0 and recipe.parallel.facts.reads_host:
         yield (
             f'parallel.dispatcher = "{recipe.parallel.dispatcher}" reads the counts of every layer on the host; take '
-            f"{without_host_reads(recipe)}"
+            f"{without_host_reads(recipe, world_size)}"
         )
     if recipe.model.num_moe_layers > 0 and recipe.perf.chosen_kernels.experts == "reference":
         key = key_of_kernel(recipe, "experts")
@@ -34,8 +34,8 @@ def obstacles(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def without_host_reads(recipe: Recipe) -> str:
+def without_host_reads(recipe: Recipe, world_size: int) -> str:
     """List the dispatchers that a graph can contain, for a way out."""
-    movers = dispatchers_for(recipe, lambda facts: facts.moves_rows and not facts.reads_host)
-    others = dispatchers_for(recipe, lambda facts: not facts.moves_rows and not facts.reads_host)
+    movers = dispatchers_for(recipe, world_size, lambda facts: facts.moves_rows and not facts.reads_host)
+    others = dispatchers_for(recipe, world_size, lambda facts: not facts.moves_rows and not facts.reads_host)
     return f"{movers}, or {others} with parallel.ep = 1"

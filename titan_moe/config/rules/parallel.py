@@ -1,5 +1,6 @@
 """Rules of the two meshes, the dispatcher and the overlap."""
 
+import math
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -17,7 +18,12 @@ from titan_moe.config.rules.rule import (
     rule,
     rules_in,
 )
-from titan_moe.config.schema import either
+from titan_moe.config.schema import counted, either
+
+ALIGNED_WIDTH = 16
+"""Elements of which a width is a multiple in a way out; grouped_mm needs it in fp8, and less in wider dtypes."""
+MOST_SIZES = 100_000
+"""Sizes of an axis that are tried for a way out."""
 
 
 @rule("dense parameters are sharded over at least one rank")
@@ -96,7 +102,7 @@ def ep_needs_a_dispatcher_that_moves_rows(recipe: Recipe, world_size: int) -> It
     if p.ep > 1 and not p.facts.moves_rows:
         yield (
             f'parallel.dispatcher = "{p.dispatcher}" moves no rows, but parallel.ep = {p.ep} spreads the experts over '
-            f"ranks; take {dispatchers_for(recipe, lambda facts: facts.moves_rows)}, or ep = 1"
+            f"ranks; take {dispatchers_for(recipe, world_size, lambda facts: facts.moves_rows)}, or ep = 1"
         )
 
 
@@ -104,7 +110,7 @@ def ep_needs_a_dispatcher_that_moves_rows(recipe: Recipe, world_size: int) -> It
 def overlap_has_communication(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.overlap != "none" and not p.facts.moves_rows:
-        others = dispatchers_for(recipe, lambda facts: p.overlap in facts.overlaps)
+        others = dispatchers_for(recipe, world_size, lambda facts: p.overlap in facts.overlaps)
         yield (
             f'parallel.overlap = "{p.overlap}" hides communication over ep, and parallel.dispatcher = "{p.dispatcher}" '
             f'has none; set it to "none"{f", or spread the experts with {others}" if others else ""}'
@@ -116,7 +122,7 @@ def dispatcher_supports_overlap(recipe: Recipe, world_size: int) -> Iterator[str
     p = recipe.parallel
     if p.overlap != "none" and p.facts.moves_rows and p.overlap not in p.facts.overlaps:
         supported = either((*p.facts.overlaps, "none"))
-        others = dispatchers_for(recipe, lambda facts: p.overlap in facts.overlaps)
+        others = dispatchers_for(recipe, world_size, lambda facts: p.overlap in facts.overlaps)
         yield (
             f'parallel.overlap = "{p.overlap}" is not supported by parallel.dispatcher = "{p.dispatcher}"; take '
             f"overlap = {supported}{f', or {others}' if others else ''}"
@@ -145,7 +151,7 @@ def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
     if p.facts.needs_cuda and recipe.run.device == "cpu":
         yield (
             f'parallel.dispatcher = "{p.dispatcher}" does not exist with run.device = "cpu"; take '
-            f'{dispatchers_for(recipe, lambda facts: facts.moves_rows)}, or run.device = "cuda"'
+            f'{dispatchers_for(recipe, world_size, lambda facts: facts.moves_rows)}, or run.device = "cuda"'
         )
 
 
@@ -153,10 +159,10 @@ def dispatcher_has_its_device(recipe: Recipe, world_size: int) -> Iterator[str]:
 def shared_memory_has_peers(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.facts.shares_memory and p.ep <= 1:
+        others = dispatchers_for(recipe, world_size, lambda facts: not facts.shares_memory)
         yield (
             f'parallel.dispatcher = "{p.dispatcher}" shares memory between the ranks of an ep group, but parallel.ep = '
-            f"{p.ep} leaves one rank in each; take {dispatchers_for(recipe, lambda facts: not facts.shares_memory)}, "
-            "or a larger ep"
+            f"{p.ep} leaves one rank in each; take {others}, or a larger ep"
         )
 
 
@@ -168,7 +174,7 @@ def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             f"{size} does not divide the {num_local} ranks of a node, which parallel.dispatcher = "
             f'"{p.dispatcher}" needs; take a divisor of it ({divisors(num_local)}), or '
-            f"{dispatchers_for(recipe, lambda facts: facts.moves_rows and not facts.is_one_node)}"
+            f"{dispatchers_for(recipe, world_size, lambda facts: facts.moves_rows and not facts.is_one_node)}"
         )
 
 
@@ -176,9 +182,10 @@ def ep_group_stays_on_a_node(recipe: Recipe, world_size: int) -> Iterator[str]:
 def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     p = recipe.parallel
     if p.ep_ranks_per_node and not p.facts.has_two_levels:
+        others = dispatchers_for(recipe, world_size, lambda facts: facts.has_two_levels)
         yield (
             f"parallel.ep_ranks_per_node = {p.ep_ranks_per_node} has no effect with parallel.dispatcher = "
-            f'"{p.dispatcher}"; set it to 0, or take {dispatchers_for(recipe, lambda facts: facts.has_two_levels)}'
+            f'"{p.dispatcher}"; set it to 0{f", or take {others}" if others else ""}'
         )
     if not p.facts.has_two_levels or p.ep_ranks_per_node < 0:
         return
@@ -187,29 +194,31 @@ def ep_group_has_nodes(recipe: Recipe, world_size: int) -> Iterator[str]:
     take = f"take {sizes}, or" if sizes else "take"
     setting = f'parallel.dispatcher = "{p.dispatcher}" needs an ep group of several nodes with several ranks each'
     if of_node >= p.ep:
+        ranks = "1 rank on a node holds" if of_node == 1 else f"{of_node} ranks on a node hold"
+        have = (lambda facts: facts.sends == "once_a_rank") if p.ep > 1 else (lambda facts: not facts.shares_memory)
         yield (
-            f"{setting}, but {of_node} ranks on a node hold all of parallel.ep = {p.ep}; take "
-            f"{dispatchers_for(recipe, lambda facts: facts.sends == 'once_a_rank')} within a node, or "
+            f"{setting}, but {ranks} all of parallel.ep = {p.ep}; take "
+            f"{dispatchers_for(recipe, world_size, have)} within a node, or "
             "name the ranks of a node if there are fewer: --nproc-per-node of `check`, or parallel.ep_ranks_per_node"
         )
     elif of_node == 1:
-        yield f"{setting}, but each node has 1 rank; take {_any_network(recipe)}, which sends the same rows"
+        yield f"{setting}, but each node has 1 rank; take {_any_network(recipe, world_size)}, which sends the same rows"
     elif is_no_divisor(of_node, p.ep):
         yield (
             f"{of_node} ranks on a node (parallel.ep_ranks_per_node, or torchrun's) do not divide parallel.ep = "
-            f"{p.ep}; {take} {_any_network(recipe)}, which does not need equal nodes"
+            f"{p.ep}; {take} {_any_network(recipe, world_size)}, which does not need equal nodes"
         )
     elif is_no_divisor(of_node * p.etp, on_host):
         times_etp = f" * etp = {of_node} * {p.etp}" if p.etp > 1 else f" = {of_node}"
         yield (
             f"parallel.ep_ranks_per_node{times_etp} does not divide the {on_host} ranks that torchrun starts on a "
-            f"node, so some of these groups would span two nodes; {take} {_any_network(recipe)}"
+            f"node, so some of these groups would span two nodes; {take} {_any_network(recipe, world_size)}"
         )
 
 
-def _any_network(recipe: Recipe) -> str:
+def _any_network(recipe: Recipe, world_size: int) -> str:
     """The dispatchers that send a row once to each rank, over any network."""
-    return dispatchers_for(recipe, lambda facts: facts.sends == "once_a_rank" and not facts.is_one_node)
+    return dispatchers_for(recipe, world_size, lambda facts: facts.sends == "once_a_rank" and not facts.is_one_node)
 
 
 @rule("the forward of one microbatch runs between the pieces of another's backward, without the hooks of FSDP")
@@ -246,10 +255,12 @@ def interleaved_microbatches_run_in_pieces(recipe: Recipe, world_size: int) -> I
 def capacity_factor_fits_the_dispatcher(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, factor = recipe.parallel, recipe.parallel.fixed_capacity_factor
     if factor != 0 and not p.facts.can_be_bounded:
+        others = dispatchers_for(
+            recipe, world_size, lambda facts: facts.can_be_bounded and (p.ep > 1 or not facts.shares_memory)
+        )
         yield (
             f"parallel.expert_rank_capacity_factor = {factor:g} has no effect with parallel.dispatcher = "
-            f'"{p.dispatcher}", whose sizes are exact; set it to 0, or take '
-            f"{dispatchers_for(recipe, lambda facts: facts.can_be_bounded)}"
+            f'"{p.dispatcher}", whose sizes are exact; set it to 0, or take {others}'
         )
     if 0 < factor < 1:
         yield (
@@ -265,12 +276,13 @@ def clones_need_other_ranks(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield (
             f"parallel.expert_clones = {p.expert_clones} clones experts onto other ranks, but parallel.ep = {p.ep} and "
             f'parallel.dispatcher = "{p.dispatcher}" leave them all on one; set it to 0, or spread the experts with '
-            f"{dispatchers_for(recipe, lambda facts: facts.moves_rows)}"
+            f"{dispatchers_for(recipe, world_size, lambda facts: facts.moves_rows)}"
         )
     elif p.fixed_expert_clones > 0 and p.fixed_expert_clones > num_experts // p.ep:
+        owned = num_experts // p.ep
         yield (
-            f"parallel.expert_clones = {p.expert_clones} exceeds the {num_experts // p.ep} experts that a rank owns "
-            f"(model.moe.num_experts / parallel.ep = {num_experts} / {p.ep}); take 1 or 2"
+            f"parallel.expert_clones = {p.expert_clones} exceeds the {counted(owned, 'expert')} that a rank owns "
+            f"(model.moe.num_experts / parallel.ep = {num_experts} / {p.ep}); take {'1 or 2' if owned > 1 else owned}"
         )
 
 
@@ -285,10 +297,31 @@ def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     for key, width in widths.items():
         if model.num_moe_layers > 0 and is_no_divisor(edp, width):
             part = f" / etp = {width}" if p.etp > 1 and key == "moe.ffn_hidden_size" else f" = {width}"
+            etp = p.etp if key == "moe.ffn_hidden_size" else 1
+            step = math.lcm(edp, ALIGNED_WIDTH) * etp
             yield (
                 f"edp = {edp} ({world_size} ranks / (parallel.pp * dp_replicate * ep * etp)) does not divide "
-                f"model.{key}{part}; raise parallel.ep or parallel.dp_replicate until it does"
+                f"model.{key}{part}; take {_axes_for_width(recipe, world_size, width)}model.{key} = "
+                f"{nearest_multiples(width * etp, step)}"
             )
+
+
+def _axes_for_width(recipe: Recipe, world_size: int, width: int) -> str:
+    """The larger ep and dp_replicate with which edp divides a width, for a way out: `parallel.ep = 3, 6, or `."""
+    p, num_experts = recipe.parallel, recipe.model.moe.num_experts
+    if min(p.pp, p.dp_replicate, p.cp, p.tp, p.ep, p.etp) < 1:
+        return ""
+
+    def divides(num_expert_ranks: int) -> bool:
+        return world_size % num_expert_ranks == 0 and width % (world_size // num_expert_ranks) == 0
+
+    most = min(world_size, MOST_SIZES)
+    replicas, dense = p.pp * p.dp_replicate * p.etp, p.pp * p.cp * p.tp
+    eps = [n for n in range(p.ep + 1, most + 1) if num_experts % n == 0 and divides(replicas * n)]
+    dps = [n for n in range(p.dp_replicate + 1, most + 1) if world_size % (dense * n) == 0]
+    dps = [n for n in dps if p.dp_shard == -1 and divides(p.pp * n * p.ep * p.etp)]
+    axes = {"ep": eps, "dp_replicate": dps}
+    return "".join(f"parallel.{axis} = {', '.join(map(str, sizes[:4]))}, or " for axis, sizes in axes.items() if sizes)
 
 
 @rule("every rank runs the same number of equal microbatches")

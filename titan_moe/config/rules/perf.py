@@ -185,7 +185,7 @@ def graphs_can_be_captured(recipe: Recipe, world_size: int) -> Iterator[str]:
             '"step", or accumulate_unsharded = false'
         )
     if recipe.compile.cudagraph != "off":
-        for obstacle in obstacles(recipe):
+        for obstacle in obstacles(recipe, world_size):
             yield f'compile.cudagraph = "{recipe.compile.cudagraph}": {obstacle}, or compile.cudagraph = "off"'
 
 
@@ -201,7 +201,7 @@ def block_graphs_have_no_host_reads(recipe: Recipe, world_size: int) -> Iterator
     if recipe.compile.compiles_blocks() and p.facts.reads_host and recipe.model.num_moe_layers > 0:
         yield (
             f'compile.extent = "block" excludes parallel.dispatcher = "{p.dispatcher}", which reads its row counts '
-            f"on the host; take {without_host_reads(recipe)}, or "
+            f"on the host; take {without_host_reads(recipe, world_size)}, or "
             'compile.extent = "pieces"'
         )
 

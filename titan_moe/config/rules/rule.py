@@ -1,9 +1,11 @@
 """What a rule is, and the arithmetic that rules share."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from titan_moe.config.dispatchers import DispatcherFacts, dispatchers_that
+from titan_moe.config.parallel import ep_ranks_of_a_node, ranks_of_a_node
 from titan_moe.config.recipe import Recipe
 
 Check = Callable[[Recipe, int], Iterator[str]]
@@ -45,7 +47,11 @@ def inner_divisors(number: int, *others: int) -> str:
 
 
 def _common_divisors(*numbers: int) -> list[int]:
-    return [n for n in range(1, min(numbers) + 1) if all(number % n == 0 for number in numbers)]
+    if min(numbers) < 1:
+        return []
+    common = math.gcd(*numbers)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    return sorted({*small, *(common // n for n in small)})
 
 
 def nearest_multiples(number: int, step: int) -> str:
@@ -54,10 +60,19 @@ def nearest_multiples(number: int, step: int) -> str:
     return f"{below} or {below + step}" if below > 0 else str(step)
 
 
-def dispatchers_for(recipe: Recipe, have: Callable[[DispatcherFacts], bool]) -> str:
-    """List the dispatchers with a fact that exist on the recipe's device, for a way out; empty for none."""
-    is_on_cpu = recipe.run.device == "cpu"
-    return dispatchers_that(lambda facts: have(facts) and not (is_on_cpu and facts.needs_cuda))
+def dispatchers_for(recipe: Recipe, world_size: int, have: Callable[[DispatcherFacts], bool]) -> str:
+    """List the dispatchers with a fact that suit the recipe's device and the nodes of its ep groups, for a way out;
+    empty for none."""
+    p, on_host = recipe.parallel, ranks_of_a_node(world_size)
+    of_node = ep_ranks_of_a_node(p, world_size)
+    has_nodes = 1 < of_node < p.ep and not is_no_divisor(of_node, p.ep) and not is_no_divisor(of_node * p.etp, on_host)
+
+    def suits(facts: DispatcherFacts) -> bool:
+        if facts.has_two_levels and not has_nodes or facts.is_one_node and is_no_divisor(p.ep * p.etp, on_host):
+            return False
+        return not (recipe.run.device == "cpu" and facts.needs_cuda)
+
+    return dispatchers_that(lambda facts: have(facts) and suits(facts))
 
 
 def key_of_kernel(recipe: Recipe, operation: str) -> str:
