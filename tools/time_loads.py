@@ -78,7 +78,8 @@ class LayersStep:
             tensor.grad = None
         loads = torch.stack([self.capacity.invalidates_step.float(), self.capacity.needed_factor()])
         dist.all_reduce(loads, dist.ReduceOp.MAX)
-        return SimpleNamespace(has_overflowed=loads[0] > 0, needed_factor=loads[1], imbalance=torch.ones_like(loads[1]))
+        one = torch.ones_like(loads[1])
+        return SimpleNamespace(has_overflowed=loads[0] > 0, needed_factor=loads[1], grad_norm=one, imbalance=one)
 
 
 def main() -> None:

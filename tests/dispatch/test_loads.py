@@ -330,7 +330,8 @@ class Step:
         self.results = arena_tests.run_layers(self.dispatcher, self.module, drawn)
         loads = torch.stack([self.capacity.invalidates_step.float(), self.capacity.needed_factor()]).cpu()
         dist.all_reduce(loads, dist.ReduceOp.MAX)
-        return SimpleNamespace(has_overflowed=loads[0] > 0, needed_factor=loads[1], imbalance=torch.ones_like(loads[1]))
+        one = torch.ones_like(loads[1])
+        return SimpleNamespace(has_overflowed=loads[0] > 0, needed_factor=loads[1], grad_norm=one, imbalance=one)
 
 
 class Followed(NamedTuple):

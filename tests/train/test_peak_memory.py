@@ -47,7 +47,7 @@ class Step:
         self.allocator.hold(self.bytes_beside.pop(0))
         need = self.needs.pop(0)
         overflows = self.capacity.is_bounded and need > self.capacity.capacity_factor
-        loads = {"needed_factor": torch.tensor(need), "imbalance": torch.ones(())}
+        loads = {"needed_factor": torch.tensor(need), "grad_norm": torch.ones(()), "imbalance": torch.ones(())}
         return SimpleNamespace(has_overflowed=torch.tensor(overflows), **loads)
 
     def plan(self, *calls: tuple[int, float]) -> None:

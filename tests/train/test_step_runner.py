@@ -304,7 +304,7 @@ def test_step_runner_goes_on_with_the_factor_of_an_earlier_run() -> None:
 def test_step_runner_warns_once_of_many_reruns(caplog: pytest.LogCaptureFixture) -> None:
     class Void(SimpleNamespace):
         def __call__(self, batch: Batch) -> Any:
-            values = {"has_overflowed": True, "needed_factor": 1.5, "imbalance": 1.0}
+            values = {"has_overflowed": True, "grad_norm": 1.0, "needed_factor": 1.5, "imbalance": 1.0}
             return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
 
     step: Any = Void(capacity=capacity.ExpertCapacity(1.25))
@@ -325,7 +325,7 @@ def test_step_runner_raises_for_a_rank_that_misses_a_step_taken_again() -> None:
         def __call__(self, batch: Batch) -> Any:
             if limits.is_unbounded:
                 limits.check = mock.Mock(side_effect=RuntimeError("rank 1 did not come"))
-            values = {"has_overflowed": True, "needed_factor": 1.5, "imbalance": 1.0}
+            values = {"has_overflowed": True, "grad_norm": 1.0, "needed_factor": 1.5, "imbalance": 1.0}
             return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
 
     take = step_runner.StepRunner(Void(capacity=limits), Void(step=lambda: None))  # type: ignore[arg-type]
@@ -363,7 +363,8 @@ def test_step_runner_records_anew_when_clones_come_into_use(
     class Step(SimpleNamespace):
         def __call__(self, batch: Batch) -> Any:
             in_use.append(replicas.number_in_use)
-            values = {"has_overflowed": False, "needed_factor": 1.0, "imbalance": imbalances[len(in_use) - 1]}
+            values = {"has_overflowed": False, "grad_norm": 1.0, "needed_factor": 1.0}
+            values["imbalance"] = imbalances[len(in_use) - 1]
             return SimpleNamespace(**{name: torch.tensor(value) for name, value in values.items()})
 
     step: Any = Step(capacity=capacity.ExpertCapacity(1.25), replicas=replicas)

@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor  # global norm before clipping
     tokens_per_expert: dict[str, Tensor]  # router name -> tokens of each expert over all ranks [E]
     has_overflowed: Tensor  # bool: rows of some rank overflowed their room or did not arrive: nothing was changed
-    needed_factor: Tensor  # fp32: capacity factor that the step needed on any rank; 0 if its gradients are not finite
+    needed_factor: Tensor  # fp32: capacity factor that the step needed, the largest of all ranks
     imbalance: Tensor  # fp64: load of the busiest ep rank over the mean, averaged over layers; 1 without replica slots
     num_skipped: Tensor  # int64: steps so far that were skipped because gradients were not finite
     num_skipped_in_row: Tensor  # int64: of those, the ones since the last step with finite gradients
@@ -85,9 +85,7 @@ class TrainStep:
             self.optimizers.zero_grad()
         self._count_skips(norm, is_spike, has_overflowed)
         counts = self.num_skipped, self.num_skipped_in_row, self.num_spikes
-        # routers that see NaN choose the same experts for all tokens: no load to prepare for
-        needed_factor = torch.where(has_overflowed | norm.isfinite(), loads[1], 0)
-        of_ranks = has_overflowed, needed_factor, self._imbalance(tokens_per_expert, norm)
+        of_ranks = has_overflowed, loads[1], self._imbalance(tokens_per_expert, norm)
         return StepResult(losses[0], losses[1], norm, tokens_per_expert, *of_ranks, *counts)
 
     def finish_gradients(self) -> None:

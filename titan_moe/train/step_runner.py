@@ -118,20 +118,20 @@ class StepRunner:
         else:
             random_states = _random_states(batch.tokens_MBN.device)
             result = self._take(batch)
-            has_overflowed, self.needed_factor, imbalance = _read_loads(result)
+            has_overflowed, is_finite, self.needed_factor, imbalance = _read_loads(result)
             capacity.check()  # the step may be void because a rank is missing: it would not come again
             if has_overflowed:
                 result = self._take_again(batch, random_states)
-                _, self.needed_factor, imbalance = _read_loads(result)
+                _, is_finite, self.needed_factor, imbalance = _read_loads(result)
                 capacity.check()
-            self.largest_need = max(self.largest_need, self.needed_factor)
-            if self.needed_factor:
+            if is_finite:  # routers that see NaN choose the same experts for all tokens: no load to prepare for
                 self._follow(has_overflowed, imbalance)
         self.schedule.step()
         return result
 
     def _follow(self, has_overflowed: bool, imbalance: float) -> None:
         """Set the bound of the next step, and whether it uses clones, after one whose gradients were finite."""
+        self.largest_need = max(self.largest_need, self.needed_factor)
         if self.control is not None:
             before = self.control.factor
             after = self.control.follow(self.needed_factor, has_overflowed)
@@ -225,11 +225,13 @@ class CapturedMicrobatches:
         self.captured.release()
 
 
-def _read_loads(result: StepResult) -> tuple[bool, float, float]:
-    """Whether a step has overflowed, the factor that it needed, and its imbalance, in one copy from the device."""
-    on_device = [result.has_overflowed.float(), result.needed_factor, result.imbalance.float()]
-    has_overflowed, needed_factor, imbalance = torch.stack(on_device).tolist()
-    return bool(has_overflowed), needed_factor, imbalance
+def _read_loads(result: StepResult) -> tuple[bool, bool, float, float]:
+    """Whether a step has overflowed, whether its gradients are finite, the factor that it needed, and its imbalance, in
+    one copy from the device."""
+    flags = [result.has_overflowed.float(), result.grad_norm.isfinite().float()]
+    loads = [result.needed_factor, result.imbalance.float()]
+    has_overflowed, is_finite, needed_factor, imbalance = torch.stack([*flags, *loads]).tolist()
+    return bool(has_overflowed), bool(is_finite), needed_factor, imbalance
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
