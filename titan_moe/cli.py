@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(others)
     if unknown:  # suggest the full key for one without its section: --train.steps for --steps
         names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
-        hint = f"; {OPTIONS_ELSEWHERE.get(names[0]) or nearest_key(names[0])}" if names else ""
+        hints = [OPTIONS_ELSEWHERE.get(name.replace("_", "-")) or nearest_key(name) for name in names[:1]]
+        hint = "".join(f"; {words}" for words in hints)
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")
@@ -139,7 +140,7 @@ def _set_variables_of_torch(device: str) -> None:
     """Set what torch and OpenMP read once, before torch is imported, where the user has not."""
     # threads that spin while waiting slow down other processes on the same cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if device != "cpu" and not any(os.environ.get(name) for name in ALLOCATOR_VARIABLES):
+    if device != "cpu" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         # freed blocks that lie beside each other become one: less free memory between tensors
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 

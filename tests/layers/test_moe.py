@@ -178,7 +178,8 @@ def test_moe_on_meta_has_the_start_values_of_buffers_that_a_state_dict_lacks(ass
         layer = MoE(INIT_CONFIG)
     if not assign:
         layer.to_empty(device="cpu")
-    layer.load_state_dict(expected.state_dict(), assign=assign)
+    without_bias = {name: value for name, value in expected.state_dict().items() if "expert_bias" not in name}
+    layer.load_state_dict(without_bias, strict=False, assign=assign)
     torch.testing.assert_close(dict(layer.named_buffers()), dict(expected.named_buffers()), rtol=0, atol=0)
 
 

@@ -26,8 +26,10 @@ NAMES_ELSEWHERE = {
     "seq_len": "train.seq_len_tokens",
     "seq_length": "train.seq_len_tokens",
     "train_iters": "train.steps",
+    "train_samples": "train.steps (train_samples / global_batch_size)",
+    "min_lr": "optim.min_lr_ratio (min_lr / lr)",
     "num_hidden_layers": "model.num_layers",
-    "intermediate_size": "model.ffn_hidden_size",
+    "intermediate_size": "model.ffn_hidden_size (of experts: model.moe.ffn_hidden_size)",
     "first_k_dense_replace": "model.num_dense_layers",
     "tie_word_embeddings": "model.embeddings_are_tied",
     "num_attention_heads": "model.attention.num_heads",
@@ -35,7 +37,7 @@ NAMES_ELSEWHERE = {
     "num_key_value_heads": "model.attention.num_kv_heads",
     "kv_channels": "model.attention.head_dim",
     "rotary_base": "model.attention.rope_theta",
-    "window_size": "model.attention.sliding_window",
+    "window_size": "model.attention.sliding_window (the token itself included)",
     "num_experts_per_tok": "model.moe.top_k",
     "moe_router_topk": "model.moe.top_k",
     "moe_router_group_topk": "model.moe.top_k_groups",
@@ -46,14 +48,17 @@ NAMES_ELSEWHERE = {
     "moe_ffn_hidden_size": "model.moe.ffn_hidden_size",
     "moe_intermediate_size": "model.moe.ffn_hidden_size",
     "moe_shared_expert_intermediate_size": "model.moe.shared_ffn_hidden_size",
+    "n_shared_experts": "model.moe.shared_ffn_hidden_size (n_shared_experts * moe_intermediate_size)",
     "moe_token_dispatcher_type": "parallel.dispatcher",
-    "num_layers_per_virtual_pipeline_stage": "parallel.vpp",
+    "sequence_parallel": "parallel.tp (sequence parallelism comes with it)",
+    "num_virtual_stages_per_pipeline_rank": "parallel.vpp",
+    "num_layers_per_virtual_pipeline_stage": "parallel.vpp (stages of a rank, not layers of a stage)",
     "recompute_granularity": "memory.recompute",
     "clip_grad": "optim.max_grad_norm",
     "adam_eps": "optim.eps",
     "save_interval": "checkpoint.every_steps",
     "eval_interval": "validation.every_steps",
-    "eval_iters": "validation.num_sequences",
+    "eval_iters": "validation.num_sequences (eval_iters * global_batch_size)",
     "log_interval": "metrics.every_steps",
 } | {
     f"{axis}{model}_parallel{word}": f"parallel.{key}"
@@ -61,4 +66,4 @@ NAMES_ELSEWHERE = {
     for model in ("", "_model")
     for word in ("", "_size", "_degree")
 }
-"""What other frameworks call a field -> its key."""
+"""What other frameworks call a field -> its key, and its value if that has another unit."""

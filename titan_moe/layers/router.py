@@ -57,8 +57,12 @@ class TopKRouter(WideBuffers):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if self.balance.scale.is_meta and not self.weight.is_meta:  # with assign = True, and it is not in a state dict
+        if self.weight.is_meta:
+            return
+        if self.balance.scale.is_meta:  # with assign = True, and it is in no state dict
             self.balance.to_empty(device=self.weight.device)
+        if self.expert_bias_E.is_meta:
+            self.expert_bias_E = torch.zeros_like(self.expert_bias_E, device=self.weight.device)
 
     def forward(self, x_BND: Tensor) -> tuple[Tensor, Tensor]:
         """[B, N, D] -> scores fp32 [B·N, K] and expert ids [B·N, K].

@@ -70,6 +70,34 @@ class Scaled(Own):
     factor = 4.0
 
 
+class Looped(Transformer):
+    """Has a loop of its own over its blocks; `between` is what it does before each."""
+
+    def forward(self, tokens_BN: Any, labels_BN: Any = None, document_ids_BN: Any = None) -> Any:
+        context = next(iter(self.contexts(tokens_BN, document_ids_BN).values()))
+        x_BND = first_BND = self.embed(tokens_BN).to(torch.bfloat16)
+        for number, block in enumerate(self.layers.values()):
+            x_BND = block(self.between(x_BND, first_BND, number), context)
+        return self.head(self.norm(x_BND), labels_BN)
+
+    def between(self, x_BND: Any, first_BND: Any, number: int) -> Any:
+        return x_BND
+
+
+class Skipping(Looped):
+    """Adds the embeddings before each block; later stages have none."""
+
+    def between(self, x_BND: Any, first_BND: Any, number: int) -> Any:
+        return x_BND + 0.1 * first_BND
+
+
+class Counting(Looped):
+    """Counts its blocks; each stage would begin anew."""
+
+    def between(self, x_BND: Any, first_BND: Any, number: int) -> Any:
+        return x_BND * (1 + number)
+
+
 class Summing(Own):
     """Computes its loss from the logits, which only the last stage has."""
 
@@ -92,8 +120,10 @@ class Tying(Transformer):
         (Normed, "no stage has its embed_norm; .*: move them into one"),
         (Gained, "no stage has its gain; .*: move them into one"),
         (Listed, "its layers are a ModuleList; keep them in an nn.ModuleDict, each with its number as key"),
-        (Scaled, "its forward changes hidden states outside of embed, .* which each stage would repeat; move that"),
-        (Summing, "its forward fails in a stage without embed and head: "),
+        (Scaled, "its forward does more than call embed, .*; move that into one of these"),
+        (Skipping, "its forward does more than call embed, .*; move that into one of these"),
+        (Counting, "its forward does more than call embed, .* or counts its layers, .*; move that into one of these"),
+        (Summing, r"its forward fails in the stage of embed, layers\.0, .*: ValueError: Expected"),
     ],
 )
 def test_a_model_that_stages_would_compute_otherwise_is_refused(model_class: type[Transformer], message: str) -> None:
@@ -104,11 +134,12 @@ def test_a_model_that_stages_would_compute_otherwise_is_refused(model_class: typ
         split(model, recipe, FIRST_RANK)
 
 
-def test_a_forward_of_ones_own_is_split_if_stages_compute_the_same() -> None:
+@pytest.mark.parametrize("model_class", [Own, Looped])
+def test_a_forward_of_ones_own_is_split_if_stages_compute_the_same(model_class: type[Transformer]) -> None:
     recipe = one_loss.recipe(PP2)
     recipe = replace(recipe, data=DataConfig(document_attention=True))
     with torch.device("meta"):
-        model = Own(recipe.model)
+        model = model_class(recipe.model)
     (stage,) = split(model, recipe, FIRST_RANK)
     assert all(parameter.is_meta for parameter in [*stage.parameters(), *model.parameters()])
 

@@ -317,7 +317,8 @@ def _axes_for_width(recipe: Recipe, world_size: int, width: int) -> str:
 
     most = min(world_size, MOST_SIZES)
     replicas, dense = p.pp * p.dp_replicate * p.etp, p.pp * p.cp * p.tp
-    eps = [n for n in range(p.ep + 1, most + 1) if num_experts % n == 0 and divides(replicas * n)]
+    most_ep = min(most, num_experts // max(p.fixed_expert_clones, 1)) if p.facts.moves_rows else 0
+    eps = [n for n in range(p.ep + 1, most_ep + 1) if num_experts % n == 0 and divides(replicas * n)]
     dps = [n for n in range(p.dp_replicate + 1, most + 1) if world_size % (dense * n) == 0]
     dps = [n for n in dps if p.dp_shard == -1 and divides(p.pp * n * p.ep * p.etp)]
     axes = {"ep": eps, "dp_replicate": dps}
