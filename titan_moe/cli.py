@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args(others)
     if unknown:  # suggest the full key for one without its section: --train.steps for --steps
-        names = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")]
-        hints = [OPTIONS_ELSEWHERE.get(name.replace("_", "-")) or nearest_key(name) for name in names[:1]]
-        hint = "".join(f"; {words}" for words in hints)
+        names, hint = [word.removeprefix("--").partition("=")[0] for word in unknown if word.startswith("--")], ""
+        if names:
+            hint = f"; {OPTIONS_ELSEWHERE.get(names[0].replace('_', '-')) or nearest_key(names[0])}"
         parser.error(f"unknown argument {' '.join(unknown)}; recipe fields are --section.key=value{hint}")
     if args.verb == "check" and args.recipe is None and args.explain is None:
         parser.error("check needs a RECIPE.toml, or --explain KEY")

@@ -18,6 +18,7 @@ class WideBuffers(nn.Module):
 
     def reset_buffers(self) -> None:
         """Fill the buffers with their start values."""
+        raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         was_on_meta = any(buffer.is_meta for buffer in self.buffers(recurse=False))

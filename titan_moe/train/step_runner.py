@@ -124,7 +124,7 @@ class StepRunner:
                 result = self._take_again(batch, random_states)
                 _, is_finite, self.needed_factor, imbalance = _read_loads(result)
                 capacity.check()
-            if is_finite:  # routers that see NaN choose the same experts for all tokens: no load to prepare for
+            if is_finite:  # NaN makes routers choose the same experts for all tokens: no load to prepare for
                 self._follow(has_overflowed, imbalance)
         self.schedule.step()
         return result

@@ -1,22 +1,16 @@
 """Split a model into the stages of a pipeline, and keep a tied weight that is on two stages equal."""
 
-from collections.abc import Callable, Collection
-from copy import deepcopy
-
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from titan_moe.config import Recipe, RecipeError
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.models.part import module_names, part_of, tied_weight
-from titan_moe.models.transformer import Transformer
+from titan_moe.models.part import part_of, tied_weight
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.pipeline.interface import check_interface
 from titan_moe.parameters import local
 from titan_moe.plan.pipeline.stages import rank_of_stage, stages_of, stages_of_rank
-
-PROBE_TOKENS = 16
-"""Of the sequence that shows what a model's own forward computes in stages."""
 
 
 def split(model: nn.Module, recipe: Recipe, meshes: Meshes) -> list[nn.Module]:
@@ -29,84 +23,13 @@ def split(model: nn.Module, recipe: Recipe, meshes: Meshes) -> list[nn.Module]:
     stages = stages_of(recipe)
     numbers = stages_of_rank(meshes.dense.get_local_rank("pp"), recipe.parallel)
     try:
-        _check_interface(model, recipe, stages)
+        check_interface(model, recipe, stages)
         return [part_of(model, stages[number]) for number in numbers]
     except (ValueError, AttributeError) as error:
         problem = (
             f'model.class = "{recipe.model.class_}" cannot be split into parallel.pp = {recipe.parallel.pp} stages'
         )
         raise RecipeError([f"{problem}: {error}"]) from error
-
-
-def _check_interface(model: nn.Module, recipe: Recipe, stages: Collection[Collection[str]]) -> None:
-    """Refuse a model that stages would compute otherwise than one rank does.
-
-    Raises: ValueError if its blocks have no names, if it has modules or parameters that are in no stage, or if its
-    forward does more than call its modules one after the other.
-    """
-    if not isinstance(layers := model.get_submodule("layers"), nn.ModuleDict):
-        kind = type(layers).__name__
-        raise ValueError(f"its layers are a {kind}; keep them in an nn.ModuleDict, each with its number as key")
-    own = [name for name, _ in model.named_parameters(recurse=False)]
-    if others := set(module_names(model)).union(own).difference(*stages):
-        known = "of a model's own modules stages have embed, layers, norm and head"
-        raise ValueError(f"no stage has its {', '.join(sorted(others))}; {known}: move them into one of these")
-    if type(model).forward is not Transformer.forward:
-        _check_forward(_with_stand_ins(model, recipe), recipe, stages)
-
-
-@torch.no_grad()
-def _check_forward(model: nn.Module, recipe: Recipe, stages: Collection[Collection[str]]) -> None:
-    """Refuse a forward that computes otherwise in stages. One that needs more of its modules than stand-ins have cannot
-    be judged.
-
-    Raises: ValueError.
-    """
-    tokens_BN = torch.arange(min(recipe.train.seq_len_tokens, PROBE_TOKENS)).unsqueeze(0)
-    rest = tokens_BN % recipe.model.vocab_size, torch.zeros_like(tokens_BN) if recipe.data.document_attention else None
-    try:
-        expected = model(tokens_BN, *rest)
-    except Exception:
-        return
-    value = tokens_BN
-    for kept in stages:
-        try:
-            value = part_of(model, kept)(value, *rest)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise ValueError(f"its forward fails in the stage of {', '.join(kept) or 'no module'}: {reason}") from error
-    if value.dtype != expected.dtype or not torch.equal(value, expected):
-        raise ValueError(
-            "its forward does more than call embed, layers, norm and head one after the other, or counts its layers, "
-            "and stages would compute something else; move that into one of these"
-        )
-
-
-def _with_stand_ins(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """A copy of a model whose modules are cheap and have no weights, each with another function."""
-    width, vocab_size = recipe.model.hidden_size, recipe.model.vocab_size
-    row_D = torch.linspace(-1.0, 2.0, width, dtype=torch.float64)
-
-    def head(x: Tensor, labels: Tensor | None = None) -> Tensor:
-        logits = x.mean(-1, keepdim=True).expand(*x.shape[:-1], vocab_size)
-        return logits if labels is None else (x * row_D).sum(-1).mul(labels + 1).sum()
-
-    copy = deepcopy(model)
-    copy.embed = _StandIn(lambda tokens: (tokens % 7 + 1).unsqueeze(-1) * row_D)
-    names = [name for name, _ in model.get_submodule("layers").named_children()]
-    blocks = {name: _StandIn(lambda x, *_, n=number: n - x.roll(n + 1, -1)) for number, name in enumerate(names)}
-    copy.layers = nn.ModuleDict(blocks)
-    copy.norm, copy.head = _StandIn(lambda x: x), _StandIn(head)
-    return copy
-
-
-class _StandIn(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor | None) -> Tensor:
-        return self.function(*args)
 
 
 def parts_by_stage(parts: list[nn.Module], p: ParallelConfig, meshes: Meshes) -> dict[int, nn.Module]:
