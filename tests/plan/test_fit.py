@@ -45,10 +45,10 @@ def test_peak_is_compared_with_measured_gpus_elsewhere(monkeypatch: pytest.Monke
 
 
 def test_a_launched_step_may_fit_where_a_graph_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (warning,) = warnings_of(monkeypatch, [], "--parallel.ep=4", "--model.num_layers=37", num_ranks=4)
+    (warning,) = warnings_of(monkeypatch, [], "--parallel.ep=4", "--model.num_layers=38", num_ranks=4)
     assert 'with compile.cudagraph = "off" 13' in warning
     report = describe(load_recipe(QWEN3), 8)
-    assert re.search(r"at the peak of a step, [7-9]\.\d+ GiB more than without a CUDA graph", report)
+    assert re.search(r"at the peak of a step, [2-4]\.\d+ GiB more than without a CUDA graph", report)
     launched = describe(load_recipe(QWEN3, ["--compile.cudagraph=off"]), 8)
     assert "at the peak of a step;" in launched and "without a CUDA graph" not in launched
 

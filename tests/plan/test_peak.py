@@ -10,6 +10,7 @@ from titan_moe.config import check_rules, load_recipe
 from titan_moe.config.clones import resolve_clones
 from titan_moe.config.gemms import count_native_experts
 from titan_moe.plan.check_report import describe
+from titan_moe.plan.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reducing_bytes
 from titan_moe.plan.loads import LayerLoads
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
@@ -18,7 +19,7 @@ from titan_moe.plan.memory import (
     parameters_of,
     temporary_bytes_per_rank,
 )
-from titan_moe.plan.peak import POOL_EXCESS, activation_bytes_per_rank, peak_bytes, peak_bytes_per_rank
+from titan_moe.plan.peak import activation_bytes_per_rank, graph_bytes, peak_bytes, peak_bytes_per_rank
 from titan_moe.plan.pipeline.parts import parts_of
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -92,17 +93,20 @@ V3_CUT = (
     "--model.num_layers=4", "--model.num_dense_layers=1", "--model.moe.num_experts=32", "--model.moe.num_groups=4",
     "--model.moe.top_k_groups=2", "--memory.recompute=none", "--train.global_batch_sequences=32",
 )  # fmt: skip
-V3_PIPELINE = (*V3_CUT, "--parallel.pp=2", "--parallel.ep=1", "--parallel.dispatcher=local", "--parallel.overlap=none")
 MANY = "--train.global_batch_sequences=64"
+V3_ALONE = ("--parallel.dispatcher=local", "--parallel.overlap=none", "--parallel.ep=1")
+V3_OF_8 = tuple(word for word in V3_CUT if "num_layers=4" not in word and "ep=2" not in word)
+V3_OF_8 = (*V3_OF_8, "--model.num_layers=8")
+QWEN_OF_24 = ("--model.num_layers=24", "--train.global_batch_sequences=128")
+PIPELINE4 = (*PIPELINE, "--model.num_layers=24", "--parallel.pp=4")
+LITE4 = ("--train.global_batch_sequences=24",)
 RECORDED = {
     # recipe, GPUs, overrides, capacity factor, GiB
-    "section 2, V2-Lite": ("deepseek_v2_lite", 4, ("--train.global_batch_sequences=24",), 1.125, 119.0),
-    "section 2, Mixtral, forced": ("mixtral_8x7b", 4, MIXTRAL4, 1.125, 99.7),
-    "section 2, Mixtral": ("mixtral_8x7b", 4, MIXTRAL4, 1.375, 101.4),
-    "section 2, V2-Lite, text": ("deepseek_v2_lite", 2, LITE, 1.25, 73.2),
-    "section 2, Mixtral, 8 layers, forced": ("mixtral_8x7b", 2, MIXTRAL, 1.125, 91.7),
-    "section 2, Mixtral, 8 layers, text": ("mixtral_8x7b", 2, MIXTRAL, 1.5, 93.1),
-    "section 2, Mixtral, 8 layers, expandable segments": ("mixtral_8x7b", 2, MIXTRAL, 1.25, 90.9),
+    "section 2, V2-Lite": ("deepseek_v2_lite", 4, LITE4, 1.125, 117.3),
+    "section 2, V2-Lite, text": ("deepseek_v2_lite", 4, LITE4, 1.25, 120.4),
+    "section 2, Mixtral": ("mixtral_8x7b", 4, MIXTRAL4, 1.125, 98.8),
+    "section 2, Mixtral, text": ("mixtral_8x7b", 4, MIXTRAL4, 1.5, 101.8),
+    "section 2, Mixtral, 8 layers": ("mixtral_8x7b", 2, MIXTRAL, 1.25, 90.9),
     "section 14, dp 4": ("qwen3_30b_a3b", 4, (*LONG4, "--train.global_batch_sequences=4"), 1.125, 67.5),
     "section 14, tp 2": (
         "qwen3_30b_a3b", 4, (*LONG4, "--train.global_batch_sequences=2", "--parallel.tp=2"), 1.125, 44.6,
@@ -111,14 +115,24 @@ RECORDED = {
         "qwen3_30b_a3b", 4, (*LONG4, "--train.global_batch_sequences=2", "--parallel.cp=2"), 1.125, 46.5,
     ),
     "section 14, cp 2 on 2": ("qwen3_30b_a3b", 2, (*LONG, "--parallel.cp=2"), 1.125, 63.0),
-    "section 15, pp 4, zbv": ("qwen3_30b_a3b", 4, ZBV4, 1.0, 94.6),
-    "section 15, 16 microbatches, pp 1": ("qwen3_30b_a3b", 2, (*EP2, MANY), 1.125, 74.8),
+    "section 15, 8 microbatches": ("qwen3_30b_a3b", 4, QWEN_OF_24, 1.125, 93.3),
+    "section 15, 16 microbatches, pp 2 and ep 2": (
+        "qwen3_30b_a3b", 4, (*QWEN_OF_24, "--parallel.pp=2", "--parallel.ep=2"), 1.125, 100.2,
+    ),
+    "section 15, 8 microbatches, pp 4": ("qwen3_30b_a3b", 4, PIPELINE4, 1.0, 94.5),
+    "section 15, 8 microbatches, pp 4, zbv": (
+        "qwen3_30b_a3b", 4, (*ZBV4, "--train.global_batch_sequences=32"), 1.0, 90.3,
+    ),
+    "section 15, 16 microbatches, pp 4, zbv": ("qwen3_30b_a3b", 4, ZBV4, 1.0, 94.6),
+    "section 15, 8 microbatches on 2": ("qwen3_30b_a3b", 2, (*EP2, MANY), 1.125, 74.8),
     "section 15, 16 microbatches, 1f1b": ("qwen3_30b_a3b", 2, (*PIPELINE, MANY), 1.0, 91.0),
     "section 15, 16 microbatches, zbv": ("qwen3_30b_a3b", 2, (*SPLIT, MANY, "--parallel.pp_schedule=zbv"), 1.0, 88.7),
-    "section 15, DeepSeek-V3": ("deepseek_v3", 2, V3_CUT, 1.125, 86.4),
-    "section 15, DeepSeek-V3, 1f1b": ("deepseek_v3", 2, V3_PIPELINE, 1.0, 93.9),
+    "section 15, DeepSeek-V3": ("deepseek_v3", 4, V3_OF_8, 1.125, 106.0),
+    "section 15, DeepSeek-V3, pp 4": ("deepseek_v3", 4, (*V3_OF_8, *V3_ALONE, "--parallel.pp=4"), 1.0, 94.2),
+    "section 15, DeepSeek-V3, 4 layers": ("deepseek_v3", 2, V3_CUT, 1.125, 86.4),
+    "section 15, DeepSeek-V3, 4 layers, pp 2": ("deepseek_v3", 2, (*V3_CUT, *V3_ALONE, "--parallel.pp=2"), 1.0, 93.9),
 }  # fmt: skip
-"""Peaks of recorded steps, with all that the pool of their graph holds."""
+"""Peaks of recorded steps with expandable segments, with all that the pool of their graph holds."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -136,7 +150,7 @@ def test_peak_with_the_pool_of_a_graph_is_near_what_was_measured(name: str) -> N
     recipe = resolve_clones(load_recipe(RECIPES / f"{name_of_recipe}.toml", words), num_gpus)
     assert check_rules(recipe, num_gpus) == []
     estimated = peak_bytes_per_rank(recipe, num_gpus, factor) / 2**30
-    assert estimated == pytest.approx(measured_gib, rel=0.055), estimated / measured_gib
+    assert estimated == pytest.approx(measured_gib, rel=0.035), estimated / measured_gib
 
 
 def test_arena_and_temporaries_of_qwen3_on_eight_ranks() -> None:
@@ -207,8 +221,52 @@ def test_what_attention_kept_is_freed_before_weight_gradients_in_an_arena() -> N
     assert more == pytest.approx((4 - 38 / 13) * activation_bytes_per_rank(part.recipe), rel=1e-6) and more > 2 * 2**30
 
 
+def test_a_pool_is_what_a_snapshot_of_it_has() -> None:
+    """The allocator's, after the capture of a step of DeepSeek-V3's shape (tools/RESULTS.md, section 15): one segment a
+    stream, in GiB."""
+    main, gathering, reducing = 63.74, 5.41, 3.79
+    recipe = load_recipe(RECIPES / "deepseek_v3.toml", ["--parallel.ep=4", *V3_OF_8, "--compile.cudagraph=step"])
+    (part,) = parts_of(recipe, 4)
+    assert gathering_bytes(part) / 2**30 == pytest.approx(gathering, rel=0.005)
+    assert reducing_bytes(part) / 2**30 == pytest.approx(reducing, rel=0.005)
+    outside = parameters_of(part) * 8 + arena_bytes_per_rank(recipe, 1.125, part.places)
+    assert (peak_bytes(part, 1.125) - outside) / 2**30 == pytest.approx(main + gathering + reducing, rel=0.01)
+
+
+def test_what_is_gathered_second_lies_where_the_share_of_the_first_was_or_behind() -> None:
+    """Embedding and head, then a block, or a block, then its experts, as FSDP gathers them; nothing on one rank."""
+    words = ["--model.num_layers=2", "--parallel.ep=4", "--parallel.expert_clones=0", "--compile.cudagraph=step"]
+    gathered = {}
+    for name, num_ranks, vocabulary in (("within", 4, 151_936), ("behind", 4, 2048), ("experts", 8, 2048)):
+        recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--model.vocab_size={vocabulary}"])
+        gathered[name] = gathering_bytes(parts_of(recipe, num_ranks)[0]) / 2
+    width = 2048
+    block = width * (128 * (32 + 2 * 4) + 32 * 128 + 128 + 3) + 2 * 128  # attention, router, norms
+    root = 2 * 151_936 * width
+    assert gathered["within"] == root * 5 / 4
+    assert gathered["behind"] == 2 * 2048 * width + block * 5 / 4
+    experts = 32 * 3 * width * 768
+    assert gathered["experts"] == block + experts * 3 / 2, "sharded over edp 2"
+    alone = ["--parallel.ep=1", "--parallel.dispatcher=local", "--parallel.overlap=none"]
+    assert gathering_bytes(parts_of(load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, *alone]), 1)[0]) == 0
+
+
+def test_a_pool_has_the_messages_of_all_microbatches() -> None:
+    """A rank between two others sends two of each and receives two; with `zbv` its two stages have as many each, but
+    the last rank's are neighbours of each other, and the first rank's have one end each."""
+    tensor = 16_384 * 2048 * 2
+    words = ["--model.num_layers=24", *PIPELINE4, "--compile.cudagraph=step"]
+    plain, zbv = (
+        [message_bytes(part) / tensor / 8 for part in parts_of(load_recipe(RECIPES / "qwen3_30b_a3b.toml", more), 4)]
+        for more in (words, [*ZBV4, "--train.global_batch_sequences=32"])
+    )
+    assert plain == [2, 4, 4, 2]
+    assert zbv == [4, 8, 8, 4]
+
+
 def test_replayed_microbatches_have_gradients_from_the_beginning() -> None:
-    """Launched ones make them in the first backward. Parameters, moments and arena lie beside the graph's pool too."""
+    """Launched ones make them in the first backward. Parameters, moments and arena lie beside the graph's pool too; in
+    it are gathered parameters, and reduced gradients that are added to those outside."""
     words = ["--parallel.accumulate_unsharded=false", "--train.global_batch_sequences=8"]
     off, microbatch = (
         parts_of(load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*EP2, *words, f"--compile.cudagraph={extent}"]), 2)[0]
@@ -216,8 +274,10 @@ def test_replayed_microbatches_have_gradients_from_the_beginning() -> None:
     )
     beside_pool = 8 * parameters_of(off) + arena_bytes_per_rank(off.recipe, 1.125, off.places)
     in_pool = peak_bytes(off, 1.125) - beside_pool
-    more = peak_bytes(microbatch, 1.125) - peak_bytes(off, 1.125)
-    assert more == pytest.approx(4 * parameters_of(off) + POOL_EXCESS * in_pool, rel=1e-6)
+    root = 2 * 151_936 * 2048
+    assert graph_bytes(off) == 0
+    expected = 4 * parameters_of(off) + FRAGMENTATION * in_pool + root * 3 / 2 * 2 + root / 2 * 4
+    assert graph_bytes(microbatch) == pytest.approx(expected, rel=1e-6)
 
 
 def test_copies_of_a_pipelines_experts_last_for_the_step() -> None:

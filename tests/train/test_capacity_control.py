@@ -11,7 +11,6 @@ from torch import Tensor
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.plan.loads import LayerLoads
-from titan_moe.plan.peak import POOL_EXCESS
 from titan_moe.train.capacity_control import (
     CALIBRATION_STEPS,
     MANY_OVERFLOWS,
@@ -185,16 +184,12 @@ def test_largest_factor_is_that_of_every_place(monkeypatch: pytest.MonkeyPatch, 
     assert largest_factor(memory) == 2.125, "half of the room"
 
 
-@pytest.mark.parametrize(("outside_mib", "factor"), [(None, 4.375), (0, 3.625), (200, 4.0)])
-def test_largest_factor_leaves_room_for_the_pool_of_the_first_recording(
-    memory: PeakMemory, monkeypatch: pytest.MonkeyPatch, outside_mib: int | None, factor: float
+@pytest.mark.parametrize(("num_mib", "factor"), [(0, 4.375), (60, 3.625)])
+def test_largest_factor_leaves_room_for_the_first_recording(
+    memory: PeakMemory, monkeypatch: pytest.MonkeyPatch, num_mib: int, factor: float
 ) -> None:
-    """A step has 400 MiB of tensors beside the arena and the 95 MiB between steps: 60 MiB more in a pool of all."""
-    arena = memory.capacity.arena
-    assert arena is not None and POOL_EXCESS == 0.15
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: arena.num_bytes + 95 * MIB)
     leave(355, monkeypatch)
-    memory.bytes_outside_pool = None if outside_mib is None else outside_mib * MIB
+    memory.bytes_of_first_recording = num_mib * MIB
     assert largest_factor(memory) == factor
 
 

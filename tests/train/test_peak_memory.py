@@ -10,7 +10,6 @@ from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.plan.loads import LayerLoads
-from titan_moe.plan.peak import POOL_EXCESS
 from titan_moe.train.capacity_control import CALIBRATION_STEPS, CapacityControl
 from titan_moe.train.peak_memory import PeakMemory
 from titan_moe.train.step_runner import StepRunner
@@ -141,20 +140,11 @@ def test_pools_of_recordings_count_whole_until_they_are_released(step: Step, mon
     assert run.memory.bytes_beside_arena == with_pools and run.memory.idle_pool_bytes == 0
 
 
-@pytest.mark.parametrize("extent", ["off", "step", "microbatch"])
-def test_the_pool_of_the_first_recording_is_expected_until_there_is_one(
-    step: Step, monkeypatch: pytest.MonkeyPatch, extent: str
-) -> None:
-    monkeypatch.setattr("titan_moe.train.step_runner.replace", lambda step, **_: step)
-    weight, arena, gradients = torch.zeros(GIB // 8, device="meta"), step.capacity.arena, GIB // 2
-    step.optimizers, step.forward_backward = SimpleNamespace(parameters=[weight]), None
-    run = runner_of(step, extent=extent, make_recorder=lambda: SimpleNamespace(run=lambda function: function()))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: arena.num_bytes + GIB)
-    assert run.memory.expected_idle_pool_bytes == 0, "no step yet"
-    step.plan((5 * GIB, 1.0))
-    run(BATCH)
-    in_pool = {"off": 0, "step": 4 * GIB, "microbatch": 4 * GIB - gradients}[extent]
-    assert run.memory.expected_idle_pool_bytes == round(POOL_EXCESS * in_pool)
-    run.memory.hold_in_pools(GIB)
-    run.memory.hold_in_pools(0)
-    assert run.memory.expected_idle_pool_bytes == 0, "the peak counts that of the first"
+def test_the_pool_of_the_first_recording_is_expected_until_there_is_one(step: Step) -> None:
+    memory = PeakMemory(step.capacity, 3 * GIB)
+    memory.hold_in_pools(0)
+    assert memory.bytes_of_first_recording == 3 * GIB
+    memory.device = torch.device("cuda")
+    memory.hold_in_pools(GIB)
+    memory.hold_in_pools(0)
+    assert memory.bytes_of_first_recording == 0, "the peak counts that of the first"

@@ -13,10 +13,11 @@ Four moments of a step may have the peak:
 
 The estimate counts the tensors that compiled blocks keep. It leaves out workspaces of libraries, symmetric memory, the
 parameters of blocks that are gathered at a time, and messages between stages. With `perf.kernels = "auto"` the loss is
-PyTorch's, which needs more than Triton's. Free memory between tensors is counted in the pool of a CUDA graph alone,
-where no other tensor can use it.
+PyTorch's, which needs more than Triton's. Free memory between tensors, and of other streams, is counted in the pool of
+a CUDA graph alone, where no other tensor can use it (graph_pool.py).
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from titan_moe.config.arena import has_arena
@@ -25,6 +26,7 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
 from titan_moe.plan.count import expert_width
+from titan_moe.plan.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reduced_bytes, reducing_bytes
 from titan_moe.plan.loads import layer_loads
 from titan_moe.plan.memory import (
     arena_bytes_per_rank,
@@ -37,9 +39,6 @@ from titan_moe.plan.memory import (
 from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 from titan_moe.plan.replicated_grads import flat_copy_bytes
-
-POOL_EXCESS = 0.15
-"""Of the bytes of a graph's tensors at their peak, what its pool holds more (tools/RESULTS.md, section 15)."""
 
 
 def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
@@ -80,11 +79,26 @@ def peak_bytes(part: Part, capacity_factor: float, experts: str = "fused") -> in
     accumulated = reduce if is_once and not is_first else 0
     end = gradients + delayed + temporary + copies + of_root * (compute + accumulated)
     end += max(num_kept - 1, 0) * of_one  # of the others in flight
-    reduced = copies + of_root * (reduce + (accumulated or compute))
-    after = gradients + max(reduced, flat_copy_bytes(part))
-    most = max(begin, end, after)
-    in_pool = 0 if recipe.compile.cudagraph == "off" else most - gradients_stay * gradients
-    return round(state + arena + most + POOL_EXCESS * in_pool)
+    reductions = copies + of_root * (reduce + (accumulated or compute))
+    after = gradients + max(reductions, flat_copy_bytes(part))
+    if recipe.compile.cudagraph == "off":
+        return round(state + arena + max(begin, end, after))
+    has_sums, reduced = gradients_stay or not (is_once or is_first), reduced_bytes(part)
+    on_main_stream = max(begin - has_sums * reduced, end - reduced, after - reduced)
+    outside = state + arena
+    if gradients_stay:
+        outside += gradients
+        on_main_stream -= gradients - reduced
+    on_others = gathering_bytes(part) + reducing_bytes(part) + message_bytes(part)
+    return round(outside + (1 + FRAGMENTATION) * on_main_stream + on_others)
+
+
+def graph_bytes(part: Part, capacity_factor: float = 1.0, experts: str = "fused") -> int:
+    """Estimate by how much the CUDA graph of a recipe raises the peak of a pipeline rank; 0 without one. With an arena,
+    which lies outside the graph's pool, this is the same for all factors."""
+    launched = replace(part.recipe, compile=replace(part.recipe.compile, cudagraph="off"))
+    whole, alone = (peak_bytes(of, capacity_factor, experts) for of in (part, replace(part, recipe=launched)))
+    return whole - alone
 
 
 def _num_kept(part: Part, experts: str) -> float:

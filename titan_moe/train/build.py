@@ -32,6 +32,8 @@ from titan_moe.parallel.pipeline.agreement import check_one_schedule
 from titan_moe.parallel.pipeline.model import Model, whole_model
 from titan_moe.parallel.pipeline.stages import find_tied_embedding
 from titan_moe.parameters import TENSOR_AXIS
+from titan_moe.plan.peak import graph_bytes
+from titan_moe.plan.pipeline.parts import parts_of
 from titan_moe.precision import policy
 from titan_moe.precision.all_gather import gather_in_fp8
 from titan_moe.train.capacity_control import CapacityControl, largest_factor
@@ -86,7 +88,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         tied=() if tied is None else tuple(tied.weights),
         replicated=_replicated_grads(recipe, meshes, optimizers),
     )
-    memory = PeakMemory(capacity)
+    memory = PeakMemory(capacity, _bytes_of_a_graph(recipe, meshes))
     runner = StepRunner(
         step,
         schedule,
@@ -115,6 +117,13 @@ def _replicated_grads(recipe: Recipe, meshes: Meshes, optimizers: Optimizers) ->
         return None
     group = meshes.dense[TENSOR_AXIS].get_group()
     return ReplicatedGrads(optimizers.parameters, group, fsdp.DTYPES[recipe.precision.reduce])
+
+
+def _bytes_of_a_graph(recipe: Recipe, meshes: Meshes) -> int:
+    """By how much a CUDA graph raises the peak on this rank, estimated; 0 without one."""
+    if recipe.compile.cudagraph == "off":
+        return 0
+    return graph_bytes(parts_of(recipe, meshes.sizes.world)[meshes.dense.get_local_rank("pp")])
 
 
 def _capacity_control(recipe: Recipe, memory: PeakMemory) -> CapacityControl | None:

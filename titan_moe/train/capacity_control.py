@@ -113,14 +113,14 @@ def round_up(factor: float) -> float:
 
 def largest_factor(memory: PeakMemory) -> float:
     """The largest factor of an arena that the memory of every rank holds, by the peak of the steps so far and what the
-    first recording will hold beside it; infinite without an arena or a GPU. A collective call."""
+    first recording will add to it; infinite without an arena or a GPU. A collective call."""
     capacity, device = memory.capacity, memory.device
     arena, loads = capacity.arena, capacity.loads
     if arena is None or loads is None or device.type != "cuda":
         return math.inf
     free, total = torch.cuda.mem_get_info(device)
     of_others = total - free - torch.cuda.memory_reserved(device)
-    beside_arena = memory.bytes_beside_arena + memory.expected_idle_pool_bytes
+    beside_arena = memory.bytes_beside_arena + memory.bytes_of_first_recording
     room = total * (1 - RESERVED_SHARE) - of_others - beside_arena
     factor = capacity.need.new_tensor(loads.largest_factor(*arena.room_bytes, room))
     dist.all_reduce(factor, dist.ReduceOp.MIN)

@@ -7,7 +7,6 @@ import torch
 
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.metrics.throughput import GIB, peak_memory_gib
-from titan_moe.plan.peak import POOL_EXCESS
 
 
 class PeakMemory:
@@ -20,7 +19,9 @@ class PeakMemory:
     On a CPU `gib` is the peak of the process, and `bytes_beside_arena` is 0.
     """
 
-    def __init__(self, capacity: ExpertCapacity) -> None:
+    def __init__(self, capacity: ExpertCapacity, bytes_of_first_recording: int = 0) -> None:
+        self.bytes_of_first_recording = bytes_of_first_recording
+        """By how much it will raise the peak, estimated; 0 once there has been one, whose pool the peak counts."""
         self.capacity, self.device = capacity, capacity.need.device
         self.idle_pool_bytes = 0
         """Of the recordings that exist."""
@@ -28,9 +29,6 @@ class PeakMemory:
         """The peak between `reset` and the last change of sizes."""
         self.bytes_before_beside_arena = 0
         """The peak without the arena, from the start to the last change of sizes."""
-        self.bytes_outside_pool: int | None = None
-        """Until the first recording, the bytes of a step that its pool will not have, beside what is allocated between
-        steps; None where nothing will be recorded."""
 
     @property
     def gib(self) -> float:
@@ -47,17 +45,6 @@ class PeakMemory:
         arena = self.capacity.arena
         of_arena = 0 if arena is None else arena.num_bytes
         return max(self.bytes_before_beside_arena, self._bytes_now() - of_arena)
-
-    @property
-    def expected_idle_pool_bytes(self) -> int:
-        """What the pool of the first recording will hold without a tensor in it, estimated from the peak; 0 once there
-        has been one, which the peak counts. For a call between steps."""
-        if self.bytes_outside_pool is None or self.device.type != "cuda":
-            return 0
-        arena = self.capacity.arena
-        between_steps = torch.cuda.memory_allocated(self.device) - (0 if arena is None else arena.num_bytes)
-        of_tensors = self.bytes_beside_arena - between_steps - self.bytes_outside_pool
-        return round(POOL_EXCESS * max(of_tensors, 0))
 
     def reset(self) -> None:
         """Start a new peak. The one without the arena is kept."""
@@ -82,7 +69,7 @@ class PeakMemory:
         with self.changing():
             self.idle_pool_bytes = num_bytes
         if num_bytes:
-            self.bytes_outside_pool = None
+            self.bytes_of_first_recording = 0
 
     def _bytes_now(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) + self.idle_pool_bytes

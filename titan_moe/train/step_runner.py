@@ -66,12 +66,10 @@ class StepRunner:
         self.num_warm_ups = self.num_warm_ups_before = NUM_WARM_UPS
         self.warm_up = recorder.run
         if extent == "step":
-            self.memory.bytes_outside_pool = 0
             self.replay = self.captured = Captured(self.step, recorder)
             self.release_recordings = self.captured.release
         else:
             parameters = self.step.optimizers.parameters
-            self.memory.bytes_outside_pool = sum(local(parameter).nbytes for parameter in parameters)  # gradients
             microbatches = CapturedMicrobatches(self.step.forward_backward, parameters, recorder)
             self.replay = replace(self.step, forward_backward=microbatches)
             self.captured, self.release_recordings = microbatches.captured, microbatches.release

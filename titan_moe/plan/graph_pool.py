@@ -1,0 +1,90 @@
+"""What the memory pool of a CUDA graph holds beside the tensors of the stream that computes.
+
+A pool has memory for each stream apart, which no other stream can use. FSDP gathers parameters on one stream and
+allocates reduced gradients on another. Messages between pipeline stages are tensors that two streams use, whose memory
+PyTorch does not use again before the capture ends: a pool holds those of all microbatches.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from titan_moe.config.parallel import resolve
+from titan_moe.config.precision import BYTES_OF_DTYPE
+from titan_moe.config.recipe import microbatch_tokens, num_microbatches
+from titan_moe.plan.count import count_parameters
+from titan_moe.plan.memory import experts_per_rank
+from titan_moe.plan.pipeline.parts import Part
+
+FRAGMENTATION = 0.02
+"""Of the bytes of the computing stream's tensors at their peak, what is free between them (tools/RESULTS.md, section
+15)."""
+
+
+class Group(NamedTuple):
+    """Parameters that FSDP gathers at once."""
+
+    parameters: float
+    num_ranks: int
+
+
+def gathering_bytes(part: Part) -> float:
+    """The bytes of a pool on the stream that gathers: parameters of two groups, one after the other, and the rank's own
+    share of one. On one rank FSDP copies parameters on the computing stream."""
+    compute = BYTES_OF_DTYPE[part.recipe.precision.compute]
+    root, block, *experts = groups_of(part)
+    pairs = [(root, block), *((block, group) for group in experts)]
+    return max(_gathered_elements(one, other) for one, other in pairs) * compute
+
+
+def _gathered_elements(one: Group, other: Group) -> float:
+    """Elements of two groups that are gathered after another. The second is where the share of the first was, if it has
+    room there."""
+    wholes = [group.parameters if group.num_ranks > 1 else 0.0 for group in (one, other)]
+    shares = [whole / group.num_ranks for whole, group in zip(wholes, (one, other), strict=True)]
+    if wholes[1] + shares[1] <= shares[0]:
+        return wholes[0] + shares[0]
+    return sum(wholes) + max(shares)
+
+
+def reduced_bytes(part: Part) -> float:
+    """The bytes of a rank's shards of gradients, which FSDP reduces. Those of unsharded experts are added up by the
+    computing stream."""
+    sizes = resolve(part.recipe.parallel, part.world_size)
+    shards = part.count.dense_per_tp_rank(sizes.tp) / sizes.fsdp
+    if not sizes.experts_are_unsharded(part.recipe.precision):
+        shards += experts_per_rank(part.recipe) / sizes.edp
+    return shards * BYTES_OF_DTYPE[part.recipe.precision.master]
+
+
+def reducing_bytes(part: Part) -> float:
+    """The bytes of a pool on the stream that reduces: the shards of gradients, unless they lie outside the pool, and
+    those of the largest group beside the sum of the microbatches before."""
+    recipe, has_sums = part.recipe, part.recipe.compile.cudagraph == "microbatch"
+    is_once = recipe.parallel.accumulate_unsharded or num_microbatches(recipe, part.world_size) == 1
+    largest = max(group.parameters / group.num_ranks for group in groups_of(part))
+    added = 0.0 if is_once and not has_sums else largest * BYTES_OF_DTYPE[recipe.precision.reduce]
+    return added + (0.0 if has_sums else reduced_bytes(part))
+
+
+def message_bytes(part: Part) -> float:
+    """The bytes of all messages of a rank in a step, to and from other stages."""
+    recipe = part.recipe
+    num_messages = part.num_messages * num_microbatches(recipe, part.world_size)
+    elements = microbatch_tokens(recipe) * recipe.model.hidden_size
+    return num_messages * elements * BYTES_OF_DTYPE[recipe.precision.compute]
+
+
+def groups_of(part: Part) -> list[Group]:
+    """The groups of a rank's parameters in the order in which FSDP gathers them: embedding and head, in a pipeline the
+    larger one, then the first block, and its experts, if they are sharded."""
+    recipe, count = part.recipe, part.count
+    sizes = resolve(recipe.parallel, part.world_size)
+    ends = (count.embedding, count.head)
+    root = (sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp
+    is_dense = recipe.model.num_moe_layers < recipe.model.num_layers  # dense layers come first
+    layer = replace(recipe.model, num_layers=min(recipe.model.num_layers, 1), num_dense_layers=int(is_dense))
+    block = replace(count_parameters(layer), embedding=0, head=0).dense_per_tp_rank(sizes.tp)
+    groups = [Group(root, sizes.fsdp), Group(block, sizes.fsdp)]
+    if recipe.model.num_moe_layers and not sizes.experts_are_unsharded(recipe.precision):
+        groups.append(Group(experts_per_rank(recipe) / recipe.model.num_moe_layers, sizes.edp))
+    return groups
