@@ -142,6 +142,7 @@ class Exchanges:
         """Count the messages that are not what their stage has sent."""
         for stage, message in received.items():
             self.num_wrong += (message.wait() != self.sent[stage][number % NUM_SAMPLES]).any()
+            self.messages.free(message.tensor)
         self.messages.finish()
 
     def forward(self, number: int) -> tuple[Sample, Tensor, list[Tensor]]:

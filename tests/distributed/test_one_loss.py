@@ -30,6 +30,7 @@ from titan_moe.config.train import DataConfig, OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.layers.router import TopKRouter
 from titan_moe.parallel.mesh import Meshes
+from titan_moe.parallel.pipeline.messages import Messages
 from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.train.build import assemble
 
@@ -135,6 +136,18 @@ def starve(router: TopKRouter, num_starved: int) -> None:
     bias_E[len(bias_E) - num_starved :] = float("-inf")
 
 
+@contextmanager
+def spoiling_messages() -> Iterator[None]:
+    """Fill the buffers of messages between stages with NaN when they are free for others."""
+    free = Messages.free
+
+    def spoil(self: Messages, buffer: Tensor) -> None:
+        free(self, buffer.fill_(torch.nan))
+
+    with mock.patch.object(Messages, "free", spoil):
+        yield
+
+
 def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[str, Any]:
     """Run the first steps on this rank; the fields of a Trace."""
     meshes, _, parts, _, _, step_runner = assemble(run, torch.device("cpu"))
@@ -156,7 +169,7 @@ def train(run: Recipe, num_starved: int = -1, num_steps: int = STEPS) -> dict[st
         is_observed = index == 0 and step_runner.control is None
         if index == 0 and not is_observed:  # the first step has no bound, so blocks of one graph would run eagerly
             trace.grads = first_gradients(step, parts, batch)
-        with observing_gradients(step, parts, trace.grads) if is_observed else nullcontext():
+        with spoiling_messages(), observing_gradients(step, parts, trace.grads) if is_observed else nullcontext():
             result = step_runner(batch)
         trace.losses.append(result.loss.item())
         trace.aux_losses.append(result.aux_loss.item())

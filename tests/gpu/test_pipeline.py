@@ -246,6 +246,7 @@ def exchange_beside_messages(num_exchanges: int) -> tuple[int, int]:
         for result, before in zip(results, first[number % len(plans)], strict=True):
             wrong[0] += (result != before).any()
         wrong[1] += (arrived.wait() != expected).any()
+        messages.free(arrived.tensor)
     messages.finish()
     num_wrong = tuple(wrong.tolist())
     close_symm_memory(stage)

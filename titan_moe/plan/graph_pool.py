@@ -1,8 +1,8 @@
 """What the memory pool of a CUDA graph holds beside the tensors of the stream that computes.
 
 A pool has memory for each stream apart, which no other stream can use. FSDP gathers parameters on one stream and
-allocates reduced gradients on another. Messages between pipeline stages are tensors that two streams use, whose memory
-PyTorch does not use again before the capture ends: a pool holds those of all microbatches.
+allocates reduced gradients on another. Messages between pipeline stages have buffers, as two streams use them: PyTorch
+does not use the memory of such a tensor again before the capture ends.
 """
 
 from dataclasses import replace
@@ -67,11 +67,9 @@ def reducing_bytes(part: Part) -> float:
 
 
 def message_bytes(part: Part) -> float:
-    """The bytes of all messages of a rank in a step, to and from other stages."""
-    recipe = part.recipe
-    num_messages = part.num_messages * num_microbatches(recipe, part.world_size)
-    elements = microbatch_tokens(recipe) * recipe.model.hidden_size
-    return num_messages * elements * BYTES_OF_DTYPE[recipe.precision.compute]
+    """The bytes of buffers of messages to and from other ranks, beside the activations in flight."""
+    elements = microbatch_tokens(part.recipe) * part.recipe.model.hidden_size
+    return part.num_messages * elements * BYTES_OF_DTYPE[part.recipe.precision.compute]
 
 
 def groups_of(part: Part) -> list[Group]:

@@ -12,7 +12,7 @@ graph, before delayed weight gradients, and they do not run for pieces. So with 
 hooks never reduce gradients: these are accumulated, and reduced after the last action of the stage.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -101,6 +101,8 @@ class StepRun:
         self.pipeline, self.scale, self.stages = pipeline, scale, pipeline.stages
         self.microbatches, self.entries, self.messages = list(batch.microbatches()), entries, messages
         self.places = Places(pipeline.capacity, pipeline.stages_with_experts)
+        self.received = defaultdict[InFlight, list[Tensor]](list)
+        """The messages of a microbatch, until its gradients are computed: delayed weight gradients may read them."""
         self.inputs: dict[InFlight, Received] = {}
         self.outputs: dict[InFlight, Tensor] = {}
         stages_in_pieces = self.stages if pipeline.runs_in_pieces else ()
@@ -137,6 +139,8 @@ class StepRun:
         for action in halves(entry):
             if action.frees:
                 self.places.free(action.stage, action.microbatch)
+                for message in self.received.pop(action[1:], ()):
+                    self.messages.free(message)
             if action.kind in ENDS:
                 self._end_backward(action.stage)
 
@@ -159,11 +163,22 @@ class StepRun:
             case "send_activation":
                 self.messages.send(self.outputs.pop(key), rank_of(stage + 1))
             case "receive_activation":
-                self.inputs[key] = self.messages.receive(rank_of(stage - 1))
+                self.inputs[key] = self._receive(key, rank_of(stage - 1))
             case "send_gradient":
                 self.messages.send(self.input_grads.pop(key), rank_of(stage - 1))
             case "receive_gradient":
-                self.output_grads[key] = self.messages.receive(rank_of(stage + 1))
+                self.output_grads[key] = self._receive(key, rank_of(stage + 1))
+
+    def _receive(self, key: InFlight, rank: int) -> Received:
+        received = self.messages.receive(rank)
+        self.received[key].append(received.tensor)
+        return received
+
+    def _beside_messages(self, key: InFlight, tensor: Tensor) -> Tensor:
+        """What a stage returns, which lasts longer than the messages of the microbatch: a copy if it is one of them, as
+        a stage without layers returns what it gets."""
+        storages = [message.untyped_storage().data_ptr() for message in self.received[key]]
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
 
     def _run_pair(self, pair: Pair) -> None:
         """Both begin when both can; a wait in between would stop the other one too."""
@@ -177,14 +192,14 @@ class StepRun:
     def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
         key = stage, microbatch
         tokens_BN, *labels_and_ids = self.microbatches[microbatch]
-        x = tokens_BN if stage == 0 else self.inputs.pop(key).wait().requires_grad_()
+        x = tokens_BN if stage == 0 else self.inputs.pop(key).wait().detach().requires_grad_()
         is_last = stage == self.pipeline.last_stage
         inputs = *labels_and_ids, self.scale if is_last else None, self._delaying(key)
         in_pieces = self.in_pieces.get(stage)
         run = WholeRun(self.stages[stage], *inputs) if in_pieces is None else RunInPieces(in_pieces, *inputs)
         self.runs[key] = run
         with self.places.forward_of(stage, microbatch):
-            out = yield from run.forward(x)
+            out = self._beside_messages(key, (yield from run.forward(x)))
         if is_last:
             self.losses.append(out)
             self.output_grads[key] = Received(torch.ones_like(out), None)
@@ -211,6 +226,7 @@ class StepRun:
         if stage == 0:
             return
         assert grad is not None, f"stage {stage} does not depend on the stage before it"
+        grad = self._beside_messages(key, grad)
         if stage - 1 in self.stages:
             self.output_grads[stage - 1, microbatch] = Received(grad, None)
         else:

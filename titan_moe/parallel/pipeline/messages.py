@@ -1,4 +1,8 @@
-"""Activations and their gradients between the stages of a pipeline."""
+"""Activations and their gradients between the stages of a pipeline, in buffers that a rank uses again.
+
+NCCL's messages mark their tensors as used by another stream. What is freed after that during the capture of a CUDA
+graph is not used again before its end, so without buffers a graph would hold the messages of all microbatches.
+"""
 
 from collections import deque
 
@@ -6,10 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_moe.plan.pipeline.action import KEPT_SENDS
 from titan_moe.profile.region import MESSAGES, region
-
-KEPT_SENDS = 4
-"""Number of sent tensors that a rank keeps. Before a further send it waits for the oldest one, and frees it."""
 
 
 def activations_like(tokens_BN: Tensor, tp: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
@@ -49,38 +51,48 @@ class Messages:
     A receive is posted as soon as the schedule allows, and what computes waits for its input. Every pair of ranks posts
     its messages in the same order, which the schedule fixes, so none waits for one behind it. The receive of a message
     is in the peer's list before all that needs a later message of this rank, so a wait for an earlier send is safe too.
+    A message waits for what the current stream has done, so it may write into a buffer that was read before.
     """
 
     def __init__(self, group: dist.ProcessGroup, like: Tensor) -> None:
         """Tensors have the shape, dtype and device of `like`."""
         self.group, self.like = group, like
+        self.idle: list[Tensor] = []
         self.sent = deque[tuple[Tensor, dist.Work | None]]()
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        """Send a tensor to a rank of the group.
+        """Send a copy of a tensor to a rank of the group.
 
         Raises: RuntimeError for another shape or dtype than the receiver has room for.
         """
         check_activation(tensor, self.like)
-        tensor = tensor.contiguous()
         with region(MESSAGES):
             if len(self.sent) == KEPT_SENDS:
-                self._free_oldest()
-            self.sent.append((tensor, dist.isend(tensor, group=self.group, group_dst=rank)))
+                self._finish_oldest()
+            buffer = self._buffer().copy_(tensor.detach())
+            self.sent.append((buffer, dist.isend(buffer, group=self.group, group_dst=rank)))
 
     def receive(self, rank: int) -> Received:
-        """Receive a tensor from a rank of the group."""
-        tensor = torch.empty_like(self.like)
+        """Receive a tensor from a rank of the group. It is valid until it is given to `free`."""
+        buffer = self._buffer()
         with region(MESSAGES):
-            return Received(tensor, dist.irecv(tensor, group=self.group, group_src=rank))
+            return Received(buffer, dist.irecv(buffer, group=self.group, group_src=rank))
+
+    def free(self, buffer: Tensor) -> None:
+        """Let another message use a received tensor, after all that the current stream still reads of it."""
+        self.idle.append(buffer)
 
     def finish(self) -> None:
-        """Wait for all that was sent, and free it."""
+        """Wait for all that was sent."""
         with region(MESSAGES):
             while self.sent:
-                self._free_oldest()
+                self._finish_oldest()
 
-    def _free_oldest(self) -> None:
-        _, work = self.sent.popleft()
+    def _buffer(self) -> Tensor:
+        return self.idle.pop() if self.idle else torch.empty_like(self.like)
+
+    def _finish_oldest(self) -> None:
+        buffer, work = self.sent.popleft()
         if work is not None:
             work.wait()
+        self.free(buffer)

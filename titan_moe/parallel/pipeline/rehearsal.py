@@ -43,6 +43,9 @@ class StandIns:
         rows."""
         return Received(torch.empty_like(self.like).normal_(generator=self.generator), None)
 
+    def free(self, buffer: Tensor) -> None:
+        """Drop a received tensor."""
+
     def finish(self) -> None:
         """Nothing was sent."""
 

@@ -14,6 +14,9 @@ Kind = Literal[
     "receive_gradient",
 ]
 
+KEPT_SENDS = 4
+"""Sent tensors that a rank keeps. Before a further send it waits for the oldest one, and uses its buffer."""
+
 
 class Action(NamedTuple):
     """One action of a rank's list. `backward` is whole: `backward_input` and `backward_weight` together."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 from titan_moe.config.arena import has_arena
 from titan_moe.config.gemms import gemm_modules, why_kept
-from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.plan.count import ParameterCount, count_parameters
@@ -13,7 +12,7 @@ from titan_moe.plan.pipeline.action import Entry
 from titan_moe.plan.pipeline.flops import flops_of_stage
 from titan_moe.plan.pipeline.places import ArenaPlaces, arena_places
 from titan_moe.plan.pipeline.schedules import entries_of
-from titan_moe.plan.pipeline.simulation import max_before_backward, max_delayed, max_held
+from titan_moe.plan.pipeline.simulation import max_before_backward, max_delayed, max_held, max_messages
 from titan_moe.plan.pipeline.stages import stages_of, stages_of_rank
 from titan_moe.plan.pipeline.weight_grads import obstacle_of, splits_backward
 
@@ -35,7 +34,7 @@ class Part:
     num_delayed: float = 0.0
     """Of these, in the same way, the largest number that waits for weight gradients of routed experts."""
     num_messages: int = 0
-    """For each microbatch, the number of tensors that the rank sends to others or receives from them."""
+    """The most buffers of messages to and from other ranks at a time, beside the activations in flight."""
     places: ArenaPlaces | None = None
     """The places of the rank's arena; None without a pipeline."""
     run: Recipe | None = None
@@ -80,7 +79,7 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
             num_in_flight=in_flight(recipe, world_size, rank),
             num_before_backward=_most(recipe, world_size, rank, max_before_backward),
             num_delayed=delayed(recipe, world_size, rank),
-            num_messages=_num_messages(recipe.parallel, rank),
+            num_messages=max_messages(entries_of(p, _few_microbatches(recipe, world_size))[rank]),
             places=arena_places(recipe, rank, world_size),
             run=recipe,
         )
@@ -99,13 +98,6 @@ def _precision_of(recipe: Recipe, layers: list[int]) -> PrecisionConfig:
         if module.layer in layers and precision.format_of(module.part) != "compute" and why_kept(recipe, module)
     )
     return replace(precision, modules_in_compute=kept, num_layers_at_start_in_compute=0, num_layers_at_end_in_compute=0)
-
-
-def _num_messages(p: ParallelConfig, rank: int) -> int:
-    """Activations and their gradients between the stages of a rank and their neighbours on other ranks."""
-    own = stages_of_rank(rank, p)
-    neighbours = [other for stage in own for other in (stage - 1, stage + 1) if 0 <= other < p.pp * p.vpp]
-    return sum(2 for other in neighbours if other not in own)
 
 
 def _layers(names: Iterable[str]) -> list[int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titan_moe.plan.pipeline.action import Action, Entry, Pair, flat, halves
+from titan_moe.plan.pipeline.action import KEPT_SENDS, Action, Entry, Pair, flat, halves
 
 BACKWARDS = "backward", "backward_input"
 """The actions that compute gradients of activations."""
@@ -141,6 +141,27 @@ def max_before_backward(actions: Iterable[Entry], size_of: Mapping[int, float]) 
 def max_delayed(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float:
     """The same of microbatches between `backward_input` and `backward_weight`."""
     return _max_between(actions, size_of, lambda action: action.delays - (action.kind == "backward_weight"))
+
+
+def max_messages(actions: Iterable[Entry]) -> int:
+    """The most buffers of messages that a rank has at once (parallel/pipeline/messages.py), but for received
+    activations that a stage keeps for its backward anyhow."""
+    received = dict[tuple[int, int], int]()  # by stage and microbatch, without what the stage keeps
+    activations = set[tuple[int, int]]()
+    num_sent = most = 0
+    for action in flat(actions):
+        key = action[1:]
+        if action.kind.startswith("send"):
+            num_sent = min(num_sent + 1, KEPT_SENDS)
+        elif action.kind.startswith("receive"):
+            received[key] = received.get(key, 0) + 1
+            activations |= {key} if action.kind == "receive_activation" else set()
+        elif action.frees:
+            received.pop(key, None)
+        elif key in activations:  # the forward keeps it, and backward_input leaves it to delayed weight gradients
+            received[key] += -1 if action.kind == "forward" else 1
+        most = max(most, num_sent + sum(received.values()))
+    return most
 
 
 def _max_between(actions: Iterable[Entry], size_of: Mapping[int, float], change: Callable[[Action], int]) -> float:
