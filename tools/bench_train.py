@@ -33,14 +33,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from operator import attrgetter
 from pathlib import Path
 
 from rank_processes import Result, run_jobs, run_ranks
 from result_table import Row, append, bubble_share, facts_of, flops_per_token, peer_facts, section, table
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
+from titan_moe.config.model import ModelConfig
 from titan_moe.config.parse import split_overrides
 from titan_moe.config.recipe import num_microbatches
+from titan_moe.plan.count import count_parameters
 
 WORKER = Path(__file__).with_name("time_steps.py")
 PEER = Path(__file__).with_name("peer_torchtitan.py")
@@ -52,9 +55,12 @@ PEER_SCHEDULES = {
     "dualpipev": "DualPipeV",
 }
 """`parallel.pp_schedule` -> its name in torch, which torchtitan takes."""
+PEER_SIZES = ("num_layers", "num_dense_layers", "moe.num_experts", "moe.num_groups", "moe.top_k_groups")
+"""Fields of `[model]` that may differ from torchtitan's shape. peer_torchtitan.py has options of their last words."""
 PEER_CP_OPTIONS = ("--recompute=none", "--attention=cudnn")
 """With CP, torchtitan's blocks fail if they are compiled and recomputed selectively; without recompute they run."""
-PEER_MODELS = {"qwen3_30b_a3b": "qwen3_30b_a3b", "deepseek_v2_lite": "deepseek_v2_lite"}
+PEER_MODELS = ("qwen3_30b_a3b", "deepseek_v2_lite", "deepseek_v3")
+"""Recipes whose shapes torchtitan has, under the names that peer_torchtitan.py has for them."""
 ROUTINGS = {"natural": (), "forced": ("--train.forced_load=balanced",)}
 """Routing -> its overrides."""
 TAKES_ARGUMENTS = ("--vary", "--peer-args")
@@ -161,6 +167,8 @@ def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
             problems.append('--profile needs a GPU, but run.device = "cpu"; omit it')
     elif candidate.recipe.stem not in PEER_MODELS:
         problems = [f"torchtitan has no {candidate.recipe.stem}"]
+    elif not _has_shape_of(load_recipe(candidate.recipe).model, recipe.model):
+        problems = [f"of torchtitan's {candidate.recipe.stem} only {', '.join(PEER_SIZES)} may be other numbers"]
     elif recipe.train.forces_load and recipe.train.forced_load != "balanced":
         problems = [f'torchtitan has no train.forced_load = "{recipe.train.forced_load}"']
     elif recipe.parallel.vpp > 2:
@@ -191,10 +199,10 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
     """Time torchtitan with the same model, depth, tokens and expert parallelism."""
     train, p = recipe.train, recipe.parallel
     options = [
-        f"--model={PEER_MODELS[candidate.recipe.stem]}",
+        f"--model={candidate.recipe.stem}",
         f"--steps={args.steps}",
         f"--warmup={args.warmup}",
-        f"--num-layers={recipe.model.num_layers}",
+        *_peer_sizes(load_recipe(candidate.recipe).model, recipe.model),
         f"--seq={train.seq_len_tokens}",
         f"--batch={train.global_batch_sequences * p.tp * p.cp * p.pp // args.nproc}",
         f"--ep={p.ep}",
@@ -208,6 +216,21 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
         result["torch"] = result["versions"]["torch"]
     recompute = result.get("settings", {}).get("recompute", "unknown")
     return result, peer_facts(recipe, args.nproc, recompute)
+
+
+def _peer_sizes(given: ModelConfig, model: ModelConfig) -> Iterator[str]:
+    """The number of layers, and what else overrides have changed."""
+    for field in PEER_SIZES:
+        size = attrgetter(field)(model)
+        if field == "num_layers" or size != attrgetter(field)(given):
+            yield f"--{field.rpartition('.')[2].replace('_', '-')}={size}"
+
+
+def _has_shape_of(given: ModelConfig, model: ModelConfig) -> bool:
+    """Whether two models have the same parameters, of which a token uses as many, but for `PEER_SIZES`."""
+    moe = replace(model.moe, num_experts=given.moe.num_experts)
+    same = replace(model, num_layers=given.num_layers, num_dense_layers=given.num_dense_layers, moe=moe)
+    return count_parameters(same) == count_parameters(given)
 
 
 def _peer_pipeline(recipe: Recipe, num_ranks: int) -> list[str]:

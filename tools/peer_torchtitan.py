@@ -50,7 +50,11 @@ from torchtitan.protocols.train_spec import TrainSpec, get_train_spec, register_
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
 
-FLAVORS = {"qwen3_30b_a3b": ("qwen3", "30B-A3B"), "deepseek_v2_lite": ("deepseek_v3", "16B")}
+FLAVORS = {
+    "qwen3_30b_a3b": ("qwen3", "30B-A3B"),
+    "deepseek_v2_lite": ("deepseek_v3", "16B"),
+    "deepseek_v3": ("deepseek_v3", "671B"),
+}
 """Name of the shape here -> torchtitan's model and flavor. Its DeepSeek-V3 "16B" has the shape of DeepSeek-V2-Lite."""
 
 PEER = "peer"
@@ -90,6 +94,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=FLAVORS, required=True)
     parser.add_argument("--num-layers", type=int, help="number of layers; default all")
+    parser.add_argument("--num-dense-layers", type=int, help="of DeepSeek's; default as in the model")
+    parser.add_argument("--num-experts", type=int, help="default as in the model")
+    parser.add_argument("--num-groups", type=int, help="of experts, with --top-k-groups; default as in the model")
+    parser.add_argument("--top-k-groups", type=int, help="groups whose experts a token may choose")
     parser.add_argument("--seq", type=int, default=4096, help="tokens per sequence")
     parser.add_argument("--batch", type=int, default=4, help="sequences per data-parallel rank and step")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel degree; divides the number of ranks")
@@ -117,7 +125,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def peer_spec(args: argparse.Namespace) -> TrainSpec:
-    """torchtitan's train spec with another layer count, plain causal attention and random data.
+    """torchtitan's train spec with other numbers of layers, experts and groups, plain causal attention and random data.
 
     The DeepSeek flavor uses document masks, which the comparison does not, so both sides get the causal mask. Flex
     attention requires a tokenizer that it does not use with this mask, so it gets an empty object. torchtitan's Qwen3
@@ -126,9 +134,15 @@ def peer_spec(args: argparse.Namespace) -> TrainSpec:
     name, flavor = FLAVORS[args.model]
     spec = get_train_spec(name)
     model_args = spec.model_args[flavor]
+    groups = {"num_expert_groups": args.num_groups, "num_limited_groups": args.top_k_groups}
+    of_moe = {"num_experts": args.num_experts, **groups}
+    of_layers = {"n_layers": args.num_layers, "n_dense_layers": args.num_dense_layers}
     model_args = replace(
         model_args,
-        n_layers=args.num_layers or model_args.n_layers,
+        **{name: number for name, number in of_layers.items() if number is not None},
+        moe_args=replace(
+            model_args.moe_args, **{name: number for name, number in of_moe.items() if number is not None}
+        ),
         attn_type="flex" if args.attention == "flex" else "sdpa",
         attn_mask_type="causal",
     )

@@ -21,6 +21,7 @@ from titan_moe.config.context import sequence_shard
 from titan_moe.config.parallel import resolve
 from titan_moe.data.packing import Batch
 from titan_moe.parallel.mesh import build_meshes
+from titan_moe.plan.count import count_parameters
 from titan_moe.train.process import process_group
 from titan_moe.train.trainer import run as train
 
@@ -182,6 +183,36 @@ def test_train_benchmark_gives_the_peer_the_same_pipeline(bench: Any) -> None:
     bubbles = [row.facts["pipeline"].partition(", bubble ") for row in rows]
     assert [name for name, _, _ in bubbles] == ["zbv, pp 4, vpp 2", "1f1b, pp 4", "zbv, pp 4"]
     assert 0 < rows[0].bubble_share < rows[1].bubble_share and rows[2].bubble_share is None
+
+
+V3_CUT = """
+--parallel.pp=2 --parallel.ep=2 --parallel.vpp=1 --parallel.pp_layout= --parallel.pp_schedule=1f1b --model.num_layers=8
+--model.num_dense_layers=1 --model.moe.num_experts=32 --model.moe.num_groups=4 --model.moe.top_k_groups=2
+--train.global_batch_sequences=32 --memory.recompute=none
+""".split()
+
+
+def test_train_benchmark_gives_the_peer_the_same_sizes(bench: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that overrides change; another width is refused, as torchtitan's shape has its own."""
+    module, runs = bench
+    recipe, options = str(RECIPES / "deepseek_v3.toml"), ["--nproc=4", "--peer", "--routings=natural", *V3_CUT]
+    module.main([recipe, *options])
+    sizes = ["--num-layers=8", "--num-dense-layers=1", "--num-experts=32", "--num-groups=4", "--top-k-groups=2"]
+    assert set(sizes) <= set(runs[-1]) and {"--batch=16", "--microbatches=8"} <= set(runs[-1])
+    monkeypatch.setattr(sys, "argv", ["", *runs[-1][1:], "--out=unused.json"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    peer = tools("peer_torchtitan")
+    given = peer.parse_args()
+    args = peer.peer_spec(given).model_args["671B"]
+    args.update_from_config(peer.peer_config(given))
+    recipe = load_recipe(recipe, V3_CUT)
+    assert (args.n_layers, args.n_dense_layers, args.dim, args.n_heads) == (8, 1, 7168, 128)
+    assert (args.moe_args.num_experts, args.moe_args.num_expert_groups, args.moe_args.num_limited_groups) == (32, 4, 2)
+    with torch.device("meta"):
+        model = peer.get_train_spec("deepseek_v3").model_cls(args)
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(recipe.model).total
+    rows = module.main([QWEN3, "--nproc=8", "--peer", "--routings=natural", "--model.hidden_size=1024"])
+    assert "of torchtitan's qwen3_30b_a3b only num_layers, num_dense_layers, moe.num_experts" in rows[1].result["error"]
 
 
 def test_train_benchmark_gives_the_peer_the_same_axes(bench: Any) -> None:
