@@ -55,12 +55,16 @@ PEER_SCHEDULES = {
     "dualpipev": "DualPipeV",
 }
 """`parallel.pp_schedule` -> its name in torch, which torchtitan takes."""
-PEER_SIZES = ("num_layers", "num_dense_layers", "moe.num_experts", "moe.num_groups", "moe.top_k_groups")
-"""Fields of `[model]` that may differ from torchtitan's shape. peer_torchtitan.py has options of their last words."""
 PEER_CP_OPTIONS = ("--recompute=none", "--attention=cudnn")
 """With CP, torchtitan's blocks fail if they are compiled and recomputed selectively; without recompute they run."""
-PEER_MODELS = ("qwen3_30b_a3b", "deepseek_v2_lite", "deepseek_v3")
-"""Recipes whose shapes torchtitan has, under the names that peer_torchtitan.py has for them."""
+OF_DEEPSEEK = ("num_layers", "num_dense_layers", "moe.num_experts", "moe.num_groups", "moe.top_k_groups")
+PEER_SIZES = {
+    "qwen3_30b_a3b": ("num_layers", "moe.num_experts"),
+    "deepseek_v2_lite": OF_DEEPSEEK,
+    "deepseek_v3": OF_DEEPSEEK,
+}
+"""Recipe whose shape torchtitan has -> the fields of `[model]` that may differ from it. peer_torchtitan.py has options
+of their last words."""
 ROUTINGS = {"natural": (), "forced": ("--train.forced_load=balanced",)}
 """Routing -> its overrides."""
 TAKES_ARGUMENTS = ("--vary", "--peer-args")
@@ -165,10 +169,11 @@ def _checked(candidate: Candidate, args: argparse.Namespace) -> Recipe:
         problems = check_rules(recipe, args.nproc)
         if args.profile and recipe.run.device == "cpu":
             problems.append('--profile needs a GPU, but run.device = "cpu"; omit it')
-    elif candidate.recipe.stem not in PEER_MODELS:
+    elif candidate.recipe.stem not in PEER_SIZES:
         problems = [f"torchtitan has no {candidate.recipe.stem}"]
-    elif not _has_shape_of(load_recipe(candidate.recipe).model, recipe.model):
-        problems = [f"of torchtitan's {candidate.recipe.stem} only {', '.join(PEER_SIZES)} may be other numbers"]
+    elif not _has_shape_of(candidate, recipe.model):
+        fields = ", ".join(PEER_SIZES[candidate.recipe.stem])
+        problems = [f"of torchtitan's {candidate.recipe.stem} only {fields} may be other numbers"]
     elif recipe.train.forces_load and recipe.train.forced_load != "balanced":
         problems = [f'torchtitan has no train.forced_load = "{recipe.train.forced_load}"']
     elif recipe.parallel.vpp > 2:
@@ -202,7 +207,7 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
         f"--model={candidate.recipe.stem}",
         f"--steps={args.steps}",
         f"--warmup={args.warmup}",
-        *_peer_sizes(load_recipe(candidate.recipe).model, recipe.model),
+        *_peer_sizes(candidate, recipe.model),
         f"--seq={train.seq_len_tokens}",
         f"--batch={train.global_batch_sequences * p.tp * p.cp * p.pp // args.nproc}",
         f"--ep={p.ep}",
@@ -218,18 +223,20 @@ def _time_peer(candidate: Candidate, recipe: Recipe, args: argparse.Namespace) -
     return result, peer_facts(recipe, args.nproc, recompute)
 
 
-def _peer_sizes(given: ModelConfig, model: ModelConfig) -> Iterator[str]:
+def _peer_sizes(candidate: Candidate, model: ModelConfig) -> Iterator[str]:
     """The number of layers, and what else overrides have changed."""
-    for field in PEER_SIZES:
+    given = load_recipe(candidate.recipe).model
+    for field in PEER_SIZES[candidate.recipe.stem]:
         size = attrgetter(field)(model)
         if field == "num_layers" or size != attrgetter(field)(given):
             yield f"--{field.rpartition('.')[2].replace('_', '-')}={size}"
 
 
-def _has_shape_of(given: ModelConfig, model: ModelConfig) -> bool:
-    """Whether two models have the same parameters, of which a token uses as many, but for `PEER_SIZES`."""
-    moe = replace(model.moe, num_experts=given.moe.num_experts)
-    same = replace(model, num_layers=given.num_layers, num_dense_layers=given.num_dense_layers, moe=moe)
+def _has_shape_of(candidate: Candidate, model: ModelConfig) -> bool:
+    """Whether a model has the parameters of torchtitan's shape, of which a token uses as many, but for `PEER_SIZES`."""
+    given, sizes = load_recipe(candidate.recipe).model, PEER_SIZES[candidate.recipe.stem]
+    of_layers = {name: getattr(given, name) for name in sizes if "." not in name}
+    same = replace(model, **of_layers, moe=replace(model.moe, num_experts=given.moe.num_experts))
     return count_parameters(same) == count_parameters(given)
 
 

@@ -276,6 +276,18 @@ def test_a_pool_has_buffers_of_messages() -> None:
     assert eight == many == [5, 5, 5, 5]
 
 
+def test_buffers_of_stages_without_layers_are_counted() -> None:
+    """These keep no activations in which a received one would be counted."""
+    words = [*PIPELINE4, "--model.num_layers=12", "--parallel.vpp=2", "--parallel.pp_schedule=interleaved_1f1b"]
+    first = {}
+    for layout in ("E|t*4|t*4|t*4||||L", "Et|t|t*2|t*2|t|t|t*2|t*2L"):
+        recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--parallel.pp_layout={layout}"])
+        assert check_rules(recipe, 4) == []
+        first[layout] = parts_of(recipe, 4)[0].num_messages
+    empty, full = first.values()
+    assert empty == 9 and full == 6
+
+
 def test_replayed_microbatches_have_gradients_from_the_beginning() -> None:
     """Launched ones make them in the first backward. Parameters, moments and arena lie beside the graph's pool too; in
     it are gathered parameters, and reduced gradients that are added to those outside."""

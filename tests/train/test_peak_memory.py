@@ -1,20 +1,26 @@
 """The reported peak of memory is that of all steps, also before an arena was resized."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from titan_moe.config import load_recipe
 from titan_moe.data.packing import Batch
 from titan_moe.dispatch.capacity import ExpertCapacity
 from titan_moe.kernels.experts.arena import Arena
 from titan_moe.plan.loads import LayerLoads
+from titan_moe.plan.peak import graph_bytes
+from titan_moe.plan.pipeline.parts import parts_of
+from titan_moe.train.build import _bytes_of_a_graph
 from titan_moe.train.capacity_control import CALIBRATION_STEPS, CapacityControl
 from titan_moe.train.peak_memory import PeakMemory
 from titan_moe.train.step_runner import StepRunner
 
 GIB = 2**30
+RECIPES = Path(__file__).parents[2] / "recipes"
 BATCH = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
 
 
@@ -148,3 +154,13 @@ def test_the_pool_of_the_first_recording_is_expected_until_there_is_one(step: St
     memory.hold_in_pools(GIB)
     memory.hold_in_pools(0)
     assert memory.bytes_of_first_recording == 0, "the peak counts that of the first"
+
+
+@pytest.mark.parametrize(("extent", "rank"), [("off", 0), ("step", 0), ("step", 1)])
+def test_a_rank_expects_the_graph_of_its_own_stages(extent: str, rank: int) -> None:
+    words = ["--parallel.pp=2", "--parallel.ep=1", "--parallel.dispatcher=local", "--parallel.overlap=none"]
+    recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", [*words, f"--compile.cudagraph={extent}"])
+    sizes, dense = SimpleNamespace(world=2), SimpleNamespace(get_local_rank={"pp": rank}.__getitem__)
+    expected = _bytes_of_a_graph(recipe, SimpleNamespace(sizes=sizes, dense=dense))  # type: ignore[arg-type]
+    assert expected == graph_bytes(parts_of(recipe, 2)[rank], 2.5)
+    assert (expected > 2**30) == (extent == "step")

@@ -31,9 +31,7 @@ def gathering_bytes(part: Part) -> float:
     """The bytes of a pool on the stream that gathers: parameters of two groups, one after the other, and the rank's own
     share of one. On one rank FSDP copies parameters on the computing stream."""
     compute = BYTES_OF_DTYPE[part.recipe.precision.compute]
-    root, block, *experts = groups_of(part)
-    pairs = [(root, block), *((block, group) for group in experts)]
-    return max(_gathered_elements(one, other) for one, other in pairs) * compute
+    return max(_gathered_elements(one, other) for one, other in pairs_of(part)) * compute
 
 
 def _gathered_elements(one: Group, other: Group) -> float:
@@ -61,7 +59,7 @@ def reducing_bytes(part: Part) -> float:
     those of the largest group beside the sum of the microbatches before."""
     recipe, has_sums = part.recipe, part.recipe.compile.cudagraph == "microbatch"
     is_once = recipe.parallel.accumulate_unsharded or num_microbatches(recipe, part.world_size) == 1
-    largest = max(group.parameters / group.num_ranks for group in groups_of(part))
+    largest = max(group.parameters / group.num_ranks for pair in pairs_of(part) for group in pair)
     added = 0.0 if is_once and not has_sums else largest * BYTES_OF_DTYPE[recipe.precision.reduce]
     return added + (0.0 if has_sums else reduced_bytes(part))
 
@@ -72,17 +70,20 @@ def message_bytes(part: Part) -> float:
     return part.num_messages * elements * BYTES_OF_DTYPE[part.recipe.precision.compute]
 
 
-def groups_of(part: Part) -> list[Group]:
-    """The groups of a rank's parameters in the order in which FSDP gathers them: embedding and head, in a pipeline the
-    larger one, then the first block, and its experts, if they are sharded."""
-    recipe, count = part.recipe, part.count
-    sizes = resolve(recipe.parallel, part.world_size)
-    ends = (count.embedding, count.head)
-    root = (sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp
-    is_dense = recipe.model.num_moe_layers < recipe.model.num_layers  # dense layers come first
-    layer = replace(recipe.model, num_layers=min(recipe.model.num_layers, 1), num_dense_layers=int(is_dense))
-    block = replace(count_parameters(layer), embedding=0, head=0).dense_per_tp_rank(sizes.tp)
-    groups = [Group(root, sizes.fsdp), Group(block, sizes.fsdp)]
-    if recipe.model.num_moe_layers and not sizes.experts_are_unsharded(recipe.precision):
-        groups.append(Group(experts_per_rank(recipe) / recipe.model.num_moe_layers, sizes.edp))
-    return groups
+def pairs_of(part: Part) -> list[tuple[Group, Group]]:
+    """Groups of a rank's parameters that FSDP gathers one after the other: embedding and head, in a pipeline the larger
+    one, then the first block; and a block, then its experts, if they are sharded."""
+    model, count = part.recipe.model, part.count
+    sizes = resolve(part.recipe.parallel, part.world_size)
+
+    def block(*, is_dense: bool) -> Group:
+        layer = replace(model, num_layers=min(model.num_layers, 1), num_dense_layers=int(is_dense))
+        return Group(replace(count_parameters(layer), embedding=0, head=0).dense_per_tp_rank(sizes.tp), sizes.fsdp)
+
+    ends = count.embedding, count.head
+    root = Group((sum(ends) if sizes.pp == 1 else max(ends)) / sizes.tp, sizes.fsdp)
+    pairs = [(root, block(is_dense=model.num_moe_layers < model.num_layers))]  # dense layers come first
+    if model.num_moe_layers and not sizes.experts_are_unsharded(part.recipe.precision):
+        experts = Group(experts_per_rank(part.recipe) / model.num_moe_layers, sizes.edp)
+        pairs.append((block(is_dense=False), experts))
+    return pairs

@@ -79,7 +79,7 @@ def parts_of(recipe: Recipe, world_size: int) -> list[Part]:
             num_in_flight=in_flight(recipe, world_size, rank),
             num_before_backward=_most(recipe, world_size, rank, max_before_backward),
             num_delayed=delayed(recipe, world_size, rank),
-            num_messages=max_messages(entries_of(p, _few_microbatches(recipe, world_size))[rank]),
+            num_messages=_num_messages(recipe, world_size, rank),
             places=arena_places(recipe, rank, world_size),
             run=recipe,
         )
@@ -121,6 +121,12 @@ def delayed(recipe: Recipe, world_size: int, rank: int) -> float:
     experts = (module for module in gemm_modules(recipe.model) if module.part == "experts")
     delays = splits_backward(recipe) and any(obstacle_of(recipe, module) is None for module in experts)
     return _most(recipe, world_size, rank, max_delayed) if delays else 0.0
+
+
+def _num_messages(recipe: Recipe, world_size: int, rank: int) -> int:
+    stages = stages_of(recipe)
+    with_layers = [stage for stage in stages_of_rank(rank, recipe.parallel) if _layers(stages[stage])]
+    return max_messages(entries_of(recipe.parallel, _few_microbatches(recipe, world_size))[rank], with_layers)
 
 
 def _most(recipe: Recipe, world_size: int, rank: int, most: Callable[[list[Entry], dict[int, float]], float]) -> float:

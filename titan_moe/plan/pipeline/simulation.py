@@ -143,9 +143,9 @@ def max_delayed(actions: Iterable[Entry], size_of: Mapping[int, float]) -> float
     return _max_between(actions, size_of, lambda action: action.delays - (action.kind == "backward_weight"))
 
 
-def max_messages(actions: Iterable[Entry]) -> int:
+def max_messages(actions: Iterable[Entry], keeping: Collection[int]) -> int:
     """The most buffers of messages that a rank has at once (parallel/pipeline/messages.py), but for received
-    activations that a stage keeps for its backward anyhow."""
+    activations that these stages keep for their backward anyhow."""
     received = dict[tuple[int, int], int]()  # by stage and microbatch, without what the stage keeps
     activations = set[tuple[int, int]]()
     num_sent = most = 0
@@ -155,7 +155,7 @@ def max_messages(actions: Iterable[Entry]) -> int:
             num_sent = min(num_sent + 1, KEPT_SENDS)
         elif action.kind.startswith("receive"):
             received[key] = received.get(key, 0) + 1
-            activations |= {key} if action.kind == "receive_activation" else set()
+            activations |= {key} if action.kind == "receive_activation" and action.stage in keeping else set()
         elif action.frees:
             received.pop(key, None)
         elif key in activations:  # the forward keeps it, and backward_input leaves it to delayed weight gradients
