@@ -53,6 +53,11 @@ def test_a_launched_step_may_fit_where_a_graph_does_not(monkeypatch: pytest.Monk
     assert "at the peak of a step;" in launched and "without a CUDA graph" not in launched
 
 
+def test_an_arena_of_one_layer_has_room_for_all_factors() -> None:
+    one, two = (describe(load_recipe(QWEN3, [f"--model.num_layers={number}"]), 8) for number in (1, 2))
+    assert "GiB in the arena of rows\n" in one and "GiB more for each eighth" in two
+
+
 def test_peak_is_compared_with_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titan_moe.plan.check_report.gpus_here", lambda: ["NVIDIA H200"])
     recipe = load_recipe(QWEN3)

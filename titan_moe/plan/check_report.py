@@ -244,7 +244,9 @@ def _peak_itself(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     )
     temporary = temporary_bytes_per_rank(recipe) / 2**30
     is_fixed = bool(recipe.parallel.fixed_capacity_factor) or recipe.memory.recompute != "none"
-    grows = "" if is_fixed else f" at a capacity factor of {factor:g}, {eighth - arena:.3g} GiB more for each eighth,"
+    grows = f" at a capacity factor of {factor:g}, {eighth - arena:.3g} GiB more for each eighth,"
+    if is_fixed or eighth == arena:
+        grows = ""
     return [
         ("", f"{peak};"),
         ("", f"of it {arena:.3g} GiB in the arena of rows{grows}"),
