@@ -134,15 +134,11 @@ def peer_spec(args: argparse.Namespace) -> TrainSpec:
     name, flavor = FLAVORS[args.model]
     spec = get_train_spec(name)
     model_args = spec.model_args[flavor]
-    groups = {"num_expert_groups": args.num_groups, "num_limited_groups": args.top_k_groups}
-    of_moe = {"num_experts": args.num_experts, **groups}
-    of_layers = {"n_layers": args.num_layers, "n_dense_layers": args.num_dense_layers}
+    groups = given(num_expert_groups=args.num_groups, num_limited_groups=args.top_k_groups)
     model_args = replace(
         model_args,
-        **{name: number for name, number in of_layers.items() if number is not None},
-        moe_args=replace(
-            model_args.moe_args, **{name: number for name, number in of_moe.items() if number is not None}
-        ),
+        **given(n_layers=args.num_layers, n_dense_layers=args.num_dense_layers),
+        moe_args=replace(model_args.moe_args, **given(num_experts=args.num_experts), **groups),
         attn_type="flex" if args.attention == "flex" else "sdpa",
         attn_mask_type="causal",
     )
@@ -155,6 +151,11 @@ def peer_spec(args: argparse.Namespace) -> TrainSpec:
         pipelining_fn=pipeline_llm,
         state_dict_adapter=None,
     )
+
+
+def given(**numbers: int | None) -> dict[str, int]:
+    """Those that the command line has."""
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 class Float8Experts:

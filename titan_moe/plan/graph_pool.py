@@ -1,8 +1,7 @@
 """What the memory pool of a CUDA graph holds beside the tensors of the stream that computes.
 
 A pool has memory for each stream apart, which no other stream can use. FSDP gathers parameters on one stream and
-allocates reduced gradients on another. Messages between pipeline stages have buffers, as two streams use them: PyTorch
-does not use the memory of such a tensor again before the capture ends.
+allocates reduced gradients on another. Messages between pipeline stages have buffers (parallel/pipeline/messages.py).
 """
 
 from dataclasses import replace

@@ -40,9 +40,6 @@ from titan_moe.plan.pipeline.schedules import entries_of
 from titan_moe.plan.pipeline.stages import rank_of_stage
 from titan_moe.profile.region import action_region
 
-ENDS = "backward", "backward_weight"
-"""The actions after which a stage has all gradients of a microbatch."""
-
 
 class Pipeline:
     """`ForwardBackward` of a rank's stages; all ranks of the pipeline call it with the same batch.
@@ -114,7 +111,7 @@ class StepRun:
         self.weight_grads: dict[InFlight, PendingWeightGrads] = {}
         actions = list(flat(entries))
         self.split_backwards = {action[1:] for action in actions if action.kind == "backward_input"}
-        self.num_backwards_left = Counter(action.stage for action in actions if action.kind in ENDS)
+        self.num_backwards_left = Counter(action.stage for action in actions if action.frees)
 
     def take(self, *, in_lane: bool = True) -> None:
         """Run this rank's list, and wait for what was sent and reduced. A trace has its actions in the rank's lane, or
@@ -141,7 +138,6 @@ class StepRun:
                 self.places.free(action.stage, action.microbatch)
                 for message in self.received.pop(action[1:], ()):
                     self.messages.free(message)
-            if action.kind in ENDS:
                 self._end_backward(action.stage)
 
     def _run(self, action: Action) -> None:

@@ -1,7 +1,8 @@
 """Activations and their gradients between the stages of a pipeline, in buffers that a rank uses again.
 
-NCCL's messages mark their tensors as used by another stream. What is freed after that during the capture of a CUDA
-graph is not used again before its end, so without buffers a graph would hold the messages of all microbatches.
+NCCL sends and receives on a stream of its own. Memory that two streams use (`record_stream`) and that is freed during
+the capture of a CUDA graph may not be used again before its end, so without buffers a graph would hold the messages of
+all microbatches.
 """
 
 from collections import deque

@@ -37,7 +37,8 @@ class Action(NamedTuple):
 
     @property
     def frees(self) -> bool:
-        """Whether it is the last that needs the activations of its stage and microbatch."""
+        """Whether it is the last that needs the activations of its stage and microbatch, whose gradients are complete
+        after it."""
         return self.kind in ("backward", "backward_weight")
 
 
