@@ -4,9 +4,10 @@
         --train.global_batch_sequences=8 --out lines.json
 
 A phase has a forced load: every token takes so many hot experts, all on the first rank, and for its other choices those
-of forced balance. With "auto" clones are switched on and off as in a run. The figures of a phase are of the second half
-of its steps. Each setting of `parallel.expert_clones` runs all phases, one setting after the other in the same
-processes. A line of JSON for each setting and phase is printed, and appended to the file.
+of forced balance. With 1.25 every token takes one, and each fourth token another. With "auto" clones are switched on and
+off as in a run. The figures of a phase are of the second half of its steps. Each setting of `parallel.expert_clones`
+runs all phases, one setting after the other in the same processes. A line of JSON for each setting and phase is
+printed, and appended to the file.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("--clones", nargs="+", default=["0", "2", "auto"], help="values of parallel.expert_clones")
-    parser.add_argument("--hot", nargs="+", type=int, default=[0, 1, 2, 3, 4, 0, 0, 0], help="hot experts, by phase")
+    parser.add_argument("--hot", nargs="+", type=float, default=[0, 1, 2, 3, 4, 0, 0, 0], help="hot experts, by phase")
     parser.add_argument("--steps", type=int, default=24, help="steps of a phase")
     parser.add_argument("--out", type=Path, required=True, help="file for lines of JSON")
     args, others = parser.parse_known_args()
@@ -55,8 +56,16 @@ def main() -> None:
                 destroy_subgroups()
 
 
-def hot_table(config: MoEConfig, num_hot: int, device: torch.device) -> Tensor:
-    """The experts of a table of tokens [T, K]: the first ones in every token's choice, then those of forced balance."""
+def hot_table(config: MoEConfig, num_hot: float, device: torch.device) -> Tensor:
+    """The experts of a table of tokens [T, K]: the first ones in every token's choice, then those of forced balance. A
+    fraction is that of the tokens, spread evenly, which have one hot expert more."""
+    fewer, share = divmod(num_hot, 1)
+    table_TK, more_TK = (_table_of(config, int(number), device) for number in (fewer, fewer + (share > 0)))
+    so_far_T = (torch.arange(len(table_TK) + 1, device=device) * share).floor()
+    return torch.where(so_far_T.diff()[:, None] > 0, more_TK, table_TK)
+
+
+def _table_of(config: MoEConfig, num_hot: int, device: torch.device) -> Tensor:
     table_TK = ForcedBalance(config, device).table_TK
     hot_TK = torch.arange(num_hot, device=device).expand(len(table_TK), -1)
     # those of forced balance that are not hot come first, in their order
@@ -65,7 +74,7 @@ def hot_table(config: MoEConfig, num_hot: int, device: torch.device) -> Tensor:
 
 
 def time_phases(
-    recipe: Recipe, device: torch.device, hot: list[int], num_steps: int, folder: Path
+    recipe: Recipe, device: torch.device, hot: list[float], num_steps: int, folder: Path
 ) -> list[dict[str, Any]]:
     """Take the steps of all phases; the figures of each."""
     recipe = replace(recipe, run=replace(recipe.run, device=device.type))

@@ -16,13 +16,15 @@ RECIPES = Path(__file__).parents[2] / "recipes"
     [
         ("qwen3_30b_a3b", (), 8, NUM_CLONES),
         ("deepseek_v2_lite", (), 8, NUM_CLONES),
-        ("mixtral_8x7b", (), 8, 0),  # few slots of large experts
+        ("mixtral_8x7b", (), 8, 1),  # a rank owns one expert
+        ("mixtral_8x7b", ("--parallel.ep=4",), 4, 1),  # two
+        ("mixtral_8x7b", ("--train.seq_len_tokens=2048",), 8, 0),  # few slots
         ("quickstart", (), 1, 0),
         ("qwen3_30b_a3b", ("--parallel.expert_clones=1",), 8, 1),
         ("qwen3_30b_a3b", ("--parallel.expert_clones=0",), 8, 0),
         ("qwen3_30b_a3b", ("--model.moe.num_experts=8",), 8, 1),  # as many as a rank owns
         ("qwen3_30b_a3b", ("--parallel.dispatcher=alltoall", "--parallel.overlap=none"), 8, 0),
-        ("qwen3_30b_a3b", ("--train.micro_batch_sequences=1",), 8, 0),
+        ("qwen3_30b_a3b", ("--train.micro_batch_sequences=1", "--train.seq_len_tokens=512"), 8, 0),
         ("qwen3_30b_a3b", ("--parallel.ep=4",), 8, 0),  # experts are sharded
         ("qwen3_30b_a3b", ("--precision.master=bf16", "--precision.reduce=bf16"), 8, 0),  # no copy for compute
         ("qwen3_30b_a3b", ("--compile.extent=block",), 8, 0),
@@ -47,7 +49,10 @@ def test_auto_takes_clones_where_they_pay(
     [
         ("--parallel.dispatcher=alltoall --parallel.overlap=none", 'dispatcher = "alltoall" would send the weights'),
         ("--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=none", "no experts are on other ranks"),
-        ("--train.micro_batch_sequences=1", "a microbatch has 32,768 expert slots a rank"),
+        (
+            "--train.micro_batch_sequences=1 --train.seq_len_tokens=512",
+            "a microbatch has 4,096 expert slots a rank",
+        ),
         ("--parallel.ep=4", "experts are sharded"),
         ("--precision.master=bf16 --precision.reduce=bf16", "precision.compute is precision.master"),
         ("--compile.extent=block", "blocks are graphs"),

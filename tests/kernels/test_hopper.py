@@ -381,7 +381,7 @@ def exchange_clones(num_ranks: int, num_replicas: int, width: int, hidden: int) 
     counts = SymmArray(index(num_ranks, 128), peer_ptrs_P, 256)
     send_counts(index(128), counts, 1)
     launch_plan(counts.local, num_replicas, 1)
-    launch_plan(counts.local, num_replicas, 1, index(4))
+    launch_plan(counts.local, num_replicas, 1, header=index(4))
 
 
 MEMORY_BOUND: dict[str, Callable[[], object]] = {

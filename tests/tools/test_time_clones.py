@@ -34,6 +34,14 @@ def test_hot_experts_are_in_every_choice_and_others_balanced(timing: ModuleType,
     assert num_hot == 4 or (others_E - 1).abs().max() < 0.5
 
 
+def test_a_fraction_of_tokens_has_one_hot_expert_more(timing: ModuleType) -> None:
+    config, cpu = MoEConfig(num_experts=16, top_k=4), torch.device("cpu")
+    table_TK = timing.hot_table(config, 1.25, cpu)
+    assert torch.equal(table_TK[3::4], timing.hot_table(config, 2, cpu)[3::4])
+    for first in range(3):
+        assert torch.equal(table_TK[first::4], timing.hot_table(config, 1, cpu)[first::4])
+
+
 @pytest.mark.slow
 def test_clones_are_timed_on_the_host(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -13,10 +13,13 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, microbatch_tokens
 
 NUM_CLONES = 2
-"""Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean."""
-MIN_SLOTS = 50_000
-"""Slots of a rank from which clones may pay, an estimate: to fetch an expert and return its gradient takes as long as
-some 2,500 slots of any expert (bf16, NVLink), and the fullest rank has at least a twentieth too many."""
+"""Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean. A rank that owns
+fewer than four experts has one: each takes the memory of an expert in every layer."""
+COST_SLOTS = 2_500
+"""Expert slots that a rank computes in the time of a clone, an estimate: to fetch an expert and return its gradient
+takes as long for any expert (bf16, NVLink)."""
+MIN_SLOTS = 2 * COST_SLOTS
+"""Slots of a rank from which clones may pay: with fewer, the busiest rank would need more than 1.5 times the mean."""
 PAYS_FROM = 1.2
 """Load of the busiest rank over the mean from which clones save more than they cost (tools/RESULTS.md, section 7)."""
 
@@ -24,7 +27,15 @@ PAYS_FROM = 1.2
 def num_clones(recipe: Recipe) -> int:
     """Return the number of replica slots of a rank, in use or not; "auto" must be resolved first."""
     p = recipe.parallel
-    return min(NUM_CLONES, recipe.model.moe.num_experts // p.ep) if p.has_auto_clones else p.fixed_expert_clones
+    if not p.has_auto_clones:
+        return p.fixed_expert_clones
+    return min(NUM_CLONES, max(recipe.model.moe.num_experts // p.ep // 2, 1))
+
+
+def clone_cost_slots(recipe: Recipe) -> int:
+    """Return by how many slots a rank must exceed the mean for an exchange to have clones: what one costs if clones are
+    to pay; 0 for a number of them, where a twentieth of the mean decides alone."""
+    return COST_SLOTS if recipe.parallel.has_auto_clones else 0
 
 
 def why_no_clones(recipe: Recipe, world_size: int) -> str:

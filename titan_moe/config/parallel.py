@@ -130,11 +130,11 @@ class ParallelConfig:
     """Replica slots of a rank. For every exchange in which a rank has more than 1.05 times the mean load, hot experts
     are cloned onto ranks with a lower load, which then compute some of their tokens (Megatron's ECHO). Results stay
     exact. 0 disables clones. "auto" has up to 2 replica slots, in use only while the ranks of recent steps are
-    imbalanced enough for clones to pay. It means 0, and `titan-moe check` says so, without shared memory in an ep
-    group; with microbatches that are small or in flight together; with experts that are sharded, in fp8, recomputed or
-    in precision.master; with blocks as graphs; and without a capacity bound. Over symmetric memory a rank receives up
-    to expert_clones experts of a layer in forward and sends as many gradients in backward; with collectives (ep - 1)
-    times as many."""
+    imbalanced enough, and only in exchanges where a rank exceeds the mean by more slots than a clone costs. It means 0,
+    and `titan-moe check` says so, without shared memory in an ep group; with microbatches that are small or in flight
+    together; with experts that are sharded, in fp8, recomputed or in precision.master; with blocks as graphs; and
+    without a capacity bound. Over symmetric memory a rank receives up to expert_clones experts of a layer in forward
+    and sends as many gradients in backward; with collectives (ep - 1) times as many."""
     reshard_after_forward: bool = True
     """Free the gathered dense parameters of a block after its forward, and gather them again in backward. `false` needs
     more memory and saves one all-gather a block."""

@@ -45,13 +45,15 @@ class CloningDispatcher(TokenDispatcher):
         num_replicas: int,
         group: dist.ProcessGroup,
         memory: SymmMemory | None = None,
+        cost: int = 0,
     ) -> None:
         """`num_experts` is the layer's total; `inner` must be built for `group.size() * num_replicas` more. Counts are
-        exchanged over `memory`, that of `inner`, or by a collective of `group` without it."""
+        exchanged over `memory`, that of `inner`, or by a collective of `group` without it. `cost` as for
+        `plan_clones`."""
         super().__init__(inner.permute, inner.capacity)
         self.inner, self.group, self.memory = inner, group, memory
         self.facts = inner.facts
-        self.num_experts, self.num_replicas = num_experts, num_replicas
+        self.num_experts, self.num_replicas, self.cost = num_experts, num_replicas, cost
         self.rank = dist.get_rank(group)
         is_triton = memory is not None or inner.permute is counting_sort
         self.plan_clones = plan_clones if is_triton else plan_clones_reference
@@ -80,22 +82,24 @@ class CloningDispatcher(TokenDispatcher):
     def _plan(self, offsets_E: Tensor) -> ClonePlan:
         """The plan, from the running ends of this rank's assignments to each expert."""
         if self.memory is not None:
-            return ClonePlan(*_plan_over_symm_mem(offsets_E, *self.memory, self.num_replicas))
+            return ClonePlan(*_plan_over_symm_mem(offsets_E, *self.memory, self.num_replicas, self.cost))
         counts_E = offsets_E.diff(prepend=offsets_E.new_zeros(1))
-        return self.plan_clones(all_gather(counts_E[None], self.group), self.num_replicas, self.rank)
+        return self.plan_clones(all_gather(counts_E[None], self.group), self.num_replicas, self.rank, self.cost)
 
 
 @torch.library.custom_op("titan_moe::symm_plan_clones", mutates_args=())
 def _plan_over_symm_mem(
-    offsets_E: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_replicas: int
+    offsets_E: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_replicas: int, cost: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     signals, counts = count_arrays(memory, peer_ptrs_P, len(offsets_E))
     symm_barrier(signals, rank)
     send_counts(offsets_E.contiguous(), counts, rank)
     symm_barrier(signals, rank)
-    return tuple(launch_plan(counts.local, num_replicas, rank, signals.local))
+    return tuple(launch_plan(counts.local, num_replicas, rank, cost, signals.local))
 
 
 @_plan_over_symm_mem.register_fake
-def _(offsets_E: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_replicas: int) -> tuple[Tensor, ...]:
+def _(
+    offsets_E: Tensor, memory: Tensor, peer_ptrs_P: Tensor, rank: int, num_replicas: int, cost: int
+) -> tuple[Tensor, ...]:
     return tuple(empty_plan(offsets_E.new_empty(peer_ptrs_P.numel(), len(offsets_E)), num_replicas))

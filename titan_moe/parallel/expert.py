@@ -226,7 +226,7 @@ def _set_dispatcher(
         num_slots = num_experts + config.ep * replicas.number
         inner = build_dispatcher(config.dispatcher, inputs._replace(num_experts=num_slots))
         memory = memory if config.facts.shares_memory_of_ep else None  # or clones would be of this node alone
-        cloning = CloningDispatcher(inner, num_experts, replicas.number, group, memory)
+        cloning = CloningDispatcher(inner, num_experts, replicas.number, group, memory, replicas.cost)
         weights = CollectiveCloneWeights(group) if memory is None else SymmMemCloneWeights(memory)
         moe.dispatcher = OptionalClonesDispatcher(plain, cloning, replicas)
         moe.experts.gather_weights = OptionalCloneWeights(weights, replicas)

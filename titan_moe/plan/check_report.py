@@ -10,7 +10,7 @@ from titan_moe.config.parallel import ranks_of_a_node, resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules import check_rules
 from titan_moe.config.rules.capture import obstacles
-from titan_moe.config.schema import in_toml
+from titan_moe.config.schema import counted, in_toml
 from titan_moe.plan.count import ParameterCount, count_parameters, training_flops_per_token
 from titan_moe.plan.fit import warn_of_excess
 from titan_moe.plan.format_choice import choose_formats, describe_formats
@@ -148,7 +148,7 @@ def _clones(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     if reason := why_no_clones(recipe, world_size):
         return [("clones", f'"auto" means 0: {reason}')]
     gib = replica_bytes_per_rank(recipe) / 2**30
-    slots = f"{num_clones(recipe)} replica slots of a rank in each layer"
+    slots = f"{counted(num_clones(recipe), 'replica slot')} of a rank in each layer"
     used = f"used while the busiest rank has more than {PAYS_FROM:g} times the mean load"
     return [("clones", f'"auto" means {slots}, {used}; they take {gib:.3g} GiB also while they are not')]
 

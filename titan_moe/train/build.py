@@ -9,7 +9,7 @@ from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
-from titan_moe.config.clones import num_clones
+from titan_moe.config.clones import clone_cost_slots, num_clones
 from titan_moe.config.context import ring_backend
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -195,7 +195,8 @@ def build_parts(
 
 def replica_slots(recipe: Recipe) -> ReplicaSlots:
     """The replica slots of all layers; those of "auto" are not used at first."""
-    return ReplicaSlots(num_clones(recipe), are_used=not recipe.parallel.has_auto_clones)
+    is_auto = recipe.parallel.has_auto_clones
+    return ReplicaSlots(num_clones(recipe), are_used=not is_auto, cost=clone_cost_slots(recipe))
 
 
 def delays_weight_grads(recipe: Recipe, device: torch.device) -> bool:

@@ -31,9 +31,9 @@ def draw_counts(
     return counts_PE * 0 if routing == "nothing" else counts_PE
 
 
-def moved(counts_PE: Tensor, num_replicas: int) -> tuple[Tensor, Tensor]:
+def moved(counts_PE: Tensor, num_replicas: int, cost: int = 0) -> tuple[Tensor, Tensor]:
     """The experts in the replica slots, and how many assignments of all ranks each slot gets: [P, c]."""
-    plans = [plan_clones_reference(counts_PE, num_replicas, rank) for rank in range(len(counts_PE))]
+    plans = [plan_clones_reference(counts_PE, num_replicas, rank, cost) for rank in range(len(counts_PE))]
     assert all(torch.equal(plan.experts_Pc, plans[0].experts_Pc) for plan in plans), "all ranks plan alike"
     moved_I = torch.stack([plan.ends_I - plan.begins_I for plan in plans]).sum(0)
     return plans[0].experts_Pc, moved_I.view(-1, num_replicas)
@@ -109,6 +109,18 @@ def reassigned(ids_TK: Tensor, num_experts: int, plan: ClonePlan) -> Tensor:
     slots = sort_by_expert(ids_TK, torch.zeros(ids_TK.shape, device=ids_TK.device), num_experts, ids_TK.numel())
     op = reassign if ids_TK.is_cuda else reassign_reference
     return op(ids_TK, slots.slots_SK, slots.offsets_e, *plan)
+
+
+@pytest.mark.parametrize(("cost", "expected"), [(0, 3), (9, 3), (10, 2), (39, 2), (40, 1), (74, 1), (75, 0)])
+def test_an_expert_is_cloned_while_its_rank_exceeds_the_mean_by_more_than_a_clone_costs(
+    cost: int, expected: int
+) -> None:
+    """The first has 75 more than the mean of 100, and the others have room for 35, 30 and 10 of these."""
+    counts_PE = torch.zeros(4, 4, dtype=torch.int64)
+    counts_PE[1] = torch.tensor([175, 65, 70, 90])
+    experts_Pc, moved_Pc = moved(counts_PE, 1, cost)
+    assert experts_Pc.flatten().tolist() == [-1, *[0] * expected, *[-1] * (3 - expected)]
+    assert moved_Pc.flatten().tolist() == [0, *[35, 30, 10][:expected], *[0] * (3 - expected)]
 
 
 def test_clones_get_assignments_of_their_own_rank_first() -> None:
@@ -197,9 +209,9 @@ def check_kernels(num_ranks: int, num_experts: int, device: str) -> None:
     generator = torch.Generator().manual_seed(4)
     for routing, num_replicas in product(ROUTINGS, (1, 2, 3)):
         counts_PE = draw_counts(routing, num_ranks, num_experts, generator).int()
-        for rank in {0, num_ranks // 2, num_ranks - 1}:
-            expected = plan_clones_reference(counts_PE, num_replicas, rank)
-            plan = plan_clones(counts_PE.to(device), num_replicas, rank)
+        for rank, cost in {(0, 0), (num_ranks // 2, 60), (num_ranks - 1, 0)}:
+            expected = plan_clones_reference(counts_PE, num_replicas, rank, cost)
+            plan = plan_clones(counts_PE.to(device), num_replicas, rank, cost)
             assert all(torch.equal(a.cpu(), b) for a, b in zip(plan, expected, strict=True))
             ids = torch.arange(num_experts).repeat_interleave(counts_PE[rank])
             ids_TK = ids[torch.randperm(len(ids), generator=generator)].view(-1, 2) if len(ids) else ids.view(0, 2)
@@ -221,7 +233,7 @@ def check_stale_counts(device: str) -> None:
     for word, is_planned in ((0, True), (2, False)):
         header = torch.tensor([word, 0, 0, 0], dtype=torch.int32, device=device)
         counts = counts_PE if word else torch.tensor([[90, 0, 0, 0, 0, 0]] * 3, dtype=torch.int32, device=device)
-        plan = launch_plan(counts, 2, 1, header)
+        plan = launch_plan(counts, 2, 1, header=header)
         assert bool((plan.experts_Pc >= 0).any()) is is_planned
         assert bool((plan.ends_I > plan.begins_I).any()) is is_planned
 

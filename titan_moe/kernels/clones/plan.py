@@ -8,12 +8,13 @@ some of that expert's assignments, with equal results: it has the same weights f
 experts of DeepSeek-V3 (arXiv:2412.19437 section 3.4), which are placed by past loads, FasterMoE's shadowed experts
 (PPoPP 2022) and Megatron's ECHO (arXiv:2603.07685). Here the loads are those of the tokens that are dispatched next.
 
-*Plan*: while the fullest rank has more than 1.05 times the mean, its fullest expert passes assignments to a clone on
-the rank with the most room and a free replica slot: as many as the expert has, as the fullest rank has above the mean,
-and as there is room below it, whichever is least. So a rank that passes stays at the mean or above, and one that
-receives at the mean or below: no clone raises the load of the fullest rank, and a balanced exchange has no clones. Ties
-are broken by index. It is integer arithmetic on the number of assignments of every rank to every expert, which all
-ranks have: every rank makes the same plan, without a host read, in static shapes.
+*Plan*: while the fullest rank has more than 1.05 times the mean, and exceeds it by more assignments than a rank
+computes in the time of a clone, its fullest expert passes assignments to a clone on the rank with the most room and a
+free replica slot: as many as the expert has, as the fullest rank has above the mean, and as there is room below it,
+whichever is least. So a rank that passes stays at the mean or above, and one that receives at the mean or below: no
+clone raises the load of the fullest rank, and a balanced exchange has no clones. Ties are broken by index. It is
+integer arithmetic on the number of assignments of every rank to every expert, which all ranks have: every rank makes
+the same plan, without a host read, in static shapes.
 
 *Assignments*: those of an expert are numbered over all ranks, in rank order starting after the expert's owner, whose
 own are the last to move. Its clones get the first of them, in the same order of ranks, so that many stay on their rank.
@@ -33,7 +34,7 @@ from titan_moe.kernels.registry import Kernel, register
 
 TOLERANCE = 20
 """The fullest rank may exceed the mean by a part in so many: a twentieth."""
-SIZES = ["rank"]
+SIZES = ["rank", "cost"]
 
 
 class ClonePlan(NamedTuple):
@@ -47,7 +48,7 @@ class ClonePlan(NamedTuple):
     """int32, up to the ends-th, which it does not get."""
 
 
-def plan_clones_reference(counts_PE: Tensor, num_replicas: int, rank: int) -> ClonePlan:
+def plan_clones_reference(counts_PE: Tensor, num_replicas: int, rank: int, cost: int = 0) -> ClonePlan:
     """The plan of a rank in tensor operations, some 40 a replica slot."""
     num_ranks, num_experts = counts_PE.shape
     counts_PE, num_own = counts_PE.long(), num_experts // num_ranks
@@ -55,6 +56,7 @@ def plan_clones_reference(counts_PE: Tensor, num_replicas: int, rank: int) -> Cl
     load_E = counts_PE.sum(0)
     load_P = load_E.view(num_ranks, num_own).sum(1)
     mean = (load_P.sum() + num_ranks - 1) // num_ranks
+    most_excess = (mean // TOLERANCE).clamp(min=cost)
     slot_I = torch.arange(num_ranks * num_replicas, device=counts_PE.device)
     experts_I, moved_I = torch.full_like(slot_I, -1), torch.zeros_like(slot_I)
     free_P = torch.full_like(load_P, num_replicas)
@@ -63,7 +65,7 @@ def plan_clones_reference(counts_PE: Tensor, num_replicas: int, rank: int) -> Cl
         expert = torch.where(owner_E == fullest, load_E, -1).argmax(0, keepdim=True)
         receiver = torch.where(free_P > 0, mean - load_P, -1).argmax(0, keepdim=True)
         free, excess, room = free_P[receiver], load_P[fullest] - mean, mean - load_P[receiver]
-        is_cloned = (free > 0) & (room > 0) & (excess > mean // TOLERANCE)
+        is_cloned = (free > 0) & (room > 0) & (excess > most_excess)
         moved = torch.where(is_cloned, load_E[expert].minimum(excess).minimum(room), 0)
         slot = receiver * num_replicas + num_replicas - free.clamp(min=1)
         experts_I = experts_I.scatter(0, slot, torch.where(is_cloned, expert, experts_I[slot]))
@@ -90,7 +92,7 @@ def _at(values, indices, index):
 
 @triton.jit(do_not_specialize=SIZES)
 def _plan_kernel(
-    counts_ptr, header_ptr, experts_ptr, begins_ptr, ends_ptr, rank,
+    counts_ptr, header_ptr, experts_ptr, begins_ptr, ends_ptr, rank, cost,
     HAS_HEADER: tl.constexpr,
     P: tl.constexpr, E: tl.constexpr, C: tl.constexpr, P2: tl.constexpr, E2: tl.constexpr, I2: tl.constexpr,
     TOLERANCE: tl.constexpr,
@@ -105,6 +107,7 @@ def _plan_kernel(
         load_E += tl.load(counts_ptr + source * E + expert_E, mask=is_valid & (expert_E < E), other=0)
     load_P = tl.sum(tl.where(owner_E[None, :] == rank_P[:, None], load_E[None, :], 0), axis=1)
     mean = (tl.sum(load_E, axis=0) + P - 1) // P
+    most_excess = tl.maximum(mean // TOLERANCE, cost)
     free_P = tl.where(rank_P < P, C, 0)
     experts_I, moved_I = tl.full((I2,), -1, dtype=tl.int32), tl.zeros((I2,), dtype=tl.int32)
     is_cloned = True
@@ -114,7 +117,7 @@ def _plan_kernel(
         expert, most = tl.argmax(of_fullest_E, axis=0), tl.max(of_fullest_E, axis=0)
         free, excess = _at(free_P, rank_P, receiver), tl.max(load_P, axis=0) - mean
         room = mean - _at(load_P, rank_P, receiver)
-        is_cloned = (free > 0) & (room > 0) & (excess > mean // TOLERANCE)
+        is_cloned = (free > 0) & (room > 0) & (excess > most_excess)
         moved = tl.where(is_cloned, tl.minimum(tl.minimum(most, excess), room), 0)
         is_slot_I = is_cloned & (slot_I == receiver * C + C - free)
         experts_I, moved_I = tl.where(is_slot_I, expert, experts_I), tl.where(is_slot_I, moved, moved_I)
@@ -137,8 +140,10 @@ def _plan_kernel(
     tl.store(ends_ptr + slot_I, tl.minimum(tl.maximum(begins_I + moved_I, 0), own_I), mask=is_slot_I)
 
 
-def launch_plan(counts_PE: Tensor, num_replicas: int, rank: int, header: Tensor | None = None) -> ClonePlan:
-    """The plan of a rank, in one launch.
+def launch_plan(
+    counts_PE: Tensor, num_replicas: int, rank: int, cost: int = 0, header: Tensor | None = None
+) -> ClonePlan:
+    """The plan of a rank, in one launch; `cost` as for `plan_clones`.
 
     Shapes: counts int32 [P, E], contiguous; `header` int32, of symmetric memory. If its first word is not 0, a barrier
     has failed, the counts are stale, and the plan has no clones.
@@ -148,7 +153,8 @@ def launch_plan(counts_PE: Tensor, num_replicas: int, rank: int, header: Tensor 
     plan = empty_plan(counts_PE, num_replicas)
     sizes = {"P2": num_ranks, "E2": num_experts, "I2": num_slots}
     _plan_kernel[(1,)](
-        counts_PE, counts_PE if header is None else header, *plan, rank, HAS_HEADER=header is not None,
+        counts_PE, counts_PE if header is None else header, *plan, rank, cost,
+        HAS_HEADER=header is not None,
         P=num_ranks, E=num_experts, C=num_replicas, TOLERANCE=TOLERANCE,
         **{name: triton.next_power_of_2(size) for name, size in sizes.items()},
     )  # fmt: skip
@@ -164,22 +170,23 @@ def empty_plan(counts_PE: Tensor, num_replicas: int) -> ClonePlan:
 
 
 @torch.library.custom_op("titan_moe::plan_clones", mutates_args=())
-def _plan_clones(counts_PE: Tensor, num_replicas: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(launch_plan(counts_PE.contiguous(), num_replicas, rank))
+def _plan_clones(counts_PE: Tensor, num_replicas: int, rank: int, cost: int) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(launch_plan(counts_PE.contiguous(), num_replicas, rank, cost))
 
 
-_plan_clones.register_fake(lambda counts_PE, num_replicas, rank: tuple(empty_plan(counts_PE, num_replicas)))
+_plan_clones.register_fake(lambda counts_PE, num_replicas, rank, cost: tuple(empty_plan(counts_PE, num_replicas)))
 
 
-def plan_clones(counts_PE: Tensor, num_replicas: int, rank: int) -> ClonePlan:
+def plan_clones(counts_PE: Tensor, num_replicas: int, rank: int, cost: int = 0) -> ClonePlan:
     """Plan in Triton, on a GPU (or in the interpreter). Capturable: the host reads nothing.
 
     Args:
         counts_PE: int32, number of assignments of each rank to each expert.
         num_replicas: replica slots of a rank (c).
         rank: this rank, whose intervals are returned.
+        cost: what a clone takes, in assignments that a rank computes in this time.
     """
-    return ClonePlan(*_plan_clones(counts_PE, num_replicas, rank))
+    return ClonePlan(*_plan_clones(counts_PE, num_replicas, rank, cost))
 
 
 register(Kernel("plan_clones", plan_clones, plan_clones_reference, needs_triton=True))
