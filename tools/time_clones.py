@@ -4,10 +4,10 @@
         --train.global_batch_sequences=8 --out lines.json
 
 A phase has a forced load: every token takes so many hot experts, all on the first rank, and for its other choices those
-of forced balance. With 1.25 every token takes one, and each fourth token another. With "auto" clones are switched on and
-off as in a run. The figures of a phase are of the second half of its steps. Each setting of `parallel.expert_clones`
-runs all phases, one setting after the other in the same processes. A line of JSON for each setting and phase is
-printed, and appended to the file.
+of forced balance. With 1.25 every token takes one, and each fourth token another. With "auto" clones are switched on
+and off as in a run. The figures of a phase are of the second half of its steps. Each setting of
+`parallel.expert_clones` runs all phases, one setting after the other in the same processes. A line of JSON for each
+setting and phase is printed, and appended to the file.
 """
 
 import argparse
