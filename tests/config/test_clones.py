@@ -72,10 +72,16 @@ def test_check_says_what_replica_slots_take() -> None:
     recipe = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.expert_clones=auto"])
     slots = NUM_CLONES * recipe.model.num_moe_layers * 3 * recipe.model.hidden_size * recipe.model.moe.ffn_hidden_size
     (line,) = [line for line in describe(recipe, 8).splitlines() if line.startswith("clones")]
-    assert f"they take {2 * slots / 2**30:.3g} GiB also while they are not" in line
+    assert f"; {2 * slots / 2**30:.3g} GiB a rank, used or not" in line
     fixed = load_recipe(RECIPES / "qwen3_30b_a3b.toml", ["--parallel.expert_clones=2"])
     assert "\nclones" not in describe(fixed, 8)
     assert state_and_slots(fixed) == state_and_slots(recipe)
+
+
+@pytest.mark.parametrize(("name", "pays_from"), [("qwen3_30b_a3b", "1.2"), ("mixtral_8x7b", "1.26")])
+def test_check_says_from_which_load_on_replica_slots_are_used(name: str, pays_from: str) -> None:
+    recipe = load_recipe(RECIPES / f"{name}.toml", ["--parallel.expert_clones=auto"])
+    assert f"used while the busiest rank has more than {pays_from} times the mean load" in describe(recipe, 8)
 
 
 def state_and_slots(recipe: Recipe) -> list[str]:

@@ -27,6 +27,13 @@ def test_control_changes_nothing_between_its_thresholds(imbalance: float, was_us
     assert set(run(control, (10 * STEPS_BETWEEN_CHANGES, imbalance))[WINDOW_STEPS:]) == {was_used}
 
 
+def test_control_uses_clones_from_where_they_pay() -> None:
+    for imbalance, are_used in ((1.25, False), (1.27, True)):
+        assert run(CloneControl(1.26), (WINDOW_STEPS, imbalance))[-1] is are_used
+    later = run(CloneControl(1.26), (2 * STEPS_BETWEEN_CHANGES, 1.3), (WINDOW_STEPS, 1.17), (WINDOW_STEPS, 1.15))
+    assert later[-WINDOW_STEPS - 1] and not later[-1]
+
+
 def test_control_takes_its_time_between_changes() -> None:
     """A load that comes and goes changes it once in so many steps at most."""
     used = run(CloneControl(), *[(WINDOW_STEPS, 1.5), (WINDOW_STEPS, 1.0)] * 50)

@@ -15,13 +15,16 @@ from titan_moe.config.recipe import Recipe, microbatch_tokens
 NUM_CLONES = 2
 """Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean. A rank that owns
 fewer than four experts has one: each takes the memory of an expert in every layer."""
-COST_SLOTS = 2_500
-"""Expert slots that a rank computes in the time of a clone, an estimate: to fetch an expert and return its gradient
-takes as long for any expert (bf16, NVLink)."""
-MIN_SLOTS = 2 * COST_SLOTS
-"""Slots of a rank from which clones may pay: with fewer, the busiest rank would need more than 1.5 times the mean."""
+COST_SLOTS = 700
+"""Expert slots that a rank computes in the time in which an expert is fetched and its gradient returned: as many of any
+expert (bf16, NVLink; tools/RESULTS.md, section 7)."""
+OVERHEAD_SLOTS = 500
+"""The same of what every exchange takes while replica slots are in use, with clones or without."""
+MIN_SLOTS = 5_000
+"""Slots of a rank from which clones may pay, an estimate."""
 PAYS_FROM = 1.2
-"""Load of the busiest rank over the mean from which clones save more than they cost (tools/RESULTS.md, section 7)."""
+"""Load of the busiest rank over the mean from which clones save more than they cost, where the overhead of an exchange
+is small (tools/RESULTS.md, section 7)."""
 
 
 def num_clones(recipe: Recipe) -> int:
@@ -33,9 +36,18 @@ def num_clones(recipe: Recipe) -> int:
 
 
 def clone_cost_slots(recipe: Recipe) -> int:
-    """Return by how many slots a rank must exceed the mean for an exchange to have clones: what one costs if clones are
-    to pay; 0 for a number of them, where a twentieth of the mean decides alone."""
+    """Return by how many slots a rank must exceed the mean to pass some to a clone: what a clone costs; 0 for a number
+    of them, where a twentieth of the mean decides alone."""
     return COST_SLOTS if recipe.parallel.has_auto_clones else 0
+
+
+def clones_pay_from(recipe: Recipe) -> float:
+    """Return the load of the busiest rank over the mean from which "auto" uses its replica slots."""
+    return PAYS_FROM + OVERHEAD_SLOTS / _slots_of_a_rank(recipe)
+
+
+def _slots_of_a_rank(recipe: Recipe) -> int:
+    return microbatch_tokens(recipe) * recipe.parallel.etp * recipe.model.moe.top_k
 
 
 def why_no_clones(recipe: Recipe, world_size: int) -> str:
@@ -44,13 +56,12 @@ def why_no_clones(recipe: Recipe, world_size: int) -> str:
 
 
 def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
-    p, top_k = recipe.parallel, recipe.model.moe.top_k
+    p = recipe.parallel
     if p.ep == 1 or not recipe.model.num_moe_layers:
         yield "no experts are on other ranks"
     if not p.facts.shares_memory_of_ep:
         yield f'dispatcher = "{p.dispatcher}" would send the weights of clones by collectives'
-    num_slots = microbatch_tokens(recipe) * p.etp * top_k
-    if num_slots < MIN_SLOTS:
+    if (num_slots := _slots_of_a_rank(recipe)) < MIN_SLOTS:
         yield f"a microbatch has {num_slots:,} expert slots a rank, and clones may pay from {MIN_SLOTS:,} on"
     # a GEMM takes own weights and clones as one tensor: without room behind a copy of own weights, it copies them again
     if not resolve(p, world_size).experts_are_unsharded(recipe.precision):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain, repeat
 
 from titan_moe.config.arena import experts_of, has_arena, why_no_arena
-from titan_moe.config.clones import PAYS_FROM, num_clones, resolve_clones, why_no_clones
+from titan_moe.config.clones import clones_pay_from, num_clones, resolve_clones, why_no_clones
 from titan_moe.config.parallel import ranks_of_a_node, resolve
 from titan_moe.config.recipe import Recipe, num_microbatches
 from titan_moe.config.rules import check_rules
@@ -149,8 +149,8 @@ def _clones(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
         return [("clones", f'"auto" means 0: {reason}')]
     gib = replica_bytes_per_rank(recipe) / 2**30
     slots = f"{counted(num_clones(recipe), 'replica slot')} of a rank in each layer"
-    used = f"used while the busiest rank has more than {PAYS_FROM:g} times the mean load"
-    return [("clones", f'"auto" means {slots}, {used}; they take {gib:.3g} GiB also while they are not')]
+    used = f"used while the busiest rank has more than {clones_pay_from(recipe):.3g} times the mean load"
+    return [("clones", f'"auto" means {slots}, {used}; {gib:.3g} GiB a rank, used or not')]
 
 
 def _replicated(recipe: Recipe, world_size: int) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 
 from titan_moe.compile import regional
 from titan_moe.config import Recipe
-from titan_moe.config.clones import clone_cost_slots, num_clones
+from titan_moe.config.clones import clone_cost_slots, clones_pay_from, num_clones
 from titan_moe.config.context import ring_backend
 from titan_moe.config.parallel import resolve
 from titan_moe.dispatch.capacity import ExpertCapacity
@@ -94,7 +94,7 @@ def assemble(recipe: Recipe, device: torch.device) -> Assembly:
         schedule,
         recipe.compile.cudagraph,
         control=_capacity_control(recipe, memory),
-        clone_control=CloneControl() if recipe.parallel.has_auto_clones else None,
+        clone_control=CloneControl(clones_pay_from(recipe)) if recipe.parallel.has_auto_clones else None,
         forced_step=_force_load(parts, recipe, device),
         memory=memory,
     )

@@ -7,9 +7,8 @@ from titan_moe.config.clones import PAYS_FROM
 
 WINDOW_STEPS = 16
 """Recent steps whose imbalance is averaged."""
-PAYS_NOT_BELOW = 1.1
-"""Load of the busiest rank over the mean below which clones cost more than they save. Between this and `PAYS_FROM`
-nothing changes."""
+HYSTERESIS = 0.1
+"""So far below the load from which clones pay, replica slots in use stay in use."""
 STEPS_BETWEEN_CHANGES = 100
 """The least number of steps between two changes: each releases what was recorded."""
 
@@ -17,7 +16,9 @@ STEPS_BETWEEN_CHANGES = 100
 class CloneControl:
     """Decide from past steps whether the next one uses replica slots. All ranks decide alike, from reduced numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, pays_from: float = PAYS_FROM) -> None:
+        """`pays_from` is the load of the busiest rank over the mean from which clones save more than they cost."""
+        self.pays_from = pays_from
         self.are_used = False
         self.recent: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.steps_to_wait = 0
@@ -32,14 +33,15 @@ class CloneControl:
         the next step uses replica slots: `are_used`."""
         self.recent.append(imbalance)
         self.steps_to_wait -= 1
-        pays = self.mean > PAYS_NOT_BELOW if self.are_used else self.mean > PAYS_FROM
+        pays = self.mean > self.pays_from - (HYSTERESIS if self.are_used else 0.0)
         if pays != self.are_used and len(self.recent) == WINDOW_STEPS and self.steps_to_wait <= 0:
             self.are_used, self.steps_to_wait = pays, STEPS_BETWEEN_CHANGES
         return self.are_used
 
     def state(self) -> str:
         """The state as JSON."""
-        return json.dumps(vars(self) | {"recent": list(self.recent)})
+        fields = {"are_used": self.are_used, "steps_to_wait": self.steps_to_wait}
+        return json.dumps(fields | {"recent": list(self.recent)})
 
     def load_state(self, state: str) -> None:
         """Go on with the state of an earlier run; an empty string is one without."""
