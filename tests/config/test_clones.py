@@ -24,7 +24,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
         ("qwen3_30b_a3b", ("--parallel.expert_clones=0",), 8, 0),
         ("qwen3_30b_a3b", ("--model.moe.num_experts=8",), 8, 1),  # as many as a rank owns
         ("qwen3_30b_a3b", ("--parallel.dispatcher=alltoall", "--parallel.overlap=none"), 8, 0),
-        ("qwen3_30b_a3b", ("--train.micro_batch_sequences=1", "--train.seq_len_tokens=512"), 8, 0),
+        ("qwen3_30b_a3b", ("--train.micro_batch_sequences=1",), 8, 0),  # small experts
         ("qwen3_30b_a3b", ("--parallel.ep=4",), 8, 0),  # experts are sharded
         ("qwen3_30b_a3b", ("--precision.master=bf16", "--precision.reduce=bf16"), 8, 0),  # no copy for compute
         ("qwen3_30b_a3b", ("--compile.extent=block",), 8, 0),
@@ -49,6 +49,7 @@ def test_auto_takes_clones_where_they_pay(
     [
         ("--parallel.dispatcher=alltoall --parallel.overlap=none", 'dispatcher = "alltoall" would send the weights'),
         ("--parallel.ep=1 --parallel.dispatcher=local --parallel.overlap=none", "no experts are on other ranks"),
+        ("--train.micro_batch_sequences=1", "a rank's experts compute 0.93 TFLOP for a microbatch in a layer"),
         (
             "--train.micro_batch_sequences=1 --train.seq_len_tokens=512",
             "a microbatch has 4,096 expert slots a rank",
@@ -78,7 +79,7 @@ def test_check_says_what_replica_slots_take() -> None:
     assert state_and_slots(fixed) == state_and_slots(recipe)
 
 
-@pytest.mark.parametrize(("name", "pays_from"), [("qwen3_30b_a3b", "1.2"), ("mixtral_8x7b", "1.26")])
+@pytest.mark.parametrize(("name", "pays_from"), [("qwen3_30b_a3b", "1.2"), ("mixtral_8x7b", "1.29")])
 def test_check_says_from_which_load_on_replica_slots_are_used(name: str, pays_from: str) -> None:
     recipe = load_recipe(RECIPES / f"{name}.toml", ["--parallel.expert_clones=auto"])
     assert f"used while the busiest rank has more than {pays_from} times the mean load" in describe(recipe, 8)

@@ -12,19 +12,21 @@ import torch
 from support import load
 from torch._dynamo.utils import counters
 
-from titan_moe.config import Recipe
+from titan_moe.config import Recipe, clones
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
+from titan_moe.config.recipe import microbatch_tokens
 from titan_moe.dispatch.clone_weights import CloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.optional_clones import ReplicaSlots
 from titan_moe.kernels.clones.plan import ClonePlan
 from titan_moe.layers.forced_loads import draw_ids
 from titan_moe.layers.forced_routing import ForcedBalance, ForcedTable
+from titan_moe.layers.moe import MoE
 from titan_moe.parallel.unsharded_experts import CastCache
 from titan_moe.parameters import full_tensor
-from titan_moe.train import clone_control
+from titan_moe.train import build, clone_control
 from titan_moe.train.build import assemble
 
 one_loss = load("distributed/test_one_loss")
@@ -135,11 +137,14 @@ def test_clones_behind_own_weights_train_as_apart(ranks, dispatcher: str, keeps:
 PHASES = "even even hot hot hot even even even hot hot".split()
 """Clones are switched on, off and on again, each time after a window."""
 WINDOW = 2
+DEAR = 10**6
+"""Slots that a clone costs, more than any rank has."""
 
 
-def train_in_phases(run: Recipe, phases: list[str]) -> SimpleNamespace:
+def train_in_phases(run: Recipe, phases: list[str], cost: int = 0) -> SimpleNamespace:
     """Steps of a forced load each: losses, norms and parameters, and for every step the replica slots in use, how many
-    clones were planned, how often layers got weights of clones, and the graphs that were compiled by then."""
+    clones were planned, how often layers got weights of clones, and the graphs that were compiled by then. A clone is
+    taken to cost so many slots where exchanges are planned, and none where replica slots are switched."""
     quick = {"WINDOW_STEPS": WINDOW, "STEPS_BETWEEN_CHANGES": WINDOW}
     trace = SimpleNamespace(losses=[], norms=[], in_use=[], planned=[], exchanged=[], num_graphs=[])
     calls = SimpleNamespace(planned=0, exchanged=0)
@@ -157,6 +162,8 @@ def train_in_phases(run: Recipe, phases: list[str]) -> SimpleNamespace:
     is_compiled = run.compile.compiles("cpu")
     with (
         mock.patch.multiple(clone_control, **quick),
+        mock.patch.object(clones, "COST_SLOTS", 0),
+        mock.patch.object(build, "clone_cost_slots", return_value=cost),
         nullcontext() if is_compiled else mock.patch.object(CloningDispatcher, "_plan", plan),
         nullcontext() if is_compiled else mock.patch.object(CloneWeights, "__call__", exchange_weights),
     ):
@@ -188,13 +195,14 @@ def train_compiled_in_phases(run: Recipe, phases: list[str], backend: str) -> Si
         return train_in_phases(run, phases)
 
 
-def assert_used_while_imbalanced(trace: SimpleNamespace, phases: list[str]) -> None:
-    """After a window with a hot step both replica slots are in use, and there are clones where they are needed."""
+def assert_used_while_imbalanced(trace: SimpleNamespace, phases: list[str], *, pays: bool = True) -> None:
+    """After a window with a hot step both replica slots are in use, and there are clones where they are needed, if they
+    pay."""
     for step, (number, phase) in enumerate(zip(trace.in_use, phases, strict=True)):
         window = phases[step - WINDOW : step] if step >= WINDOW else []
         assert number == (2 if "hot" in window else 0), trace.in_use
         assert (trace.exchanged[step] > 0) == (number > 0)
-        assert (trace.planned[step] > 0) == (number > 0 and phase == "hot")
+        assert (trace.planned[step] > 0) == (pays and number > 0 and phase == "hot")
 
 
 AUTO = ParallelConfig(ep=2, expert_clones="auto", expert_rank_capacity_factor=0.0, dispatcher="allgather")
@@ -224,6 +232,32 @@ def test_clones_are_used_while_ranks_are_imbalanced(ranks: Any, parallel: Parall
         num_off = trace.in_use.index(2)
         assert trace.losses[:num_off] == expected.losses[:num_off]
         assert trace.norms[:num_off] == expected.norms[:num_off]
+
+
+def test_no_expert_is_cloned_that_costs_more_than_its_rank_has_too_much(ranks: Any) -> None:
+    candidate = one_loss.recipe(AUTO)
+    without = ranks(2, train_in_phases, one_loss.recipe(replace(AUTO, expert_clones=0)), PHASES)
+    for expected, trace in zip(without, ranks(2, train_in_phases, candidate, PHASES, DEAR), strict=True):
+        assert_used_while_imbalanced(trace, PHASES, pays=False)
+        torch.testing.assert_close(trace.losses, expected.losses, rtol=1e-9, atol=1e-9)
+
+
+def costs_in(run: Recipe) -> tuple[int, list[int], float | None]:
+    """The cost of a clone by the replica slots and by dispatchers, and the load from which clones pay."""
+    _, _, parts, _, _, runner = assemble(run, torch.device("cpu"))
+    dispatchers = [module.dispatcher for part in parts for module in part.modules() if isinstance(module, MoE)]
+    control = runner.clone_control
+    costs = [dispatcher.cloning.cost for dispatcher in dispatchers]
+    return runner.step.replicas.cost, costs, control and control.pays_from
+
+
+@pytest.mark.parametrize("number", ["auto", 1])
+def test_auto_counts_what_a_clone_costs_and_a_number_does_not(ranks: Any, number: Any) -> None:
+    run = one_loss.recipe(replace(AUTO, expert_clones=number))
+    cost, pays_from = (clones.COST_SLOTS, clones.clones_pay_from(run)) if number == "auto" else (0, None)
+    assert number != "auto" or (cost, pays_from) == (700, 1.2 + 700 / (microbatch_tokens(run) * run.model.moe.top_k))
+    expected = cost, [cost] * run.model.num_moe_layers, pays_from
+    assert ranks(2, costs_in, run) == [expected] * 2
 
 
 @pytest.mark.parametrize("precision", [one_loss.FP64, MIXED], ids=["fp64", "mixed"])

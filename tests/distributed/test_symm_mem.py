@@ -173,9 +173,13 @@ def test_symm_mem_clones_behind_own_weights_train_as_apart(ranks: Any, tmp_path:
         one_loss.assert_same(one_loss.Trace(**fields), one_loss.Trace(**expected), 0.0)
 
 
-@pytest.mark.few("tile")
-@pytest.mark.parametrize("overlap", ["none", "tile"])
-def test_symm_mem_clones_are_used_while_ranks_are_imbalanced(ranks: Any, tmp_path: Path, overlap: str) -> None:
+@pytest.mark.few("tile", "dear")
+@pytest.mark.parametrize(
+    ("overlap", "cost"), [("none", 0), ("tile", 0), ("none", clones.DEAR)], ids=["none", "tile", "dear"]
+)
+def test_symm_mem_clones_are_used_while_ranks_are_imbalanced(
+    ranks: Any, tmp_path: Path, overlap: str, cost: int
+) -> None:
     phases = ["even", "hot", "hot", "even", "even", "even"]
     auto = replace(EP2, overlap=overlap, expert_rank_capacity_factor=2.0, expert_clones="auto")
     answers = []
@@ -183,9 +187,9 @@ def test_symm_mem_clones_are_used_while_ranks_are_imbalanced(ranks: Any, tmp_pat
         folder = tmp_path / str(number)
         folder.mkdir()
         candidate = in_one_microbatch(with_fused_experts(replace(auto, expert_clones=number)), num_ranks=2)
-        answers.append(ranks(2, on_files, str(folder), "clones", "train_in_phases", candidate, phases))
+        answers.append(ranks(2, on_files, str(folder), "clones", "train_in_phases", candidate, phases, cost))
     for expected, trace in zip(*answers, strict=True):
-        clones.assert_used_while_imbalanced(trace, phases)
+        clones.assert_used_while_imbalanced(trace, phases, pays=not cost)
         assert (trace.losses[:2], trace.norms[:2]) == (expected.losses[:2], expected.norms[:2])
         torch.testing.assert_close(trace.losses, expected.losses, rtol=2e-5, atol=2e-5)
 

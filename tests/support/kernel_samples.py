@@ -120,16 +120,17 @@ def assignments(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def loads_of_ranks(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def drawn(name: str, num_ranks: int, num_experts: int, num_replicas: int, hottest: int) -> Sample:
+    def drawn(name: str, num_ranks: int, num_experts: int, num_replicas: int, hottest: int, cost: int = 0) -> Sample:
         counts_PE = torch.randint(0, 9, (num_ranks, num_experts), device=device, dtype=torch.int32)
         counts_PE[:, :2] += hottest
-        return Sample(name, (counts_PE, num_replicas, num_ranks - 1), 0)
+        return Sample(name, (counts_PE, num_replicas, num_ranks - 1, cost), 0)
 
     return [
         drawn("two ranks", 2, 6, 1, 50),
         drawn("three", 3, 6, 2, 9),
         drawn("even", 4, 8, 1, 0),
         drawn("one", 1, 4, 1, 9),
+        drawn("a clone that does not pay", 2, 6, 1, 9, 40),
     ]
 
 

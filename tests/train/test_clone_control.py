@@ -2,6 +2,7 @@
 
 import pytest
 
+from titan_moe.train import clone_control
 from titan_moe.train.clone_control import STEPS_BETWEEN_CHANGES, WINDOW_STEPS, CloneControl
 
 
@@ -55,6 +56,8 @@ def test_control_goes_on_with_the_state_of_an_earlier_run() -> None:
     phases = (WINDOW_STEPS + 3, 1.5), (STEPS_BETWEEN_CHANGES + 7, 1.0), (STEPS_BETWEEN_CHANGES, 1.4)
     expected = run(whole, *phases)
     actual = run(first, phases[0])
+    second.load_state(CloneControl(1.5).state())
+    assert second.pays_from == clone_control.PAYS_FROM, "the state of a run with other thresholds"
     second.load_state("")
     assert not second.are_used and second.mean == 1.0, "a run without the state starts without clones"
     second.load_state(first.state())

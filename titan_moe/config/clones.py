@@ -13,18 +13,20 @@ from titan_moe.config.parallel import resolve
 from titan_moe.config.recipe import Recipe, microbatch_tokens
 
 NUM_CLONES = 2
-"""Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean. A rank that owns
-fewer than four experts has one: each takes the memory of an expert in every layer."""
+"""Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean, where that is
+more than a clone costs. A rank that owns fewer than four experts has one: each takes the memory of an expert in every
+layer."""
 COST_SLOTS = 700
-"""Expert slots that a rank computes in the time in which an expert is fetched and its gradient returned: as many of any
-expert (bf16, NVLink; tools/RESULTS.md, section 7)."""
-OVERHEAD_SLOTS = 500
-"""The same of what every exchange takes while replica slots are in use, with clones or without."""
+"""Expert slots that a rank computes in the time in which an expert is fetched and its gradient returned. It was
+measured with the experts of Mixtral (bf16, NVLink; tools/RESULTS.md, section 7); bytes and operations of an expert grow
+alike."""
 MIN_SLOTS = 5_000
-"""Slots of a rank from which clones may pay, an estimate."""
+"""Slots of a rank from which clones may pay, an estimate: of fewer, a clone costs more than a seventh."""
+MIN_TFLOP = 1.4
+"""Operations of a rank's experts for a microbatch in a layer from which clones may pay, an estimate: barriers and
+launches take 0.5 to 0.9 ms of an exchange, with clones or without."""
 PAYS_FROM = 1.2
-"""Load of the busiest rank over the mean from which clones save more than they cost, where the overhead of an exchange
-is small (tools/RESULTS.md, section 7)."""
+"""Load of the busiest rank over the mean from which clones save more than they take (tools/RESULTS.md, section 7)."""
 
 
 def num_clones(recipe: Recipe) -> int:
@@ -43,11 +45,18 @@ def clone_cost_slots(recipe: Recipe) -> int:
 
 def clones_pay_from(recipe: Recipe) -> float:
     """Return the load of the busiest rank over the mean from which "auto" uses its replica slots."""
-    return PAYS_FROM + OVERHEAD_SLOTS / _slots_of_a_rank(recipe)
+    return PAYS_FROM + COST_SLOTS / _slots_of_a_rank(recipe)
 
 
 def _slots_of_a_rank(recipe: Recipe) -> int:
     return microbatch_tokens(recipe) * recipe.parallel.etp * recipe.model.moe.top_k
+
+
+def _tflop_of_a_rank(recipe: Recipe) -> float:
+    """Operations of a rank's experts for a microbatch in a layer, forward and backward."""
+    model, moe = recipe.model, recipe.model.moe
+    parameters = 3 * (moe.latent_size or model.hidden_size) * moe.ffn_hidden_size // recipe.parallel.etp
+    return 6 * parameters * _slots_of_a_rank(recipe) / 1e12
 
 
 def why_no_clones(recipe: Recipe, world_size: int) -> str:
@@ -63,6 +72,11 @@ def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield f'dispatcher = "{p.dispatcher}" would send the weights of clones by collectives'
     if (num_slots := _slots_of_a_rank(recipe)) < MIN_SLOTS:
         yield f"a microbatch has {num_slots:,} expert slots a rank, and clones may pay from {MIN_SLOTS:,} on"
+    if (tflop := _tflop_of_a_rank(recipe)) < MIN_TFLOP:
+        yield (
+            f"a rank's experts compute {tflop:.2g} TFLOP for a microbatch in a layer, and clones may pay from "
+            f"{MIN_TFLOP:g} on"
+        )
     # a GEMM takes own weights and clones as one tensor: without room behind a copy of own weights, it copies them again
     if not resolve(p, world_size).experts_are_unsharded(recipe.precision):
         yield "experts are sharded, so GEMMs would need a copy of a rank's own weights"

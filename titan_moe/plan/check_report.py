@@ -120,7 +120,7 @@ def _parallel_rows(recipe: Recipe, world_size: int) -> list[tuple[str, str]]:
     s = resolve(recipe.parallel, world_size)
     num_replicas = num_clones(recipe)
     cp = f"{s.cp} ({recipe.parallel.cp_kind})" if s.cp > 1 else "1"
-    clones = f"; up to {num_replicas} clones of other ranks' experts on each" if num_replicas else ""
+    clones = f"; up to {counted(num_replicas, 'clone')} of other ranks' experts on each" if num_replicas else ""
     width = recipe.model.moe.ffn_hidden_size
     parts = f"; {width // s.etp} of the width {width} of an expert, for rows of {s.etp} ranks" if s.etp > 1 else ""
     lines = [

@@ -40,8 +40,8 @@ class CloneControl:
 
     def state(self) -> str:
         """The state as JSON."""
-        fields = {"are_used": self.are_used, "steps_to_wait": self.steps_to_wait}
-        return json.dumps(fields | {"recent": list(self.recent)})
+        recent = list(self.recent)
+        return json.dumps({"are_used": self.are_used, "recent": recent, "steps_to_wait": self.steps_to_wait})
 
     def load_state(self, state: str) -> None:
         """Go on with the state of an earlier run; an empty string is one without."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS, Captured, Recorder, idle_pool_bytes
+from titan_moe.config.schema import counted
 from titan_moe.data.packing import Batch
 from titan_moe.optim.schedule import Schedules
 from titan_moe.parameters import local
@@ -170,7 +171,7 @@ class StepRunner:
         if are_used == replicas.are_used:
             return
         replicas.are_used = are_used
-        what = f"up to {replicas.number} clones of experts a rank" if are_used else "no clones of experts"
+        what = f"up to {counted(replicas.number, 'clone')} of experts a rank" if are_used else "no clones of experts"
         logger.info(
             "%s from step %d on; the busiest rank had %.3g times the mean load in recent steps",
             what,
