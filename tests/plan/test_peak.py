@@ -108,6 +108,9 @@ RECORDED = {
     "section 2, V2-Lite, text": ("deepseek_v2_lite", 4, LITE4, 1.25, 120.4),
     "section 2, Mixtral": ("mixtral_8x7b", 4, MIXTRAL4, 1.125, 98.8),
     "section 2, Mixtral, text": ("mixtral_8x7b", 4, MIXTRAL4, 1.5, 101.8),
+    "section 7, Mixtral, text, clones": (
+        "mixtral_8x7b", 4, (*MIXTRAL4, "--parallel.expert_clones=auto"), 1.25, 105.4,
+    ),
     "section 2, Mixtral, 8 layers": ("mixtral_8x7b", 2, MIXTRAL, 1.25, 90.9),
     "section 14, dp 4": ("qwen3_30b_a3b", 4, (*LONG4, "--train.global_batch_sequences=4"), 1.125, 67.5),
     "section 14, tp 2": (
