@@ -235,10 +235,10 @@ def test_clones_are_used_while_ranks_are_imbalanced(ranks: Any, parallel: Parall
 
 
 def test_no_expert_is_cloned_that_costs_more_than_its_rank_has_too_much(ranks: Any) -> None:
-    candidate = one_loss.recipe(AUTO)
-    without = ranks(2, train_in_phases, one_loss.recipe(replace(AUTO, expert_clones=0)), PHASES)
-    for expected, trace in zip(without, ranks(2, train_in_phases, candidate, PHASES, DEAR), strict=True):
-        assert_used_while_imbalanced(trace, PHASES, pays=False)
+    phases, candidate = ["hot"] * 4, one_loss.recipe(AUTO)
+    without = ranks(2, train_in_phases, one_loss.recipe(replace(AUTO, expert_clones=0)), phases)
+    for expected, trace in zip(without, ranks(2, train_in_phases, candidate, phases, DEAR), strict=True):
+        assert_used_while_imbalanced(trace, phases, pays=False)
         torch.testing.assert_close(trace.losses, expected.losses, rtol=1e-9, atol=1e-9)
 
 

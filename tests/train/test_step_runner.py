@@ -173,6 +173,7 @@ def test_step_runner_replayed_steps_equal_launched_ones(ranks: Any, exact: Any, 
         assert other["skipped"] == 0 and other["reruns"][-1] == 0 and other["recordings"] == 1
 
 
+@pytest.mark.few("step")
 @pytest.mark.parametrize("extent", ["microbatch", "step"])
 def test_step_runner_sums_over_tensor_ranks_once_a_replayed_step(ranks: Any, exact: Any, extent: str) -> None:
     """Each microbatch is replayed, and their gradients are summed over tensor-parallel ranks together."""
@@ -230,6 +231,7 @@ def test_random_states_of_host_and_device_are_restored(device: str) -> None:
     assert all(map(torch.equal, first, draw())) and not any(map(torch.equal, first, other))
 
 
+@pytest.mark.few("off", "step")
 @pytest.mark.parametrize("extent", ["off", "step", "microbatch"])
 def test_step_runner_skips_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
     sick, other = ranks(2, train, RECIPE, extent, 3)
@@ -270,6 +272,7 @@ def test_a_step_without_finite_activations_is_no_load_to_prepare_for(ranks: Any)
         assert num_skipped == 1 and len(set(factors[CALIBRATION_STEPS - 1 :])) == 1
 
 
+@pytest.mark.few("step")
 @pytest.mark.parametrize("extent", ["off", "step", "microbatch"])
 def test_step_runner_skips_a_spike_like_a_step_without_finite_gradients(ranks: Any, extent: str) -> None:
     recipe = replace(RECIPE, train=replace(RECIPE.train, spike_sigmas=50.0))
