@@ -16,7 +16,6 @@ from titan_moe.config import Recipe, clones
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, MemoryConfig
 from titan_moe.config.precision import PrecisionConfig
-from titan_moe.config.recipe import microbatch_tokens
 from titan_moe.dispatch.clone_weights import CloneWeights
 from titan_moe.dispatch.cloning import CloningDispatcher
 from titan_moe.dispatch.optional_clones import ReplicaSlots
@@ -251,12 +250,11 @@ def costs_in(run: Recipe) -> tuple[int, list[int], float | None]:
     return runner.step.replicas.cost, costs, control and control.pays_from
 
 
-@pytest.mark.parametrize("number", ["auto", 1])
-def test_auto_counts_what_a_clone_costs_and_a_number_does_not(ranks: Any, number: Any) -> None:
+@pytest.mark.parametrize(("number", "cost"), [("auto", 700), (1, 0)])
+def test_auto_counts_what_a_clone_costs_and_a_number_does_not(ranks: Any, number: Any, cost: int) -> None:
     run = one_loss.recipe(replace(AUTO, expert_clones=number))
-    cost, pays_from = (clones.COST_SLOTS, clones.clones_pay_from(run)) if number == "auto" else (0, None)
-    assert number != "auto" or (cost, pays_from) == (700, 1.2 + 700 / (microbatch_tokens(run) * run.model.moe.top_k))
-    expected = cost, [cost] * run.model.num_moe_layers, pays_from
+    num_slots = run.train.micro_batch_sequences * run.train.seq_len_tokens * run.model.moe.top_k
+    expected = cost, [cost] * run.model.num_moe_layers, 1.2 + cost / num_slots if cost else None
     assert ranks(2, costs_in, run) == [expected] * 2
 
 

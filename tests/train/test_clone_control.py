@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_moe.train import clone_control
+from titan_moe.config.clones import PAYS_FROM
 from titan_moe.train.clone_control import STEPS_BETWEEN_CHANGES, WINDOW_STEPS, CloneControl
 
 
@@ -12,18 +12,18 @@ def run(control: CloneControl, *phases: tuple[int, float]) -> list[bool]:
 
 
 def test_control_waits_for_a_whole_window() -> None:
-    assert run(CloneControl(), (WINDOW_STEPS, 1.5)) == [False] * (WINDOW_STEPS - 1) + [True]
+    assert run(CloneControl(PAYS_FROM), (WINDOW_STEPS, 1.5)) == [False] * (WINDOW_STEPS - 1) + [True]
 
 
 def test_control_follows_the_mean_of_a_window() -> None:
     """Every eighth step is routed to one of two ranks; 1.125 on average, and not 1.25."""
     for peak, are_used in ((2.0, False), (3.0, True)):
-        assert run(CloneControl(), *[(7, 1.0), (1, peak)] * 8)[-1] is are_used
+        assert run(CloneControl(PAYS_FROM), *[(7, 1.0), (1, peak)] * 8)[-1] is are_used
 
 
 @pytest.mark.parametrize(("imbalance", "was_used"), [(1.15, False), (1.15, True), (1.2, False), (1.11, True)])
 def test_control_changes_nothing_between_its_thresholds(imbalance: float, was_used: bool) -> None:
-    control = CloneControl()
+    control = CloneControl(PAYS_FROM)
     run(control, (WINDOW_STEPS, 1.5 if was_used else 1.0))
     assert set(run(control, (10 * STEPS_BETWEEN_CHANGES, imbalance))[WINDOW_STEPS:]) == {was_used}
 
@@ -37,13 +37,13 @@ def test_control_uses_clones_from_where_they_pay() -> None:
 
 def test_control_takes_its_time_between_changes() -> None:
     """A load that comes and goes changes it once in so many steps at most."""
-    used = run(CloneControl(), *[(WINDOW_STEPS, 1.5), (WINDOW_STEPS, 1.0)] * 50)
+    used = run(CloneControl(PAYS_FROM), *[(WINDOW_STEPS, 1.5), (WINDOW_STEPS, 1.0)] * 50)
     changes = [step for step in range(1, len(used)) if used[step] != used[step - 1]]
     assert len(changes) > 2 and min(b - a for a, b in zip(changes, changes[1:], strict=False)) >= STEPS_BETWEEN_CHANGES
 
 
 def test_control_goes_off_and_on_again() -> None:
-    control = CloneControl()
+    control = CloneControl(PAYS_FROM)
     assert run(control, (2 * STEPS_BETWEEN_CHANGES, 1.3))[-1]
     later = run(control, (WINDOW_STEPS, 1.0), (STEPS_BETWEEN_CHANGES, 1.3))
     off = later.index(False)
@@ -52,12 +52,12 @@ def test_control_goes_off_and_on_again() -> None:
 
 
 def test_control_goes_on_with_the_state_of_an_earlier_run() -> None:
-    whole, first, second = (CloneControl() for _ in range(3))
+    whole, first, second = (CloneControl(PAYS_FROM) for _ in range(3))
     phases = (WINDOW_STEPS + 3, 1.5), (STEPS_BETWEEN_CHANGES + 7, 1.0), (STEPS_BETWEEN_CHANGES, 1.4)
     expected = run(whole, *phases)
     actual = run(first, phases[0])
     second.load_state(CloneControl(1.5).state())
-    assert second.pays_from == clone_control.PAYS_FROM, "the state of a run with other thresholds"
+    assert second.pays_from == PAYS_FROM, "the state of a run with other thresholds"
     second.load_state("")
     assert not second.are_used and second.mean == 1.0, "a run without the state starts without clones"
     second.load_state(first.state())

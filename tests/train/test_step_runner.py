@@ -17,6 +17,7 @@ from torch.nn.functional import dropout
 
 from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe
+from titan_moe.config.clones import PAYS_FROM
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
 from titan_moe.config.perf import CompileConfig, PerfConfig
@@ -372,7 +373,7 @@ def test_step_runner_records_anew_when_clones_come_into_use(
 
     step: Any = Step(capacity=capacity.ExpertCapacity(1.25), replicas=replicas)
     schedule: Any = SimpleNamespace(step=lambda: None)
-    take = step_runner.StepRunner(step, schedule, extent, lambda: recorder, clone_control=CloneControl())
+    take = step_runner.StepRunner(step, schedule, extent, lambda: recorder, clone_control=CloneControl(PAYS_FROM))
     batch = Batch(torch.zeros(1, 1, 4, dtype=torch.int64), torch.zeros(1, 1, 4, dtype=torch.int64), None)
     with caplog.at_level("INFO", logger="titan_moe"):
         for _ in imbalances:
@@ -389,13 +390,13 @@ def test_step_runner_records_anew_when_clones_come_into_use(
 
 
 def test_step_runner_goes_on_with_the_clones_of_an_earlier_run() -> None:
-    earlier = CloneControl()
+    earlier = CloneControl(PAYS_FROM)
     earlier.are_used = True
     before, after = Progress(), Progress()
     before.clones = earlier.state()
     after.load_state_dict(before.state_dict())
     step: Any = SimpleNamespace(capacity=capacity.ExpertCapacity(), replicas=ReplicaSlots(2, are_used=False))
-    take = step_runner.StepRunner(step, SimpleNamespace(), clone_control=CloneControl())  # type: ignore[arg-type]
+    take = step_runner.StepRunner(step, SimpleNamespace(), clone_control=CloneControl(PAYS_FROM))  # type: ignore[arg-type]
     take.resume(0.0)
     assert not step.replicas.are_used
     take.resume(after.capacity_factor, after.clones)

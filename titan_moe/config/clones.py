@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
-from titan_moe.config.recipe import Recipe, microbatch_tokens
+from titan_moe.config.recipe import Recipe, expert_hidden_size, expert_slots
 
 NUM_CLONES = 2
 """Two replica slots a rank nearly always reduce loads of up to twice the mean to 1.05 times the mean, where that is
@@ -45,18 +45,13 @@ def clone_cost_slots(recipe: Recipe) -> int:
 
 def clones_pay_from(recipe: Recipe) -> float:
     """Return the load of the busiest rank over the mean from which "auto" uses its replica slots."""
-    return PAYS_FROM + COST_SLOTS / _slots_of_a_rank(recipe)
-
-
-def _slots_of_a_rank(recipe: Recipe) -> int:
-    return microbatch_tokens(recipe) * recipe.parallel.etp * recipe.model.moe.top_k
+    return PAYS_FROM + COST_SLOTS / expert_slots(recipe)
 
 
 def _tflop_of_a_rank(recipe: Recipe) -> float:
     """Operations of a rank's experts for a microbatch in a layer, forward and backward."""
-    model, moe = recipe.model, recipe.model.moe
-    parameters = 3 * (moe.latent_size or model.hidden_size) * moe.ffn_hidden_size // recipe.parallel.etp
-    return 6 * parameters * _slots_of_a_rank(recipe) / 1e12
+    weights = 3 * recipe.model.expert_width * expert_hidden_size(recipe)
+    return 6 * weights * expert_slots(recipe) / 1e12
 
 
 def why_no_clones(recipe: Recipe, world_size: int) -> str:
@@ -70,7 +65,7 @@ def _reasons(recipe: Recipe, world_size: int) -> Iterator[str]:
         yield "no experts are on other ranks"
     if not p.facts.shares_memory_of_ep:
         yield f'dispatcher = "{p.dispatcher}" would send the weights of clones by collectives'
-    if (num_slots := _slots_of_a_rank(recipe)) < MIN_SLOTS:
+    if (num_slots := expert_slots(recipe)) < MIN_SLOTS:
         yield f"a microbatch has {num_slots:,} expert slots a rank, and clones may pay from {MIN_SLOTS:,} on"
     if (tflop := _tflop_of_a_rank(recipe)) < MIN_TFLOP:
         yield (

@@ -128,7 +128,7 @@ def _of_a_block(model: ModelConfig, *, is_dense: bool) -> Iterator[tuple[str, Pa
     if is_dense:
         yield from _mlp("feed_forward", width, model.ffn_hidden_size)
         return
-    row_width = moe.latent_size or width
+    row_width = model.expert_width
     if moe.latent_size:
         yield "feed_forward.latent_down", "linears", (width, row_width)
     yield "feed_forward.experts", "experts", (row_width, moe.ffn_hidden_size)

@@ -176,6 +176,11 @@ class ModelConfig:
     """The mixture-of-experts layer."""
 
     @property
+    def expert_width(self) -> int:
+        """Width of the rows that routed experts read and write."""
+        return self.moe.latent_size or self.hidden_size
+
+    @property
     def num_moe_layers(self) -> int:
         """The number of MoE blocks. They come after the dense ones."""
         return self.num_layers - self.num_dense_layers if self.moe.num_experts else 0

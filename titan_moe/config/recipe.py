@@ -60,6 +60,12 @@ def max_batch_tokens(recipe: Recipe) -> int:
     return max(microbatch_tokens(recipe), padded // max(p.cp * p.tp, 1)) * max(p.etp, 1)
 
 
+def expert_slots(recipe: Recipe) -> int:
+    """Expert slots of a rank in a layer, for a microbatch with a balanced load. With etp a rank has those of its etp
+    group."""
+    return microbatch_tokens(recipe) * recipe.parallel.etp * recipe.model.moe.top_k
+
+
 def expert_hidden_size(recipe: Recipe) -> int:
     """Hidden width of a rank's part of an expert."""
     return recipe.model.moe.ffn_hidden_size // max(recipe.parallel.etp, 1)

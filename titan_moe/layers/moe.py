@@ -42,7 +42,7 @@ class MoE(nn.Module):
         super().__init__()
         check_moe(config, kernels)
         self.config = config
-        moe, width = config.moe, config.moe.latent_size or config.hidden_size
+        moe, width = config.moe, config.expert_width
         self.router = TopKRouter(config, kernels)
         self.dispatcher: TokenDispatcher = LocalDispatcher(moe.num_experts, PERMUTE[kernels.permute])
         mlp = choose_expert_mlp(kernels.experts, moe.score_on, moe.expert_mlp_bias)

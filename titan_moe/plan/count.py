@@ -89,7 +89,7 @@ def layer_matrix_weights(model: ModelConfig, layer: int) -> int:
     width, moe = model.hidden_size, model.moe
     if layer < model.num_layers - model.num_moe_layers:
         return attention_projection_weights(model) + 3 * width * model.ffn_hidden_size
-    experts = 3 * expert_width(model) * moe.ffn_hidden_size * moe.top_k
+    experts = 3 * model.expert_width * moe.ffn_hidden_size * moe.top_k
     shared = 3 * width * moe.shared_ffn_hidden_size
     return attention_projection_weights(model) + experts + shared + 2 * width * moe.latent_size
 
@@ -155,12 +155,7 @@ def attention_core_width(model: ModelConfig) -> int:
     return a.num_heads * (a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim)
 
 
-def expert_width(model: ModelConfig) -> int:
-    """Width of the rows that experts read and write."""
-    return model.moe.latent_size or model.hidden_size
-
-
 def parameters_of_an_expert(model: ModelConfig, etp: int = 1) -> int:
     """Count the weights of one routed expert, and its biases; or of the part that each of `etp` ranks has."""
-    width, hidden = expert_width(model), model.moe.ffn_hidden_size // etp
+    width, hidden = model.expert_width, model.moe.ffn_hidden_size // etp
     return 3 * width * hidden + (2 * hidden + width if model.moe.expert_mlp_bias else 0)

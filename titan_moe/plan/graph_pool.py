@@ -30,7 +30,7 @@ def gathering_bytes(part: Part) -> float:
     """The bytes of a pool on the stream that gathers: parameters of two groups, one after the other, and the rank's own
     share of one. On one rank FSDP copies parameters on the computing stream."""
     compute = BYTES_OF_DTYPE[part.recipe.precision.compute]
-    return max(_gathered_elements(one, other) for one, other in pairs_of(part)) * compute
+    return max(_gathered_elements(one, other) for one, other in _pairs_of(part)) * compute
 
 
 def _gathered_elements(one: Group, other: Group) -> float:
@@ -58,7 +58,7 @@ def reducing_bytes(part: Part) -> float:
     those of the largest group beside the sum of the microbatches before."""
     recipe, has_sums = part.recipe, part.recipe.compile.cudagraph == "microbatch"
     is_once = recipe.parallel.accumulate_unsharded or num_microbatches(recipe, part.world_size) == 1
-    largest = max(group.parameters / group.num_ranks for pair in pairs_of(part) for group in pair)
+    largest = max(group.parameters / group.num_ranks for pair in _pairs_of(part) for group in pair)
     added = 0.0 if is_once and not has_sums else largest * BYTES_OF_DTYPE[recipe.precision.reduce]
     return added + (0.0 if has_sums else reduced_bytes(part))
 
@@ -69,7 +69,7 @@ def message_bytes(part: Part) -> float:
     return part.num_messages * elements * BYTES_OF_DTYPE[part.recipe.precision.compute]
 
 
-def pairs_of(part: Part) -> list[tuple[Group, Group]]:
+def _pairs_of(part: Part) -> list[tuple[Group, Group]]:
     """Groups of a rank's parameters that FSDP gathers one after the other: embedding and head, in a pipeline the larger
     one, then the first block; and a block, then its experts, if they are sharded."""
     model, count = part.recipe.model, part.count

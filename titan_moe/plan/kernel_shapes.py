@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from titan_moe.config.parallel import resolve
-from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens
-from titan_moe.plan.count import expert_width
+from titan_moe.config.recipe import Recipe, expert_hidden_size, expert_slots, microbatch_tokens
 from titan_moe.plan.links import rows_sent
 
 Shape = Mapping[str, int | str]
@@ -74,13 +73,13 @@ def _load(recipe: Recipe) -> Shape:
     return {
         "rows": _num_rows(recipe),
         "choices": moe.top_k,
-        "slots": microbatch_tokens(recipe) * recipe.parallel.etp * moe.top_k,
+        "slots": expert_slots(recipe),
         "experts": moe.num_experts // recipe.parallel.ep,
     }
 
 
 def _experts(recipe: Recipe) -> Shape:
-    return {**_load(recipe), "width": expert_width(recipe.model), "hidden": expert_hidden_size(recipe)}
+    return {**_load(recipe), "width": recipe.model.expert_width, "hidden": expert_hidden_size(recipe)}
 
 
 def _permute(recipe: Recipe) -> Shape:
@@ -141,7 +140,7 @@ def _gradients(recipe: Recipe) -> Shape:
     """The sum of gate and up, the larger weight of a layer's experts."""
     precision, num_experts = recipe.precision, recipe.model.moe.num_experts // recipe.parallel.ep
     return {
-        "elements": num_experts * 2 * expert_hidden_size(recipe) * expert_width(recipe.model),
+        "elements": num_experts * 2 * expert_hidden_size(recipe) * recipe.model.expert_width,
         "dtypes": f"{precision.compute} to {precision.master}",
     }
 

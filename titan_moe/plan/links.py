@@ -10,7 +10,6 @@ from typing import NamedTuple
 from titan_moe.config.parallel import ParallelConfig, ep_ranks_of_a_node
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, microbatch_tokens
-from titan_moe.plan.count import expert_width
 from titan_moe.plan.loads import visit_probability
 
 
@@ -69,7 +68,7 @@ def describe_links(recipe: Recipe, world_size: int) -> str:
     sent = rows_sent(recipe, world_size)
     if not sent.across:
         return ""
-    row_bytes = expert_width(recipe.model) * BYTES_OF_DTYPE[recipe.precision.compute]
+    row_bytes = recipe.model.expert_width * BYTES_OF_DTYPE[recipe.precision.compute]
     forward_bytes = 2 * microbatch_tokens(recipe) * p.etp * row_bytes  # and the results; a rank sends for its etp group
     across, within = (f"{times * forward_bytes / 2**20:,.1f}" for times in sent)
     words = (

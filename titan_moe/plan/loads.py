@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from titan_moe.config.clones import num_clones
-from titan_moe.config.recipe import Recipe, max_batch_tokens, microbatch_tokens
+from titan_moe.config.recipe import Recipe, expert_slots, max_batch_tokens, microbatch_tokens
 
 
 class LayerLoads(NamedTuple):
@@ -60,7 +60,7 @@ def layer_loads(recipe: Recipe) -> LayerLoads:
     rows = p.ep * num_tokens * visit_probability(moe.num_experts, num_local, moe.top_k)
     worst_rows = p.ep * max_batch_tokens(recipe)
     worst_slots = worst_rows * min(moe.top_k, num_local + num_clones(recipe))
-    return LayerLoads(recipe.model.num_moe_layers, rows, num_tokens * moe.top_k, worst_rows, worst_slots)
+    return LayerLoads(recipe.model.num_moe_layers, rows, expert_slots(recipe), worst_rows, worst_slots)
 
 
 def visit_probability(num_experts: int, num_local_experts: int, top_k: int) -> float:

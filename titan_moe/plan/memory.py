@@ -10,7 +10,7 @@ from titan_moe.config.gemms import has_native_experts
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, max_batch_tokens
-from titan_moe.plan.count import expert_width, parameters_of_an_expert
+from titan_moe.plan.count import parameters_of_an_expert
 from titan_moe.plan.loads import layer_loads
 from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.places import ArenaPlaces
@@ -79,7 +79,7 @@ def shared_bytes_per_rank(recipe: Recipe) -> int:
     if not recipe.parallel.facts.shares_memory:
         return 0
     element, top_k = BYTES_OF_DTYPE[recipe.precision.compute], recipe.model.moe.top_k
-    place = expert_width(recipe.model) * element + top_k * max(element, 4) + 4
+    place = recipe.model.expert_width * element + top_k * max(element, 4) + 4
     rows = max_batch_tokens(recipe) * (recipe.parallel.ep * place + 4 * top_k)
     return max(rows, _clone_bytes(recipe)) if recipe.parallel.facts.shares_memory_of_ep else rows
 
@@ -93,9 +93,9 @@ def arena_bytes_per_rank(recipe: Recipe, capacity_factor: float, places: ArenaPl
         factor, places = 0.0, places._replace(number=1, num_delayed=0)
     rows, slots = layer_loads(recipe)._replace(num_layers=places.num_layers).room(factor)
     element, hidden = BYTES_OF_DTYPE[recipe.precision.compute], expert_hidden_size(recipe)
-    row, slot = expert_width(recipe.model) * element, 2 * hidden * element
+    row, slot = recipe.model.expert_width * element, 2 * hidden * element
     if has_native_experts(recipe):
-        row, slot = packed_bytes(recipe, expert_width(recipe.model)), packed_bytes(recipe, 2 * hidden)
+        row, slot = packed_bytes(recipe, recipe.model.expert_width), packed_bytes(recipe, 2 * hidden)
     kept = places.number * (rows * row + slots * slot)
     return kept + places.num_delayed * (rows * row + slots * hidden * element)
 
@@ -121,7 +121,7 @@ def temporary_bytes(recipe: Recipe, rows: float, slots: float, *, is_native: boo
     states and the activations. Then gradients of slots, and their sums, follow those of activations; then gradients of
     weights follow these.
     """
-    width, hidden = expert_width(recipe.model), expert_hidden_size(recipe)
+    width, hidden = recipe.model.expert_width, expert_hidden_size(recipe)
     element = BYTES_OF_DTYPE[recipe.precision.compute]
     weights = experts_per_rank(recipe) / max(recipe.model.num_moe_layers, 1) * element
     if not is_native:

@@ -25,7 +25,6 @@ from titan_moe.config.gemms import count_native_experts, gemm_modules, why_kept
 from titan_moe.config.parallel import resolve
 from titan_moe.config.precision import BYTES_OF_DTYPE
 from titan_moe.config.recipe import Recipe, expert_hidden_size, microbatch_tokens, num_microbatches
-from titan_moe.plan.count import expert_width
 from titan_moe.plan.graph_pool import FRAGMENTATION, gathering_bytes, message_bytes, reduced_bytes, reducing_bytes
 from titan_moe.plan.loads import layer_loads
 from titan_moe.plan.memory import (
@@ -183,7 +182,7 @@ def _delayed_bytes(part: Part, capacity_factor: float, experts: str) -> int:
     if part.has_arena(experts):
         return 0
     recipe, m, (rows, slots) = part.recipe, part.recipe.model, _sizes(part.recipe, capacity_factor)
-    elements = m.num_moe_layers * (rows * expert_width(m) + slots * expert_hidden_size(recipe))
+    elements = m.num_moe_layers * (rows * m.expert_width + slots * expert_hidden_size(recipe))
     if not _linears_delay(recipe):
         freed = m.num_layers * _attention_elements(recipe).kept + m.num_moe_layers * _router_elements(recipe)
         elements -= freed * microbatch_tokens(recipe)
@@ -260,7 +259,7 @@ def _expert_elements(recipe: Recipe, capacity_factor: float) -> int:
     rows are kept."""
     (rows, slots), p = _sizes(recipe, capacity_factor), recipe.parallel
     sent = rows if p.facts.moves_rows or p.etp > 1 else 0
-    width, hidden = expert_width(recipe.model), 2 * expert_hidden_size(recipe)
+    width, hidden = recipe.model.expert_width, 2 * expert_hidden_size(recipe)
     num_native = count_native_experts(recipe)
     num_plain = recipe.model.num_moe_layers - num_native
     if recipe.memory.recompute == "experts":

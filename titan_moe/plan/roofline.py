@@ -16,7 +16,6 @@ from titan_moe.plan.count import (
     attention_core_flops_per_token,
     attention_core_width,
     attention_projection_weights,
-    expert_width,
 )
 from titan_moe.plan.hardware import Hardware
 from titan_moe.plan.links import rows_sent
@@ -59,7 +58,7 @@ def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Wo
         "attention": m.num_layers * attention_projection_weights(m),
         "dense": (m.num_layers - num_moe_layers) * 3 * width * m.ffn_hidden_size,
         "router": num_moe_layers * width * moe.num_experts,
-        "experts": num_moe_layers * 3 * expert_width(m) * moe.ffn_hidden_size * moe.top_k,
+        "experts": num_moe_layers * 3 * m.expert_width * moe.ffn_hidden_size * moe.top_k,
         "shared": num_moe_layers * 3 * width * moe.shared_ffn_hidden_size,
         "latent": num_moe_layers * 2 * width * moe.latent_size,
         "head": part.has_head * m.vocab_size * width,
@@ -68,7 +67,7 @@ def step_work(recipe: Recipe, world_size: int, pp_rank: int = 0) -> dict[str, Wo
     flops["attention"] += num_tokens * attention_core_flops_per_token(m, t.seq_len_tokens)
     work = {part: Work(flops=count) for part, count in flops.items()}
     work["attention"] = Work(flops["attention"], wire_bytes=exchanged_bytes(recipe, num_tokens))
-    row_bytes = expert_width(m) * BYTES_OF_DTYPE[recipe.precision.compute]
+    row_bytes = m.expert_width * BYTES_OF_DTYPE[recipe.precision.compute]
     # 2: the gradient of a row is sent too
     rows, etp = 2 * num_moe_layers * num_tokens * row_bytes, recipe.parallel.etp
     gathered = rows * (etp - 1)  # those of an etp group; as many results are reduce-scattered

@@ -3,8 +3,6 @@
 import json
 from collections import deque
 
-from titan_moe.config.clones import PAYS_FROM
-
 WINDOW_STEPS = 16
 """Recent steps whose imbalance is averaged."""
 HYSTERESIS = 0.1
@@ -16,7 +14,7 @@ STEPS_BETWEEN_CHANGES = 100
 class CloneControl:
     """Decide from past steps whether the next one uses replica slots. All ranks decide alike, from reduced numbers."""
 
-    def __init__(self, pays_from: float = PAYS_FROM) -> None:
+    def __init__(self, pays_from: float) -> None:
         """`pays_from` is the load of the busiest rank over the mean from which clones save more than they cost."""
         self.pays_from = pays_from
         self.are_used = False

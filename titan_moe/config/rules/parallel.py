@@ -291,7 +291,7 @@ def edp_divides_expert_width(recipe: Recipe, world_size: int) -> Iterator[str]:
     p, model = recipe.parallel, recipe.model
     edp = world_size // max(p.pp * p.dp_replicate * p.ep * p.etp, 1)
     key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
-    widths = {key: model.moe.latent_size or model.hidden_size}
+    widths = {key: model.expert_width}
     if model.moe.expert_mlp_bias:
         widths["moe.ffn_hidden_size"] = expert_hidden_size(recipe)
     for key, width in widths.items():

@@ -83,7 +83,7 @@ def unaligned_expert_rows(recipe: Recipe, field_of_kernels: str) -> Iterator[str
     if model.num_moe_layers <= 0 or step == 1:
         return
     width_key = "moe.latent_size" if model.moe.latent_size else "hidden_size"
-    widths = {width_key: (model.moe.latent_size or model.hidden_size, 1)}
+    widths = {width_key: (model.expert_width, 1)}
     widths["moe.ffn_hidden_size"] = (model.moe.ffn_hidden_size, max(recipe.parallel.etp, 1))
     for key, (width, parts) in widths.items():
         if width % (step * parts):
