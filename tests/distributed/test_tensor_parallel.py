@@ -3,6 +3,7 @@
 test_one_loss.py has its gradients and losses.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,14 +37,25 @@ TP4 = ParallelConfig(tp=4)
 
 
 def state_of(built: Any) -> dict[str, Tensor]:
-    """All parameters, moments and buffers of this rank's stages as full tensors. Collective."""
+    """All parameters, moments and buffers of this rank's stages as full tensors. Copies of a tied weight have the same
+    values. Collective."""
     rows = {name: sizes for part in built.parts for name, sizes in fused_rows(part).items()}
-    state = {name: tensor for part in built.parts for name, tensor in part.state_dict().items()}
-    tensors = {name: full_tensor(tensor.detach(), rows.get(name, ())) for name, tensor in state.items()}
-    for name, value in built.optimizers.state_dict().items():
-        weight = name.removeprefix("state.").rpartition(".")[0]
-        tensors[name] = full_tensor(value, rows.get(weight, ()))
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in tensors_of(built):
+        full = full_tensor(tensor.detach(), rows.get(name.removeprefix("state.").rpartition(".exp_avg")[0] or name, ()))
+        assert torch.equal(tensors.setdefault(name, full.clone()), full), f"copies of {name} differ"
+    assert tensors.keys() >= built.optimizers.state_dict().keys()
+    return tensors
+
+
+def tensors_of(built: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of every stage of this rank by name, copies too."""
+    for part in built.parts:
+        yield from part.state_dict().items()
+    for part, optimizer in zip(built.optimizers.model_parts, built.optimizers, strict=True):
+        for name, parameter in part.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                yield f"state.{name}.{key}", value
 
 
 class Run:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from titan_moe.config.train import OptimConfig
 from titan_moe.optim.adamw import AdamW
@@ -90,21 +91,35 @@ class Optimizers(OptimizersContainer):
     def state_dict(self) -> dict[str, Any]:
         return {
             name: to_plain(value, is_signed=_is_signed(name)) if is_8bit(value) else value
-            for name, value in self._state().items()
+            for state in self._states()
+            for name, value in state.items()
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         # not torch's: it makes new tensors in the parameter's dtype, and a captured step keeps the old ones
-        for name, value in self._state().items():
-            if is_8bit(value):
-                copy_from_plain(value, state_dict[name], is_signed=_is_signed(name))
-            else:
-                value.copy_(state_dict[name])
+        for state in self._states():
+            for name, value in state.items():
+                if is_8bit(value):
+                    copy_from_plain(value, state_dict[name], is_signed=_is_signed(name))
+                else:
+                    value.copy_(state_dict[name])
 
-    def _state(self) -> dict[str, Any]:
-        """The tensors of all optimizers by name, as they are."""
-        return {name: value for name, value in super().state_dict().items() if name.startswith("state.")}
+    def _states(self) -> list[dict[str, Any]]:
+        """The tensors of each part's optimizer by name, as they are.
+
+        Two parts may have the same name: in a V schedule one rank has the first and the last stage, each with a copy of
+        a tied embedding, whose moments are equal.
+        """
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        return [
+            {
+                name: value
+                for name, value in get_optimizer_state_dict(part, optimizer, options=options).items()
+                if name.startswith("state.")
+            }
+            for part, optimizer in zip(self.model_parts, self.optimizers, strict=True)
+        ]
 
 
 def _is_signed(name: str) -> bool:
