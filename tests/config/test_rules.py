@@ -211,10 +211,14 @@ BROKEN = {
     ),
     "expert_rows_are_aligned": ("--model.moe.ffn_hidden_size=68", "68 is not a multiple of 8"),
     "master_and_reduce_are_no_coarser_than_compute": (
-        "--precision.compute=fp32 --precision.master=bf16",
+        "--precision.compute=fp32 --precision.master=bf16 --optim.kind=fused_adamw",
         'precision.master = "bf16" is coarser than precision.compute = "fp32"',
     ),
     "optimizer_has_the_dtypes": ("--precision.moments=bf16", 'needs optim.kind = "fused_adamw"; change it'),
+    "bf16_weights_are_rounded_stochastically": (
+        "--precision.master=bf16",
+        'precision.master = "bf16" needs optim.kind = "fused_adamw", and it is "adamw"; change it',
+    ),
     "attention_backend_exists": ("--run.device=cpu --perf.attention=cudnn", 'perf.attention = "cudnn"'),
     "dense_masks_fit": (
         f"{ALLGATHER} --train.seq_len_tokens=131072",

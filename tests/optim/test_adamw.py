@@ -1,11 +1,13 @@
 """torch's AdamW and ours against the formula: decay groups, guard, clipping, state in place."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 import torch
 from torch import nn
 
+from titan_moe.config.optimizers import OPTIMIZERS
 from titan_moe.config.train import OptimConfig
 from titan_moe.optim.build import build_optimizer
 
@@ -46,6 +48,30 @@ def test_adamw_steps_follow_the_formula(kind, dtype, tolerance):
         assert all(parameter.grad is None for parameter in parameters)
     for parameter, value in zip(parameters, expected, strict=True):
         torch.testing.assert_close(parameter.detach(), value, rtol=tolerance, atol=tolerance)
+
+
+def test_bf16_weights_move_as_far_as_fp32_ones_where_the_rules_allow_them():
+    """The share of torch's movement in fp32 that is left at a usual learning rate."""
+    config, generator = OptimConfig(lr=1e-5, weight_decay=0.0), torch.Generator().manual_seed(0)
+    start = (0.02 * torch.randn(64, 256, generator=generator)).bfloat16()
+    gradients = [0.3 + torch.randn(64, 256, generator=generator) for _ in range(20)]
+
+    def movement(kind, dtype):
+        part = nn.Linear(256, 64, bias=False, dtype=dtype)
+        with torch.no_grad():
+            part.weight.copy_(start)
+        optimizer = build_optimizer([part], replace(config, kind=kind))
+        for gradient in gradients:
+            part.weight.grad = gradient.to(dtype)
+            optimizer.step()
+        return (part.weight.detach() - start).float()
+
+    expected = movement("adamw", torch.float32)
+    shares = {kind: (movement(kind, torch.bfloat16) * expected).sum() / expected.square().sum() for kind in KINDS}
+    assert shares["fused_adamw"] == pytest.approx(1.0, abs=0.1)
+    assert {kind for kind, share in shares.items() if share > 0.9} == {
+        kind for kind, facts in OPTIMIZERS.items() if facts.rounds_stochastically
+    }, shares
 
 
 def test_adamw_of_every_group_is_fused():

@@ -123,6 +123,15 @@ def optimizer_has_the_dtypes(recipe: Recipe, world_size: int) -> Iterator[str]:
         )
 
 
+@rule("rounded to the nearest bf16 number, an update below 1/512 of a weight is lost, which nearly all are")
+def bf16_weights_are_rounded_stochastically(recipe: Recipe, world_size: int) -> Iterator[str]:
+    if recipe.precision.master == "bf16" and not OPTIMIZERS[recipe.optim.kind].rounds_stochastically:
+        yield (
+            f'precision.master = "bf16" needs optim.kind = {kinds_with("rounds_stochastically")}, and it is '
+            f'"{recipe.optim.kind}"; change it, or take precision.master = "fp32"'
+        )
+
+
 @rule("this backend runs, or computes gradients, on GPUs only")
 def attention_backend_exists(recipe: Recipe, world_size: int) -> Iterator[str]:
     backend = recipe.perf.attention
