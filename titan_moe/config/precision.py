@@ -24,9 +24,9 @@ class PrecisionConfig:
     compute: Dtype = "bf16"
     """Parameters and activations in forward and backward."""
     master: Dtype = "fp32"
-    """Parameters in the optimizer, and the gradients that it reads. `bf16` needs optim.kind = "fused_adamw", which rounds
-    stochastically: rounded to the nearest, updates below 1/512 of a weight are lost, which at usual learning rates are
-    nearly all."""
+    """Parameters in the optimizer, and the gradients that it reads. `bf16` needs optim.kind = "fused_adamw", which
+    rounds stochastically: rounded to the nearest, updates below 1/512 of a weight are lost, which at usual learning
+    rates are nearly all."""
     reduce: Dtype = "fp32"
     """Gradients in reductions over ranks."""
     moments: Literal["master", "bf16", "fp32", "int8", "fp8"] = "master"
