@@ -10,7 +10,7 @@ from titan_moe.profile.breakdown import break_down, top_kernels
 from titan_moe.profile.chart import PALETTE
 from titan_moe.profile.compile_trace import CompileReport
 from titan_moe.profile.quantisation import FP8_KERNELS, is_quantisation
-from titan_moe.profile.report import TITLES, TracedRun, render
+from titan_moe.profile.report import TITLES, TracedRun, TracedSteps, render
 from titan_moe.profile.trace_parsing import read_events
 
 GEMMS = {"_weight_grad_kernel", "_block_mm_kernel", "_block_weight_grad_kernel"}
@@ -87,10 +87,14 @@ def test_report_has_a_row_of_quantisation(trace_events: ModuleType) -> None:
         "quantisation": pytest.approx((0.090, 0.050)),
     }
     assert {it.name: it.part for it in top_kernels(timeline)}["_fp8_swiglu_kernel"] == "quantisation"
-    report = render(timeline, TracedRun("run", {}, 1e9, 1, None), CompileReport([], {}, []))
+    report = render(timeline, TracedRun("run", {}, 1e9, 1, None, TracedSteps(4, "launched")), CompileReport([], {}, []))
     assert "<td>quantisation</td><td>0.090</td><td>0.050</td><td></td><td>14.0 %</td>" in report
     assert "Quantisation is apart from the part that needs it" in report
-    plain = render(read_events(trace_events.STEP_ON_GPU), TracedRun("run", {}, 1e9, 1, None), CompileReport([], {}, []))
+    plain = render(
+        read_events(trace_events.STEP_ON_GPU),
+        TracedRun("run", {}, 1e9, 1, None, TracedSteps(4, "launched")),
+        CompileReport([], {}, []),
+    )
     assert "uantisation" not in plain
 
 

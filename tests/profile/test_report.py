@@ -11,7 +11,7 @@ from titan_moe.plan.roofline import Work
 from titan_moe.profile import chart
 from titan_moe.profile.chart import area_curve, downsample, stacked_bar
 from titan_moe.profile.compile_trace import CompiledFunction, CompileReport
-from titan_moe.profile.report import TracedRun, render
+from titan_moe.profile.report import TracedRun, TracedSteps, render
 from titan_moe.profile.trace_parsing import read_events
 
 NOTHING = CompileReport([], {}, [])
@@ -20,7 +20,7 @@ NOTHING = CompileReport([], {}, [])
 def traced_run(hardware_name: str) -> TracedRun:
     """1e9 FLOPs of experts in 0.2 ms, and 2.4 MB of rows in 0.24 ms."""
     work = {"experts": Work(flops=1e9), "dispatch": Work(wire_bytes=2.4e6), "optimizer": Work(memory_bytes=1.75e6)}
-    return TracedRun("<small> on 1 x GPU", work, 2e9, 4096, find_hardware(hardware_name))
+    return TracedRun("<small> on 1 x GPU", work, 2e9, 4096, find_hardware(hardware_name), TracedSteps(4, "launched"))
 
 
 def rows_of(report: str) -> dict[str, list[str]]:
@@ -38,6 +38,18 @@ def test_report_compares_parts_with_their_roofline(trace_events: ModuleType) -> 
     assert rows["optimizer"][4:6] == ["1.75 MB", "10 GB/s"]
     assert "<b>0.2 %</b>MFU" in report and "<b>0.21 ms · 21.0 %</b>host-bound" in report
     assert "Nothing was compiled" in report
+
+
+def test_report_has_the_speed_without_the_profiler_and_parts_that_add_up_to_it(trace_events: ModuleType) -> None:
+    timeline = read_events(trace_events.REPLAYED_STEPS)
+    steps = TracedSteps(20, "replayed", step_ms=0.15, num_timed=10)
+    report = render(timeline, replace(traced_run("NVIDIA H200"), steps=steps), NOTHING)
+    assert "Steps 20 to 20 on rank 0, averaged, replayed from a CUDA graph" in report
+    assert "a step takes 0.15 ms, the mean of 10 steps before them; under it, it took 0.30 ms" in report
+    assert "<b>0.15 ms</b>step" in report and "<b>27,306,667</b>tokens/s" in report
+    parts = {name: cells for name, cells in rows_of(report).items() if len(cells) > 4}
+    idle_ms = float(re.findall(r"<b>([\d.]+) ms · [\d.]+ %</b>idle", report)[0])
+    assert sum(float(cells[0]) + float(cells[1]) for cells in parts.values()) + idle_ms == pytest.approx(0.15, abs=1e-3)
 
 
 def test_report_of_an_unknown_device_has_no_roofline(trace_events: ModuleType) -> None:

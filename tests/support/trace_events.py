@@ -83,7 +83,7 @@ def replay(correlation: int, start_us: float, stop_us: float) -> Event:
 
 
 REPLAYED_STEPS = [
-    event("user_annotation", "ProfilerStep#3", 0, 1000),  # eager
+    event("user_annotation", "ProfilerStep#3", 0, 1000),  # launched
     part("attention", 10, 110),
     forward("aten::mm", 20, 60, sequence=5),
     launch(1, 30, 40),
@@ -94,7 +94,8 @@ REPLAYED_STEPS = [
     kernel(1, "gemm", 50, 150),
     kernel(2, "gemm", 300, 500),
     kernel(3, "gemm", 510, 610),
-    event("user_annotation", "ProfilerStep#4", 1000, 1900),  # captured, then replayed
+    event("user_annotation", "ProfilerStep#4", 1000, 1900),  # recorded, then replayed
+    event("cuda_runtime", "cudaGraphInstantiateWithFlags", 1700, 1790, correlation=90),
     replay(4, 1800, 1810),
     kernel(4, "gemm", 1820, 1900),
     event("user_annotation", "ProfilerStep#5", 2000, 2300),

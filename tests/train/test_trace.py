@@ -53,7 +53,7 @@ def test_trace_breaks_a_step_down_into_named_parts(tiny, recompute: str) -> None
 def test_trace_names_the_option_for_the_weights_of_the_run(
     tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trainer, "run", lambda recipe: None)
+    monkeypatch.setattr(trainer, "run", lambda recipe, tracer: None)
     run = tiny()
     for step in (3, 12):
         checkpoint = run.folder / "checkpoints" / f"step-{step}"

@@ -203,7 +203,7 @@ class ProfileConfig:
 
     start_step: int = 0
     """First step to trace; 0 disables tracing. The first steps of a run compile, tune and allocate. A run that resumes
-    after this step traces nothing. For `titan-moe trace` 0 means step 5; with CUDA graphs it always starts at step 3,
-    before they are recorded."""
+    after this step traces nothing. For `titan-moe trace` 0 means the first steps that are taken as all later ones: once
+    kernels are compiled, a capacity factor is chosen, and CUDA graphs are replayed."""
     num_steps: int = 3
-    """Number of steps to trace."""
+    """Number of steps to trace. The profiler keeps all of their events in memory until the last one ends."""

@@ -55,9 +55,10 @@ class Breakdown:
         return 1.0 - other_ms / work_ms if work_ms else 0.0
 
 
-def break_down(timeline: Timeline) -> Breakdown:
-    """Attribute every instant of the traced steps."""
-    ms = 1e-3 / timeline.num_steps
+def break_down(timeline: Timeline, step_ms: float | None = None) -> Breakdown:
+    """Attribute every instant of the traced steps. With `step_ms`, what a step takes without the profiler, times are
+    the shares of such a step."""
+    ms = step_ms / timeline.duration_us if step_ms else 1e-3 / timeline.num_steps
     result = Breakdown(step_ms=timeline.duration_us * ms)
     for start_us, stop_us, compute, communication in _intervals(timeline):
         interval_ms = (stop_us - start_us) * ms
@@ -124,8 +125,9 @@ class KernelTime:
     count: float
 
 
-def top_kernels(timeline: Timeline, num_names: int = 20) -> list[KernelTime]:
-    """The kernels (on a CPU the operations) with the longest total time."""
+def top_kernels(timeline: Timeline, num_names: int = 20, step_ms: float | None = None) -> list[KernelTime]:
+    """The kernels (on a CPU the operations) with the longest total time; `step_ms` as in `break_down`."""
+    ms = step_ms / timeline.duration_us if step_ms else 1e-3 / timeline.num_steps
     total_us: dict[str, float] = defaultdict(float)
     counts: Counter[str] = Counter()
     parts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -136,6 +138,5 @@ def top_kernels(timeline: Timeline, num_names: int = 20) -> list[KernelTime]:
     kernels = []
     for name in sorted(total_us, key=lambda name: -total_us[name])[:num_names]:
         part = max(parts[name], key=lambda part: parts[name][part])
-        total_ms = total_us[name] * 1e-3 / timeline.num_steps
-        kernels.append(KernelTime(name, part, total_ms, counts[name] / timeline.num_steps))
+        kernels.append(KernelTime(name, part, total_us[name] * ms, counts[name] / timeline.num_steps))
     return kernels

@@ -110,9 +110,10 @@ def with_mean_times(lanes: Simulation) -> Simulation:
 
 def _last_step(timeline: Timeline) -> tuple[float, list[tuple[Entry, float, float]]]:
     """When the host began the last step that has actions, and their times. Steps that CUDA graphs record or replay have
-    none; an eager one is before them."""
+    none; a launched one is beside them."""
+    spans = [*timeline.spans, *timeline.named_by]
     for ranges in reversed(list(_steps(timeline.pipeline))):
-        runs = list(_runs_of_gpu(ranges, timeline.spans) if timeline.is_gpu else _runs_of_cpu(ranges))
+        runs = list(_runs_of_gpu(ranges, spans) if timeline.is_gpu else _runs_of_cpu(ranges))
         if runs:
             return ranges[0].start_us, runs
     return 0.0, []

@@ -58,6 +58,19 @@ svg{width:100%;font:11px system-ui} svg path{fill:#4e79a7;fill-opacity:.55} svg 
 
 
 @dataclass(frozen=True)
+class TracedSteps:
+    """The steps of a trace, and the speed of such steps without the profiler."""
+
+    first_step: int
+    kind: str
+    """How they were taken: `launched` or `replayed`."""
+    step_ms: float | None = None
+    """Mean time of a step without the profiler, if it is known."""
+    num_timed: int = 0
+    """Number of steps of which it is the mean."""
+
+
+@dataclass(frozen=True)
 class TracedRun:
     """The run of a trace: its description, and its work and hardware for comparison with the measured times."""
 
@@ -71,20 +84,20 @@ class TracedRun:
     """Tokens of a rank in a step."""
     hardware: Hardware | None
     """The device's peaks, if known."""
+    steps: TracedSteps
 
 
 def render(timeline: Timeline, run: TracedRun, compiled: CompileReport, pipeline: str = "") -> str:
     """Return the report as HTML, with the section of a pipeline."""
-    result = break_down(timeline)
+    result = break_down(timeline, run.steps.step_ms)
     sections = [
         f"<h1>{escape(run.title)}</h1>",
-        f'<p class="note">{timeline.num_steps} optimizer steps, averaged, on rank 0. The profiler slows the host down: '
-        "use the shares, and take the speed of a run from its metrics.</p>",
+        f'<p class="note">{_describe_steps(timeline, run.steps)}</p>',
         _summary(result, run, timeline),
         _step_bar(result),
         pipeline,
         _parts(result, run),
-        _top_kernels(top_kernels(timeline), timeline.is_gpu),
+        _top_kernels(top_kernels(timeline, step_ms=run.steps.step_ms), timeline.is_gpu),
         _compiled(compiled, timeline),
         _memory(timeline),
     ]
@@ -94,8 +107,22 @@ def render(timeline: Timeline, run: TracedRun, compiled: CompileReport, pipeline
     )
 
 
+def _describe_steps(timeline: Timeline, steps: TracedSteps) -> str:
+    """Which steps the report is about, and where its times come from."""
+    last_step, traced_ms = steps.first_step + timeline.num_steps - 1, timeline.duration_us / timeline.num_steps / 1e3
+    which = f"Steps {steps.first_step} to {last_step} on rank 0, averaged, {steps.kind}"
+    if steps.kind == "replayed":
+        which += " from a CUDA graph; its kernels have the parts of those of one launched step"
+    if steps.step_ms is None:
+        return f"{which}. The profiler slows the host down: use the shares."
+    return (
+        f"{which}. Without the profiler a step takes {steps.step_ms:,.2f} ms, the mean of {steps.num_timed} steps "
+        f"before them; under it, it took {traced_ms:,.2f} ms. Times are shares of the step without the profiler."
+    )
+
+
 def _summary(result: Breakdown, run: TracedRun, timeline: Timeline) -> str:
-    seconds = result.step_ms / 1e3
+    seconds = result.step_ms / 1e3  # without the profiler, if known
     facts = [
         ("step", f"{result.step_ms:,.2f} ms"),
         ("tokens/s on this rank", f"{run.num_tokens / seconds:,.0f}"),

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -11,30 +12,57 @@ from titan_moe.config.train import ProfileConfig
 logger = logging.getLogger(__name__)
 
 
-def trace_path(config: ProfileConfig, run_folder: Path, rank: int) -> Path:
-    """The file of a rank's trace."""
-    return run_folder / "traces" / f"step-{config.start_step}-rank-{rank}.json"
+def trace_path(run_folder: Path, first_step: int, rank: int) -> Path:
+    """The file of a rank's trace that begins with a step."""
+    return run_folder / "traces" / f"step-{first_step}-rank-{rank}.json"
+
+
+def new_profile(path: Path, num_steps: int, *, num_waits: int = 0) -> profile:
+    """A profiler that waits for `num_waits` steps, warms up for one, traces `num_steps` and writes them to `path`."""
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+
+    def write(finished: profile) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        finished.export_chrome_trace(str(path))
+        logger.info("the trace is %s, one file a rank; view it at https://ui.perfetto.dev", path)
+
+    steps = schedule(wait=num_waits, warmup=1, active=num_steps, repeat=1)
+    return profile(activities=activities, profile_memory=True, schedule=steps, on_trace_ready=write)
+
+
+class Tracer(Protocol):
+    """What traces the steps of a run."""
+
+    is_done: bool
+    """Whether the run may end."""
+
+    def start(self, runner: Any, first_step: int) -> None:
+        """Call before the first step of this process; `runner` takes the steps."""
+
+    def step(self) -> None:
+        """Call after each optimizer step."""
+
+    def close(self) -> None:
+        """Stop. If the run ends during the traced steps, the steps so far are written."""
 
 
 class StepTracer:
     """Profile steps `start_step .. start_step + num_steps - 1` of a run and write one file per rank."""
 
-    def __init__(self, config: ProfileConfig, run_folder: Path, rank: int, first_step: int) -> None:
-        """`first_step` is the first step of this process. A run resumed after `start_step` traces nothing."""
+    is_done = False  # the run goes on after its trace
+
+    def __init__(self, config: ProfileConfig, run_folder: Path, rank: int) -> None:
+        self._config, self._path = config, trace_path(run_folder, config.start_step, rank)
         self._profile: profile | None = None
-        wait = config.start_step - first_step
-        if config.start_step == 0 or wait < 0:
+
+    def start(self, runner: Any, first_step: int) -> None:
+        """Call before the first step of this process. A run resumed after `start_step` traces nothing."""
+        wait = self._config.start_step - first_step
+        if self._config.start_step == 0 or wait < 0:
             return
-        self._path = trace_path(config, run_folder, rank)
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(
-            activities=activities,
-            profile_memory=True,
-            schedule=schedule(wait=wait, warmup=1, active=config.num_steps, repeat=1),
-            on_trace_ready=self._write,
-        )
+        self._profile = new_profile(self._path, self._config.num_steps, num_waits=wait)
         self._profile.start()
         self._profile.step()  # its step 0 is before the first step: a trace from that one on has an empty warm-up
 
@@ -48,8 +76,3 @@ class StepTracer:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
-
-    def _write(self, finished: profile) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        finished.export_chrome_trace(str(self._path))
-        logger.info("the trace is %s, one file a rank; view it at https://ui.perfetto.dev", self._path)

@@ -1,22 +1,23 @@
 """Parse a Chrome trace of the profiler into spans of work, each attributed to a part of the model.
 
 On a GPU the spans are kernels, copies and memsets. The `correlation` id links each to the host event that launched it;
-kernels of a CUDA graph are matched with those of an eager step. Kernels that quantise are a part of their own. On a CPU
-the spans are the self time of operations, the collectives of gloo's threads, and messages between pipeline stages.
+kernels of a CUDA graph are matched with those of a launched step. Kernels that quantise are a part of their own. On a
+CPU the spans are the self time of operations, the collectives of gloo's threads, and messages between pipeline stages.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from sys import intern
+from typing import Any, NamedTuple
 
 from titan_moe.profile.attribution import OTHER, HostEvent, attribute
 from titan_moe.profile.quantisation import QUANTISATION, is_quantisation
 from titan_moe.profile.region import ACTION_PREFIX, MESSAGES, PREFIX
-from titan_moe.profile.replay import GRAPH_LAUNCHES, attribute_replays
+from titan_moe.profile.replay import GRAPH_INSTANTIATIONS, GRAPH_LAUNCHES, attribute_replays
 from titan_moe.profile.span import Span
+from titan_moe.profile.trace_events import TraceFile
 
 STEP = "ProfilerStep#"
 PIPELINE = (ACTION_PREFIX, PREFIX + MESSAGES)
@@ -26,6 +27,8 @@ the events beside them."""
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 HOST_CATEGORIES = ("cpu_op", "user_annotation", *LAUNCH_CATEGORIES)
+HOST_ARGS = ("Sequence number", "Fwd thread id", "correlation")
+"""What is read of a host event's arguments; a trace has many others."""
 COMMUNICATION_KERNELS = ("nccl", "nvshmem")
 """Substrings of the names of communication kernels, in lower case."""
 
@@ -49,6 +52,8 @@ class Timeline:
     """Unix time minus trace time; None if the trace does not contain it."""
     pipeline: list[HostEvent]
     """The ranges of pipeline actions, and of messages and waits, on the host, in order; of all steps of the trace."""
+    named_by: list[Span]
+    """What the step launched whose parts those of replayed steps are; empty without replayed steps."""
 
     @property
     def duration_us(self) -> float:
@@ -56,72 +61,141 @@ class Timeline:
         return self.stop_us - self.start_us
 
 
-def read_trace(path: Path, num_steps: int | None = None) -> Timeline:
-    """Read the last `num_steps` steps of a trace, or all of them.
+class DeviceEvent(NamedTuple):
+    """A kernel, copy or memset."""
 
-    With replayed CUDA graphs, the first step of the trace must be eager: it attributes the kernels of the replays.
+    name: str
+    correlation: int | None
+    start_us: float
+    stop_us: float
 
-    Raises: ValueError for a trace without an optimizer step.
+
+@dataclass
+class Events:
+    """What is read of a trace, a small part of its file."""
+
+    host: list[HostEvent] = field(default_factory=list)
+    device: list[DeviceEvent] = field(default_factory=list)
+    memory: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=lambda: defaultdict(list))
+    """(type, number) of a device -> its allocated bytes over time."""
+
+    def add(self, event: dict[str, Any]) -> None:
+        name, category = event.get("name"), event.get("cat")
+        if name == "[memory]":
+            args = event["args"]
+            self.memory[args["Device Type"], args["Device Id"]].append((event["ts"], args["Total Allocated"]))
+        elif event.get("ph") != "X" or name is None or name in PENDING:
+            return
+        elif category in HOST_CATEGORIES:
+            self.host.append(_host_event(event))
+        elif category in DEVICE_CATEGORIES:
+            correlation = event.get("args", {}).get("correlation")
+            self.device.append(DeviceEvent(intern(name), correlation, event["ts"], event["ts"] + event.get("dur", 0.0)))
+
+
+def read_trace(path: Path) -> Timeline:
+    """Read the steps of a trace, event by event: a file may be larger than memory.
+
+    If some steps replay a CUDA graph, they are the steps that are read. The kernels of a replay are attributed by those
+    of a step without one, which the trace must contain.
+
+    Raises: ValueError for a trace without an optimizer step, and for a file that is none.
     """
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    base_ns = trace.get("baseTimeNanoseconds")
     try:
-        return read_events(trace["traceEvents"], None if base_ns is None else base_ns / 1e3, num_steps)
+        file = TraceFile(path)
+        events = Events()
+        for event in file:
+            events.add(event)
+        return _read(events, file.base_us)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_events(
-    events: list[dict[str, Any]], unix_offset_us: float | None = None, num_steps: int | None = None
-) -> Timeline:
+def read_events(given: Iterable[dict[str, Any]], unix_offset_us: float | None = None) -> Timeline:
     """Read the events of a trace."""
-    complete = [event for event in events if event.get("ph") == "X" and event["name"] not in PENDING]
-    steps = [e for e in complete if e.get("cat") == "user_annotation" and e["name"].startswith(STEP)]
-    if not steps:
+    events = Events()
+    for event in given:
+        events.add(event)
+    return _read(events, unix_offset_us)
+
+
+def _read(events: Events, unix_offset_us: float | None) -> Timeline:
+    all_steps = [event for event in events.host if event.category == "user_annotation" and event.name.startswith(STEP)]
+    if not all_steps:
         raise ValueError(f"no optimizer step in this trace: no event is named {STEP}N")
-    steps.sort(key=lambda step: step["ts"])
-    device = [event for event in complete if event.get("cat") in DEVICE_CATEGORIES]
-    host = list(attribute(_host_event(event) for event in complete if event.get("cat") in HOST_CATEGORIES))
-    spans = _device_spans(device, host, steps[0]) if device else _host_spans(host)
-    steps = steps[-num_steps:] if num_steps else steps
-    start_us = min(step["ts"] for step in steps)
-    stop_us = max(step["ts"] + step["dur"] for step in steps)
+    all_steps.sort(key=lambda step: step.start_us)
+    device, host = events.device, list(attribute(events.host))
+    replayed, launched = _replayed_and_launched(all_steps, events.host)
+    steps = replayed or launched or all_steps
+    spans = _device_spans(device, host, launched[-1:]) if device else _host_spans(host)
+    named_by = [span for step in launched[-1:] if replayed for span in _launched_in(step, spans)]
+    start_us = min(step.start_us for step in steps)
+    stop_us = max(step.stop_us for step in steps)
     if device:
         # the device runs behind the host: it may first finish earlier steps, and end after the host's last step
         earlier, spans = _split_at_launch(spans, start_us)
+        spans = [span for span in spans if span.launched_us is None or span.launched_us <= stop_us]
         start_us = max([start_us, *(span.stop_us for span in earlier)])
         stop_us = max([stop_us, *(span.stop_us for span in spans)])
     inside = [span for span in spans if span.stop_us > start_us and span.start_us < stop_us]
     inside.sort(key=lambda span: span.start_us)
     pipeline = [event for event, _ in host if event.category == "user_annotation" and event.name.startswith(PIPELINE)]
-    return Timeline(inside, start_us, stop_us, len(steps), bool(device), _memory(events), unix_offset_us, pipeline)
+    memory = _memory(events.memory)
+    return Timeline(inside, start_us, stop_us, len(steps), bool(device), memory, unix_offset_us, pipeline, named_by)
 
 
 def _host_event(event: dict[str, Any]) -> HostEvent:
     thread, stop_us = (event.get("pid"), event.get("tid")), event["ts"] + event.get("dur", 0.0)
-    return HostEvent(event["name"], event["cat"], thread, event["ts"], stop_us, event.get("args", {}))
+    args = event.get("args", {})
+    kept = {name: args[name] for name in HOST_ARGS if name in args}
+    return HostEvent(intern(event["name"]), intern(event["cat"]), thread, event["ts"], stop_us, kept)
+
+
+def _replayed_and_launched(steps: list[HostEvent], host: list[HostEvent]) -> tuple[list[HostEvent], list[HostEvent]]:
+    """The steps that replay a CUDA graph, and those that launch their kernels. One that records a graph is neither."""
+    calls = [event for event in host if event.category in LAUNCH_CATEGORIES]
+    launches = [event.start_us for event in calls if _is_graph_launch(event)]
+    recordings = [event.start_us for event in calls if event.name.startswith(GRAPH_INSTANTIATIONS)]
+    replayed: list[HostEvent] = []
+    launched: list[HostEvent] = []
+    for step in steps:
+        if any(step.start_us <= time_us <= step.stop_us for time_us in recordings):
+            continue
+        is_replayed = any(step.start_us <= time_us <= step.stop_us for time_us in launches)
+        (replayed if is_replayed else launched).append(step)
+    return replayed, launched
+
+
+def _is_graph_launch(event: HostEvent) -> bool:
+    return event.category in LAUNCH_CATEGORIES and event.name.startswith(GRAPH_LAUNCHES)
 
 
 def _device_spans(
-    device: list[dict[str, Any]], host: Iterable[tuple[HostEvent, HostEvent | None]], first_step: dict[str, Any]
+    device: list[DeviceEvent], host: Iterable[tuple[HostEvent, HostEvent | None]], named_by: list[HostEvent]
 ) -> list[Span]:
+    """The spans of kernels. Those of replays have the parts of the kernels that the step `named_by` launched."""
     launches = {
         event.args["correlation"]: event
         for event, _ in host
         if event.category in LAUNCH_CATEGORIES and "correlation" in event.args
     }
-    eager: list[Span] = []
+    launched: list[Span] = []
     replays: dict[int, list[Span]] = defaultdict(list)
     for event in device:
-        launch = launches.get(event.get("args", {}).get("correlation"))
+        launch = launches.get(event.correlation)
         span = _device_span(event, launch)
-        if launch is not None and launch.name.startswith(GRAPH_LAUNCHES):
+        if launch is not None and _is_graph_launch(launch):
             replays[launch.args["correlation"]].append(span)
         else:
-            eager.append(span)
-    start_us, stop_us = first_step["ts"], first_step["ts"] + first_step["dur"]
-    first_step_spans = (s for s in eager if s.launched_us is not None and start_us <= s.launched_us <= stop_us)
-    return [*eager, *attribute_replays(replays.values(), first_step_spans)]
+            launched.append(span)
+    named = [span for step in named_by for span in _launched_in(step, launched)]
+    return [*launched, *attribute_replays(replays.values(), named)]
+
+
+def _launched_in(step: HostEvent, spans: Iterable[Span]) -> Iterator[Span]:
+    for span in spans:
+        if span.launched_us is not None and step.start_us <= span.launched_us <= step.stop_us:
+            yield span
 
 
 def _split_at_launch(spans: list[Span], start_us: float) -> tuple[list[Span], list[Span]]:
@@ -135,15 +209,15 @@ def _split_at_launch(spans: list[Span], start_us: float) -> tuple[list[Span], li
     return earlier, since
 
 
-def _device_span(event: dict[str, Any], launch: HostEvent | None) -> Span:
-    is_communication = any(word in event["name"].lower() for word in COMMUNICATION_KERNELS)
+def _device_span(event: DeviceEvent, launch: HostEvent | None) -> Span:
+    is_communication = any(word in event.name.lower() for word in COMMUNICATION_KERNELS)
     return Span(
-        name=event["name"],
-        part=QUANTISATION if is_quantisation(event["name"]) else launch.part if launch else OTHER,
+        name=event.name,
+        part=QUANTISATION if is_quantisation(event.name) else launch.part if launch else OTHER,
         is_backward=launch is not None and launch.is_backward,
         is_communication=is_communication or (launch is not None and launch.is_communication),
-        start_us=event["ts"],
-        stop_us=event["ts"] + event.get("dur", 0.0),
+        start_us=event.start_us,
+        stop_us=event.stop_us,
         launched_us=launch.stop_us if launch else None,
     )
 
@@ -188,13 +262,8 @@ def _span(event: HostEvent, start_us: float, stop_us: float, is_continuation: bo
     return Span(event.name, event.part, event.is_backward, event.is_communication, start_us, stop_us, is_continuation)
 
 
-def _memory(events: list[dict[str, Any]]) -> list[tuple[float, int]]:
+def _memory(points: dict[tuple[int, int], list[tuple[float, int]]]) -> list[tuple[float, int]]:
     """The allocator's total over time: of the GPU if there is one, else of the host."""
-    points: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
-    for event in events:
-        if event.get("name") == "[memory]":
-            args = event["args"]
-            points[args["Device Type"], args["Device Id"]].append((event["ts"], args["Total Allocated"]))
     is_gpu = any(kind != 0 for kind, _ in points)
     curves = [curve for (kind, _), curve in points.items() if (kind != 0) == is_gpu]
     curves.sort(key=len)  # this rank's own GPU has the most events

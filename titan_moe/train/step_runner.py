@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ logger = logging.getLogger("titan_moe")
 
 MANY_RERUNS, MANY_RERUNS_SHARE = 10, 0.03
 """At the tenth rerun of a fixed bound, if reruns are more than this share of all steps, it costs more than it saves."""
+Kind = Literal["launched", "recorded", "replayed", "repeated"]
+"""How a step was taken: its kernels launched one by one, recorded and then replayed from a CUDA graph, replayed, or
+launched again without a bound."""
 UNUSED_FACTOR = 1.25
 """Of a bound that is lifted before it was ever chosen."""
 
@@ -55,6 +59,7 @@ class StepRunner:
         self.num_steps, self.num_reruns = 0, 0  # so far
         self.needed_factor, self.largest_need = 0.0, 0.0  # of the last step, and of all
         self.num_warm_ups = self.num_warm_ups_before = 0  # steps before a capture
+        self.kind: Kind = "launched"  # of the last step
         self.replay: Callable[[Batch], StepResult] = step
         self.release_recordings: Callable[[], None] = lambda: None
         self.captured: Captured | None = None
@@ -85,6 +90,18 @@ class StepRunner:
             self.step.replicas.are_used = self.clone_control.are_used
 
     @property
+    def manner(self) -> tuple[Kind, float, int]:
+        """How the last step was taken and the next one is bounded; equal for steps that are one program."""
+        return self.kind, self.capacity_factor, self.step.replicas.number_in_use
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the last step was taken as those of a long run are: replayed if it records graphs, and bounded if it
+        chooses a bound."""
+        kind = "launched" if self.captured is None else "replayed"
+        return self.kind == kind and (self.control is None or self.control.factor > 0)
+
+    @property
     def next_step(self) -> int:
         """The number of the next step, from 1."""
         return self.num_steps_before + self.num_steps + 1
@@ -104,6 +121,11 @@ class StepRunner:
         self.release_recordings()
         if self.memory.idle_pool_bytes:
             self.memory.hold_in_pools(0)
+
+    def launch_next(self) -> None:
+        """Launch the kernels of the next step one by one, those that a recording would have, as a warm-up does."""
+        self.release()  # the step needs the memory
+        self.num_warm_ups = 1
 
     def __call__(self, batch: Batch) -> StepResult:
         """Take a step; its result is valid until the next one."""
@@ -140,12 +162,16 @@ class StepRunner:
             self._use_clones(self.clone_control.follow(imbalance), self.clone_control.mean)
 
     def _take(self, batch: Batch) -> StepResult:
+        self.kind = "launched"
         if self.control is not None and not self.control.factor:
             with self.step.capacity.unbounded():
                 return self.step(batch)
         if self.num_warm_ups == 0:
             num_recordings, result = self.num_recordings, self.replay(batch)
+            if self.captured is not None:
+                self.kind = "replayed"
             if self.num_recordings > num_recordings:
+                self.kind = "recorded"
                 self.memory.hold_in_pools(idle_pool_bytes(self.memory.device))
             return result
         self.num_warm_ups -= 1
@@ -182,6 +208,7 @@ class StepRunner:
         self.num_warm_ups = self.num_warm_ups_before  # the layers may not be compiled with these yet
 
     def _take_again(self, batch: Batch, random_states: list[Tensor]) -> StepResult:
+        self.kind = "repeated"
         self.num_reruns += 1
         is_fixed = self.control is None
         if is_fixed and self.num_reruns == MANY_RERUNS and self.num_reruns > self.num_steps * MANY_RERUNS_SHARE:

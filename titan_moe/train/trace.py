@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from titan_moe.checkpoint.folders import CheckpointFolders
-from titan_moe.compile.cudagraph import NUM_WARM_UPS
 from titan_moe.config import Recipe, RecipeError, load_recipe
 from titan_moe.config.parallel import ranks_of_a_node, resolve
 from titan_moe.kernels.device import device_name
@@ -19,21 +18,23 @@ from titan_moe.plan.roofline import Work, step_work
 from titan_moe.profile.compile_trace import compile_report, start_records
 from titan_moe.profile.lane_report import describe_lanes, lane_picture
 from titan_moe.profile.lanes import read_lanes
-from titan_moe.profile.report import TracedRun, render
+from titan_moe.profile.report import TracedRun, TracedSteps, render
 from titan_moe.profile.trace import trace_path
-from titan_moe.profile.trace_parsing import read_trace
+from titan_moe.profile.trace_parsing import Timeline, read_trace
 from titan_moe.train import trainer
+from titan_moe.train.steady_trace import SteadyTracer
 
 logger = logging.getLogger("titan_moe")
 
-FIRST_TRACED_STEP = 5
-"""The steps before it compile, autotune and allocate."""
+MORE_STEPS = 3
+"""Steps beside the traced ones, at least: the first, the profiler's warm-up, and one that is launched."""
 INSIDE_A_BLOCK = ("attention", "dense", "router", "latent", "dispatch", "experts", "combine", "shared")
 """Parts without a region of their own if a block is one graph."""
 
 
 def run(recipe: Recipe) -> None:
-    """Run a few steps of a recipe under the profiler, in the folder `trace` of the run folder.
+    """Run a recipe until its steps are steady, and a few of them under the profiler, in the folder `trace` of the run
+    folder.
 
     Every rank writes a Chrome trace, rank 0 also the `report.html` of its own one; with a pipeline also its lanes, from
     the traces of its ranks, and their picture `pipeline.svg`. The weights are discarded.
@@ -45,19 +46,22 @@ def run(recipe: Recipe) -> None:
     if any((folder / "checkpoints").glob("step-*")):
         raise RecipeError([f"{folder} has the checkpoint of an interrupted trace; remove the folder"])
     rank = int(os.environ.get("RANK", "0"))
-    path = trace_path(short.profile, folder, rank)
-    path.unlink(missing_ok=True)
+    for earlier in (folder / "traces").glob(f"*-rank-{rank}.json"):
+        earlier.unlink()
     if rank == 0:  # a trace takes the place of the one before
         (folder / "metrics.jsonl").unlink(missing_ok=True)
     _log_weights(recipe)
     start_records()
-    trainer.run(short)
-    if rank > 0 or not path.exists():  # no trace: the run was stopped before the traced steps
+    tracer = SteadyTracer(recipe.profile, folder, rank, short.train.steps)
+    trainer.run(short, tracer)
+    if rank > 0 or not trace_path(folder, tracer.first_step, rank).exists():  # stopped before the traced steps
         return
     report = folder / "report.html"
-    pipeline = _pipeline(load_recipe(folder / "recipe.toml"), folder) if short.parallel.pp > 1 else ""
-    html = render(read_trace(path, recipe.profile.num_steps), _traced_run(short), compile_report(), pipeline)
+    pipeline = _pipeline(load_recipe(folder / "recipe.toml"), folder, tracer) if short.parallel.pp > 1 else ""
+    timeline = read_trace(trace_path(folder, tracer.first_step, rank))
+    html = render(timeline, _traced_run(short, tracer), compile_report(), pipeline)
     report.write_text(html, encoding="utf-8")
+    _log_speed(tracer, timeline)
     logger.info("the report is %s", report)
     if short.compile.compiles_blocks(_device(short).type):
         way_out = 'compile.extent = "pieces" breaks them down'
@@ -65,25 +69,28 @@ def run(recipe: Recipe) -> None:
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """The same recipe with few steps, and without log lines, validation and checkpoints between them.
+    """The same recipe in its folder for traces, without log lines, validation and checkpoints between steps: the run
+    ends when it is traced.
 
-    One step follows the traced ones: the last step of a run is logged, and reading its loss stalls the device. With
-    CUDA graphs, two more steps are traced first: an eager one, which attributes kernels to parts, and the capture.
+    Raises: RecipeError if the run is shorter than its trace.
     """
-    is_captured = recipe.compile.cudagraph != "off"
-    first_step = NUM_WARM_UPS if is_captured else recipe.profile.start_step or FIRST_TRACED_STEP
-    num_traced = recipe.profile.num_steps + (2 if is_captured else 0)
-    steps = first_step + num_traced
+    steps, num_traced = recipe.train.steps, recipe.profile.num_steps
+    if steps < num_traced + MORE_STEPS:
+        raise RecipeError(
+            [
+                f"train.steps = {steps} is too few for a trace of profile.num_steps = {num_traced}, which takes "
+                f"{num_traced + MORE_STEPS} and more until steps are steady; raise train.steps"
+            ]
+        )
     run_folder = Path(recipe.run.folder)
     return replace(
         recipe,
         run=replace(recipe.run, folder=str(run_folder / "trace")),
-        train=replace(recipe.train, steps=steps),
         data=replace(recipe.data, cache_folder=recipe.data.cache_folder or str(run_folder / "cache")),
         validation=replace(recipe.validation, every_steps=0),
         checkpoint=replace(recipe.checkpoint, every_steps=0, save_last_step=False),
+        profile=replace(recipe.profile, start_step=recipe.profile.start_step or 1),  # so that the model has regions
         metrics=replace(recipe.metrics, every_steps=steps, tensorboard=False, progress_bar=False, sample_tokens=0),
-        profile=replace(recipe.profile, start_step=first_step, num_steps=num_traced),
     )
 
 
@@ -95,7 +102,20 @@ def _log_weights(recipe: Recipe) -> None:
         logger.info("this trace has initial weights and their routing; %s takes those of the run", option)
 
 
-def _traced_run(recipe: Recipe) -> TracedRun:
+def _log_speed(tracer: SteadyTracer, timeline: Timeline) -> None:
+    """Say which steps were traced, and what they take without the profiler."""
+    traced_ms = timeline.duration_us / 1e3 / timeline.num_steps
+    alone = f"; {tracer.step_ms:.2f} ms without it" if tracer.step_ms else ""
+    steps = f"steps {tracer.first_step} to {tracer.first_step + timeline.num_steps - 1}"
+    logger.info("%s, %s: %.2f ms a step under the profiler%s", steps, tracer.kind, traced_ms, alone)
+    if tracer.num_timed and not tracer.is_steady:
+        logger.warning(
+            "these steps are not those of a long run, which %s; a larger profile.start_step waits for longer",
+            "replays a CUDA graph" if tracer.kind != "replayed" else "has a capacity bound",
+        )
+
+
+def _traced_run(recipe: Recipe, tracer: SteadyTracer) -> TracedRun:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = _device(recipe)
     name = device_name(device)
@@ -107,16 +127,17 @@ def _traced_run(recipe: Recipe) -> TracedRun:
     num_tokens //= sizes.dp * sizes.cp * sizes.tp
     flops = training_flops_of_rank(recipe, 0) * num_tokens
     title = f"{recipe.model.name} on {world_size} x {name}"
-    return TracedRun(title, work, flops, num_tokens, find_hardware(name))
+    steps = TracedSteps(tracer.first_step, tracer.kind, tracer.step_ms, tracer.num_timed)
+    return TracedRun(title, work, flops, num_tokens, find_hardware(name), steps)
 
 
-def _pipeline(recipe: Recipe, folder: Path) -> str:
+def _pipeline(recipe: Recipe, folder: Path, tracer: SteadyTracer) -> str:
     """The report's section about the pipeline of rank 0, which also becomes a picture in the folder. `recipe` is that
     of the run: which weight gradients are delayed depends on its kernels and device."""
     world_size = int(os.environ["WORLD_SIZE"])
     ranks = range(0, world_size, world_size // recipe.parallel.pp)
     try:
-        timelines = [read_trace(trace_path(recipe.profile, folder, rank)) for rank in ranks]
+        timelines = [read_trace(trace_path(folder, tracer.first_step, rank)) for rank in ranks]
         measured = read_lanes(timelines, clocks_agree=ranks_of_a_node(world_size) == world_size)
     except (ValueError, FileNotFoundError) as error:  # a step in one graph has no actions; hosts may share no folder
         return f"<h2>Pipeline</h2><p>No lanes: {error}.</p>"

@@ -30,7 +30,7 @@ from titan_moe.metrics.meter import Meter
 from titan_moe.metrics.whole_file import write_whole
 from titan_moe.plan.check_report import abbreviate
 from titan_moe.plan.count import count_parameters, training_flops_per_token
-from titan_moe.profile.trace import StepTracer
+from titan_moe.profile.trace import StepTracer, Tracer
 from titan_moe.titan import GarbageCollection
 from titan_moe.train.build import assemble
 from titan_moe.train.capacity_control import round_up
@@ -47,8 +47,10 @@ from titan_moe.train.watchdog import Watchdog
 logger = logging.getLogger("titan_moe")
 
 
-def run(recipe: Recipe) -> None:
+def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
     """Train a recipe to its last step, resuming if its run folder has a checkpoint.
+
+    A `tracer` takes the place of that of `[profile]`; once it is done, the run ends.
 
     Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, missing data, a checkpoint
     that does not fit, a run folder in use. SystemExit after Ctrl-C, once the run is saved, and if the last step was
@@ -61,7 +63,7 @@ def run(recipe: Recipe) -> None:
             raise RecipeError(problems)
         with ExitStack() as lock, attention_backend(recipe.perf.attention):
             run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))
-            exit_code = Trainer(recipe, device, watchdog).train()
+            exit_code = Trainer(recipe, device, watchdog, tracer).train()
             wait_for_all_ranks(device)
     if exit_code:
         raise SystemExit(exit_code)
@@ -88,9 +90,10 @@ class Progress:
 class Trainer:
     """One run on this rank: model, data, optimizer, checkpoints, metrics."""
 
-    def __init__(self, recipe: Recipe, device: torch.device, watchdog: Watchdog) -> None:
+    def __init__(self, recipe: Recipe, device: torch.device, watchdog: Watchdog, tracer: Tracer | None = None) -> None:
         self.recipe, self.device, self.watchdog = recipe, device, watchdog
         self.run_folder = Path(recipe.run.folder)
+        self.tracer = tracer or StepTracer(recipe.profile, self.run_folder, dist.get_rank())
         self.is_main = dist.get_rank() == 0
         if self.is_main:
             self._log_start()
@@ -131,8 +134,8 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all steps of the recipe are done (or more, if the recipe was shortened since)."""
-        return self.progress.step >= self.recipe.train.steps
+        """Whether all steps of the recipe are done (or more, if the recipe was shortened since), or a trace is."""
+        return self.tracer.is_done or self.progress.step >= self.recipe.train.steps
 
     @property
     def has_diverged(self) -> bool:
@@ -209,7 +212,7 @@ class Trainer:
 
     def _run_steps(self, stop: StopSignal) -> None:
         garbage = GarbageCollection(100)  # every 100 steps, at the same ones on all ranks
-        tracer = StepTracer(self.recipe.profile, self.run_folder, dist.get_rank(), self.progress.step + 1)
+        self.tracer.start(self.runner, self.progress.step + 1)
         self.meter.start(self.progress.step, self.progress.tokens_seen)
         try:
             while not self.is_finished and not self.has_diverged:
@@ -217,12 +220,12 @@ class Trainer:
                 if stop.poll():
                     break
                 self._take_step()
-                tracer.step()
+                self.tracer.step()
                 garbage.run(self.progress.step)
         finally:
             self.runner.release()  # NCCL does not shut down while a CUDA graph holds collectives, after an error too
             gc.enable()
-        tracer.close()
+        self.tracer.close()
 
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
