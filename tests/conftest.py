@@ -1,6 +1,7 @@
 """Fixtures of all tests: pools of processes for multi-rank tests, one a file; processes that run tests beside, in
 Triton's interpreter, of launches and of ranks."""
 
+import atexit
 import gc
 import inspect
 import io
@@ -26,6 +27,8 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
+
+from titan_moe.titan.versions import REPORTS_LEAKS_AT_EXIT  # noqa: E402
 
 TIMEOUT_SECONDS = 480
 SECONDS_AFTER_A_FAILURE = 10
@@ -239,6 +242,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # what was imported is no garbage: nobody looks through it again
+    if REPORTS_LEAKS_AT_EXIT.is_here:
+        atexit.register(gc.unfreeze)
     gc.set_threshold(*COLLECTION_THRESHOLDS)
     waited_for = {name for item in session.items for name in _waits_for(item)}
     if session.config.option.collectonly:

@@ -1,6 +1,7 @@
 """The command line: `titan-moe train`, `trace`, `tune`, `check`. Refuses invalid recipes before it imports torch."""
 
 import argparse
+import atexit
 import gc
 import logging
 import os
@@ -140,6 +141,8 @@ def _set_variables_of_torch(device: str) -> None:
     """Set what torch and OpenMP read once, before torch is imported, where the user has not."""
     # threads that spin while waiting slow down other processes on the same cores
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # kernels are tested with fused multiplications and additions; triton 3.9 warns that 3.10 will have them no more
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if device != "cpu" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         # freed blocks that lie beside each other become one: less free memory between tensors
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -158,6 +161,10 @@ def _imports_frozen() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        from titan_moe.titan.versions import REPORTS_LEAKS_AT_EXIT
+
+        if REPORTS_LEAKS_AT_EXIT.is_here:
+            atexit.register(gc.unfreeze)  # exit takes most of a second longer
 
 
 def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:

@@ -2,11 +2,13 @@
 
 A reduction that loops over its rows twice may store an intermediate result in the first loop and load it in the second.
 Triton may give the load another layout than the store (triton issue 10924). Then a thread loads what a thread of
-another warp has stored, and Inductor of torch 2.11 and 2.13 does not wait for it (pytorch pull request 190519):
-results are silently wrong. tools/RESULTS.md, section 9, has such a kernel, the backward of a norm behind a dispatch.
+another warp has stored, and Inductor below torch 2.14 does not wait for it (pytorch pull request 190519): results are
+silently wrong. tools/RESULTS.md, section 9, has such a kernel, the backward of a norm behind a dispatch.
 """
 
 import torch
+
+from titan_moe.titan.versions import READS_BACK_WITHOUT_BARRIER
 
 TAG = "barriers before read-backs"
 """Part of the key of compiled kernels on disk: those without barriers must not be found."""
@@ -14,7 +16,9 @@ TAG = "barriers before read-backs"
 
 def add_barriers() -> None:
     """Let the kernels that torch.compile generates for GPUs from now on, in this process, wait for all threads of a
-    block before they load what it has stored."""
+    block before they load what it has stored; those of torch 2.14 do so by themselves."""
+    if not READS_BACK_WITHOUT_BARRIER.is_here:
+        return
     from torch._inductor.codegen.triton import TritonKernel  # slow
 
     load = TritonKernel.load

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from importlib import import_module, metadata
-from itertools import takewhile
 from types import ModuleType
 from typing import Any
+
+from titan_moe.titan.versions import release
 
 MIN_VERSION = (0, 2, 2)
 BELOW_VERSION = (0, 3)
@@ -48,13 +49,8 @@ def check_version() -> None:
         version = metadata.version("torchtitan")
     except metadata.PackageNotFoundError:
         raise ImportError(f"torchtitan is not installed; {requirement}") from None
-    if not MIN_VERSION <= _release(version) < BELOW_VERSION:
+    if not MIN_VERSION <= release(version) < BELOW_VERSION:
         raise ImportError(f"torchtitan {version} is installed; {requirement}")
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: '0.2.2.dev1+cpu' → (0, 2, 2)."""
-    return tuple(int(part) for part in takewhile(str.isdigit, version.split("+")[0].split(".")))
 
 
 @contextmanager

@@ -1,0 +1,59 @@
+"""What depends on the version of a package, in one place: from which version or below which, and why.
+
+Whoever acts on a difference imports it, so a search for its name finds all of what it does. One that no allowed version
+has any more is removed with what it does.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from itertools import takewhile
+
+Release = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Something that some versions of a package do."""
+
+    package: str
+    why: str
+    since: Release = (0,)
+    below: Release = (1000,)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the installed version does it; a package that is not installed does nothing."""
+        return self.since <= installed_release(self.package) < self.below
+
+
+READS_BACK_WITHOUT_BARRIER = Difference(
+    "torch",
+    "Inductor's kernels do not wait for other warps before they load what these have stored (pull request 190519)",
+    below=(2, 14),
+)
+REPORTS_LEAKS_AT_EXIT = Difference(
+    "triton",
+    "its bindings print all objects of theirs that are left at exit, and those that are excluded from garbage "
+    "collection are left",
+    since=(3, 9),
+)
+ASKS_FOR_FP_FUSION = Difference(
+    "triton",
+    "it warns that kernels will no longer fuse multiplications and additions from 3.10 on, unless the environment says",
+    since=(3, 9),
+)
+
+
+def release(version: str) -> Release:
+    """The leading numbers of a version: '0.2.2.dev1+cpu' → (0, 2, 2)."""
+    return tuple(int(part) for part in takewhile(str.isdigit, version.split("+")[0].split(".")))
+
+
+@cache
+def installed_release(package: str) -> Release:
+    """The leading numbers of an installed package's version; () if it is not installed."""
+    try:
+        return release(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return ()
