@@ -1,13 +1,13 @@
 """Names that PyTorch and torchtitan keep to themselves and this package uses: they may go with any version.
 
 tests/titan/test_private_names.py finds those of the sources, and looks for each in the installed packages. Members of
-objects stand under the class that has them. Before a newer version is allowed in pyproject.toml, run that test with it.
+objects stand under the class that has them. Run that test with a newer version before pyproject.toml allows it.
 """
 
 Seen = tuple[str, str]
 
 TORCH: Seen = ("2.11", "2.15")
-"""The first and the last version in which a name was seen; the versions between that were tested have it too."""
+"""The first and the last version in which a name was seen. Newer versions than the last have it no more."""
 TORCHTITAN: Seen = ("0.2", "0.2")
 
 _ATTENTION = "torch.ops.aten._scaled_dot_product"
@@ -48,8 +48,10 @@ PRIVATE_NAMES: dict[str, Seen] = {
     f"{_FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback": TORCH,
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.fsdp_params": TORCH,
     f"{_FSDP}._fsdp_param_group.FSDPParamGroup.post_backward": TORCH,
-    f"{_FSDP}._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed": TORCH,
-    f"{_FSDP}._fsdp_param.FSDPParam.to_accumulated_grad_if_needed": TORCH,
+    f"{_FSDP}._fsdp_state.FSDPState._state_ctx": TORCH,
+    f"{_FSDP}._fsdp_state.FSDPStateContext.manual_backward_finalization_active": ("2.15", "2.15"),
+    f"{_FSDP}._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed": ("2.11", "2.14"),
+    f"{_FSDP}._fsdp_param.FSDPParam.to_accumulated_grad_if_needed": ("2.11", "2.14"),
     # meshes, DTensor, groups
     "torch.distributed.device_mesh.DeviceMesh._concatenate": TORCH,
     "torch.distributed.device_mesh.DeviceMesh._flatten": TORCH,
@@ -95,7 +97,7 @@ PRIVATE_NAMES: dict[str, Seen] = {
     "torchtitan.components.checkpoint.ModelWrapper._get_state_dict": TORCHTITAN,
     "torchtitan.components.optimizer.OptimizersContainer._post_init": TORCHTITAN,
 }
-"""Full name -> the first and the last version in which it was seen."""
+"""Full name -> the versions in which it was seen."""
 
 NEEDS_CUDA = {"torch._C._distributed_c10d._dump_nccl_trace_json"}
 """Those that a build for CPUs does not have."""

@@ -70,7 +70,8 @@ def test_process_group_sets_the_timeouts_of_all_groups(monkeypatch: pytest.Monke
     for minutes, hours in ((10.0, 70 / 60), (60.0, 7.0), (0.0, 0.5)):
         with process_group(RunConfig(device="cpu", step_timeout_minutes=minutes)):
             group = dist.new_group(backend="gloo")
-            assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=hours)
+            timeout = group._get_backend(torch.device("cpu")).options._timeout
+            assert abs(timeout - timedelta(hours=hours)) < timedelta(seconds=1)  # gloo of torch 2.15 rounds up
     assert dist.distributed_c10d.default_pg_timeout == timedelta(minutes=30)
 
 

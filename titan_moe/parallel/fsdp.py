@@ -20,6 +20,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
 from titan_moe.plan.schedule import ROOT
+from titan_moe.titan.versions import KEEPS_SUMS_OF_GRADIENTS_APART
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -110,6 +111,8 @@ def set_unsharded_accumulation(model: nn.Module, keeps: bool) -> None:
 def accumulate_late_grads(model: nn.Module) -> None:
     """Add gradients that arrive after a backward, and so after the hooks of FSDP, to the sums that the hooks keep, in
     the dtype of the reduction. The next gradient would be added in compute's dtype."""
+    if not KEEPS_SUMS_OF_GRADIENTS_APART.is_here:
+        return
     for group in _groups(model):
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
@@ -126,7 +129,13 @@ def start_reducing(model: nn.Module) -> None:
 
 def finish_reducing(model: nn.Module) -> None:
     """Wait for the reduced gradients."""
-    _fsdp(fully_shard.state(model))._root_post_backward_final_callback()
+    _wait_for_gradients(_fsdp(fully_shard.state(model)))
+
+
+def _wait_for_gradients(root: Any) -> None:
+    """End a backward, as FSDP does after the last gradient, whether or not it has begun it. `root` is its state."""
+    root._state_ctx.manual_backward_finalization_active = False  # torch 2.15: whether another call is to reduce
+    root._root_post_backward_final_callback()
 
 
 def _groups(model: nn.Module) -> list[Any]:
@@ -171,7 +180,7 @@ class ManualFSDP:
 
     def finish(self) -> None:
         """Wait for the reduced gradients."""
-        self.root._root_post_backward_final_callback()
+        _wait_for_gradients(self.root)
 
 
 def reshard_all(model: nn.Module) -> None:

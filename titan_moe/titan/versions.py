@@ -32,15 +32,16 @@ READS_BACK_WITHOUT_BARRIER = Difference(
     "Inductor's kernels do not wait for other warps before they load what these have stored (pull request 190519)",
     below=(2, 14),
 )
+KEEPS_SUMS_OF_GRADIENTS_APART = Difference(
+    "torch",
+    "FSDP2 moves the gradients of each backward out of `grad`, into sums in the dtype of the reduction; later it lets "
+    "autograd add to `grad` in that dtype",
+    below=(2, 15),
+)
 REPORTS_LEAKS_AT_EXIT = Difference(
     "triton",
     "its bindings print all objects of theirs that are left at exit, and those that are excluded from garbage "
     "collection are left",
-    since=(3, 9),
-)
-ASKS_FOR_FP_FUSION = Difference(
-    "triton",
-    "it warns that kernels will no longer fuse multiplications and additions from 3.10 on, unless the environment says",
     since=(3, 9),
 )
 
