@@ -28,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 
-from titan_moe.titan.versions import REPORTS_LEAKS_AT_EXIT  # noqa: E402
+from titan_moe.versions import REPORTS_LEAKS_AT_EXIT  # noqa: E402
 
 TIMEOUT_SECONDS = 480
 SECONDS_AFTER_A_FAILURE = 10

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "titan_moe"
 FLOORS = [
-    {"config", "plan"},
+    {"config", "plan", "versions"},
     {"kernels", "titan", "parameters"},
     {"dispatch", "checkpoint", "optim", "data", "profile"},
     {"layers"},

@@ -161,7 +161,7 @@ def _imports_frozen() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        from titan_moe.titan.versions import REPORTS_LEAKS_AT_EXIT
+        from titan_moe.versions import REPORTS_LEAKS_AT_EXIT
 
         if REPORTS_LEAKS_AT_EXIT.is_here:
             atexit.register(gc.unfreeze)  # exit takes most of a second longer

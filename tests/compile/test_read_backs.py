@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from titan_moe.compile.read_backs import TAG, add_barriers
-from titan_moe.titan.versions import READS_BACK_WITHOUT_BARRIER
+from titan_moe.versions import READS_BACK_WITHOUT_BARRIER
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs Triton's compiler")
 

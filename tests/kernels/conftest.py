@@ -15,10 +15,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from titan_moe.kernels.experts.fp8 import block_mm, block_weight_grad
+from titan_moe.versions import installed_release
 
 SHARED_MEMORY_BYTES = 227 * 1024
 SPILLED_BYTES = {"_block_weight_grad_kernel": 64, "_block_mm_kernel": 8}
 """Of a thread, where a few registers are missing for its sums, products and scales; 0 elsewhere."""
+if installed_release("triton") >= (3, 9):
+    SPILLED_BYTES |= {"_block_weight_grad_kernel": 72, "_block_mm_kernel": 40, "_list_kernel": 16}
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 

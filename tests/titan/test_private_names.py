@@ -14,10 +14,10 @@ import torch
 from support.private_names import NEEDS_CUDA, OF_THE_LIBRARY, PRIVATE_NAMES, TORCH, TORCHTITAN
 
 from titan_moe.titan import import_torchtitan
-from titan_moe.titan.versions import installed_release, release
+from titan_moe.versions import installed_release, release
 
 PACKAGE = Path(__file__).parents[2] / "titan_moe"
-SOURCES = [file.read_text("utf-8") for file in sorted(PACKAGE.rglob("*.py"))]
+TREES = [ast.parse(file.read_text("utf-8")) for file in sorted(PACKAGE.rglob("*.py"))]
 PACKAGES = ("torch", "torchtitan")
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
 
@@ -31,10 +31,11 @@ def origins_of(tree: ast.AST) -> dict[str, str]:
     origins: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            origins |= {each.asname or each.name.partition(".")[0]: each.asname and each.name or "" for each in node.names}
+            for each in node.names:
+                name = each.asname or each.name.partition(".")[0]
+                origins[name] = each.name if each.asname else name
         elif isinstance(node, ast.ImportFrom):
             origins |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
-    origins = {name: origin or name for name, origin in origins.items()}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             if origin := dotted(node.value, origins):
@@ -65,7 +66,9 @@ def own_members(trees: list[ast.Module]) -> set[str]:
     }
     declared = [each for node in nodes if isinstance(node, ast.ClassDef) for each in node.body]
     methods = {each.name for each in declared if isinstance(each, ast.FunctionDef)}
-    fields = {each.target.id for each in declared if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+    fields = {
+        each.target.id for each in declared if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
     return OF_NAMED_TUPLES | stored | methods | fields
 
 
@@ -88,9 +91,8 @@ def private_names(tree: ast.AST, own: set[str]) -> Iterator[str]:
                 yield f".{node.attr}"
 
 
-def unlisted(sources: list[str], listed: set[str]) -> set[str]:
+def unlisted(trees: list[ast.Module], listed: set[str]) -> set[str]:
     """Private names that are not in the list, nor members of listed ones, nor modules of listed ones."""
-    trees = [ast.parse(source) for source in sources]
     own = own_members(trees) | OF_THE_LIBRARY
     found = {name for tree in trees for name in private_names(tree, own)}
     return {
@@ -101,10 +103,10 @@ def unlisted(sources: list[str], listed: set[str]) -> set[str]:
     }
 
 
-def unused(sources: list[str], listed: set[str]) -> set[str]:
+def unused(trees: list[ast.Module], listed: set[str]) -> set[str]:
     """Listed names of which no file has the last part: as a member, an import, a keyword or a string."""
     used: set[str] = set()
-    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+    for node in (node for tree in trees for node in ast.walk(tree)):
         for field in ("attr", "arg", "value"):
             if isinstance(word := getattr(node, field, None), str):
                 used.add(word)
@@ -159,11 +161,11 @@ def test_the_list_ends_with_the_newest_version_that_may_be_installed() -> None:
 
 
 def test_all_private_names_are_listed() -> None:
-    assert unlisted(SOURCES, set(PRIVATE_NAMES)) == set()
+    assert unlisted(TREES, set(PRIVATE_NAMES)) == set()
 
 
 def test_all_listed_names_are_used() -> None:
-    assert unused(SOURCES, set(PRIVATE_NAMES)) == set()
+    assert unused(TREES, set(PRIVATE_NAMES)) == set()
 
 
 @pytest.mark.parametrize(
@@ -180,15 +182,15 @@ def test_all_listed_names_are_used() -> None:
     ],
 )
 def test_a_private_name_is_found(source: str, name: str) -> None:
-    assert name in unlisted([source], {"torch._old"})
-    listed = {"torch.A" + name if name.startswith(".") else name}
-    assert unlisted([source], listed) == set() == unused([source], listed)
+    trees, listed = [ast.parse(source)], {"torch.A" + name if name.startswith(".") else name}
+    assert name in unlisted(trees, {"torch._old"})
+    assert unlisted(trees, listed) == set() == unused(trees, listed)
 
 
 def test_own_names_and_those_of_the_library_are_not_private_names_of_torch() -> None:
     own = "import os\nclass A:\n    _b: int\n    def _c(self): self._d = self._b\ndef f(a): a._c(a._d); os._exit(1)"
-    assert unlisted([own], set()) == set()
+    assert unlisted([ast.parse(own)], set()) == set()
 
 
 def test_a_name_that_is_used_no_more_is_found() -> None:
-    assert unused(["import torch"], {"torch._old"}) == {"torch._old"}
+    assert unused([ast.parse("import torch")], {"torch._old"}) == {"torch._old"}

@@ -8,7 +8,7 @@ silently wrong. tools/RESULTS.md, section 9, has such a kernel, the backward of 
 
 import torch
 
-from titan_moe.titan.versions import READS_BACK_WITHOUT_BARRIER
+from titan_moe.versions import READS_BACK_WITHOUT_BARRIER
 
 TAG = "barriers before read-backs"
 """Part of the key of compiled kernels on disk: those without barriers must not be found."""

@@ -20,7 +20,7 @@ from titan_moe.layers.experts import GroupedExperts
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.unsharded_experts import use_unsharded_experts
 from titan_moe.plan.schedule import ROOT
-from titan_moe.titan.versions import KEEPS_SUMS_OF_GRADIENTS_APART
+from titan_moe.versions import KEEPS_SUMS_OF_GRADIENTS_APART
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 

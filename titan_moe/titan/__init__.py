@@ -1,7 +1,7 @@
 """The adapter to torchtitan: lazy imports of its components, on hosts with and without an accelerator.
 
 No other folder imports torchtitan, so its version, its traps and its logger are handled here. `torchao.py` names the
-version of torchao, which other folders import. `versions.py` lists what depends on the versions of all packages.
+version of torchao, which other folders import.
 
 Used: `CheckpointManager`, the containers that reshard optimizers and schedules, the Hugging Face tokenizer, and
 garbage collection at the same step on all ranks.

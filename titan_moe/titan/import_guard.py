@@ -9,7 +9,7 @@ from importlib import import_module, metadata
 from types import ModuleType
 from typing import Any
 
-from titan_moe.titan.versions import release
+from titan_moe.versions import release
 
 MIN_VERSION = (0, 2, 2)
 BELOW_VERSION = (0, 3)

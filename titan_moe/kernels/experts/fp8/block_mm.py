@@ -22,13 +22,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from titan_moe.kernels.device import num_multiprocessors
+from titan_moe.kernels.experts.fp8.loads import load_box, load_each
 from titan_moe.kernels.experts.fp8.packed import BLOCK
 from titan_moe.kernels.experts.fp8.rows import scale_at
 from titan_moe.kernels.experts.tiles import Tiles, place_in_groups
@@ -155,16 +155,14 @@ def _load(
             arrived = loaded.index(stage)
             x, other_x = x_stages.index(stage * 2), x_stages.index(stage * 2 + 1)
             mbarrier.expect(arrived, (3 if rows_ptr is None else 2) * BLOCK * BLOCK)
-            tma.async_copy_global_to_shared(weight_desc, [first, k], arrived, weight_stages.index(stage * 2))
-            tma.async_copy_global_to_shared(
-                weight_desc, [first + BLOCK, k], arrived, weight_stages.index(stage * 2 + 1)
-            )
+            load_box(weight_desc, [first, k], arrived, weight_stages.index(stage * 2))
+            load_box(weight_desc, [first + BLOCK, k], arrived, weight_stages.index(stage * 2 + 1))
             if rows_ptr is None:
-                tma.async_copy_global_to_shared(x_desc, [begin, k], arrived, x)
-                tma.async_copy_global_to_shared(x_desc, [begin + size, k], arrived, other_x)
+                load_box(x_desc, [begin, k], arrived, x)
+                load_box(x_desc, [begin + size, k], arrived, other_x)
             else:
-                async_copy.async_copy_global_to_shared(x, x_ptrs + k)
-                async_copy.async_copy_global_to_shared(other_x, other_ptrs + k)
+                load_each(x, x_ptrs + k)
+                load_each(other_x, other_ptrs + k)
                 async_copy.mbarrier_arrive(arrived, increment_count=False)
 
 

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from titan_moe.kernels.device import num_multiprocessors
 from titan_moe.kernels.experts.fp8.block_mm import (
@@ -25,6 +25,7 @@ from titan_moe.kernels.experts.fp8.block_mm import (
     descriptor,
     multiply,
 )
+from titan_moe.kernels.experts.fp8.loads import load_box
 from titan_moe.kernels.experts.fp8.packed import BLOCK
 from titan_moe.kernels.experts.fp8.rows import RESULTS
 from titan_moe.kernels.experts.tiles import place_in_groups
@@ -119,8 +120,8 @@ def _load(
             mbarrier.expect(arrived, 3 * BLOCK * BLOCK)
             for piece in gl.static_range(4):
                 row = tile_a * 2 * BLOCK + piece * size
-                tma.async_copy_global_to_shared(a_desc, [row, tile * BLOCK], arrived, a_stages.index(stage * 4 + piece))
-            tma.async_copy_global_to_shared(b_desc, [tile_b * BLOCK, tile * BLOCK], arrived, b_stages.index(stage))
+                load_box(a_desc, [row, tile * BLOCK], arrived, a_stages.index(stage * 4 + piece))
+            load_box(b_desc, [tile_b * BLOCK, tile * BLOCK], arrived, b_stages.index(stage))
 
 
 @gluon.jit(do_not_specialize=["num_outputs"])

@@ -38,6 +38,11 @@ KEEPS_SUMS_OF_GRADIENTS_APART = Difference(
     "autograd add to `grad` in that dtype",
     below=(2, 15),
 )
+NAMES_LOADS_COPIES = Difference(
+    "triton",
+    "Gluon's asynchronous loads are called copies from global to shared memory",
+    below=(3, 8),
+)
 REPORTS_LEAKS_AT_EXIT = Difference(
     "triton",
     "its bindings print all objects of theirs that are left at exit, and those that are excluded from garbage "
