@@ -25,6 +25,7 @@ import pytest
 # Of this process and of all that it starts, before NumPy and PyTorch are imported: threads that wait for shares of tiny
 # products spin, and the processes beside want their cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as in runs
 
 import torch  # noqa: E402
 

@@ -180,4 +180,5 @@ def test_nohup_goes_on(tiny) -> None:
     process.send_signal(signal.SIGHUP)
     stderr = process.communicate(timeout=CEILING_S)[1]
     assert process.returncode == 0, stderr
+    assert "leaked" not in stderr, "triton 3.9 lists what was excluded from garbage collection"
     assert run.column("step")[-1] == 20
