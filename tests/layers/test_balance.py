@@ -71,15 +71,17 @@ def test_balance_losses_and_gradients_equal_the_published_formulas(reduction: st
 
 SELECTIONS = {
     "bias": {"bias_update_speed": 1e-3},
+    "kept bias": {},
     "groups": {"num_groups": 4, "top_k_groups": 2},
     "bias and groups": {"bias_update_speed": 1e-3, "num_groups": 4, "top_k_groups": 2},
+    "kept bias and groups": {"num_groups": 4, "top_k_groups": 2},
 }
 """What selects other experts than the scores do."""
 
 
-def build_biased(moe: MoEConfig) -> TopKRouter:
+def build_biased(moe: MoEConfig, selection: str) -> TopKRouter:
     router = build(moe)
-    if moe.bias_update_speed:
+    if "bias" in selection:
         router.expert_bias_E.copy_(torch.linspace(-0.4, 0.4, moe.num_experts))
     return router
 
@@ -104,13 +106,13 @@ def test_balance_loss_counts_the_topk_of_scores_and_the_load_the_selected_expert
     selection: str, score_fn: str
 ) -> None:
     moe = replace(LOSSES["aux"], score_fn=score_fn, **SELECTIONS[selection])
-    router, x_BND, scale = build_biased(moe), tokens(), 0.25
+    router, x_BND, scale = build_biased(moe, selection), tokens(), 0.25
     scale_balancing_losses(router, scale, "sum")
     scores_TK, ids_TK = router(x_BND)
     direction_TK = torch.randn_like(scores_TK)
     actual = torch.autograd.grad((scores_TK * direction_TK).sum(), (x_BND, router.weight))
 
-    unbalanced = build_biased(replace(moe, aux_loss_coef=0.0))
+    unbalanced = build_biased(replace(moe, aux_loss_coef=0.0), selection)
     plain = torch.autograd.grad((unbalanced(x_BND)[0] * direction_TK).sum(), (x_BND, unbalanced.weight))
     loss, by_score_E = megatron_losses(x_BND @ router.weight.T, moe)
     added = torch.autograd.grad(scale * loss, (x_BND, router.weight))
@@ -124,11 +126,32 @@ def test_balance_loss_counts_the_topk_of_scores_and_the_load_the_selected_expert
     assert torch.equal(router.balance.tokens_per_expert_E, selected_E)
 
 
-@pytest.mark.parametrize("selection", ["none", *SELECTIONS])
+@pytest.mark.parametrize("speed", [0.0, 1e-3])
+def test_balance_gradient_beside_a_bias_is_that_of_megatron_core(speed: float) -> None:
+    moe_utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
+    moe = replace(LOSSES["aux"], score_fn="sigmoid", bias_update_speed=speed)
+    router, x_BND = build_biased(moe, "bias"), tokens()
+    scores_TK, ids_TK = router(x_BND)
+    (actual,) = torch.autograd.grad((0.0 * scores_TK).sum(), router.weight)
+
+    logits_TE = (x_BND @ router.weight.T).flatten(0, 1)
+    _, chosen_TE = moe_utils.topk_routing_with_score_function(
+        logits_TE, moe.top_k, score_function="sigmoid", expert_bias=router.expert_bias_E
+    )
+    assert torch.equal(chosen_TE.nonzero()[:, 1].view(-1, moe.top_k), ids_TK.sort(-1).values), "of the biased scores"
+    counted_TE, probs_TE = moe_utils.compute_routing_scores_for_aux_loss(logits_TE, moe.top_k, "sigmoid")
+    loss = sum(
+        TOKENS * moe_utils.switch_load_balancing_loss_func(probs_NE, counted_NE.sum(0), TOKENS, moe.top_k, 8, 0.3)
+        for probs_NE, counted_NE in zip(probs_TE.chunk(SEQUENCES), counted_TE.chunk(SEQUENCES), strict=True)
+    )
+    (expected,) = torch.autograd.grad(loss, router.weight)
+    assert torch.cosine_similarity(actual.flatten(), expected.flatten(), dim=0) > 1 - 1e-12
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-9)
+
+
 @pytest.mark.parametrize("aux_loss_coef", [0.0, 0.3])
-def test_balance_counts_by_score_only_if_they_matter(aux_loss_coef: float, selection: str) -> None:
-    router = build(replace(MOE, aux_loss_coef=aux_loss_coef, **SELECTIONS.get(selection, {})))
-    assert router.rule.counts_by_score == (aux_loss_coef > 0 and selection != "none")
+def test_balance_counts_by_score_only_for_a_loss(aux_loss_coef: float) -> None:
+    assert build(replace(MOE, aux_loss_coef=aux_loss_coef)).rule.counts_by_score == (aux_loss_coef > 0)
 
 
 @pytest.mark.parametrize("reduction", WEIGHTS)

@@ -102,19 +102,14 @@ class MoEConfig:
     """Biases on the gate, up and down projections of the routed experts (gpt-oss)."""
     aux_loss_coef: float = 0.0
     """Coefficient of the per-sequence load-balancing loss (arXiv:2101.03961, arXiv:2412.19437 section 2.1.2); 0
-    disables it. It counts the K best scores of a token, whatever the bias and the groups select. Typical values are
-    1e-2 to 1e-4."""
+    disables it. It counts the K best scores of a token, whatever the bias and the groups select, also a bias that
+    stays. Typical values are 1e-2 to 1e-4."""
     z_loss_coef: float = 0.0
     """Coefficient of the router z-loss, the mean squared logsumexp of the logits (arXiv:2202.08906); 0 disables it. A
     typical value is 1e-3."""
     bias_update_speed: float = 0.0
-    """Step size of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once per optimizer step; 0
-    disables it. A typical value is 1e-3. Needs `score_fn = "sigmoid"`."""
-
-    @property
-    def counts_by_score(self) -> bool:
-        """Whether the balancing loss counts experts other than the selected ones: those by score alone."""
-        return self.aux_loss_coef > 0 and (self.bias_update_speed > 0 or self.num_groups > 1)
+    """Step size of the auxiliary-loss-free balancing bias (arXiv:2408.15664), applied once per optimizer step. With 0
+    the bias stays: zero, or that of a checkpoint. A typical value is 1e-3. Needs `score_fn = "sigmoid"`."""
 
     @property
     def unmet_needs_of_fused(self) -> list[str]:

@@ -43,7 +43,7 @@ class TopKRouter(WideBuffers):
             moe.group_score,
             moe.normalize_topk,
             moe.route_scale,
-            moe.counts_by_score,
+            counts_by_score=moe.aux_loss_coef > 0,
         )
         self.logits = ROUTER_LOGITS[kernels.router]
         self.route = ROUTE_TOKENS[kernels.router]

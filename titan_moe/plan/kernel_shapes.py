@@ -106,7 +106,8 @@ def _router(recipe: Recipe) -> Shape:
 def _balancing_losses(recipe: Recipe) -> str:
     """Losses of the router with gradients: `aux loss and z loss`, or `aux loss by score`."""
     moe = recipe.model.moe
-    aux_loss = "aux loss by score" if moe.counts_by_score else "aux loss"
+    selects_by_score = moe.bias_update_speed == 0 and moe.num_groups == 1
+    aux_loss = "aux loss" if selects_by_score else "aux loss by score"
     losses = ((aux_loss, moe.aux_loss_coef), ("z loss", moe.z_loss_coef))
     return " and ".join(name for name, weight in losses if weight) or "no loss"
 

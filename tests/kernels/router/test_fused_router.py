@@ -94,6 +94,8 @@ def test_route_tokens_counts_by_score_are_those_without_bias_and_groups(name: st
     without = route_tokens(logits_BNE, torch.zeros_like(bias_E), plain._replace(num_groups=1, top_k_groups=1))
     assert torch.equal(routing.aux_counts_BE, without.counts_BE)
     assert torch.equal(without.aux_counts_BE, without.counts_BE)
+    unbiased = route_tokens(logits_BNE, torch.zeros_like(bias_E), rule)
+    assert torch.equal(unbiased.aux_counts_BE, without.counts_BE)
     assert not torch.equal(routing.aux_counts_BE, routing.counts_BE)
     selected = route_tokens(logits_BNE, bias_E, plain)
     for field in ("topk_scores_BNK", "topk_ids_BNK", "counts_BE"):
@@ -157,7 +159,7 @@ def test_route_tokens_refuses_logits_that_are_not_fp32(dtype: torch.dtype) -> No
 
 
 MOE = MoEConfig(num_experts=12, top_k=3, score_fn="sigmoid", aux_loss_coef=0.3, z_loss_coef=0.05)
-BY_SCORE = replace(MOE, bias_update_speed=1e-3, num_groups=4, top_k_groups=2)
+BY_SCORE = replace(MOE, num_groups=4, top_k_groups=2)
 CONFIG = ModelConfig(hidden_size=16, moe=MOE)
 
 
@@ -173,7 +175,7 @@ def build_router(moe: MoEConfig, backend: Any, device: torch.device, is_forced: 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("is_forced", [False, True], ids=["free", "forced"])
-@pytest.mark.parametrize("moe", [MOE, BY_SCORE], ids=["plain", "by_score"])
+@pytest.mark.parametrize("moe", [MOE, BY_SCORE], ids=["kept_bias", "groups"])
 def test_router_layer_is_equal_with_both_kernels(
     moe: MoEConfig, is_forced: bool, mode: str, device: torch.device
 ) -> None:

@@ -7,7 +7,8 @@ logits of its tokens, so a reduction over experts stays within the warp. The top
 largest key, find the first column that has it, remove that column. A key is a score mapped to an int32 of the same
 order: Hopper reduces integers over a warp in one instruction, and one int32 is below the key of every score, -inf and
 NaN too, so a token gets K different experts for any logits. With `counts_by_score` K more passes take the largest keys
-of the scores alone. They read nothing, and a program writes 4·E bytes more.
+of the scores alone, unless without groups every bias is zero: then these are the selected ones. The passes read
+nothing, and a program writes 4·E bytes more.
 
 Sums over a sequence are deterministic: each program writes its tokens' sums, and a second kernel adds them in order.
 """
@@ -106,6 +107,7 @@ def _route_kernel(
         expert_E = column_E // BLOCK_S * (E // GROUPS) + column_E % BLOCK_S
         is_expert_E = (column_E % BLOCK_S < E // GROUPS) & (column_E // BLOCK_S < GROUPS)
     bias_E = tl.load(bias_ptr + expert_E, mask=is_expert_E, other=0.0)
+    selects_by_score = (GROUPS == 1) & (tl.max((bias_E != 0).to(tl.int32), axis=0) == 0)
     k_K = tl.arange(0, BLOCK_K)[None, :]
     counts_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.int32)
     aux_counts_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.int32)
@@ -151,9 +153,11 @@ def _route_kernel(
 
         counts_E += tl.sum(tl.where(is_token_T[:, None], counts_TE, 0), axis=0)
         if COUNTS_BY_SCORE:
-            score_key_TE = tl.where(is_expert_E[None, :], _key(scores_TE), REMOVED)
-            is_counted_TE = _is_topk(score_key_TE, column_E, K) & is_token_T[:, None]
-            aux_counts_E += tl.sum(is_counted_TE.to(tl.int32), axis=0)
+            is_counted_TE = counts_TE > 0
+            if not selects_by_score:
+                score_key_TE = tl.where(is_expert_E[None, :], _key(scores_TE), REMOVED)
+                is_counted_TE = _is_topk(score_key_TE, column_E, K)
+            aux_counts_E += tl.sum((is_counted_TE & is_token_T[:, None]).to(tl.int32), axis=0)
         if not IS_SOFTMAX:  # softmax scores sum to 1 already
             scores_TE = scores_TE / (tl.sum(scores_TE, axis=1) + 1e-20)[:, None]
         shares_E += tl.sum(tl.where(is_token_T[:, None], scores_TE, 0.0), axis=0)

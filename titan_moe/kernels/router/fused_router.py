@@ -102,9 +102,10 @@ def _draw(shape: Mapping[str, Any], device: torch.device) -> Sample:
     weight_ED = torch.randn(num_experts, width, device=device, dtype=torch.bfloat16) / width**0.5
     groups = (shape["groups"], shape["chosen_groups"], shape["group_score"] if shape["groups"] > 1 else "max")
     rule = RoutingRule(shape["score"], shape["choices"], *groups, shape["weights"] == "normalised")
-    rule = rule._replace(counts_by_score="by score" in shape["losses"])
     losses = ("aux loss" in shape["losses"], "z loss" in shape["losses"])
-    return Sample("", (x_BND, weight_ED, torch.zeros(num_experts, device=device), rule, *losses), 2)
+    rule = rule._replace(counts_by_score=losses[0])
+    bias_E = torch.full((num_experts,), 1e-3 if "by score" in shape["losses"] else 0.0, device=device)
+    return Sample("", (x_BND, weight_ED, bias_E, rule, *losses), 2)
 
 
 _OPS = {
