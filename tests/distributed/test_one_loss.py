@@ -35,6 +35,8 @@ from titan_moe.parameters import full_tensor, fused_rows
 from titan_moe.train.build import assemble
 
 VOCABULARY, SEQUENCES, TOKENS, STEPS = 32, 8, 8, 20
+NUM_MASKED = 5
+"""Labels that are missing, of the first sequence of a step."""
 SOME, FEW = 8, 3
 """Steps of what differs from a layout that runs them all: beyond the warm-up, and of most."""
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, qk_norm=True)
@@ -106,7 +108,7 @@ def batch_of(
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCABULARY, (num_sequences, TOKENS + 1), generator=generator)
     labels = tokens[:, 1:].clone()
-    labels[0, :5] = -100
+    labels[0, :NUM_MASKED] = -100
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if meshes is not None:
         rank, num_ranks = meshes.data_rank, meshes.sizes.dp
@@ -209,9 +211,9 @@ def observing_gradients(step: Any, parts: list[torch.nn.Module], grads: dict[str
 
 def first_gradients(step: Any, parts: list[torch.nn.Module], batch: Batch) -> dict[str, Tensor]:
     """`gradients` of a batch; leaves the model unchanged."""
-    scale = 1.0 / step.count_labels(batch)
-    step.balancer.start(scale)
-    step.forward_backward(batch, scale)
+    num_labels, num_tokens = step.count(batch)
+    step.balancer.start(1.0 / num_tokens)
+    step.forward_backward(batch, 1.0 / num_labels)
     step.finish_gradients()
     grads = gradients(parts)
     for part in parts:
@@ -276,6 +278,17 @@ def test_one_loss_falls_in_one_process(alone: dict[int, Trace]) -> None:
     assert all(grad.abs().max() > 0 for grad in trace.grads.values())
     total = SEQUENCES * TOKENS * MOE.top_k
     assert all(sum(counts) == total for by_router in trace.counts for counts in by_router.values())
+
+
+def train_on_all_labels(run: Recipe) -> dict[str, Any]:
+    with mock.patch.dict(globals(), NUM_MASKED=0):
+        return train(run, num_steps=1)
+
+
+def test_one_loss_balances_as_much_as_without_masked_labels(ranks, alone: dict[int, Trace]) -> None:
+    (unmasked,) = ranks(1, train_on_all_labels, recipe(ParallelConfig(), micro_batch_sequences=2))
+    assert unmasked["aux_losses"] == pytest.approx(alone[-1].aux_losses[:1], rel=1e-6)
+    assert unmasked["losses"] != pytest.approx(alone[-1].losses[:1], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ class LoadBalance(WideBuffers):
 
     `reduction` is that of the main loss over the tokens of a forward, and `scale` the factor on it; the balancing
     losses follow both. The defaults are those of a plain mean. The trainer sets a sum, and one over the tokens of the
-    optimizer step. So the gradients of both losses have equal weight for every layout and gradient accumulation.
+    optimizer step that are routed, with a label or not. So a coefficient means the same for every layout, gradient
+    accumulation and share of labels.
     If a layout splits sequences, `num_sequence_ranks` have a part of each, and `sum_over_tokens` sums over them; all of
     them then have the same losses, and each has the gradients of its own tokens. The default is the identity.
     """

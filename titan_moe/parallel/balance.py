@@ -13,7 +13,7 @@ from titan_moe.layers.router import TopKRouter
 
 
 def scale_balancing_losses(model: nn.Module, scale: float | Tensor = 1.0, reduction: LossReduction = "mean") -> None:
-    """Give the balancing losses of all routers the scale of the main loss.
+    """Give the balancing losses of all routers the scale of a main loss that is a mean over tokens.
 
     Needed where the loss that `backward` starts from is not a mean over the tokens of one forward. Call it before the
     forward and, for a model that is compiled, before the first.
@@ -23,7 +23,8 @@ def scale_balancing_losses(model: nn.Module, scale: float | Tensor = 1.0, reduct
         scale: the factor on the main loss, a number or a scalar tensor: 1 / n for n accumulated microbatches whose
             losses are divided by n; times the factor of a gradient scaler.
         reduction: of the main loss over the tokens of a forward, before that factor. A sum over tokens that is divided
-            by a count of the whole batch is "sum" with scale 1 / count.
+            by a count of the whole batch is "sum" with scale 1 / count; where labels are masked, the count is that of
+            all tokens here, as tokens without a label are routed too.
 
     Raises: ValueError if the model has no router of ours, or for another reduction.
     """
@@ -79,7 +80,8 @@ class ExpertBalancer:
             router.balance.reduction = "sum"
 
     def start(self, scale: Tensor) -> None:
-        """Zero the counts and set the scale of the balancing losses to the main loss's (one over the step's tokens)."""
+        """Zero the counts and set the scale of the balancing losses: one over the tokens of the step that are routed,
+        with a label or not, so that a coefficient does not depend on the share of labels."""
         _reset_sums(self.routers)
         for router in self.routers.values():
             router.balance.scale.copy_(scale)

@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
     """Results on the device; reading one waits for the step."""
 
     loss: Tensor  # mean cross entropy over the label tokens of all ranks
-    aux_loss: Tensor  # balancing losses, on the same scale
+    aux_loss: Tensor  # balancing losses, a mean over all tokens of all ranks, with a label or not
     grad_norm: Tensor  # global norm before clipping
     tokens_per_expert: dict[str, Tensor]  # router name -> tokens of each expert over all ranks [E]
     has_overflowed: Tensor  # bool: rows of some rank overflowed their room or did not arrive: nothing was changed
@@ -63,8 +63,9 @@ class TrainStep:
     """What tensor-parallel ranks sum."""
 
     def __call__(self, batch: Batch) -> StepResult:
-        scale = 1.0 / self.count_labels(batch)
-        self.balancer.start(scale)
+        num_labels, num_tokens = self.count(batch)
+        scale = 1.0 / num_labels.clamp(min=1)
+        self.balancer.start(1.0 / num_tokens)
         self.capacity.reset()
         loss = self.forward_backward(batch, scale)
         self.finish_gradients()
@@ -115,8 +116,10 @@ class TrainStep:
         self.num_skipped_in_row.copy_(in_row)
         self.num_spikes.add_(is_spike)
 
-    def count_labels(self, batch: Batch) -> Tensor:
-        """Label tokens of the batches of all ranks, at least 1, on the device."""
-        count = (batch.labels_MBN != IGNORE_LABEL).sum().double()
-        dist.all_reduce(count, group=self.meshes.data_group)
-        return count.clamp(min=1)
+    def count(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Label tokens and tokens of the batches of all ranks, on the device. Routers see tokens without a label too,
+        so the first number divides the loss and the second the balancing losses."""
+        has_label_MBN = batch.labels_MBN != IGNORE_LABEL
+        counts = torch.stack([has_label_MBN.sum(), torch.ones_like(has_label_MBN).sum()]).double()
+        dist.all_reduce(counts, group=self.meshes.data_group)
+        return counts[0], counts[1]
