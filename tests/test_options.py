@@ -74,6 +74,7 @@ KEPT = {
     "model.attention.qk_nope_head_dim": "shape of mla",
     "model.attention.qk_rope_head_dim": "shape of mla",
     "model.attention.v_head_dim": "shape of mla",
+    "model.attention.latent_norm_eps": "1e-6 in Hugging Face's families, norm_eps in Megatron",
     "model.moe.num_experts": "shape of every mixture",
     "model.moe.top_k": "shape of every mixture",
     "model.moe.ffn_hidden_size": "shape of every mixture",

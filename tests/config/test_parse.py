@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.config import Recipe, RecipeError, dump_recipe, load_recipe
+from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.config.schema import all_keys
 from titan_moe.config.train import RunConfig
 
@@ -221,6 +222,23 @@ def test_the_recipe_that_a_run_wrote_means_its_folder(tmp_path: Path, monkeypatc
     assert load_recipe("moved/recipe.toml").run.folder == "moved"
     monkeypatch.chdir(tmp_path / "moved")
     assert load_recipe("recipe.toml").run.folder == str(tmp_path / "moved")
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("mla", 1e-5), ("gqa", 1e-6)])
+def test_the_recipe_of_a_run_without_a_later_field_means_what_the_run_did(
+    tmp_path: Path, kind: str, expected: float
+) -> None:
+    attention = dataclasses.replace(AttentionConfig(), kind=kind)
+    recipe = dataclasses.replace(Recipe(), model=ModelConfig(norm_eps=1e-5, attention=attention))
+    lines = [line for line in dump_recipe(recipe).splitlines() if not line.startswith("latent_norm_eps")]
+    earlier = write(tmp_path / "run", "recipe.toml", "\n".join(lines))
+    assert load_recipe(earlier).model.attention.latent_norm_eps == 1e-6, "no run's: the default"
+    write(tmp_path / "run", "environment.json", "{}")
+    assert load_recipe(earlier).model.attention.latent_norm_eps == expected
+    key = "model.attention.latent_norm_eps"
+    assert load_recipe(earlier, [f"--{key}=1e-3"]).model.attention.latent_norm_eps == 1e-3
+    write(tmp_path / "run", "recipe.toml", dump_recipe(recipe))
+    assert load_recipe(earlier).model.attention.latent_norm_eps == 1e-6, "it has the field"
 
 
 def test_a_copy_of_a_runs_recipe_is_an_ordinary_recipe(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from titan_moe.config import Recipe
+from titan_moe.config.model import AttentionConfig, ModelConfig
 from titan_moe.config.recipe import Recipe as RecipeType
 from titan_moe.config.resume import CHANGES, DEFAULT, Change, change_of, compare, flatten
 from titan_moe.config.schema import all_keys
@@ -70,6 +71,17 @@ def test_fields_of_other_versions() -> None:
     recipe = Recipe()
     other = replace(recipe, model=replace(recipe.model, moe=replace(recipe.model.moe, top_k=4)))
     assert compare(saved, other).refused == ["model.moe.top_k = 4 (was 2)"]
+
+
+@pytest.mark.parametrize("kind", ["mla", "gqa"])
+def test_norms_of_latents_had_the_epsilon_of_all_norms(kind: str) -> None:
+    model = ModelConfig(norm_eps=1e-5, attention=AttentionConfig(kind=kind))
+    saved, key = flatten(Recipe(model=model)), "model.attention.latent_norm_eps"
+    del saved[key]
+    refused = compare(saved, Recipe(model=model)).refused
+    assert refused == ([f"{key} = 1e-06 (was 1e-05)"] if kind == "mla" else [])
+    same = replace(model, attention=replace(model.attention, latent_norm_eps=1e-5 if kind == "mla" else 1e-6))
+    assert compare(saved, Recipe(model=same)).refused == []
 
 
 def test_lists_are_compared_past_json() -> None:

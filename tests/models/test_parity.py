@@ -52,12 +52,18 @@ def mixtral(hf: Any) -> ModelConfig:
 def deepseek_v2(hf: Any) -> ModelConfig:
     is_grouped = hf.topk_method == "group_limited_greedy"
     groups = {"num_groups": hf.n_group, "top_k_groups": hf.topk_group, "group_score": "max"} if is_grouped else {}
-    return deepseek(hf, rope_is_interleaved=True, score_fn="softmax", **groups)
+    return deepseek(hf, hf.first_k_dense_replace, rope_is_interleaved=True, score_fn="softmax", **groups)
 
 
 def deepseek_v3(hf: Any) -> ModelConfig:
     groups = {"num_groups": hf.n_group, "top_k_groups": hf.topk_group, "group_score": "top2_sum"}
-    return deepseek(hf, rope_is_interleaved=hf.rope_interleave, score_fn="sigmoid", **groups)
+    return deepseek(hf, hf.first_k_dense_replace, rope_is_interleaved=hf.rope_interleave, score_fn="sigmoid", **groups)
+
+
+def glm4_moe_lite(hf: Any) -> ModelConfig:
+    num_dense = hf.mlp_layer_types.index("sparse")
+    groups = {"num_groups": hf.n_group, "top_k_groups": hf.topk_group, "group_score": "top2_sum"}
+    return deepseek(hf, num_dense, rope_is_interleaved=hf.rope_interleave, score_fn="sigmoid", **groups)
 
 
 def gqa(hf: Any) -> AttentionConfig:
@@ -79,7 +85,7 @@ def windows(hf: Any) -> dict[str, int]:
     return {"sliding_window": hf.sliding_window, "full_attention_every": every}
 
 
-def deepseek(hf: Any, *, rope_is_interleaved: bool, **routing: Any) -> ModelConfig:
+def deepseek(hf: Any, num_dense_layers: int, *, rope_is_interleaved: bool, **routing: Any) -> ModelConfig:
     widths = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     attention = AttentionConfig(
         kind="mla",
@@ -98,7 +104,7 @@ def deepseek(hf: Any, *, rope_is_interleaved: bool, **routing: Any) -> ModelConf
         route_scale=hf.routed_scaling_factor,
         **routing,
     )
-    return model(hf, attention, moe, num_dense_layers=hf.first_k_dense_replace)
+    return model(hf, attention, moe, num_dense_layers)
 
 
 def small_experts(hf: Any) -> dict[str, Any]:
@@ -210,13 +216,13 @@ FAMILIES = {
     "mixtral": Family(mixtral, "MixtralConfig", "MixtralForCausalLM"),
     "deepseek_v2": Family(deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": Family(deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "glm4_moe_lite": Family(glm4_moe_lite, "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
 }
 TINY: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 TINY |= {"num_hidden_layers": 3, "num_experts_per_tok": 3, "rms_norm_eps": 1e-2, "max_position_embeddings": 256}
 GQA = TINY | {"num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 16}
 MLA = TINY | {
     "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,  # their norms of the latents know no other
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 16,
@@ -227,6 +233,7 @@ MLA = TINY | {
     "first_k_dense_replace": 1,
 }
 GROUPS = {"n_group": 4, "topk_group": 2}
+GLM = {"n_group": 1, "topk_group": 1, "q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse", "sparse"]}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 64}
 YARN |= {"beta_fast": 4.0, "beta_slow": 0.5}
@@ -256,6 +263,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         MLA | GROUPS | {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "routed_scaling_factor": 16.0},
     ),
     "deepseek_v3": ("deepseek_v3", MLA | GROUPS | {"q_lora_rank": 24, "rope_parameters": DEEPSEEK_YARN}),
+    "glm4_moe_lite": ("glm4_moe_lite", MLA | GLM),
     "deepseek_v3-halves": ("deepseek_v3", MLA | GROUPS | {"q_lora_rank": None, "rope_interleave": False}),
 }
 

@@ -54,6 +54,10 @@ class AttentionConfig:
     """Width of the rotated part of an `mla` query/key head, shared by all key heads; even."""
     v_head_dim: int = 128
     """Width of an `mla` value head."""
+    latent_norm_eps: float = 1e-6
+    """Epsilon of the RMSNorms of the query and key/value latents of `mla`. Hugging Face's DeepSeek-V2 and V3, Moonlight
+    and GLM-4.7-Flash have 1e-6 whatever their `rms_norm_eps`; Megatron has `model.norm_eps`. A run of a release without
+    this field had `model.norm_eps`, and goes on with it."""
 
     def window(self, layer: int, seq_len_tokens: int) -> int:
         """Number of latest tokens that a token attends to in a layer, itself included. The first layer is 0."""
@@ -151,7 +155,7 @@ class ModelConfig:
     ffn_hidden_size: int = 0
     """Hidden width of the dense feed-forward layers."""
     norm_eps: float = 1e-6
-    """Epsilon of every RMSNorm."""
+    """Epsilon of every RMSNorm but those of `model.attention.latent_norm_eps`."""
     embeddings_are_tied: bool = False
     """Share the weight of embedding and output head."""
     embedding_multiplier: float = 1.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.renamed import NAMES_ELSEWHERE, REMOVED, RENAMED
+from titan_moe.config.renamed import NAMES_ELSEWHERE, REMOVED, RENAMED, values_before
 from titan_moe.config.schema import Key, all_keys, in_toml, keys_of, type_in_words
 
 COMMAND_LINE = "command line"
@@ -49,7 +49,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises: RecipeError with all problems.
     """
     problems: list[str] = []
-    settings = _read_with_bases(Path(path), (), problems) | _run_folder(Path(path))
+    settings = _read_with_bases(Path(path), (), problems)
+    settings |= _of_a_run(Path(path), settings)
     settings |= _read_overrides(overrides, problems)
     recipe = _build(Recipe, "", settings, problems)
     if problems:
@@ -126,12 +127,13 @@ def _read_with_bases(path: Path, children: tuple[Path, ...], problems: list[str]
     return settings
 
 
-def _run_folder(path: Path) -> dict[str, Setting]:
-    """The folder of the run that wrote this recipe, as a setting; empty if it is no run's."""
+def _of_a_run(path: Path, settings: dict[str, Setting]) -> dict[str, Setting]:
+    """If a run wrote this recipe: its folder, as a setting, and what it did where fields are newer than the recipe."""
     if path.name != "recipe.toml" or not path.with_name(BESIDE_A_RUNS_RECIPE).is_file():
         return {}
     folder = path.parent if path.parent.name else path.absolute().parent  # not "."
-    return {"run.folder": Setting(str(folder), str(path))}
+    before = values_before({dotted: setting.value for dotted, setting in settings.items()})
+    return {dotted: Setting(value, str(path)) for dotted, value in {"run.folder": str(folder), **before}.items()}
 
 
 def _read_toml(path: Path, children: tuple[Path, ...], problems: list[str]) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Renamed and removed keys of recipes, and what others call ours: the error for such a key names its replacement or the
-reason."""
+reason. And keys of later releases: what a run without them did."""
+
+from collections.abc import Mapping
+from typing import Any
 
 RENAMED = {
     "parallel.gathers_once_a_step": "parallel.accumulate_unsharded",
@@ -67,3 +70,14 @@ NAMES_ELSEWHERE = {
     for word in ("", "_size", "_degree")
 }
 """What other frameworks call a field -> its key, and its value if that has another unit."""
+
+
+def values_before(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a run of an earlier release did something else than the default of a later field: the field's value.
+
+    `fields` are all those of the run, by dotted key.
+    """
+    if fields.get("model.attention.kind") != "mla" or "model.norm_eps" not in fields:
+        return {}
+    values = {"model.attention.latent_norm_eps": fields["model.norm_eps"]}
+    return {dotted: value for dotted, value in values.items() if dotted not in fields}

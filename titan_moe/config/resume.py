@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from titan_moe.config.recipe import Recipe
+from titan_moe.config.renamed import values_before
 from titan_moe.config.schema import all_keys, in_toml, keys_of
 
 
@@ -94,9 +95,10 @@ def flatten(recipe: Recipe) -> dict[str, Any]:
 def compare(saved: Mapping[str, Any], recipe: Recipe) -> RecipeChanges:
     """Compare a recipe with the fields of a checkpoint's.
 
-    A field that the checkpoint lacks is newer than it, and had its default. Fields that no longer exist are ignored.
+    A field that the checkpoint lacks is newer than it, and had its default or the value of `values_before`. Fields that
+    no longer exist are ignored.
     """
-    changes = RecipeChanges()
+    changes, saved = RecipeChanges(), {**saved, **values_before(saved)}
     lists = {LOGGED: changes.logged, REFUSED: changes.refused}
     keys = all_keys(Recipe)
     for dotted, value in flatten(recipe).items():

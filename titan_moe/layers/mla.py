@@ -34,12 +34,12 @@ class MultiHeadLatentAttention(nn.Module):
         self.rotate = rotation(a)
         if a.q_lora_rank:
             self.q_down = nn.Linear(width, a.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(a.q_lora_rank, config.norm_eps)
+            self.q_norm = nn.RMSNorm(a.q_lora_rank, a.latent_norm_eps)
         else:
             self.q_down, self.q_norm = nn.Identity(), nn.Identity()
         self.q_up = nn.Linear(a.q_lora_rank or width, a.num_heads * self.qk_dim, bias=False)
         self.kv_down = nn.Linear(width, a.kv_lora_rank + a.qk_rope_head_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(a.kv_lora_rank, config.norm_eps)
+        self.kv_norm = nn.RMSNorm(a.kv_lora_rank, a.latent_norm_eps)
         self.kv_up = nn.Linear(a.kv_lora_rank, a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), bias=False)
         self.out = nn.Linear(a.num_heads * a.v_head_dim, width, bias=False)
         self.gather_keys: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = keys_of_own_tokens

@@ -50,7 +50,7 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim": POSITIVE,
         "sliding_window full_attention_every q_lora_rank yarn_mscale yarn_mscale_all_dim": ZERO_OR_MORE,
         "rope_theta": Range(1, includes_low=False),
-        "yarn_beta_fast yarn_beta_slow": ABOVE_ZERO,
+        "yarn_beta_fast yarn_beta_slow latent_norm_eps": ABOVE_ZERO,
     },
     "model.moe": {
         "top_k num_groups top_k_groups": POSITIVE,
