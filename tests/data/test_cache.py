@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_moe.data.cache import Cache, describe_files
+from titan_moe.data.checked_file import CheckedFile, CheckedWriter, DamagedFileError
 
 
 class _Builder:
@@ -27,11 +28,11 @@ def cache(tmp_path: Path) -> Cache:
 
 def test_cache_entry_is_built_once_and_named_by_its_key(cache: Cache) -> None:
     build = _Builder()
-    first = cache.get("text", ["a", 1], build)
+    first = cache.get("text", ["a", 1], build, Path)
     assert (first / "answer").read_text() == "42"
-    assert cache.get("text", ["a", 1], build) == first
+    assert cache.get("text", ["a", 1], build, Path) == first
     assert build.calls == 1
-    assert cache.get("text", ["a", 2], build) != first
+    assert cache.get("text", ["a", 2], build, Path) != first
     assert build.calls == 2
 
 
@@ -50,17 +51,17 @@ def test_cache_other_ranks_build_nothing_and_reach_the_barrier(cache: Cache) -> 
 
     def build_elsewhere() -> None:
         barriers.append("barrier")
-        cache.get("text", "key", build)
+        cache.get("text", "key", build, Path)
 
     waiting = Cache(cache.folder, is_builder=False, barrier=build_elsewhere)
-    assert (waiting.get("text", "key", pytest.fail) / "answer").exists()
+    assert (waiting.get("text", "key", pytest.fail, Path) / "answer").exists()
     assert (build.calls, barriers) == (1, ["barrier"])
 
 
 def test_cache_entry_missing_on_a_rank_is_an_error(tmp_path: Path) -> None:
     waiting = Cache(tmp_path, is_builder=False, barrier=lambda: None)
     with pytest.raises(FileNotFoundError, match="all ranks must share data.cache_folder"):
-        waiting.get("text", "key", pytest.fail)
+        waiting.get("text", "key", pytest.fail, Path)
 
 
 def test_cache_failed_build_leaves_nothing_and_reaches_the_barrier(cache: Cache) -> None:
@@ -71,7 +72,7 @@ def test_cache_failed_build_leaves_nothing_and_reaches_the_barrier(cache: Cache)
         raise ValueError("bad document")
 
     with pytest.raises(ValueError, match="bad document"):
-        Cache(cache.folder, is_builder=True, barrier=lambda: barriers.append("barrier")).get("text", "key", fail)
+        Cache(cache.folder, is_builder=True, barrier=lambda: barriers.append("barrier")).get("text", "key", fail, Path)
     assert barriers == ["barrier"]
     assert list(cache.folder.iterdir()) == []
 
@@ -84,13 +85,13 @@ from titan_moe.data.cache import Cache
 def build(folder):
     (folder / "answer").write_text("4")
     os.kill(os.getpid(), signal.SIGKILL)
-Cache(pathlib.Path({str(cache.folder)!r}), True, lambda: None).get("text", "key", build)
+Cache(pathlib.Path({str(cache.folder)!r}), True, lambda: None).get("text", "key", build, pathlib.Path)
 """
     assert subprocess.run([sys.executable, "-c", killed], check=False).returncode == -9
     (unfinished,) = cache.folder.iterdir()
     assert (unfinished / "answer").read_text() == "4"
 
-    entry = cache.get("text", "key", _Builder())
+    entry = cache.get("text", "key", _Builder(), Path)
     assert (entry / "answer").read_text() == "42"
     assert unfinished.exists()  # it could be the build of a run that is still alive
 
@@ -99,7 +100,7 @@ Cache(pathlib.Path({str(cache.folder)!r}), True, lambda: None).get("text", "key"
     long_ago = time.time() - 7200
     for path in (unfinished / "answer", unfinished):
         os.utime(path, (long_ago, long_ago))
-    assert (cache.get("text", "key", _Builder()) / "answer").read_text() == "42"
+    assert (cache.get("text", "key", _Builder(), Path) / "answer").read_text() == "42"
     assert list(cache.folder.iterdir()) == [entry]
 
 
@@ -111,7 +112,7 @@ def test_cache_slower_builder_takes_the_entry_of_the_faster_one(cache: Cache) ->
         finished.mkdir()
         (finished / "answer").write_text("early")
 
-    assert (cache.get("text", "key", build_late) / "answer").read_text() == "early"
+    assert (cache.get("text", "key", build_late, Path) / "answer").read_text() == "early"
     assert len(list(cache.folder.iterdir())) == 1
 
 
@@ -121,11 +122,11 @@ def test_cache_builders_with_equal_process_ids_do_not_collide(cache: Cache) -> N
 
     def build_slowly(folder: Path) -> None:
         (folder / "first").write_text("4")
-        cache.get("text", "key", _Builder())
+        cache.get("text", "key", _Builder(), Path)
         (folder / "second").write_text("2")
         files.extend(sorted(path.name for path in folder.iterdir()))
 
-    assert [path.name for path in cache.get("text", "key", build_slowly).iterdir()] == ["answer"]
+    assert [path.name for path in cache.get("text", "key", build_slowly, Path).iterdir()] == ["answer"]
     assert files == ["first", "second"]
     assert len(list(cache.folder.iterdir())) == 1
 
@@ -133,11 +134,41 @@ def test_cache_builders_with_equal_process_ids_do_not_collide(cache: Cache) -> N
 def test_cache_build_that_ends_during_cleanup_is_no_error(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = cache.folder / "text-0.tmp"
     monkeypatch.setattr(Path, "glob", lambda *_: iter([gone]))
-    assert cache.get("text", "key", _Builder()).exists()
+    assert cache.get("text", "key", _Builder(), Path).exists()
 
 
 def test_cache_folder_that_cannot_be_created_is_named_by_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     cache = Cache(tmp_path / "file" / "cache", is_builder=True, barrier=lambda: None)
     with pytest.raises(ValueError, match=r"data.cache_folder: .* cannot be created: Not a directory; give a writable"):
-        cache.get("text", 1, _Builder())
+        cache.get("text", 1, _Builder(), Path)
+
+
+def test_cache_entry_with_damage_is_built_again(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever byte of whatever file is other than it was written, or missing."""
+
+    def build(folder: Path) -> None:
+        builds.append(folder)
+        with CheckedWriter(folder / "numbers") as file:
+            file.write(b"0123456789")
+
+    builds: list[Path] = []
+    entry = cache.get("text", "key", build, Path)
+    for number, name in enumerate(("numbers", "numbers.sha256")):
+        whole = (entry / name).read_bytes()
+        damaged = [whole[:-1], whole + b"0", b"", *(whole[:i] + bytes([whole[i] ^ 4]) + whole[i + 1 :] for i in (0, 9))]
+        for contents in damaged:
+            (entry / name).write_bytes(contents)
+            assert cache.get("text", "key", build, Path) == entry
+            assert (entry / name).read_bytes() == whole
+            assert f"{entry / 'numbers'} is damaged: " in caplog.text and "; it is built again" in caplog.text
+            caplog.clear()
+        assert len(builds) == 1 + 5 * (number + 1)
+    (entry / "numbers").unlink()
+    cache.get("text", "key", build, Path)
+    assert len(builds) == 12 and len(list(cache.folder.iterdir())) == 1
+    reader = CheckedFile(entry / "numbers")
+    (entry / "numbers").write_bytes(b"0123456780")
+    assert cache.get("text", "key", build, lambda folder: CheckedFile(folder / "numbers")).read(0, 10) == b"0123456789"
+    with pytest.raises(DamagedFileError, match="block 0 of 1"):  # another run, which has the damaged file open
+        reader.read(0, 10)

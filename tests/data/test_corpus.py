@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from titan_moe.data.checked_file import CheckedWriter
 from titan_moe.data.corpus import Corpus, CorpusSamples, open_corpus, split_holdout, write_corpus
 
 DOCUMENTS = [[1, 2, 3, 0], [4, 0], [], [5, 6, 7, 8, 9, 10, 0], [11, 0], [12, 13, 0]]
@@ -92,19 +93,19 @@ class Command:
 @pytest.mark.parametrize("kind", ["array of objects", "pickle", "numbers of another kind", "empty"])
 def test_corpus_with_a_crafted_file_runs_nothing(corpus: Corpus, tmp_path: Path, kind: str) -> None:
     made, file = tmp_path / "made", tmp_path / "documents.idx"
-    with file.open("wb") as stream:
+    with CheckedWriter(file) as stream:
         if kind == "array of objects":
             np.save(stream, np.array([Command(made)], dtype=object), allow_pickle=True)
         elif kind == "pickle":
             pickle.dump(Command(made), stream)
         elif kind == "numbers of another kind":
             np.save(stream, np.array([[1.5]]))
-    with pytest.raises(ValueError, match=rf"{file} is damaged: .*; remove the folder {tmp_path}, and it is"):
+    with pytest.raises(ValueError, match=rf"{file} is damaged: .*; start the run again, or remove {tmp_path}: it is"):
         open_corpus(tmp_path, np.dtype("u1"), vocab_size=256)
     assert not made.exists()
 
 
 def test_corpus_that_was_shortened_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes((tmp_path / "tokens.bin").read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"tokens.bin is damaged: it has 17 bytes instead of 18; remove the folder"):
+    with pytest.raises(ValueError, match=r"tokens.bin is damaged: it has 17 bytes instead of 18; start the run again"):
         open_corpus(tmp_path, np.dtype("u1"), vocab_size=256)

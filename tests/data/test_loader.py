@@ -219,6 +219,36 @@ def test_loader_tokenises_text_once_on_rank_0(
         open_loader(other)
 
 
+@pytest.mark.parametrize("is_large", [False, True])
+def test_loader_never_reads_damaged_tokens_of_the_cache(
+    make_recipe: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_large: bool,
+) -> None:
+    """A small cache is built again at once, a large one at the start after the read that has met the damage."""
+    monkeypatch.setattr("titan_moe.data.cache._READ_AT_START_BYTES", 0 if is_large else 1 << 30)
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text(f"some text {number} " * 20)
+    data = {"source": "text", "path": str(tmp_path / "*.txt"), "document_attention": True, "holdout_fraction": 0.2}
+    recipe = make_recipe(data=data)
+    first, fingerprint = open_loader(recipe).next_step(), open_loader(recipe).fingerprint()
+    (entry,) = (tmp_path / "run" / "cache").iterdir()
+    for file in (*entry.iterdir(), entry / "tokens.bin"):  # the hash of the content and the ends of documents too
+        contents = bytearray(file.read_bytes())
+        contents[200 % len(contents)] ^= 1
+        file.write_bytes(contents)
+        loader = open_loader(recipe)
+        if is_large and file.name == "tokens.bin":
+            with pytest.raises(ValueError, match=f"{file} is damaged: block 0 of 1 "):
+                loader.next_step()
+            loader = open_loader(recipe)
+        again = loader.next_step()
+        assert again.tokens_MBN.equal(first.tokens_MBN) and again.labels_MBN.equal(first.labels_MBN)
+        assert loader.fingerprint() == fingerprint
+
+
 def test_loader_refuses_data_that_does_not_fit(
     make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""A cache on disk for tokenised data. Rank 0 builds while the others wait; a killed build never looks complete."""
+"""A cache on disk for tokenised data. Rank 0 builds while the others wait; a killed build never looks complete, and an
+entry with damage is built again."""
 
 import hashlib
 import json
@@ -9,10 +10,18 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
-_FORMAT = 2  # increase it when the contents of an entry change
+from titan_moe.data.checked_file import CHECKSUMS, CheckedFile, DamagedFileError
+
+_FORMAT = 3  # increase it when the contents of an entry change
 _ABANDONED_AFTER_SECONDS = 3600.0
+_READ_AT_START_BYTES = 1 << 30
+"""Files up to this size are compared with their checksums at the start, in about a second; larger ones block by block,
+when a rank first reads from a block."""
+
+Entry = TypeVar("Entry")
 
 logger = logging.getLogger(__name__)
 
@@ -27,15 +36,16 @@ class Cache:
     """Whether this rank builds missing entries. The other ranks read them after the barrier."""
     barrier: Callable[[], None]
 
-    def get(self, name: str, key: object, build: Callable[[Path], None]) -> Path:
-        """Return the entry of `key` (any JSON value). If it is missing, `build` fills a fresh folder for it.
+    def get(self, name: str, key: object, build: Callable[[Path], None], open_: Callable[[Path], Entry]) -> Entry:
+        """Open the entry of `key` (any JSON value). If it is missing or damaged, `build` fills a fresh folder for it.
 
-        Raises: FileNotFoundError if the entry is missing after the barrier; ValueError if the folder cannot be created.
+        Raises: FileNotFoundError if the entry is missing after the barrier; ValueError if the folder cannot be created;
+        the errors of `open_`.
         """
         digest = hashlib.sha256(json.dumps([_FORMAT, key], sort_keys=True).encode()).hexdigest()
         entry = self.folder / f"{name}-{digest[:16]}"
         try:
-            if self.is_builder and not entry.exists():
+            if self.is_builder and not _is_whole(entry, open_):
                 self._build(entry, build)
         finally:
             self.barrier()  # also after a failure, or the other ranks would wait for ever
@@ -44,30 +54,51 @@ class Cache:
                 f"data.cache_folder: {entry} is missing on this host; all ranks must share data.cache_folder. If the "
                 "build failed, the error of rank 0 gives the reason"
             )
-        return entry
+        return open_(entry)
 
     def _build(self, entry: Path, build: Callable[[Path], None]) -> None:
+        # two containers may have equal process ids
+        unfinished, damaged = (entry.with_name(f"{entry.name}.{uuid4().hex}.tmp") for _ in range(2))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            unfinished.mkdir()
         except OSError as error:
-            problem = f"data.cache_folder: {self.folder} cannot be created: {error.strerror}; give a writable folder"
+            problem = f"data.cache_folder: {error.filename} cannot be created: {error.strerror}; give a writable folder"
             raise ValueError(problem) from error
         for folder in self.folder.glob(f"{entry.name}.*.tmp"):
             with suppress(FileNotFoundError):  # another process has just finished this build
                 last_write = max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
                 if time.time() - last_write > _ABANDONED_AFTER_SECONDS:
                     shutil.rmtree(folder, ignore_errors=True)
-        unfinished = entry.with_name(f"{entry.name}.{uuid4().hex}.tmp")  # two containers may have equal process ids
-        unfinished.mkdir()
         logger.info("building %s", entry)
+        is_replaced = entry.exists()
         try:
             build(unfinished)
+            if is_replaced:
+                with suppress(FileNotFoundError):  # another run has just replaced it too
+                    entry.rename(damaged)  # runs that have it open go on reading
             unfinished.rename(entry)
         except OSError:
             if not entry.exists():  # otherwise another run has built the same entry meanwhile
                 raise
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            for folder in (unfinished, damaged):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_whole(entry: Path, open_: Callable[[Path], object]) -> bool:
+    if not entry.exists():
+        return False
+    try:
+        for checksums in entry.glob(f"*{CHECKSUMS}"):
+            file = CheckedFile(checksums.with_suffix(""))
+            if file.num_bytes <= _READ_AT_START_BYTES:
+                file.read_all()
+        open_(entry)
+    except DamagedFileError as error:
+        logger.warning("%s; it is built again", error.problem)
+        return False
+    return True
 
 
 def describe_files(files: Iterable[Path]) -> list[tuple[str, int, int]]:

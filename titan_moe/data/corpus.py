@@ -1,19 +1,19 @@
 """Tokens with their document boundaries, and the fixed-length samples cut from them."""
 
 import hashlib
-import os
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from titan_moe.data.checked_file import CheckedFile, CheckedTokenFile, CheckedWriter, DamagedFileError
 from titan_moe.data.packing import Sample
 from titan_moe.data.token_file import TokenFile
 
 TOKENS_FILE = "tokens.bin"
 DOCUMENTS_FILE = "documents.idx"
-HASH_FILE = "sha256"
+HASH_FILE = "hash"
 _SAMPLE_TOKENS = 1 << 15
 _NUM_SAMPLES = 1024
 
@@ -26,7 +26,7 @@ class Corpus:
 
     def __init__(
         self,
-        parts: Sequence[np.ndarray | TokenFile],
+        parts: Sequence[np.ndarray | TokenFile | CheckedTokenFile],
         document_ends: np.ndarray,
         vocab_size: int,
         content_hash: str = "",
@@ -60,7 +60,8 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """Describe the content: the number of tokens and a hash. A corpus that `write_corpus` wrote has a hash of all
-        tokens and document ends. Of other files at most _NUM_SAMPLES evenly spaced pieces are read and hashed."""
+        tokens and document ends, of the same bytes as the checksums with which each block is compared when it is read.
+        Of other files at most _NUM_SAMPLES evenly spaced pieces are read and hashed."""
         if self._content_hash:
             return f"{self.num_tokens} tokens, sha256 {self._content_hash}"
         last = max(0, self.num_tokens - _SAMPLE_TOKENS)
@@ -133,7 +134,7 @@ def write_corpus(folder: Path, documents: Iterable[np.ndarray], dtype: np.dtype)
     ends = array("q")
     num_tokens = 0
     sha256 = hashlib.sha256()
-    with open(folder / TOKENS_FILE, "wb") as file:
+    with CheckedWriter(folder / TOKENS_FILE) as file:
         for document in documents:
             if len(document) > 0:
                 tokens = document.astype(dtype).tobytes()
@@ -141,50 +142,45 @@ def write_corpus(folder: Path, documents: Iterable[np.ndarray], dtype: np.dtype)
                 sha256.update(tokens)
                 num_tokens += len(document)
                 ends.append(num_tokens)
-        file.flush()
-        os.fsync(file.fileno())
     sha256.update(ends)
-    (folder / HASH_FILE).write_text(sha256.hexdigest())
+    with CheckedWriter(folder / HASH_FILE) as file:
+        file.write(sha256.hexdigest().encode())
     write_document_ends(folder, np.frombuffer(ends, dtype=np.int64))
 
 
 def write_document_ends(folder: Path, ends: np.ndarray) -> None:
     """Write the ends of documents as a .npy file that can be memory-mapped."""
-    with open(folder / DOCUMENTS_FILE, "wb") as file:
-        np.save(file, ends, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+    with CheckedWriter(folder / DOCUMENTS_FILE) as file:
+        np.save(file, ends, allow_pickle=False)  # type: ignore[arg-type]  # it needs no more than `write`
 
 
 def open_corpus(folder: Path, dtype: np.dtype, vocab_size: int) -> Corpus:
-    """Open the files of `write_corpus`.
+    """Open the files of `write_corpus`. The tokens are compared with their checksums when they are read.
 
-    Raises: ValueError for a corpus without tokens, or with a damaged file.
+    Raises: ValueError for a corpus without tokens; DamagedFileError for a damaged file.
     """
     document_ends = open_document_ends(folder)
     if len(document_ends) == 0:
         raise ValueError("data.path gives no token: every document is empty; give files or a column that contain text")
-    file, num_bytes = folder / TOKENS_FILE, int(document_ends[-1]) * dtype.itemsize
-    if file.stat().st_size != num_bytes:
-        raise _damaged(file, f"it has {file.stat().st_size:,} bytes instead of {num_bytes:,}")
-    content_hash = (folder / HASH_FILE).read_text()
-    return Corpus([TokenFile(file, dtype)], document_ends, vocab_size, content_hash)
+    tokens = CheckedTokenFile(folder / TOKENS_FILE, dtype)
+    num_bytes = int(document_ends[-1]) * dtype.itemsize
+    if tokens.file.num_bytes != num_bytes:
+        raise DamagedFileError(tokens.path, f"it has {tokens.file.num_bytes:,} bytes instead of {num_bytes:,}")
+    content_hash = CheckedFile(folder / HASH_FILE)
+    return Corpus([tokens], document_ends, vocab_size, content_hash.read(0, content_hash.num_bytes).decode())
 
 
 def open_document_ends(folder: Path) -> np.ndarray:
-    """Memory-map the file of `write_document_ends`.
+    """Memory-map the file of `write_document_ends`, after its comparison with its checksums.
 
-    Raises: ValueError if it does not contain integers. Nothing in it is run.
+    Raises: DamagedFileError if it is not as it was written, or does not contain integers. Nothing in it is run.
     """
     file = folder / DOCUMENTS_FILE
+    CheckedFile(file).read_all()
     try:
         ends = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise _damaged(file, "it is not an array of numbers") from error
+        raise DamagedFileError(file, "it is not an array of numbers") from error
     if not isinstance(ends, np.ndarray) or ends.dtype != np.int64 or ends.ndim != 1:
-        raise _damaged(file, "it is not a list of 64-bit integers")
+        raise DamagedFileError(file, "it is not a list of 64-bit integers")
     return ends
-
-
-def _damaged(file: Path, problem: str) -> ValueError:
-    return ValueError(f"{file} is damaged: {problem}; remove the folder {file.parent}, and it is built again")

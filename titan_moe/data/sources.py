@@ -104,5 +104,5 @@ def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Corpus:
         documents = text.read_documents(files) if data.source == "text" else hub.read_documents(data)
         write_corpus(folder, tokenizer.encode_documents(documents), tokenizer.dtype)
 
-    folder = cache.get(data.source, [made_from, tokenizer.fingerprint], build)
-    return open_corpus(folder, tokenizer.dtype, tokenizer.vocab_size)
+    open_ = partial(open_corpus, dtype=tokenizer.dtype, vocab_size=tokenizer.vocab_size)
+    return cache.get(data.source, [made_from, tokenizer.fingerprint], build, open_)

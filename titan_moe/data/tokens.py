@@ -34,7 +34,7 @@ def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Co
     def build(folder: Path) -> None:
         write_document_ends(folder, np.concatenate(list(_find_document_ends(parts, tokenizer.end_of_document))))
 
-    return Corpus(parts, open_document_ends(cache.get("tokens", key, build)), tokenizer.vocab_size)
+    return Corpus(parts, cache.get("tokens", key, build, open_document_ends), tokenizer.vocab_size)
 
 
 def _open_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> TokenFile:
