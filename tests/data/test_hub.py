@@ -187,3 +187,54 @@ def test_datasets_of_pickles_are_refused(
         with pytest.raises(ValueError, match='data.path = "pandas" reads pickles, which can run code'):
             open_loader(recipe).next_step()
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_datasets_bad_rows_are_skipped_and_counted(
+    rows: list[str],
+    json_recipe: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    is_streamed: bool,
+) -> None:
+    """Lines that are cut, not UTF-8, nested too deeply, no object, or have no text; blank ones are no rows."""
+    bad = [b'{"text": "ro', b'{"text": "\xe9"}', b"[" * 10**5, b'["text"]', b'{"text": 3}', b'{"number": 3}']
+    for name in "ab":
+        lines = (tmp_path / f"{name}.jsonl").read_bytes().split(b"\n")
+        lines[20:20] = [b"", *bad, b" "]
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(lines))
+    recipe = json_recipe(is_streamed=is_streamed, bad_rows="skip", is_shuffled=False)
+    text = "\0".join(filter(None, rows)) + "\0"
+    straight, state = open_loader(recipe), None
+    for step in range(len(text) // 128):
+        resumed = open_loader(recipe)
+        resumed.load_state_dict(state or straight.state_dict())
+        expected = text[step * 128 : step * 128 + 128]
+        assert _read_text(straight, 1) == _read_text(resumed, 1) == expected
+        state = json.loads(json.dumps(straight.state_dict()))
+    if is_streamed:
+        _read_text(straight, 2 * len(text) // 128)
+        assert len(straight.bad_rows) == 12, "each counts once, in all epochs"
+    for line in range(22, 28):
+        assert f"skipped a bad row: {tmp_path}/a.jsonl, line {line}, " in caplog.text
+
+
+def test_datasets_bad_row_is_named_and_a_resume_may_skip_it(
+    rows: list[str], json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    lines = (tmp_path / "b.jsonl").read_text().split("\n")
+    (tmp_path / "b.jsonl").write_text("\n".join([*lines[:30], '{"text": "cut', *lines[30:]]))
+    loader = open_loader(json_recipe(is_streamed=True))
+    seen = ""
+    with pytest.raises(ValueError, match=rf"{tmp_path}/b.jsonl, line 31, is not JSON: .*data.bad_rows = .skip."):
+        while True:
+            seen += _read_text(loader, 1)
+    skipping = open_loader(json_recipe(is_streamed=True, bad_rows="skip"))
+    skipping.load_state_dict(loader.state_dict())
+    text = "\0".join(filter(None, rows)) + "\0"
+    assert seen and seen + _read_text(skipping, 3) == (2 * text)[: len(seen) + 3 * 128]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    back = open_loader(json_recipe(is_streamed=True))
+    back.load_state_dict(skipping.state_dict())
+    assert _read_text(back, 1) == (2 * text)[len(seen) + 3 * 128 : len(seen) + 4 * 128]

@@ -1,5 +1,6 @@
 """The loader: one global order of samples for every number of ranks, one cursor to resume."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -217,6 +218,60 @@ def test_loader_tokenises_text_once_on_rank_0(
     other = make_recipe(data={"source": "text", "path": str(tmp_path / "a.txt"), "cache_folder": str(tmp_path / "c")})
     with pytest.raises(pytest.fail.Exception, match="read again"):
         open_loader(other)
+
+
+def test_loader_masks_and_counts_bad_sequences(
+    counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    """The ids of the file are its places: those of the last sequence, from 1,968 on, are outside the vocabulary."""
+    good = open_loader(counting_recipe(data={"is_shuffled": False}))
+    recipe = counting_recipe(data={"is_shuffled": False, "bad_rows": "skip"})
+    bad = open_loader(dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, vocab_size=1970)))
+    for step in range(32):  # two epochs of 15.5 steps
+        expected, found = good.next_step(), bad.next_step()
+        is_bad = (torch.maximum(expected.tokens_MBN, expected.labels_MBN) >= 1970).any(-1, keepdim=True)
+        assert is_bad.any() == (step in (15, 30))
+        assert found.labels_MBN.equal(expected.labels_MBN.masked_fill(is_bad, IGNORE_LABEL))
+        assert found.tokens_MBN.equal(expected.tokens_MBN * (expected.tokens_MBN < 1970))
+        assert len(bad.bad_rows) == (step >= 15)
+
+
+def test_loader_reads_ahead_and_keeps_its_position(
+    counting_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, straight = open_loader(counting_recipe()), open_loader(counting_recipe())
+    for _ in range(2):
+        loader.read_ahead()
+    assert loader.state_dict() == straight.state_dict()
+    assert loader.next_step().tokens_MBN.equal(straight.next_step().tokens_MBN)
+    assert loader.state_dict() == straight.state_dict()
+    monkeypatch.setattr(loader._training, "take", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loader.read_ahead()
+    assert loader.state_dict() == straight.state_dict()
+    assert loader.next_step().tokens_MBN.equal(straight.next_step().tokens_MBN)
+    resumed = open_loader(counting_recipe())
+    resumed.read_ahead()
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.next_step().tokens_MBN.equal(straight.next_step().tokens_MBN)
+
+
+def test_loader_goes_on_in_grown_data_where_the_recipe_says_so(
+    counting_recipe: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    counting_tokens: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = open_loader(counting_recipe()).state_dict() | {"next_sample": 64}
+    with counting_tokens.open("ab") as file:
+        file.write(counting_tokens.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"samples_per_epoch = 124, this run has 156.*accept_changed_data = true"):
+        open_loader(counting_recipe()).load_state_dict(state)
+    accepting = counting_recipe(checkpoint={"accept_changed_data": True})
+    grown = open_loader(accepting)
+    grown.load_state_dict(state)
+    assert "an epoch has 156 sequences (was 124); sequences follow in a new random order" in caplog.text
+    assert (grown.state_dict()["next_sample"], grown.state_dict()["samples_per_epoch"]) == (64, 156)
 
 
 @pytest.mark.parametrize("is_large", [False, True])

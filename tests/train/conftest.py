@@ -55,12 +55,12 @@ class Run:
         """Resume with the recipe of the run folder."""
         return cli.main(["train", str(self.folder / "recipe.toml"), *words])
 
-    def on(self, ranks: Any, num_ranks: int, *words: str, verb: str = "train") -> str:
+    def on(self, ranks: Any, num_ranks: int, *words: str, verb: str = "train", exit_code: int = 0) -> str:
         """Train (or trace) on ranks of the pool, which have done their imports; the messages of the first one."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         answers = ranks(num_ranks, run_command, port, [verb, *self.words[1:], *words])
-        assert {code for code, _ in answers} == {0}, answers
+        assert {code for code, _ in answers} == {exit_code}, answers
         return answers[0][1]
 
     def start_signalled(self, step: int, number: int, delay_s: float) -> subprocess.Popen[str]:

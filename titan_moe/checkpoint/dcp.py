@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from titan_moe.checkpoint import storage
+from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
 from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
 from titan_moe.checkpoint.manifest import Manifest, find_damage, read_manifest
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
@@ -69,7 +70,10 @@ class Checkpointer:
         train_state: Stateful,
     ) -> None:
         self.recipe, self.config, self.model_parts, self.loader = recipe, recipe.checkpoint, model_parts, loader
-        self.folders = CheckpointFolders(Path(run_folder).absolute() / "checkpoints")
+        self.run_folder = Path(run_folder).absolute()
+        self.folders = CheckpointFolders(self.run_folder / "checkpoints")
+        self.data_change: tuple[str, str] | None = None
+        """On rank 0, after the load of a checkpoint of other data: the fingerprint of that data, and of this run's."""
         self.group = dist.new_group(backend="gloo")  # host objects are exchanged without device synchronisation
         self.is_main = dist.get_rank() == 0
         if self.is_main:
@@ -95,6 +99,7 @@ class Checkpointer:
         Raises: ValueError if `checkpoint.load_from` is not a checkpoint; CheckpointMismatch if one does not fit or is
         damaged; RecipeError if the recipe or the data has changed in a way that a resume does not allow.
         """
+        run_on_rank_zero(lambda: self._data, self.group)  # of the data as it is now, not as it may be at the first save
         steps = run_on_rank_zero(self.folders.complete_steps, self.group)
         if steps:
             folder = self.folders.path(steps[-1])
@@ -122,6 +127,11 @@ class Checkpointer:
         self.manager.save(step, last_step=is_last)
         if is_last or not self.config.is_async:
             self._remove_old()
+
+    def record_bad_data(self, problem: str) -> None:
+        """Let the run's checkpoints go on with other data, which is repaired. Without a step there is none."""
+        if self.is_main:
+            record_bad_data(self.run_folder, self._data, problem)
 
     def finish_save_after_failure(self) -> None:
         """After a failure of the run, wait up to FAILURE_SAVE_TIMEOUT_S for a pending asynchronous save. The save needs
@@ -205,8 +215,13 @@ class Checkpointer:
             for change in changes.refused
         ]
         if manifest.data != self._data and not refused:
-            difference = f"it was {manifest.data}, it is {self._data}"
-            refused = [f"the data differs from that of {folder}: {difference}; restore it, {way_out}"]
+            words = f"the data differs from that of {folder}: it was {manifest.data}, it is {self._data}"
+            if reason := reason_to_accept(self.run_folder, manifest.data, self.config.accept_changed_data):
+                logger.warning("%s; accepted: %s", words, reason)
+                self.data_change = manifest.data, self._data
+            else:
+                switch = "if the change is meant, set checkpoint.accept_changed_data = true"
+                refused = [f"{words}; restore it; {switch}; {way_out}"]
         if refused:
             raise RecipeError(refused)
         if changes.logged:

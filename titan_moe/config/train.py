@@ -147,8 +147,15 @@ class DataConfig:
     """Fraction of the documents held out for validation, the last ones. Must be 0 for a stream, whose length is
     unknown: its first documents are held out, as many as validation needs. Must be 0 for synthetic data, of which
     validation draws other sequences."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """What happens to a row that cannot be trained on: one without text, or of invalid JSON, or a sequence of a token
+    file with an id outside the vocabulary.
+    `refuse`: The run saves, names file and row, and ends. After a repair of the data it goes on.
+    `skip`: The row is left out and counted as `bad_rows` in the metrics. A sequence of a token file keeps its place,
+    without labels. Invalid JSON can be skipped in local JSON lines."""
     cache_folder: str = ""
-    """Folder for tokenised data, shared by runs; empty means inside the run folder."""
+    """Folder for tokenised data, shared by runs; empty means inside the run folder. Its files have checksums. An entry
+    with a damaged file is built again."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,12 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep, at least 2; 0 keeps all."""
     is_async: bool = False
     """Write to disk in the background, from a copy in host memory."""
+    accept_changed_data: bool = False
+    """Go on from a checkpoint although the data is not what it was, for example because it has grown. The log and
+    `metrics.jsonl` name both fingerprints. The number of sequences read so far is kept. If an epoch has another number
+    of sequences, a shuffled order is another one: sequences of this epoch may come twice. The recipe in the run folder
+    has `false` again, so the choice holds for one resume. A run that bad data has ended needs no switch after the
+    repair."""
     load_from: str = ""
     """Checkpoint folder (`.../step-100`) with the initial weights of a run whose folder has no checkpoint. The step
     count starts at 0."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.checked_file import CheckedFile, CheckedTokenFile, CheckedWriter, DamagedFileError
 from titan_moe.data.packing import Sample
 from titan_moe.data.token_file import TokenFile
@@ -30,9 +31,11 @@ class Corpus:
         document_ends: np.ndarray,
         vocab_size: int,
         content_hash: str = "",
+        bad_rows: BadRows | None = None,
     ) -> None:
         self.document_ends = document_ends
         self._content_hash = content_hash
+        self._bad_rows = BadRows() if bad_rows is None else bad_rows
         self._parts = parts
         self._part_ends = np.cumsum([len(part) for part in parts])
         self._vocab_size = vocab_size
@@ -42,21 +45,32 @@ class Corpus:
         return int(self._part_ends[-1])
 
     def read(self, start: int, stop: int) -> Sample:
-        """Read tokens [start, stop), across files. Document ids start at 0.
+        """Read tokens [start, stop), across files. Document ids start at 0. A sample with an id outside the vocabulary
+        is a bad row: if these are skipped, nothing is learned from it.
 
-        Raises: ValueError for a token id outside the vocabulary.
+        Raises: BadRowError for one if they are not skipped.
         """
         tokens = np.concatenate([part.astype(np.int64) for part in self._slices(start, stop)])
-        if tokens.max() >= self._vocab_size:
-            raise ValueError(
-                f"data.path contains the token id {tokens.max()}, but data.tokenizer has only ids below "
-                f"{self._vocab_size}; give the folder of the tokenizer that made the files, or check data.token_dtype"
-            )
+        if is_bad := bool(tokens.max() >= self._vocab_size):
+            self._bad_rows.found(start, self._describe_bad(tokens, start))
+            tokens[tokens >= self._vocab_size] = 0
         first = np.searchsorted(self.document_ends, start, side="right")
         last = np.searchsorted(self.document_ends, stop - 1, side="right")
         boundaries = self.document_ends[first:last]
         document_ids = np.searchsorted(boundaries, np.arange(start, stop), side="right").astype(np.int32)
-        return Sample(tokens, document_ids)
+        return Sample(tokens, document_ids, is_bad)
+
+    def _describe_bad(self, tokens: np.ndarray, start: int) -> str:
+        """Name the file and the place of the first id outside the vocabulary."""
+        offset = int(np.argmax(tokens >= self._vocab_size))
+        part = int(np.searchsorted(self._part_ends, start + offset, side="right"))
+        place = start + offset - int(self._part_ends[part]) + len(self._parts[part])
+        file = getattr(self._parts[part], "path", "the data")
+        return (
+            f"data.path: {file} has the token id {tokens[offset]} at token {place:,} (in the sequence from token "
+            f"{place - offset:,} on), but data.tokenizer has only ids below {self._vocab_size}; repair the file, give "
+            "the folder of the tokenizer that made it, or check data.token_dtype"
+        )
 
     def fingerprint(self) -> str:
         """Describe the content: the number of tokens and a hash. A corpus that `write_corpus` wrote has a hash of all
@@ -151,7 +165,7 @@ def write_corpus(folder: Path, documents: Iterable[np.ndarray], dtype: np.dtype)
 def write_document_ends(folder: Path, ends: np.ndarray) -> None:
     """Write the ends of documents as a .npy file that can be memory-mapped."""
     with CheckedWriter(folder / DOCUMENTS_FILE) as file:
-        np.save(file, ends, allow_pickle=False)  # type: ignore[arg-type]  # it needs no more than `write`
+        np.save(file, ends, allow_pickle=False)
 
 
 def open_corpus(folder: Path, dtype: np.dtype, vocab_size: int) -> Corpus:

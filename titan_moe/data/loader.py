@@ -3,6 +3,8 @@
 Shapes: M microbatches · B sequences · N tokens of a sequence.
 """
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from titan_moe.data.cache import Cache
 from titan_moe.data.packing import IGNORE_LABEL, Batch, Sample, pack
 from titan_moe.data.sources import Source, open_source
 from titan_moe.data.tokenizer import Tokenizer, build_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Loader:
@@ -35,21 +39,31 @@ class Loader:
         shard: SequenceShard,
     ) -> None:
         self.tokenizer = tokenizer
-        self._training, self._validation, self._fingerprint = source
+        self._training, self._validation, self._fingerprint, self.bad_rows = source
         self._recipe = recipe
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._shard = shard
         self._next_sample = 0
+        self._position = self._read_position()
+        self._ahead: deque[tuple[Batch, dict[str, Any]]] = deque()
 
     def next_step(self) -> Batch:
-        """Read this rank's microbatches of the next optimizer step."""
+        """Return this rank's microbatches of the next optimizer step."""
+        if not self._ahead:
+            self.read_ahead()
+        batch, self._position = self._ahead.popleft()
+        return batch
+
+    def read_ahead(self) -> None:
+        """Read the batch of one more step, which `next_step` returns in its turn. The state remains the position before
+        the first batch that `next_step` has not returned, also after an error."""
         num_global = self._recipe.train.global_batch_sequences
         num_mine = num_global // self._dp_size
         mine = range(self._dp_rank * num_mine, (self._dp_rank + 1) * num_mine)
         samples = self._training.take(self._next_sample, num_global, mine)
         self._next_sample += num_global
-        return self._pack(samples).shard(self._shard)
+        self._ahead.append((self._pack(samples).shard(self._shard), self._read_position()))
 
     def validation_batches(self) -> Iterator[Batch]:
         """Yield this rank's held-out microbatches: the same at every call, equally many on every rank.
@@ -91,10 +105,10 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as integers and one string, equal on all ranks."""
         return {
-            "next_sample": self._next_sample,
+            "next_sample": self._position["next_sample"],
             "seq_len_tokens": self._recipe.train.seq_len_tokens,
             "samples_per_epoch": self._training.samples_per_epoch,
-            "stream": self._training.state(),
+            "stream": self._position["stream"],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -105,8 +119,12 @@ class Loader:
         own = self.state_dict()
         ways_out = {
             "seq_len_tokens": "set train.seq_len_tokens back",
-            "samples_per_epoch": "restore the corpus, tokenizer and holdout that it was trained on",
+            "samples_per_epoch": "restore the corpus, tokenizer and holdout that it was trained on, set "
+            "checkpoint.accept_changed_data = true",
         }
+        if self._recipe.checkpoint.accept_changed_data:
+            del ways_out["samples_per_epoch"]
+            self._warn_of_another_epoch(state["samples_per_epoch"])
         for key, way_out in ways_out.items():
             if state[key] != own[key]:
                 raise ValueError(
@@ -115,6 +133,18 @@ class Loader:
                 )
         self._training.load_state(state["stream"])
         self._next_sample = state["next_sample"]
+        self._position = self._read_position()
+        self._ahead.clear()
+
+    def _warn_of_another_epoch(self, before: int) -> None:
+        if (now := self._training.samples_per_epoch) != before:
+            effect = "sequences follow in a new random order: some of this epoch come twice, others not at all"
+            if not self._recipe.data.is_shuffled:
+                effect = "the run goes on at the same sequence"
+            logger.warning("an epoch has %d sequences (was %d); %s", now, before, effect)
+
+    def _read_position(self) -> dict[str, Any]:
+        return {"next_sample": self._next_sample, "stream": self._training.state()}
 
     def _pack(self, samples: list[Sample]) -> Batch:
         return pack(samples, self._recipe.train.micro_batch_sequences, self._recipe.data.document_attention)

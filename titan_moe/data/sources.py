@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from titan_moe.config import Recipe
 from titan_moe.data import hub, text
+from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache, describe_files
 from titan_moe.data.corpus import Corpus, open_corpus, split_holdout, write_corpus
 from titan_moe.data.samples import EpochSamples, IndexedSamples, Samples
@@ -23,6 +24,8 @@ class Source(NamedTuple):
     validation: IndexedSamples
     fingerprint: Callable[[], str]
     """Describes the content of the data, wherever it lies. It may read some megabytes."""
+    bad_rows: BadRows
+    """Those that this process has found."""
 
 
 def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
@@ -39,7 +42,8 @@ def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
         return _open_synthetic(recipe)
     if recipe.data.source == "datasets" and recipe.data.is_streamed:
         return _open_stream(recipe, tokenizer)
-    corpus = _open_corpus(recipe, tokenizer, cache)
+    bad_rows = BadRows(recipe.data.bad_rows)
+    corpus = _open_corpus(recipe, tokenizer, cache, bad_rows)
     training, held_out = split_holdout(corpus, recipe.data.holdout_fraction, recipe.train.seq_len_tokens)
     if recipe.validation.every_steps > 0 and len(held_out) < recipe.validation.num_sequences:
         raise ValueError(
@@ -53,7 +57,8 @@ def open_source(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Source:
             f"data.holdout_fraction = {recipe.data.holdout_fraction} holds out no sequence of "
             f"{recipe.train.seq_len_tokens} tokens; raise data.holdout_fraction, or set sample_tokens = 0"
         )
-    return Source(EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled), held_out, corpus.fingerprint)
+    epochs = EpochSamples(training, recipe.run.seed, recipe.data.is_shuffled)
+    return Source(epochs, held_out, corpus.fingerprint, bad_rows)
 
 
 def _open_synthetic(recipe: Recipe) -> Source:
@@ -61,7 +66,8 @@ def _open_synthetic(recipe: Recipe) -> Source:
     held_out = SyntheticSamples(vocab_size, seq_len, seed, is_validation=True)
     count = recipe.validation.num_sequences
     training = SyntheticSamples(vocab_size, seq_len, seed)
-    return Source(training, held_out.take(0, count, range(count)), lambda: f"{vocab_size} synthetic ids, seed {seed}")
+    validation = held_out.take(0, count, range(count))
+    return Source(training, validation, lambda: f"{vocab_size} synthetic ids, seed {seed}", BadRows())
 
 
 def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
@@ -73,7 +79,8 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
             "data.is_streamed to false"
         )
 
-    open_documents = partial(hub.DocumentStream, recipe.data)
+    bad_rows = BadRows(recipe.data.bad_rows)
+    open_documents = partial(hub.open_stream, recipe.data, bad_rows)
     is_held_out_read = recipe.validation.every_steps > 0 or recipe.metrics.sample_tokens > 0
     count = recipe.validation.num_sequences if is_held_out_read else 0
     held_out = StreamedSamples(open_documents, tokenizer, recipe.train.seq_len_tokens)
@@ -90,18 +97,18 @@ def _open_stream(recipe: Recipe, tokenizer: Tokenizer) -> Source:
         held_out = f"the first {num_reserved} documents held out"
         return f"{hub.fingerprint(recipe.data)}, tokenizer {tokenizer.fingerprint}, {held_out}"
 
-    return Source(training, validation, fingerprint)
+    return Source(training, validation, fingerprint, bad_rows)
 
 
-def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache) -> Corpus:
+def _open_corpus(recipe: Recipe, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows) -> Corpus:
     data = recipe.data
     if data.source == "tokens":
-        return open_token_files(data, tokenizer, cache)
+        return open_token_files(data, tokenizer, cache, bad_rows)
     files = text.find_text_files(data.path) if data.source == "text" else []
     made_from = describe_files(files) if data.source == "text" else hub.describe_dataset(data)
 
     def build(folder: Path) -> None:
-        documents = text.read_documents(files) if data.source == "text" else hub.read_documents(data)
+        documents = text.read_documents(files) if data.source == "text" else hub.read_documents(data, bad_rows)
         write_corpus(folder, tokenizer.encode_documents(documents), tokenizer.dtype)
 
     open_ = partial(open_corpus, dtype=tokenizer.dtype, vocab_size=tokenizer.vocab_size)

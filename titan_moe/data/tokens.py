@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_moe.config.train import DataConfig
+from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache, describe_files
 from titan_moe.data.corpus import Corpus, open_document_ends, write_document_ends
 from titan_moe.data.text import find_files
@@ -14,10 +15,12 @@ from titan_moe.data.tokenizer import Tokenizer
 
 _PROBE_TOKENS = 4096
 _MIN_PROBE_TOKENS = 16
+_MOST_BAD_IDS = 0.5
+"""A file with a larger share of ids outside the vocabulary is not of this tokenizer, also where bad rows are skipped."""
 _SCAN_TOKENS = 1 << 24
 
 
-def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Corpus:
+def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows | None = None) -> Corpus:
     """Open the files of `data.path` as one corpus, in sorted order.
 
     A document ends after the tokenizer's end-of-document id and at the end of its file. The ends are needed only for
@@ -28,13 +31,14 @@ def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache) -> Co
     files = find_files(data.path, "data.path", "*.bin")
     parts = [_open_file(file, data, tokenizer) for file in files]
     if not (data.document_attention or data.holdout_fraction > 0):
-        return Corpus(parts, np.cumsum([len(part) for part in parts]), tokenizer.vocab_size)
+        return Corpus(parts, np.cumsum([len(part) for part in parts]), tokenizer.vocab_size, bad_rows=bad_rows)
     key = [describe_files(files), data.token_dtype, tokenizer.end_of_document]
 
     def build(folder: Path) -> None:
         write_document_ends(folder, np.concatenate(list(_find_document_ends(parts, tokenizer.end_of_document))))
 
-    return Corpus(parts, cache.get("tokens", key, build, open_document_ends), tokenizer.vocab_size)
+    document_ends = cache.get("tokens", key, build, open_document_ends)
+    return Corpus(parts, document_ends, tokenizer.vocab_size, bad_rows=bad_rows)
 
 
 def _open_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> TokenFile:
@@ -60,7 +64,8 @@ def _check_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokenizer: To
             f"data.path: every second id of {file} is 0 when read as data.token_dtype = 'uint16', as in a file of "
             "32-bit ids; set data.token_dtype to 'uint32'"
         )
-    if tokens.max() >= tokenizer.vocab_size:
+    is_outside = tokens >= tokenizer.vocab_size
+    if is_outside.any() and (data.bad_rows == "refuse" or is_outside.mean() > _MOST_BAD_IDS):
         rule = f"not below model.vocab_size = {tokenizer.vocab_size}; increase it, or correct data.token_dtype"
         if data.tokenizer:
             rule = (

@@ -78,6 +78,8 @@ def format_line(record: dict[str, Any], total_steps: int, unit: str) -> str:
         words.append(f"SKIPPED {counted(record['skipped_steps'], 'step')}, where gradients were not finite")
     if record.get("spikes"):
         words.append(f"SKIPPED {counted(record['spikes'], 'spike')}")
+    if record.get("bad_rows"):
+        words.append(f"SKIPPED {counted(record['bad_rows'], 'bad row')}")
     if record["rerun_steps"]:
         words.append(f"{counted(record['rerun_steps'], 'step')} rerun ({record['rerun_share']:.1%})")
     if "forced_load" in record:

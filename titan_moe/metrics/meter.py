@@ -89,6 +89,7 @@ class Meter:
         capacity_factor: float = 0.0,
         needed_factor: float = 0.0,
         num_replicas: int = 0,
+        num_bad_rows: int = 0,
     ) -> dict[str, Any] | None:
         """Count step `step` (the first is 1). If it is logged, write and return its record.
 
@@ -97,7 +98,7 @@ class Meter:
         Units: `num_tokens` are the tokens of this step on all ranks; `num_skipped`, `num_spikes` and `num_reruns` are
         steps since the start of this process, `num_recordings` CUDA graphs. `capacity_factor` bounds the next step (0:
         nothing does), `needed_factor` is what this step needed. `num_replicas` are the replica slots of a rank that the
-        next step uses.
+        next step uses. `num_bad_rows` are those that this process has skipped.
         """
         self.tokens_seen += num_tokens
         self.num_steps += 1
@@ -133,6 +134,8 @@ class Meter:
             record["capacity"] = {"factor": capacity_factor, "needed": needed_factor}
         if self.recipe.parallel.expert_clones:
             record["expert_clones"] = num_replicas
+        if self.recipe.data.bad_rows == "skip":
+            record["bad_rows"] = num_bad_rows
         if self.recipe.train.forces_load:
             record["forced_load"] = self.recipe.train.forced_load
         self._write(record)
@@ -148,6 +151,11 @@ class Meter:
         self._write(record)
         self.last_losses["validation loss"] = record["validation_loss"]
         return record
+
+    def log_data_change(self, step: int, before: str, now: str) -> None:
+        """Record that the run goes on with other data after `step` steps: the fingerprints of both."""
+        if self.jsonl is not None:
+            self.jsonl.write({"step": step, "data_before": before, "data": now})
 
     @contextmanager
     def paused(self) -> Iterator[None]:

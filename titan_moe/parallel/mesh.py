@@ -77,6 +77,11 @@ class Meshes:
         return replicate * self.sizes.dp_shard + shard
 
     @property
+    def is_first_of_slice(self) -> bool:
+        """Whether this rank is the first of those that read the same slice."""
+        return not any(self.dense.get_local_rank(axis) for axis in ("pp", "cp", "tp"))
+
+    @property
     def context_rank(self) -> int:
         """Which part of them this rank reads."""
         return self.dense.get_local_rank("cp")

@@ -91,8 +91,8 @@ def _timeouts(minutes: float) -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGTERM, SIGHUP or Ctrl-C, reduced over ranks: all stop after the same step, also if they receive it at different
-    ones.
+    """SIGTERM, SIGHUP, Ctrl-C or unreadable data, reduced over ranks: all stop after the same step, also if they
+    receive a signal at different ones, or if one of them cannot read its data.
 
     A context manager; on exit it restores the previous handlers. SIGHUP, which a lost terminal sends, stays ignored
     under `nohup`. A second Ctrl-C ends the run at once. A second SIGTERM does so only some seconds later (watchdog.py),
@@ -102,8 +102,12 @@ class StopSignal:
     def __init__(self) -> None:
         self.number = 0
         """The signal received by any rank; 0 if none."""
+        self.has_unreadable_data = False
+        """Whether any rank cannot read its data of the next step."""
+        self.num_bad_rows = 0
+        """Sum over ranks."""
         self._received = 0
-        self._agreed = torch.zeros(1, dtype=torch.int32)
+        self._agreed = torch.zeros(len(STOP_SIGNALS) + 2, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def __enter__(self) -> Self:
@@ -120,12 +124,15 @@ class StopSignal:
             raise KeyboardInterrupt
         self._received = number
 
-    def poll(self) -> bool:
-        """Call once per step. Returns True on all ranks at the step after the first rank received its signal. Does not
-        synchronise with the device."""
+    def poll(self, has_unreadable_data: bool = False, num_bad_rows: int = 0) -> bool:
+        """Call once per step. Returns True on all ranks at the step after the first rank received its signal, or said
+        that it has unreadable data. Does not synchronise with the device."""
         if self._work is not None:
             self._work.wait()
-        self.number = int(self._agreed)
-        self._agreed = torch.tensor([self._received], dtype=torch.int32)
-        self._work = dist.all_reduce(self._agreed, op=dist.ReduceOp.MAX, async_op=True)
-        return self.number > 0
+        *received, unreadable, self.num_bad_rows = self._agreed.tolist()
+        self.number = max(number if count else 0 for number, count in zip(STOP_SIGNALS, received, strict=True))
+        self.has_unreadable_data = unreadable > 0
+        received = [number == self._received for number in STOP_SIGNALS]
+        self._agreed = torch.tensor([*received, has_unreadable_data, num_bad_rows], dtype=torch.int64)
+        self._work = dist.all_reduce(self._agreed, async_op=True)
+        return self.number > 0 or self.has_unreadable_data

@@ -39,6 +39,7 @@ from titan_moe.train.evaluate import evaluating, validation_loss
 from titan_moe.train.failure import EXIT_FAILED, record_failure
 from titan_moe.train.model_class import check_loss
 from titan_moe.train.process import EXIT_BY_SIGNAL, StopSignal, process_group, wait_for_all_ranks
+from titan_moe.train.read_ahead import ReadAhead, UnreadableDataError
 from titan_moe.train.resolve_kernels import resolve_auto
 from titan_moe.train.run_lock import run_lock
 from titan_moe.train.step import StepResult
@@ -53,8 +54,9 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
     A `tracer` takes the place of that of `[profile]`; once it is done, the run ends.
 
     Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, missing data, a checkpoint
-    that does not fit, a run folder in use. SystemExit after Ctrl-C, once the run is saved, and if the last step was
-    skipped: the run is then not saved. After SIGTERM it returns.
+    that does not fit, a run folder in use; or, once the run is saved, if its data cannot be read on. SystemExit after
+    Ctrl-C, once the run is saved, and if the last step was skipped: the run is then not saved. After SIGTERM it
+    returns.
     """
     with process_group(recipe.run) as device, Watchdog(recipe.run) as watchdog:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
@@ -117,6 +119,7 @@ class Trainer:
                 check_loss(self.model, self.parts, recipe, self.loader.tokenizer.vocab_size, device, capacity.check)
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         self.progress = Progress()
+        self.stop = StopSignal()
         self.num_skipped_in_row = 0
         """Steps without an update since the last one with it, as far as read from the device."""
         self.checkpointer = Checkpointer(
@@ -184,21 +187,24 @@ class Trainer:
         self.runner.resume(self.progress.capacity_factor, self.progress.clones, self.progress.step)
         if (spikes := self.runner.step.spikes) is not None:
             spikes.load_state(self.progress.spikes)
-        with StopSignal() as stop:
-            self._run_steps(stop)
+        self.data = ReadAhead(self.loader, self.recipe.train.steps - self.progress.step)
+        with self.stop:
+            self._run_steps()
             self.watchdog.begin("the end of the run")
             self._read_skipped()
-            if self.recipe.checkpoint.save_last_step or not self.is_finished:
+            if self.recipe.checkpoint.save_last_step or self.stop.has_unreadable_data or not self.is_finished:
                 self._save(is_last=True)
         self.meter.close()
+        if self.stop.has_unreadable_data:
+            self._end_with_unreadable_data()
         if need := self.runner.largest_need:
             logger.info("steps needed a capacity factor of up to %.3g; %g would have sufficed", need, round_up(need))
         if self.has_diverged:
             return 0
         if not self.is_finished:
-            name = Signals(stop.number).name
+            name = Signals(self.stop.number).name
             logger.info("stopped by %s after step %d; to go on: %s", name, self.progress.step, self._command)
-            return stop.number
+            return self.stop.number
         if self.recipe.metrics.sample_tokens and self.num_skipped_in_row == 0:
             self._write_sample()
         return 0
@@ -208,31 +214,53 @@ class Trainer:
         if self.progress.step == 0 and (aside := set_aside(self.run_folder)):
             logger.warning("%s has records and no checkpoint: they are now in %s", self.run_folder, aside)
         write_environment(self.run_folder)  # beside it, recipe.toml means this folder
-        write_whole(self.run_folder / "recipe.toml", dump_recipe(self.recipe))
+        # the choice to accept other data was for this resume
+        checkpoint = replace(self.recipe.checkpoint, accept_changed_data=False)
+        write_whole(self.run_folder / "recipe.toml", dump_recipe(replace(self.recipe, checkpoint=checkpoint)))
 
-    def _run_steps(self, stop: StopSignal) -> None:
+    def _run_steps(self) -> None:
         garbage = GarbageCollection(100)  # every 100 steps, at the same ones on all ranks
         self.tracer.start(self.runner, self.progress.step + 1)
         self.meter.start(self.progress.step, self.progress.tokens_seen)
+        if self.checkpointer.data_change is not None:
+            self.meter.log_data_change(self.progress.step, *self.checkpointer.data_change)
         try:
+            self.stop.poll(self.data.read(), self._num_bad_rows)
             while not self.is_finished and not self.has_diverged:
                 self.watchdog.begin_step(self.progress.step + 1)
-                if stop.poll():
+                if self.stop.poll(self.data.read(), self._num_bad_rows):
                     break
                 self._take_step()
                 self.tracer.step()
                 garbage.run(self.progress.step)
+        except UnreadableDataError:
+            self.stop.has_unreadable_data = True
         finally:
             self.runner.release()  # NCCL does not shut down while a CUDA graph holds collectives, after an error too
             gc.enable()
         self.tracer.close()
 
+    @property
+    def _num_bad_rows(self) -> int:
+        """The bad rows that this rank counts for all: of a slice of the data its first rank, of a stream rank 0."""
+        is_counted = self.is_main or (self.meshes.is_first_of_slice and not self.recipe.data.is_streamed)
+        return len(self.loader.bad_rows) if is_counted else 0
+
+    def _end_with_unreadable_data(self) -> None:
+        """Allow other data at the next start, and end the run. Collective.
+
+        Raises: the errors of `ReadAhead.fail`.
+        """
+        problem, step = self.data.describe(self.checkpointer.group), self.progress.step
+        self.checkpointer.record_bad_data(problem)
+        saved = run_on_rank_zero(lambda: step in self.checkpointer.folders.complete_steps(), self.checkpointer.group)
+        done = f"the run is saved after step {step}" if saved else f"nothing was saved after step {step}"
+        self.data.fail(f"{problem} ({done}; to go on after the repair: {self._command})")
+
     def _take_step(self) -> None:
         recipe, progress = self.recipe, self.progress
         lr = self.schedule.lr
-        with _as_recipe_errors(ValueError):  # a stream is checked as it is read
-            batch = self.loader.next_step()
-        result: StepResult = self.runner(batch.to(self.device))
+        result: StepResult = self.runner(self.loader.next_step().to(self.device))
         progress.step += 1
         progress.capacity_factor = self.runner.capacity_factor
         num_tokens = recipe.train.global_batch_sequences * recipe.train.seq_len_tokens
@@ -252,10 +280,11 @@ class Trainer:
             capacity_factor=self.runner.capacity_factor,
             needed_factor=self.runner.needed_factor,
             num_replicas=self.runner.step.replicas.number_in_use,
+            num_bad_rows=self.stop.num_bad_rows,
         )
         if self._is_due(recipe.validation.every_steps) or (recipe.validation.every_steps and self.is_finished):
             with self.watchdog.during("a validation"), self.meter.paused():
-                batches = self.loader.validation_batches()
+                batches = self.data.read_together(lambda: list(self.loader.validation_batches()))
                 with self.runner.step.capacity.unbounded():
                     loss = validation_loss(self.model, self.parts, batches, self.device, self.meshes)
                 self.meter.log_validation(progress.step, loss)

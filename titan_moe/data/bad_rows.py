@@ -1,0 +1,37 @@
+"""Rows that cannot be trained on: the run ends at the first one, or skips and counts them, as `data.bad_rows` says."""
+
+import logging
+from typing import Literal
+
+NUM_NAMED = 10
+
+logger = logging.getLogger(__name__)
+
+
+class BadRowError(ValueError):
+    """A row of the data cannot be trained on."""
+
+
+class BadRows:
+    """The bad rows that a process has found. Each counts once, also if it is read in every epoch."""
+
+    def __init__(self, policy: Literal["refuse", "skip"] = "refuse") -> None:
+        self._is_skipped = policy == "skip"
+        self._found: set[object] = set()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def found(self, row: object, problem: str) -> None:
+        """Count the bad row of this number or place; the log names the first ones.
+
+        Raises: BadRowError if they are not skipped.
+        """
+        if not self._is_skipped:
+            raise BadRowError(f'{problem}; or set data.bad_rows = "skip"')
+        if row in self._found:
+            return
+        self._found.add(row)
+        if len(self) <= NUM_NAMED:
+            end = "; others are only counted" if len(self) == NUM_NAMED else ""
+            logger.warning("skipped a bad row: %s%s", problem, end)
