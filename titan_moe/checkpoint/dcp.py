@@ -221,7 +221,7 @@ class Checkpointer:
                 self.data_change = manifest.data, self._data
             else:
                 switch = "if the change is meant, set checkpoint.accept_changed_data = true"
-                refused = [f"{words}; restore it; {switch}; {way_out}"]
+                refused = [f"{words}; restore it, {way_out}; {switch}"]
         if refused:
             raise RecipeError(refused)
         if changes.logged:

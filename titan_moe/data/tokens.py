@@ -16,7 +16,7 @@ from titan_moe.data.tokenizer import Tokenizer
 _PROBE_TOKENS = 4096
 _MIN_PROBE_TOKENS = 16
 _MOST_BAD_IDS = 0.5
-"""A file with a larger share of ids outside the vocabulary is not of this tokenizer, also where bad rows are skipped."""
+"""A file with a larger share of ids outside the vocabulary is of another tokenizer: not skipped as bad rows."""
 _SCAN_TOKENS = 1 << 24
 
 

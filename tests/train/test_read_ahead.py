@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from titan_moe.config import load_recipe
-from titan_moe.train.read_ahead import ReadAhead
+from titan_moe.train.read_ahead import ReadAhead, UnreadableDataError
 
 pytestmark = pytest.mark.slow
 
@@ -148,6 +149,25 @@ def test_broken_json_line_late_in_a_stream_saves_and_is_repaired(
     (tmp_path / "b.jsonl").write_text(good)
     assert run.again() == 0
     assert steps(run) == steps(straight)
+
+
+def read_on_this_rank() -> tuple[list[int], str]:
+    """Only rank 1 cannot read the second time; what each rank then knows."""
+
+    def read_late() -> int:
+        if dist.get_rank() == 1:
+            raise ValueError("z.bin, token 4")
+        return 1
+
+    data = ReadAhead(FailingLoader(9, ValueError("ids.bin, token 3")), num_steps=9)
+    found = data.read_together(lambda: [dist.get_rank()])
+    with pytest.raises(UnreadableDataError):
+        data.read_together(read_late)
+    return found, data.describe(dist.group.WORLD)
+
+
+def test_read_together_fails_on_all_ranks(ranks) -> None:
+    assert ranks(2, read_on_this_rank) == [([rank], "z.bin, token 4") for rank in range(2)]
 
 
 class FailingLoader:
