@@ -383,8 +383,11 @@ def test_checkpoint_of_other_data_is_refused(one_rank, tmp_path, monkeypatch):
     run.checkpointer.close()
     other = checkpoint_case.CheckpointCase(tmp_path, CheckpointConfig())
     monkeypatch.setattr(other.loader, "fingerprint", lambda: "99 tokens")
-    with pytest.raises(RecipeError, match="the data differs .*it was 100 tokens, it is 99 tokens; restore it, or"):
+    data = replace(other.checkpointer.recipe.data, tokenizer="elsewhere")
+    other.checkpointer.recipe = replace(other.checkpointer.recipe, data=data)
+    with pytest.raises(RecipeError, match="the data differs .*it was 100 tokens, it is 99 tokens; restore it, or") as e:
         other.checkpointer.load()
+    assert e.value.problems[1:] == ['it may differ because of data.tokenizer = "elsewhere" (was "bytes"): set it back']
     other.checkpointer.close()
 
 

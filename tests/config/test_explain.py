@@ -68,3 +68,10 @@ def test_explain_unknown_key_suggests_the_nearest() -> None:
 def test_explain_every_field_has_a_docstring() -> None:
     missing = [key.dotted for key in all_keys(Recipe).values() if "." in key.dotted and not docstring_of(key)]
     assert missing == []
+
+
+@pytest.mark.parametrize("field", ["tokenizer", "path", "files", "split", "text_column", "token_dtype"])
+def test_explain_says_that_a_resume_needs_the_same_tokens(field: str) -> None:
+    assert explain(f"data.{field}").splitlines()[-1].strip() == (
+        "A resume may change it if the tokens stay the same: the data's fingerprint is compared."
+    )

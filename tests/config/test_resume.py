@@ -29,6 +29,7 @@ def test_every_section_has_an_entry() -> None:
         ("model.name", Change.FREE),
         ("run.seed", Change.REFUSED),
         ("parallel.ep", Change.FREE),
+        ("data.tokenizer", Change.SAME_CONTENT),
         ("model.moe.a_new_field", Change.REFUSED),
         ("parallel.a_new_field", Change.FREE),
         ("a_new_section.field", DEFAULT),
@@ -91,4 +92,13 @@ def test_lists_are_compared_past_json() -> None:
     assert compare(json.loads(json.dumps(flatten(before))), after).logged == [
         'precision.modules_in_compute = ["a", "b"] (was ["layers.0.*"])'
     ]
-    assert compare({}, after).logged == ['precision.modules_in_compute = ["a", "b"] (was [])']
+    saved = {"data.split_special_tokens": True}
+    assert compare(saved, after).logged == ['precision.modules_in_compute = ["a", "b"] (was [])']
+
+
+def test_a_checkpoint_from_before_a_field_had_what_was_done_then() -> None:
+    saved = flatten(Recipe())
+    del saved["data.split_special_tokens"]
+    after = replace(Recipe(), data=replace(Recipe().data, split_special_tokens=False))
+    assert compare(saved, after).logged == []
+    assert compare(saved, Recipe()).logged == ["data.split_special_tokens = true (was false)"]

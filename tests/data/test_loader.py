@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titan_moe.config import Recipe
 from titan_moe.config.context import SequenceShard
@@ -323,3 +324,24 @@ def test_loader_refuses_data_that_does_not_fit(
     loader = open_loader(make_recipe(data=text))
     with pytest.raises(ValueError, match="nothing is held out"):
         list(loader.validation_batches())
+
+
+def test_loader_splits_control_tokens_as_the_recipe_says(
+    make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    """Also after a run with the other choice has filled the cache. The fingerprints differ, so no resume mixes them."""
+    inner = Tokenizer(models.WordLevel({"<end>": 0, "a": 1, "<": 2, "end": 3, ">": 4, "?": 5}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Punctuation()
+    inner.add_special_tokens(["<end>"])
+    inner.enable_truncation(30)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    (tmp_path / "a.txt").write_text("<end>" * 40)
+    text = {"source": "text", "path": str(tmp_path / "*.txt"), "tokenizer": str(tmp_path), "is_shuffled": False}
+    fingerprints = set()
+    for is_split, expected in ((False, [0] * 41), (True, [2, 3, 4] * 40 + [0])) * 2:
+        loader = open_loader(make_recipe(data={**text, "split_special_tokens": is_split}))
+        assert loader.next_step().tokens_MBN.flatten().tolist()[: len(expected) - 9] == expected[:-9]
+        assert loader.fingerprint().startswith(f"{len(expected)} tokens")
+        fingerprints.add(loader.fingerprint())
+    assert len(fingerprints) == 2

@@ -1,5 +1,6 @@
 """Tokenizers: bytes, numbers, and a Hugging Face folder made by the test."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -93,6 +94,27 @@ def test_folder_tokenizer_fingerprint_changes_with_its_files(folder: Path) -> No
     assert FolderTokenizer(str(folder)).fingerprint == before
     _configure(folder, eos_token="<end>", bos_token="<begin>")
     assert FolderTokenizer(str(folder)).fingerprint != before
+
+
+def test_folder_tokenizer_fingerprint_tells_which_ids_it_gives(folder: Path) -> None:
+    """One without differences is that of earlier versions: the hash of the files."""
+    digest = hashlib.sha256((folder / "tokenizer.json").read_bytes() + (folder / "tokenizer_config.json").read_bytes())
+    assert FolderTokenizer(str(folder), split_special_tokens=False).fingerprint == digest.hexdigest()
+    assert FolderTokenizer(str(folder)).fingerprint == f"{digest.hexdigest()}, control tokens in text are split"
+    inner = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.enable_truncation(8)
+    inner.save(str(folder / "tokenizer.json"))
+    found = FolderTokenizer(str(folder), split_special_tokens=False).fingerprint
+    assert found.endswith(", without the saved truncation and padding")
+
+
+def test_text_that_spells_the_end_token_is_text(folder: Path) -> None:
+    texts = ["a<end>b", "<begin>"]
+    split, parsed = (list(FolderTokenizer(str(folder), is_split).encode_documents(texts)) for is_split in (True, False))
+    assert [document.tolist().count(1) for document in split] == [1, 1], "only the ends of the documents"
+    assert [document.tolist().count(1) for document in parsed] == [2, 1]
+    assert 0 not in split[1] and 0 in parsed[1]
+    assert FolderTokenizer(str(folder)).decode(split[0][:-1]) == "a<end>b"
 
 
 def test_folder_tokenizer_without_eos_is_refused(folder: Path) -> None:

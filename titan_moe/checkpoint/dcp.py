@@ -222,6 +222,8 @@ class Checkpointer:
             else:
                 switch = "if the change is meant, set checkpoint.accept_changed_data = true"
                 refused = [f"{words}; restore it, {way_out}; {switch}"]
+                if in_data := [change for change in changes.logged if change.startswith("data.")]:
+                    refused.append(f"it may differ because of {'; '.join(in_data)}: set it back")
         if refused:
             raise RecipeError(refused)
         if changes.logged:

@@ -77,7 +77,7 @@ def values_before(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     `fields` are all those of the run, by dotted key.
     """
-    if fields.get("model.attention.kind") != "mla" or "model.norm_eps" not in fields:
-        return {}
-    values = {"model.attention.latent_norm_eps": fields["model.norm_eps"]}
+    values: dict[str, Any] = {"data.split_special_tokens": False}
+    if fields.get("model.attention.kind") == "mla" and "model.norm_eps" in fields:
+        values["model.attention.latent_norm_eps"] = fields["model.norm_eps"]
     return {dotted: value for dotted, value in values.items() if dotted not in fields}

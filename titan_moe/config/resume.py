@@ -17,11 +17,13 @@ class Change(Enum):
     """It changes no number that the run trains on, beyond rounding of sums over ranks. Nothing is said."""
     LOGGED = "A resume may change it; the log names both values."
     """It is a choice that may change within a run. The log names the old and the new value."""
+    SAME_CONTENT = "A resume may change it if the tokens stay the same: the data's fingerprint is compared."
+    """It names the data or the way to read it. The log names the old and the new value."""
     REFUSED = "A resume may not change it."
     """The weights, the optimizer's state or the position in the data would mean something else."""
 
 
-FREE, LOGGED, REFUSED = Change.FREE, Change.LOGGED, Change.REFUSED
+FREE, LOGGED, SAME_CONTENT, REFUSED = Change.FREE, Change.LOGGED, Change.SAME_CONTENT, Change.REFUSED
 
 CHANGES: dict[str, Change] = {
     "run": LOGGED,
@@ -50,8 +52,14 @@ CHANGES: dict[str, Change] = {
     "optim": LOGGED,
     "data": LOGGED,
     "data.source": REFUSED,
-    "data.path": FREE,  # the place of the data: its fingerprint is compared instead
-    "data.files": FREE,
+    "data.path": SAME_CONTENT,
+    "data.files": SAME_CONTENT,
+    "data.subset": SAME_CONTENT,
+    "data.split": SAME_CONTENT,
+    "data.text_column": SAME_CONTENT,
+    "data.token_dtype": SAME_CONTENT,
+    "data.tokenizer": SAME_CONTENT,
+    "data.split_special_tokens": SAME_CONTENT,
     "data.is_streamed": REFUSED,
     "data.is_shuffled": REFUSED,
     "data.holdout_fraction": REFUSED,
@@ -99,7 +107,7 @@ def compare(saved: Mapping[str, Any], recipe: Recipe) -> RecipeChanges:
     no longer exist are ignored.
     """
     changes, saved = RecipeChanges(), {**saved, **values_before(saved)}
-    lists = {LOGGED: changes.logged, REFUSED: changes.refused}
+    lists = {LOGGED: changes.logged, SAME_CONTENT: changes.logged, REFUSED: changes.refused}
     keys = all_keys(Recipe)
     for dotted, value in flatten(recipe).items():
         before = saved.get(dotted, keys[dotted].default)

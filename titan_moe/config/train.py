@@ -138,7 +138,13 @@ class DataConfig:
     """Source `tokens`: dtype of the stored ids, little-endian."""
     tokenizer: str = "bytes"
     """`bytes` (UTF-8 bytes with byte 0 as end of a document, vocabulary 256), or the path of a folder with a Hugging
-    Face `tokenizer.json`. Empty for the source `tokens` if it is unknown: each file is then one document."""
+    Face `tokenizer.json`. Empty for the source `tokens` if it is unknown: each file is then one document. A truncation
+    or a padding that is saved in the `tokenizer.json` is not applied."""
+    split_special_tokens: bool = True
+    """Encode text that spells a control token of the tokenizer's folder, such as `<|endoftext|>`, as ordinary text, as
+    `split_special_tokens` of transformers does. `false` makes the control token of it, also inside a document. The BOS
+    and EOS around a document, and added tokens that are no control tokens, do not depend on it. A run from before this
+    field had `false`: set it to go on with such a run whose text spells control tokens."""
     document_attention: bool = False
     """Restrict attention to the token's own document. Without it a packed sequence is one causal context."""
     is_shuffled: bool = True

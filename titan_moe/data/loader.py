@@ -174,7 +174,8 @@ def build_loader(
             f"train.micro_batch_sequences = {train.micro_batch_sequences} times {dp_size} data-parallel ranks; "
             f"make it a multiple of {train.micro_batch_sequences * dp_size}"
         )
-    tokenizer = build_tokenizer(recipe.data.tokenizer, recipe.data.source, recipe.model.vocab_size)
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    tokenizer = build_tokenizer(data.tokenizer, data.source, vocab_size, split_special_tokens=data.split_special_tokens)
     folder = Path(recipe.data.cache_folder or Path(run_folder) / "cache")
     cache = Cache(folder, is_builder=builds_cache and dp_rank == shard.rank == 0, barrier=barrier)
     return Loader(recipe, dp_rank, dp_size, tokenizer, open_source(recipe, tokenizer, cache), shard)

@@ -1,6 +1,7 @@
 """Tokenizers: text to token ids and back."""
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -82,20 +83,22 @@ class NumberTokenizer(Tokenizer):
 class FolderTokenizer(Tokenizer):
     """A Hugging Face tokenizer from a folder, through torchtitan. Its configuration decides about a leading BOS.
 
+    A text that spells a control token is split into tokens of text, unless `split_special_tokens` is False.
+
     Raises: FileNotFoundError for a folder without tokenizer files; ValueError for unreadable ones or a missing EOS.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, split_special_tokens: bool = True) -> None:
         files = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
         if not files:
             raise FileNotFoundError(
                 f"data.tokenizer = {folder!r} is not a folder with a tokenizer.json; "
                 "give the path of such a folder, or 'bytes'"
             )
-        from titan_moe.titan import HuggingFaceTokenizer  # imported here: byte tokenizers do not need torchtitan
+        from titan_moe.titan import load_tokenizer  # imported here: byte tokenizers do not need torchtitan
 
         try:
-            self._inner: Any = HuggingFaceTokenizer(folder)
+            self._inner: Any = load_tokenizer(folder, split_special_tokens=split_special_tokens)
         except Exception as error:  # the library raises no narrower type
             names = " or ".join(file.name for file in files)
             raise ValueError(f"data.tokenizer = {folder!r} cannot be read: {error}; repair its {names}") from error
@@ -106,7 +109,8 @@ class FolderTokenizer(Tokenizer):
             )
         self.end_of_document: int = self._inner.eos_id
         self.vocab_size = max(self._inner.get_vocab().values()) + 1
-        self.fingerprint = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+        self.fingerprint = ", ".join([digest, *_differences(files[0], split_special_tokens)])
 
     def encode(self, text: str) -> list[int]:
         return self._with_bos_only(self._inner.tokenizer.encode(text).ids)
@@ -130,7 +134,7 @@ class FolderTokenizer(Tokenizer):
         return ids
 
 
-def build_tokenizer(name: str, source: str, model_vocab_size: int) -> Tokenizer:
+def build_tokenizer(name: str, source: str, model_vocab_size: int, *, split_special_tokens: bool = True) -> Tokenizer:
     """Make the tokenizer of `data.tokenizer`.
 
     Raises: ValueError if it has more ids than the model's embedding has rows.
@@ -141,13 +145,23 @@ def build_tokenizer(name: str, source: str, model_vocab_size: int) -> Tokenizer:
     elif name == "bytes":
         tokenizer = ByteTokenizer()
     else:
-        tokenizer = FolderTokenizer(name)
+        tokenizer = FolderTokenizer(name, split_special_tokens)
     if tokenizer.vocab_size > model_vocab_size:
         raise ValueError(
             f"data.tokenizer = {name!r} has {tokenizer.vocab_size} ids, more than model.vocab_size = "
             f"{model_vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+def _differences(file: Path, split_special_tokens: bool) -> list[str]:
+    """What makes ids other than those of the files as earlier versions of this package read them. Without a difference
+    a fingerprint is as theirs, and a checkpoint of theirs goes on."""
+    differences = ["control tokens in text are split"] if split_special_tokens else []
+    saved = json.loads(file.read_bytes()) if file.name == "tokenizer.json" else {}
+    if saved.get("truncation") or saved.get("padding"):
+        differences.append("without the saved truncation and padding")
+    return differences
 
 
 def _utf8(text: str) -> bytes:

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from torchtitan.components.checkpoint import CheckpointManager, ModelWrapper
     from torchtitan.components.lr_scheduler import LRSchedulersContainer
     from torchtitan.components.optimizer import OptimizersContainer
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
     from torchtitan.tools.utils import GarbageCollection
 
     from titan_moe.titan.checkpoints import build_checkpoint_manager
+    from titan_moe.titan.tokenizers import load_tokenizer
 
 __all__ = [
     "CheckpointManager",
     "GarbageCollection",
-    "HuggingFaceTokenizer",
     "LRSchedulersContainer",
     "ModelWrapper",
     "OptimizersContainer",
     "build_checkpoint_manager",
     "import_torchtitan",
+    "load_tokenizer",
 ]
 
 _TORCHTITAN_MODULES = {
@@ -40,7 +40,6 @@ _TORCHTITAN_MODULES = {
     "ModelWrapper": "components.checkpoint",
     "LRSchedulersContainer": "components.lr_scheduler",
     "OptimizersContainer": "components.optimizer",
-    "HuggingFaceTokenizer": "components.tokenizer",
     "GarbageCollection": "tools.utils",
 }
 
@@ -53,4 +52,8 @@ def __getattr__(name: str) -> Any:
         from titan_moe.titan.checkpoints import build_checkpoint_manager
 
         return build_checkpoint_manager
+    if name == "load_tokenizer":
+        from titan_moe.titan.tokenizers import load_tokenizer
+
+        return load_tokenizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
