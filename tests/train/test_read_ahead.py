@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.config import load_recipe
+from titan_moe.data.bad_rows import BadRowError
 from titan_moe.train.read_ahead import ReadAhead, UnreadableDataError
 
 pytestmark = pytest.mark.slow
@@ -151,12 +152,12 @@ def test_broken_json_line_late_in_a_stream_saves_and_is_repaired(
     assert steps(run) == steps(straight)
 
 
-def read_on_this_rank() -> tuple[list[int], str]:
+def read_on_this_rank() -> tuple[list[int], tuple[str, bool]]:
     """Only rank 1 cannot read the second time; what each rank then knows."""
 
     def read_late() -> int:
         if dist.get_rank() == 1:
-            raise ValueError("z.bin, token 4")
+            raise BadRowError("z.bin, token 4")
         return 1
 
     data = ReadAhead(FailingLoader(9, ValueError("ids.bin, token 3")), num_steps=9)
@@ -167,7 +168,29 @@ def read_on_this_rank() -> tuple[list[int], str]:
 
 
 def test_read_together_fails_on_all_ranks(ranks) -> None:
-    assert ranks(2, read_on_this_rank) == [([rank], "z.bin, token 4") for rank in range(2)]
+    assert ranks(2, read_on_this_rank) == [([rank], ("z.bin, token 4", True)) for rank in range(2)]
+
+
+def test_damaged_cache_of_a_run_saves_and_is_built_again(
+    tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume meets a block of zeros that the run has not read before."""
+    monkeypatch.setattr("titan_moe.data.cache._READ_AT_START_BYTES", 0)
+    monkeypatch.setattr("titan_moe.data.checked_file.BLOCK_BYTES", 256)
+    (tmp_path / "a.txt").write_text("".join(f"line {number} of a text\n" for number in range(300)))
+    text = ("--data.source=text", f"--data.path={tmp_path}/a.txt", "--data.is_shuffled=false", "--optim.decay_steps=0")
+    run, straight = (tiny("--train.steps=20", "--model.vocab_size=256", *text) for _ in range(2))
+    assert straight.train() == 0 and run.train("--train.steps=4") == 0
+    (file,) = run.folder.glob("cache/*/tokens.bin")
+    with file.open("r+b") as tokens:
+        tokens.seek(1024)
+        tokens.write(bytes(256))
+    assert run.train() == 2
+    said = capsys.readouterr().err
+    assert f"{file} is damaged: block 4 of " in said and "(the run is saved after step 7;" in said
+    assert not (run.folder / "bad_data.json").exists(), "the data itself is good"
+    assert run.train() == 0
+    assert run.trace == straight.trace
 
 
 class FailingLoader:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titan_moe.config import RecipeError
+from titan_moe.data.bad_rows import BadRowError
 from titan_moe.data.loader import Loader
 
 Result = TypeVar("Result")
@@ -54,11 +55,13 @@ class ReadAhead:
             raise UnreadableDataError
         return result
 
-    def describe(self, group: dist.ProcessGroup) -> str:
-        """Say on all ranks why some cannot read on. Collective."""
-        words: list[str] = [""] * dist.get_world_size(group)
-        dist.all_gather_object(words, "" if self.error is None else _words(self.error), group=group)
-        return "; ".join(dict.fromkeys(filter(None, words)))
+    def describe(self, group: dist.ProcessGroup) -> tuple[str, bool]:
+        """Say on all ranks why some cannot read on, and whether it is a bad row, whose repair changes the data.
+        Collective."""
+        found: list[tuple[str, bool]] = [("", False)] * dist.get_world_size(group)
+        own = ("", False) if self.error is None else (_words(self.error), isinstance(self.error, BadRowError))
+        dist.all_gather_object(found, own, group=group)
+        return "; ".join(dict.fromkeys(words for words, _ in found if words)), any(is_row for _, is_row in found)
 
     def fail(self, problem: str) -> None:
         """End the run with this problem, or with the error of this rank if it is none of the data.

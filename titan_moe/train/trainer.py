@@ -247,12 +247,13 @@ class Trainer:
         return len(self.loader.bad_rows) if is_counted else 0
 
     def _end_with_unreadable_data(self) -> None:
-        """Allow other data at the next start, and end the run. Collective.
+        """End the run. After a bad row, let the next start accept other data, in which it is repaired. Collective.
 
         Raises: the errors of `ReadAhead.fail`.
         """
-        problem, step = self.data.describe(self.checkpointer.group), self.progress.step
-        self.checkpointer.record_bad_data(problem)
+        step, (problem, is_bad_row) = self.progress.step, self.data.describe(self.checkpointer.group)
+        if is_bad_row:
+            self.checkpointer.record_bad_data(problem)
         saved = run_on_rank_zero(lambda: step in self.checkpointer.folders.complete_steps(), self.checkpointer.group)
         done = f"the run is saved after step {step}" if saved else f"nothing was saved after step {step}"
         self.data.fail(f"{problem} ({done}; to go on after the repair: {self._command})")
