@@ -6,6 +6,7 @@ test_layouts.py has every pair of axes and random samples, test_bugs_of_others.p
 here is what they do not draw.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -28,6 +29,8 @@ from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.config.precision import PrecisionConfig
 from titan_moe.config.train import DataConfig, OptimConfig, TrainConfig
 from titan_moe.data.packing import Batch
+from titan_moe.kernels.choose import ROUTE_TOKENS
+from titan_moe.kernels.router.routing import Routing, route_tokens_reference
 from titan_moe.layers.router import TopKRouter
 from titan_moe.parallel.mesh import Meshes
 from titan_moe.parallel.pipeline.messages import Messages
@@ -505,10 +508,23 @@ def test_one_loss_with_skewed_routing(ranks, alone: dict[int, Trace], dispatcher
         assert all(counts[-num_starved:] == [0] * num_starved for by in trace.counts for counts in by.values())
 
 
-@pytest.mark.parametrize("what", ["experts", "block"])
-def test_one_loss_with_recompute(ranks, alone: dict[int, Trace], what: str) -> None:
+def train_tempted(run: Recipe, *args: Any) -> dict[str, Any]:
+    """`train` where every second call of a router, that of a repeated forward, would choose other experts."""
+    calls = Counter[int]()
+
+    def route(logits_BNE: Tensor, bias_E: Tensor, *others: Any) -> Routing:
+        calls[bias_E.data_ptr()] += 1
+        is_repeated = calls[bias_E.data_ptr()] % 2 == 0
+        return route_tokens_reference(logits_BNE, bias_E + torch.randn_like(bias_E) * is_repeated, *others)
+
+    with mock.patch.dict(ROUTE_TOKENS, torch=route):
+        return train(run, *args)
+
+
+@pytest.mark.parametrize(("what", "trainer"), [("experts", train), ("block", train_tempted)])
+def test_one_loss_with_recompute(ranks, alone: dict[int, Trace], what: Any, trainer: Callable[..., Any]) -> None:
     candidate = recipe(ParallelConfig(ep=2, dispatcher="alltoall"), memory=MemoryConfig(what), micro_batch_sequences=2)
-    assert_same(run(ranks, 2, candidate, -1, FEW)[0], alone[-1], 1e-9)
+    assert_same(Trace(**ranks(2, trainer, candidate, -1, FEW)[0]), alone[-1], 1e-9)
 
 
 EP2 = ParallelConfig(ep=2, dispatcher="allgather")

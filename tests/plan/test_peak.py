@@ -393,7 +393,8 @@ def test_recomputed_layers_keep_their_inputs() -> None:
     rows = round(8 * 16_384 * (1 - math.comb(112, 8) / math.comb(128, 8)) * 48 * 2048)
     hidden = 48 * 16_384 * 8 * 2 * 768
     assert activation_bytes_per_rank(none) - activation_bytes_per_rank(experts) == pytest.approx(2 * hidden, abs=1e3)
-    assert activation_bytes_per_rank(block) == 2 * 48 * 16_384 * 2048
+    choices = 48 * 16_384 * 8 * 4
+    assert activation_bytes_per_rank(block) == 2 * 48 * 16_384 * 2048 + choices, "and the experts of each token"
     assert activation_bytes_per_rank(experts) > 2 * rows, "their rows are kept"
 
 

@@ -273,11 +273,13 @@ def logits(device: torch.device, dtype: torch.dtype) -> list[Sample]:
 
 
 def routing(device: torch.device, dtype: torch.dtype) -> list[Sample]:
-    def sample(name: str, shape: tuple[int, int, int], rule: RoutingRule, is_forced: bool = False) -> Sample:
+    def sample(name: str, shape: tuple[int, int, int], rule: RoutingRule, given: str = "") -> Sample:
         logits_BNE = torch.randn(shape, device=device)
         bias_E = torch.randn(shape[2], device=device) / 10 if rule.score_fn == "sigmoid" else logits_BNE.new_zeros(())
-        forced_ids_BNK = torch.rand_like(logits_BNE).topk(rule.top_k).indices if is_forced else None
-        return Sample(name, (logits_BNE, bias_E.expand(shape[2]), rule, forced_ids_BNK), 1)
+        ids_BNK = torch.rand_like(logits_BNE).topk(rule.top_k).indices
+        kept_ids_BNK = ids_BNK.int().where(torch.rand_like(logits_BNE[..., :1]) < 0.5, -1)  # of some tokens
+        ids = {"": (), "forced": (ids_BNK,), "kept": (None, kept_ids_BNK)}[given]
+        return Sample(name, (logits_BNE, bias_E.expand(shape[2]), rule, *ids), 1)
 
     softmax, sigmoid = RoutingRule("softmax", 2), RoutingRule("sigmoid", 3, route_scale=2.5)
     in_groups = sigmoid._replace(num_groups=4, top_k_groups=2)
@@ -291,7 +293,9 @@ def routing(device: torch.device, dtype: torch.dtype) -> list[Sample]:
         sample("by_score", (2, 19, 12), sigmoid._replace(counts_by_score=True)),
         sample("groups_by_score", (2, 19, 20), in_groups._replace(counts_by_score=True)),
         sample("every_expert", (2, 3, 4), softmax._replace(top_k=4)),
-        sample("forced", (2, 19, 5), softmax, is_forced=True),
+        sample("forced", (2, 19, 5), softmax, "forced"),
+        sample("kept", (2, 19, 5), softmax._replace(counts_by_score=True), "kept"),
+        sample("kept_groups", (2, 19, 20), in_groups, "kept"),
         sample("one_token", (1, 1, 5), softmax),
         sample("no_token", (2, 0, 5), softmax),
     ]

@@ -84,4 +84,5 @@ class MemoryConfig:
     `none`: Keep all activations.
     `experts`: Recompute the expert MLPs. No communication is repeated, except the experts' reads of rows with
     `parallel.overlap = "tile"`.
-    `block`: Recompute whole blocks, dispatch and combine included."""
+    `block`: Recompute whole blocks, dispatch and combine included. The experts of each token are kept, 4 bytes a
+    choice: the second forward takes those of the first. A block calls each of its routers once."""

@@ -39,6 +39,9 @@ from titan_moe.plan.pipeline.parts import Part, parts_of
 from titan_moe.plan.pipeline.weight_grads import obstacle_of
 from titan_moe.plan.replicated_grads import flat_copy_bytes
 
+CHOICE_BYTES = 4
+"""Of a token's choice of an expert, which a recomputed block keeps (layers/choice.py)."""
+
 
 def peak_bytes_per_rank(recipe: Recipe, world_size: int, capacity_factor: float, experts: str = "fused") -> int:
     """Estimate the peak in bytes, with this implementation of the experts; in a pipeline on the rank that has most. If
@@ -116,7 +119,8 @@ def _activation_bytes(recipe: Recipe, capacity_factor: float, *, has_arena: bool
     m, num_tokens = recipe.model, microbatch_tokens(recipe)
     element = BYTES_OF_DTYPE[recipe.precision.compute]
     if recipe.memory.recompute == "block":
-        return m.num_layers * m.hidden_size * num_tokens * element
+        choices = m.num_moe_layers * m.moe.top_k * CHOICE_BYTES
+        return (m.num_layers * m.hidden_size * element + choices) * num_tokens
     of_token = (m.num_layers - m.num_moe_layers) * _dense_elements(recipe) + m.num_moe_layers * _router_elements(recipe)
     of_token += m.num_layers * _attention_elements(recipe).kept
     of_experts = 0 if has_arena else _expert_elements(recipe, capacity_factor)

@@ -14,6 +14,7 @@ from titan_moe.config.kernels import Kernels
 from titan_moe.config.model import ModelConfig, MoEConfig
 from titan_moe.kernels.router.fused_router import route_tokens
 from titan_moe.kernels.router.routing import Routing, RoutingRule, route_tokens_reference
+from titan_moe.layers.choice import KeptChoice, nothing_chosen
 from titan_moe.layers.forced_routing import ForcedBalance
 from titan_moe.layers.router import TopKRouter
 
@@ -114,6 +115,23 @@ def test_route_tokens_with_forced_ids_equals_reference(device: torch.device) -> 
             torch.testing.assert_close(got, expected_output)
 
 
+@pytest.mark.parametrize("rule", [SIGMOID, SIGMOID._replace(num_groups=4, top_k_groups=2)], ids=["free", "groups"])
+def test_route_tokens_takes_kept_ids_and_the_counts_of_its_scores(rule: RoutingRule, device: torch.device) -> None:
+    logits_BNE, bias_E = draw_logits(20, device)
+    by_score = rule._replace(counts_by_score=True)
+    first = route_tokens(logits_BNE, bias_E, by_score)
+    other_E = torch.randn_like(bias_E)
+    kept_BNK = first.topk_ids_BNK.int()
+    again = route_tokens(logits_BNE, other_E, by_score, kept_ids_BNK=kept_BNK)
+    for got, expected_output in zip(again, first, strict=True):
+        assert torch.equal(got, expected_output)
+    kept_BNK[:, 5:] = -1  # these tokens choose
+    mixed, chosen = (route_tokens(logits_BNE, other_E, by_score, None, kept) for kept in (kept_BNK, None))
+    assert torch.equal(mixed.topk_ids_BNK[:, :5], first.topk_ids_BNK[:, :5])
+    assert torch.equal(mixed.topk_ids_BNK[:, 5:], chosen.topk_ids_BNK[:, 5:])
+    assert not torch.equal(mixed.topk_ids_BNK, chosen.topk_ids_BNK)
+
+
 def test_route_tokens_selects_lowest_expert_id_on_ties(device: torch.device) -> None:
     logits_BNE, bias_E = torch.zeros(1, 3, 12, device=device), torch.zeros(12, device=device)
     assert route_tokens(logits_BNE, bias_E, SIGMOID).topk_ids_BNK.tolist() == [[[0, 1, 2]] * 3]
@@ -171,6 +189,26 @@ def build_router(moe: MoEConfig, backend: Any, device: torch.device, is_forced: 
     if is_forced:
         router.force = ForcedBalance(moe, device)
     return router
+
+
+@pytest.mark.parametrize("is_forced", [False, True], ids=["free", "forced"])
+def test_router_layer_with_a_kept_choice_repeats_the_first_forward(is_forced: bool, device: torch.device) -> None:
+    router, runs = build_router(BY_SCORE, "triton", device, is_forced), []
+    x_BND, kept = torch.randn(2, 19, 16, device=device), nothing_chosen(2, 19, 12, 3, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(router, fullgraph=True, backend="aot_eager")
+    free = router.route
+    for run in (router, compiled, compiled):
+        router.route, router.weight.grad = KeptChoice(free, *kept), None
+        scores_TK, ids_TK = run(x_BND)
+        (scores_TK * (1 + ids_TK)).sum().backward()
+        runs.append((ids_TK, scores_TK, router.weight.grad))
+        router.expert_bias_E.normal_()
+    for again in runs[1:]:
+        torch.testing.assert_close(again, runs[0])
+    assert torch.equal(router.balance.tokens_per_expert_E, 3 * runs[0][0].flatten().bincount(minlength=12))
+    router.route = free
+    assert is_forced or not torch.equal(router(x_BND)[1], runs[0][0])
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])

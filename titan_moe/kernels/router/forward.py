@@ -90,10 +90,11 @@ def _is_topk(key_TE, index_E, K: tl.constexpr):
 
 @triton.jit
 def _route_kernel(
-    logits_ptr, bias_ptr, forced_ptr, topk_scores_ptr, ids_ptr, counts_ptr, aux_counts_ptr, shares_ptr, z_ptr,
+    logits_ptr, bias_ptr, forced_ptr, kept_ptr, topk_scores_ptr, ids_ptr, counts_ptr, aux_counts_ptr, shares_ptr, z_ptr,
     N, parts_per_sequence, route_scale,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, NUM_RANKED: tl.constexpr,
-    IS_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr, IS_FORCED: tl.constexpr, COUNTS_BY_SCORE: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, NORMALIZES: tl.constexpr, IS_FORCED: tl.constexpr, KEEPS: tl.constexpr,
+    COUNTS_BY_SCORE: tl.constexpr,
     PART: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0).to(tl.int64)
@@ -107,7 +108,7 @@ def _route_kernel(
         expert_E = column_E // BLOCK_S * (E // GROUPS) + column_E % BLOCK_S
         is_expert_E = (column_E % BLOCK_S < E // GROUPS) & (column_E // BLOCK_S < GROUPS)
     bias_E = tl.load(bias_ptr + expert_E, mask=is_expert_E, other=0.0)
-    selects_by_score = (GROUPS == 1) & (tl.max((bias_E != 0).to(tl.int32), axis=0) == 0)
+    selects_by_score = (GROUPS == 1 and not KEEPS) & (tl.max((bias_E != 0).to(tl.int32), axis=0) == 0)
     k_K = tl.arange(0, BLOCK_K)[None, :]
     counts_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.int32)
     aux_counts_E = tl.zeros((BLOCK_G * BLOCK_S,), dtype=tl.int32)
@@ -139,6 +140,10 @@ def _route_kernel(
                 id_T1 = best_T1
                 if GROUPS > 1:
                     id_T1 = best_T1 // BLOCK_S * (E // GROUPS) + best_T1 % BLOCK_S
+                if KEEPS:
+                    kept_T1 = tl.load(kept_ptr + row_T[:, None] * K + k, mask=is_token_T[:, None], other=-1)
+                    id_T1 = tl.where(kept_T1 >= 0, kept_T1, id_T1)
+                    is_kth_TE = (expert_E[None, :] == id_T1) & is_expert_E[None, :]
             counts_TE += is_kth_TE.to(tl.int32)
             ids_TK = tl.where(k_K == k, id_T1, ids_TK)
 
@@ -219,9 +224,13 @@ def fit_tile(num_experts: int, num_groups: int) -> Tile:
 
 
 def route_forward(
-    logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule, forced_ids_BNK: Tensor | None
+    logits_BNE: Tensor,
+    expert_bias_E: Tensor,
+    rule: RoutingRule,
+    forced_ids_BNK: Tensor | None,
+    kept_ids_BNK: Tensor | None,
 ) -> Routing:
-    """Route contiguous fp32 logits; forced ids are contiguous int64.
+    """Route contiguous fp32 logits; forced ids are contiguous int64, kept ids contiguous int32.
 
     `aux_counts_BE` is empty without `counts_by_score`.
     """
@@ -238,11 +247,11 @@ def route_forward(
     aux_counts_PE = torch.empty_like(counts_PE) if rule.counts_by_score else None
     z_P = logits_BNE.new_empty(num_parts)
     _route_kernel[(num_parts,)](
-        logits_BNE, expert_bias_E, forced_ids_BNK, routing.topk_scores_BNK, routing.topk_ids_BNK,
+        logits_BNE, expert_bias_E, forced_ids_BNK, kept_ids_BNK, routing.topk_scores_BNK, routing.topk_ids_BNK,
         counts_PE, aux_counts_PE, shares_PE, z_P, num_tokens, parts_per_sequence, rule.route_scale,
         E=num_experts, K=rule.top_k, GROUPS=rule.num_groups, TOP_GROUPS=rule.top_k_groups,
         NUM_RANKED=min(rule.num_ranked, num_experts // rule.num_groups), IS_SOFTMAX=rule.score_fn == "softmax",
-        NORMALIZES=rule.normalize_topk, IS_FORCED=forced_ids_BNK is not None,
+        NORMALIZES=rule.normalize_topk, IS_FORCED=forced_ids_BNK is not None, KEEPS=kept_ids_BNK is not None,
         COUNTS_BY_SCORE=rule.counts_by_score, PART=tokens_per_part, BLOCK_T=tile.tokens, BLOCK_G=tile.groups,
         BLOCK_S=tile.group_size, BLOCK_K=triton.next_power_of_2(rule.top_k), num_warps=1,
     )  # fmt: skip

@@ -11,12 +11,10 @@ eq. 18; Megatron Core's `compute_routing_scores_for_aux_loss`). `counts_by_score
 
 Ties: among equal scores `fused_router.py` takes the lowest expert id, torch's `topk` any. The last bit of a score may
 also differ between the two. So where a token's K-th and next scores are nearly equal, the two may select different
-experts. Training is correct either way: the kernel's selection depends on a token's logits alone, so recompute repeats
-it, and backward uses the experts that forward selected.
+experts. Training is correct either way: backward uses the experts that forward selected.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -62,12 +60,27 @@ class Routing(NamedTuple):
     """Squared logsumexp of a token's logits, summed over all tokens."""
 
 
-RouteTokens = Callable[[Tensor, Tensor, RoutingRule, Tensor | None], Routing]
-"""logits_BNE, expert_bias_E, rule, forced_ids_BNK (used in place of the top-k; None for top-k) -> Routing."""
+class RouteTokens(Protocol):
+    """How logits are routed."""
+
+    def __call__(
+        self,
+        logits_BNE: Tensor,
+        expert_bias_E: Tensor,
+        rule: RoutingRule,
+        forced_ids_BNK: Tensor | None = None,
+        kept_ids_BNK: Tensor | None = None,
+    ) -> Routing:
+        """Forced ids, int64, are taken in place of the top-k, and counted by the balancing loss. Kept ids, int32, are
+        an earlier top-k of the same tokens; -1 takes the top-k. With forced ids there are no kept ones."""
 
 
 def route_tokens_reference(
-    logits_BNE: Tensor, expert_bias_E: Tensor, rule: RoutingRule, forced_ids_BNK: Tensor | None = None
+    logits_BNE: Tensor,
+    expert_bias_E: Tensor,
+    rule: RoutingRule,
+    forced_ids_BNK: Tensor | None = None,
+    kept_ids_BNK: Tensor | None = None,
 ) -> Routing:
     """Route in torch operations, in the logits' dtype.
 
@@ -76,6 +89,8 @@ def route_tokens_reference(
     num_experts = logits_BNE.shape[-1]
     scores_BNE = logits_BNE.softmax(dim=-1) if rule.score_fn == "softmax" else logits_BNE.sigmoid()
     ids_BNK = choose_experts(scores_BNE.detach() + expert_bias_E, rule) if forced_ids_BNK is None else forced_ids_BNK
+    if kept_ids_BNK is not None:
+        ids_BNK = torch.where(kept_ids_BNK >= 0, kept_ids_BNK.long(), ids_BNK)
     topk_scores_BNK = scores_BNE.gather(-1, ids_BNK)
     if rule.normalize_topk:
         topk_scores_BNK = topk_scores_BNK / (topk_scores_BNK.sum(-1, keepdim=True) + 1e-20)
