@@ -1,14 +1,20 @@
 """Token files are read piece by piece; one that becomes shorter is named and does not end the process by SIGBUS."""
 
+import os
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.open_files import few_open_files
 
+from titan_moe.config import Recipe
 from titan_moe.data.corpus import Corpus
-from titan_moe.data.token_file import TokenFile
+from titan_moe.data.loader import Loader
+from titan_moe.data.token_file import OpenFiles, TokenFile
 
 TOKENS = np.arange(100_000) % 251
 
@@ -34,6 +40,40 @@ def test_token_file_that_becomes_shorter_is_named(tmp_path: Path) -> None:
         ValueError, match=r"data.path: .*tokens.bin has become shorter .* 100000 bytes instead of 200000"
     ):
         corpus.read(49_999, 50_001)
+
+
+def test_more_token_files_than_a_process_may_open(
+    tmp_path: Path, make_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader]
+) -> None:
+    ids = np.arange(1500 * 4, dtype="<u2").reshape(1500, 4)
+    for number, part in enumerate(ids):
+        part.tofile(tmp_path / f"{number:04}.bin")
+    data = {"source": "tokens", "path": str(tmp_path / "*.bin"), "tokenizer": "", "is_shuffled": False}
+    with few_open_files(60):
+        loader = open_loader(make_recipe(data=data, model={"vocab_size": 6000}))
+        first, second = loader.next_step(), loader.next_step()
+        for _ in range(40):
+            loader.next_step()
+        assert loader.fingerprint().startswith("6000 tokens")
+        assert len(os.listdir("/proc/self/fd")) <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 20
+    assert first.tokens_MBN.flatten().tolist() == list(range(128))
+    assert second.tokens_MBN.flatten().tolist() == list(range(128, 256))
+
+
+def test_files_are_opened_again_and_must_be_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_moe.data.token_file._MAX_OPEN_FILES", 1)
+    files, paths = OpenFiles(), [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_bytes(b"1234")
+    assert [files.read(path, 2, 1) for path in (*paths, *paths)] == [b"23"] * 4
+    (tmp_path / "new").write_bytes(b"123456")
+    (tmp_path / "new").rename(paths[0])
+    with pytest.raises(ValueError, match=r"data.path: .*/a has been replaced while the run reads it; restore"):
+        files.read(paths[0], 2, 1)
+    paths[0].unlink()
+    files.read(paths[1], 2, 1)
+    with pytest.raises(ValueError, match=r"data.path: .*/a cannot be opened while the run reads it: No such file"):
+        files.read(paths[0], 2, 1)
 
 
 SHORTENING = """
