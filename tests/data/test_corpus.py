@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from titan_moe.data.bad_rows import BadRowError
 from titan_moe.data.checked_file import CheckedWriter
 from titan_moe.data.corpus import Corpus, CorpusSamples, open_corpus, split_holdout, write_corpus
 
@@ -60,6 +61,14 @@ def test_holdout_of_all_documents_is_refused(corpus: Corpus) -> None:
         split_holdout(corpus, 0.95, seq_len_tokens=1)
 
 
+def test_holdout_of_one_document_cannot_be_lowered() -> None:
+    corpus = Corpus([np.arange(9)], np.array([9]), vocab_size=256)
+    with pytest.raises(ValueError, match="holds out 1 of 1 documents") as refused:
+        split_holdout(corpus, 0.1, seq_len_tokens=1)
+    assert "lower it" not in str(refused.value)
+    assert "add documents (a text file, a row," in str(refused.value) and "or set it to 0" in str(refused.value)
+
+
 def test_corpus_below_one_sequence_is_refused(corpus: Corpus) -> None:
     with pytest.raises(ValueError, match=r"18 training tokens.*train.seq_len_tokens \+ 1 = 19"):
         split_holdout(corpus, 0.0, seq_len_tokens=18)
@@ -76,8 +85,12 @@ def test_corpus_without_tokens_is_refused(tmp_path: Path) -> None:
 def test_corpus_id_outside_the_vocabulary_is_refused() -> None:
     corpus = Corpus([np.array([1, 2, 300], dtype="u2")], np.array([3]), vocab_size=256)
     assert corpus.read(0, 2).tokens.tolist() == [1, 2]
-    with pytest.raises(ValueError, match="token id 300.*below 256"):
+    with pytest.raises(BadRowError, match="the data has the token id 300 at token 2 .*below 256"):
         corpus.read(1, 3)
+    for id in (-1, 256):
+        part = np.array([0, 3, id], dtype="i4")
+        with pytest.raises(BadRowError, match=f"the data has the token id {id} at token 2 "):
+            Corpus([np.zeros(5, "i4"), part], np.array([8]), vocab_size=256).read(4, 8)
 
 
 class Command:

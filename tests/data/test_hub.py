@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.open_files import few_open_files
 
 from titan_moe.config import Recipe
 from titan_moe.data import hub
@@ -170,7 +171,7 @@ def test_datasets_unreadable_row_error_names_the_file(
     (tmp_path / "b.jsonl").write_text('{"text": "good"}\n{"text": \n')
     with pytest.raises(ValueError, match=r"data.files = '.*': the row after \d+ cannot be read: |cannot load this: "):
         open_loader(json_recipe(is_streamed=True, files=str(tmp_path / "b.jsonl"))).next_step()
-    with pytest.raises(ValueError, match=r"data.files = '.*/b.jsonl': `datasets` cannot load this: "):
+    with pytest.raises(ValueError, match=r"data.files = '.*/b.jsonl': .*/b.jsonl, line 2, is not JSON: "):
         open_loader(json_recipe(files=str(tmp_path / "b.jsonl")))
     (tmp_path / "b.jsonl").write_text("")
     for is_streamed in (False, True):
@@ -238,3 +239,61 @@ def test_datasets_bad_row_is_named_and_a_resume_may_skip_it(
     back = open_loader(json_recipe(is_streamed=True))
     back.load_state_dict(skipping.state_dict())
     assert _read_text(back, 1) == (2 * text)[len(seen) + 3 * 128 : len(seen) + 4 * 128]
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            b'{"text": "good"}\n' * 9 + '{"text": "caf\xe9"}\n'.encode("latin-1"),
+            "b.jsonl, line 10, is not UTF-8: .* e9",
+        ),
+        ('{"text": "good"}\n'.encode("utf-16"), "b.jsonl is text in UTF-16, not json in UTF-8; convert it: iconv"),
+        ('{"text": "good"}\n'.encode("utf-16-le"), "b.jsonl is not json in UTF-8: 17 of its first 34 bytes are 0"),
+        (b"\x7fELF\x02" + bytes(range(256)), r"b.jsonl is a program \(ELF\), not json in UTF-8; leave it out"),
+        (b"\x80\x81\x82" * 99, "b.jsonl, line 1, is not UTF-8: it has the bytes 80 at column 1; repair"),
+    ],
+)
+def test_datasets_of_other_bytes_than_text_name_file_and_line(
+    json_recipe: Callable[..., Recipe],
+    open_loader: Callable[..., Loader],
+    tmp_path: Path,
+    is_streamed: bool,
+    content: bytes,
+    words: str,
+) -> None:
+    (tmp_path / "b.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=words):
+        loader = open_loader(json_recipe(is_streamed=is_streamed, files=str(tmp_path / "b.jsonl")))
+        _read_text(loader, 2)
+
+
+def test_datasets_removed_file_of_a_stream_is_named(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    loader = open_loader(json_recipe(is_streamed=True))
+    loader.next_step()
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"data.files = .*: .*/b.jsonl is gone while the run reads it, after row 23;"):
+        _read_text(loader, 20)
+
+
+def test_datasets_path_of_a_file_says_where_it_belongs(
+    json_recipe: Callable[..., Recipe], open_loader: Callable[..., Loader], tmp_path: Path
+) -> None:
+    file = tmp_path / "x.parquet"
+    file.write_bytes(b"PAR1 a table PAR1")
+    with pytest.raises(ValueError, match=f"is a file, .*: set data.path = 'parquet' and data.files = '{file}'"):
+        open_loader(json_recipe(path=str(file), files=""))
+    file.write_text("no table")
+    with pytest.raises(ValueError, match="x.parquet is not a Parquet table; repair the file or leave it out"):
+        open_loader(json_recipe(path="parquet", files=str(file)))
+
+
+def test_datasets_fingerprint_of_many_files_keeps_few_open(tmp_path: Path, make_recipe: Callable[..., Recipe]) -> None:
+    for number in range(300):
+        (tmp_path / f"{number:03}.jsonl").write_text(f'{{"text": "{number}"}}')
+    data = make_recipe(data={"source": "datasets", "path": "json", "files": str(tmp_path / "*.jsonl")}).data
+    with few_open_files(60):
+        assert "bytes as" in hub.fingerprint(data)

@@ -123,7 +123,7 @@ class DataConfig:
     path: str = ""
     """For the source `text` a glob of files (`**` allowed; `python-stdlib` stands for the standard library sources of
     the running Python), for `datasets` a hub name, a local folder or a file type such as `json`, for `tokens` a glob of
-    binary files."""
+    binary files (indexes of Megatron among them are read as such)."""
     files: str = ""
     """Source `datasets`: glob of local data files, if `path` is a file type."""
     subset: str = ""
@@ -135,7 +135,8 @@ class DataConfig:
     is_streamed: bool = False
     """Source `datasets`: stream instead of downloading first."""
     token_dtype: Literal["uint16", "uint32"] = "uint16"
-    """Source `tokens`: dtype of the stored ids, little-endian."""
+    """Source `tokens`: dtype of the stored ids, little-endian, of files that do not say it themselves. These do: arrays
+    of NumPy (`.npy`), files of llm.c, and files of Megatron, whose index (`.idx`) also says where documents end."""
     tokenizer: str = "bytes"
     """`bytes` (UTF-8 bytes with byte 0 as end of a document, vocabulary 256), or the path of a folder with a Hugging
     Face `tokenizer.json`. Empty for the source `tokens` if it is unknown: each file is then one document. A truncation

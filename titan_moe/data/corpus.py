@@ -32,7 +32,10 @@ class Corpus:
         vocab_size: int,
         content_hash: str = "",
         bad_rows: BadRows | None = None,
+        has_indexes: bool = False,
     ) -> None:
+        """`has_indexes`: the tokens do not tell where documents end, so the fingerprint does."""
+        self._has_indexes = has_indexes
         self.document_ends = document_ends
         self._content_hash = content_hash
         self._bad_rows = BadRows() if bad_rows is None else bad_rows
@@ -51,23 +54,25 @@ class Corpus:
         Raises: BadRowError for one if they are not skipped.
         """
         tokens = np.concatenate([part.astype(np.int64) for part in self._slices(start, stop)])
-        if is_bad := bool(tokens.max() >= self._vocab_size):
-            self._bad_rows.found(start, self._describe_bad(tokens, start))
-            tokens[tokens >= self._vocab_size] = 0
+        is_outside = (tokens < 0) | (tokens >= self._vocab_size)
+        if is_bad := bool(is_outside.any()):
+            offset = int(np.argmax(is_outside))
+            self._bad_rows.found(start, self._describe_bad(int(tokens[offset]), start, offset))
+            tokens[is_outside] = 0
         first = np.searchsorted(self.document_ends, start, side="right")
         last = np.searchsorted(self.document_ends, stop - 1, side="right")
         boundaries = self.document_ends[first:last]
         document_ids = np.searchsorted(boundaries, np.arange(start, stop), side="right").astype(np.int32)
         return Sample(tokens, document_ids, is_bad)
 
-    def _describe_bad(self, tokens: np.ndarray, start: int) -> str:
-        """Name the file and the place of the first id outside the vocabulary."""
-        offset = int(np.argmax(tokens >= self._vocab_size))
-        part = int(np.searchsorted(self._part_ends, start + offset, side="right"))
-        place = start + offset - int(self._part_ends[part]) + len(self._parts[part])
-        file = getattr(self._parts[part], "path", "the data")
+    def _describe_bad(self, token: int, start: int, offset: int) -> str:
+        """Name the file and the place of an id outside the vocabulary, in the sequence from token `start` on."""
+        number = int(np.searchsorted(self._part_ends, start + offset, side="right"))
+        part = self._parts[number]
+        place = start + offset - int(self._part_ends[number]) + len(part)
+        file = getattr(part, "path", "the data")
         return (
-            f"data.path: {file} has the token id {tokens[offset]} at token {place:,} (in the sequence from token "
+            f"data.path: {file} has the token id {token} at token {place:,} (in the sequence from token "
             f"{place - offset:,} on), but data.tokenizer has only ids below {self._vocab_size}; repair the file, give "
             "the folder of the tokenizer that made it, or check data.token_dtype"
         )
@@ -84,7 +89,9 @@ class Corpus:
         for start in np.linspace(0, last, count, dtype=np.int64).tolist():
             for tokens in self._slices(start, min(start + _SAMPLE_TOKENS, self.num_tokens)):
                 sha256.update(tokens.tobytes())
-        return f"{self.num_tokens} tokens, sha256 of samples {sha256.hexdigest()}"
+        documents = hashlib.sha256(self.document_ends.data).hexdigest() if self._has_indexes else ""
+        end = f", sha256 of document ends {documents}" if documents else ""
+        return f"{self.num_tokens} tokens, sha256 of samples {sha256.hexdigest()}{end}"
 
     def _slices(self, start: int, stop: int) -> Iterable[np.ndarray]:
         number = int(np.searchsorted(self._part_ends, start, side="right"))
@@ -128,9 +135,15 @@ def split_holdout(corpus: Corpus, holdout_fraction: float, seq_len_tokens: int) 
         num_documents = len(corpus.document_ends)
         num_held_out = max(1, round(holdout_fraction * num_documents))
         if num_held_out >= num_documents:
+            way_out = "lower it, add documents, or set it to 0"
+            if num_documents == 1:
+                way_out = (
+                    "add documents (a text file, a row, or what ends with the id of data.tokenizer in token files), "
+                    "or set it to 0: no part of a document is held out"
+                )
             raise ValueError(
                 f"data.holdout_fraction = {holdout_fraction} holds out {num_held_out} of {num_documents} documents "
-                "and leaves none for training; lower it, add documents, or set it to 0"
+                f"and leaves none for training; {way_out}"
             )
         holdout_start = int(corpus.document_ends[-num_held_out - 1])
     training = CorpusSamples(corpus, 0, holdout_start, seq_len_tokens)

@@ -12,7 +12,16 @@ from titan_moe.data import json_lines
 from titan_moe.data.bad_rows import BadRowError, BadRows
 from titan_moe.data.cache import describe_files
 from titan_moe.data.corpus import Corpus
-from titan_moe.data.text import find_files
+from titan_moe.data.file_kinds import PARQUET, kind_of, read_head
+from titan_moe.data.text import find_files, first_line_not_utf8
+from titan_moe.data.token_file import OpenFiles, TokenFile
+
+_PATHS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+"""Ending of a file -> the `data.path` that reads it."""
+_TEXT_PATHS = ("json", "csv", "text")
+_TEXT_SUFFIXES = (".json", ".jsonl", ".csv", ".txt")
+_FEW_ZEROS = 8
+_SCAN_BYTES = 1 << 30
 
 
 def describe_dataset(data: DataConfig) -> list[object]:
@@ -27,18 +36,20 @@ def fingerprint(data: DataConfig) -> str:
     files = [file for file in _local_files(data) if file.is_file() and file.stat().st_size > 0]
     if not files:
         return f"{data.path}, {part}"
-    contents = [np.memmap(file, dtype=np.uint8, mode="r") for file in files]
+    open_files = OpenFiles()
+    contents = [TokenFile(file, np.dtype(np.uint8), open_files=open_files) for file in files]
     return f"{part}, bytes as {Corpus(contents, np.empty(0), 256).fingerprint()}"
 
 
 def read_documents(data: DataConfig, bad_rows: BadRows) -> Iterator[str]:
     """Yield the texts of a downloaded dataset in order."""
-    if data.bad_rows == "skip" and json_lines.files_of(data):
-        lines = json_lines.JsonLinesStream(data, bad_rows, 0, None)
-        yield from iter(lines.read, None)
+    if _is_read_by_line(data):
+        yield from iter(json_lines.JsonLinesStream(data, bad_rows, 0, None).read, None)
         return
-    for number, row in enumerate(_load(data), start=1):
-        if (text := _text(row, data, bad_rows, number)) is not None:
+    rows, num_read = iter(_load(data)), 0
+    while (row := _next_row(rows, num_read, data)) is not None:
+        num_read += 1
+        if (text := _text(row, data, bad_rows, num_read)) is not None:
             yield text
 
 
@@ -65,8 +76,8 @@ class DocumentStream:
     def read(self) -> str | None:
         """Return the next document, or None at the end of the pass.
 
-        Raises: BadRowError for a row without text, if they are not skipped; ValueError for a row that `datasets` cannot
-        read.
+        Raises: BadRowError for a row without text, if they are not skipped, and for one that `datasets` cannot read;
+        ValueError for a file that is gone.
         """
         while (row := self._next_row()) is not None:
             if (text := _text(row, self._data, self._bad_rows, self.num_read)) is not None:
@@ -74,15 +85,7 @@ class DocumentStream:
         return None
 
     def _next_row(self) -> dict[str, Any] | None:
-        try:
-            row = next(self._rows, None)
-        except ValueError as error:
-            reason, way_out = str(error), "repair the file or leave it out"
-            if found := json_lines.find_bad_line(self._data, self.num_read):
-                reason, way_out = found, 'repair it, leave the file out, or set data.bad_rows = "skip"'
-            raise BadRowError(
-                f"{_describe_origin(self._data)}: the row after {self.num_read} cannot be read: {reason}; {way_out}"
-            ) from error
+        row = _next_row(self._rows, self.num_read, self._data)
         self._loaded_place = None
         self.num_read += row is not None
         return row
@@ -100,8 +103,16 @@ def open_stream(
     data: DataConfig, bad_rows: BadRows, num_read: int, place: dict[str, Any] | None
 ) -> DocumentStream | json_lines.JsonLinesStream:
     """Open a pass over a streamed dataset at document `num_read`: line by line if bad JSON lines are to be skipped."""
-    is_by_line = data.bad_rows == "skip" and json_lines.files_of(data)
-    return (json_lines.JsonLinesStream if is_by_line else DocumentStream)(data, bad_rows, num_read, place)
+    stream = json_lines.JsonLinesStream if _is_read_by_line(data) else DocumentStream
+    return stream(data, bad_rows, num_read, place)
+
+
+def _is_read_by_line(data: DataConfig) -> bool:
+    """Whether bad rows can be left out as the files are read. Refuses files that are no text."""
+    if data.bad_rows == "refuse" or not json_lines.files_of(data):
+        return False
+    _refuse_other_kinds(data)
+    return True
 
 
 def _load(data: DataConfig) -> Any:
@@ -112,19 +123,86 @@ def _load(data: DataConfig) -> Any:
             "data.source = 'datasets' needs the package `datasets`: pip install datasets; "
             "or read local files with data.source = 'text'"
         ) from error
+    if not data.files and (file := Path(data.path)).is_file():
+        path = _PATHS.get(file.suffix, "text")
+        raise ValueError(
+            f"data.path = {data.path!r} is a file, and `datasets` takes the file type: set data.path = {path!r} and "
+            f"data.files = {data.path!r}"
+        )
     if data.path == "pandas":
         raise ValueError('data.path = "pandas" reads pickles, which can run code; give the data as parquet or json')
     files = [str(file) for file in find_files(data.files, "data.files")] if data.files else None
+    _refuse_other_kinds(data)
     try:
         return datasets.load_dataset(
             data.path, data.subset or None, data_files=files, split=data.split, streaming=data.is_streamed
         )
     except Exception as error:  # of many types; for some, only the cause contains the reason
         reason = error.__cause__ or error
-        found = json_lines.find_bad_line(data, 0) or f"{type(reason).__name__}: {reason}"
-        problem = f"`datasets` cannot load this: {found}"
+        if found := _find_cause(data, 0):
+            raise ValueError(f"{_describe_origin(data)}: {found}; {_way_out(data)}") from error
+        problem = f"`datasets` cannot load this: {type(reason).__name__}: {reason}"
         way_out = "give a name on the Hugging Face hub that can be reached, a folder, or a file type beside data.files"
         raise ValueError(f"{_describe_origin(data)}: {problem}; {way_out}") from error
+
+
+def _next_row(rows: Iterator[dict[str, Any]], num_read: int, data: DataConfig) -> dict[str, Any] | None:
+    """Return the next row, or None after the last one.
+
+    Raises: BadRowError for a row that `datasets` cannot read; ValueError for a file that is gone.
+    """
+    try:
+        return next(rows, None)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{_describe_origin(data)}: {error.filename or error} is gone while the run reads it, after row "
+            f"{num_read}; restore the file and start the run again"
+        ) from error
+    except ValueError as error:
+        reason = _find_cause(data, num_read) or str(error)
+        raise BadRowError(
+            f"{_describe_origin(data)}: the row after {num_read} cannot be read: {reason}; {_way_out(data)}"
+        ) from error
+
+
+def _way_out(data: DataConfig) -> str:
+    skip = ', or set data.bad_rows = "skip"' if json_lines.files_of(data) else ""
+    return f"repair the file or leave it out{skip}"
+
+
+def _refuse_other_kinds(data: DataConfig) -> None:
+    """Refuse local files of text that are none, before `datasets` reads rows from them.
+
+    Raises: ValueError naming the file.
+    """
+    for file in _local_files(data) if data.path in _TEXT_PATHS else []:
+        head = read_head(file)
+        kind = kind_of(head, is_text=True)
+        if kind is not None and not kind.is_compressed:
+            raise ValueError(f"data.files: {file} is {kind.name}, not {data.path} in UTF-8; {kind.way_out}")
+        if kind is None and (num_zeros := head.count(0)) > _FEW_ZEROS:
+            raise ValueError(
+                f"data.files: {file} is not {data.path} in UTF-8: {num_zeros} of its first {len(head)} bytes are 0, as "
+                "in UTF-16 or in a binary file; convert it (iconv -f UTF-16LE -t UTF-8), or leave it out"
+            )
+
+
+def _find_cause(data: DataConfig, num_read: int) -> str:
+    """Name the first local file, and the line in it, that explains why a dataset cannot be read after some rows; empty
+    if none does in the first GiB."""
+    scanned = 0
+    for file in filter(Path.is_file, _local_files(data)):
+        kind = kind_of(read_head(file), is_text=True)
+        if data.path == "parquet" and kind is not PARQUET:
+            return f"{file} is not a Parquet table"
+        if data.path in _TEXT_PATHS and kind is not None:
+            return f"{file} is {kind.name}, and has no name that says so; {kind.way_out}"
+        is_text = kind is None and (data.path in _TEXT_PATHS or file.suffix in _TEXT_SUFFIXES)
+        if is_text and scanned < _SCAN_BYTES:
+            if found := first_line_not_utf8(file):
+                return found
+            scanned += file.stat().st_size
+    return json_lines.find_bad_line(data, num_read)
 
 
 def _local_files(data: DataConfig) -> list[Path]:

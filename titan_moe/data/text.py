@@ -1,13 +1,24 @@
 """Documents from local text files, one document per file."""
 
 import glob
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from titan_moe.data.bad_rows import BadRowError
+from titan_moe.data.file_kinds import HEAD_BYTES, kind_of
+
 STANDARD_LIBRARY = "python-stdlib"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_FEW_BAD_BYTES = 8
+_MAX_BAD_SHARE = 1e-3
+"""More bad bytes than this are no accident: text in Latin-1 has more, of almost every language."""
+_WAY_OUT = "convert the text to UTF-8 (iconv -f LATIN1 -t UTF-8), or leave out what is not text"
 _EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+
+logger = logging.getLogger(__name__)
 
 
 def find_text_files(path: str) -> list[Path]:
@@ -52,6 +63,54 @@ def find_files(pattern: str, key: str, names: str = "*.txt") -> list[Path]:
 
 
 def read_documents(files: list[Path]) -> Iterator[str]:
-    """Yield the text of each file. Bytes that are not UTF-8 become the replacement character."""
+    """Yield the text of each file. Bytes that are not UTF-8 become the replacement character; the log counts them.
+
+    Raises: BadRowError for a file that is not text, or has too many such bytes; ValueError if all files together do.
+    """
+    num_bytes = num_bad = 0
+    bad_files = []
     for file in files:
-        yield file.read_bytes().decode("utf-8", errors="replace")
+        data = file.read_bytes()
+        if kind := kind_of(data[:HEAD_BYTES], is_text=True):
+            raise BadRowError(f"data.path: {file} is {kind.name}, not text in UTF-8; {kind.way_out}")
+        text = data.decode("utf-8", errors="replace")
+        bad = _count_bad_bytes(data, text)
+        num_bytes, num_bad = num_bytes + len(data), num_bad + bad
+        if bad:
+            bad_files.append(file)
+            if _is_no_text(bad, len(data)):
+                raise BadRowError(f"data.path: {_describe_bad(f'{file}:', bad, len(data))}; {_WAY_OUT}")
+        yield text
+    if bad_files:
+        where = f"{len(bad_files)} of {len(files)} files (the first is {bad_files[0]}):"
+        if _is_no_text(num_bad, num_bytes):
+            raise ValueError(f"data.path: {_describe_bad(where, num_bad, num_bytes)}; {_WAY_OUT}")
+        logger.warning("data.path: %s; they are replaced", _describe_bad(where, num_bad, num_bytes))
+
+
+def first_line_not_utf8(file: Path) -> str:
+    """Name the first line of a file that is not UTF-8, and the bytes; empty if there is none."""
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                found = line[error.start : error.end].hex(" ")
+                return f"{file}, line {number}, is not UTF-8: it has the bytes {found} at column {error.start + 1}"
+    return ""
+
+
+def _count_bad_bytes(data: bytes, text: str) -> int:
+    """Count the bytes that are not UTF-8, and those that are 0, which text does not have and UTF-16 has many of."""
+    num_replaced = text.count(_REPLACEMENT) - data.count(_REPLACEMENT.encode())
+    if num_replaced:
+        num_replaced = len(data) - (len(text.encode()) - num_replaced * len(_REPLACEMENT.encode()))
+    return num_replaced + data.count(0)
+
+
+def _is_no_text(num_bad: int, num_bytes: int) -> bool:
+    return num_bad > _FEW_BAD_BYTES and num_bad > _MAX_BAD_SHARE * num_bytes
+
+
+def _describe_bad(where: str, num_bad: int, num_bytes: int) -> str:
+    return f"{where} {num_bad:,} of {num_bytes:,} bytes ({num_bad / num_bytes:.2%}) are not text in UTF-8"

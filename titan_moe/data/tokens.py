@@ -9,12 +9,12 @@ from titan_moe.config.train import DataConfig
 from titan_moe.data.bad_rows import BadRows
 from titan_moe.data.cache import Cache, describe_files
 from titan_moe.data.corpus import Corpus, open_document_ends, write_document_ends
+from titan_moe.data.megatron_index import MegatronIndex
 from titan_moe.data.text import find_files
-from titan_moe.data.token_file import TokenFile
+from titan_moe.data.token_file import OpenFiles, TokenFile
+from titan_moe.data.token_layout import PROBE_TOKENS, TokenLayout, leave_out_indexes, read_layout
 from titan_moe.data.tokenizer import Tokenizer
 
-_PROBE_TOKENS = 4096
-_MIN_PROBE_TOKENS = 16
 _MOST_BAD_IDS = 0.5
 """A file with a larger share of ids outside the vocabulary is of another tokenizer: not skipped as bad rows."""
 _SCAN_TOKENS = 1 << 24
@@ -23,63 +23,62 @@ _SCAN_TOKENS = 1 << 24
 def open_token_files(data: DataConfig, tokenizer: Tokenizer, cache: Cache, bad_rows: BadRows | None = None) -> Corpus:
     """Open the files of `data.path` as one corpus, in sorted order.
 
-    A document ends after the tokenizer's end-of-document id and at the end of its file. The ends are needed only for
-    document attention and for a holdout; finding them reads every byte once, and the result is cached.
+    A document ends after the tokenizer's end-of-document id and at the end of its file, or where Megatron's index of
+    the file says. The ends are needed only for document attention and for a holdout; finding them reads every byte
+    once, or the index, and the result is cached.
 
     Raises: FileNotFoundError if no file matches; ValueError for files of another dtype or vocabulary.
     """
-    files = find_files(data.path, "data.path", "*.bin")
-    parts = [_open_file(file, data, tokenizer) for file in files]
+    files = leave_out_indexes(find_files(data.path, "data.path", "*.bin"))
+    layouts, open_files = [read_layout(file, data) for file in files], OpenFiles()
+    parts = [
+        TokenFile(file, layout.dtype, layout.offset_bytes, layout.num_tokens, open_files)
+        for file, layout in zip(files, layouts, strict=True)
+    ]
+    for part, layout in zip(parts, layouts, strict=True):
+        _check_vocabulary(part, layout, data, tokenizer)
     if not (data.document_attention or data.holdout_fraction > 0):
         return Corpus(parts, np.cumsum([len(part) for part in parts]), tokenizer.vocab_size, bad_rows=bad_rows)
-    key = [describe_files(files), data.token_dtype, tokenizer.end_of_document]
+    indexes = [layout.megatron_index.path for layout in layouts if layout.megatron_index]
+    where = [(layout.dtype.str, layout.offset_bytes) for layout in layouts]
+    key = [describe_files(files), where, describe_files(indexes), tokenizer.end_of_document]
 
     def build(folder: Path) -> None:
-        write_document_ends(folder, np.concatenate(list(_find_document_ends(parts, tokenizer.end_of_document))))
+        ends = _find_document_ends(parts, [layout.megatron_index for layout in layouts], tokenizer.end_of_document)
+        write_document_ends(folder, np.concatenate(list(ends)))
 
     document_ends = cache.get("tokens", key, build, open_document_ends)
-    return Corpus(parts, document_ends, tokenizer.vocab_size, bad_rows=bad_rows)
+    return Corpus(parts, document_ends, tokenizer.vocab_size, bad_rows=bad_rows, has_indexes=bool(indexes))
 
 
-def _open_file(file: Path, data: DataConfig, tokenizer: Tokenizer) -> TokenFile:
-    dtype = np.dtype(data.token_dtype).newbyteorder("<")
-    size_bytes = file.stat().st_size
-    if size_bytes == 0:
-        raise ValueError(f"data.path: {file} is empty; remove it, or leave it out of the glob")
-    if size_bytes % dtype.itemsize != 0:
-        raise ValueError(
-            f"data.path: {file} has {size_bytes} bytes, not a multiple of the {dtype.itemsize} bytes of an id of "
-            f"data.token_dtype = {data.token_dtype!r}; remove the file or correct data.token_dtype"
+def _check_vocabulary(tokens: TokenFile, layout: TokenLayout, data: DataConfig, tokenizer: Tokenizer) -> None:
+    """Check a file's first ids."""
+    probe, is_raw = tokens[:PROBE_TOKENS], not layout.is_described
+    share = float(((probe < 0) | (probe >= tokenizer.vocab_size)).mean())
+    if share <= (_MOST_BAD_IDS if data.bad_rows == "skip" else 0.0):
+        return
+    correct = ", or correct data.token_dtype" if is_raw else ""
+    rule = f"not below model.vocab_size = {tokenizer.vocab_size}; increase it{correct}"
+    if data.tokenizer:
+        correct = "correct data.token_dtype, " if is_raw else ""
+        rule = (
+            f"but data.tokenizer = {data.tokenizer!r} has only ids below {tokenizer.vocab_size}; {correct}give the "
+            "folder of the tokenizer that made the file, or set data.tokenizer to '' if it is unknown"
         )
-    tokens = TokenFile(file, dtype)
-    _check_dtype(tokens[:_PROBE_TOKENS], file, data, tokenizer)
-    return tokens
+    read_as = f"when read as data.token_dtype = {data.token_dtype!r}" if is_raw else f"of {layout.dtype}"
+    worst = probe.min() if probe.min() < 0 else probe.max()
+    raise ValueError(f"data.path: {tokens.path} contains the id {worst} {read_as}, {rule}")
 
 
-def _check_dtype(tokens: np.ndarray, file: Path, data: DataConfig, tokenizer: Tokenizer) -> None:
-    """Check a file's first ids. 32-bit ids read as 16-bit ones have zeros at every odd position."""
-    is_long_enough = len(tokens) >= _MIN_PROBE_TOKENS
-    if data.token_dtype == "uint16" and is_long_enough and tokens.any() and not tokens[1::2].any():
-        raise ValueError(
-            f"data.path: every second id of {file} is 0 when read as data.token_dtype = 'uint16', as in a file of "
-            "32-bit ids; set data.token_dtype to 'uint32'"
-        )
-    is_outside = tokens >= tokenizer.vocab_size
-    if is_outside.any() and (data.bad_rows == "refuse" or is_outside.mean() > _MOST_BAD_IDS):
-        rule = f"not below model.vocab_size = {tokenizer.vocab_size}; increase it, or correct data.token_dtype"
-        if data.tokenizer:
-            rule = (
-                f"but data.tokenizer = {data.tokenizer!r} has only ids below {tokenizer.vocab_size}; correct "
-                "data.token_dtype, give the folder of the tokenizer that made the file, or set data.tokenizer to '' if "
-                "it is unknown"
-            )
-        found = f"{file} contains the id {tokens.max()} when read as data.token_dtype = {data.token_dtype!r}"
-        raise ValueError(f"data.path: {found}, {rule}")
-
-
-def _find_document_ends(parts: list[TokenFile], end_of_document: int | None) -> Iterator[np.ndarray]:
+def _find_document_ends(
+    parts: list[TokenFile], indexes: list[MegatronIndex | None], end_of_document: int | None
+) -> Iterator[np.ndarray]:
     start = 0
-    for part in parts:
+    for part, index in zip(parts, indexes, strict=True):
+        if index is not None:
+            yield index.document_ends() + start
+            start += len(part)
+            continue
         for offset in range(0, len(part) if end_of_document is not None else 0, _SCAN_TOKENS):
             yield np.flatnonzero(part[offset : offset + _SCAN_TOKENS] == end_of_document) + (start + offset + 1)
         start += len(part)
