@@ -148,6 +148,7 @@ KEPT = {
     "data.is_streamed": "data sets larger than a disk",
     "data.token_dtype": "uint16 and uint32 files are both common",
     "data.tokenizer": "a model's own vocabulary",
+    "data.split_special_tokens": "off for text that is written with control tokens, such as chats",
     "data.document_attention": "documents of a packed sequence do not see each other",
     "data.is_shuffled": "off for data that comes in an order of its own",
     "data.holdout_fraction": "validation without a data set of its own",

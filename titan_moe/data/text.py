@@ -113,4 +113,4 @@ def _is_no_text(num_bad: int, num_bytes: int) -> bool:
 
 
 def _describe_bad(where: str, num_bad: int, num_bytes: int) -> str:
-    return f"{where} {num_bad:,} of {num_bytes:,} bytes ({num_bad / num_bytes:.2%}) are not text in UTF-8"
+    return f"{where} {num_bad:,} of {num_bytes:,} bytes ({100 * num_bad / num_bytes:.2g} %) are not text in UTF-8"
