@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_moe.config import Recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig, MoEConfig
 from titan_moe.config.parallel import ParallelConfig
-from titan_moe.config.perf import CompileConfig, PerfConfig
+from titan_moe.config.perf import CompileConfig, MemoryConfig, PerfConfig
 from titan_moe.config.train import RunConfig, TrainConfig
 from titan_moe.data.packing import Batch
 from titan_moe.train.build import Assembly, assemble
@@ -90,6 +90,16 @@ CASES: dict[str, dict[str, Any]] = {
     # more than 3072 tokens: the gradient of the embedding is another algorithm then
     "many tokens": {"train": replace(RECIPE.train, global_batch_sequences=32, micro_batch_sequences=16)},
     "gathered once": {"parallel": ParallelConfig(accumulate_unsharded=True)},
+    # routers keep their choices in tensors of the recording
+    "recomputed": {
+        "perf": PerfConfig(kernels="fused", attention="cudnn", loss_chunk_tokens=256),
+        "memory": MemoryConfig("block"),
+    },
+    "recomputed blocks": {
+        "parallel": ParallelConfig(dispatcher="allgather", expert_rank_capacity_factor=1.25),
+        "compile": CompileConfig(extent="block"),
+        "memory": MemoryConfig("block"),
+    },
 }
 
 

@@ -83,8 +83,8 @@ QWEN3 = RoutingRule("softmax", 8)
 DEEPSEEK_V3 = RoutingRule("sigmoid", 8, 8, 4, route_scale=2.5)
 
 
-def route(num_experts: int, rule: RoutingRule, forced_ids_BNK: Tensor | None = None) -> Routing:
-    return route_forward(single(2, S, num_experts), single(num_experts), rule, forced_ids_BNK)
+def route(num_experts: int, rule: RoutingRule, *ids: Tensor | None) -> Routing:
+    return route_forward(single(2, S, num_experts), single(num_experts), rule, *ids)
 
 
 def route_grad(num_experts: int, rule: RoutingRule, *balance: Tensor | None) -> Tensor:
@@ -414,6 +414,9 @@ MEMORY_BOUND: dict[str, Callable[[], object]] = {
     "slot_rows_with_base": lambda: slot_rows(half(S, D), index(R), index(E), base()),
     "route_qwen3": lambda: route(128, QWEN3),
     "route_forced": lambda: route(128, QWEN3, single(2, S, 8).long()),
+    "route_kept": lambda: route(128, QWEN3._replace(counts_by_score=True), None, single(2, S, 8).int()),
+    "route_kept_by_score": lambda: route(256, DEEPSEEK_V3._replace(counts_by_score=True), None, single(2, S, 8).int()),
+    "route_unbiased_by_score": lambda: route(128, QWEN3._replace(counts_by_score=True)),
     "route_deepseek_v3": lambda: route(256, DEEPSEEK_V3),
     "route_deepseek_v2": lambda: route(160, RoutingRule("softmax", 6, 8, 3, "max", False, 16.0)),
     "route_by_score": lambda: route(256, DEEPSEEK_V3._replace(counts_by_score=True)),

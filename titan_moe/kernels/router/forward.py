@@ -227,8 +227,8 @@ def route_forward(
     logits_BNE: Tensor,
     expert_bias_E: Tensor,
     rule: RoutingRule,
-    forced_ids_BNK: Tensor | None,
-    kept_ids_BNK: Tensor | None,
+    forced_ids_BNK: Tensor | None = None,
+    kept_ids_BNK: Tensor | None = None,
 ) -> Routing:
     """Route contiguous fp32 logits; forced ids are contiguous int64, kept ids contiguous int32.
 
