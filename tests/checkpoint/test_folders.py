@@ -27,6 +27,14 @@ def test_folders_without_metadata_are_incomplete(tmp_path):
     assert folders.complete_steps() == [20, 100]
 
 
+def test_folders_saved_since_the_last_update_are_counted_for_themselves(tmp_path):
+    folders = CheckpointFolders(tmp_path)
+    make(folders, 1, 2, 3, 4, 5, 6)
+    assert folders.keep_newest(2, last_update=3) == [1, 4]
+    assert folders.complete_steps() == [2, 3, 5, 6]
+    assert folders.keep_newest(2, last_update=6) == [2, 3], "an update has followed"
+
+
 def test_folders_interrupted_removal_leaves_no_checkpoint(tmp_path, monkeypatch):
     folders = CheckpointFolders(tmp_path)
     make(folders, 1, 2)

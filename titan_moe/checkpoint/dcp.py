@@ -74,6 +74,8 @@ class Checkpointer:
         self.folders = CheckpointFolders(self.run_folder / "checkpoints")
         self.data_change: tuple[str, str] | None = None
         """On rank 0, after the load of a checkpoint of other data: the fingerprint of that data, and of this run's."""
+        self.last_update: int | None = None
+        """The last step that has changed the weights, as of the newest save; None before the first one."""
         self.group = dist.new_group(backend="gloo")  # host objects are exchanged without device synchronisation
         self.is_main = dist.get_rank() == 0
         if self.is_main:
@@ -118,10 +120,15 @@ class Checkpointer:
             self._read(folder, lambda: self._load_weights(folder), way_out)
         return bool(self.config.load_from)
 
-    def save(self, step: int, is_last: bool = False) -> None:
+    def save(self, step: int, is_last: bool = False, num_skipped: int = 0) -> None:
         """Save the state after `step` optimizer steps. The last save of a run is synchronous. Waits for an earlier
-        asynchronous save first. Step 0 is not saved: a fresh start gives the same state."""
+        asynchronous save first. Step 0 is not saved: a fresh start gives the same state.
+
+        The last `num_skipped` steps have changed no weights. Checkpoints from before them are then kept, and what is
+        saved since then is counted for itself: up to `keep_latest` of each.
+        """
         self._finish_save()
+        self.last_update = step - num_skipped
         if step == 0 or run_on_rank_zero(lambda: self._is_saved(step), self.group):
             return
         self.manager.save(step, last_step=is_last)
@@ -155,8 +162,8 @@ class Checkpointer:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        if self.is_main and self.config.keep_latest > 0:
-            self.folders.keep_newest(self.config.keep_latest)
+        if self.is_main and self.config.keep_latest > 0 and self.last_update is not None:
+            self.folders.keep_newest(self.config.keep_latest, self.last_update)
 
     def _is_saved(self, step: int) -> bool:
         """Return whether a step has a complete checkpoint. Removes the remains of failed saves."""

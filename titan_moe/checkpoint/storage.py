@@ -44,7 +44,7 @@ from titan_moe.checkpoint.metadata import read_metadata
 from titan_moe.parameters import Chunk, local_chunks
 
 _LARGE_BYTES = 1 << 20
-NEWER_STATES = ("train_state.spikes", "train_state.clones")
+NEWER_STATES = ("train_state.spikes", "train_state.clones", "train_state.num_skipped_in_row")
 """States that checkpoints of earlier versions lack. They keep their start values."""
 
 

@@ -59,8 +59,9 @@ class TrainConfig:
     """Sequences per forward pass on one rank (B)."""
     max_skipped_in_row: int = 20
     """Stop the run with exit code 1 after this many skipped steps in a row, whose gradients were not finite; 0 never
-    stops it. The count is read at logged steps, before saves, and whenever the step is a multiple of this number. While
-    the last step was skipped, nothing is saved and no older checkpoint is removed."""
+    stops it. The count is read at logged steps, before saves, and whenever the step is a multiple of this number. The
+    step at which a run stops so is not saved. A save after fewer skipped steps has the weights of the last update, and
+    no checkpoint from before is removed for it."""
     spike_sigmas: float = 0.0
     """Skip the update of a step whose loss or gradient norm is this many standard deviations above the mean of the last
     128 steps; 0 skips none. OLMo-core's SkipStepOptimizer uses 6. The rule needs 64 earlier steps. If loss or norm
@@ -184,7 +185,9 @@ class CheckpointConfig:
     save_last_step: bool = True
     """Save after the last step. Benchmarks set it to false."""
     keep_latest: int = 2
-    """Number of newest checkpoints to keep, at least 2; 0 keeps all."""
+    """Number of newest checkpoints to keep, at least 2; 0 keeps all. Those saved since the last update, after skipped
+    steps whose gradients were not finite, are counted for themselves until an update follows: as many are kept beside
+    the others."""
     is_async: bool = False
     """Write to disk in the background, from a copy in host memory."""
     accept_changed_data: bool = False

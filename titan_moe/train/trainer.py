@@ -55,8 +55,7 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
 
     Raises: RecipeError if the recipe cannot run here: a rule broken on this number of ranks, missing data, a checkpoint
     that does not fit, a run folder in use; or, once the run is saved, if its data cannot be read on. SystemExit after
-    Ctrl-C, once the run is saved, and if the last step was skipped: the run is then not saved. After SIGTERM it
-    returns.
+    Ctrl-C, once the run is saved, and if it has diverged: its last step is then not saved. After SIGTERM it returns.
     """
     with process_group(recipe.run) as device, Watchdog(recipe.run) as watchdog:
         recipe = replace(recipe, run=replace(recipe.run, device=device.type))
@@ -72,12 +71,13 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
 
 
 class Progress:
-    """Steps and tokens of a run so far, its capacity factor, its window of spikes and whether replica slots are used;
-    saved in its checkpoints."""
+    """Steps and tokens of a run so far, the steps without an update since the last one with it, the capacity factor,
+    the window of spikes and whether replica slots are used; saved in its checkpoints."""
 
     def __init__(self) -> None:
         self.step = 0
         self.tokens_seen = 0
+        self.num_skipped_in_row = 0  # as far as read from the device
         self.capacity_factor = 0.0
         self.spikes = ""
         self.clones = ""
@@ -120,8 +120,6 @@ class Trainer:
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         self.progress = Progress()
         self.stop = StopSignal()
-        self.num_skipped_in_row = 0
-        """Steps without an update since the last one with it, as far as read from the device."""
         self.checkpointer = Checkpointer(
             recipe, self.run_folder, self.parts, optimizers, self.schedule, self.loader, self.progress
         )
@@ -143,7 +141,7 @@ class Trainer:
     @property
     def has_diverged(self) -> bool:
         """Whether so many steps were skipped in a row that the run stops."""
-        return 0 < self.recipe.train.max_skipped_in_row <= self.num_skipped_in_row
+        return 0 < self.recipe.train.max_skipped_in_row <= self.progress.num_skipped_in_row
 
     @property
     def _command(self) -> str:
@@ -169,15 +167,15 @@ class Trainer:
                 self.checkpointer.finish_save_after_failure()
                 raise
         self.checkpointer.close()
-        if self.num_skipped_in_row:
-            record_failure(self._describe_skipped())
+        if self.has_diverged and step < self.progress.step:
+            record_failure(self._describe_divergence())
             if self.is_main:
-                logger.error("%s", self._describe_skipped())
+                logger.error("%s", self._describe_divergence())
         elif self.is_finished and step < self.progress.step:
             self._log_end(step + 1, time.monotonic() - start)
         if stopped_by == SIGINT:
             return EXIT_BY_SIGNAL + stopped_by
-        return EXIT_FAILED if self.num_skipped_in_row else 0
+        return EXIT_FAILED if self.has_diverged else 0
 
     def _train_remaining_steps(self) -> int:
         if self.is_main:  # only now: a refused recipe leaves the one in the run folder as it was
@@ -187,6 +185,7 @@ class Trainer:
         self.runner.resume(self.progress.capacity_factor, self.progress.clones, self.progress.step)
         if (spikes := self.runner.step.spikes) is not None:
             spikes.load_state(self.progress.spikes)
+        self.runner.step.num_skipped_in_row.fill_(self.progress.num_skipped_in_row)
         self.data = ReadAhead(self.loader, self.recipe.train.steps - self.progress.step)
         with self.stop:
             self._run_steps()
@@ -205,7 +204,7 @@ class Trainer:
             name = Signals(self.stop.number).name
             logger.info("stopped by %s after step %d; to go on: %s", name, self.progress.step, self._command)
             return self.stop.number
-        if self.recipe.metrics.sample_tokens and self.num_skipped_in_row == 0:
+        if self.recipe.metrics.sample_tokens and self.progress.num_skipped_in_row == 0:
             self._write_sample()
         return 0
 
@@ -299,16 +298,22 @@ class Trainer:
 
     def _read_skipped(self) -> None:
         """Read the steps skipped in a row, which are equal on all ranks. Waits for the device."""
-        self.num_skipped_in_row = int(self.runner.step.num_skipped_in_row)
+        self.progress.num_skipped_in_row = int(self.runner.step.num_skipped_in_row)
 
     def _save(self, is_last: bool = False) -> None:
-        """Save, unless the last step was skipped: the run may have diverged, and a save removes older checkpoints."""
+        """Save, unless the run has diverged, and say if the weights are those of an earlier step."""
+        if self.has_diverged:
+            return
         if (spikes := self.runner.step.spikes) is not None:
             self.progress.spikes = spikes.state()
         if (control := self.runner.clone_control) is not None:
             self.progress.clones = control.state()
-        if self.num_skipped_in_row == 0:
-            self.checkpointer.save(self.progress.step, is_last=is_last)
+        step, num_skipped = self.progress.step, self.progress.num_skipped_in_row
+        self.checkpointer.save(step, is_last=is_last, num_skipped=num_skipped)
+        if num_skipped and self.is_main:
+            which = "its gradients" if num_skipped == 1 else f"the gradients of the last {num_skipped} steps"
+            weights = f"step {step} is saved with the weights of step {step - num_skipped}"
+            logger.warning("%s: %s were not finite; older checkpoints are kept", weights, which)
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.progress.step % every_steps == 0
@@ -337,15 +342,20 @@ class Trainer:
         else:
             logger.info("the model is not saved")
 
-    def _describe_skipped(self) -> str:
+    def _describe_divergence(self) -> str:
         """Why the run ended in skipped steps, and the ways out."""
-        steps = self.checkpointer.folders.complete_steps()
-        last = "the last step" if self.num_skipped_in_row == 1 else f"the last {self.num_skipped_in_row} steps"
+        steps, num_skipped = self.checkpointer.folders.complete_steps(), self.progress.num_skipped_in_row
+        last_update = self.progress.step - num_skipped
+        last = "the last step" if num_skipped == 1 else f"the last {num_skipped} steps"
         found = f"continues after step {steps[-1]}, its newest checkpoint" if steps else "starts again"
+        if steps and steps[-1] > last_update:
+            found += (
+                f", with the weights of step {last_update}; it continues from an older one if newer ones are removed"
+            )
         return (
             f"{self.run_folder} ended at step {self.progress.step}: the gradients of {last} were not finite, so "
-            "nothing was updated or saved; lower optim.lr, raise optim.warmup_steps, or take other weights with "
-            f"checkpoint.load_from in another run.folder ({self._command} {found})"
+            "nothing was updated, and this step is not saved; lower optim.lr, raise optim.warmup_steps, or take other "
+            f"weights with checkpoint.load_from in another run.folder ({self._command} {found})"
         )
 
     def _log_start(self) -> None:
