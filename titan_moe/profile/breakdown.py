@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from titan_moe.profile.attribution import OTHER
+from titan_moe.profile.replay import UNNAMED
 from titan_moe.profile.span import Span
 from titan_moe.profile.trace_parsing import Timeline
 
@@ -51,8 +52,8 @@ class Breakdown:
     def named_share(self) -> float:
         """The fraction of the work that is in regions."""
         work_ms = sum(part.total_ms for part in self.parts.values())
-        other_ms = self.parts[OTHER].total_ms if OTHER in self.parts else 0.0
-        return 1.0 - other_ms / work_ms if work_ms else 0.0
+        outside_ms = sum(self.parts[part].total_ms for part in (OTHER, UNNAMED) if part in self.parts)
+        return 1.0 - outside_ms / work_ms if work_ms else 0.0
 
 
 def break_down(timeline: Timeline, step_ms: float | None = None) -> Breakdown:

@@ -1,12 +1,16 @@
 """Attribute the kernels of a replayed CUDA graph to parts of the model.
 
-A graph is one launch, so its kernels have no host events of their own, and they run on other streams than those of the
-recording. They are the kernels of a launched step, in the same order. The k-th kernel of a name in a replay therefore
-has the part of the k-th kernel of that name in a launched step, which the trace must contain.
+A graph is one launch: its kernels have no host events of their own, and its streams are not those of the capture. They
+are the kernels of a launched step, almost in the same order. So a kernel is matched with one of a launched step that
+has its name, grid and block, and as many of these before it. Where the two steps do not have the same number of these,
+the name must do, and where this does not help either, a kernel of this name at about the same place in the step. A
+kernel without a match is not named.
 """
 
+import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from titan_moe.profile.span import Span
@@ -15,24 +19,83 @@ GRAPH_LAUNCHES = ("cudaGraphLaunch", "cuGraphLaunch")
 """Prefixes of the calls that launch a graph."""
 GRAPH_INSTANTIATIONS = ("cudaGraphInstantiate", "cuGraphInstantiate")
 """Prefixes of the calls that end a recording."""
+COPIES = ("memset", "memcpy")
+"""What a launched step does by the copy engine, and a graph by kernels of other names."""
+UNNAMED = "not named"
+"""The part of kernels of a graph that have no match."""
+REACH = 50
+"""How many kernels further on or back one of the same name is about at the same place."""
+
+Places = dict[Hashable, list[int]]
+"""Key of spans -> their indices, in order."""
 
 
-def attribute_replays(replays: Iterable[list[Span]], launched: Iterable[Span]) -> Iterator[Span]:
-    """Copy part, phase and kind from the spans of a launched step. Spans without a counterpart stay unchanged."""
-    launched_by_name: dict[str, list[Span]] = defaultdict(list)
-    for span in sorted(launched, key=lambda span: span.start_us):
-        launched_by_name[span.name].append(span)
-    for replay in replays:
-        yield from _attribute(replay, launched_by_name)
+def name_parts(step: Sequence[Span], launched: Sequence[Span]) -> list[Span]:
+    """Give the spans of a step that are not named yet part, phase and kind of their matches in a launched step.
+
+    Both hold everything that the device did in one step.
+    """
+    spans = sorted(step, key=lambda span: span.start_us)
+    sources = sorted(launched, key=lambda span: span.start_us)
+    matches: dict[int, int] = {}
+    for key in (_kernel, _name):
+        matches |= _match_by_order(*_left(spans, sources, matches, key))
+    matches |= _match_by_place(*_left(spans, sources, matches, _name), sorted(matches.items()))
+    return [
+        _like(span, sources[matches[index]]) if index in matches and span.part == UNNAMED else span
+        for index, span in enumerate(spans)
+    ]
 
 
-def _attribute(replay: list[Span], launched_by_name: dict[str, list[Span]]) -> Iterator[Span]:
-    counts: dict[str, int] = defaultdict(int)
-    for span in sorted(replay, key=lambda span: span.start_us):
-        index, counts[span.name] = counts[span.name], counts[span.name] + 1
-        alike = launched_by_name.get(span.name, ())
-        if index < len(alike):
-            named = alike[index]
-            yield replace(span, part=named.part, is_backward=named.is_backward, is_communication=named.is_communication)
-        else:
-            yield span
+def _like(span: Span, source: Span) -> Span:
+    return replace(span, part=source.part, is_backward=source.is_backward, is_communication=source.is_communication)
+
+
+def _kernel(span: Span) -> Hashable:
+    return span.name, span.shape
+
+
+def _name(span: Span) -> Hashable:
+    return next((copy for copy in COPIES if span.name.lower().startswith(copy)), span.name)
+
+
+def _left(
+    spans: Sequence[Span], sources: Sequence[Span], matches: dict[int, int], key: Callable[[Span], Hashable]
+) -> tuple[Places, Places]:
+    """The places of the spans and of the sources that have no match yet."""
+    places: tuple[Places, Places] = defaultdict(list), defaultdict(list)
+    for found, of, matched in zip(places, (spans, sources), (matches, set(matches.values())), strict=True):
+        for index, span in enumerate(of):
+            if index not in matched:
+                found[key(span)].append(index)
+    return places
+
+
+def _match_by_order(places: Places, of_sources: Places) -> Iterator[tuple[int, int]]:
+    """Match the spans of every key that occurs equally often."""
+    for key, indices in places.items():
+        sources = of_sources.get(key, [])
+        if len(indices) == len(sources):
+            yield from zip(indices, sources, strict=True)
+
+
+def _match_by_place(places: Places, of_sources: Places, matches: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Match the spans of every key: with one between the matches of their neighbours, else with the nearest."""
+    matched = [index for index, _ in matches]
+    for key, indices in places.items():
+        sources, left = of_sources.get(key, [])[:], []
+        for index in indices:
+            after = bisect_right(matched, index)
+            low = matches[after - 1][1] if after > 0 else -1
+            high = matches[after][1] if after < len(matches) else math.inf
+            source = bisect_right(sources, low)
+            if source < len(sources) and sources[source] < high:
+                yield index, sources.pop(source)
+            else:
+                left.append((index, low + index - (matched[after - 1] if after > 0 else -1)))
+        for index, place in left:
+            near = [source for source in sources if abs(source - place) <= REACH]
+            if near:
+                nearest = min(near, key=lambda source: abs(source - place))
+                sources.remove(nearest)
+                yield index, nearest

@@ -16,6 +16,7 @@ from titan_moe.profile.chart import PALETTE, area_curve, stacked_bar
 from titan_moe.profile.compile_trace import CompileReport
 from titan_moe.profile.quantisation import QUANTISATION
 from titan_moe.profile.region import MESSAGES
+from titan_moe.profile.replay import UNNAMED
 from titan_moe.profile.table import table
 from titan_moe.profile.trace_parsing import Timeline
 
@@ -37,6 +38,7 @@ TITLES = {
     "clip": "gradient norm and clipping",
     "optimizer": "optimizer",
     OTHER: "other: sums over ranks, RoPE tables",
+    UNNAMED: "not named: kernels of the CUDA graph alone",
 }
 """Part -> title, in the order of a step. The title of a user's region is its name."""
 COLOURS = dict(zip(TITLES, PALETTE, strict=True))

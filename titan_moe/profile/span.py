@@ -17,6 +17,8 @@ class Span:
     """Whether an operation continues here after a nested operation."""
     launched_us: float | None = None
     """When the host had launched it; None on a CPU, or if the trace does not contain the launch."""
+    shape: tuple[int, ...] = ()
+    """The grid and the block of a kernel; empty for a copy and on a CPU."""
 
     @property
     def duration_us(self) -> float:

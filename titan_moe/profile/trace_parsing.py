@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from titan_moe.profile.attribution import OTHER, HostEvent, attribute
 from titan_moe.profile.quantisation import QUANTISATION, is_quantisation
 from titan_moe.profile.region import ACTION_PREFIX, MESSAGES, PREFIX
-from titan_moe.profile.replay import GRAPH_INSTANTIATIONS, GRAPH_LAUNCHES, attribute_replays
+from titan_moe.profile.replay import GRAPH_INSTANTIATIONS, GRAPH_LAUNCHES, UNNAMED, name_parts
 from titan_moe.profile.span import Span
 from titan_moe.profile.trace_events import TraceFile
 
@@ -68,6 +68,7 @@ class DeviceEvent(NamedTuple):
     correlation: int | None
     start_us: float
     stop_us: float
+    shape: tuple[int, ...]
 
 
 @dataclass
@@ -89,8 +90,9 @@ class Events:
         elif category in HOST_CATEGORIES:
             self.host.append(_host_event(event))
         elif category in DEVICE_CATEGORIES:
-            correlation = event.get("args", {}).get("correlation")
-            self.device.append(DeviceEvent(intern(name), correlation, event["ts"], event["ts"] + event.get("dur", 0.0)))
+            args, stop_us = event.get("args", {}), event["ts"] + event.get("dur", 0.0)
+            shape = (*args.get("grid", ()), *args.get("block", ()))
+            self.device.append(DeviceEvent(intern(name), args.get("correlation"), event["ts"], stop_us, shape))
 
 
 def read_trace(path: Path) -> Timeline:
@@ -127,8 +129,11 @@ def _read(events: Events, unix_offset_us: float | None) -> Timeline:
     device, host = events.device, list(attribute(events.host))
     replayed, launched = _replayed_and_launched(all_steps, events.host)
     steps = replayed or launched or all_steps
-    spans = _device_spans(device, host, launched[-1:]) if device else _host_spans(host)
+    spans = _device_spans(device, host) if device else _host_spans(host)
     named_by = [span for step in launched[-1:] if replayed for span in _launched_in(step, spans)]
+    for step in replayed:
+        inside, outside = _split_by_launch(step, spans)
+        spans = [*outside, *name_parts(inside, named_by)]
     start_us = min(step.start_us for step in steps)
     stop_us = max(step.stop_us for step in steps)
     if device:
@@ -137,11 +142,11 @@ def _read(events: Events, unix_offset_us: float | None) -> Timeline:
         spans = [span for span in spans if span.launched_us is None or span.launched_us <= stop_us]
         start_us = max([start_us, *(span.stop_us for span in earlier)])
         stop_us = max([stop_us, *(span.stop_us for span in spans)])
-    inside = [span for span in spans if span.stop_us > start_us and span.start_us < stop_us]
-    inside.sort(key=lambda span: span.start_us)
+    measured = [span for span in spans if span.stop_us > start_us and span.start_us < stop_us]
+    measured.sort(key=lambda span: span.start_us)
     pipeline = [event for event, _ in host if event.category == "user_annotation" and event.name.startswith(PIPELINE)]
     memory = _memory(events.memory)
-    return Timeline(inside, start_us, stop_us, len(steps), bool(device), memory, unix_offset_us, pipeline, named_by)
+    return Timeline(measured, start_us, stop_us, len(steps), bool(device), memory, unix_offset_us, pipeline, named_by)
 
 
 def _host_event(event: dict[str, Any]) -> HostEvent:
@@ -170,32 +175,28 @@ def _is_graph_launch(event: HostEvent) -> bool:
     return event.category in LAUNCH_CATEGORIES and event.name.startswith(GRAPH_LAUNCHES)
 
 
-def _device_spans(
-    device: list[DeviceEvent], host: Iterable[tuple[HostEvent, HostEvent | None]], named_by: list[HostEvent]
-) -> list[Span]:
-    """The spans of kernels. Those of replays have the parts of the kernels that the step `named_by` launched."""
+def _device_spans(device: list[DeviceEvent], host: Iterable[tuple[HostEvent, HostEvent | None]]) -> list[Span]:
+    """The spans of kernels. Those of a CUDA graph have no part yet."""
     launches = {
         event.args["correlation"]: event
         for event, _ in host
         if event.category in LAUNCH_CATEGORIES and "correlation" in event.args
     }
-    launched: list[Span] = []
-    replays: dict[int, list[Span]] = defaultdict(list)
-    for event in device:
-        launch = launches.get(event.correlation)
-        span = _device_span(event, launch)
-        if launch is not None and _is_graph_launch(launch):
-            replays[launch.args["correlation"]].append(span)
-        else:
-            launched.append(span)
-    named = [span for step in named_by for span in _launched_in(step, launched)]
-    return [*launched, *attribute_replays(replays.values(), named)]
+    return [_device_span(event, launches.get(event.correlation)) for event in device]
 
 
-def _launched_in(step: HostEvent, spans: Iterable[Span]) -> Iterator[Span]:
+def _launched_in(step: HostEvent, spans: Iterable[Span]) -> list[Span]:
+    return _split_by_launch(step, spans)[0]
+
+
+def _split_by_launch(step: HostEvent, spans: Iterable[Span]) -> tuple[list[Span], list[Span]]:
+    """The spans that a step has launched, and the others."""
+    inside: list[Span] = []
+    outside: list[Span] = []
     for span in spans:
-        if span.launched_us is not None and step.start_us <= span.launched_us <= step.stop_us:
-            yield span
+        is_inside = span.launched_us is not None and step.start_us <= span.launched_us <= step.stop_us
+        (inside if is_inside else outside).append(span)
+    return inside, outside
 
 
 def _split_at_launch(spans: list[Span], start_us: float) -> tuple[list[Span], list[Span]]:
@@ -211,14 +212,20 @@ def _split_at_launch(spans: list[Span], start_us: float) -> tuple[list[Span], li
 
 def _device_span(event: DeviceEvent, launch: HostEvent | None) -> Span:
     is_communication = any(word in event.name.lower() for word in COMMUNICATION_KERNELS)
+    part = launch.part if launch else OTHER
+    if launch is not None and _is_graph_launch(launch):
+        part = UNNAMED
+    elif is_quantisation(event.name):
+        part = QUANTISATION
     return Span(
         name=event.name,
-        part=QUANTISATION if is_quantisation(event.name) else launch.part if launch else OTHER,
+        part=part,
         is_backward=launch is not None and launch.is_backward,
         is_communication=is_communication or (launch is not None and launch.is_communication),
         start_us=event.start_us,
         stop_us=event.stop_us,
         launched_us=launch.stop_us if launch else None,
+        shape=event.shape,
     )
 
 
