@@ -18,6 +18,7 @@ from titan_moe.config.parallel import smallest_world
 from titan_moe.config.parse import nearest_key, split_overrides
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
+from titan_moe.train.end_process import end_soon
 from titan_moe.train.failure import EXIT_BAD_RECIPE, EXIT_FAILED, first_rank_has_refused, plain_words, record_failure
 from titan_moe.train.parent_death import die_with_parent
 
@@ -42,8 +43,24 @@ several nodes, on each of them:             torchrun --nnodes 2 --nproc-per-node
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 2 for an invalid recipe, as for an invalid command line."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    """Run one command and return the exit code: 2 for an invalid recipe, as for an invalid command line.
+
+    Without `argv` this process is the command, and ends after it, whatever threads a model of one's own has started.
+    """
+    if argv is not None:
+        return _command(argv)
+    exit_code: object = EXIT_FAILED  # of an error with a traceback
+    try:
+        exit_code = _command(sys.argv[1:])
+        return exit_code
+    except SystemExit as ended:
+        exit_code = ended.code or 0
+        raise
+    finally:
+        end_soon(exit_code if isinstance(exit_code, int) else EXIT_FAILED)
+
+
+def _command(argv: Sequence[str]) -> int:
     overrides, others = split_overrides(argv)
     parser = _parser()
     args, unknown = parser.parse_known_args(others)
@@ -209,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verb(verbs, "trace", purpose, "the recipe; the report is written into RUN/trace", launched)
     purpose = 'time kernels and low-precision formats on this GPU at a recipe\'s shapes, for perf.kernels = "auto"'
     tune = _add_verb(verbs, "tune", purpose, "the recipe", planned, "[--out FILE] ")
-    tune.add_argument("--out", type=Path, metavar="FILE", help="table to write; default: your own table for this GPU")
+    tune.add_argument("--out", type=_path, metavar="FILE", help="table to write; default: your own table for this GPU")
     purpose = "check a recipe and show its shape and cost, without importing torch"
     options = "[--nproc-per-node N] [--gpu NAME] [--explain KEY] "
     check = _add_verb(verbs, "check", purpose, "the recipe", planned, options, nargs="?")
@@ -257,6 +274,11 @@ def _gpu(text: str) -> str:
         known = ", ".join("-".join(gpu.words).upper() for gpu in KNOWN_DEVICES)
         raise argparse.ArgumentTypeError(f"{text} is not a known GPU; known are {known}")
     return text
+
+
+def _path(text: str) -> Path:
+    """A path in which `~` is the home folder: in `--out=~/file` no shell expands it."""
+    return Path(text).expanduser()
 
 
 def _ranks(text: str) -> int:

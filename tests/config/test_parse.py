@@ -271,3 +271,19 @@ def test_parse_refuses_what_is_no_list_of_strings(tmp_path: Path, value: str) ->
     file = write(tmp_path, "r.toml", f"[precision]\nmodules_in_compute = {value}")
     (problem,) = problems_of(file)
     assert f"precision.modules_in_compute = {value} must be a list of strings" in problem
+
+
+@pytest.mark.parametrize(
+    "key", ["run.folder", "data.path", "data.files", "data.tokenizer", "data.cache_folder", "checkpoint.load_from"]
+)
+def test_parse_home_folder_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """A shell expands `~` at the start of a word only, so neither in --run.folder=~/run nor in a file."""
+    monkeypatch.setenv("HOME", "/home/me")
+    section, name = key.split(".")
+    (tmp_path / "base.toml").write_text(f'[{section}]\n{name} = "~/a/*"\n')
+    for recipe in (load_recipe(tmp_path / "base.toml"), load_recipe(tmp_path / "base.toml", [f"--{key}=~/a/*"])):
+        assert getattr(getattr(recipe, section), name) == "/home/me/a/*"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "child.toml").write_text('base = "~/base.toml"\n')
+    assert getattr(getattr(load_recipe(tmp_path / "child.toml"), section), name) == f"{tmp_path}/a/*"
+    assert load_recipe(tmp_path / "base.toml", ["--model.name=~/a"]).model.name == "~/a", "no path"

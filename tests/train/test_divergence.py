@@ -82,12 +82,15 @@ def test_a_last_step_that_is_skipped_is_saved(tiny, nan_at, is_async: bool, capl
     assert len(kept) > 20 and all(torch.equal(before[name], after[name]) for name in kept)
 
 
-def test_a_run_stopped_at_a_skipped_step_is_saved_and_goes_on(tiny, nan_at, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_stopped_at_a_skipped_step_is_saved_and_goes_on(
+    tiny, nan_at, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     log = Meter.log
 
     def log_and_signal(self, step: int, **values):
         if step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         return log(self, step, **values)
 
     nan_at([6])

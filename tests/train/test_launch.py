@@ -2,9 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
+
+from titan_moe.train import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.launches]
 
@@ -98,6 +102,23 @@ def test_launch_kills_a_rank_that_is_stopped_after_the_run(tiny, tmp_path) -> No
     assert process.returncode == 128 + 9
     assert "titan-moe: 1 of 2 ranks have not ended 12 seconds after another; killed" in stderr
     assert (tmp_path / "0").read_text() != (tmp_path / "1").read_text()
+
+
+def test_launch_passes_the_warning_of_slurm_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of SIGUSR1 ends the launcher, and with it the ranks, unsaved."""
+    before, codes = signal.getsignal(signal.SIGUSR1), []
+
+    def torchrun(argv: list[str]) -> None:
+        saving = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+        with subprocess.Popen([sys.executable, "-c", f"import signal, sys; {saving}"], stdout=subprocess.PIPE) as rank:
+            monkeypatch.setattr(launch, "_pids_of_ranks", lambda: [rank.pid])
+            rank.stdout.readline()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            codes.append(rank.wait(30))
+
+    monkeypatch.setattr(launch, "torchrun", torchrun)
+    assert launch.launch(1, []) == 0 and codes == [7]
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def children_of(pid: int) -> list[int]:

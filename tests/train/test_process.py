@@ -75,22 +75,23 @@ def test_process_group_sets_the_timeouts_of_all_groups(monkeypatch: pytest.Monke
     assert dist.distributed_c10d.default_pg_timeout == timedelta(minutes=30)
 
 
-def stop_step() -> int:
+def stop_step(number: int) -> int:
     """Poll in every step. Only rank 1 receives the signal, in its third step."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with StopSignal() as stop:
         step = 0
         while not stop.poll() and step < 50:
             step += 1
             if step == 3 and dist.get_rank() == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             time.sleep(0.01 * dist.get_rank())
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before and stop.number == number
     return step
 
 
-def test_stop_signal_stops_ranks_after_the_same_step(ranks) -> None:
-    assert ranks(2, stop_step) == [4, 4]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_stop_signal_stops_ranks_after_the_same_step(ranks, number: int) -> None:
+    assert ranks(2, stop_step, number) == [4, 4]
 
 
 def test_stop_signal_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import re
+import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -335,3 +336,5 @@ def test_the_command_that_goes_on_names_the_ranks_of_one_node(
     run = trainer.Trainer.__new__(trainer.Trainer)
     run.run_folder = Path("runs/one")
     assert run._command == f"titan-moe train runs/one/recipe.toml{option}"
+    run.run_folder = Path("my runs/it's")
+    assert shlex.split(run._command)[2] == "my runs/it's/recipe.toml"

@@ -5,6 +5,7 @@ replace both. All problems are reported together, each with the file or command 
 """
 
 import difflib
+import os
 import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
@@ -17,6 +18,15 @@ from titan_moe.config.schema import Key, all_keys, in_toml, keys_of, type_in_wor
 
 COMMAND_LINE = "command line"
 BOOLEANS = {"true": True, "false": False}
+PATHS = {
+    "run.folder",
+    "data.path",
+    "data.files",
+    "data.tokenizer",
+    "data.cache_folder",
+    "checkpoint.load_from",
+}
+"""Fields with a path or a glob, in which `~` is the home folder: no shell expands it in `--run.folder=~/run`."""
 BESIDE_A_RUNS_RECIPE = "environment.json"
 """A `recipe.toml` beside a file of this name is the resolved recipe of a run."""
 
@@ -121,7 +131,7 @@ def _read_with_bases(path: Path, children: tuple[Path, ...], problems: list[str]
     base = table.pop("base", None)
     settings = _flatten(table, str(path))
     if isinstance(base, str):
-        return _read_with_bases(path.parent / base, (*children, path), problems) | settings
+        return _read_with_bases(path.parent / os.path.expanduser(base), (*children, path), problems) | settings
     if base is not None:
         problems.append(f"{path}: base = {in_toml(base)} must be a string, the path of a recipe relative to this file")
     return settings
@@ -223,6 +233,8 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
 
 def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
     value = _from_text(key.plain_type, setting.value) if setting.is_text else setting.value
+    if key.dotted in PATHS and type(value) is str:
+        value = os.path.expanduser(value)
     if key.is_list and type(value) is list and all(type(entry) is str for entry in value):
         return tuple(value)
     if key.plain_type is float and type(value) is int:

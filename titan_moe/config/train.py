@@ -181,7 +181,10 @@ class CheckpointConfig:
     """Saving and resuming."""
 
     every_steps: int = 0
-    """Steps between saves; 0 saves only at SIGTERM, SIGHUP, Ctrl-C and, with `save_last_step`, the end of the run."""
+    """Steps between saves; 0 saves only at SIGTERM, SIGHUP, SIGUSR1, Ctrl-C and, with `save_last_step`, the end of the
+    run, and a run of more than an hour warns of it. After a signal the run stops, and goes on when it is started again.
+    SLURM sends SIGUSR1 two minutes ahead with `--signal=USR1@120`; the torchrun of several nodes passes it on with
+    `--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1` (torch 2.13)."""
     save_last_step: bool = True
     """Save after the last step. Benchmarks set it to false."""
     keep_latest: int = 2

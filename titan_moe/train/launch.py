@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
+from types import FrameType
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -35,8 +36,8 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
     For a failed rank or a signal, torchrun prints a traceback of its own and exits with 1. Here the ranks' own messages
     and exit code remain, and the last line has the words of the first failure: other ranks fail because of it, and
     print more. After SIGTERM or SIGHUP the ranks save, for which torchrun waits 30 seconds;
-    TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.13) sets another limit. A rank that has not ended `limit_s` seconds after
-    another one has is killed; 0 sets no limit.
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT (torch 2.13) sets another limit. SIGUSR1 is passed on, and the ranks save without
+    that limit. A rank that has not ended `limit_s` seconds after another one has is killed; 0 sets no limit.
     """
     sys.stdout.flush()
     # divide the cores between ranks: torchrun would set one thread per rank, with a long warning
@@ -45,6 +46,9 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
     for name in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(logging.CRITICAL)
     have_ended = Event()
+    previous = signal.getsignal(signal.SIGUSR1)
+    if previous != signal.SIG_IGN:
+        signal.signal(signal.SIGUSR1, _pass_on)
     with tempfile.TemporaryDirectory(prefix="titan_moe-") as logs:
         watcher = Thread(target=_kill_stragglers, args=(num_ranks, limit_s, Path(logs), have_ended), daemon=True)
         if limit_s:
@@ -57,6 +61,7 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
         except SignalException as stopped:
             return EXIT_BY_SIGNAL + stopped.sigval
         finally:
+            signal.signal(signal.SIGUSR1, previous)
             have_ended.set()
             del os.environ[LAUNCHER_PID]
             if limit_s:  # it must not be at work in a folder, or on standard error, that are going away
@@ -67,11 +72,9 @@ def launch(num_ranks: int, argv: Sequence[str], limit_s: float = 0.0) -> int:
 def _kill_stragglers(num_ranks: int, limit_s: float, logs: Path, have_ended: Event) -> None:
     """Kill the ranks that are left when others have ended long ago: stopped ones, after their last step. After a
     failure torchrun ends them."""
-    main_thread = os.getpid()
-    children = Path(f"/proc/{main_thread}/task/{main_thread}/children")  # torchrun starts its ranks from this thread
     have_started, last_full = False, time.monotonic()
-    while not have_ended.wait(STRAGGLERS_S) and children.exists() and not recorded_failures(logs):  # Linux
-        ranks = [int(pid) for pid in children.read_text().split()]
+    while not have_ended.wait(STRAGGLERS_S) and not recorded_failures(logs):
+        ranks = _pids_of_ranks()
         have_started |= len(ranks) == num_ranks
         if not have_started or len(ranks) in (0, num_ranks):
             last_full = time.monotonic()
@@ -82,6 +85,21 @@ def _kill_stragglers(num_ranks: int, limit_s: float, logs: Path, have_ended: Eve
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             last_full = time.monotonic()
+
+
+def _pids_of_ranks() -> list[int]:
+    """The running ranks, which torchrun starts from this process's main thread; none where there is no /proc."""
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    with suppress(OSError):
+        return [int(pid) for pid in children.read_text().split()]
+    return []
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    """Send a signal on to the ranks, which answer it at the end of a step."""
+    for pid in _pids_of_ranks():
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _report(error: ChildFailedError, logs: Path) -> int:

@@ -20,7 +20,9 @@ from titan_moe.train.failure import record_failure
 
 EXIT_BY_SIGNAL = 128
 """The exit code of a process ended by a signal is this plus the signal's number."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What ends a run after the step at hand, saved. SLURM sends SIGUSR1 ahead of the end of a job, if it is asked to
+(`--signal=USR1@120`)."""
 PATIENCE = 6
 """Limit of the first step of a process, which compiles, and of saves and validations, over that of a step. Stages of a
 pipeline compile at the same time (parallel/pipeline/rehearsal.py)."""
@@ -91,8 +93,8 @@ def _timeouts(minutes: float) -> Iterator[None]:
 
 
 class StopSignal:
-    """SIGTERM, SIGHUP, Ctrl-C or unreadable data, reduced over ranks: all stop after the same step, also if they
-    receive a signal at different ones, or if one of them cannot read its data.
+    """SIGTERM, SIGHUP, SIGUSR1, Ctrl-C or unreadable data, reduced over ranks: all stop after the same step, also if
+    they receive a signal at different ones, or if one of them cannot read its data.
 
     A context manager; on exit it restores the previous handlers. SIGHUP, which a lost terminal sends, stays ignored
     under `nohup`. A second Ctrl-C ends the run at once. A second SIGTERM does so only some seconds later (watchdog.py),

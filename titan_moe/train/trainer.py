@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -43,7 +44,9 @@ from titan_moe.train.read_ahead import ReadAhead, UnreadableDataError
 from titan_moe.train.resolve_kernels import resolve_auto
 from titan_moe.train.run_lock import run_lock
 from titan_moe.train.step import StepResult
+from titan_moe.train.unsaved import UnsavedWarning
 from titan_moe.train.watchdog import Watchdog
+from titan_moe.train.writable import writable_folders
 
 logger = logging.getLogger("titan_moe")
 
@@ -64,6 +67,7 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
             raise RecipeError(problems)
         with ExitStack() as lock, attention_backend(recipe.perf.attention):
             run_on_rank_zero(lambda: lock.enter_context(run_lock(Path(recipe.run.folder))))
+            lock.enter_context(writable_folders(recipe))
             exit_code = Trainer(recipe, device, watchdog, tracer).train()
             wait_for_all_ranks(device)
     if exit_code:
@@ -71,8 +75,8 @@ def run(recipe: Recipe, tracer: Tracer | None = None) -> None:
 
 
 class Progress:
-    """Steps and tokens of a run so far, the steps without an update since the last one with it, the capacity factor,
-    the window of spikes and whether replica slots are used; saved in its checkpoints."""
+    """Steps and tokens of a run so far, the steps since the last one with an update, the capacity factor, the window of
+    spikes and whether replica slots are used; saved in its checkpoints."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -120,6 +124,7 @@ class Trainer:
         torch.manual_seed(recipe.run.seed + self.meshes.data_rank)  # dropout differs between ranks with other data
         self.progress = Progress()
         self.stop = StopSignal()
+        self.unsaved = UnsavedWarning(recipe.checkpoint.every_steps, recipe.train.steps)
         self.checkpointer = Checkpointer(
             recipe, self.run_folder, self.parts, optimizers, self.schedule, self.loader, self.progress
         )
@@ -148,7 +153,8 @@ class Trainer:
         """The command that goes on with this run; on several nodes what torchrun is to run."""
         num_ranks = dist.get_world_size()
         is_launched = 1 < num_ranks == ranks_of_a_node(num_ranks)
-        return f"titan-moe train {self.run_folder / 'recipe.toml'}{f' --nproc {num_ranks}' if is_launched else ''}"
+        recipe = shlex.quote(str(self.run_folder / "recipe.toml"))
+        return f"titan-moe train {recipe}{f' --nproc {num_ranks}' if is_launched else ''}"
 
     def train(self) -> int:
         """Run the remaining steps, save, print a sample, and say how the run ended. Returns the exit code."""
@@ -289,6 +295,8 @@ class Trainer:
                     loss = validation_loss(self.model, self.parts, batches, self.device, self.meshes)
                 self.meter.log_validation(progress.step, loss)
                 self.runner.step.capacity.check()  # validation has exchanges too
+        if record and self.is_main:
+            self.unsaved.see(progress.step, record["step_ms"])
         is_saved = self._is_due(recipe.checkpoint.every_steps)
         if record or is_saved or self._is_due(recipe.train.max_skipped_in_row):
             self._read_skipped()
