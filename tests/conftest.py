@@ -37,6 +37,7 @@ SECONDS_AFTER_A_FAILURE = 10
 BESIDE_TIMEOUT_SECONDS = 3600
 """Of a process beside, after all others; none where options ask for more layouts or schedules."""
 SECONDS_TO_CLOSE = 30
+ENDS_SOON_SECONDS = 20
 if not torch.cuda.is_available():  # processes that compile have more to import than they gain on a few cores
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 IMPORTED_BEFORE_FORKS = (
@@ -154,6 +155,20 @@ def ranks_of_a_size(new_ranks: Callable[[], Ranks]) -> Callable[..., list[Any]]:
     """
     pools: defaultdict[int, Ranks] = defaultdict(new_ranks)
     return lambda num_ranks, function, *args: pools[num_ranks](num_ranks, function, *args)
+
+
+@pytest.fixture
+def ends_soon() -> Iterator[None]:
+    """Fail a test of what once never ended, instead of the whole run."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError(f"it has not ended after {ENDS_SOON_SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(ENDS_SOON_SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -65,6 +65,26 @@ def test_manifest_hash_is_that_of_sha256sum(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("ends_soon")
+def test_manifest_may_name_what_never_ends(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    assert find_damage(tmp_path, [("pipe", FileHash(0, "")), ("zero", FileHash(0, ""))]) == [
+        "pipe cannot be read: it is no regular file",
+        "zero cannot be read: it is no regular file",
+    ]
+    (tmp_path / MANIFEST_FILE).symlink_to("pipe")
+    with pytest.raises(OSError, match="it is no regular file"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/dev/zero", "a/b"])
+def test_manifest_cannot_point_outside_of_its_folder(tmp_path: Path, name: str) -> None:
+    Manifest(WRITTEN.recipe, WRITTEN.data, {name: FileHash(0, "")}).write(tmp_path)
+    with pytest.raises(ValueError, match="outside of the checkpoint"):
+        read_manifest(tmp_path)
+
+
 def test_manifest_is_json(tmp_path: Path) -> None:
     WRITTEN.write(tmp_path)
     contents = json.loads((tmp_path / MANIFEST_FILE).read_text())

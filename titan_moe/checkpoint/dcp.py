@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from titan_moe.checkpoint import storage
 from titan_moe.checkpoint.data_change import reason_to_accept, record_bad_data
 from titan_moe.checkpoint.folders import METADATA_FILE, CheckpointFolders
-from titan_moe.checkpoint.manifest import Manifest, find_damage, read_manifest
+from titan_moe.checkpoint.manifest import MANIFEST_FILE, Manifest, find_damage, read_manifest
 from titan_moe.checkpoint.rank_zero import run_on_rank_zero
 from titan_moe.checkpoint.rng import RngState
 from titan_moe.checkpoint.weights import differences, newly_tied, saved_shapes, shapes_over_ranks, weight_of
@@ -285,5 +285,7 @@ def _try_read_manifest(folder: Path) -> tuple[Manifest | None, str]:
     """The manifest of a checkpoint, or an error message for it."""
     try:
         return read_manifest(folder), ""
+    except OSError as error:
+        return None, f"{MANIFEST_FILE} cannot be read: {error.strerror}"
     except ValueError as error:
         return None, str(error)

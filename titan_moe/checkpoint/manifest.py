@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from titan_moe.config.regular_file import open_regular
+
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 """Increase it when an older version could not read, or would misread, a checkpoint."""
@@ -50,19 +52,24 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a checkpoint; None if it has none, because it was written before there were any.
 
-    Raises: ValueError for a damaged one, or one of a later format; OSError if it cannot be read.
+    Raises: ValueError for a damaged one, one of a later format, or one that points outside of its folder; OSError if it
+    cannot be read.
     """
     file = folder / MANIFEST_FILE
     if not file.exists():
         return None
-    contents = _unseal(file.read_bytes())
+    with open_regular(file) as stream:
+        contents = _unseal(stream.read())
     if contents.get("format") != FORMAT:
         raise ValueError(f"{MANIFEST_FILE} has the format {contents.get('format')}, but this version reads {FORMAT}")
     try:
         files = {name: FileHash(**file) for name, file in contents["files"].items()}
-        return Manifest(dict(contents["recipe"]), contents["data"], files)
+        manifest = Manifest(dict(contents["recipe"]), contents["data"], files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{MANIFEST_FILE} lacks a part") from error
+    if outside := [name for name in files if Path(name).name != name]:
+        raise ValueError(f"{MANIFEST_FILE} points to {outside[0]}, outside of the checkpoint")
+    return manifest
 
 
 def find_damage(folder: Path, files: Iterable[tuple[str, FileHash]]) -> list[str]:
@@ -73,7 +80,7 @@ def find_damage(folder: Path, files: Iterable[tuple[str, FileHash]]) -> list[str
 
 def _damage(file: Path, written: FileHash) -> str:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             num_bytes = os.fstat(stream.fileno()).st_size
             if num_bytes != written.num_bytes:
                 return f"{file.name} has {num_bytes:,} bytes instead of {written.num_bytes:,}"

@@ -41,6 +41,7 @@ from torch.futures import Future
 from titan_moe.checkpoint.folders import METADATA_FILE
 from titan_moe.checkpoint.manifest import FileHash, Manifest
 from titan_moe.checkpoint.metadata import read_metadata
+from titan_moe.config.regular_file import open_regular
 from titan_moe.parameters import Chunk, local_chunks
 
 _LARGE_BYTES = 1 << 20
@@ -203,11 +204,11 @@ class _Writer(FileSystemWriter):
 
 
 class _NamingFiles(FileSystem):
-    """Local files. What is wrong with the content of one is told with its name."""
+    """Local files to read. What is wrong with the content of one is told with its name."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
+        with open_regular(path) as stream:
             try:
                 yield stream
             except pickle.UnpicklingError as error:
