@@ -3,9 +3,11 @@
 import errno
 import json
 import resource
+from inspect import currentframe
 from pathlib import Path
 
 import pytest
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan_moe.config import RecipeError
@@ -58,6 +60,21 @@ def test_failure_disk_full_is_one_sentence() -> None:
     wrapped.__cause__ = full()
     assert plain_words(wrapped, "runs/x").startswith(by_folder)
     assert plain_words(RuntimeError("another"), "runs/x") == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "package"),
+    [
+        (InvalidCxxCompiler(), "package g++"),
+        (RuntimeError("Failed to find C compiler. Please specify via CC environment variable"), "package gcc"),
+        (RuntimeError("main.c:5:10: fatal error: Python.h: No such file or directory"), "package python3-dev"),
+    ],
+)
+def test_failure_without_a_compiler_is_one_sentence(error: Exception, package: str) -> None:
+    """PyTorch's own words are 139 lines long."""
+    wrapped = InductorError(error, currentframe())
+    words = plain_words(wrapped.with_traceback(None), "runs/x")
+    assert package in words and 'compile.regional = "off"' in words and "\n" not in words
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ import sys
 import time
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from titan_moe.train import launch
+from titan_moe.train.failure import record_failure, recorded_failures
 
 pytestmark = [pytest.mark.slow, pytest.mark.launches]
 
@@ -102,6 +104,43 @@ def test_launch_kills_a_rank_that_is_stopped_after_the_run(tiny, tmp_path) -> No
     assert process.returncode == 128 + 9
     assert "titan-moe: 1 of 2 ranks have not ended 12 seconds after another; killed" in stderr
     assert (tmp_path / "0").read_text() != (tmp_path / "1").read_text()
+
+
+def test_launch_blames_a_rank_that_exits_by_itself(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The others lose their connection to it, and say so."""
+    (tmp_path / "0").mkdir()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("RANK", "0")
+        patched.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+        record_failure(RuntimeError("Connection closed by peer"))
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in ((0, 1), (1, 5))}
+    assert launch._report(ChildFailedError("titan_moe", failures), tmp_path) == 5
+    assert capsys.readouterr().err == "titan-moe: rank 1 has ended itself with exit code 5\n"
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", 1), ("3", 3), ("'words'", 1)])
+def test_launch_names_the_code_that_exits(
+    tiny, tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str, expected: int
+) -> None:
+    """It ends a run in the middle, so an exit code of 0 would be wrong."""
+    (tmp_path / "exiting.py").write_text(
+        "import sys\n"
+        "from titan_moe.models.transformer import Transformer\n"
+        "class Model(Transformer):\n"
+        "    def forward(self, *args):\n"
+        f"        sys.exit({code}) if self.training else None\n"
+        "        return super().forward(*args)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "exiting", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        tiny("--model.class=exiting:Model").train()
+    assert ended.value.code == expected
+    (failure,) = recorded_failures(tmp_path)
+    assert failure.words == f"its code has ended it by SystemExit({code}) at {tmp_path}/exiting.py:5"
+    assert failure.exit_code == expected and f"rank 0: {failure.words}" in caplog.text
 
 
 def test_launch_passes_the_warning_of_slurm_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,32 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 WRITER_FAILED = ("inline_container.cc", "PytorchStreamWriter failed")
 """Part of the message of torch.save after an OSError of its file; the OSError itself is lost."""
 
+MISSING_TOOLS = {
+    "No working C++ compiler found": (
+        "torch.compile needs a C++ compiler and finds none; install the package g++ (gcc-c++ on Fedora), name one in "
+        'the environment variable CXX, or turn compilation off: compile.regional = "off"'
+    ),
+    "Failed to find C compiler": (
+        "Triton needs a C compiler and finds none; install the package gcc, name one in the environment variable CC, "
+        'or use no Triton: compile.regional = "off" and perf.kernels = "grouped_mm"'
+    ),
+    "Python.h: No such file": (
+        "a compiler finds no Python.h; install the package python3-dev (python3-devel on Fedora), or turn compilation "
+        'off: compile.regional = "off" (and perf.kernels = "grouped_mm" on a GPU)'
+    ),
+}
+"""Part of the message of PyTorch or Triton -> what is missing on the machine."""
+
+
+class ExitedByItself(SystemExit):
+    """Other code, such as a user's class, has ended the process in the middle of a run. No exit code means failure."""
+
+    def __init__(self, ended: SystemExit) -> None:
+        self.exit_code = ended.code if isinstance(ended.code, int) and ended.code else EXIT_FAILED
+        super().__init__(self.exit_code)
+        frame = traceback.extract_tb(ended.__traceback__)[-1]
+        self.words = f"its code has ended it by SystemExit({ended.code!r}) at {frame.filename}:{frame.lineno}"
+
 
 class Failure(NamedTuple):
     """The recorded failure of a rank."""
@@ -36,7 +62,8 @@ def record_failure(error: BaseException | str, folder: str = "") -> None:
     """Write the error of this rank into torchrun's error file, at once: cleaning up may take long, and makes other
     ranks fail. The first one stays. Without torchrun it does nothing."""
     path = os.environ.get(ERROR_FILE)
-    if not path or Path(path).exists() or isinstance(error, (KeyboardInterrupt, SystemExit)):
+    is_the_end = isinstance(error, (KeyboardInterrupt, SystemExit)) and not isinstance(error, ExitedByItself)
+    if not path or Path(path).exists() or is_the_end:
         return
     words = error if isinstance(error, str) else plain_words(error, folder) or f"{type(error).__name__}: {error}"
     stack = error if isinstance(error, str) else "".join(traceback.format_exception(error))
@@ -44,7 +71,7 @@ def record_failure(error: BaseException | str, folder: str = "") -> None:
     record = {
         "message": {"message": words, "extraInfo": extra},
         "rank": int(os.environ.get("RANK", "0")),
-        "exit_code": EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED,
+        "exit_code": _exit_code(error),
     }
     unfinished = Path(f"{path}.{threading.get_ident()}")
     with suppress(OSError):
@@ -53,6 +80,12 @@ def record_failure(error: BaseException | str, folder: str = "") -> None:
             os.link(unfinished, path)  # whole, and only if there is none
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def _exit_code(error: BaseException | str) -> int:
+    if isinstance(error, ExitedByItself):
+        return error.exit_code
+    return EXIT_BAD_RECIPE if isinstance(error, RecipeError) else EXIT_FAILED
 
 
 def first_rank_has_refused() -> bool:
@@ -81,12 +114,16 @@ def plain_words(error: BaseException, folder: str) -> str:
     """
     if isinstance(error, RecipeError):
         return "; ".join(error.problems)
+    if isinstance(error, ExitedByItself):
+        return error.words
     way_out = "free some space and start the run again, which goes on from its newest complete checkpoint"
     for cause in _causes(error):
         if isinstance(cause, OSError) and cause.errno in DISK_FULL:
             return f"the disk is full: {cause.filename or folder} cannot be written ({cause.strerror}); {way_out}"
         if isinstance(cause, RuntimeError) and any(words in str(cause) for words in WRITER_FAILED):
             return f"a checkpoint in {folder} cannot be written, the disk is probably full; {way_out}"
+        if missing := next((words for part, words in MISSING_TOOLS.items() if part in str(cause)), ""):
+            return missing
     return ""
 
 

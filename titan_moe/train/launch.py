@@ -105,7 +105,11 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
 def _report(error: ChildFailedError, logs: Path) -> int:
     """Print the first failure of all ranks, unless all have refused the same recipe; returns its exit code."""
     failures = recorded_failures(logs)
+    recorded = {failure.rank for failure in failures}
     for rank, ended in error.failures.items():
+        if ended.exitcode > 0 and ended.exitcode != EXIT_BY_SIGNAL + signal.SIGINT and rank not in recorded:
+            print(f"titan-moe: rank {rank} has ended itself with exit code {ended.exitcode}", file=sys.stderr)
+            return ended.exitcode
         if ended.exitcode < 0 and not _is_ended_by_torchrun(ended, failures):
             print(f"titan-moe: rank {rank} was ended by {signal.Signals(-ended.exitcode).name}", file=sys.stderr)
             return EXIT_BY_SIGNAL - ended.exitcode

@@ -1,5 +1,6 @@
 """The process group of a run, with or without torchrun, and the signals that stop it early."""
 
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from titan_moe.config.train import RunConfig
 from titan_moe.train.determinism import determinism
 from titan_moe.train.device import device_of_rank
-from titan_moe.train.failure import record_failure
+from titan_moe.train.failure import ExitedByItself, record_failure
+
+logger = logging.getLogger("titan_moe")
 
 EXIT_BY_SIGNAL = 128
 """The exit code of a process ended by a signal is this plus the signal's number."""
@@ -53,9 +56,13 @@ def process_group(config: RunConfig) -> Iterator[torch.device]:
             yield device
             wait_for_all_ranks(device)
         except BaseException as error:  # not every error of torch.distributed.checkpoint is an Exception
-            record_failure(error, config.folder)
+            first = ExitedByItself(error) if isinstance(error, SystemExit) else error
+            record_failure(first, config.folder)
             with suppress(Exception):  # the first error's words are the last ones printed
                 _destroy_groups()
+            if isinstance(first, ExitedByItself):
+                logger.error("rank %s: %s", os.environ.get("RANK", "0"), first.words)
+                raise first from error
             raise
         finally:
             if dist.is_initialized():
