@@ -129,6 +129,39 @@ class Routing(Transformer):
 
 class RoutingForgetfully(Routing):
     router = Forgetful
+
+
+class FrozenRouters(Transformer):
+    frozen = ("router",)
+
+    def __init__(self, config, **options):
+        super().__init__(config, **options)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not any(part in name for part in self.frozen))
+
+
+class FrozenExperts(FrozenRouters):
+    frozen = ("experts",)
+
+
+class FrozenMoE(FrozenRouters):
+    frozen = ("feed_forward",)
+
+
+class ExpertsAlone(FrozenRouters):
+    """No gradient passes the router of layer 1, but its block is recomputed."""
+
+    frozen = ("embed", "attention", "norm", "layers.0", "router", "head")
+
+
+class FrozenBelow(FrozenRouters):
+    """No gradient passes layers 0 and 1."""
+
+    frozen = ("embed", "layers.0", "layers.1")
+
+
+class AllFrozen(FrozenRouters):
+    frozen = ("",)
 '''
 UNBALANCED = ("--model.moe.aux_loss_coef=0", "--model.moe.bias_update_speed=0")
 
@@ -211,3 +244,22 @@ def test_a_router_that_counts_nothing_is_told(tiny, caplog: pytest.LogCaptureFix
     assert own(tiny, "RoutingForgetfully").train() == 0
     (message,) = (message for message in caplog.messages if "counts no tokens" in message)
     assert message.startswith("layers.1.feed_forward.router counts no tokens: its router does not pass")
+
+
+@pytest.mark.parametrize("words", [(), ("--memory.recompute=block",)])
+@pytest.mark.parametrize("name", ["FrozenRouters", "FrozenExperts", "FrozenMoE", "ExpertsAlone", "FrozenBelow"])
+def test_tokens_of_frozen_parts_are_counted_once(tiny, name: str, words: tuple[str, ...]) -> None:
+    """In the first step as without frozen parts: the weights are the same. Then the routing of frozen layers stays."""
+    layers = ("--model.num_layers=3", "--data.is_shuffled=false", "--optim.lr=1e-4", *words)
+    plain, run = tiny("--train.steps=1", *layers), own(tiny, name, *layers, steps=2)
+    assert plain.train() == 0 and run.train() == 0
+    first = run.trace[0]
+    assert first["expert_load"] == plain.column("expert_load")[0] and len(first["expert_load"]) == 2
+    assert first["idle_experts"] == plain.column("idle_experts")[0]
+    assert first["aux_loss"] == pytest.approx(plain.column("aux_loss")[0], rel=1e-6)
+
+
+def test_a_frozen_model_is_refused(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    assert own(tiny, "AllFrozen").train() == 2
+    error = capsys.readouterr().err
+    assert 'model.class = "own_models:AllFrozen": has no parameter that requires a gradient, all' in error

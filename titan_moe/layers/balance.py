@@ -13,7 +13,8 @@ A mean over sequences, this is Megatron Core's `seq_aux_loss`, summed over layer
 Mixtral's in transformers is K times as large, a mean over layers, and counts all tokens of a batch together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -95,7 +96,11 @@ class LoadBalance(WideBuffers):
         self.scale.fill_(1.0)
 
     def forward(self, routing: Routing) -> Tensor:
-        """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward."""
+        """Return the top-k scores unchanged, with the losses attached and the counts accumulated in backward.
+
+        In training a router that is frozen together with all that is before it accumulates in forward. Recompute must
+        take back what a repeated forward adds (`repeated`).
+        """
         num_sequences, num_tokens = routing.topk_ids_BNK.shape[:2]
         num_tokens *= self.num_sequence_ranks
         weight = 1.0 / max(num_sequences * num_tokens, 1) if self.reduction == "mean" else 1.0
@@ -106,15 +111,32 @@ class LoadBalance(WideBuffers):
         factor = weight * self.aux_loss_coef * self.num_experts / (self.top_k * max(num_tokens, 1))
         # each sequence is weighted by its number of tokens, like the main loss
         aux_loss = (counts_BE.to(share_sums_BE.dtype) * share_sums_BE).sum() * factor
+        aux_loss = aux_loss + weight * self.z_loss_coef * z_sum
         selected_counts_E = routing.counts_BE.sum(0)
+        if torch.is_grad_enabled() and not routing.topk_scores_BNK.requires_grad:  # no backward comes here
+            self.tokens_per_expert_E.add_(selected_counts_E)
+            self.aux_loss.add_(aux_loss * self.scale)
+            return routing.topk_scores_BNK
         return _AttachAuxLoss.apply(
             routing.topk_scores_BNK,
-            aux_loss + weight * self.z_loss_coef * z_sum,
+            aux_loss,
             selected_counts_E,
             self.tokens_per_expert_E,
             self.aux_loss,
             self.scale,
         )
+
+
+@contextmanager
+def repeated(balances: Iterable[LoadBalance]) -> Iterator[None]:
+    """Repeat forwards: the sums are those of the first time."""
+    before = [(balance, balance.tokens_per_expert_E.clone(), balance.aux_loss.clone()) for balance in balances]
+    try:
+        yield
+    finally:
+        for balance, tokens_per_expert_E, aux_loss in before:
+            balance.tokens_per_expert_E.copy_(tokens_per_expert_E)
+            balance.aux_loss.copy_(aux_loss)
 
 
 def _whole_sequences(share_sums_BE: Tensor, counts_BE: Tensor, z_sum: Tensor) -> Sums:

@@ -6,7 +6,7 @@ bytes a choice: logits that differ in their last bits between the two forwards w
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titan_moe.config.perf import MemoryConfig
+from titan_moe.layers.balance import LoadBalance, repeated
 from titan_moe.layers.block import Block
 from titan_moe.layers.choice import KeptChoice, nothing_chosen
 from titan_moe.layers.experts import GroupedExperts
@@ -37,18 +38,31 @@ def apply(model: nn.Module, config: MemoryConfig) -> None:
     version of torch. The experts of a block that is one graph are the exception: their checkpointed region is inside
     the graph, and the compiler keeps only their inputs, which is exact too.
     """
+    is_frozen = any(not parameter.requires_grad for parameter in model.parameters())
     for module in RECOMPUTED[config.recompute](model):
+        balances = [child for child in module.modules() if isinstance(child, LoadBalance)] if is_frozen else []
         is_deterministic = type(module) in (Block, GroupedExperts)  # a user's block may have dropout
         routers = [router for router in module.modules() if isinstance(router, TopKRouter)]
-        module.forward = _recomputed(module.forward, routers, preserves_rng=not is_deterministic)
+        module.forward = _recomputed(module.forward, routers, balances, preserves_rng=not is_deterministic)
 
 
 def _recomputed(
-    forward: Callable[..., Any], routers: Sequence[TopKRouter], *, preserves_rng: bool
+    forward: Callable[..., Any],
+    routers: Sequence[TopKRouter],
+    balances: Sequence[LoadBalance],
+    *,
+    preserves_rng: bool,
 ) -> Callable[..., Any]:
+    """`balances` are those that may count in forward, of frozen routers."""
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), repeated(balances)
+
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserves_rng}
+    options |= {"context_fn": contexts} if balances else {}
+
     @wraps(forward)
     def recomputed(*args: Any) -> Any:
-        options = {"use_reentrant": False, "preserve_rng_state": preserves_rng}
         if not routers or not torch.is_grad_enabled():
             return checkpoint(forward, *args, **options)
         choices = [_nothing_chosen(router, args[0]) for router in routers]  # of this forward: others are in flight

@@ -48,8 +48,8 @@ def update_expert_biases(model: nn.Module, group: dist.ProcessGroup | None = Non
         group: the ranks whose tokens are counted, all of which call this; their biases stay equal. Without it all ranks
             of the default process group, if there is one. A pipeline needs the group of the stage.
 
-    Tokens are counted in backward. A router that no gradient passes has counts of zero, and its bias stays: one that is
-    frozen together with all that is before it.
+    Tokens are counted in backward, or in a forward with gradients where none passes the router: one that is frozen
+    together with all that is before it. The bias of a frozen router stays.
 
     DDP needs `broadcast_buffers=False`, or its forwards replace the counts of all ranks by those of rank 0.
 
@@ -146,7 +146,7 @@ def _update_biases(
         if skips_update is not None:
             signs_LE *= ~skips_update
         for name, sign_E in zip(alike, signs_LE, strict=True):
-            if name in routers:
+            if name in routers and routers[name].weight.requires_grad:
                 routers[name].expert_bias_E.add_(sign_E, alpha=routers[name].bias_update_speed)
         counts |= zip(alike, counts_LE, strict=True)
     return {name: counts[name] for name in num_experts or routers}
