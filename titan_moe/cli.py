@@ -14,8 +14,9 @@ from typing import Any
 
 from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
 from titan_moe.config.explain import explain
+from titan_moe.config.nearest import nearest_key
 from titan_moe.config.parallel import smallest_world
-from titan_moe.config.parse import nearest_key, split_overrides
+from titan_moe.config.parse import split_overrides
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
 from titan_moe.train.end_process import end_soon

@@ -4,7 +4,8 @@ import inspect
 import re
 import textwrap
 
-from titan_moe.config.parse import RecipeError, unknown_key
+from titan_moe.config.nearest import unknown_key
+from titan_moe.config.parse import RecipeError
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.resume import change_of
 from titan_moe.config.schema import Key, all_keys, docstring_of, in_toml, keys_of, type_in_words

@@ -4,16 +4,15 @@ A recipe may have another file as its `base`. Values of the recipe replace those
 replace both. All problems are reported together, each with the file or command line that it comes from.
 """
 
-import difflib
 import os
 import tomllib
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, get_origin
 
+from titan_moe.config.nearest import unknown_key
 from titan_moe.config.recipe import Recipe
-from titan_moe.config.renamed import NAMES_ELSEWHERE, REMOVED, RENAMED, values_before
+from titan_moe.config.renamed import REMOVED, values_before
 from titan_moe.config.schema import Key, all_keys, in_toml, keys_of, type_in_words
 
 COMMAND_LINE = "command line"
@@ -87,35 +86,6 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def dump_recipe(recipe: Recipe) -> str:
     """Write all fields of a recipe as TOML. Reading it returns an equal recipe."""
     return "\n\n".join(_dump_section(recipe, "")) + "\n"
-
-
-def unknown_key(dotted: str, *, is_section: bool = False) -> str:
-    """The error message for an unknown key, with the new name of an old one or the nearest known one."""
-    if dotted in RENAMED:
-        return f"{dotted} is now {RENAMED[dotted]}"
-    if dotted in REMOVED:
-        return f"{dotted} was removed: {REMOVED[dotted]}; drop it"
-    return f"{dotted} is not a known {'section' if is_section else 'key'}; {nearest_key(dotted, is_section=is_section)}"
-
-
-def nearest_key(dotted: str, *, is_section: bool = False) -> str:
-    """Suggest the most similar known key: one of this name in another section, one that others call so
-    (`learning_rate`), or one that is spelt alike; without a section, one whose name alone is."""
-    known = [key.dotted for key in all_keys(Recipe).values() if key.is_section or not is_section]
-    spelt = dotted.replace("-", "_")
-    if (key := all_keys(Recipe).get(spelt.rstrip("."))) and key.is_section:
-        return f"{key.dotted} is a section; set its keys, such as {keys_of(key.type, f'{key.dotted}.')[0].dotted}"
-    section, _, name = spelt.rpartition(".")
-    named = [key for key in known if key.rpartition(".")[2] == name]
-    if guesses := difflib.get_close_matches(spelt, named, n=1, cutoff=0.0):
-        return f"did you mean {guesses[0]}?"
-    if name in NAMES_ELSEWHERE:
-        return f"did you mean {NAMES_ELSEWHERE[name]}?"
-    guesses = difflib.get_close_matches(spelt, known, n=1)
-    if not guesses and not section:
-        last = {key.rpartition(".")[2]: key for key in reversed(known)}
-        guesses = [last[guess] for guess in difflib.get_close_matches(name, last, n=1, cutoff=0.65)]
-    return f"did you mean {guesses[0]}?" if guesses else f"the sections are {', '.join(f.name for f in fields(Recipe))}"
 
 
 # Reading: all files and the command line become one flat table, dotted key -> Setting.
