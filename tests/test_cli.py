@@ -131,6 +131,11 @@ def test_check_explains_a_key() -> None:
     assert done.returncode == 2 and "did you mean model.moe.top_k?" in done.stderr
 
 
+def test_check_blames_the_command_line_for_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", QUICKSTART, "--optim.lr=nan"]) == 2
+    assert "  command line: optim.lr = nan must be finite and above 0" in capsys.readouterr().err
+
+
 def test_check_ignores_a_closed_pipe() -> None:
     command = f"{sys.executable} -m titan_moe check --explain model | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)

@@ -16,7 +16,7 @@ from titan_moe.config import Recipe, RecipeError, check_rules, load_recipe
 from titan_moe.config.explain import explain
 from titan_moe.config.nearest import nearest_key
 from titan_moe.config.parallel import smallest_world
-from titan_moe.config.parse import split_overrides
+from titan_moe.config.parse import blame, split_overrides
 from titan_moe.plan.check_report import describe
 from titan_moe.plan.hardware import KNOWN_DEVICES, find_hardware
 from titan_moe.train.end_process import end_soon
@@ -189,7 +189,7 @@ def _load(path: str, overrides: list[str], world_size: int | None) -> Recipe:
     recipe = load_recipe(path, overrides)
     problems = check_rules(recipe, world_size)
     if problems:
-        raise RecipeError([f"{path}: {problem}" for problem in problems])
+        raise RecipeError(blame(problems, path, overrides))
     return recipe
 
 

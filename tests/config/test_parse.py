@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from titan_moe.config import Recipe, RecipeError, dump_recipe, load_recipe
 from titan_moe.config.model import AttentionConfig, ModelConfig
+from titan_moe.config.parse import blame
 from titan_moe.config.schema import all_keys
 from titan_moe.config.train import RunConfig
 
@@ -287,3 +289,104 @@ def test_parse_home_folder_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "child.toml").write_text('base = "~/base.toml"\n')
     assert getattr(getattr(load_recipe(tmp_path / "child.toml"), section), name) == f"{tmp_path}/a/*"
     assert load_recipe(tmp_path / "base.toml", ["--model.name=~/a"]).model.name == "~/a", "no path"
+
+
+BRACKETS = "[" * 3000
+LONG_NAME = ".".join(["a"] * 30_000)
+UNREADABLE = {
+    "integer of 310 digits": ("[train]\nsteps = 1" + "0" * 309, "train.steps = an integer of 1,027 bits must be"),
+    "integer of a million bits": ("[optim]\nlr = 0x" + "f" * 50_000, None),
+    "integer of 5000 digits": ("[run]\n[train]\nsteps = 1" + "0" * 5000, "too many digits; in [train]: steps = 100"),
+    "brackets": (f"[train]\nsteps = {BRACKETS}", "nest too deeply; in [train]: steps = [[["),
+    "closed brackets": (f"[optim]\nlr = {BRACKETS}{BRACKETS.replace('[', ']')}", "nest too deeply; in [optim]: lr"),
+    "tables in tables": ("[data]\npath = " + "{a=" * 3000, "nest too deeply; in [data]: path = {a="),
+    "names in names": (f"[model]\n{LONG_NAME} = 1", "more than 16 dots (at line 2); in [model]: a.a."),
+    "lists in a list": ("[train]\nsteps = [[[[[[1]]]]]]", "train.steps = [[...]] must be an integer"),
+    "a long text": (f'[train]\nsteps = "{"x" * 9999}"', "train.steps = " + '"' + "x" * 119 + "... must be an integer"),
+    "a table": ("[train.steps]\na.b = 1", "train.steps = a table must be an integer"),
+    "no UTF-8": ("[run]\n[data]\npath = '\udcff'", "byte 0xff at line 3 is not UTF-8; save it as UTF-8; in [data]"),
+    "a wide encoding": ("\udcff\udcfe[\0r\0u\0n\0]\0", "byte 0xff at line 1 is not UTF-8"),
+    "a cut file": ('[optim]\nlr = 1e-3\n[data]\npath = "cor', "in [data]: path ="),
+    "a name twice": ("[optim]\nlr = 1\nlr = 2", "in [optim]: lr = 2"),
+    "NUL in a path": ('[data]\npath = "a\\u0000b"', 'data.path = "a\\u0000b" must be valid text without NUL'),
+    "NUL in a list": ('[precision]\nmodules_in_compute = ["a\\u0000"]', "precision.modules_in_compute = "),
+    "NUL in a base": ('base = "a\\u0000b"', 'base = "a\\u0000b" must be a path'),
+    "a quoted name with a dot": ('"train.steps" = 3', '"train.steps" is not a known key'),
+    "an empty name": ('[train]\n"" = 3', 'train."" is not a known key'),
+    "a name with a line break": ('[train]\n"a\\nb" = 3', "train.a\\nb is not a known key"),
+    "many unknown names": ("[train]\n" + "\n".join(f"k{n} = 1" for n in range(9000)), "8980 more keys not known"),
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), UNREADABLE.values(), ids=UNREADABLE)
+def test_parse_refuses_what_no_recipe_has_and_names_the_place(tmp_path: Path, text: str, expected: str | None) -> None:
+    file = tmp_path / "r.toml"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    if expected is None:
+        assert load_recipe(file).optim.lr == math.inf  # its range refuses it
+        return
+    problems = problems_of(file)
+    assert any(expected in problem for problem in problems) and all(str(file) in problem for problem in problems)
+    assert len(problems) <= 21 and max(map(len, problems)) < len(str(file)) + 400
+
+
+def test_parse_reads_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    file.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 3\r\n")
+    assert load_recipe(file).train.steps == 3
+
+
+@pytest.mark.parametrize("key", ["--data.path=a\0b", "--data.path=\udcff", "--train.steps=1" + "0" * 309])
+def test_parse_refuses_such_values_on_the_command_line(tmp_path: Path, key: str) -> None:
+    (problem,) = problems_of(write(tmp_path, "r.toml", ""), key)
+    assert problem.startswith(f"command line: {key[2:].partition('=')[0]} = ")
+    problem.encode()
+
+
+@pytest.mark.parametrize("as_base", [True, False])
+def test_parse_reads_only_regular_files_of_the_size_of_a_recipe(tmp_path: Path, as_base: bool) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to("loop")
+    write(tmp_path, "large.toml", "#" * 300_000)
+    expected = {"fifo": "is not a regular file", "/dev/zero": "is not a regular file", "loop": "cannot be read"}
+    for name, reason in (expected | {"large.toml": "has more than 262,144 bytes", "n" * 300: "cannot be read"}).items():
+        file = write(tmp_path, "r.toml", f'base = "{name}"') if as_base else tmp_path / name
+        (problem,) = problems_of(file)
+        assert problem.startswith(f"{file}: base: " if as_base else f"{file} ") and reason in problem
+
+
+def test_parse_refuses_an_endless_chain_of_bases(tmp_path: Path) -> None:
+    for number in range(2000):
+        write(tmp_path, f"{number}.toml", f'base = "{number + 1}.toml"')
+    (problem,) = problems_of(tmp_path / "0.toml")
+    assert 'base = "33.toml" is more than 32 bases' in problem
+
+
+def test_parse_missing_file_names_the_nearest_of_many(tmp_path: Path) -> None:
+    for number in range(2400):
+        (tmp_path / f"sweep_{number}.toml").touch()
+    write(tmp_path, "qwen3_30b.toml", "")
+    (problem,) = problems_of(tmp_path / "qwen_30b.toml")
+    assert "contains qwen3_30b.toml, " in problem and problem.endswith(" and 2,396 more")
+    (problem,) = problems_of(tmp_path / "sweep_777x.toml")
+    assert "contains sweep_777.toml, " in problem and problem.endswith(" and 2,396 more")
+
+
+@pytest.mark.parametrize(
+    ("problem", "source"),
+    [
+        ("optim.lr = nan must be finite and above 0 (the value is out of range)", "command line"),
+        ("optim.eps = -1.0 must be above 0 (the value is out of range)", "base.toml"),
+        ("optim.beta1 = 2.0 must be at least 0 and below 1 (the value is out of range)", "r.toml"),
+        ("optim.lr = 1 and optim.eps = 2 differ; set optim.beta1 (a reason)", "r.toml"),
+        ("optim.lr = 1 is odd; set optim.eps = 2 (a reason)", "command line"),
+        ("train.steps = 0 must be at least 1", "r.toml"),
+    ],
+)
+def test_blame_names_the_command_line_or_the_file_that_set_the_fields(
+    tmp_path: Path, problem: str, source: str
+) -> None:
+    write(tmp_path, "base.toml", "[optim]\nlr = 1\neps = -1.0")
+    file = write(tmp_path, "r.toml", 'base = "base.toml"\n[optim]\nbeta1 = 2.0')
+    place = source if source == "command line" else tmp_path / source
+    assert blame([problem], file, ["--optim.lr=nan"]) == [f"{place}: {problem}"]

@@ -12,7 +12,7 @@ from dataclasses import fields
 from titan_moe.config.kernels import KernelOverrides
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.renamed import NAMES_ELSEWHERE, REMOVED, RENAMED, SECTIONS_ELSEWHERE, WITHOUT_FIELD
-from titan_moe.config.schema import Key, all_keys, keys_of
+from titan_moe.config.schema import Key, all_keys, cut, keys_of
 
 LONGEST_NAME = 64
 """A longer name than any field has; nothing is spelt like it."""
@@ -30,7 +30,8 @@ def unknown_key(dotted: str, *, is_section: bool = False) -> str:
         return f"{dotted} is now {RENAMED[dotted]}"
     if dotted in REMOVED:
         return f"{dotted} was removed: {REMOVED[dotted]}; drop it"
-    return f"{dotted} is not a known {'section' if is_section else 'key'}; {nearest_key(dotted, is_section=is_section)}"
+    what = "section" if is_section else "key"
+    return f"{cut(dotted)} is not a known {what}; {nearest_key(dotted, is_section=is_section)}"
 
 
 def nearest_key(dotted: str, *, is_section: bool = False) -> str:

@@ -4,7 +4,9 @@ A recipe may have another file as its `base`. Values of the recipe replace those
 replace both. All problems are reported together, each with the file or command line that it comes from.
 """
 
+import math
 import os
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +15,8 @@ from typing import Any, NamedTuple, get_origin
 from titan_moe.config.nearest import unknown_key
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.renamed import REMOVED, values_before
-from titan_moe.config.schema import Key, all_keys, in_toml, keys_of, type_in_words
+from titan_moe.config.schema import Key, all_keys, counted, cut, in_toml, keys_of, shown, type_in_words
+from titan_moe.config.toml_file import read_toml
 
 COMMAND_LINE = "command line"
 BOOLEANS = {"true": True, "false": False}
@@ -26,6 +29,12 @@ PATHS = {
     "checkpoint.load_from",
 }
 """Fields with a path or a glob, in which `~` is the home folder: no shell expands it in `--run.folder=~/run`."""
+MAX_BASES = 32
+"""In a chain of bases."""
+MAX_UNKNOWN = 20
+"""Unknown keys with a suggestion each; more are counted."""
+MAX_BITS = 63
+"""Of the size of an integer, in TOML as in torch."""
 BESIDE_A_RUNS_RECIPE = "environment.json"
 """A `recipe.toml` beside a file of this name is the resolved recipe of a run."""
 
@@ -67,6 +76,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def blame(problems: Sequence[str], path: str | Path, overrides: Sequence[str]) -> list[str]:
+    """Put the source before each problem of a rule: the command line or the base that set all fields which the problem
+    states, else the recipe. What follows a semicolon is a way out."""
+    settings = _read_with_bases(Path(path), (), []) | _read_overrides(overrides, [])
+    return [f"{_source_of(problem, settings) or path}: {problem}" for problem in problems]
+
+
+def _source_of(problem: str, settings: dict[str, Setting]) -> str:
+    named = re.findall(r"\w+(?:\.\w+)+", problem.partition(";")[0].partition(" (")[0])
+    sources = {settings[dotted].source for dotted in named if dotted in settings}
+    return sources.pop() if len(sources) == 1 else ""
+
+
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate `--section.key` arguments and their values from the other arguments of a command line."""
     overrides: list[str] = []
@@ -93,17 +115,24 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _read_with_bases(path: Path, children: tuple[Path, ...], problems: list[str]) -> dict[str, Setting]:
     """Read a file and its base. `children` are the files whose base chain leads to this one."""
-    if path.resolve() in (child.resolve() for child in children):
+    if len(children) > MAX_BASES:
+        problems.append(
+            f"{children[-1]}: base = {in_toml(path.name)} is more than {MAX_BASES} bases from {children[0]}"
+        )
+        return {}
+    if os.path.realpath(path) in map(os.path.realpath, children):
         chain = " -> ".join(str(file) for file in (*children, path))
         problems.append(f"{children[-1]}: base = {in_toml(path.name)} closes a cycle: {chain}")
         return {}
-    table = _read_toml(path, children, problems)
+    table = read_toml(path, f"{children[-1]}: base: " if children else "", problems)
     base = table.pop("base", None)
     settings = _flatten(table, str(path))
-    if isinstance(base, str):
+    if isinstance(base, str) and not base.isprintable():
+        problems.append(f"{path}: base = {shown(base)} must be a path, without control characters")
+    elif isinstance(base, str):
         return _read_with_bases(path.parent / os.path.expanduser(base), (*children, path), problems) | settings
-    if base is not None:
-        problems.append(f"{path}: base = {in_toml(base)} must be a string, the path of a recipe relative to this file")
+    elif base is not None:
+        problems.append(f"{path}: base = {shown(base)} must be a string, the path of a recipe relative to this file")
     return settings
 
 
@@ -116,36 +145,12 @@ def _of_a_run(path: Path, settings: dict[str, Setting]) -> dict[str, Setting]:
     return {dotted: Setting(value, str(path)) for dotted, value in {"run.folder": str(folder), **before}.items()}
 
 
-def _read_toml(path: Path, children: tuple[Path, ...], problems: list[str]) -> dict[str, Any]:
-    referrer = f"{children[-1]}: base: " if children else ""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        problems.append(f"{referrer}{path} does not exist; {_recipes_in(path.parent)}")
-    except IsADirectoryError:
-        problems.append(f"{referrer}{path} is a folder; {_recipes_in(path)}")
-    except OSError as error:
-        problems.append(f"{referrer}{path} cannot be read: {error.strerror}")
-    except ValueError as error:  # TOMLDecodeError contains line and column, UnicodeDecodeError the byte
-        problems.append(f"{path} is not valid TOML: {error}")
-    return {}
-
-
-def _recipes_in(folder: Path) -> str:
-    """The recipes of a folder or, if it has none, of its folder `recipes`, for a way out."""
-    for place in (folder, folder / "recipes"):
-        names = {file.name for file in place.glob("*.toml")} if place.is_dir() else set()
-        if recipes := sorted(names - {"pyproject.toml"}):
-            return f"{place}/ contains {', '.join(recipes)}"
-    return f"{folder}/ contains no recipe"
-
-
 def _flatten(table: dict[str, Any], source: str, prefix: str = "") -> dict[str, Setting]:
     """Map dotted keys to settings. An unknown table stays one value, so that it is one problem."""
     known = all_keys(Recipe)
     settings: dict[str, Setting] = {}
     for name, value in table.items():
-        dotted = f"{prefix}{name}"
+        dotted = f"{prefix}{name if name and '.' not in name else in_toml(name)}"
         if isinstance(value, dict) and dotted in known and known[dotted].is_section:
             settings |= _flatten(value, source, f"{dotted}.")
         else:
@@ -195,9 +200,13 @@ def _build(section: type, prefix: str, settings: dict[str, Setting], problems: l
             values[key.attribute] = _convert(key, settings[key.dotted], problems)
     if not prefix:
         unknown = [dotted for dotted in settings if dotted not in all_keys(section)]
-        for dotted in unknown:
+        for dotted in unknown[:MAX_UNKNOWN]:
             value, source, _ = settings[dotted]
             problems.append(f"{source}: {unknown_key(dotted, is_section=isinstance(value, dict))}")
+        if rest := unknown[MAX_UNKNOWN:]:
+            problems.append(
+                f"{settings[rest[0]].source}: {counted(len(rest), 'more key')} not known, from {rest[0]} on"
+            )
     return section(**values)
 
 
@@ -206,19 +215,39 @@ def _convert(key: Key, setting: Setting, problems: list[str]) -> Any:
     if key.dotted in PATHS and type(value) is str:
         value = os.path.expanduser(value)
     if key.is_list and type(value) is list and all(type(entry) is str for entry in value):
-        return tuple(value)
+        value = tuple(value)
     if key.plain_type is float and type(value) is int:
-        value = float(str(value))  # an integer of 400 digits becomes infinite; float(value) would raise
-    if (type(value) is str and value in key.choices) if key.choices else type(value) is key.plain_type:
+        value = _as_float(value)
+    of_type = (type(value) is str and value in key.choices) if key.choices else type(value) is key.plain_type
+    of_type = of_type or (key.is_list and type(value) is tuple) or bool(key.word and value == key.word)
+    limit = _limit(value)
+    if of_type and not limit:
         return value
-    if key.word and value == key.word:
-        return value
-    shown = setting.value if setting.is_text else in_toml(setting.value)
-    removed = REMOVED.get(f"{key.dotted} = {in_toml(value)}")
+    removed = REMOVED.get(f"{key.dotted} = {in_toml(value)}") if type(value) is str else None
     reason = f" ({removed})" if removed else ""
     way_out = f"; {key.way_to_add}" if key.way_to_add else ""
-    problems.append(f"{setting.source}: {key.dotted} = {shown} must be {type_in_words(key)}{reason}{way_out}")
+    written = cut(setting.value) if setting.is_text else shown(setting.value)
+    problems.append(
+        f"{setting.source}: {key.dotted} = {written} must be {limit or type_in_words(key)}{reason}{way_out}"
+    )
     return key.default
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _limit(value: Any) -> str:
+    """What a value of the right type breaks: the range of TOML's integers, or characters that no path has."""
+    if type(value) is int and value.bit_length() > MAX_BITS:
+        return f"an integer of {MAX_BITS + 1} bits"
+    texts = value if type(value) is tuple else (value,) if type(value) is str else ()
+    if any("\0" in text or text != text.encode("utf-8", "replace").decode() for text in texts):
+        return "valid text without NUL characters"
+    return ""
 
 
 def _from_text(annotation: Any, text: str) -> Any:
@@ -228,7 +257,7 @@ def _from_text(annotation: Any, text: str) -> Any:
     if annotation in (int, float):
         try:
             return annotation(text)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass
     if get_origin(annotation) is tuple:
         return _list_from_text(text)
@@ -239,7 +268,7 @@ def _list_from_text(text: str) -> Any:
     """Convert a list of strings, as TOML or with commas: `["a", "b"]`, `a,b`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 

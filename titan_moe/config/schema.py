@@ -12,6 +12,10 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+SHOWN_ENTRIES = 5
+SHOWN_CHARACTERS = 120
+"""Of a value in a message."""
+
 
 class OneOf(NamedTuple):
     """Marks a string as a key of an extensible table: `Annotated[str, OneOf(TABLE)]`. Every row of the table has a
@@ -131,6 +135,26 @@ def in_toml(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(in_toml(entry) for entry in value)}]"
     return str(value)
+
+
+def shown(value: Any) -> str:
+    """Format any value for a message, however large or nested it is."""
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, (list, tuple)):
+        entries = ["[...]" if isinstance(entry, (list, tuple)) else shown(entry) for entry in value[:SHOWN_ENTRIES]]
+        return f"[{', '.join(entries + ['...'] * (len(value) > SHOWN_ENTRIES))}]"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length():,} bits"
+    return cut(in_toml(value))
+
+
+def cut(text: str) -> str:
+    """Shorten a long text for a message, without characters that no terminal shows."""
+    short = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+    return (
+        "".join(map(_escape, short)).encode("utf-8", "backslashreplace").decode() if not short.isprintable() else short
+    )
 
 
 def either(values: Iterable[str]) -> str:

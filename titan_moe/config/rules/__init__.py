@@ -13,7 +13,7 @@ from titan_moe.config.rules.parallel import PARALLEL_RULES
 from titan_moe.config.rules.perf import PERF_RULES
 from titan_moe.config.rules.pipeline import PIPELINE_RULES
 from titan_moe.config.rules.precision import PRECISION_RULES
-from titan_moe.config.rules.ranges import RANGE_RULES
+from titan_moe.config.rules.ranges import RANGE_RULES, has_excessive_numbers
 from titan_moe.config.rules.rule import Rule
 from titan_moe.config.rules.run import RUN_RULES
 from titan_moe.config.rules.tensor import TENSOR_RULES
@@ -38,7 +38,8 @@ RULES: list[Rule] = [
 def check_rules(recipe: Recipe, world_size: int | None = None) -> list[str]:
     """Collect every breach of every rule, with its reason; an empty list if the recipe may run.
 
-    The default `world_size` is the fewest ranks that the recipe fits.
+    The default `world_size` is the fewest ranks that the recipe fits. Numbers above their range are refused alone.
     """
     ranks = smallest_world(recipe.parallel) if world_size is None else world_size
-    return [f"{message} ({rule.why})" for rule in RULES for message in rule.check(recipe, max(ranks, 1))]
+    rules = RANGE_RULES if has_excessive_numbers(recipe) else RULES
+    return [f"{message} ({rule.why})" for rule in rules for message in rule.check(recipe, max(ranks, 1))]

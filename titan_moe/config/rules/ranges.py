@@ -7,6 +7,12 @@ from operator import attrgetter
 
 from titan_moe.config.recipe import Recipe
 from titan_moe.config.rules.rule import rule, rules_in
+from titan_moe.config.schema import shown
+
+LARGEST = 10**12
+"""End of a range without another one."""
+LAYERS = 10_000
+RANKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -14,20 +20,26 @@ class Range:
     """An interval that error messages print."""
 
     low: float
-    high: float = math.inf
+    high: float = LARGEST
     includes_low: bool = True
     includes_high: bool = True
 
     def __contains__(self, value: float) -> bool:
-        """Whether a value is finite and inside."""
+        """Whether a value is inside; a NaN is not."""
         above = value >= self.low if self.includes_low else value > self.low
         below = value <= self.high if self.includes_high else value < self.high
-        return math.isfinite(value) and above and below
+        return above and below
+
+    def must_be(self, value: float) -> str:
+        """Complete the sentence "the value must be ..." for one outside."""
+        if not isinstance(value, int) and not math.isfinite(value):
+            return f"finite and {self}"
+        return f"at most {self.high:,}" if value > self.high == LARGEST else str(self)
 
     def __str__(self) -> str:
-        """Complete the sentence "the value must be ..."."""
+        """The interval in words, without an end that only a mistake reaches."""
         low = f"at least {self.low:,}" if self.includes_low else f"above {self.low:,}"
-        if self.high == math.inf:
+        if self.high == LARGEST:
             return low
         return f"{low} and {'at most' if self.includes_high else 'below'} {self.high:,}"
 
@@ -39,11 +51,14 @@ SHARE = Range(0, 1)
 SHARE_BELOW_ONE = Range(0, 1, includes_high=False)
 
 SECTIONS: dict[str, dict[str, Range]] = {
-    "run": {"seed": Range(0, 2**63 - 1), "ranks_per_gpu": Range(1, 8), "step_timeout_minutes": ZERO_OR_MORE},
+    "run": {"seed": Range(0, 2**63 - 1), "ranks_per_gpu": Range(1, 8), "step_timeout_minutes": Range(0, 525_600)},
     "model": {
-        "vocab_size num_layers hidden_size": POSITIVE,
-        "num_dense_layers ffn_hidden_size": ZERO_OR_MORE,
-        "norm_eps init_std embedding_init_std embedding_multiplier": ABOVE_ZERO,
+        "vocab_size hidden_size": POSITIVE,
+        "num_layers": Range(1, LAYERS),
+        "num_dense_layers": Range(0, LAYERS),
+        "ffn_hidden_size": ZERO_OR_MORE,
+        "norm_eps": ABOVE_ZERO,
+        "init_std embedding_init_std embedding_multiplier": Range(0, 10_000, includes_low=False),
     },
     "model.attention": {
         "num_heads num_kv_heads head_dim yarn_factor yarn_original_tokens": POSITIVE,
@@ -59,8 +74,8 @@ SECTIONS: dict[str, dict[str, Range]] = {
         "route_scale": ABOVE_ZERO,
     },
     "parallel": {
-        "pp vpp dp_replicate cp tp ep etp": POSITIVE,
-        "dp_shard": Range(-1),
+        "pp vpp dp_replicate cp tp ep etp": Range(1, RANKS),
+        "dp_shard": Range(-1, RANKS),
         "expert_clones expert_rank_capacity_factor ep_ranks_per_node": ZERO_OR_MORE,
     },
     "perf": {"loss_chunk_tokens": ZERO_OR_MORE},
@@ -102,7 +117,15 @@ def numbers_out_of_range(recipe: Recipe, sections: Collection[str]) -> Iterator[
             continue
         value = attrgetter(dotted)(recipe)
         if not isinstance(value, str) and value not in allowed:  # a word, such as "auto"
-            yield f"{dotted} = {value} must be {'' if math.isfinite(value) else 'finite and '}{allowed}"
+            yield f"{dotted} = {shown(value)} must be {allowed.must_be(value)}"
+
+
+def has_excessive_numbers(recipe: Recipe) -> bool:
+    """Whether a number is above its range. Rules take time and memory that grow with some of them."""
+    return any(
+        not isinstance(value := attrgetter(dotted)(recipe), str) and value > allowed.high
+        for dotted, allowed in RANGES.items()
+    )
 
 
 RANGE_RULES = rules_in(globals())
